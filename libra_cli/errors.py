@@ -1,0 +1,85 @@
+"""Everything libra raises on purpose.
+
+    LibraError                 base; has .exit_code and an optional .hint (the next thing to type)
+      RecipeError              the recipe is wrong: every problem at once, as file:line: key: reason
+      HostError                a host cannot be reached, trusted or used
+        HostKeyError           its key is unknown or has changed
+        HostLost               the connection dropped and did not come back in time
+      ProcessError             a process on a host did not start, or died
+      ServerError              a vLLM server refused, failed or is not the server we think it is
+      TrainerError             the trainer refused a step, failed or has the wrong world
+      WeightsError             a weight version is incomplete, damaged or does not verify
+      EnvironmentError_        an environment cannot be found, loaded or used
+      StateError               a run directory is missing, damaged or of another version
+    IllegalMove                a bug in libra: a state was asked to do what its table forbids
+
+Catch ``LibraError`` for anything a user can act on::
+
+    try:
+        run(recipe)
+    except LibraError as error:
+        print(error, error.hint)
+
+Exit codes (documented in the README): 0 finished, 1 a failed run, 2 a wrong recipe or argument,
+3 a host problem, 4 stopped by the user.
+"""
+
+from __future__ import annotations
+
+
+class LibraError(Exception):
+    """Something a user can act on. ``hint`` is the next thing to type, if there is one."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class RecipeError(LibraError):
+    """The recipe is wrong. The message holds one line a problem: ``file:line: key: reason``."""
+
+    exit_code = 2
+
+
+class HostError(LibraError):
+    """A host cannot be reached, trusted or used."""
+
+    exit_code = 3
+
+
+class HostKeyError(HostError):
+    """A host's key is unknown or has changed; the hint is the command that fixes it."""
+
+
+class HostLost(HostError):
+    """The connection to a host dropped."""
+
+
+class ProcessError(LibraError):
+    """A process on a host did not start, or died."""
+
+
+class ServerError(LibraError):
+    """A vLLM server refused a request or is not in the state it must be in."""
+
+
+class TrainerError(LibraError):
+    """The trainer refused a step or failed in one."""
+
+
+class WeightsError(LibraError):
+    """A weight version is incomplete or damaged, or a server does not compute with it."""
+
+
+class EnvironmentError_(LibraError):
+    """An environment cannot be found, loaded or used (not: it answered with an error)."""
+
+
+class StateError(LibraError):
+    """A run directory is missing, damaged or of another version of libra."""
+
+
+class IllegalMove(Exception):
+    """A bug in libra: nothing was changed, and the message tells the story so far."""

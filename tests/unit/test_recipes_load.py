@@ -1,0 +1,59 @@
+"""Every recipe in ``recipes/`` loads, plans and dry-runs, and says what it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from libra_cli.core.commands import dry_run
+from libra_cli.core.planner import initial_plan, slots_of
+from libra_cli.edge.recipes import load_recipe
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_shipped_recipe_loads_plans_and_dry_runs(path: Path) -> None:
+    recipe = load_recipe(path, {})
+    plan = initial_plan(recipe)
+    hosts = dry_run(recipe)
+    assert [host.node for host in hosts] == list(recipe.nodes)
+    started = [spec.process for host in hosts for spec in host.processes]
+    assert sum(name.startswith("server") for name in started) == len(plan.servers)
+    assert sum(name.startswith("trainer") for name in started) == len(
+        {slot.rpartition("/")[0] for slot in plan.train}
+    )
+    for host in hosts:
+        ports = [port for spec in host.processes for port in spec.ports.values()]
+        assert len(set(ports)) == len(ports)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_shipped_recipe_begins_with_what_it_needs_and_shows(path: Path) -> None:
+    comment = path.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    assert all(line.startswith("# ") for line in comment)
+    words = [line[2:].split(":")[0] for line in comment]
+    assert [word for word in words if word in ("Hardware", "Duration", "Shows", "Type")] == [
+        "Hardware",
+        "Duration",
+        "Shows",
+        "Type",
+    ]
+
+
+def test_the_three_sizes_are_there() -> None:
+    assert {path.stem for path in RECIPES} >= {"quickstart", "two-gpus", "six-hosts"}
+
+
+def test_six_hosts_are_six_hosts_of_eight_gpus() -> None:
+    recipe = load_recipe(RECIPES[0].parent / "six-hosts.yaml", {})
+    assert len(recipe.nodes) == 6
+    assert sum(len(slot.gpus) for slot in slots_of(recipe)) == 48
+
+
+def test_the_quickstart_needs_nothing_but_this_machine() -> None:
+    recipe = load_recipe(RECIPES[0].parent / "quickstart.yaml", {})
+    assert [node.host for node in recipe.nodes] == ["local"]
+    assert recipe.model.path is None
+    assert recipe.nodes[0].gpus == 0
