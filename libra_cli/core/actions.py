@@ -1,0 +1,171 @@
+"""What ``edge`` is to do, in the imperative. Every action but the last four ends in an event."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from libra_cli.core.events import Published
+from libra_cli.core.records import Record
+from libra_cli.core.types import Bucket, Seconds, SlotId, Tokens, Trajectory, TrajectoryId, Version
+
+
+@dataclass(frozen=True, slots=True)
+class StartServer:
+    """Ends in ServerStarted or ServerFailed."""
+
+    slot: SlotId
+    epoch: int
+    bucket: Bucket
+
+
+@dataclass(frozen=True, slots=True)
+class StopServer:
+    """Ends in ServerStopped, when no process of it is left."""
+
+    slot: SlotId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class SyncServer:
+    """Fetch, load in place, label, resume, verify. Ends in ServerSynced or SyncFailed."""
+
+    slot: SlotId
+    epoch: int
+    published: Published
+
+
+@dataclass(frozen=True, slots=True)
+class StartTrainer:
+    """Start every rank; ``resume`` is a checkpoint, or empty. Ends in TrainerStarted or -Failed."""
+
+    epoch: int
+    train: tuple[SlotId, ...]
+    resume: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopTrainer:
+    """Ends in TrainerStopped."""
+
+    epoch: int
+    train: tuple[SlotId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One trajectory as the trainer takes it. ``fresh``: comparable with the trainer's weights."""
+
+    trajectory: Trajectory
+    staleness: int
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """One optimizer step on a batch. ``ledger`` asks for a checkpoint after it.
+
+    Ends in StepDone or TrainerFailed.
+    """
+
+    epoch: int
+    step: int
+    samples: tuple[Sample, ...]
+    ledger: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Ends in CheckpointSaved or TrainerFailed."""
+
+    epoch: int
+    ledger: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StartEpisode:
+    """Ends in EpisodeStarted or EpisodeFailed."""
+
+    trajectory: TrajectoryId
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Ends in TurnGenerated or TurnFailed. Lower ``priority`` goes first in the server's queue."""
+
+    request: int
+    """Never used twice in a run, so that a reply that comes twice or late is recognised."""
+    trajectory: TrajectoryId
+    slot: SlotId
+    epoch: int
+    prompt_ids: array[int]
+    max_tokens: Tokens
+    cache_key: tuple[int, Version]
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdvanceEpisode:
+    """Give the environment the generated turn. Ends in EpisodeAdvanced or EpisodeFailed."""
+
+    trajectory: TrajectoryId
+    token_ids: array[int]
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishEpisode:
+    """A limit is reached: score what there is. Ends in EpisodeAdvanced (done) or EpisodeFailed."""
+
+    trajectory: TrajectoryId
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetEpisode:
+    """The environment of this trajectory is no longer needed."""
+
+    trajectory: TrajectoryId
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Send TimerFired(name) after ``after_s``."""
+
+    name: str
+    after_s: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write a record to the journal."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The run is over and nothing is left running. The last action of a machine."""
+
+    state: str
+    error: str
+
+
+Action: TypeAlias = (
+    StartServer
+    | StopServer
+    | SyncServer
+    | StartTrainer
+    | StopTrainer
+    | Train
+    | Checkpoint
+    | StartEpisode
+    | Generate
+    | AdvanceEpisode
+    | FinishEpisode
+    | ForgetEpisode
+    | Wake
+    | Save
+    | End
+)

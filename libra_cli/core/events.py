@@ -1,0 +1,256 @@
+"""What has happened outside, in the past tense. ``edge`` makes them; ``machine.handle`` eats them.
+
+Events that answer an action about a slot carry the slot's ``epoch`` at the time of the action; the
+machine drops an answer of an old epoch. The same holds for the trainer's epoch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from libra_cli.core.types import Seconds, SlotId, ToolReturn, TrajectoryId, Version, VersionSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A weight version that can be fetched: version ``version`` of trainer number ``epoch``."""
+
+    version: Version
+    trainer_epoch: int
+    name: str
+    bytes: int
+    at: Seconds
+
+    @property
+    def key(self) -> tuple[int, Version]:
+        """Orders versions: a restarted trainer's are newer, whatever their number."""
+        return (self.trainer_epoch, self.version)
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted:
+    """Hosts are connected, the model and the tokenizer are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    """The connection to a node dropped; its processes may well be alive."""
+
+    node: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeBack:
+    """A lost node answers again; ``alive`` are the names of our processes on it."""
+
+    node: str
+    alive: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStarted:
+    """The server is healthy and has generated a token (of no version we know)."""
+
+    slot: SlotId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFailed:
+    """The server did not start, or its process ended, or it stopped answering."""
+
+    slot: SlotId
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStopped:
+    """No process of the server is left on the node."""
+
+    slot: SlotId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSynced:
+    """The server computes with ``published``, proved on the probe: ``gap`` is within tolerance."""
+
+    slot: SlotId
+    epoch: int
+    published: Published
+    gap: float
+    pull_s: Seconds
+    load_s: Seconds
+    served_at: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class SyncFailed:
+    """The server has not got the version, or computes something else (``gap`` tells)."""
+
+    slot: SlotId
+    epoch: int
+    published: Published
+    reason: str
+    gap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnGenerated:
+    """One generation ended. ``request`` and ``prompt_ids`` are those of the Generate action.
+
+    ``spans`` count from the first generated token; ``newest`` is the newest (trainer epoch,
+    version) among them; ``cache_key`` is the one whose KV cache the request might reuse.
+    """
+
+    request: int
+    trajectory: TrajectoryId
+    slot: SlotId
+    epoch: int
+    prompt_ids: array[int]
+    token_ids: array[int]
+    logprobs: array[float]
+    spans: tuple[VersionSpan, ...]
+    newest: tuple[int, Version]
+    cache_key: tuple[int, Version]
+    finish_reason: str
+    started_at: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFailed:
+    """A generation did not come back. ``refused`` means the request itself was the problem."""
+
+    request: int
+    trajectory: TrajectoryId
+    slot: SlotId
+    epoch: int
+    reason: str
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeStarted:
+    """The environment was reset; ``prompt_ids`` open the trajectory."""
+
+    trajectory: TrajectoryId
+    prompt_ids: array[int]
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeAdvanced:
+    """The environment answered a turn: with more tokens, or with the end and its reward."""
+
+    trajectory: TrajectoryId
+    observation_ids: array[int]
+    returns: tuple[ToolReturn, ...]
+    done: bool
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeFailed:
+    """The environment broke (not: a tool answered with an error)."""
+
+    trajectory: TrajectoryId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerStarted:
+    """Every rank is there, the world has the asked size, and ``published`` can be fetched."""
+
+    epoch: int
+    published: Published
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerFailed:
+    """A rank ended, a step failed or the trainer stopped answering."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerStopped:
+    """No process of the trainer is left on any node."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """An optimizer step is done and its weights are published."""
+
+    epoch: int
+    step: int
+    published: Published
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    checkpoint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved:
+    """The trainer wrote a checkpoint on request."""
+
+    epoch: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSampled:
+    """One reading of a server's metrics."""
+
+    slot: SlotId
+    epoch: int
+    running: int
+    waiting: int
+    kv_use: float
+    prefix_hit_rate: float | None
+    preemptions: int
+    generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    """The time asked for with ``Wake`` has come."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """Somebody wants the run to end. ``at_once`` skips the checkpoint and the drain."""
+
+    at_once: bool
+    reason: str
+
+
+Event: TypeAlias = (
+    RunStarted
+    | NodeLost
+    | NodeBack
+    | ServerStarted
+    | ServerFailed
+    | ServerStopped
+    | ServerSynced
+    | SyncFailed
+    | TurnGenerated
+    | TurnFailed
+    | EpisodeStarted
+    | EpisodeAdvanced
+    | EpisodeFailed
+    | TrainerStarted
+    | TrainerFailed
+    | TrainerStopped
+    | StepDone
+    | CheckpointSaved
+    | ServerSampled
+    | TimerFired
+    | StopRequested
+)

@@ -1,0 +1,339 @@
+"""The one place where a run changes: ``handle(event, now) -> actions``.
+
+The machine owns four parts and routes each event to one of them; after every event it *settles*:
+expired groups go back to the queue, new groups are opened, waiting requests get seats, a full batch
+goes to the trainer, and a run that has reached its end is wound down. No part calls another behind
+its back, and nothing here reads a clock, a file or a random number, so production, the simulator
+and the property tests all drive this very object.
+
+    what        consumes                      waits for                     unblocked by
+    fleet       servers, versions             a version to prove            TrainerStarted, StepDone
+    rollout     prompts, seats                a free seat; the staleness    TurnGenerated; StepDone
+                                              bound
+    training    ready groups                  a full batch                  the last EpisodeAdvanced
+    the end     everything stopped            processes verified gone       ServerStopped,
+                                                                            TrainerStopped
+
+Phases: STARTING -> RUNNING -> DRAINING -> STOPPING -> ENDED. In DRAINING nothing new begins, turns
+and syncs under way may finish (for ``DRAIN_S`` at most) and a checkpoint is written; in STOPPING
+every process is stopped and verified gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from json import dumps
+from typing import Any, TypeAlias
+
+from libra_cli.core import events as e
+from libra_cli.core.actions import Action, End, Save, Wake
+from libra_cli.core.fleet import Fleet
+from libra_cli.core.ledger import GroupState, Ledger
+from libra_cli.core.policies import POLICIES
+from libra_cli.core.records import PlanRecord, RunRecord
+from libra_cli.core.rollout import Limits, Rollout, Stage, group_record
+from libra_cli.core.scheduler import Scheduler
+from libra_cli.core.training import TIMER, TrainerState, Training
+from libra_cli.core.types import Plan, Seconds, Slot
+from libra_cli.recipe import Recipe
+
+DRAIN_S: Seconds = 30.0
+DRAIN_TIMER = "drain"
+
+
+class Phase(StrEnum):
+    """Where the run is."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    DRAINING = "draining"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What the run's row says that never changes."""
+
+    run_id: str
+    recipe: str
+    controller_pid: int
+    controller_started: float
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Where a run continues: a checkpoint and the ledger position in it."""
+
+    checkpoint: str
+    position: dict[str, Any]
+
+
+Handler: TypeAlias = Callable[[Any, Seconds], list[Action]]
+
+
+class Machine:
+    """The state of a run. ``handle`` is the only way in."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        slots: Sequence[Slot],
+        identity: Identity,
+        *,
+        resume: Resume | None = None,
+    ) -> None:
+        self.recipe = recipe
+        self.plan = plan
+        self.identity = identity
+        self.phase = Phase.STARTING
+        self._outcome = "finished"
+        self._error = ""
+        self._started_at: Seconds = 0.0
+        self._ended_at: Seconds | None = None
+        self._told: RunRecord | None = None
+        training, rollout = recipe.training, recipe.rollout
+        self.ledger = Ledger(
+            group_size=rollout.group_size,
+            groups_per_step=training.groups_per_step,
+            max_staleness=training.max_staleness,
+            retries=recipe.environment.retries,
+        )
+        self.fleet = Fleet(plan, slots)
+        self.rollout = Rollout(
+            self.ledger,
+            self.fleet,
+            Scheduler(POLICIES[recipe.scheduler.policy]()),
+            Limits(rollout.max_turns, rollout.max_turn_tokens, recipe.model.max_len),
+        )
+        by_id = {slot.id: slot for slot in slots}
+        core = [by_id[slot_id] for slot_id in plan.train]
+        self.training = Training(self.ledger, core, checkpoint_every=training.checkpoint_every)
+        if resume is not None:
+            self.ledger.restore(resume.position)
+            self.training.remember(resume.checkpoint, int(resume.position["step"]))
+            self.training.step = self.training.checkpoint_step
+        self._handlers: dict[type, Handler] = {
+            e.RunStarted: self._run_started,
+            e.NodeLost: lambda event, now: self.fleet.lost(event.node, now=now),
+            e.NodeBack: lambda event, now: self.fleet.back(event.node, event.alive, now=now),
+            e.ServerStarted: lambda event, now: self.fleet.started(event, now=now),
+            e.ServerFailed: lambda event, now: self.fleet.failed(event, now=now),
+            e.ServerStopped: lambda event, now: self.fleet.gone(event, now=now, again=self._going),
+            e.ServerSynced: self._server_synced,
+            e.SyncFailed: lambda event, now: self.fleet.sync_failed(event, now=now),
+            e.ServerSampled: lambda event, now: self.fleet.sampled(event, now=now),
+            e.TurnGenerated: lambda event, now: self.rollout.generated(event, now=now),
+            e.TurnFailed: lambda event, now: self.rollout.turn_failed(event, now=now),
+            e.EpisodeStarted: lambda event, now: self.rollout.episode_started(event, now=now),
+            e.EpisodeAdvanced: lambda event, now: self.rollout.advanced(event, now=now),
+            e.EpisodeFailed: lambda event, now: self.rollout.episode_failed(event, now=now),
+            e.TrainerStarted: self._trainer_started,
+            e.TrainerFailed: self._trainer_failed,
+            e.TrainerStopped: self._trainer_stopped,
+            e.StepDone: self._step_done,
+            e.CheckpointSaved: self._checkpoint_saved,
+            e.TimerFired: self._timer_fired,
+            e.StopRequested: self._stop_requested,
+        }
+
+    def handle(self, event: e.Event, *, now: Seconds) -> list[Action]:
+        """Take in one event; return what is to be done, in order.
+
+        Raises:
+            IllegalMove: the event cannot happen in this state; that is a bug in libra.
+        """
+        if self.phase is Phase.ENDED:
+            return []
+        actions = self._handlers[type(event)](event, now)
+        actions += self._settle(now)
+        told = self._run_record()
+        if told != self._told:
+            self._told = told
+            # Before End, which closes the journal.
+            actions.insert(0, Save(told))
+        return actions
+
+    @property
+    def _going(self) -> bool:
+        return self.phase in (Phase.STARTING, Phase.RUNNING)
+
+    # -- events that concern more than one part ---------------------------------------------------
+
+    def _run_started(self, event: e.RunStarted, now: Seconds) -> list[Action]:
+        self._started_at = now
+        plan = PlanRecord(
+            plan=0,
+            at=now,
+            servers_json=dumps([[slot, bucket.name] for slot, bucket in self.plan.servers]),
+            train_json=dumps(self.plan.train),
+            reasons_json=dumps(self.plan.reasons),
+        )
+        return [Save(plan), *self.training.start(now=now), *self.fleet.start(now=now)]
+
+    def _server_synced(self, event: e.ServerSynced, now: Seconds) -> list[Action]:
+        actions = self.fleet.synced(event, now=now)
+        return actions + self.rollout.proved(event.slot, now=now)
+
+    def _trainer_started(self, event: e.TrainerStarted, now: Seconds) -> list[Action]:
+        starting = self.training.state is TrainerState.STARTING
+        if event.epoch != self.training.epoch or not starting:
+            return []
+        actions = self.training.started(event, now=now)
+        return actions + self.fleet.publish(event.published)
+
+    def _trainer_failed(self, event: e.TrainerFailed, now: Seconds) -> list[Action]:
+        if event.epoch != self.training.epoch:
+            return []
+        return self.training.failed(event.reason, now=now)
+
+    def _trainer_stopped(self, event: e.TrainerStopped, now: Seconds) -> list[Action]:
+        stopping = self.training.state is TrainerState.STOPPING
+        if event.epoch != self.training.epoch or not stopping:
+            return []
+        return self.training.gone(now=now, again=self._going)
+
+    def _step_done(self, event: e.StepDone, now: Seconds) -> list[Action]:
+        busy = self.training.state is TrainerState.BUSY
+        if event.epoch != self.training.epoch or not busy or event.step <= self.training.step:
+            return []
+        actions = self.training.done(event, now=now)
+        actions += [Save(group_record(group, now)) for group in self.training.trained]
+        actions += self.fleet.publish(event.published)
+        return actions
+
+    def _checkpoint_saved(self, event: e.CheckpointSaved, now: Seconds) -> list[Action]:
+        return self.training.saved(event) if event.epoch == self.training.epoch else []
+
+    def _timer_fired(self, event: e.TimerFired, now: Seconds) -> list[Action]:
+        if event.name == TIMER and self._going:
+            return self.training.restart(now=now)
+        if event.name == DRAIN_TIMER and self.phase is Phase.DRAINING:
+            return self._stop_all(now)
+        return []
+
+    def _stop_requested(self, event: e.StopRequested, now: Seconds) -> list[Action]:
+        actions: list[Action] = []
+        if self._going:
+            actions = self._wind_down("stopped", event.reason, now)
+        if event.at_once and self.phase is Phase.DRAINING:
+            actions += self._stop_all(now)
+        return actions
+
+    # -- settling ---------------------------------------------------------------------------------
+
+    def _settle(self, now: Seconds) -> list[Action]:
+        """Whatever can go on now, goes on."""
+        self.rollout.evacuate(now=now)
+        if self._going:
+            return self._go_on(now)
+        if self.phase is Phase.DRAINING:
+            actions = self.training.save()
+            return actions if actions or not self._drained else self._stop_all(now)
+        if self.phase is Phase.STOPPING and self._all_gone:
+            self.phase, self._ended_at = Phase.ENDED, now
+            return [End(self._outcome, self._error)]
+        return []
+
+    def _go_on(self, now: Seconds) -> list[Action]:
+        broken = self._broken
+        if broken:
+            return self._wind_down("failed", broken, now)
+        target = self.recipe.run.steps
+        if self.training.state is TrainerState.READY and self.training.step >= target:
+            return self._wind_down("finished", "", now)
+        if self.phase is Phase.STARTING and self.fleet.seats:
+            self.phase = Phase.RUNNING
+        actions: list[Action] = []
+        if self.phase is Phase.RUNNING:
+            version = self.training.step
+            actions += [
+                Save(group_record(group, now, detail="too old to train on"))
+                for group in self.ledger.expire(version)
+            ]
+            actions += self.rollout.fill(version=version, now=now)
+            actions += self.rollout.dispatch(now=now)
+            actions += self.training.claim(now=now, target=target)
+        return actions
+
+    @property
+    def _broken(self) -> str:
+        """Why the run cannot go on; empty while it can."""
+        if self.training.state is TrainerState.FAILED:
+            return f"the trainer failed: {self.training.detail}"
+        hopeless = self.fleet.hopeless
+        return f"no server is left: {hopeless}" if hopeless else ""
+
+    def _wind_down(self, outcome: str, error: str, now: Seconds) -> list[Action]:
+        self.phase, self._outcome, self._error = Phase.DRAINING, outcome, error
+        return [Wake(DRAIN_TIMER, DRAIN_S)]
+
+    @property
+    def _drained(self) -> bool:
+        generating = any(f.stage is Stage.GENERATING for f in self.rollout.flights.values())
+        busy = self.training.state is TrainerState.BUSY
+        return not (generating or busy or self.fleet.syncing)
+
+    def _stop_all(self, now: Seconds) -> list[Action]:
+        self.phase = Phase.STOPPING
+        why = f"the run {self._outcome}"
+        actions = self.rollout.abandon(now=now)
+        return [*actions, *self.fleet.stop(why, now=now), *self.training.stop(why, now=now)]
+
+    @property
+    def _all_gone(self) -> bool:
+        down = self.training.state in (TrainerState.DOWN, TrainerState.FAILED)
+        return down and self.fleet.stopped
+
+    # -- telling ----------------------------------------------------------------------------------
+
+    def _run_record(self) -> RunRecord:
+        state = self._outcome if self.phase is Phase.ENDED else str(self.phase)
+        if self.phase in (Phase.DRAINING, Phase.STOPPING):
+            state = "running"
+        return RunRecord(
+            id=self.identity.run_id,
+            recipe=self.identity.recipe,
+            state=state,
+            started_at=self._started_at,
+            ended_at=self._ended_at,
+            target_steps=self.recipe.run.steps,
+            step=self.training.step,
+            version=self.training.published.version if self.training.published else 0,
+            waiting=self._waiting(),
+            error=self._error,
+            controller_pid=self.identity.controller_pid,
+            controller_started=self.identity.controller_started,
+        )
+
+    def _waiting(self) -> str:
+        """Who waits on whom, for people."""
+        if self.phase is Phase.STARTING:
+            return "everyone waits for the first server and the trainer to start"
+        if self.phase in (Phase.DRAINING, Phase.STOPPING):
+            return f"the run is ending ({self._outcome})"
+        trainer = self.training.state
+        if trainer in (TrainerState.DOWN, TrainerState.STARTING, TrainerState.STOPPING):
+            return "rollout goes on up to the staleness bound; the trainer is starting again"
+        if not self.fleet.seats:
+            return "training waits for rollout: no server is serving"
+        if trainer is TrainerState.BUSY and not self.ledger.may_open and not self.ledger.playing:
+            return "rollout waits for training: the staleness bound is reached"
+        if trainer is TrainerState.READY:
+            return "training waits for rollout: the next batch is not full"
+        return "nobody waits"
+
+    def check(self) -> None:
+        """Invariants that hold between any two events."""
+        self.ledger.check()
+        self.fleet.check()
+        self.rollout.check()
+        self.training.check()
+        seats = {status.slot.id: status for status in self.fleet.slots.values()}
+        for view in self.fleet.views():
+            assert view.running <= view.bucket.max_num_seqs, seats[view.slot]
+        claimed = self.ledger.count(GroupState.CLAIMED)
+        assert claimed == 0 or self.training.state is not TrainerState.READY

@@ -1,0 +1,291 @@
+"""What a run remembers: one frozen dataclass a table, in the order a reader would want them.
+
+The machine emits records inside ``Save`` actions; ``edge.journal`` derives the SQLite schema from
+these classes and upserts by ``KEY``. A field is a column; its type is the column's type. Times are
+seconds since the epoch. A column that holds JSON ends in ``_json``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """The run itself; one row."""
+
+    TABLE: ClassVar[str] = "runs"
+    KEY: ClassVar[tuple[str, ...]] = ("id",)
+    id: str
+    recipe: str
+    state: str
+    """``starting | running | finished | failed | stopped``"""
+    started_at: float
+    ended_at: float | None
+    target_steps: int
+    step: int
+    version: int
+    waiting: str
+    """A sentence: who waits on whom."""
+    error: str
+    controller_pid: int
+    controller_started: float
+    """The pid's start time in clock ticks since boot, so that a recycled pid is never signalled."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    TABLE: ClassVar[str] = "nodes"
+    KEY: ClassVar[tuple[str, ...]] = ("node",)
+    node: str
+    host: str
+    state: str
+    """``connecting | ready | unreachable | failed | released``"""
+    since: float
+    facts_json: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRecord:
+    TABLE: ClassVar[str] = "processes"
+    KEY: ClassVar[tuple[str, ...]] = ("node", "process")
+    node: str
+    process: str
+    """``agent``, ``server-<slot index>``, ``trainer-<rank>``, ``model``"""
+    pid: int
+    state: str
+    """``running | exited``"""
+    since: float
+    exit_code: int | None
+    log: str
+    """Path of the log file on the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRecord:
+    TABLE: ClassVar[str] = "slots"
+    KEY: ClassVar[tuple[str, ...]] = ("slot",)
+    slot: str
+    node: str
+    gpus_json: str
+    pool: str
+    role: str
+    state: str
+    """A state of ``core.slots``."""
+    since: float
+    epoch: int
+    bucket: str
+    version: int | None
+    verified: bool
+    running: int
+    """Requests of ours now inside the server."""
+    waiting: int
+    """Trajectories held back at the gate for this bucket."""
+    busy_s: float
+    """Seconds, while serving, with at least one request running."""
+    serving_s: float
+    restarts: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRecord:
+    """One reading of a server's /metrics."""
+
+    TABLE: ClassVar[str] = "samples"
+    KEY: ClassVar[tuple[str, ...]] = ("slot", "at")
+    slot: str
+    at: float
+    running: int
+    waiting: int
+    kv_use: float
+    prefix_hit_rate: float | None
+    preemptions: int
+    generated_tokens: int
+    """The server's counter, since its start."""
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRecord:
+    TABLE: ClassVar[str] = "groups"
+    KEY: ClassVar[tuple[str, ...]] = ("group_id",)
+    group_id: int
+    state: str
+    """``open | ready | claimed | trained | dropped | stale``"""
+    started_at: float
+    ended_at: float | None
+    started_version: int
+    step: int | None
+    reward: float | None
+    """Mean over its members, once ready."""
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryRecord:
+    TABLE: ClassVar[str] = "trajectories"
+    KEY: ClassVar[tuple[str, ...]] = ("group_id", "member", "attempt")
+    group_id: int
+    member: int
+    attempt: int
+    state: str
+    """``running | finished | failed | dropped``"""
+    started_at: float
+    ended_at: float | None
+    reward: float | None
+    turns: int
+    generated_tokens: int
+    context_tokens: int
+    min_version: int | None
+    max_version: int | None
+    spans_json: str
+    """``[[version, start, end], ...]``"""
+    token_ids_json: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    TABLE: ClassVar[str] = "turns"
+    KEY: ClassVar[tuple[str, ...]] = ("group_id", "member", "attempt", "turn")
+    group_id: int
+    member: int
+    attempt: int
+    turn: int
+    slot: str
+    epoch: int
+    queued_at: float
+    started_at: float
+    ended_at: float
+    prompt_tokens: int
+    generated_tokens: int
+    finish_reason: str
+    tools_json: str
+    """``[[tool, outcome, latency_s, size], ...]``"""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRecord:
+    TABLE: ClassVar[str] = "batches"
+    KEY: ClassVar[tuple[str, ...]] = ("step",)
+    step: int
+    groups_json: str
+    trajectories: int
+    generated_tokens: int
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimizer step; the step log."""
+
+    TABLE: ClassVar[str] = "steps"
+    KEY: ClassVar[tuple[str, ...]] = ("step",)
+    step: int
+    started_at: float
+    ended_at: float
+    waited_s: float
+    """Seconds the trainer stood idle before this step."""
+    reward: float
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    kl: float | None
+    entropy: float
+    clip_fraction: float
+    tis_mean: float
+    logprob_gap: float | None
+    """Mean |rollout - trainer| log-probability over the tokens of this batch that were generated
+    with the very version the trainer held when it computed theirs; None if there was none."""
+    logprob_gap_tokens: int
+    generated_tokens: int
+    context_tokens: int
+    mean_length: float
+    """Generated tokens a trajectory."""
+    p99_length: float
+    staleness_mean: float
+    staleness_max: int
+    tokens_per_s: float
+    """Generated tokens of this batch over the seconds since the step before ended."""
+    trainer_s: float
+    checkpoint: str
+    """Path of the checkpoint written after this step, or empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRecord:
+    TABLE: ClassVar[str] = "versions"
+    KEY: ClassVar[tuple[str, ...]] = ("version", "trainer_epoch")
+    version: int
+    trainer_epoch: int
+    published_at: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SyncRecord:
+    """One server taking one version."""
+
+    TABLE: ClassVar[str] = "syncs"
+    KEY: ClassVar[tuple[str, ...]] = ("slot", "epoch", "version", "trainer_epoch")
+    slot: str
+    epoch: int
+    version: int
+    trainer_epoch: int
+    published_at: float
+    served_at: float
+    """When the server resumed with the version."""
+    verified_at: float
+    pull_s: float
+    load_s: float
+    bytes: int
+    gap: float
+    """Mean absolute difference of the probe's log-probabilities."""
+    verified: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRecord:
+    TABLE: ClassVar[str] = "plans"
+    KEY: ClassVar[tuple[str, ...]] = ("plan",)
+    plan: int
+    at: float
+    servers_json: str
+    train_json: str
+    reasons_json: str
+
+
+@dataclass(frozen=True, slots=True)
+class MoveRecord:
+    TABLE: ClassVar[str] = "moves"
+    KEY: ClassVar[tuple[str, ...]] = ("move",)
+    move: int
+    slot: str
+    from_role: str
+    to_role: str
+    state: str
+    started_at: float
+    ended_at: float | None
+    detail: str
+
+
+Record: TypeAlias = (
+    RunRecord
+    | NodeRecord
+    | ProcessRecord
+    | SlotRecord
+    | SampleRecord
+    | GroupRecord
+    | TrajectoryRecord
+    | TurnRecord
+    | BatchRecord
+    | StepRecord
+    | VersionRecord
+    | SyncRecord
+    | PlanRecord
+    | MoveRecord
+)

@@ -1,0 +1,155 @@
+"""The lifecycle of a slot: one table, and the status that moves along it.
+
+Rules for this file: everything that may change a slot's state lives here; an edge that is not in
+``MOVES`` is a bug and raises ``IllegalMove`` without changing anything; the text of an edge says
+what in the world causes it.
+
+An **epoch** is the generation number of a slot's assignment. It grows whenever a server is taken
+out, so that whatever the old process still has to say can be recognised and dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from json import dumps
+
+from libra_cli.core.events import Published
+from libra_cli.core.records import SlotRecord
+from libra_cli.core.types import Bucket, Role, Seconds, Slot
+from libra_cli.errors import IllegalMove
+
+
+class SlotState(StrEnum):
+    """Where a slot is in its life."""
+
+    IDLE = "idle"
+    STARTING = "starting"
+    JOINING = "joining"
+    SERVING = "serving"
+    TRAINING = "training"
+    STOPPING = "stopping"
+    FAILED = "failed"
+
+
+S = SlotState
+
+MOVES: dict[SlotState, dict[SlotState, str]] = {
+    S.IDLE: {
+        S.STARTING: "the plan gives it a server or a trainer rank",
+        S.FAILED: "its restarts are used up",
+    },
+    S.STARTING: {
+        S.JOINING: "the server is healthy and has generated a token",
+        S.TRAINING: "every rank is there and the world has the asked size",
+        S.STOPPING: "the process ended, or was not ready in time, or the run ends",
+    },
+    S.JOINING: {
+        S.SERVING: "the server has the current version, proved on the probe",
+        S.STOPPING: "the version could not be loaded or does not verify, or the run ends",
+    },
+    S.SERVING: {
+        S.STOPPING: "the server died, computes with wrong weights, or the run ends",
+    },
+    S.TRAINING: {
+        S.STOPPING: "a rank died, a step failed, or the run ends",
+    },
+    S.STOPPING: {
+        S.IDLE: "no process with its marker is left on the node",
+    },
+    S.FAILED: {},
+}
+
+
+@dataclass(slots=True)
+class SlotStatus:
+    """One slot, its state and what is known of the process on it."""
+
+    slot: Slot
+    since: Seconds
+    state: SlotState = S.IDLE
+    role: Role = Role.IDLE
+    epoch: int = 0
+    bucket: Bucket | None = None
+    #: The version the server has proved to compute with; None before the first proof.
+    verified: Published | None = None
+    #: The version being loaded; None when no sync is under way.
+    syncing: Published | None = None
+    #: A server that never served has a wrong configuration: it is not started again.
+    has_served: bool = False
+    reachable: bool = True
+    restarts: int = 0
+    #: Failed generations in a row, from any trajectory.
+    failures: int = 0
+    running: int = 0
+    running_since: Seconds = 0.0
+    busy_s: Seconds = 0.0
+    serving_s: Seconds = 0.0
+    detail: str = ""
+    story: list[str] = field(default_factory=list)
+
+    def move(self, to: SlotState, *, now: Seconds, why: str = "") -> None:
+        """Follow one edge of the table.
+
+        Raises:
+            IllegalMove: the table has no such edge; nothing was changed.
+        """
+        if to not in MOVES[self.state]:
+            told = "; ".join(self.story[-6:])
+            raise IllegalMove(
+                f"slot {self.slot.id}: {self.state} -> {to} "
+                f"({self.state} since {self.since:.1f} s; before: {told or 'nothing'})"
+            )
+        if self.state is S.SERVING:
+            self.count(0, now=now)
+            self.serving_s += now - self.since
+        self.story.append(f"{self.state} -> {to} at {now:.1f} s {why}".rstrip())
+        self.state, self.since, self.detail = to, now, why
+
+    def count(self, change: int, *, now: Seconds) -> None:
+        """Add to the number of our requests inside the server, and to its busy time."""
+        if self.running > 0:
+            self.busy_s += now - self.running_since
+        self.running += change
+        self.running_since = now
+
+    def retire(self) -> None:
+        """Make every answer still under way an old one."""
+        self.epoch += 1
+        self.running = self.failures = 0
+        self.verified = self.syncing = None
+
+    @property
+    def routable(self) -> bool:
+        """Whether a request may be sent to it now."""
+        return self.state is S.SERVING and self.reachable
+
+    def check(self) -> None:
+        """Invariants that hold between any two events."""
+        assert self.running >= 0, f"{self.slot.id} counts {self.running} requests"
+        assert self.state is not S.SERVING or self.verified is not None, self.slot.id
+        assert self.running == 0 or self.state is S.SERVING, self.slot.id
+
+
+def slot_record(status: SlotStatus, *, now: Seconds, waiting: int = 0) -> SlotRecord:
+    """The slot's row; ``now`` brings its serving time up to date."""
+    serving = now - status.since if status.state is S.SERVING else 0.0
+    return SlotRecord(
+        slot=status.slot.id,
+        node=status.slot.node,
+        gpus_json=dumps(status.slot.gpus),
+        pool=status.slot.pool,
+        role=status.role,
+        state=status.state if status.reachable else "unreachable",
+        since=status.since,
+        epoch=status.epoch,
+        bucket=status.bucket.name if status.bucket else "",
+        version=status.verified.version if status.verified else None,
+        verified=status.verified is not None,
+        running=status.running,
+        waiting=waiting,
+        busy_s=status.busy_s,
+        serving_s=status.serving_s + serving,
+        restarts=status.restarts,
+        detail=status.detail,
+    )

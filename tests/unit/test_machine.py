@@ -1,0 +1,139 @@
+"""The machine, driven through thousands of random worlds."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_cli.core import events as e
+from libra_cli.core.actions import End
+from libra_cli.core.machine import Phase, Resume
+from libra_cli.core.records import GroupRecord, SlotRecord, SyncRecord
+from tests.world import Faults, World, recipe
+
+CHANCES = st.sampled_from([0.0, 0.0, 0.02, 0.1])
+FAULTS = st.builds(
+    Faults,
+    server_dies=st.sampled_from([0.0, 0.0, 0.005]),
+    sync_fails=CHANCES,
+    turn_fails=CHANCES,
+    refused=CHANCES,
+    environment_breaks=CHANCES,
+    trainer_dies=st.sampled_from([0.0, 0.0, 0.005]),
+    node_lost=st.sampled_from([0.0, 0.01]),
+    stop_asked=st.sampled_from([0.0, 0.0, 0.0, 0.002]),
+    repeated=st.sampled_from([0.0, 0.1]),
+)
+
+
+def test_every_event_has_a_handler():
+    world = World(Random(0))
+    assert set(world.machine._handlers) == set(get_args(e.Event))
+
+
+@given(seed=st.integers(0, 2**32), faults=FAULTS)
+def test_any_run_ends_and_never_breaks_an_invariant(seed, faults):
+    world = World(Random(seed), faults).run()
+    assert world.end is not None
+    assert world.end.state in ("finished", "stopped", "failed")
+
+
+@given(seed=st.integers(0, 2**32))
+def test_a_run_without_faults_finishes_and_trains_every_group_once(seed):
+    world = World(Random(seed)).run()
+    assert world.end == End("finished", "")
+    assert [step.step for step in world.steps] == [1, 2, 3, 4, 5]
+    groups = [group for group, _ in world.trained]
+    assert len(groups) == len(set(groups)) == 15
+
+
+@given(seed=st.integers(0, 2**32))
+def test_servers_that_die_cost_time_but_no_group(seed):
+    world = World(Random(seed), Faults(server_dies=0.01)).run()
+    if world.end == End("finished", ""):
+        groups = [group for group, _ in world.trained]
+        assert len(groups) == len(set(groups)) == 15
+
+
+@given(seed=st.integers(0, 2**32))
+def test_a_trainer_that_dies_trains_again_only_what_its_checkpoint_missed(seed):
+    world = World(Random(seed), Faults(trainer_dies=0.003)).run()
+    if world.end != End("finished", ""):
+        return
+    # Per timeline: a step trained again replaces what it had been, and all that came after it.
+    kept: dict[int, set[int]] = {}
+    for step in dict.fromkeys(step for _, step in world.trained):
+        batches = [group for group, other in world.trained if other == step]
+        kept[step] = set(batches[-3:])
+    final = [group for groups in kept.values() for group in groups]
+    assert len(final) == len(set(final)) == 15
+
+
+@given(seed=st.integers(0, 2**32))
+def test_a_failure_is_never_scored(seed):
+    world = World(Random(seed), Faults(environment_breaks=0.2, turn_fails=0.2, refused=0.5)).run()
+    for row in world.trajectories:
+        if row.state in ("failed", "dropped"):
+            assert row.reward is None
+
+
+def test_a_group_whose_member_fails_too_often_is_dropped_as_a_whole():
+    world = World(Random(3), Faults(environment_breaks=0.6)).run(most_events=200_000)
+    dropped = {row.group_id for row in world.rows(GroupRecord) if row.state == "dropped"}
+    assert dropped
+    assert not dropped & {group for group, _ in world.trained}
+
+
+@given(seed=st.integers(0, 2**32))
+def test_a_resumed_run_trains_exactly_the_prompts_that_were_left(seed):
+    first = World(Random(seed), Faults(stop_asked=0.01)).run()
+    if not first.ledgers:
+        return
+    path, position = list(first.ledgers.items())[-1]
+    before = {group for group, step in first.trained if step <= position["step"]}
+    second = World(Random(seed + 1), resume=Resume(path, position))
+    second.ledgers[path] = position
+    second.run()
+    after = {group for group, _ in second.trained}
+    assert not before & after
+    left = [group for group in range(max(before | after, default=0) + 1) if group not in before]
+    assert after <= set(left)
+    assert len(before | after) == 15
+
+
+def test_tokens_of_a_version_that_does_not_verify_are_thrown_away():
+    world = World(Random(5), Faults(sync_fails=0.3)).run()
+    syncs = world.rows(SyncRecord)
+    proved = {sync.version for sync in syncs if sync.verified}
+    for row in world.trajectories:
+        if row.max_version is not None:
+            assert row.max_version in proved
+
+
+def test_a_server_that_never_served_is_not_started_again():
+    world = World(Random(1), Faults(start_fails=1.0)).run()
+    assert world.end is not None
+    assert world.end.state == "failed"
+    assert "no memory" in world.end.error
+    starts = [row.slot for row in world.rows(SlotRecord) if row.state == "starting"]
+    assert len(starts) == len(set(starts))
+
+
+def test_the_second_interrupt_skips_the_checkpoint():
+    world = World(Random(2))
+    world.later(e.RunStarted())
+    while world.machine.phase is not Phase.RUNNING:
+        world.now, _, event = world._heap.pop(0)
+        world.give(event)
+    world.give(e.StopRequested(True, "twice"))
+    assert str(world.machine.phase) == "stopping"
+
+
+@pytest.mark.parametrize("policy", ["least-loaded", "sticky-least-loaded"])
+def test_every_policy_drives_a_run_to_its_end(policy):
+    world = World(Random(4), recipe=recipe(scheduler={"policy": policy})).run()
+    assert world.end == End("finished", "")

@@ -1,0 +1,303 @@
+"""A small random world for the machine: it answers actions late, wrongly, twice or never.
+
+It keeps its own simple truth (which servers exist, what was asked) and hands the machine only
+events that a real host could send in that situation, in any order time allows.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from libra_cli.core import actions as a
+from libra_cli.core import events as e
+from libra_cli.core.machine import Identity, Machine, Phase, Resume
+from libra_cli.core.planner import initial_plan, slots_of
+from libra_cli.core.records import Record, StepRecord, TrajectoryRecord
+from libra_cli.core.types import Outcome, ToolReturn, VersionSpan
+from libra_cli.recipe import Recipe
+
+
+def recipe(**changes: Any) -> Recipe:
+    """Two hosts with two servers each, and one that trains; small numbers throughout."""
+    base: dict[str, Any] = {
+        "run": {"name": "world", "steps": 5},
+        "nodes": [
+            {"host": "a", "slots": 2, "pool": "rollout"},
+            {"host": "b", "slots": 2, "pool": "rollout"},
+            {"host": "c", "pool": "train"},
+        ],
+        "model": {"path": "/model", "max_len": 60},
+        "environment": {"name": "pointer-chase", "retries": 2},
+        "rollout": {
+            "group_size": 2,
+            "max_turns": 4,
+            "max_turn_tokens": 8,
+            "buckets": [{"name": "all", "max_num_seqs": 3}],
+        },
+        "training": {"groups_per_step": 3, "max_staleness": 1, "checkpoint_every": 2},
+    }
+    for section, values in changes.items():
+        merge = isinstance(values, dict)
+        base[section] = {**base.get(section, {}), **values} if merge else values
+    return Recipe.model_validate(base)
+
+
+OVER_THE_WIRE = (
+    e.ServerStarted,
+    e.ServerFailed,
+    e.ServerStopped,
+    e.ServerSynced,
+    e.SyncFailed,
+    e.TurnGenerated,
+    e.TurnFailed,
+    e.TrainerStarted,
+    e.TrainerFailed,
+    e.TrainerStopped,
+    e.StepDone,
+)
+"""What may come twice. Environments answer in this process, once."""
+
+
+@dataclass
+class Faults:
+    """Chances, each for one answer."""
+
+    server_dies: float = 0.0
+    start_fails: float = 0.0
+    sync_fails: float = 0.0
+    turn_fails: float = 0.0
+    refused: float = 0.0
+    environment_breaks: float = 0.0
+    trainer_dies: float = 0.0
+    node_lost: float = 0.0
+    stop_asked: float = 0.0
+    repeated: float = 0.0
+
+
+@dataclass
+class World:
+    """Drives one machine to its end and remembers what it saw."""
+
+    random: Random
+    faults: Faults = field(default_factory=Faults)
+    recipe: Recipe = field(default_factory=recipe)
+    resume: Resume | None = None
+    records: list[Record] = field(default_factory=list)
+    trained: list[tuple[int, int]] = field(default_factory=list)
+    """(group, step) of every group in every finished step."""
+    ledgers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    end: a.End | None = None
+    events: int = 0
+
+    def __post_init__(self) -> None:
+        self.plan = initial_plan(self.recipe)
+        identity = Identity("run", "recipe.yaml", 1, 1.0)
+        slots = slots_of(self.recipe)
+        self.machine = Machine(self.recipe, self.plan, slots, identity, resume=self.resume)
+        self._heap: list[tuple[float, int, e.Event]] = []
+        self._order = 0
+        self.now = 1000.0
+        self._label: dict[str, tuple[int, int]] = {}
+        self._unproved: dict[str, tuple[int, int]] = {}
+        self._trainer_epoch = 0
+        self._step = 0
+        self._lost: set[str] = set()
+
+    # -- time -----------------------------------------------------------------------------------
+
+    def later(self, event: e.Event, least: float = 0.01, most: float = 1.0) -> None:
+        """The event will happen in a while."""
+        self._order += 1
+        when = self.now + self.random.uniform(least, most)
+        heapq.heappush(self._heap, (when, self._order, event))
+        if isinstance(event, OVER_THE_WIRE) and self._chance("repeated"):
+            self._order += 1
+            heapq.heappush(self._heap, (when + 0.5, self._order, event))
+
+    def run(self, *, most_events: int = 20_000) -> World:
+        """To the end; every event is followed by the machine's own invariants."""
+        self.later(e.RunStarted())
+        while self.end is None:
+            assert self._heap, f"nothing will ever happen again in {self.machine.phase}"
+            assert self.events < most_events, "the machine does not come to an end"
+            self.now, _, event = heapq.heappop(self._heap)
+            self.give(event)
+            self._mishaps()
+        assert self.machine.phase is Phase.ENDED
+        return self
+
+    def give(self, event: e.Event) -> None:
+        """Hand one event over and start what the machine wants."""
+        self.events += 1
+        for action in self.machine.handle(event, now=self.now):
+            self._perform(action)
+        self.machine.check()
+
+    def _chance(self, name: str) -> bool:
+        return bool(self.random.random() < getattr(self.faults, name))
+
+    def _mishaps(self) -> None:
+        fleet = self.machine.fleet
+        if self._chance("server_dies"):
+            status = self.random.choice(list(fleet.slots.values()))
+            self.later(e.ServerFailed(status.slot.id, status.epoch, "died"))
+        if self._chance("trainer_dies"):
+            self.later(e.TrainerFailed(self.machine.training.epoch, "died"))
+        if self._chance("node_lost") and not self._lost:
+            self._lost.add("a")
+            self.give(e.NodeLost("a", "cable"))
+            alive = {"server-0", "server-1"} if self.random.random() < 0.5 else {"server-0"}
+            self.later(e.NodeBack("a", frozenset(alive)), 0.5, 3.0)
+        if self._chance("stop_asked"):
+            self.later(e.StopRequested(self.random.random() < 0.5, "asked"))
+
+    # -- what the outside does -------------------------------------------------------------------
+
+    def _perform(self, action: a.Action) -> None:
+        handler: Callable[[Any], None] = getattr(self, "_do_" + _snake(type(action).__name__))
+        handler(action)
+
+    def _do_save(self, action: a.Save) -> None:
+        self.records.append(action.record)
+
+    def _do_end(self, action: a.End) -> None:
+        self.end = action
+
+    def _do_wake(self, action: a.Wake) -> None:
+        self.later(e.TimerFired(action.name), action.after_s, action.after_s + 0.01)
+
+    def _do_start_server(self, action: a.StartServer) -> None:
+        self._label.pop(action.slot, None)
+        if self._chance("start_fails"):
+            self.later(e.ServerFailed(action.slot, action.epoch, "no memory"))
+        else:
+            self.later(e.ServerStarted(action.slot, action.epoch), 0.5, 5.0)
+
+    def _do_stop_server(self, action: a.StopServer) -> None:
+        self.later(e.ServerStopped(action.slot, action.epoch))
+
+    def _do_sync_server(self, action: a.SyncServer) -> None:
+        if self._chance("sync_fails"):
+            self.later(e.SyncFailed(action.slot, action.epoch, action.published, "gap", 3.0))
+            self._unproved[action.slot] = action.published.key
+            return
+        # Half of the time the new version already speaks before it is proved.
+        if self.random.random() < 0.5:
+            self._label[action.slot] = action.published.key
+        else:
+            self._unproved[action.slot] = action.published.key
+        done = e.ServerSynced(action.slot, action.epoch, action.published, 1e-6, 0, 0.04, self.now)
+        self.later(done)
+
+    def _do_generate(self, action: a.Generate) -> None:
+        assert len(action.prompt_ids) + action.max_tokens <= self.recipe.model.max_len
+        if self._chance("turn_fails"):
+            refused = self._chance("refused")
+            self.later(
+                e.TurnFailed(
+                    action.request, action.trajectory, action.slot, action.epoch, "reset", refused
+                )
+            )
+            return
+        count = self.random.randint(1, action.max_tokens)
+        key = max(self._label.get(action.slot, action.cache_key), action.cache_key)
+        cut = self.random.randint(1, count) if key != action.cache_key else count
+        spans = [VersionSpan(action.cache_key[1], 0, cut)]
+        if cut < count:
+            spans.append(VersionSpan(key[1], cut, count))
+        turn = e.TurnGenerated(
+            request=action.request,
+            trajectory=action.trajectory,
+            slot=action.slot,
+            epoch=action.epoch,
+            prompt_ids=action.prompt_ids,
+            token_ids=array("i", [self.random.randint(3, 99) for _ in range(count)]),
+            logprobs=array("f", [-1.0] * count),
+            spans=tuple(spans),
+            newest=key if cut < count else action.cache_key,
+            cache_key=action.cache_key,
+            finish_reason="stop",
+            started_at=self.now,
+        )
+        self.later(turn, 0.05, 2.0)
+
+    def _do_start_episode(self, action: a.StartEpisode) -> None:
+        if self._chance("environment_breaks"):
+            self.later(e.EpisodeFailed(action.trajectory, "reset broke"))
+        else:
+            self.later(e.EpisodeStarted(action.trajectory, array("i", [1, 2, 3])))
+
+    def _do_advance_episode(self, action: a.AdvanceEpisode) -> None:
+        who = action.trajectory
+        if self._chance("environment_breaks"):
+            self.later(e.EpisodeFailed(who, "tool broke"))
+        elif self.random.random() < 0.4:
+            reward = float(self.random.random() < 0.5)
+            self.later(e.EpisodeAdvanced(who, array("i"), (), True, reward))
+        else:
+            returned = (ToolReturn("get", Outcome.OK, 0.01, 2),)
+            observation = array("i", [7] * self.random.randint(1, 9))
+            self.later(e.EpisodeAdvanced(who, observation, returned, False, None))
+
+    def _do_finish_episode(self, action: a.FinishEpisode) -> None:
+        self.later(e.EpisodeAdvanced(action.trajectory, array("i"), (), True, 0.0))
+
+    def _do_forget_episode(self, action: a.ForgetEpisode) -> None:
+        return
+
+    def _publish(self, epoch: int, step: int) -> e.Published:
+        return e.Published(step, epoch, f"v{step:06d}-e{epoch}", 100, self.now)
+
+    def _do_start_trainer(self, action: a.StartTrainer) -> None:
+        self._step = self.ledgers[action.resume]["step"] if action.resume else 0
+        started = e.TrainerStarted(action.epoch, self._publish(action.epoch, self._step))
+        self.later(started, 0.5, 5.0)
+
+    def _do_stop_trainer(self, action: a.StopTrainer) -> None:
+        self.later(e.TrainerStopped(action.epoch))
+
+    def _do_train(self, action: a.Train) -> None:
+        assert len(action.samples) == self.recipe.trajectories_per_step
+        bound = self.recipe.training.max_staleness
+        for sample in action.samples:
+            assert sample.staleness <= bound, f"staleness {sample.staleness}"
+            assert sample.trajectory.reward is not None
+        path = ""
+        if action.ledger is not None:
+            path = f"/checkpoint/{action.epoch}-{action.step}"
+            self.ledgers[path] = action.ledger
+        groups = {sample.trajectory.id.group for sample in action.samples}
+        self.trained += [(group, action.step) for group in sorted(groups)]
+        published = self._publish(action.epoch, action.step)
+        self.later(e.StepDone(action.epoch, action.step, published, {"loss": 0.1}, path))
+
+    def _do_checkpoint(self, action: a.Checkpoint) -> None:
+        path = f"/checkpoint/{action.epoch}-stop"
+        self.ledgers[path] = action.ledger
+        self.later(e.CheckpointSaved(action.epoch, path))
+
+    # -- what was seen ----------------------------------------------------------------------------
+
+    def rows(self, kind: type[Any]) -> list[Any]:
+        """Every record of one table, in the order written."""
+        return [record for record in self.records if isinstance(record, kind)]
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        """The step log; after a trainer restart a step may stand there twice."""
+        return self.rows(StepRecord)
+
+    @property
+    def trajectories(self) -> list[TrajectoryRecord]:
+        """Every state of every trajectory."""
+        return self.rows(TrajectoryRecord)
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<!^)([A-Z])", r"_\1", name).lower()
