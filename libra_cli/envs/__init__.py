@@ -1,0 +1,1 @@
+"""Environments: the protocol, and the ones that ship with libra."""
