@@ -1,0 +1,376 @@
+"""A plausible run, as the records its controller would have saved: 40 steps, 2 servers, 1 trainer.
+
+``records()`` are pairs ``(at, record)`` in the order of time; ``write(run_dir)`` puts them into a
+database. Everything is drawn from one seed. One server dies in the middle and comes back, a few
+attempts fail and are retried, so that the views have something to show.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+from libra_cli.core import records as r
+from libra_cli.edge.journal import Journal
+
+START = 1_790_000_000.0
+GROUPS_PER_STEP = 16
+GROUP_SIZE = 8
+STEPS = 40
+SERVERS = ("local/0", "local/1")
+TRAINER = "local/2"
+
+
+@dataclass
+class _World:
+    rng: random.Random
+    now: float = START
+    version: int = 0
+    group: int = 0
+    out: list[tuple[float, r.Record]] = field(default_factory=list)
+
+    def emit(self, *records: r.Record) -> None:
+        self.out += [(self.now, record) for record in records]
+
+
+def run_record(state: str = "running", **changes: object) -> r.RunRecord:
+    run = r.RunRecord(
+        id="quickstart-1",
+        recipe="recipes/quickstart.yaml",
+        state=state,
+        started_at=START,
+        ended_at=None,
+        target_steps=STEPS,
+        step=0,
+        version=0,
+        waiting="",
+        error="",
+        controller_pid=1,
+        controller_started=0.0,
+    )
+    return replace(run, **changes)  # type: ignore[arg-type]
+
+
+def slot_record(slot: str, role: str, state: str, since: float, **changes: object) -> r.SlotRecord:
+    record = r.SlotRecord(
+        slot=slot,
+        node=slot.split("/", maxsplit=1)[0],
+        gpus_json="[]",
+        pool="rollout" if role == "rollout" else "train",
+        role=role,
+        state=state,
+        since=since,
+        epoch=1,
+        bucket="short" if role == "rollout" else "",
+        version=None,
+        verified=False,
+        running=0,
+        waiting=0,
+        busy_s=0.0,
+        serving_s=0.0,
+        restarts=0,
+        detail="",
+    )
+    return replace(record, **changes)  # type: ignore[arg-type]
+
+
+def step_record(step: int, ended_at: float, **changes: object) -> r.StepRecord:
+    record = r.StepRecord(
+        step=step,
+        started_at=ended_at - 1.6,
+        ended_at=ended_at,
+        waited_s=1.9,
+        reward=0.5,
+        loss=0.01,
+        grad_norm=0.8,
+        learning_rate=2e-4,
+        kl=None,
+        entropy=0.6,
+        clip_fraction=0.02,
+        tis_mean=0.99,
+        logprob_gap=2e-5,
+        logprob_gap_tokens=900,
+        generated_tokens=2600,
+        context_tokens=9000,
+        mean_length=20.3,
+        p99_length=78.0,
+        staleness_mean=0.4,
+        staleness_max=1,
+        tokens_per_s=740.0,
+        trainer_s=1.5,
+        checkpoint="",
+    )
+    return replace(record, **changes)  # type: ignore[arg-type]
+
+
+@cache
+def records(seed: int = 1, steps: int = STEPS) -> tuple[tuple[float, r.Record], ...]:
+    """The whole life of the run, in the order of time."""
+    world = _World(random.Random(seed))
+    _start(world)
+    for step in range(1, steps + 1):
+        _step(world, step)
+    _end(world, steps)
+    return tuple(sorted(world.out, key=lambda item: item[0]))
+
+
+def write(run_dir: Path, *, seed: int = 1, steps: int = STEPS) -> Path:
+    """The run as a closed database under ``run_dir``."""
+    with Journal(run_dir) as journal:
+        for at, record in records(seed, steps):
+            journal.save(record)
+            if isinstance(record, r.StepRecord):
+                journal.event(at, "step_trained", {"step": record.step})
+    return run_dir
+
+
+def _start(world: _World) -> None:
+    world.emit(run_record("starting", waiting="everyone waits for the hosts"))
+    world.emit(r.NodeRecord("local", "local", "connecting", world.now, "{}", ""))
+    world.now += 0.8
+    facts = json.dumps({"cpus": 2, "python": "3.11"})
+    world.emit(r.NodeRecord("local", "local", "ready", world.now, facts, "2 cores, 23 GiB"))
+    _process(world, "model", 4001, "running")
+    world.now += 3.1
+    _process(world, "model", 4001, "exited")
+    world.emit(run_record("starting", waiting="rollout waits for its servers"))
+    for index, slot in enumerate(SERVERS):
+        _process(world, f"server-{index}", 4100 + index, "running")
+        world.emit(slot_record(slot, "rollout", "starting", world.now))
+    _process(world, "trainer-0", 4200, "running")
+    world.emit(slot_record(TRAINER, "train", "starting", world.now))
+    world.now += 14.0
+    world.emit(r.VersionRecord(0, 0, world.now, 3_400_000))
+    world.emit(slot_record(TRAINER, "train", "training", world.now))
+    for slot in SERVERS:
+        world.now += 11.0 + world.rng.random()
+        world.emit(slot_record(slot, "rollout", "joining", world.now))
+        _sync(world, slot, 0, published_at=world.now - 0.6)
+        world.now += 0.4
+        world.emit(_serving(world, slot, 0))
+    world.emit(run_record("running", waiting="the trainer waits for 16 groups"))
+    plan = r.PlanRecord(
+        1,
+        world.now,
+        json.dumps(dict.fromkeys(SERVERS, "short")),
+        json.dumps([TRAINER]),
+        json.dumps(["the recipe gives 2 slots to rollout and 1 to training"]),
+    )
+    world.emit(plan)
+
+
+def _process(world: _World, name: str, pid: int, state: str, exit_code: int | None = None) -> None:
+    code = 0 if state == "exited" and exit_code is None else exit_code
+    log = f"~/.libra/runs/quickstart-1/logs/{name}.log"
+    world.emit(r.ProcessRecord("local", name, pid, state, world.now, code, log))
+
+
+def _serving(world: _World, slot: str, version: int, **changes: object) -> r.SlotRecord:
+    serving_s = max(1.0, world.now - START - 30)
+    values: dict[str, object] = {
+        "version": version,
+        "verified": True,
+        "running": world.rng.randint(14, 30),
+        "waiting": world.rng.randint(0, 9),
+        "busy_s": serving_s * 0.86,
+        "serving_s": serving_s,
+    }
+    return slot_record(slot, "rollout", "serving", world.now, **(values | changes))
+
+
+def _sync(world: _World, slot: str, version: int, published_at: float) -> None:
+    world.emit(
+        r.SyncRecord(
+            slot=slot,
+            epoch=1,
+            version=version,
+            trainer_epoch=0,
+            published_at=published_at,
+            served_at=world.now,
+            verified_at=world.now + 0.1,
+            pull_s=0.05 + world.rng.random() * 0.02,
+            load_s=0.06 + world.rng.random() * 0.03,
+            bytes=3_400_000,
+            gap=world.rng.uniform(4e-6, 2e-5),
+            verified=True,
+            detail="",
+        )
+    )
+
+
+def _step(world: _World, step: int) -> None:
+    skill = 0.9 - 0.44 * math.exp(-step / 12)
+    rollout_s = world.rng.uniform(2.6, 3.6) + (9.0 if step == 23 else 0.0)
+    _samples(world, rollout_s)
+    if step == 23:
+        _server_dies(world)
+    reward, lengths, groups = _groups(world, step, skill, rollout_s)
+    world.now += rollout_s
+    trainer_s = world.rng.uniform(1.2, 1.9)
+    tokens = sum(lengths)
+    world.emit(
+        r.BatchRecord(step, json.dumps(groups), len(lengths), tokens, world.now),
+        run_record(step=step - 1, version=step - 1, waiting="nobody waits"),
+    )
+    began = world.now
+    world.now += trainer_s
+    ordered = sorted(lengths)
+    world.emit(
+        step_record(
+            step,
+            world.now,
+            started_at=began,
+            waited_s=rollout_s * 0.7,
+            reward=reward,
+            loss=world.rng.gauss(0.004, 0.006),
+            grad_norm=world.rng.uniform(0.5, 1.4),
+            entropy=0.75 - 0.3 * skill,
+            clip_fraction=world.rng.uniform(0.0, 0.03),
+            tis_mean=world.rng.uniform(0.98, 1.0),
+            logprob_gap=None if step == 24 else 10 ** world.rng.uniform(-5.1, -4.4),
+            logprob_gap_tokens=0 if step == 24 else tokens // 3,
+            generated_tokens=tokens,
+            context_tokens=tokens * 3,
+            mean_length=tokens / len(lengths),
+            p99_length=float(ordered[int(len(ordered) * 0.99)]),
+            staleness_mean=world.rng.uniform(0.25, 0.6),
+            staleness_max=1,
+            tokens_per_s=tokens / (rollout_s + trainer_s),
+            trainer_s=trainer_s,
+            checkpoint=f"checkpoints/step-{step:06d}" if step % 10 == 0 else "",
+        ),
+        r.VersionRecord(step, 0, world.now, 3_400_000),
+    )
+    published_at = world.now
+    for slot in SERVERS:
+        world.now += world.rng.uniform(0.15, 0.3)
+        _sync(world, slot, step, published_at)
+        world.emit(_serving(world, slot, step, restarts=int(slot == SERVERS[1] and step >= 23)))
+    waiting = f"the trainer waits for {world.rng.randint(3, 14)} of 16 groups"
+    world.emit(run_record(step=step, version=step, waiting=waiting))
+
+
+def _samples(world: _World, seconds: float) -> None:
+    for offset in range(int(seconds) + 1):
+        for slot in SERVERS:
+            running = world.rng.choice([0, 12, 20, 26, 30])
+            world.out.append(
+                (
+                    world.now + offset,
+                    r.SampleRecord(
+                        slot=slot,
+                        at=world.now + offset,
+                        running=running,
+                        waiting=world.rng.randint(0, 3),
+                        kv_use=running / 48,
+                        prefix_hit_rate=0.71,
+                        preemptions=0,
+                        generated_tokens=int((world.now - START) * 400),
+                        tokens_per_s=running * 22.0,
+                    ),
+                )
+            )
+
+
+def _server_dies(world: _World) -> None:
+    slot, now = SERVERS[1], world.now
+    _process(world, "server-1", 4101, "exited", exit_code=-9)
+    for after, state in ((1.0, "failed"), (1.5, "starting"), (8.0, "joining")):
+        world.now = now + after
+        detail = "the server died (exit code -9); its trajectories continue on local/0"
+        world.emit(slot_record(slot, "rollout", state, world.now, restarts=1, detail=detail))
+    world.now = now + 8.5
+    world.emit(_serving(world, slot, 22, restarts=1))
+    world.now = now
+
+
+def _groups(
+    world: _World, step: int, skill: float, seconds: float
+) -> tuple[float, list[int], list[int]]:
+    rewards: list[float] = []
+    lengths: list[int] = []
+    groups: list[int] = []
+    for _ in range(GROUPS_PER_STEP):
+        group, world.group = world.group, world.group + 1
+        groups.append(group)
+        mine = [_trajectory(world, group, member, step, skill, seconds) for member in range(8)]
+        rewards += [reward for reward, _ in mine]
+        lengths += [length for _, length in mine]
+        mean = sum(reward for reward, _ in mine) / len(mine)
+        world.emit(
+            r.GroupRecord(
+                group, "trained", world.now, world.now + seconds, step - 1, step, mean, ""
+            )
+        )
+    return sum(rewards) / len(rewards), lengths, groups
+
+
+def _trajectory(
+    world: _World, group: int, member: int, step: int, skill: float, seconds: float
+) -> tuple[float, int]:
+    rng = world.rng
+    hops = min(8, 1 + int(rng.paretovariate(1.6)))
+    reward = float(rng.random() < skill ** (hops / 3))
+    length = hops * 5 + rng.randint(4, 9)
+    attempt = int(rng.random() < 0.01)
+    oldest = max(0, step - 1 - int(rng.random() < 0.4))
+    began, ended = world.now, world.now + seconds * rng.uniform(0.3, 1.0)
+    trajectory = r.TrajectoryRecord(
+        group_id=group,
+        member=member,
+        attempt=attempt,
+        state="finished",
+        started_at=began,
+        ended_at=ended,
+        reward=reward,
+        turns=hops,
+        generated_tokens=length,
+        context_tokens=length * 3,
+        min_version=oldest,
+        max_version=step - 1,
+        spans_json=json.dumps([[oldest, 30, 30 + length]]),
+        token_ids_json="[]",
+        detail="",
+    )
+    if attempt:
+        detail = "the server died"
+        world.emit(replace(trajectory, attempt=0, state="failed", reward=None, detail=detail))
+    world.emit(trajectory)
+    world.emit(
+        r.TurnRecord(
+            group_id=group,
+            member=member,
+            attempt=attempt,
+            turn=0,
+            slot=rng.choice(SERVERS),
+            epoch=1,
+            queued_at=began,
+            started_at=began + 0.01,
+            ended_at=ended,
+            prompt_tokens=30,
+            generated_tokens=5,
+            finish_reason="stop",
+            tools_json=json.dumps([["get", "error" if rng.random() < 0.1 else "ok", 0.01, 12]]),
+        )
+    )
+    return reward, length
+
+
+def _end(world: _World, steps: int) -> None:
+    world.now += 1.0
+    for slot in SERVERS:
+        restarts = int(slot == SERVERS[1] and steps >= 23)
+        last = _serving(world, slot, steps, restarts=restarts)
+        stopped = {"state": "idle", "role": "idle", "version": None, "verified": False}
+        quiet = replace(last, running=0, waiting=0, **stopped)  # type: ignore[arg-type]
+        world.emit(quiet)
+    world.emit(slot_record(TRAINER, "idle", "idle", world.now))
+    for index in range(2):
+        _process(world, f"server-{index}", 4100 + index, "exited", exit_code=-15)
+    _process(world, "trainer-0", 4200, "exited")
+    world.emit(r.NodeRecord("local", "local", "released", world.now, "{}", ""))
+    world.emit(run_record("finished", step=steps, version=steps, ended_at=world.now))

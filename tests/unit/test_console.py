@@ -1,0 +1,279 @@
+"""The views fit 80 columns, speak ASCII where they must, and log plainly where nobody watches."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from libra_cli.core import records as r
+from libra_cli.edge.console import duration, final_view, slot_label, status_view
+from libra_cli.edge.journal import Journal
+from libra_cli.edge.monitors import Summary, process_started, summary
+from libra_cli.edge.plots import Plot, Portable, bar, sparkline
+from libra_cli.edge.progress import Progress
+from libra_cli.edge.reader import Reader
+from tests import sample_run
+
+_DEADLINE_S = 10.0
+
+
+def drawn(view: RenderableType, *, width: int = 80, encoding: str = "utf-8") -> str:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding)
+    Console(file=file, width=width, force_terminal=False).print(view)
+    file.flush()
+    return raw.getvalue().decode(encoding)
+
+
+def widest(text: str) -> int:
+    return max(map(len, text.splitlines()))
+
+
+def many_slots(count: int) -> list[r.SlotRecord]:
+    return [
+        sample_run.slot_record(
+            f"gpu-{index // 8:02}.rack.example.org/{index % 8}",
+            "rollout",
+            "unreachable" if index == 3 else "serving",
+            0.0,
+            bucket="very-long-bucket",
+            version=123456,
+            verified=index != 5,
+            running=1024,
+            waiting=99999,
+            busy_s=1.0,
+            serving_s=2.0,
+        )
+        for index in range(count)
+    ]
+
+
+def live(run_dir: Path, until: float, extra: list[r.SlotRecord] | None = None) -> Summary:
+    """The sample run, cut off, as if this process were its controller."""
+    started = process_started(os.getpid())
+    with Journal(run_dir) as journal:
+        for at, record in sample_run.records():
+            if at <= sample_run.START + until:
+                if isinstance(record, r.RunRecord):
+                    record = replace(
+                        record, controller_pid=os.getpid(), controller_started=started or 0.0
+                    )
+                journal.save(record)
+        for record in extra or []:
+            journal.save(record)
+    with Reader(run_dir) as reader:
+        return summary(reader, now=sample_run.START + until)
+
+
+@pytest.mark.parametrize("until", [0.0, 10.0, 35.0, 60.0, 135.0, 1000.0])
+def test_status_fits_80_columns_at_every_moment_of_a_run(tmp_path: Path, until: float) -> None:
+    value = live(tmp_path, until)
+    for encoding in ("utf-8", "ascii"):
+        text = drawn(status_view(value, now=sample_run.START + until), encoding=encoding)
+        assert widest(text) <= 80
+        assert "quickstart-1" in text
+
+
+def test_status_shows_for_every_slot_what_it_does(tmp_path: Path) -> None:
+    value = live(tmp_path, 150.0)
+    text = drawn(status_view(value, now=sample_run.START + 150.0))
+    (line,) = [line for line in text.splitlines() if "local/1" in line]
+    words = line.split()
+    assert words[:6] == ["local/1", "rollout", "serving", "short", "21", "✓"]
+    assert any(word.endswith("%") for word in words)
+    assert "the trainer waits for" in text
+
+
+def test_long_host_names_and_big_numbers_keep_the_table_whole(tmp_path: Path) -> None:
+    value = live(tmp_path, 150.0, many_slots(48))
+    text = drawn(status_view(value, now=sample_run.START + 150.0))
+    assert widest(text) <= 80
+    assert "unreachable" in text
+    assert "123456 ✗" in text
+    assert text.count("gpu-0") == 48
+
+
+def test_a_label_is_cut_in_the_host_and_never_in_the_index() -> None:
+    assert slot_label("gpu-01/0") == "gpu-01/0"
+    assert slot_label("gpu-01.rack.example.org/12") == "gpu-01.r…/12"
+
+
+def test_what_went_wrong_is_the_last_thing_shown(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        journal.save(sample_run.run_record("failed", ended_at=sample_run.START, error="no room"))
+    with Reader(tmp_path) as reader:
+        value = summary(reader, now=sample_run.START + 5)
+    assert drawn(status_view(value, now=sample_run.START + 5)).rstrip().endswith("✗ no room")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_end_shows_the_reward_as_a_plot(tmp_path: Path, encoding: str) -> None:
+    sample_run.write(tmp_path / "run")
+    with Reader(tmp_path / "run") as reader:
+        value, steps = summary(reader, now=sample_run.START + 999.0), reader.steps()
+    report = tmp_path / "run" / "report.html"
+    text = drawn(final_view(value, steps, report=report), encoding=encoding)
+    assert widest(text) <= 80
+    assert "report.html" in text.replace("\n", "").replace(" ", "")
+    assert len(re.findall(r"[\u2801-\u28ff*]", text)) > 50
+    assert "checkpoint" in text
+
+
+def test_the_end_of_a_run_without_a_step_has_no_plot(tmp_path: Path) -> None:
+    value = live(tmp_path, 10.0)
+    assert "a dot a step" not in drawn(final_view(value, []))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-1, "0.0 s"),
+        (0.84, "0.8 s"),
+        (42, "42 s"),
+        (59.7, "1:00"),
+        (252, "4:12"),
+        (3723, "1:02:03"),
+    ],
+)
+def test_durations_read_like_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [1.0, 1.0], [0.0, 0.0], [math.nan] * 3, [1e-9, 1e9]])
+def test_any_values_can_be_plotted(values: list[float]) -> None:
+    assert widest(drawn(Plot(values, values), width=60)) <= 60
+    assert len(sparkline(values, 5)) <= 5
+
+
+def test_a_rising_line_rises_from_the_lower_left_to_the_upper_right() -> None:
+    rows = drawn(Plot([0.0, 1.0], [0.0, 1.0], height=4)).splitlines()
+    first, last = rows[0][8:].strip("\u2800 "), rows[3][8:].strip("\u2800 ")
+    assert rows[0].index(first[0]) > rows[3].index(last[-1])
+
+
+def test_bars_are_as_long_as_their_share() -> None:
+    assert bar(0.5, 10) == "█████░░░░░"
+    assert bar(7.0, 4) == "████"
+
+
+def test_noise_does_not_fill_a_sparkline() -> None:
+    assert set(sparkline([100.0, 100.2, 100.1])) <= set("▃▄▅")
+
+
+def test_a_console_without_unicode_gets_letters_of_the_same_width() -> None:
+    text = "✓ → ━━ █░ ⠋ – é"
+    assert drawn(Portable(Text(text)), encoding="ascii").strip() == "+ > == #. * - ?"
+
+
+class Clock:
+    """Time that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = sample_run.START
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def replayed(console: Console, until: float) -> Progress:
+    clock = Clock()
+    progress = Progress(console, name="quickstart", clock=clock)
+    for at, record in sample_run.records():
+        if at > sample_run.START + until:
+            break
+        clock.now = at
+        progress.on(record)
+    clock.now = sample_run.START + until
+    return progress
+
+
+def test_without_a_terminal_every_step_is_one_plain_line() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80)
+    with replayed(console, 1000.0) as progress:
+        progress.note("stopping: 3 processes")
+    lines = out.getvalue().splitlines()
+    assert "\x1b" not in out.getvalue()
+    assert sum(" step " in line for line in lines) == 40
+    assert re.fullmatch(r"\d\d:\d\d:\d\d  run quickstart-1: starting", lines[0])
+    assert sum("slot local/1: server serving" in line for line in lines) == 2
+    assert any("the server died (exit code -9)" in line for line in lines)
+    assert lines[-1].endswith("stopping: 3 processes")
+    assert len(lines) < 75
+
+
+def test_plain_lines_survive_an_encoding_without_the_letters() -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    progress = Progress(Console(file=file, width=80), name="x", clock=Clock())
+    progress.note("[bold]→ é")
+    file.flush()
+    assert file.buffer.getvalue().decode().endswith("  [bold]? ?\n")
+
+
+def test_while_starting_every_part_says_what_it_does_and_for_how_long() -> None:
+    text = drawn(replayed(Console(file=io.StringIO()), 31.0))
+    assert widest(text) <= 80
+    assert re.search(r"✓ +node local +connected, 2 cores, 23 GiB +0.8 s", text)
+    assert re.search(r"✓ +model on local +done +3.1 s", text)
+    assert re.search(r"✓ +slot local/0 +server serving version 0", text)
+    assert re.search(r"… +slot local/1 +server starting +27 s", text)
+    assert re.search(r"✓ +slot local/2 +trainer ready +14 s", text)
+    assert "rollout waits for its servers" in text
+
+
+def test_while_running_the_numbers_of_the_run_are_there() -> None:
+    text = drawn(replayed(Console(file=io.StringIO()), 150.0))
+    assert widest(text) <= 80
+    for word in ("21 of 40", "left", "tokens/s", "staleness", "waiting", "first 0.64", "local/2"):
+        assert word in text
+
+
+def test_a_server_that_is_down_is_explained_below_the_table() -> None:
+    began = next(
+        at
+        for at, rec in sample_run.records()
+        if "died" in getattr(rec, "detail", "") and isinstance(rec, r.SlotRecord)
+    )
+    text = drawn(replayed(Console(file=io.StringIO()), began - sample_run.START + 0.1))
+    assert "✗ slot local/1: server failed: the server died (exit code -9)" in text
+
+
+def test_many_parts_are_counted_and_only_the_unready_named() -> None:
+    clock = Clock()
+    progress = Progress(Console(file=io.StringIO()), name="big", clock=clock)
+    for slot in many_slots(48):
+        progress.on(slot)
+    text = drawn(progress)
+    assert "47 of 48 ready" in text
+    assert text.count("rack") == 1
+    progress.on(sample_run.run_record())
+    text = drawn(progress)
+    assert widest(text) <= 80
+    assert "and 36 more" in text
+
+
+def test_on_a_terminal_one_live_area_is_drawn_and_removed_at_the_end() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=True)
+    clock = Clock()
+    with Progress(console, name="quickstart", clock=clock) as progress:
+        for at, record in sample_run.records():
+            clock.now = at
+            progress.on(record)
+        progress.note("a note that stays")
+        deadline = time.monotonic() + _DEADLINE_S
+        while "40 of 40" not in out.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.02)
+    text = out.getvalue()
+    assert "40 of 40" in text
+    assert "a note that stays" in text
+    assert "\x1b[?25h" in text, "the cursor must come back"

@@ -1,0 +1,282 @@
+"""Every number of ``libra status --json`` is what its definition says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from libra_cli.core import records as r
+from libra_cli.edge.journal import Journal
+from libra_cli.edge.monitors import Summary, newest_run, process_started, smooth, summary, to_json
+from libra_cli.edge.reader import Reader
+from libra_cli.errors import StateError
+from tests import sample_run
+from tests.sample_run import run_record, slot_record, step_record
+
+_NOW = sample_run.START + 600.0
+
+
+def told(run_dir: Path, records: Iterable[r.Record] = (), now: float = _NOW) -> Summary:
+    """Save the records (of a run whose controller is this process) and sum the run up."""
+    mine = process_started(os.getpid())
+    assert mine is not None
+    with Journal(run_dir) as journal:
+        journal.save(run_record(controller_pid=os.getpid(), controller_started=mine))
+        for record in records:
+            journal.save(record)
+    with Reader(run_dir) as reader:
+        return summary(reader, now=now)
+
+
+def sync(
+    slot: str, version: int, *, published: float, served: float, ok: bool = True
+) -> r.SyncRecord:
+    seconds = served + 0.1
+    gap = 1e-5 if ok else 0.3
+    return r.SyncRecord(slot, 1, version, 0, published, served, seconds, 0.1, 0.1, 9, gap, ok, "")
+
+
+def sample(slot: str, at: float, running: int, speed: float = 100.0) -> r.SampleRecord:
+    return r.SampleRecord(slot, at, running, 1, 0.25, 0.5, 0, 1000, speed)
+
+
+def group(group_id: int, state: str, step: int | None = None) -> r.GroupRecord:
+    return r.GroupRecord(group_id, state, 0.0, 1.0, 0, step, 0.5, "")
+
+
+def trajectory(
+    group_id: int, member: int, state: str, attempt: int = 0, oldest: int | None = 0
+) -> r.TrajectoryRecord:
+    return r.TrajectoryRecord(
+        group_id, member, attempt, state, 0.0, 1.0, 1.0, 2, 20, 60, oldest, 3, "[]", "[]", ""
+    )
+
+
+def test_the_object_has_every_key_other_tools_were_promised(tmp_path: Path) -> None:
+    sample_run.write(tmp_path / "run")
+    with Reader(tmp_path / "run") as reader:
+        value = json.loads(to_json(summary(reader, now=_NOW)))
+    assert {"id", "state", "recipe", "started_at", "ended_at"} <= value["run"].keys()
+    assert {"step", "weight_version", "logprob_gap", "tokens_per_s"} <= value.keys()
+    assert {"first", "last"} <= value["reward"].keys()
+    assert {"mean", "max"} <= value["staleness"].keys()
+    counts = {"finished", "trained", "in_flight", "retried", "failed"}
+    assert counts <= value["trajectories"].keys()
+    assert [server["slot"] for server in value["servers"]] == list(sample_run.SERVERS)
+    assert all(server["verified"] and server["version"] == 40 for server in value["servers"])
+    assert len(value["slots"]) == 3
+    assert value["moves"] == []
+    assert value["run"]["state"] == "finished"
+
+
+def test_reward_is_the_mean_of_the_first_and_the_last_ten_steps(tmp_path: Path) -> None:
+    steps = [step_record(step, 10.0 * step, reward=step / 100) for step in range(1, 31)]
+    reward = told(tmp_path, steps)["reward"]
+    assert reward["first"] == pytest.approx(0.055)
+    assert reward["last"] == pytest.approx(0.255)
+
+
+def test_what_nobody_knows_yet_is_null(tmp_path: Path) -> None:
+    value = told(tmp_path)
+    assert value["reward"] == {"first": None, "last": None}
+    assert value["lengths"] == {"mean": None, "p99": None}
+    assert value["staleness"] == {"mean": None, "max": None, "histogram": {}}
+    assert set(value["idle"].values()) == {None}
+    assert (value["logprob_gap"], value["tokens_per_s"], value["step_s"]) == (None, None, None)
+    assert (value["checkpoint"], value["plan"], value["errors"]) == (None, None, [])
+
+
+def test_a_reward_that_is_not_a_number_is_null_and_not_broken_json(tmp_path: Path) -> None:
+    value = told(tmp_path, [step_record(1, 10.0, reward=float("nan"), loss=float("inf"))])
+    assert json.loads(to_json(value))["reward"] == {"first": None, "last": None}
+
+
+def test_the_gap_weighs_each_step_by_the_tokens_it_compared(tmp_path: Path) -> None:
+    steps = [
+        step_record(1, 10.0, logprob_gap=1e-5, logprob_gap_tokens=300),
+        step_record(2, 20.0, logprob_gap=None, logprob_gap_tokens=0),
+        step_record(3, 30.0, logprob_gap=5e-5, logprob_gap_tokens=100),
+    ]
+    value = told(tmp_path, steps)
+    assert value["logprob_gap"] == pytest.approx(2e-5)
+    assert value["logprob_gap_max"] == 5e-5
+
+
+def test_speed_is_tokens_over_time_and_not_a_mean_of_speeds(tmp_path: Path) -> None:
+    steps = [
+        step_record(1, 10.0, generated_tokens=1000, tokens_per_s=1000.0),
+        step_record(2, 20.0, generated_tokens=1000, tokens_per_s=100.0),
+    ]
+    assert told(tmp_path, steps)["tokens_per_s"] == pytest.approx(2000 / 11)
+
+
+def test_before_the_first_step_speed_is_what_the_servers_do_now(tmp_path: Path) -> None:
+    samples = [
+        sample("a/0", _NOW - 20, 3, 70.0),
+        sample("a/0", _NOW - 2, 3, 50.0),
+        sample("a/1", _NOW - 1, 3, 30.0),
+        sample("a/2", _NOW - 400, 3, 999.0),
+    ]
+    assert told(tmp_path, samples)["tokens_per_s"] == 80.0
+
+
+def test_staleness_weighs_by_tokens_and_counts_trained_trajectories(tmp_path: Path) -> None:
+    rows: list[r.Record] = [
+        step_record(1, 10.0, generated_tokens=100, staleness_mean=0.0, staleness_max=0),
+        step_record(2, 20.0, generated_tokens=300, staleness_mean=1.0, staleness_max=2),
+        group(0, "trained", step=4),
+        group(1, "ready"),
+        trajectory(0, 0, "finished", oldest=3),
+        trajectory(0, 1, "finished", attempt=1, oldest=1),
+        trajectory(0, 1, "failed", oldest=0),
+        trajectory(1, 0, "finished", oldest=0),
+    ]
+    staleness = told(tmp_path, rows)["staleness"]
+    assert staleness == {"mean": 0.75, "max": 2, "histogram": {"0": 1, "2": 1}}
+
+
+def test_trajectories_are_counted_by_attempt(tmp_path: Path) -> None:
+    rows: list[r.Record] = [
+        group(0, "trained", step=1),
+        group(1, "open"),
+        trajectory(0, 0, "finished"),
+        trajectory(0, 1, "failed"),
+        trajectory(0, 1, "finished", attempt=1),
+        trajectory(1, 0, "running"),
+        trajectory(1, 1, "finished"),
+        trajectory(2, 0, "dropped"),
+    ]
+    expected = {"finished": 3, "trained": 2, "retried": 1, "failed": 1}
+    assert told(tmp_path / "a", rows)["trajectories"] == {
+        **expected,
+        "in_flight": 1,
+        "dropped": 1,
+    }
+    over = told(tmp_path / "b", [*rows, run_record("stopped", ended_at=_NOW)])
+    assert over["trajectories"] == {**expected, "in_flight": 0, "dropped": 2}
+
+
+def test_idle_shares_come_from_serving_time_and_from_waiting(tmp_path: Path) -> None:
+    old = [step_record(step, 10.0 * step, waited_s=0.0) for step in range(1, 11)]
+    new = [
+        step_record(step, 10.0 * step, started_at=10.0 * step - 2, waited_s=6.0)
+        for step in range(11, 21)
+    ]
+    rows: list[r.Record] = [
+        *old,
+        *new,
+        slot_record("a/0", "rollout", "serving", 0.0, busy_s=30.0, serving_s=100.0),
+        slot_record("a/1", "rollout", "serving", 0.0, busy_s=50.0, serving_s=60.0),
+        slot_record("a/2", "train", "training", 0.0),
+        *(sample("a/0", at, running) for at, running in ((50.0, 0), (110.0, 0), (120.0, 4))),
+    ]
+    idle = told(tmp_path, rows)["idle"]
+    assert idle["rollout"] == 0.5
+    assert idle["training"] == pytest.approx(60 / (60 + 20 + 16))
+    assert idle["recent_training"] == pytest.approx(0.75)
+    assert idle["recent_rollout"] == 0.5
+
+
+def test_a_sync_lasts_until_the_last_server_serves_the_version(tmp_path: Path) -> None:
+    rows = [
+        sync("a/0", 0, published=0.0, served=30.0),
+        sync("a/1", 0, published=0.0, served=45.0),
+        sync("a/0", 1, published=50.0, served=50.2),
+        sync("a/1", 1, published=50.0, served=50.6),
+        sync("a/0", 2, published=60.0, served=60.2),
+    ]
+    value = told(tmp_path, rows)["sync"]
+    assert value["versions"] == 3
+    assert value["max_s"] == pytest.approx(0.6)
+    assert value["last_s"] == pytest.approx(0.2)
+    assert value["mean_s"] == pytest.approx(0.4)
+
+
+def test_what_is_broken_is_named(tmp_path: Path) -> None:
+    rows: list[r.Record] = [
+        r.NodeRecord("gpu-01", "10.0.0.1", "unreachable", 0.0, "{}", "timed out"),
+        slot_record("a/0", "failed", "failed", 0.0, detail="exit code 1"),
+        sync("a/1", 3, published=0.0, served=1.0, ok=False),
+    ]
+    assert told(tmp_path, rows)["errors"] == [
+        "node gpu-01 (10.0.0.1): unreachable: timed out",
+        "slot a/0: failed: exit code 1",
+        "slot a/1: version 3 does not verify: the probe differs by 0.3",
+    ]
+
+
+def test_moves_are_told_with_the_words_of_the_issue(tmp_path: Path) -> None:
+    move = r.MoveRecord(1, "a/0", "rollout", "gradient", "done", 5.0, 9.0, "training starves")
+    (value,) = told(tmp_path, [move])["moves"]
+    assert (value["slot"], value["from"], value["to"]) == ("a/0", "rollout", "gradient")
+
+
+def test_a_run_whose_controller_lives_is_running(tmp_path: Path) -> None:
+    value = told(tmp_path)
+    assert value["run"]["state"] == "running"
+    assert value["run"]["ended_at"] is None
+    assert value["run"]["elapsed_s"] == 600.0
+
+
+@pytest.mark.parametrize("how", ["gone", "recycled", "rebooted"])
+def test_a_run_whose_controller_died_has_failed(tmp_path: Path, how: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = process_started(child.pid)
+    assert started is not None
+    child.communicate(b"\n", timeout=10)
+    mine = process_started(os.getpid())
+    assert mine is not None
+    record = {
+        "gone": run_record(controller_pid=child.pid, controller_started=started),
+        "recycled": run_record(controller_pid=os.getpid(), controller_started=mine - 1),
+        "rebooted": run_record(controller_pid=os.getpid(), controller_started=mine),
+    }[how]
+    with Journal(tmp_path) as journal:
+        journal.save(record)
+        journal.save(step_record(1, sample_run.START + 50.0))
+        if how == "rebooted":
+            with journal._writing:
+                journal._connection.execute("UPDATE meta SET value = 'x' WHERE key = 'boot'")
+    with Reader(tmp_path) as reader:
+        value = summary(reader, now=_NOW)
+    assert value["run"]["state"] == "failed"
+    assert "died without ending the run" in value["run"]["error"]
+    assert value["errors"] == [value["run"]["error"]]
+    assert value["run"]["ended_at"] == sample_run.START + 50.0
+    assert value["run"]["elapsed_s"] == 50.0
+
+
+def test_a_run_of_another_machine_is_believed(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        journal.save(run_record(controller_pid=1, controller_started=-1.0))
+        with journal._writing:
+            journal._connection.execute("UPDATE meta SET value = 'afar' WHERE key = 'host'")
+    with Reader(tmp_path) as reader:
+        assert summary(reader, now=_NOW)["run"]["state"] == "running"
+
+
+def test_the_newest_run_is_the_one_that_started_last(tmp_path: Path) -> None:
+    for name, started_at in (("b", 5.0), ("a", 9.0), ("c", 1.0)):
+        with Journal(tmp_path / name) as journal:
+            journal.save(run_record(started_at=started_at))
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "libra.db").write_text("damaged")
+    assert newest_run(tmp_path) == tmp_path / "a"
+
+
+def test_no_run_at_all_gives_the_next_thing_to_type(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="there is no run under") as caught:
+        newest_run(tmp_path / "nowhere")
+    assert "libra run" in caught.value.hint
+
+
+def test_smoothing_keeps_a_constant_and_leaves_gaps_out() -> None:
+    assert smooth([2.0] * 30) == pytest.approx([2.0] * 30)
+    assert smooth([1.0, float("nan"), 1.0]) == pytest.approx([1.0, 1.0, 1.0])
+    assert len(smooth([])) == 0
