@@ -1,0 +1,238 @@
+"""Weight versions going from host to host: every host serves what it has and pulls what it lacks.
+
+A version is a directory with a ``manifest.json`` that gives size and SHA-256 of every file. Served
+are only plain files one level below the weights directory, only to a bearer of the run's token. A
+pull is complete or has not happened: files go to a hidden directory beside the target, are checked
+while they arrive, and the directory is renamed once all of them are right.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import hmac
+import json
+import os
+import re
+import shutil
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+from libra_cli.node.refused import Refused
+
+MANIFEST = "manifest.json"
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+CHUNK = 1024**2
+STREAMS = 4
+"""Files fetched at a time: one stream does not fill a fast network."""
+STALL_S = 15.0
+"""A source that sends nothing for this long is given up."""
+
+# A cluster's http_proxy is meant for the world outside, not for the host next door.
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """What a pull did. ``bytes`` is 0 where the version was there already."""
+
+    path: str
+    source: str
+    bytes: int
+    seconds: float
+
+
+class Exchange:
+    """The weight versions of one run on one host."""
+
+    def __init__(self, root: Path, token: str) -> None:
+        self.root = root
+        self._token = token
+        self._pulling: dict[str, threading.Lock] = {}
+        self._server: ThreadingHTTPServer | None = None
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def serve(self, bind: str) -> int:
+        """Serve the directory to peers; the port. A second call answers with the first's."""
+        if self._server is None:
+            handler = type("Handler", (_Handler,), {"root": self.root, "token": self._token})
+            self._server = ThreadingHTTPServer((bind, 0), handler)
+            # It is never told to stop, since it ends with the agent: so it need not wake up to ask.
+            loop = threading.Thread(target=self._server.serve_forever, args=(3600.0,), daemon=True)
+            loop.start()
+        return int(self._server.server_address[1])
+
+    def pull(self, name: str, sources: Sequence[str], timeout_s: float) -> Pulled:
+        """Fetch a version from the first source that has all of it. Blocks."""
+        _check_name(name)
+        started = time.monotonic()
+        target = self.root / name
+        with self._pulling.setdefault(name, threading.Lock()):
+            if target.exists():
+                return Pulled(str(target), "", 0, time.monotonic() - started)
+            failures = []
+            for source in sources:
+                pull = _Pull(self.root, name, source, self._token, started + timeout_s)
+                try:
+                    size = pull.run(target)
+                except _Failed as error:
+                    failures.append(f"{source}: {error}")
+                else:
+                    return Pulled(str(target), source, size, time.monotonic() - started)
+        raise Refused("weights", f"{name}: " + ("; ".join(failures) or "no source was given"))
+
+    def forget(self, keep: Collection[str]) -> list[str]:
+        """Remove every other version, and say which."""
+        gone = [one for one in self.root.iterdir() if one.is_dir() and one.name not in keep]
+        gone = [one for one in gone if NAME.fullmatch(one.name)]  # hidden: a pull under way
+        for one in gone:
+            # Out of sight in one step, so that nobody begins to read what is half removed.
+            shutil.rmtree(one.rename(self.root / f".gone-{one.name}"), ignore_errors=True)
+        return sorted(one.name for one in gone)
+
+    def close(self) -> None:
+        """Free the memory the versions take up."""
+        if self._server is not None:
+            self._server.server_close()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+class _Failed(Exception):
+    """One source could not give the version; another may."""
+
+
+class _Pull:
+    """One attempt to fetch one version from one source."""
+
+    def __init__(self, root: Path, name: str, source: str, token: str, deadline: float) -> None:
+        self._draft = root / f".pull-{name}-{os.getpid()}"
+        self._name = name
+        self._base = f"{source.rstrip('/')}/{name}"
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._deadline = deadline
+
+    def run(self, target: Path) -> int:
+        """Fetch, check, and put in place; the bytes fetched."""
+        shutil.rmtree(self._draft, ignore_errors=True)
+        self._draft.mkdir(mode=0o700)
+        try:
+            self._fetch(MANIFEST)
+            files = self._files()
+            self._check_space(sum(int(entry["bytes"]) for entry in files.values()))
+            with ThreadPoolExecutor(STREAMS) as streams:
+                sizes = list(streams.map(self._fetch_checked, files, files.values()))
+            self._draft.rename(target)
+        finally:
+            shutil.rmtree(self._draft, ignore_errors=True)
+        return sum(sizes)
+
+    def _files(self) -> Mapping[str, Mapping[str, Any]]:
+        try:
+            manifest = json.loads((self._draft / MANIFEST).read_bytes())
+            files: dict[str, Mapping[str, Any]] = manifest["files"]
+            wrong = [name for name in files if not NAME.fullmatch(name) or name == MANIFEST]
+        except (ValueError, KeyError, TypeError) as error:
+            raise _Failed(f"its {MANIFEST} is damaged") from error
+        if wrong:
+            raise _Failed(f"its {MANIFEST} names {wrong[0]!r}, which is no plain file name")
+        return files
+
+    def _check_space(self, needed: int) -> None:
+        free = shutil.disk_usage(self._draft).free
+        if needed > free:
+            where = self._draft.parent
+            raise Refused("disk", f"{self._name} needs {needed} bytes in {where}, {free} are free")
+
+    def _fetch_checked(self, file: str, entry: Mapping[str, Any]) -> int:
+        size, digest = self._fetch(file)
+        if (size, digest) != (entry.get("bytes"), entry.get("sha256")):
+            raise _Failed(f"{file} is damaged: {size} bytes with SHA-256 {digest[:12]}...")
+        return size
+
+    def _fetch(self, file: str) -> tuple[int, str]:
+        """One file into the draft; its size and SHA-256."""
+        request = urllib.request.Request(f"{self._base}/{file}", headers=self._headers)
+        try:
+            with (
+                _direct.open(request, timeout=STALL_S) as response,
+                open(self._draft / file, "wb", buffering=0) as target,
+            ):
+                return self._copy(iter(lambda: response.read(CHUNK), b""), target)
+        except urllib.error.HTTPError as error:
+            raise _Failed(f"{file}: HTTP {error.code} {error.reason}") from error
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise Refused("disk", f"{self._draft.parent} is full") from error
+            raise _Failed(f"{file}: {error}") from error
+
+    def _copy(self, chunks: Iterable[bytes], target: Any) -> tuple[int, str]:
+        digest, size = hashlib.sha256(), 0
+        for chunk in chunks:
+            if time.monotonic() > self._deadline:
+                raise _Failed("not done in time")
+            target.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+        return size, digest.hexdigest()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """``GET /<version>/<file>``, and nothing else."""
+
+    protocol_version = "HTTP/1.1"
+    timeout: ClassVar[float | None] = 60.0
+    root: Path
+    token: str
+
+    def do_GET(self) -> None:
+        path = self._wanted() if self._is_trusted() else None
+        if path is not None:
+            self._send(path)
+
+    def _is_trusted(self) -> bool:
+        given = self.headers.get("Authorization", "")
+        if hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+            return True
+        self._refuse(HTTPStatus.UNAUTHORIZED)
+        return False
+
+    def _wanted(self) -> Path | None:
+        version, _, file = self.path.removeprefix("/").partition("/")
+        path = self.root / version / file
+        plain = NAME.fullmatch(version) and NAME.fullmatch(file)
+        # A link could lead anywhere, so the answer must be the very place that was asked for.
+        if plain and path.is_file() and path.resolve() == self.root.resolve() / version / file:
+            return path
+        self._refuse(HTTPStatus.NOT_FOUND)
+        return None
+
+    def _send(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Length", str(os.fstat(file.fileno()).st_size))
+            self.send_header("Content-Type", "application/octet-stream")
+            self.end_headers()
+            self.wfile.flush()
+            self.connection.sendfile(file)
+
+    def _refuse(self, status: HTTPStatus) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """The agent's log is for what goes wrong; who pulls hears of it from its own errors."""
+
+
+def _check_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise Refused("request", f"{name!r} is no name for a weight version")
