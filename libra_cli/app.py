@@ -1,0 +1,203 @@
+"""One function per command: wires recipe, core and edge together; decides nothing.
+
+A run directory on the controller, ``<run.directory>/<name>-<time>``:
+
+    recipe.json   the recipe, resolved, secrets masked  libra.db      the journal
+    model/        the tokenizer's files                 report.html   made at the end
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from libra_cli.core.commands import HostPlan, dry_run
+from libra_cli.core.planner import initial_plan
+from libra_cli.core.records import Record, RunRecord
+from libra_cli.core.types import Plan
+from libra_cli.edge.cluster import host_of, transport_to
+from libra_cli.edge.journal import Journal
+from libra_cli.edge.monitors import Summary, controller_alive, newest_run, process_started, summary
+from libra_cli.edge.reader import Reader
+from libra_cli.edge.recipes import load_recipe
+from libra_cli.edge.report import write_report
+from libra_cli.edge.session import Session
+from libra_cli.errors import LibraError, StateError
+from libra_cli.recipe import Recipe
+
+RUNS = Path("runs")
+RESOLVED = "recipe.json"
+STOP_TIMEOUT_S = 300.0
+POLL_S = 0.2
+
+
+def plan_of(recipe_path: Path) -> tuple[Recipe, Plan, tuple[HostPlan, ...]]:
+    """``libra run --dry-run``: what would be started where. Touches nothing.
+
+    Raises:
+        RecipeError: every problem of the recipe at once.
+    """
+    recipe = load_recipe(recipe_path)
+    return recipe, initial_plan(recipe), dry_run(recipe)
+
+
+def new_run_dir(recipe: Recipe) -> Path:
+    """A fresh run directory's path; nothing is created yet."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return Path(recipe.run.directory) / f"{recipe.run.name}-{stamp}"
+
+
+def run(
+    recipe: Recipe,
+    recipe_path: Path,
+    run_dir: Path,
+    *,
+    resume: bool,
+    watch: Callable[[Record], None],
+    note: Callable[[str], None],
+) -> Path | None:
+    """``libra run``: everything, to the end. Returns the report, if there was anything to report.
+
+    Raises:
+        LibraError: what a user can act on.
+    """
+    checkpoint = last_checkpoint(run_dir) if resume else ""
+    with Journal(run_dir) as journal:
+        (run_dir / RESOLVED).write_text(recipe.model_dump_json(indent=2))
+        first = RunRecord(
+            id=run_dir.name,
+            recipe=str(recipe_path),
+            state="starting",
+            started_at=time.time(),
+            ended_at=None,
+            target_steps=recipe.run.steps,
+            step=0,
+            version=0,
+            waiting="everyone waits for the hosts",
+            error="",
+            controller_pid=os.getpid(),
+            controller_started=process_started(os.getpid()) or 0.0,
+        )
+        session = Session(recipe, run_dir, journal, first, watch=watch, note=note)
+        last = asyncio.run(session.run(checkpoint))
+    if last.state == "failed":
+        raise LibraError(
+            f"the run failed: {last.error}",
+            hint=f"libra status {run_dir}; libra logs NODE PROCESS shows a process's own words",
+        )
+    return write_report(run_dir, tolerance=recipe.weight_sync.tolerance, now=time.time())
+
+
+def last_checkpoint(run_dir: Path) -> str:
+    """The newest checkpoint of a run.
+
+    Raises:
+        StateError: there is none, or the run is still going on.
+    """
+    with Reader(run_dir) as reader:
+        if controller_alive(reader):
+            raise StateError(
+                f"{run_dir} is still running", hint=f"libra stop {run_dir}, then try again"
+            )
+        saved = [step.checkpoint for step in reader.steps() if step.checkpoint]
+    if not saved:
+        raise StateError(
+            f"{run_dir} has no checkpoint to go on from", hint="start it anew: libra run RECIPE"
+        )
+    return saved[-1]
+
+
+def status(run_dir: Path | None) -> Summary:
+    """``libra status``: of this run, or of the newest one.
+
+    Raises:
+        StateError: there is no such run.
+    """
+    with Reader(run_dir or newest_run(RUNS)) as reader:
+        return summary(reader, now=time.time())
+
+
+async def logs(
+    node: str, process: str | None, run_dir: Path | None, *, follow: bool, lines: int
+) -> AsyncIterator[str]:
+    """``libra logs``: the log of one process on a host, or of all of them, line by line.
+
+    Raises:
+        StateError: no such run, node or process.
+        HostError: the host cannot be reached.
+    """
+    where = run_dir or newest_run(RUNS)
+    with Reader(where) as reader:
+        rows = [row for row in reader.processes() if row.node == node]
+    chosen = [row for row in rows if process in (None, row.process)]
+    if not chosen:
+        known = ", ".join(sorted({row.process for row in rows})) or "none"
+        raise StateError(
+            f"{where} has no process {process or ''} on {node!r} (there: {known})",
+            hint=f"libra status {where} lists the nodes",
+        )
+    transport = transport_to(_resolved(where).node(node))
+    await transport.connect()
+    try:
+        flags = ["-F"] if follow else []
+        stream = await transport.open_stream(
+            ["tail", "-n", str(lines), *flags, *(row.log for row in chosen)]
+        )
+        while line := await stream.readline():
+            yield line.decode(errors="replace").rstrip("\n")
+    finally:
+        await transport.close()
+
+
+def _resolved(run_dir: Path) -> Recipe:
+    return Recipe.model_validate_json((run_dir / RESOLVED).read_text())
+
+
+def stop(run_dir: Path, *, at_once: bool, note: Callable[[str], None]) -> list[str]:
+    """``libra stop``: ask the controller, or clean up after one that is gone.
+
+    Returns:
+        What could not be proved gone; empty when nothing is left.
+
+    Raises:
+        StateError: no such run, or the controller does not come to an end.
+    """
+    with Reader(run_dir) as reader:
+        row, alive = reader.run(), controller_alive(reader)
+    if not alive:
+        note("the controller is gone; asking every host to stop what is left of this run")
+        return asyncio.run(_stop_remains(_resolved(run_dir), row.id))
+    pidfd = os.pidfd_open(row.controller_pid)
+    try:
+        # Looked at again with the descriptor in hand: now the pid cannot be recycled under us.
+        if process_started(row.controller_pid) == row.controller_started:
+            for _ in range(2 if at_once else 1):
+                signal.pidfd_send_signal(pidfd, signal.SIGINT)
+                time.sleep(POLL_S)
+    finally:
+        os.close(pidfd)
+    note("waiting for the controller: checkpoint, drain, stop")
+    give_up = time.monotonic() + STOP_TIMEOUT_S
+    while process_started(row.controller_pid) == row.controller_started:
+        if time.monotonic() > give_up:
+            raise StateError(
+                f"the controller (pid {row.controller_pid}) is still stopping",
+                hint=f"libra stop --now {run_dir}",
+            )
+        time.sleep(POLL_S)
+    return []
+
+
+async def _stop_remains(recipe: Recipe, run_id: str) -> list[str]:
+    left: list[str] = []
+    for node in recipe.nodes:
+        host = host_of(node)
+        try:
+            left += [f"{node.name}: {line}" for line in await host.stop_remains(run_id)]
+        except LibraError as error:
+            left.append(f"{node.name}: {error}")
+    return left

@@ -1,0 +1,152 @@
+"""Carries out what the machine wants of the trainer: its ranks on their hosts, and its steps.
+
+Every method answers with an event; a rank that ends by itself is reported as TrainerFailed with the
+end of its log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from libra_cli.core.actions import Checkpoint, StartTrainer, StopTrainer, Train
+from libra_cli.core.commands import trainer_processes
+from libra_cli.core.events import (
+    CheckpointSaved,
+    Event,
+    TrainerFailed,
+    TrainerStarted,
+    TrainerStopped,
+)
+from libra_cli.core.types import Slot
+from libra_cli.edge.cluster import Cluster
+from libra_cli.edge.processes import Exited
+from libra_cli.edge.trainer import Trainer
+from libra_cli.errors import LibraError
+
+STARTUP_TIMEOUT_S = 1800.0
+
+
+class Ranks:
+    """The trainer's processes, one launcher a node, and the first rank's HTTP endpoint."""
+
+    def __init__(
+        self, cluster: Cluster, train: Sequence[Slot], *, post: Callable[[Event], None]
+    ) -> None:
+        self._cluster = cluster
+        self._train = train
+        self._post = post
+        self._patience_s = cluster.recipe.run.lease_s
+        self._trainer: Trainer | None = None
+        self._epoch = 0
+        self._running: dict[str, str] = {}
+        self._work: set[asyncio.Task[Event]] = set()
+
+    @property
+    def head(self) -> str:
+        """The node of rank 0, which publishes weight versions."""
+        return self._train[0].node
+
+    async def start(self, action: StartTrainer) -> Event | None:
+        """Start every rank and wait until the world is whole."""
+        self._epoch = action.epoch
+        return await self._while_alive(action.epoch, self._start(action))
+
+    async def _start(self, action: StartTrainer) -> Event:
+        cluster = self._cluster
+        ports = cluster.ports[self.head]
+        nodes = dict.fromkeys(slot.node for slot in self._train)
+        specs = trainer_processes(
+            cluster.recipe,
+            self._train,
+            cluster.facts,
+            run_id=cluster.run_id,
+            http_port=ports["trainer"],
+            rendezvous_port=ports["rendezvous"],
+            model_dirs=cluster.model_dirs,
+            trainer_epoch=action.epoch,
+            resume=dict.fromkeys(nodes, action.resume) if action.resume else None,
+        )
+        for spec in specs:
+            self._running[spec.node] = spec.process
+            await cluster.start(spec)
+        endpoint = await cluster.hosts[self.head].dial(ports["trainer"])
+        await self._hang_up()
+        self._trainer = Trainer(action.epoch, endpoint, cluster.token)
+        published = await self._trainer.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
+        return TrainerStarted(action.epoch, published)
+
+    async def _while_alive(self, epoch: int, work: Coroutine[Any, Any, Event]) -> Event | None:
+        """Do it, unless a rank ends meanwhile (then TrainerFailed has been posted already)."""
+        task: asyncio.Task[Event] = asyncio.create_task(work)
+        self._work.add(task)
+        try:
+            return await task
+        except LibraError as error:
+            return TrainerFailed(epoch, str(error))
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                task.cancel()
+                raise
+            return None
+        finally:
+            self._work.discard(task)
+
+    async def stop(self, action: StopTrainer) -> Event:
+        """Ask the ranks to leave, then make sure."""
+        self._drop_work()
+        if self._trainer is not None:
+            with contextlib.suppress(LibraError):  # it may be gone already; the agents find out
+                await self._trainer.stop()
+        await self._hang_up()
+        stops = [self._cluster.stop(node, name) for node, name in self._running.items()]
+        await asyncio.gather(*stops)
+        self._running.clear()
+        return TrainerStopped(action.epoch)
+
+    def exited(self, event: Exited) -> None:
+        """A launcher ended; if nobody asked for that, the trainer has failed."""
+        if self._running.get(event.node) != event.process or event.requested:
+            return
+        self._drop_work()
+        told = f"{event.process} on {event.node} ended with {event.exit_code}"
+        reason = f"{told}: {event.tail[-2000:]}"
+        self._post(TrainerFailed(self._epoch, reason))
+
+    def returned(self, node: str, alive: frozenset[str]) -> None:
+        """A lost node answers again, or is given up; a rank that died there was never reported."""
+        process = self._running.get(node)
+        if process is not None and process not in alive:
+            self._drop_work()
+            self._post(TrainerFailed(self._epoch, f"{process} on {node} died while unreachable"))
+
+    def _drop_work(self) -> None:
+        for task in self._work:
+            task.cancel()
+
+    async def train(self, action: Train) -> Event | None:
+        """One optimizer step."""
+        if self._trainer is None:
+            return TrainerFailed(action.epoch, "the trainer is not connected")
+        work = self._trainer.train(action, patience_s=self._patience_s)
+        return await self._while_alive(action.epoch, work)
+
+    async def checkpoint(self, action: Checkpoint) -> Event | None:
+        """Write a checkpoint between two steps."""
+        return await self._while_alive(action.epoch, self._checkpoint(action))
+
+    async def _checkpoint(self, action: Checkpoint) -> Event:
+        if self._trainer is None:
+            return TrainerFailed(action.epoch, "the trainer is not connected")
+        return CheckpointSaved(action.epoch, await self._trainer.checkpoint(action.ledger))
+
+    async def _hang_up(self) -> None:
+        if self._trainer is not None:
+            await self._trainer.close()
+            self._trainer = None
+
+    async def close(self) -> None:
+        """Drop the connection."""
+        await self._hang_up()

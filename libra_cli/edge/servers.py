@@ -1,0 +1,173 @@
+"""Carries out what the machine wants of the rollout servers, on their hosts.
+
+Every method answers with an event and none raises for something a host, a server or a network may
+do. A server is known from the moment its process starts, so that an exit report that comes while it
+is still loading ends the wait at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+from libra_cli.core.actions import Generate, StartServer, StopServer, SyncServer
+from libra_cli.core.commands import process_of, server_process
+from libra_cli.core.events import (
+    Event,
+    ServerFailed,
+    ServerStarted,
+    ServerStopped,
+    ServerSynced,
+    SyncFailed,
+    TurnFailed,
+    TurnGenerated,
+)
+from libra_cli.core.types import Slot, SlotId
+from libra_cli.edge.cluster import Cluster
+from libra_cli.edge.processes import Exited
+from libra_cli.edge.vllm import Sampling, Server, turn_failed
+from libra_cli.edge.weights import Weights, probe_gap
+from libra_cli.errors import LibraError
+
+STARTUP_TIMEOUT_S = 1800.0
+"""A large model on a cold file system; a server that dies is noticed at once whatever this is."""
+SAMPLE_EVERY_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+class Servers:
+    """The rollout servers of a run, as processes and as HTTP endpoints."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        weights: Weights,
+        slots: Mapping[SlotId, Slot],
+        sampling: Sampling,
+        *,
+        post: Callable[[Event], None],
+    ) -> None:
+        self._cluster = cluster
+        self._weights = weights
+        self._slots = slots
+        self._sampling = sampling
+        self._post = post
+        self._spec = cluster.recipe.weight_sync
+        self._servers: dict[SlotId, Server] = {}
+        self._starting: dict[SlotId, asyncio.Task[Event]] = {}
+
+    async def start(self, action: StartServer) -> Event | None:
+        """Start the process and wait until it generates."""
+        task = asyncio.create_task(self._start(action))
+        self._starting[action.slot] = task
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                task.cancel()
+                raise
+            return None  # its exit was reported meanwhile
+        finally:
+            self._starting.pop(action.slot, None)
+
+    async def _start(self, action: StartServer) -> Event:
+        slot, cluster = self._slots[action.slot], self._cluster
+        process = process_of(slot.id)
+        port = cluster.ports[slot.node][process]
+        spec = server_process(
+            cluster.recipe,
+            slot,
+            action.bucket,
+            cluster.facts[slot.node],
+            port=port,
+            model_dir=cluster.model_dirs[slot.node],
+        )
+        try:
+            await cluster.start(spec)
+            endpoint = await cluster.hosts[slot.node].dial(port)
+            server = Server(slot.id, action.epoch, endpoint, cluster.token)
+            await self._forget(slot.id)
+            self._servers[slot.id] = server
+            await server.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
+        except LibraError as error:
+            return ServerFailed(action.slot, action.epoch, str(error))
+        return ServerStarted(action.slot, action.epoch)
+
+    async def stop(self, action: StopServer) -> Event:
+        """Stop the process and everything it started."""
+        if action.slot in self._starting:
+            self._starting[action.slot].cancel()
+        await self._forget(action.slot)
+        slot = self._slots[action.slot]
+        await self._cluster.stop(slot.node, process_of(slot.id))
+        return ServerStopped(action.slot, action.epoch)
+
+    async def _forget(self, slot: SlotId) -> None:
+        server = self._servers.pop(slot, None)
+        if server is not None:
+            await server.close()
+
+    def exited(self, event: Exited) -> None:
+        """The agent reports that a server's process is gone; ``_servers`` knows its epoch."""
+        for slot, server in self._servers.items():
+            if self._slots[slot].node == event.node and process_of(slot) == event.process:
+                if slot in self._starting:
+                    self._starting[slot].cancel()
+                reason = f"its process ended with {event.exit_code}: {event.tail[-2000:]}"
+                self._post(ServerFailed(slot, server.epoch, reason))
+
+    async def sync(self, action: SyncServer) -> Event:
+        """Fetch, load in flight, verify against the trainer's own probe."""
+        gap: float | None = None
+        try:
+            server = self._servers[action.slot]
+            node = self._slots[action.slot].node
+            version = await self._weights.on(node, action.published)
+            timeout_s = self._spec.timeout_s
+            load_s = await server.load(version.directory, action.published, timeout_s=timeout_s)
+            served_at = self._cluster.clock()
+            measured = await server.probe(version.probe_ids, action.published)
+            gap = probe_gap(version.probe_logprobs, measured)
+            if gap <= self._spec.tolerance:
+                return ServerSynced(
+                    action.slot,
+                    action.epoch,
+                    action.published,
+                    gap=gap,
+                    pull_s=version.pull_s,
+                    load_s=load_s,
+                    served_at=served_at,
+                )
+            reason = f"the probe differs by {gap:.2g} a token, allowed is {self._spec.tolerance:g}"
+        except KeyError:
+            reason = "the server was stopped meanwhile"
+        except LibraError as error:
+            reason = str(error)
+        return SyncFailed(action.slot, action.epoch, action.published, reason, gap)
+
+    async def generate(self, action: Generate) -> TurnGenerated | TurnFailed:
+        """One turn on the server the machine chose."""
+        server = self._servers.get(action.slot)
+        if server is None:
+            return turn_failed(action, "the server was stopped meanwhile")
+        return await server.generate(action, self._sampling)
+
+    async def sample(self) -> None:
+        """Read every running server's counters, for ever."""
+        while True:
+            await asyncio.sleep(SAMPLE_EVERY_S)
+            for slot, server in list(self._servers.items()):
+                if slot in self._starting:
+                    continue
+                try:
+                    self._post(await server.sample())
+                except LibraError as error:
+                    # Whether the server is well is for its exit report and its answers to say.
+                    _log.debug("no reading of %s: %s", slot, error)
+
+    async def close(self) -> None:
+        """Drop every connection."""
+        for slot in list(self._servers):
+            await self._forget(slot)

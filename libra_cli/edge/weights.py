@@ -1,0 +1,110 @@
+"""Where weight versions are, and how a host gets one.
+
+The trainer publishes a version as a directory on its own host. Another host pulls it over HTTP,
+with the run's token, from the trainer's host or from any peer that already has it; every file is
+checked against the manifest before the directory gets its name. Each host pulls a version once,
+however many servers it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from libra_cli.core.events import Published
+from libra_cli.edge.processes import Host
+from libra_cli.errors import WeightsError
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A version as it lies on a host: its directory, and the probe of its manifest."""
+
+    directory: str
+    pull_s: float
+    probe_ids: tuple[int, ...]
+    probe_logprobs: tuple[float, ...]
+
+
+class Weights:
+    """Weight versions on all hosts of a run."""
+
+    def __init__(
+        self,
+        hosts: Mapping[str, Host],
+        addresses: Mapping[str, str],
+        directories: Mapping[str, str],
+        *,
+        origin: str,
+        keep: int,
+        timeout_s: float,
+    ) -> None:
+        """``directories``: per node, where version directories of this run are.
+
+        ``addresses``: per node, how its peers reach it. ``origin``: the node that publishes.
+        """
+        self._hosts = hosts
+        self._addresses = addresses
+        self._directories = directories
+        self._origin = origin
+        self._keep = keep
+        self._timeout_s = timeout_s
+        self._urls: dict[str, str] = {}
+        self._pulls: dict[tuple[str, str], asyncio.Task[Version]] = {}
+        self._have: dict[str, list[str]] = {}
+
+    async def on(self, node: str, published: Published) -> Version:
+        """The version on that node, fetched if it is not there yet.
+
+        Raises:
+            WeightsError: no source had it whole.
+            HostLost: the node does not answer.
+        """
+        key = (node, published.name)
+        task = self._pulls.get(key)
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            task = self._pulls[key] = asyncio.create_task(self._fetch(node, published.name))
+        return await asyncio.shield(task)
+
+    async def _fetch(self, node: str, name: str) -> Version:
+        host, pull_s = self._hosts[node], 0.0
+        if node != self._origin:
+            pulled = await host.pull(name, await self._sources(name), timeout_s=self._timeout_s)
+            pull_s = pulled.seconds
+            held = [*self._have.get(node, []), name][-self._keep :]
+            self._have[node] = held
+            await host.forget(held)
+        directory = f"{self._directories[node]}/{name}"
+        raw = await host.transport.get(f"{directory}/manifest.json")
+        try:
+            probe = json.loads(raw)["probe"]
+            ids, logprobs = tuple(probe["token_ids"]), tuple(probe["logprobs"])
+        except (ValueError, KeyError) as error:
+            raise WeightsError(f"{node}: {directory}/manifest.json is damaged: {error}") from error
+        for old in [key for key in self._pulls if key[0] == node][: -self._keep]:
+            del self._pulls[old]
+        return Version(directory, pull_s, ids, logprobs)
+
+    async def _sources(self, name: str) -> list[str]:
+        """Peers first (they share the load), the origin last (it surely has it)."""
+        peers = [node for node, names in self._have.items() if name in names]
+        return [await self._url(node) for node in [*peers, self._origin]]
+
+    async def _url(self, node: str) -> str:
+        if node not in self._urls:
+            port = await self._hosts[node].serve_weights()
+            self._urls[node] = f"http://{self._addresses[node]}:{port}"
+        return self._urls[node]
+
+
+def probe_gap(expected: tuple[float, ...], measured: list[float]) -> float:
+    """Mean absolute difference of log-probabilities, in nats.
+
+    Raises:
+        WeightsError: the probe came back with another length.
+    """
+    if len(expected) != len(measured) or not expected:
+        raise WeightsError(f"the probe has {len(expected)} tokens, the answer {len(measured)}")
+    return sum(abs(a - b) for a, b in zip(expected, measured, strict=True)) / len(expected)

@@ -1,0 +1,319 @@
+"""One real vLLM server, started by the agent on this machine, shared by all tests of this file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+from array import array
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from libra_cli.core.actions import Generate
+from libra_cli.core.commands import HostFacts, server_process
+from libra_cli.core.events import Published, TurnFailed, TurnGenerated
+from libra_cli.core.planner import initial_plan, slots_of
+from libra_cli.core.types import TrajectoryId, VersionSpan
+from libra_cli.edge.local import LocalTransport
+from libra_cli.edge.processes import Host
+from libra_cli.edge.vllm import Sampling, Server
+from libra_cli.edge.weights import probe_gap
+from libra_cli.recipe import Recipe
+
+pytestmark = [pytest.mark.integration, pytest.mark.vllm, pytest.mark.timeout(300)]
+torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+
+PROBE = tuple(range(5, 69))
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, stop_token_ids=())
+START_S = 240.0
+
+
+def published(version: int, epoch: int = 1) -> Published:
+    return Published(version, epoch, f"v{version:06d}-e{epoch}", 0, 0.0)
+
+
+@dataclass
+class Weights:
+    """Two models of one shape, and what transformers says of them."""
+
+    directories: list[Path]
+    models: list[Any]
+
+    def logprobs(self, index: int, token_ids: list[int]) -> list[float]:
+        """Of every token but the first, each given everything before it."""
+        with torch.no_grad():
+            logits = self.models[index](torch.tensor([token_ids])).logits[0, :-1].float()
+        chosen = torch.tensor(token_ids[1:]).unsqueeze(1)
+        values = torch.log_softmax(logits, -1).gather(1, chosen).squeeze(1).tolist()
+        return [float(value) for value in values]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> Weights:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from libra_cli.node.tokenizer import build_tokenizer, save_tokenizer
+
+    tokenizer = build_tokenizer()
+    config = Qwen3Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    directories, models = [], []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config).float().eval()
+        with torch.no_grad():
+            model.lm_head.weight.mul_(40)  # far from uniform, so that a wrong load shows
+        directories.append(tmp_path_factory.mktemp(f"model{seed}"))
+        model.save_pretrained(directories[-1])
+        save_tokenizer(tokenizer, directories[-1], max_len=512)
+        models.append(model)
+    return Weights(directories, models)
+
+
+class Bench:
+    """A loop of its own for the whole file, so that one server serves every test."""
+
+    def __init__(
+        self, host: Host, server: Server, token: str, url: str, loop: asyncio.Runner
+    ) -> None:
+        self.host, self.server, self.token, self.url = host, server, token, url
+        self._loop = loop
+
+    def play(self, scene: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        return self._loop.run(asyncio.wait_for(scene(), 120))
+
+
+@pytest.fixture(scope="module")
+def bench(weights, tmp_path_factory):
+    token = secrets.token_urlsafe(16)
+    with asyncio.Runner() as loop:
+        opened = _opened(weights, tmp_path_factory.mktemp("host"), token)
+        host, server, url = loop.run(opened.__aenter__())
+        try:
+            yield Bench(host, server, token, url, loop)
+        finally:
+            left = loop.run(opened.__aexit__(None, None, None))
+            assert not left
+
+
+@asynccontextmanager
+async def _opened(
+    weights: Weights, base: Path, token: str
+) -> AsyncIterator[tuple[Host, Server, str]]:
+    recipe = Recipe.model_validate(
+        {
+            "nodes": [{"host": "local", "slots": 2, "pool": ["rollout", "train"]}],
+            "model": {"path": str(weights.directories[0]), "max_len": 512},
+            "environment": {"name": "pointer-chase"},
+            "rollout": {"max_turn_tokens": 480, "buckets": [{"name": "all", "max_num_seqs": 8}]},
+        }
+    )
+    slot = slots_of(recipe)[0]
+    bucket = initial_plan(recipe).servers[0][1]
+    host = Host("local", LocalTransport(), workdir=str(base))
+    await host.open(
+        "test-server",
+        token=token,
+        lease_s=60,
+        weights_dir=str(base / "weights"),
+        on_event=lambda event: None,
+    )
+    try:
+        (port,) = await host.ports(21000, 21999, 1)
+        facts = HostFacts(
+            node="local",
+            python=host.python,
+            workdir=host.workdir,
+            run_dir=host.run_dir,
+            weights_dir=str(base / "weights"),
+            address="127.0.0.1",
+            cpus=os.cpu_count(),
+        )
+        spec = server_process(
+            recipe, slot, bucket, facts, port=port, model_dir=str(weights.directories[0])
+        )
+        await host.start(spec.process, spec.argv, env=dict(spec.env), files=dict(spec.files))
+        endpoint = await host.dial(port)
+        server = Server("local/0", 0, endpoint, token)
+        await server.wait_ready(timeout_s=START_S)
+        await server.load(str(weights.directories[0]), published(1), timeout_s=60)
+        yield host, server, endpoint.url
+        await server.close()
+    finally:
+        left = await host.shutdown()
+        assert not left, left
+
+
+def turn(prompt: list[int], *, max_tokens: int = 24, version: int = 1) -> Generate:
+    return Generate(
+        request=1,
+        trajectory=TrajectoryId(0, 0),
+        slot="local/0",
+        epoch=0,
+        prompt_ids=array("i", prompt),
+        max_tokens=max_tokens,
+        cache_key=(1, version),
+        priority=0,
+    )
+
+
+def test_no_route_answers_without_the_token(bench):
+    async def scene():
+        routes = ["/health", "/metrics", "/version", "/openapi.json", "/v1/models", "/nothing"]
+        async with aiohttp.ClientSession(bench.url) as bare:
+            for headers in ({}, {"Authorization": "Bearer wrong"}):
+                for route in routes:
+                    async with bare.get(route, headers=headers) as reply:
+                        assert reply.status == 401, route
+                async with bare.post("/libra/load", json={}, headers=headers) as reply:
+                    assert reply.status == 401
+
+    bench.play(scene)
+
+
+def test_vllms_own_control_routes_are_off(bench):
+    async def scene():
+        headers = {"Authorization": f"Bearer {bench.token}"}
+        async with aiohttp.ClientSession(bench.url, headers=headers) as session:
+            for route in ("/collective_rpc", "/pause", "/update_weight_version", "/sleep"):
+                async with session.post(route, json={}) as reply:
+                    assert reply.status == 404, route
+
+    bench.play(scene)
+
+
+def test_log_probabilities_of_generated_tokens_equal_transformers(bench, weights):
+    async def scene():
+        await bench.server.load(str(weights.directories[0]), published(1), timeout_s=60)
+        return await bench.server.generate(turn([1, 7, 9, 11]), SAMPLING)
+
+    done = bench.play(scene)
+    assert isinstance(done, TurnGenerated)
+    expected = weights.logprobs(0, [*done.prompt_ids, *done.token_ids])[3:]
+    gaps = [abs(a - b) for a, b in zip(expected, done.logprobs, strict=True)]
+    assert sum(gaps) / len(gaps) < 1e-4
+    assert done.spans == (VersionSpan(1, 0, len(done.token_ids)),)
+    assert done.newest == done.cache_key == (1, 1)
+
+
+def test_weights_change_in_flight_and_every_token_knows_its_version(bench, weights):
+    async def scene(delay_s: float):
+        await bench.server.load(str(weights.directories[0]), published(1), timeout_s=60)
+        long = asyncio.create_task(bench.server.generate(turn([1, 2, 3], max_tokens=480), SAMPLING))
+        await asyncio.sleep(delay_s)
+        await bench.server.load(str(weights.directories[1]), published(2), timeout_s=60)
+        return await long
+
+    for attempt in range(40):  # it may end before the load, or begin after it: then try again
+        done = bench.play(lambda attempt=attempt: scene(0.01 * (attempt % 8)))
+        assert isinstance(done, TurnGenerated)
+        if len(done.spans) == 2:
+            break
+    first, second = done.spans
+    assert (first.version, second.version) == (1, 2)
+    assert (first.start, first.end, second.end) == (0, second.start, len(done.token_ids))
+    assert done.newest == (1, 2)
+    expected = weights.logprobs(0, [*done.prompt_ids, *done.token_ids])[2:]
+    before = [abs(a - b) for a, b in zip(expected, done.logprobs, strict=True)][: first.end]
+    assert sum(before) / len(before) < 1e-4
+
+
+def test_the_probe_tells_one_version_from_another(bench, weights):
+    async def scene():
+        found = []
+        for version in (3, 4):
+            directory = weights.directories[version % 2]
+            await bench.server.load(str(directory), published(version), timeout_s=60)
+            found.append(await bench.server.probe(PROBE, published(version)))
+        return found
+
+    odd, even = bench.play(scene)
+    expected = [tuple(weights.logprobs(index, list(PROBE))) for index in (1, 0)]
+    assert probe_gap(expected[0], odd) < 1e-4
+    assert probe_gap(expected[1], even) < 1e-4
+    assert probe_gap(expected[0], even) > 0.1
+
+
+def test_kv_of_one_version_is_not_reused_under_the_next(bench, weights):
+    prompt = list(range(3, 200))
+
+    async def scene():
+        await bench.server.load(str(weights.directories[0]), published(5), timeout_s=60)
+        await bench.server.generate(turn(prompt, max_tokens=1, version=5), SAMPLING)
+        await bench.server.load(str(weights.directories[1]), published(6), timeout_s=60)
+        return await bench.server.generate(turn(prompt, max_tokens=4, version=6), SAMPLING)
+
+    done = bench.play(scene)
+    expected = weights.logprobs(1, [*done.prompt_ids, *done.token_ids])[len(prompt) - 1 :]
+    gaps = [abs(a - b) for a, b in zip(expected, done.logprobs, strict=True)]
+    assert sum(gaps) / len(gaps) < 1e-4
+
+
+def test_a_request_that_is_itself_wrong_is_refused_and_not_retried(bench):
+    async def scene():
+        return await bench.server.generate(turn([5] * 600), SAMPLING)
+
+    done = bench.play(scene)
+    assert isinstance(done, TurnFailed)
+    assert done.refused
+    assert "512" in done.reason
+
+
+def test_weights_that_cannot_be_loaded_silence_the_server(bench, tmp_path):
+    """Last but one: the server is of no use afterwards, and must not pretend to be."""
+    (tmp_path / "model.safetensors").write_bytes(b"not weights")
+
+    async def scene():
+        with pytest.raises(Exception, match="500"):
+            await bench.server.load(str(tmp_path), published(9), timeout_s=60)
+        waiting = asyncio.create_task(bench.server.generate(turn([1, 2]), SAMPLING))
+        done, _ = await asyncio.wait({waiting}, timeout=2)
+        waiting.cancel()
+        return done
+
+    assert not bench.play(scene)
+
+
+def test_a_killed_api_server_leaves_no_engine_behind(bench):
+    """Last: vLLM's own engine and worker outlive a SIGKILL of their parent."""
+
+    async def scene():
+        (state,) = [s for s in await bench.host.processes() if s.process == "server-0"]
+        children = _descendants(state.pid)
+        assert children, "the engine should be a process of its own"
+        os.kill(state.pid, signal.SIGKILL)
+        stopped = await bench.host.stop("server-0", grace_s=2)
+        assert not stopped.leftovers
+        assert [pid for pid in children if _alive(pid)] == []
+
+    bench.play(scene)
+
+
+def _descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    found = [int(child) for child in children]
+    return found + [other for child in found for other in _descendants(child)]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return False
+    return state != "Z"

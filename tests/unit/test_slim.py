@@ -1,0 +1,46 @@
+"""The controller is light: no GPU stack, no plotting, and help at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("accelerate", "matplotlib", "numpy", "torch", "transformers", "trl", "vllm")
+HELP_LIMIT_S = 0.5
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+
+
+def test_the_command_line_imports_nothing_heavy() -> None:
+    code = f"import sys, libra_cli.cli; print([m for m in {HEAVY!r} if m in sys.modules])"
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
+
+
+def test_help_takes_under_half_a_second() -> None:
+    """The best of five, since other processes of a test run want the same cores."""
+    code = "import sys; from libra_cli.cli import main; sys.argv = ['libra', '--help']; main()"
+    times: list[float] = []
+    while len(times) < 5 and min(times, default=HELP_LIMIT_S) >= HELP_LIMIT_S:
+        start = time.perf_counter()
+        result = python("-c", code)
+        times.append(time.perf_counter() - start)
+        assert result.returncode == 0, result.stderr
+        assert "run" in result.stdout
+    assert min(times) < HELP_LIMIT_S
