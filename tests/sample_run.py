@@ -269,6 +269,7 @@ def _samples(world: _World, seconds: float) -> None:
                         kv_use=running / 48,
                         prefix_hit_rate=0.71,
                         preemptions=0,
+                        occupancy=running / 48,
                         generated_tokens=int((world.now - START) * 400),
                         tokens_per_s=running * 22.0,
                     ),

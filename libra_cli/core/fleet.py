@@ -46,7 +46,7 @@ class Fleet:
         self.latest: Published | None = None
         #: Requests that wait for a seat.
         self.gate = 0
-        self._samples: dict[SlotId, tuple[Seconds, int]] = {}
+        self._samples: dict[SlotId, tuple[Seconds, int, Seconds]] = {}
 
     # -- what is --------------------------------------------------------------------------------
 
@@ -128,6 +128,7 @@ class Fleet:
         why = status.detail
         status.move(SlotState.IDLE, now=now, why=why)
         if not again:
+            status.role = Role.IDLE
             return [self.record(status, now)]
         if not status.has_served or status.restarts >= MAX_RESTARTS:
             status.move(SlotState.FAILED, now=now, why=why)
@@ -210,9 +211,12 @@ class Fleet:
         status = self.current(event.slot, event.epoch)
         if status is None:
             return []
-        before_at, before = self._samples.get(event.slot, (now, event.generated_tokens))
-        self._samples[event.slot] = (now, event.generated_tokens)
-        grown = max(0, event.generated_tokens - before)
+        status.count(0, now=now)
+        this = (now, event.generated_tokens, status.request_s)
+        before_at, tokens_before, request_s_before = self._samples.get(event.slot, this)
+        self._samples[event.slot] = this
+        seconds = max(now - before_at, 1e-9)
+        seats = status.bucket.max_num_seqs if status.bucket else 1
         sample = SampleRecord(
             slot=event.slot,
             at=now,
@@ -221,10 +225,10 @@ class Fleet:
             kv_use=event.kv_use,
             prefix_hit_rate=event.prefix_hit_rate,
             preemptions=event.preemptions,
+            occupancy=(status.request_s - request_s_before) / (seconds * seats),
             generated_tokens=event.generated_tokens,
-            tokens_per_s=grown / (now - before_at) if now > before_at else 0.0,
+            tokens_per_s=max(0, event.generated_tokens - tokens_before) / seconds,
         )
-        status.count(0, now=now)
         return [Save(sample), self.record(status, now)]
 
     def record(self, status: SlotStatus, now: Seconds) -> Save:

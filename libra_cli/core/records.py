@@ -103,6 +103,8 @@ class SampleRecord:
     kv_use: float
     prefix_hit_rate: float | None
     preemptions: int
+    occupancy: float
+    """Mean share of its seats that were taken since the reading before, by our own count."""
     generated_tokens: int
     """The server's counter, since its start."""
     tokens_per_s: float

@@ -84,6 +84,8 @@ class SlotStatus:
     running: int = 0
     running_since: Seconds = 0.0
     busy_s: Seconds = 0.0
+    #: Requests inside it, summed over time.
+    request_s: Seconds = 0.0
     serving_s: Seconds = 0.0
     detail: str = ""
     story: list[str] = field(default_factory=list)
@@ -110,6 +112,7 @@ class SlotStatus:
         """Add to the number of our requests inside the server, and to its busy time."""
         if self.running > 0:
             self.busy_s += now - self.running_since
+            self.request_s += self.running * (now - self.running_since)
         self.running += change
         self.running_since = now
 

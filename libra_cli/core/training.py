@@ -34,6 +34,9 @@ RESTART_EVERY_S: Seconds = 60.0
 TIMER = "restart trainer"
 
 
+_ROLES = {SlotState.FAILED: Role.FAILED, SlotState.IDLE: Role.IDLE}
+
+
 class TrainerState(StrEnum):
     """What the trainer does now."""
 
@@ -134,7 +137,7 @@ class Training:
             status.move(to, now=now, why=why)
             status.epoch = self.epoch
             status.restarts = self._restarts
-            status.role = Role.FAILED if to is SlotState.FAILED else Role.TRAIN
+            status.role = _ROLES.get(to, Role.TRAIN)
         return [Save(slot_record(status, now=now)) for status in self.slots]
 
     # -- steps ----------------------------------------------------------------------------------

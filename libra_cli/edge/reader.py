@@ -84,6 +84,13 @@ class Length:
     turns: int
 
 
+_LAST = (
+    "NOT EXISTS (SELECT 1 FROM trajectories n WHERE n.group_id = t.group_id"
+    " AND n.member = t.member AND n.attempt > t.attempt)"
+)
+"""Of a group that was played again, only the last attempts were trained on."""
+
+
 class Reader:
     """A snapshot of one run. StateError, with a hint, if there is none or it is of another schema.
 
@@ -189,8 +196,8 @@ class Reader:
         rows = self._all(query)
         states = {state: count for state, count, _ in rows}
         trained = self._all(
-            "SELECT count(*) FROM trajectories WHERE state = 'finished'"
-            " AND group_id IN (SELECT group_id FROM groups WHERE state = 'trained')"
+            "SELECT count(*) FROM trajectories t WHERE state = 'finished'"
+            f" AND group_id IN (SELECT group_id FROM groups WHERE state = 'trained') AND {_LAST}"
         )
         return TrajectoryCounts(
             finished=states.get("finished", 0),
@@ -211,7 +218,7 @@ class Reader:
             "SELECT max(0, g.step - 1 - t.min_version) AS staleness, count(*)"
             " FROM groups g JOIN trajectories t USING (group_id)"
             " WHERE g.state = 'trained' AND g.step IS NOT NULL"
-            " AND t.state = 'finished' AND t.min_version IS NOT NULL"
+            f" AND t.state = 'finished' AND t.min_version IS NOT NULL AND {_LAST}"
             " GROUP BY staleness ORDER BY staleness"
         )
         return {staleness: count for staleness, count in rows}  # noqa: C416 - the row is a tuple

@@ -140,7 +140,7 @@ def _charts(
 
         seconds = told["run"]["elapsed_s"]
         keys = (
-            ("a", "box", "requests running"),
+            ("a", "box", "seats taken"),
             ("b", "box", "training"),
             ("warn", "box", "starting, joining, stopping"),
             ("bad", "box", "failed or unreachable"),
@@ -231,7 +231,6 @@ def _rows(reader: Reader, told: Summary, steps: Sequence[StepRecord]) -> list[Ro
     samples: dict[str, list[SampleRecord]] = {}
     for sample in reader.samples():
         samples.setdefault(sample.slot, []).append(sample)
-    most = max((s.running for each in samples.values() for s in each), default=0) or 1
     history: dict[str, list[SlotState]] = {}
     for state in reader.slot_history():
         history.setdefault(state.slot, []).append(state)
@@ -241,7 +240,7 @@ def _rows(reader: Reader, told: Summary, steps: Sequence[StepRecord]) -> list[Ro
         if any(state.role == "train" for state in states):
             busy, colour = _training_bins(steps, began, seconds), "b"
         else:
-            busy, colour = _running_bins(samples.get(slot, []), began, seconds, most), "a"
+            busy, colour = _running_bins(samples.get(slot, []), began, seconds), "a"
         rows.append(Row(slot, spans, edges, busy, colour))
     return rows
 
@@ -273,10 +272,8 @@ def _badness(state: str) -> int:
     return 2 if state in ("starting", "joining", "stopping") else bool(state)
 
 
-def _running_bins(
-    samples: Sequence[SampleRecord], began: float, seconds: float, most: int
-) -> list[float]:
-    """The mean number of running requests in each bin, as a share of the most there ever were.
+def _running_bins(samples: Sequence[SampleRecord], began: float, seconds: float) -> list[float]:
+    """The mean share of a server's seats that were taken in each bin.
 
     A bin without a sample repeats the one before, unless the server was silent for long.
     """
@@ -284,7 +281,7 @@ def _running_bins(
     for sample in samples:
         at = int((sample.at - began) / seconds * _BINS)
         if 0 <= at < _BINS:
-            sums[at] += sample.running / most
+            sums[at] += sample.occupancy
             counts[at] += 1
     shares, silent_for = [0.0] * _BINS, 0.0
     for at in range(_BINS):

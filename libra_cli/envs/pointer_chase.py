@@ -31,9 +31,7 @@ class PointerChase:
     """One episode. ``failure_rate`` is the share of calls that must be repeated."""
 
     tools: Sequence[ToolSchema] = (
-        function(
-            "get", "Return the key that is stored under a key.", {"key": {"type": "string"}}
-        ),
+        function("get", "Return the key that is stored under a key.", {"key": {"type": "string"}}),
     )
 
     def __init__(
@@ -118,18 +116,18 @@ def is_key(value: object) -> bool:
 
 
 def demonstration(
-    environment: PointerChase, task: Task, seed: int, *, rng: random.Random, noise: float
+    environment: PointerChase, task: Task, seed: int, *, rng: random.Random, mistakes: float
 ) -> Iterator[tuple[str, str]]:
     """Play one episode as a distracted expert: ``(what it says, what it then reads)`` per turn.
 
-    It keeps count and asks again when the tool is busy, but each key it says is, with probability
-    ``noise``, some random one. The last pair reads the empty string.
+    It keeps count and asks again when the tool is busy, but in a share ``mistakes`` of the episodes
+    one key it says is some random one, and it does not notice. The last pair reads nothing.
     """
     environment.reset(task, seed)
-    key = str(task["start"])
-    left = int(task["hops"])
+    key, left = str(task["start"]), int(task["hops"])
+    slip = rng.randint(0, left) if rng.random() < mistakes else -1
     while left:
-        said = random_key(rng) if rng.random() < noise else key
+        said = random_key(rng) if left == slip else key
         try:
             key = environment.step(ToolCall("get", {"key": said}))
         except ToolFailed as failure:
@@ -137,12 +135,12 @@ def demonstration(
         else:
             left -= 1
             yield call_text(said), key
-    yield (random_key(rng) if rng.random() < noise else key), ""
+    yield (random_key(rng) if slip == 0 else key), ""
 
 
 def call_text(key: str) -> str:
     """A tool call as a model writes it."""
-    return f'{CALL_HEAD}{key}{CALL_TAIL}'
+    return f"{CALL_HEAD}{key}{CALL_TAIL}"
 
 
 CALL_HEAD = '<tool_call>\n{"name": "get", "arguments": {"key": "'

@@ -43,7 +43,7 @@ def sync(
 
 
 def sample(slot: str, at: float, running: int, speed: float = 100.0) -> r.SampleRecord:
-    return r.SampleRecord(slot, at, running, 1, 0.25, 0.5, 0, 1000, speed)
+    return r.SampleRecord(slot, at, running, 1, 0.25, 0.5, 0, 0.5, 1000, speed)
 
 
 def group(group_id: int, state: str, step: int | None = None) -> r.GroupRecord:
