@@ -51,6 +51,7 @@ def recipe(**changes: Any) -> Recipe:
 OVER_THE_WIRE = (
     e.ServerStarted,
     e.ServerFailed,
+    e.ServerChecked,
     e.ServerStopped,
     e.ServerSynced,
     e.SyncFailed,
@@ -179,12 +180,20 @@ class World:
         else:
             self.later(e.ServerStarted(action.slot, action.epoch), 0.5, 5.0)
 
+    def _do_check_server(self, action: a.CheckServer) -> None:
+        if self._chance("server_dies"):
+            self.later(e.ServerFailed(action.slot, action.epoch, "no answer"))
+        else:
+            self.later(e.ServerChecked(action.slot, action.epoch))
+
     def _do_stop_server(self, action: a.StopServer) -> None:
         self.later(e.ServerStopped(action.slot, action.epoch))
 
     def _do_sync_server(self, action: a.SyncServer) -> None:
         if self._chance("sync_fails"):
-            self.later(e.SyncFailed(action.slot, action.epoch, action.published, "gap", 3.0))
+            answered = self.random.random() < 0.5
+            failed = e.SyncFailed(action.slot, action.epoch, action.published, "gap", answered, 3.0)
+            self.later(failed)
             self._unproved[action.slot] = action.published.key
             return
         # Half of the time the new version already speaks before it is proved.

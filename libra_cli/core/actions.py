@@ -21,6 +21,14 @@ class StartServer:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckServer:
+    """Something failed: does it still answer? Ends in ServerChecked or ServerFailed."""
+
+    slot: SlotId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class StopServer:
     """Ends in ServerStopped, when no process of it is left."""
 
@@ -154,6 +162,7 @@ class End:
 
 Action: TypeAlias = (
     StartServer
+    | CheckServer
     | StopServer
     | SyncServer
     | StartTrainer

@@ -68,6 +68,14 @@ class ServerFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerChecked:
+    """The server answers after all."""
+
+    slot: SlotId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServerStopped:
     """No process of the server is left on the node."""
 
@@ -90,12 +98,16 @@ class ServerSynced:
 
 @dataclass(frozen=True, slots=True)
 class SyncFailed:
-    """The server has not got the version, or computes something else (``gap`` tells)."""
+    """The server has not got the version, or computes something else (``gap`` tells).
+
+    ``answered`` is False when the connection broke, so that nobody knows.
+    """
 
     slot: SlotId
     epoch: int
     published: Published
     reason: str
+    answered: bool
     gap: float | None = None
 
 
@@ -237,6 +249,7 @@ Event: TypeAlias = (
     | NodeBack
     | ServerStarted
     | ServerFailed
+    | ServerChecked
     | ServerStopped
     | ServerSynced
     | SyncFailed

@@ -7,16 +7,27 @@ not take a version or computes something else is taken out (its epoch grows, so 
 says is dropped), stopped, verified gone, and started again: at most ``MAX_RESTARTS`` times, and
 only if it has served before; one that never served has a configuration error, and trying again
 would hide it.
+
+A request that breaks off may be the server's fault or the network's. The server is *doubted*, and
+gets nothing more, until it has answered a check; a cable that is pulled costs no restart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from libra_cli.core.actions import Action, Save, StartServer, StopServer, SyncServer
+from libra_cli.core.actions import (
+    Action,
+    CheckServer,
+    Save,
+    StartServer,
+    StopServer,
+    SyncServer,
+)
 from libra_cli.core.commands import process_of
 from libra_cli.core.events import (
     Published,
+    ServerChecked,
     ServerFailed,
     ServerSampled,
     ServerStarted,
@@ -30,8 +41,8 @@ from libra_cli.core.slots import SlotState, SlotStatus, slot_record
 from libra_cli.core.types import Plan, Role, Seconds, Slot, SlotId
 
 MAX_RESTARTS = 3
-MAX_FAILURES = 3
-"""Failed generations in a row after which a server is taken out even if it looks healthy."""
+MAX_FAILURES = 10
+"""Failures without a success after which a server is taken out even if it answers checks."""
 
 
 class Fleet:
@@ -143,7 +154,8 @@ class Fleet:
         return [action for status in self.slots.values() for action in self._sync(status)]
 
     def _sync(self, status: SlotStatus) -> list[Action]:
-        ready = status.state in (SlotState.JOINING, SlotState.SERVING) and status.reachable
+        up = status.state in (SlotState.JOINING, SlotState.SERVING)
+        ready = up and status.reachable and not status.doubted
         if not ready or self.latest is None or status.syncing or status.verified == self.latest:
             return []
         status.syncing = self.latest
@@ -167,9 +179,30 @@ class Fleet:
             return []
         status.syncing = None
         record: Action = Save(_sync_record(event, now))
-        if not status.reachable:
-            return [record]
-        return [record, *self.take_out(status, event.reason, now=now)]
+        if event.answered:
+            return [record, *self.take_out(status, event.reason, now=now)]
+        return [record, *self._doubt(status)]
+
+    def stumbled(self, status: SlotStatus, reason: str, *, now: Seconds) -> list[Action]:
+        """A generation failed on this server."""
+        status.failures += 1
+        if status.failures < MAX_FAILURES:
+            return self._doubt(status)
+        return self.take_out(status, f"{status.failures} requests failed: {reason}", now=now)
+
+    def _doubt(self, status: SlotStatus) -> list[Action]:
+        if status.doubted:
+            return []
+        status.doubted = True
+        return [CheckServer(status.slot.id, status.epoch)]
+
+    def checked(self, event: ServerChecked, *, now: Seconds) -> list[Action]:
+        """It answers: go on, with the newest version if that was what failed."""
+        status = self.current(event.slot, event.epoch)
+        if status is None or not status.doubted:
+            return []
+        status.doubted = False
+        return [*self._sync(status), self.record(status, now)]
 
     def lost(self, node: str, *, now: Seconds) -> list[Action]:
         """The node does not answer: keep what runs there, send nothing new."""
@@ -196,13 +229,6 @@ class Fleet:
     def stop(self, why: str, *, now: Seconds) -> list[Action]:
         """Take every server out."""
         return [a for status in self.slots.values() for a in self.take_out(status, why, now=now)]
-
-    def stumbled(self, status: SlotStatus, reason: str, *, now: Seconds) -> list[Action]:
-        """A generation failed on this server; too many in a row and it is taken out."""
-        status.failures += 1
-        if status.failures < MAX_FAILURES or not status.reachable:
-            return []
-        return self.take_out(status, f"{status.failures} requests failed: {reason}", now=now)
 
     # -- what is told ---------------------------------------------------------------------------
 
@@ -254,7 +280,7 @@ def _sync_record(event: ServerSynced | SyncFailed, now: Seconds) -> SyncRecord:
         pull_s=done.pull_s if done else 0.0,
         load_s=done.load_s if done else 0.0,
         bytes=event.published.bytes,
-        gap=event.gap if event.gap is not None else -1.0,
+        gap=event.gap,
         verified=done is not None,
         detail="" if done else event.reason if isinstance(event, SyncFailed) else "",
     )

@@ -122,6 +122,7 @@ class Machine:
             e.NodeBack: lambda event, now: self.fleet.back(event.node, event.alive, now=now),
             e.ServerStarted: lambda event, now: self.fleet.started(event, now=now),
             e.ServerFailed: lambda event, now: self.fleet.failed(event, now=now),
+            e.ServerChecked: lambda event, now: self.fleet.checked(event, now=now),
             e.ServerStopped: lambda event, now: self.fleet.gone(event, now=now, again=self._going),
             e.ServerSynced: self._server_synced,
             e.SyncFailed: lambda event, now: self.fleet.sync_failed(event, now=now),

@@ -244,8 +244,8 @@ class SyncRecord:
     pull_s: float
     load_s: float
     bytes: int
-    gap: float
-    """Mean absolute difference of the probe's log-probabilities."""
+    gap: float | None
+    """Mean absolute difference of the probe's log-probabilities; None if it was not measured."""
     verified: bool
     detail: str
 

@@ -78,8 +78,10 @@ class SlotStatus:
     #: A server that never served has a wrong configuration: it is not started again.
     has_served: bool = False
     reachable: bool = True
+    #: Something failed, and it has not answered since: nothing is sent to it.
+    doubted: bool = False
     restarts: int = 0
-    #: Failed generations in a row, from any trajectory.
+    #: Requests that failed since one succeeded.
     failures: int = 0
     running: int = 0
     running_since: Seconds = 0.0
@@ -121,11 +123,12 @@ class SlotStatus:
         self.epoch += 1
         self.running = self.failures = 0
         self.verified = self.syncing = None
+        self.doubted = False
 
     @property
     def routable(self) -> bool:
         """Whether a request may be sent to it now."""
-        return self.state is S.SERVING and self.reachable
+        return self.state is S.SERVING and self.reachable and not self.doubted
 
     def check(self) -> None:
         """Invariants that hold between any two events."""

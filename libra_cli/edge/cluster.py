@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
@@ -51,6 +52,18 @@ def host_of(node: NodeSpec) -> Host:
     return Host(node.name, transport_to(node), workdir=node.workdir, python=node.python)
 
 
+_ERROR = re.compile(
+    r"^(?!subprocess\.CalledProcessError)[\w.]*(Error|Exception|Interrupt)\b.*", re.M
+)
+
+
+def gist(tail: str) -> str:
+    """The line of a log's end that most likely says why: the last error, else the last line."""
+    errors = [match[0] for match in _ERROR.finditer(tail)]
+    lines = [line for line in tail.splitlines() if line.strip()]
+    return (errors or lines or ["it wrote nothing"])[-1].strip()[:500]
+
+
 class Cluster:
     """Every host of a run. ``facts``, ``ports`` and ``model_dirs`` are complete after ``open``."""
 
@@ -77,6 +90,8 @@ class Cluster:
         self.on_event: Callable[[HostEvent], None] = lambda event: None
         self._save = save
         self._seen: dict[str, Facts] = {}
+        #: Nodes that do not answer at the moment.
+        self.lost: set[str] = set()
         self._waiting: dict[tuple[str, str], asyncio.Future[Exited]] = {}
 
     # -- opening --------------------------------------------------------------------------------
@@ -248,8 +263,10 @@ class Cluster:
         if isinstance(event, Exited):
             self._exited(event)
         elif isinstance(event, Lost):
+            self.lost.add(event.node)
             self._save_node(event.node, "unreachable", detail=event.reason)
         elif isinstance(event, Back):
+            self.lost.discard(event.node)
             self._save_node(event.node, "ready", detail=f"was away for {event.seconds:.0f} s")
         elif isinstance(event, Gone):
             self._save_node(event.node, "failed", detail=event.reason)

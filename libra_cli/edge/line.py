@@ -28,9 +28,8 @@ _BLAME: dict[str, type[LibraError]] = {"start": ProcessError, "weights": Weights
 class Line:
     """Asks one agent. ``hear`` is called with each event."""
 
-    def __init__(self, name: str, pulse_s: float, hear: Callable[[Message], None]) -> None:
+    def __init__(self, name: str, hear: Callable[[Message], None]) -> None:
         self._name = name
-        self._pulse_s = pulse_s
         self._hear = hear
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[Message, asyncio.Future[Any]]] = {}
@@ -76,12 +75,13 @@ class Line:
         finally:
             del self._waiting[number]
 
-    async def until_lost(self) -> str:
+    async def until_lost(self, pulse_s: float) -> str:
         """Carry answers and events until the connection is gone; the reason."""
         assert self._stream is not None, "joined first"
         stream = self._stream
         self._heard = asyncio.get_running_loop().time()
-        tasks = [asyncio.create_task(self._listen(stream)), asyncio.create_task(self._beat(stream))]
+        halves = self._listen(stream), self._beat(stream, pulse_s)
+        tasks = [asyncio.create_task(half) for half in halves]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
@@ -138,17 +138,17 @@ class Line:
             return message["result"]
         raise _BLAME.get(message["kind"], HostError)(f"{self._name}: {message['error']}")
 
-    async def _beat(self, stream: Stream) -> str:
+    async def _beat(self, stream: Stream, pulse_s: float) -> str:
         """Ask for a sign of life now and then: it keeps the lease, and finds a dead connection."""
         loop = asyncio.get_running_loop()
-        patience_s = MISSED_BEATS * self._pulse_s
+        patience_s = MISSED_BEATS * pulse_s
         while loop.time() - self._heard < patience_s:
             try:
                 async with asyncio.timeout(patience_s):
                     await stream.write(_encode({"op": "ping"}))
             except (TimeoutError, HostLost):
                 break
-            await asyncio.sleep(self._pulse_s)
+            await asyncio.sleep(pulse_s)
         return f"nothing heard for {loop.time() - self._heard:.0f} s"
 
 

@@ -453,7 +453,7 @@ def _sync(syncs: Sequence[SyncRecord]) -> Sync:
         "mean_s": _mean(times),
         "max_s": _largest(times),
         "last_s": times[-1] if times else None,
-        "gap_max": _largest(sync.gap for sync in syncs),
+        "gap_max": _largest(sync.gap for sync in syncs if sync.gap is not None),
     }
 
 
@@ -578,8 +578,7 @@ def _errors(
         if slot.role == "failed" or slot.state == "failed"
     ]
     errors += [
-        f"slot {sync.slot}: version {sync.version} does not verify:"
-        f" {sync.detail or f'the probe differs by {sync.gap:.2g}'}"
+        f"slot {sync.slot}: version {sync.version} does not verify: {sync.detail}"
         for sync in syncs
         if not sync.verified
     ]

@@ -56,6 +56,8 @@ STOP_EXTRA_S = 20.0
 """What a stop may take beyond its grace: the killing, the verifying, and the way there and back."""
 STOP_S = 90.0
 PULSE_S = 5.0
+BEATS_A_LEASE = 5
+"""So that a dead connection is noticed, and can be replaced, before the lease is over."""
 RECONNECT_S = 10.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
@@ -85,7 +87,7 @@ class Host:
         self._hello: Message = {}
         self._exits: dict[tuple[str, int], bool] = {}
         """Every process heard of, by name and pid, and whether its exit has been reported."""
-        self._line = Line(name, pulse_s, self._hear)
+        self._line = Line(name, self._hear)
         self._keeper: asyncio.Task[None] | None = None
         self._on_event: Callable[[HostEvent], None] = lambda event: None
 
@@ -263,8 +265,9 @@ class Host:
     async def _keep(self, lease_s: float) -> None:
         """Hold the line; when it is lost, take it up again while the lease lasts."""
         loop = asyncio.get_running_loop()
+        pulse_s = min(self._pulse_s, lease_s / BEATS_A_LEASE)
         while True:
-            reason = await self._line.until_lost()
+            reason = await self._line.until_lost(pulse_s)
             lost_at = loop.time()
             self._report(Lost(self.name, reason))
             try:

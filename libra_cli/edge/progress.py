@@ -167,7 +167,7 @@ class Progress:
         self._sync = sync
         if sync.verified:
             return ""
-        return f"slot {sync.slot}: version {sync.version} does not verify (gap {sync.gap:.2g})"
+        return f"slot {sync.slot}: version {sync.version} does not verify: {sync.detail}"
 
     # -- drawing ---------------------------------------------------------------------------------
 

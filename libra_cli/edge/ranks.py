@@ -21,7 +21,7 @@ from libra_cli.core.events import (
     TrainerStopped,
 )
 from libra_cli.core.types import Slot
-from libra_cli.edge.cluster import Cluster
+from libra_cli.edge.cluster import Cluster, gist
 from libra_cli.edge.processes import Exited
 from libra_cli.edge.trainer import Trainer
 from libra_cli.errors import LibraError
@@ -112,7 +112,7 @@ class Ranks:
             return
         self._drop_work()
         told = f"{event.process} on {event.node} ended with {event.exit_code}"
-        reason = f"{told}: {event.tail[-2000:]}"
+        reason = f"{told}: {gist(event.tail)}"
         self._post(TrainerFailed(self._epoch, reason))
 
     def returned(self, node: str, alive: frozenset[str]) -> None:

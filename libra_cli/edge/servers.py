@@ -11,10 +11,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
-from libra_cli.core.actions import Generate, StartServer, StopServer, SyncServer
+from libra_cli.core.actions import CheckServer, Generate, StartServer, StopServer, SyncServer
 from libra_cli.core.commands import process_of, server_process
 from libra_cli.core.events import (
     Event,
+    ServerChecked,
     ServerFailed,
     ServerStarted,
     ServerStopped,
@@ -24,15 +25,18 @@ from libra_cli.core.events import (
     TurnGenerated,
 )
 from libra_cli.core.types import Slot, SlotId
-from libra_cli.edge.cluster import Cluster
+from libra_cli.edge.cluster import Cluster, gist
 from libra_cli.edge.processes import Exited
-from libra_cli.edge.vllm import Sampling, Server, turn_failed
+from libra_cli.edge.vllm import Sampling, Server, Silent, turn_failed
 from libra_cli.edge.weights import Weights, probe_gap
-from libra_cli.errors import LibraError
+from libra_cli.errors import HostLost, LibraError
 
 STARTUP_TIMEOUT_S = 1800.0
 """A large model on a cold file system; a server that dies is noticed at once whatever this is."""
 SAMPLE_EVERY_S = 2.0
+CHECK_EVERY_S = 0.5
+CHECK_TIMEOUT_S = 30.0
+"""Longer than it takes to notice that a host is lost."""
 
 _log = logging.getLogger(__name__)
 
@@ -115,12 +119,13 @@ class Servers:
             if self._slots[slot].node == event.node and process_of(slot) == event.process:
                 if slot in self._starting:
                     self._starting[slot].cancel()
-                reason = f"its process ended with {event.exit_code}: {event.tail[-2000:]}"
+                reason = f"its process ended with {event.exit_code}: {gist(event.tail)}"
                 self._post(ServerFailed(slot, server.epoch, reason))
 
     async def sync(self, action: SyncServer) -> Event:
         """Fetch, load in flight, verify against the trainer's own probe."""
         gap: float | None = None
+        answered = True
         try:
             server = self._servers[action.slot]
             node = self._slots[action.slot].node
@@ -143,9 +148,26 @@ class Servers:
             reason = f"the probe differs by {gap:.2g} a token, allowed is {self._spec.tolerance:g}"
         except KeyError:
             reason = "the server was stopped meanwhile"
+        except (Silent, HostLost) as error:
+            reason, answered = str(error), False
         except LibraError as error:
             reason = str(error)
-        return SyncFailed(action.slot, action.epoch, action.published, reason, gap)
+        return SyncFailed(action.slot, action.epoch, action.published, reason, answered, gap)
+
+    async def check(self, action: CheckServer) -> Event | None:
+        """Ask until it answers; time counts only while its host can be reached."""
+        server, node = self._servers.get(action.slot), self._slots[action.slot].node
+        left_s = CHECK_TIMEOUT_S
+        while server is not None:
+            try:
+                await server.check()
+                return ServerChecked(action.slot, action.epoch)
+            except LibraError as error:
+                if left_s <= 0:
+                    return ServerFailed(action.slot, action.epoch, str(error))
+            await asyncio.sleep(CHECK_EVERY_S)
+            left_s -= 0.0 if node in self._cluster.lost else CHECK_EVERY_S
+        return None
 
     async def generate(self, action: Generate) -> TurnGenerated | TurnFailed:
         """One turn on the server the machine chose."""

@@ -238,6 +238,7 @@ def _performers(
     players = _Players(episodes, run_seed)
     return {
         actions.StartServer: servers.start,
+        actions.CheckServer: servers.check,
         actions.StopServer: servers.stop,
         actions.SyncServer: servers.sync,
         actions.Generate: servers.generate,

@@ -46,6 +46,8 @@ class Trainer:
     async def _call(
         self, method: str, path: str, body: bytes | None = None, *, timeout_s: float
     ) -> dict[str, Any]:
+        if self._session.closed:
+            raise TrainerError("the trainer is being stopped")
         deadline = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(method, path, data=body, timeout=deadline) as reply:

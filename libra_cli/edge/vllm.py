@@ -43,6 +43,10 @@ class Refused(ServerError):
     """The server answered that the request itself is wrong (HTTP 400)."""
 
 
+class Silent(ServerError):
+    """No answer came: the server, its host or the network."""
+
+
 def label(published: Published) -> str:
     """How a server names a version: ``e1v7`` is version 7 of trainer number 1."""
     return f"e{published.trainer_epoch}v{published.version}"
@@ -75,15 +79,17 @@ class Server:
     async def _call(
         self, method: str, path: str, body: Any = None, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> Any:
+        if self._session.closed:
+            raise Silent(f"{self.slot} is being stopped")
         deadline = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(method, path, json=body, timeout=deadline) as reply:
                 raw = await reply.read()
                 status = reply.status
         except TimeoutError as error:
-            raise ServerError(f"{self.slot}: no answer to {path} in {timeout_s:.0f} s") from error
+            raise Silent(f"{self.slot}: no answer to {path} in {timeout_s:.0f} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerError(f"{self.slot}: {path}: {describe(error)}") from error
+            raise Silent(f"{self.slot}: {path}: {describe(error)}") from error
         if status == 400:
             raise Refused(f"{self.slot} refused {path}: {_reason(raw)}")
         if status != 200:
@@ -99,7 +105,7 @@ class Server:
         give_up = time.monotonic() + timeout_s
         while True:
             try:
-                await self._call("GET", "/health")
+                await self.check()
                 break
             except ServerError as error:
                 if time.monotonic() > give_up:
@@ -107,6 +113,10 @@ class Server:
             await asyncio.sleep(POLL_S)
         body = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
         await self._call("POST", "/inference/v1/generate", body)
+
+    async def check(self) -> None:
+        """Raises ServerError unless it says that it is healthy."""
+        await self._call("GET", "/health")
 
     async def generate(self, action: Generate, sampling: Sampling) -> TurnGenerated | TurnFailed:
         """One turn. Never raises: a failure is an event of its own."""

@@ -225,6 +225,8 @@ def test_weights_change_in_flight_and_every_token_knows_its_version(bench, weigh
         assert isinstance(done, TurnGenerated)
         if len(done.spans) == 2:
             break
+    else:
+        pytest.fail("no generation was met by a load")
     first, second = done.spans
     assert (first.version, second.version) == (1, 2)
     assert (first.start, first.end, second.end) == (0, second.start, len(done.token_ids))

@@ -1,0 +1,754 @@
+"""The agent with real processes, driven as the controller drives it, over pipes."""
+# ruff: noqa: ASYNC110, ASYNC240 - waiting for other processes means looking again, at small files
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_cli.edge.local import LocalTransport, ProcessStream
+from libra_cli.edge.processes import Back, Exited, Gone, Host, HostEvent, Lost
+from libra_cli.errors import HostError, HostLost, ProcessError, WeightsError
+from libra_cli.node import facts, proc
+from libra_cli.node.proc import Identity, Marker
+from tests.netns import marked
+
+TOKEN = "a-token-for-tests"
+DEADLINE_S = 15.0
+RUN = "test-agent"
+
+
+class Events:
+    """What a host has reported, to wait for."""
+
+    def __init__(self) -> None:
+        self.seen: list[HostEvent] = []
+        self._news = asyncio.Event()
+
+    def __call__(self, event: HostEvent) -> None:
+        self.seen.append(event)
+        self._news.set()
+
+    async def first(
+        self, kind: type[HostEvent], where: Callable[..., bool] = lambda _: True
+    ) -> Any:
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                for event in self.seen:
+                    if isinstance(event, kind) and where(event):
+                        return event
+                self._news.clear()
+                await self._news.wait()
+
+
+class GatedTransport(LocalTransport):
+    """A way to this machine that can be cut and healed, and that greets like a login script."""
+
+    def __init__(self) -> None:
+        self.passable = asyncio.Event()
+        self.passable.set()
+        self.streams: list[ProcessStream] = []
+
+    async def open_stream(self, argv: Sequence[str]) -> ProcessStream:
+        if not self.passable.is_set():
+            raise HostLost("local: cut")
+        stream = await super().open_stream(["sh", "-c", 'echo "Welcome!"; exec "$@"', "sh", *argv])
+        self.streams.append(stream)
+        return stream
+
+    async def cut(self) -> None:
+        self.passable.clear()
+        await self.streams[-1].close()
+
+
+def cable(host: Host) -> GatedTransport:
+    assert isinstance(host.transport, GatedTransport)
+    return host.transport
+
+
+@pytest.fixture
+def run_id(request: pytest.FixtureRequest) -> Iterator[str]:
+    name = f"{RUN}-{os.getpid()}-{request.node.name[:40]}"
+    yield name
+    assert marked(name) == [], "a test leaves nothing running"
+
+
+@asynccontextmanager
+async def opened(
+    tmp_path: Path, run_id: str, *, name: str = "n1", lease_s: float = 30.0
+) -> AsyncIterator[tuple[Host, Events]]:
+    host, events = Host(name, GatedTransport(), workdir=str(tmp_path / "work")), Events()
+    await host.open(
+        run_id,
+        token=TOKEN,
+        lease_s=lease_s,
+        weights_dir=str(tmp_path / f"weights-{name}"),
+        on_event=events,
+    )
+    try:
+        yield host, events
+    finally:
+        assert await host.shutdown() == ()
+
+
+def python(source: str) -> list[str]:
+    return [sys.executable, "-c", source]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def logged_pids(host: Host, process: str, count: int) -> list[int]:
+    """The pids a process has written to its log."""
+    async with asyncio.timeout(DEADLINE_S):
+        while len(pids := [int(word) for word in (await host.tail(process)).split()]) < count:
+            await asyncio.sleep(0.02)
+    return pids
+
+
+def is_alive(pid: int) -> bool:
+    status = proc.status(pid)
+    return status is not None and status.state not in "ZX"
+
+
+def play(scene: Coroutine[None, None, None]) -> None:
+    asyncio.run(scene)
+
+
+# -- starting and ending -------------------------------------------------------------------------
+
+
+def test_an_exit_is_reported_with_its_code_and_the_end_of_its_log(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, events):
+            started = await host.start("model", python("print('out of luck'); raise SystemExit(7)"))
+            event = await events.first(Exited)
+            assert event == Exited("n1", "model", started.pid, 7, "out of luck", requested=False)
+            assert Path(started.log).read_text() == "out of luck\n"
+
+    play(scene())
+
+
+def test_the_tail_of_an_exit_holds_nothing_of_an_earlier_life(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, events):
+            for word in ("first", "second"):
+                await host.start("model", python(f"print('{word}')"))
+                assert (await events.first(Exited, lambda e, w=word: e.tail == w)).tail == word
+            assert await host.tail("model") == "first\nsecond"
+
+    play(scene())
+
+
+def test_a_program_that_is_missing_is_named(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, _):
+            with pytest.raises(ProcessError, match=r"n1: server-0: /no/such/program: No such file"):
+                await host.start("server-0", ["/no/such/program"])
+
+    play(scene())
+
+
+def test_starting_the_same_again_changes_nothing_and_another_is_refused(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, _):
+            first = await host.start("server-0", ["sleep", "100"])
+            assert await host.start("server-0", ["sleep", "100"]) == first
+            with pytest.raises(ProcessError, match=f"still running as pid {first.pid}"):
+                await host.start("server-0", ["sleep", "200"])
+
+    play(scene())
+
+
+def test_files_are_written_privately_and_only_below_the_run_directory(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, events):
+            argv = ["sh", "-c", "cat conf/train.json; stat -c %a conf/train.json"]
+            await host.start("trainer-0", argv, files={"conf/train.json": '{"a": 1}\n'})
+            assert (await events.first(Exited)).tail == '{"a": 1}\n600'
+            with pytest.raises(HostError, match="outside the run directory"):
+                await host.start("trainer-1", ["true"], files={"../../evil": ""})
+
+    play(scene())
+
+
+def test_a_process_gets_its_environment_and_reads_the_token_from_a_private_file(
+    tmp_path, run_id
+) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, events):
+            source = (
+                "import os, libra_cli; p = os.environ['LIBRA_TOKEN_FILE']; "
+                "print(open(p).read(), oct(os.stat(p).st_mode)[-3:], os.environ['NCCL_IB_HCA'])"
+            )
+            await host.start("trainer-0", python(source), env={"NCCL_IB_HCA": "mlx5_0"})
+            assert (await events.first(Exited)).tail == f"{TOKEN} 600 mlx5_0"
+            for pid in marked(run_id):
+                assert TOKEN.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+                assert TOKEN.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+
+    play(scene())
+
+
+# -- stopping ------------------------------------------------------------------------------------
+
+# A server as vLLM's: its worker ignores TERM, and lives on when the server is killed.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+worker = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
+child = subprocess.Popen([sys.executable, "-c", worker], start_new_session={new_session})
+time.sleep(0.3)
+print(os.getpid(), child.pid)
+time.sleep(100)
+"""
+
+# A process and a child of it in a session of its own.
+APART = ["sh", "-c", "setsid sleep 100 & echo $!; wait"]
+
+
+@pytest.mark.parametrize("new_session", [False, True])
+def test_orphans_are_gone_before_the_exit_of_their_parent_is_reported(
+    tmp_path, run_id, new_session
+) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, events):
+            await host.start("server-0", python(STUBBORN.format(new_session=new_session)))
+            server, worker = await logged_pids(host, "server-0", 2)
+            os.kill(server, signal.SIGKILL)
+            event = await events.first(Exited)
+            assert (event.exit_code, event.requested) == (-signal.SIGKILL, False)
+            assert not is_alive(worker)
+
+    play(scene())
+
+
+def test_stop_kills_whatever_ignores_the_request_and_says_so(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, events):
+            await host.start("server-0", python(STUBBORN.format(new_session=True)))
+            server, worker = await logged_pids(host, "server-0", 2)
+            stopped = await host.stop("server-0", grace_s=0.3)
+            assert stopped.stopped
+            assert stopped.killed == (worker,)
+            assert not is_alive(server)
+            assert not is_alive(worker)
+            assert (await events.first(Exited)).requested
+
+    play(scene())
+
+
+def test_a_child_that_wiped_its_environment_is_stopped_with_its_session(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, _):
+            await host.start("server-0", ["sh", "-c", "env -i sleep 100 & echo $!; wait"])
+            (bare,) = await logged_pids(host, "server-0", 1)
+            await until(lambda: Marker(run_id, "n1").process_of(bare) is None)
+            assert (await host.stop("server-0")).stopped
+            assert not is_alive(bare)
+
+    play(scene())
+
+
+def test_a_process_that_sets_its_title_keeps_its_marker(tmp_path, run_id) -> None:
+    pytest.importorskip("setproctitle", reason="comes with vLLM")
+    source = "import os, setproctitle as s; s.setproctitle('VLLM::EngineCore ' + 200 * 'x')"
+
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, _):
+            await host.start(
+                "server-0", python(f"{source}; print(os.getpid()); import time; time.sleep(100)")
+            )
+            (pid,) = await logged_pids(host, "server-0", 1)
+            assert Marker(run_id, "n1").process_of(pid) == "server-0"
+
+    play(scene())
+
+
+def test_nothing_without_the_marker_is_ever_signalled(tmp_path, run_id) -> None:
+    own = Marker(run_id, "n1").environment("server-0")
+    strangers = [
+        subprocess.Popen(["sleep", "100"], env={**os.environ, **own, **other})
+        for other in (
+            {"LIBRA_RUN": f"{run_id}-2"},
+            {"LIBRA_NODE": "n2"},
+            dict.fromkeys(own, ""),
+        )
+    ]
+
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, _):
+            await host.start("server-0", ["sleep", "100"])
+            assert (await host.stop("server-0")).stopped
+
+    try:
+        play(scene())
+        assert all(stranger.poll() is None for stranger in strangers)
+    finally:
+        for stranger in strangers:
+            stranger.kill()
+            stranger.wait()
+
+
+def test_a_signal_to_a_recycled_pid_goes_nowhere() -> None:
+    with subprocess.Popen(["sleep", "100"]) as process:
+        status = proc.status(process.pid)
+        assert status is not None
+        earlier = Identity(process.pid, status.identity.started - 1)
+        proc.send(earlier, signal.SIGKILL)
+        assert not earlier.alive
+        assert process.poll() is None
+        proc.send(status.identity, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+
+
+def test_a_command_with_blanks_and_parentheses_does_not_confuse_the_reader(tmp_path) -> None:
+    odd = tmp_path / "a) R 1 (b"
+    odd.symlink_to("/bin/sleep")
+    with subprocess.Popen([str(odd), "100"]) as process:
+        status = proc.status(process.pid)
+        process.kill()
+    assert status is not None
+    assert status.identity.pid == process.pid
+    assert status.session == os.getsid(0)
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    age_s = uptime - status.identity.started / os.sysconf("SC_CLK_TCK")
+    assert -1 < age_s < DEADLINE_S
+
+
+# -- the lease and the line ----------------------------------------------------------------------
+
+
+def test_when_the_lease_is_over_everything_stops_and_the_agent_ends(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id, lease_s=1.0) as (host, _):
+            await host.start("server-0", APART)
+            await logged_pids(host, "server-0", 1)
+            assert len(marked(run_id)) == 3  # with the agent
+            await host.close()
+            await until(lambda: not marked(run_id))
+            assert not (tmp_path / "weights-n1" / run_id).exists()
+
+    with pytest.raises(HostLost, match="closed"):  # of the shutdown, which has nobody to ask
+        play(scene())
+
+
+def test_a_short_lease_is_kept_by_a_quicker_pulse(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id, lease_s=2.0) as (host, events):
+            await host.start("model", ["sleep", "3"])
+            assert (await events.first(Exited)).exit_code == 0
+            assert [type(event) for event in events.seen] == [Exited]
+
+    play(scene())
+
+
+def test_a_controller_that_comes_back_within_the_lease_finds_the_same_processes(
+    tmp_path, run_id
+) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, events):
+            started = await host.start("server-0", ["sleep", "100"])
+            await cable(host).cut()
+            lost = await events.first(Lost)
+            assert "hung up" in lost.reason
+            cable(host).passable.set()
+            await events.first(Back)
+            (row,) = await host.processes()
+            assert (row.pid, row.started, row.state) == (started.pid, started.started, "running")
+
+    play(scene())
+
+
+def test_a_second_controller_takes_over_from_the_first(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (first, events):
+            started = await first.start("server-0", ["sleep", "100"])
+            cable(first).passable.clear()
+            async with opened(tmp_path, run_id) as (second, _):
+                await events.first(Lost)
+                assert [row.pid for row in await second.processes()] == [started.pid]
+            # The second one has ended the run; a new agent welcomes the first.
+            cable(first).passable.set()
+            await events.first(Back)
+            event = await events.first(Exited)
+            assert (event.pid, event.exit_code) == (started.pid, None)
+
+    play(scene())
+
+
+def test_a_controller_with_another_token_is_refused(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, _):
+            intruder = Host("n1", LocalTransport(), workdir=host.workdir)
+            with pytest.raises(HostError, match="another token"):
+                await intruder.open(
+                    run_id, token="x", lease_s=5, weights_dir="/nowhere", on_event=print
+                )
+
+    play(scene())
+
+
+def test_an_exit_while_nobody_listens_is_reported_once_when_the_line_is_back(
+    tmp_path, run_id
+) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, events):
+            started = await host.start("server-0", ["sleep", "100"])
+            await cable(host).cut()
+            await events.first(Lost)
+            os.kill(started.pid, signal.SIGKILL)
+            await until(lambda: proc.status(started.pid) is None)
+            cable(host).passable.set()
+            await events.first(Exited)
+            assert [type(event) for event in events.seen] == [Lost, Back, Exited]
+            await host.processes()
+            assert len(events.seen) == 3
+
+    play(scene())
+
+
+def test_a_request_waits_for_the_line_to_come_back(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, events):
+            await cable(host).cut()
+            await events.first(Lost)
+            request = asyncio.create_task(host.start("server-0", ["sleep", "100"]))
+            await asyncio.sleep(0)
+            cable(host).passable.set()
+            started = await request
+            assert [row.pid for row in await host.processes()] == [started.pid]
+
+    play(scene())
+
+
+def test_a_host_that_does_not_come_back_is_given_up(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id, lease_s=1.0) as (host, events):
+            await cable(host).cut()
+            request = asyncio.create_task(host.processes())
+            gone = await events.first(Gone)
+            assert "cut" in gone.reason
+            with pytest.raises(HostLost, match="given up"):
+                await request
+            with pytest.raises(HostLost, match="given up"):
+                await host.processes()
+            await until(lambda: not marked(run_id))
+
+    with pytest.raises(HostLost, match="given up"):
+        play(scene())
+
+
+def test_a_cancelled_request_leaves_the_line_in_order(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, _):
+            await host.start("server-0", python(STUBBORN.format(new_session=False)))
+            await logged_pids(host, "server-0", 2)
+            stop = asyncio.create_task(host.stop("server-0", grace_s=0.5))
+            await asyncio.sleep(0.05)
+            stop.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await stop
+            assert (await host.stop("server-0", grace_s=0.5)).stopped
+
+    play(scene())
+
+
+def test_the_successor_of_a_killed_agent_takes_its_processes_over(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, events):
+            started = await host.start("server-0", ["sleep", "100"])
+            marker = Marker(run_id, "n1")
+            (agent,) = [pid for pid in marked(run_id) if marker.process_of(pid) == "agent"]
+            os.kill(agent, signal.SIGKILL)
+            await events.first(Back)
+            (row,) = await host.processes()
+            assert (row.pid, row.state) == (started.pid, "running")
+            os.kill(started.pid, signal.SIGTERM)
+            event = await events.first(Exited)
+            assert (event.pid, event.exit_code) == (started.pid, None)
+
+    play(scene())
+
+
+def test_the_remains_of_a_run_are_stopped_without_its_agent(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        host = Host("n1", LocalTransport(), workdir=str(tmp_path / "work"))
+        weights = tmp_path / "weights"
+        await host.open(
+            run_id, token=TOKEN, lease_s=60, weights_dir=str(weights), on_event=lambda _: None
+        )
+        await host.start("server-0", APART)
+        await logged_pids(host, "server-0", 1)
+        await host.close()
+        marker = Marker(run_id, "n1")
+        (agent,) = [pid for pid in marked(run_id) if marker.process_of(pid) == "agent"]
+        os.kill(agent, signal.SIGKILL)
+        again = Host("n1", LocalTransport(), workdir=str(tmp_path / "work"))
+        assert await again.stop_remains(run_id) == ()
+        assert marked(run_id) == []
+        assert not (weights / run_id).exists()
+
+    play(scene())
+
+
+def test_a_host_without_the_python_says_how_to_get_one(tmp_path) -> None:
+    async def scene(interpreter: str) -> None:
+        host = Host("n1", LocalTransport(), workdir=str(tmp_path), python=interpreter)
+        await host.open("r", token="t", lease_s=5, weights_dir="/nowhere", on_event=print)
+
+    with pytest.raises(HostError, match="no Python that runs") as missing:
+        play(scene(str(tmp_path / "venv/bin/python")))
+    assert "python3 -m venv" in missing.value.hint
+    old = tmp_path / "old-python"
+    old.write_text("#!/bin/sh\necho '[3, 9]'\n")
+    old.chmod(0o700)
+    with pytest.raises(HostError, match=r"is Python 3\.9; libra needs 3\.11"):
+        play(scene(str(old)))
+
+
+def test_the_agent_needs_nothing_but_the_standard_library() -> None:
+    source = "import sys, libra_cli.node.agent; print(*{m.split('.')[0] for m in sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, '.'); {source}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert set(done.stdout.split()) - set(sys.stdlib_module_names) == {"libra_cli", "__main__"}
+
+
+# -- ports ---------------------------------------------------------------------------------------
+
+
+def test_a_port_is_given_out_only_once_and_never_if_taken(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with (
+            opened(tmp_path, run_id, name="n1") as (one, _),
+            opened(tmp_path, run_id, name="n2") as (other, _),
+        ):
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                taken = server.getsockname()[1]
+                first, last = taken - 20, taken + 20
+                theirs = await one.ports(first, last, 10, taken=[first])
+                ours = await other.ports(first, last, 10)
+            assert len({taken, *theirs, *ours}) == 21
+            assert first not in theirs
+            with socket.create_server(("127.0.0.1", ours[0])):  # it is for a server to take
+                pass
+
+    play(scene())
+
+
+def test_too_few_free_ports_are_an_error_that_gives_nothing_out(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, _):
+            (port,) = await host.ports(20000, 30000, 1)
+            with pytest.raises(HostError, match=f"2 free ports wanted, 0 in {port}-{port}"):
+                await host.ports(port, port, 2)
+
+    play(scene())
+
+
+# -- weight versions -----------------------------------------------------------------------------
+
+
+def publish(root: Path, name: str, files: dict[str, bytes]) -> None:
+    version = root / name
+    version.mkdir(parents=True)
+    for file, data in files.items():
+        (version / file).write_bytes(data)
+    listing = {
+        file: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for file, data in files.items()
+    }
+    (version / "manifest.json").write_text(json.dumps({"name": name, "files": listing}))
+
+
+WEIGHTS = {"model-1.safetensors": os.urandom(3_000_000), "model-2.safetensors": b"small"}
+
+
+@asynccontextmanager
+async def peers(tmp_path: Path, run_id: str) -> AsyncIterator[tuple[Host, Host, str, Path, Path]]:
+    """Two hosts, the first with a version ``v000001-e0``, and where it serves it."""
+    async with (
+        opened(tmp_path, run_id, name="n1") as (giver, _),
+        opened(tmp_path, run_id, name="n2") as (taker, _),
+    ):
+        here, there = tmp_path / "weights-n1" / run_id, tmp_path / "weights-n2" / run_id
+        publish(here, "v000001-e0", WEIGHTS)
+        source = f"http://127.0.0.1:{await giver.serve_weights('127.0.0.1')}"
+        yield giver, taker, source, here, there
+
+
+def test_a_version_arrives_whole_and_is_served_on(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with peers(tmp_path, run_id) as (giver, taker, source, here, there):
+            pulled = await taker.pull("v000001-e0", ["http://127.0.0.1:1", source])
+            assert (pulled.path, pulled.source) == (str(there / "v000001-e0"), source)
+            assert pulled.bytes == sum(map(len, WEIGHTS.values()))
+            for file in (here / "v000001-e0").iterdir():
+                assert (there / "v000001-e0" / file.name).read_bytes() == file.read_bytes()
+            assert (await taker.pull("v000001-e0", [])).bytes == 0
+            onward = f"http://127.0.0.1:{await taker.serve_weights('127.0.0.1')}"
+            assert await giver.forget([]) == ["v000001-e0"]
+            assert (await giver.pull("v000001-e0", [onward])).source == onward
+            assert there.stat().st_mode & 0o777 == 0o700
+
+    play(scene())
+
+
+def test_a_damaged_version_is_refused_and_the_next_source_tried(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with peers(tmp_path, run_id) as (_, taker, source, here, there):
+            publish(here, "v000002-e0", WEIGHTS)
+            with (here / "v000002-e0" / "model-1.safetensors").open("r+b") as file:
+                file.write(b"XX")
+            with pytest.raises(WeightsError, match=r"v000002-e0: .*model-1.safetensors is damaged"):
+                await taker.pull("v000002-e0", [source])
+            assert list(there.iterdir()) == []
+            assert (await taker.pull("v000001-e0", [source])).source == source
+            with pytest.raises(WeightsError, match=r"v000009-e0: .*manifest\.json: HTTP 404"):
+                await taker.pull("v000009-e0", [source])
+
+    play(scene())
+
+
+@pytest.mark.parametrize("name", ["../../evil", ".hidden", "a/b", "/etc/passwd", "manifest.json"])
+def test_a_manifest_cannot_place_files_elsewhere(tmp_path, run_id, name) -> None:
+    async def scene() -> None:
+        async with peers(tmp_path, run_id) as (_, taker, source, here, there):
+            listing = {"files": {name: {"bytes": 0, "sha256": ""}}}
+            (here / "v000001-e0" / "manifest.json").write_text(json.dumps(listing))
+            with pytest.raises(WeightsError, match="no plain file name"):
+                await taker.pull("v000001-e0", [source])
+            assert list(there.iterdir()) == []
+
+    play(scene())
+
+
+def test_only_files_of_versions_are_served_and_only_for_the_token(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with peers(tmp_path, run_id) as (_, _, source, here, _):
+            (here / "v000001-e0" / "link").symlink_to("/etc/passwd")
+            (here / "secret").write_text("not a version")
+            port = int(source.rpartition(":")[2])
+            good = f"Bearer {TOKEN}"
+
+            def status(path: str, token: str | None = good) -> int:
+                line = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+                headers = {} if token is None else {"Authorization": token}
+                line.request("GET", path, headers=headers)
+                code = line.getresponse().status
+                line.close()
+                return code
+
+            def check() -> None:
+                assert status("/v000001-e0/manifest.json") == 200
+                for token in (None, "", "Bearer ", "Bearer wrong", f"Basic {TOKEN}", "Bearer \xe9"):
+                    assert status("/v000001-e0/manifest.json", token) == 401
+                for path in (
+                    "/",
+                    "/secret",
+                    "/v000001-e0",
+                    "/v000001-e0/",
+                    "/v000001-e0/link",
+                    "/v000001-e0/../secret",
+                    "/../../../etc/passwd",
+                    "/v000001-e0/%2e%2e/secret",
+                    "//etc/passwd",
+                ):
+                    assert status(path) == 404, path
+
+            await asyncio.to_thread(check)
+
+    play(scene())
+
+
+def test_a_pull_that_takes_too_long_names_the_source(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with peers(tmp_path, run_id) as (_, taker, source, _, there):
+            with pytest.raises(WeightsError, match=f"{source}: not done in time"):
+                await taker.pull("v000001-e0", [source], timeout_s=0.0)
+            assert list(there.iterdir()) == []
+
+    play(scene())
+
+
+def test_forgetting_keeps_what_is_named(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with peers(tmp_path, run_id) as (giver, _, _, here, _):
+            publish(here, "v000002-e0", {"a": b""})
+            publish(here, "v000003-e0", {"a": b""})
+            assert await giver.forget(["v000002-e0", "v000007-e0"]) == ["v000001-e0", "v000003-e0"]
+            assert [one.name for one in here.iterdir()] == ["v000002-e0"]
+
+    play(scene())
+
+
+# -- facts ---------------------------------------------------------------------------------------
+
+# As nvidia-smi prints it with --format=csv,noheader,nounits; the third GPU is shared with MIG.
+GPUS = """\
+0, GPU-5f0c2a5e-0a1c-7f9b-3a57-000000000001, NVIDIA H100 80GB HBM3, 81559, 81079
+1, GPU-5f0c2a5e-0a1c-7f9b-3a57-000000000002, NVIDIA H100 80GB HBM3, 81559, 1203
+2, GPU-5f0c2a5e-0a1c-7f9b-3a57-000000000003, NVIDIA H100 80GB HBM3, 81559, [N/A]
+"""
+
+
+def test_gpus_and_their_holders_are_read_from_the_tables() -> None:
+    holders = f"GPU-5f0c2a5e-0a1c-7f9b-3a57-000000000002, {os.getpid()}\n"
+    gpus: Any = facts.parse_gpus(GPUS, holders)
+    first, second, third = gpus
+    assert first == {
+        "index": 0,
+        "name": "NVIDIA H100 80GB HBM3",
+        "mem_total": 81559 * 1024**2,
+        "mem_free": 81079 * 1024**2,
+        "holders": [],
+    }
+    (holder,) = second["holders"]
+    assert holder["pid"] == os.getpid()
+    assert holder["user"]
+    assert "pytest" in holder["command"]
+    assert third["mem_free"] == 0
+
+
+def test_a_holder_that_cannot_be_looked_up_is_still_a_holder() -> None:
+    _, second, _ = facts.parse_gpus(GPUS, "GPU-5f0c2a5e-0a1c-7f9b-3a57-000000000002, 4194305\n")
+    assert second["holders"] == [{"pid": 4194305, "user": "", "command": ""}]
+
+
+def test_nvidia_smi_without_a_driver_means_no_gpus() -> None:
+    assert facts.parse_gpus("NVIDIA-SMI has failed\n", "") == []
+
+
+def test_facts_are_those_of_this_machine(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, _):
+            here = str(tmp_path)
+            found = await host.facts(["127.0.0.1"], packages=["json", "nope"], paths=[here, "/no"])
+            assert found.hostname == socket.gethostname()
+            assert found.cpus == len(os.sched_getaffinity(0))
+            assert found.mem_total >= found.mem_free > 0
+            assert (found.interface, found.address) == ("lo", "127.0.0.1")
+            assert (found.packages, found.paths) == (("json",), (here,))
+            assert abs(found.clock - time.time()) < DEADLINE_S
+
+    play(scene())
