@@ -284,12 +284,14 @@ class World:
         groups = {sample.trajectory.id.group for sample in action.samples}
         self.trained += [(group, action.step) for group in sorted(groups)]
         published = self._publish(action.epoch, action.step)
-        self.later(e.StepDone(action.epoch, action.step, published, {"loss": 0.1}, path))
+        self.later(e.StepDone(action.epoch, action.step, published, {"loss": 0.1}), 0.01, 1.0)
+        if path:
+            self.later(e.CheckpointSaved(action.epoch, action.step, path), 1.0, 2.0)
 
     def _do_checkpoint(self, action: a.Checkpoint) -> None:
         path = f"/checkpoint/{action.epoch}-stop"
         self.ledgers[path] = action.ledger
-        self.later(e.CheckpointSaved(action.epoch, path))
+        self.later(e.CheckpointSaved(action.epoch, action.step, path))
 
     # -- what was seen ----------------------------------------------------------------------------
 

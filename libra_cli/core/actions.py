@@ -75,7 +75,7 @@ class Sample:
 class Train:
     """One optimizer step on a batch. ``ledger`` asks for a checkpoint after it.
 
-    Ends in StepDone or TrainerFailed.
+    Ends in StepDone or TrainerFailed; after StepDone, a checkpoint ends in CheckpointSaved.
     """
 
     epoch: int
@@ -89,6 +89,7 @@ class Checkpoint:
     """Ends in CheckpointSaved or TrainerFailed."""
 
     epoch: int
+    step: int
     ledger: dict[str, Any]
 
 

@@ -203,14 +203,14 @@ class StepDone:
     step: int
     published: Published
     metrics: dict[str, float | None] = field(default_factory=dict)
-    checkpoint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
-    """The trainer wrote a checkpoint on request."""
+    """The trainer wrote the checkpoint that was asked for, with a step or by itself."""
 
     epoch: int
+    step: int
     path: str
 
 

@@ -207,7 +207,9 @@ class Machine:
         return actions
 
     def _checkpoint_saved(self, event: e.CheckpointSaved, now: Seconds) -> list[Action]:
-        return self.training.saved(event) if event.epoch == self.training.epoch else []
+        if event.epoch != self.training.epoch or event.step > self.training.step:
+            return []
+        return self.training.saved(event)
 
     def _timer_fired(self, event: e.TimerFired, now: Seconds) -> list[Action]:
         if event.name == TIMER and self._going:
@@ -232,8 +234,8 @@ class Machine:
         if self._going:
             return self._go_on(now)
         if self.phase is Phase.DRAINING:
-            actions = self.training.save()
-            return actions if actions or not self._drained else self._stop_all(now)
+            saving = self.training.save()
+            return saving if saving or not self._drained else self._stop_all(now)
         if self.phase is Phase.STOPPING and self._all_gone:
             self.phase, self._ended_at = Phase.ENDED, now
             return [End(self._outcome, self._error)]
@@ -276,7 +278,8 @@ class Machine:
     def _drained(self) -> bool:
         generating = any(f.stage is Stage.GENERATING for f in self.rollout.flights.values())
         busy = self.training.state is TrainerState.BUSY
-        return not (generating or busy or self.fleet.syncing)
+        up = self.training.state is TrainerState.READY
+        return not (generating or busy or self.fleet.syncing or (up and self.training.saving))
 
     def _stop_all(self, now: Seconds) -> list[Action]:
         self.phase = Phase.STOPPING

@@ -61,6 +61,7 @@ class Training:
         self.published: Published | None = None
         self.checkpoint = ""
         self.checkpoint_step = -1
+        self._asked_step = -1
         self.detail = ""
         self._ever_started = False
         self._restarts = 0
@@ -68,7 +69,7 @@ class Training:
         self._idle_since: Seconds = 0.0
         self._batch: list[Group] = []
         self._batch_at: Seconds = 0.0
-        self._row: StepRecord | None = None
+        self._rows: dict[int, StepRecord] = {}
         self._step_ended: Seconds = 0.0
 
     # -- coming and going -----------------------------------------------------------------------
@@ -88,6 +89,7 @@ class Training:
         self.state, self._ever_started = TrainerState.READY, True
         self._idle_since = self._step_ended = now
         self.step = event.published.version
+        self._asked_step = self.checkpoint_step
         self._ledger.rollback(self.step)
         self._batch = []
         return [*self._publish(event.published), *self._move(SlotState.TRAINING, now=now)]
@@ -163,6 +165,8 @@ class Training:
             created_at=now,
         )
         ledger = self._ledger.position(step) if save else None
+        if save:
+            self._asked_step = step
         return [Train(self.epoch, step, samples, ledger), Save(row)]
 
     def _sample(self, trajectory: Trajectory) -> Sample:
@@ -177,12 +181,11 @@ class Training:
 
     def done(self, event: StepDone, *, now: Seconds) -> list[Action]:
         """A step is done and published: its row, and what the checkpoint makes forgettable."""
-        row = self._row = self._step_record(event, now)
+        row = self._rows[event.step] = self._step_record(event, now)
+        self._rows.pop(event.step - 8, None)
         self.state, self.step = TrainerState.READY, event.step
         self._idle_since = self._step_ended = now
         self._ledger.trained(event.step)
-        if event.checkpoint:
-            self.remember(event.checkpoint, event.step)
         return [*self._publish(event.published), Save(row)]
 
     def remember(self, path: str, step: int) -> None:
@@ -197,16 +200,22 @@ class Training:
 
     def save(self) -> list[Action]:
         """Write a checkpoint now, if the trainer can and the last one is older."""
-        if self.state is not TrainerState.READY or self.step <= max(self.checkpoint_step, 0):
+        newest = max(self.checkpoint_step, self._asked_step, 0)
+        if self.state is not TrainerState.READY or self.step <= newest:
             return []
-        self.state = TrainerState.BUSY
-        return [Checkpoint(self.epoch, self._ledger.position(self.step))]
+        self._asked_step = self.step
+        return [Checkpoint(self.epoch, self.step, self._ledger.position(self.step))]
+
+    @property
+    def saving(self) -> bool:
+        """Whether a checkpoint that was asked for is not written yet."""
+        return self._asked_step > self.checkpoint_step
 
     def saved(self, event: CheckpointSaved) -> list[Action]:
-        """The checkpoint that ``save`` asked for is written."""
-        self.state = TrainerState.READY
-        self.remember(event.path, self.step)
-        return [Save(replace(self._row, checkpoint=event.path))] if self._row else []
+        """A checkpoint is written."""
+        self.remember(event.path, event.step)
+        row = self._rows.get(event.step)
+        return [Save(replace(row, checkpoint=event.path))] if row else []
 
     def _step_record(self, event: StepDone, now: Seconds) -> StepRecord:
         members = [member for group in self._batch for member in group.members]
@@ -237,7 +246,7 @@ class Training:
             staleness_max=max(staleness),
             tokens_per_s=sum(lengths) / seconds,
             trainer_s=metrics.get("trainer_s") or 0.0,
-            checkpoint=event.checkpoint,
+            checkpoint="",
         )
 
     def check(self) -> None:

@@ -11,7 +11,7 @@ its thread, and gives up its place among the ``concurrency`` calls that may run 
     the call cannot be read, or does    why                         error, tool "invalid"
     not fit the tool's schema
     it takes too long                   "tool timed out"            timeout
-    it raises anything else, reset or   nothing                     EnvironmentError_: the
+    it raises anything else, reset or   nothing                     EnvironmentBroken: the
     score fails, hangs or is not a                                  trajectory is tried again from
     finite number                                                   the start, and never scored
 
@@ -20,7 +20,7 @@ never be. So as long as it is, further tool calls of that trajectory time out at
 being run: the model keeps its turn and can answer with what it has, and nobody waits a second time
 for the same hung call. Should the call come back after all (its result is dropped), the
 environment is used again. The score needs the environment, so it waits for the hung call up to
-``tool_timeout_s``; then it is an EnvironmentError_.
+``tool_timeout_s``; then it is an EnvironmentBroken.
 
 **Where an episode ends.** A turn without a tool call is the answer: score it. So is a turn that was
 cut by its length, unless a complete call is in it: then that is run, the unfinished rest of the
@@ -48,7 +48,7 @@ from libra_cli.edge.threads import Threads
 from libra_cli.envs import registry
 from libra_cli.envs.protocol import Environment, Message, Task, ToolCall, ToolFailed, ToolSchema
 from libra_cli.envs.tools import Malformed, answer_of, objection, parse_tool_calls
-from libra_cli.errors import EnvironmentError_
+from libra_cli.errors import EnvironmentBroken
 from libra_cli.recipe import EnvironmentSpec
 
 LONGEST_OBSERVATION = 100_000
@@ -130,7 +130,7 @@ class Episodes:
     """The environments of all trajectories in flight. Not thread-safe: one event loop owns it."""
 
     def __init__(self, spec: EnvironmentSpec, renderer: Renderer) -> None:
-        """Find the environment and read the tasks; EnvironmentError_ if that fails."""
+        """Find the environment and read the tasks; EnvironmentBroken if that fails."""
         self._spec = spec
         self._renderer = renderer
         self._factory = registry.find(spec.name)
@@ -175,7 +175,7 @@ class Episodes:
         so that their tools do not all fail at the same moment.
         """
         if self._hung >= MOST_HUNG:
-            raise EnvironmentError_(
+            raise EnvironmentBroken(
                 f"environment {self._spec.name!r}: {self._hung} calls hang and do not come back",
                 hint="find out which tool hangs; raise environment.tool_timeout_s if it is slow",
             )
@@ -282,7 +282,7 @@ class Episodes:
             limit = self._spec.tool_timeout_s
             raise self._broke(name, f"it did not end within {limit:g} s") from error
         except _Raised as raised:
-            if isinstance(raised.error, EnvironmentError_):
+            if isinstance(raised.error, EnvironmentBroken):
                 raise raised.error from raised.error.__cause__
             raise self._broke(name, raised) from raised.error
 
@@ -318,8 +318,8 @@ class Episodes:
     def _came_back(self) -> None:
         self._hung -= 1
 
-    def _broke(self, where: str, why: object) -> EnvironmentError_:
-        return EnvironmentError_(f"environment {self._spec.name!r} broke in {where}: {why}")
+    def _broke(self, where: str, why: object) -> EnvironmentBroken:
+        return EnvironmentBroken(f"environment {self._spec.name!r} broke in {where}: {why}")
 
 
 def _refusal(call: ToolCall | Malformed, tools: Sequence[ToolSchema]) -> str | None:

@@ -16,6 +16,7 @@ from libra_cli.core.commands import trainer_processes
 from libra_cli.core.events import (
     CheckpointSaved,
     Event,
+    StepDone,
     TrainerFailed,
     TrainerStarted,
     TrainerStopped,
@@ -43,6 +44,7 @@ class Ranks:
         self._epoch = 0
         self._running: dict[str, str] = {}
         self._work: set[asyncio.Task[Event]] = set()
+        self._reports: set[asyncio.Task[None]] = set()
 
     @property
     def head(self) -> str:
@@ -127,11 +129,27 @@ class Ranks:
             task.cancel()
 
     async def train(self, action: Train) -> Event | None:
-        """One optimizer step."""
+        """One optimizer step. Its checkpoint, if it has one, is an event of its own, later."""
         if self._trainer is None:
             return TrainerFailed(action.epoch, "the trainer is not connected")
         work = self._trainer.train(action, patience_s=self._patience_s)
-        return await self._while_alive(action.epoch, work)
+        done = await self._while_alive(action.epoch, work)
+        if isinstance(done, StepDone) and action.ledger is not None:
+            task = asyncio.create_task(self._report_checkpoint(action.epoch, action.step))
+            self._reports.add(task)
+            task.add_done_callback(self._reports.discard)
+        return done
+
+    async def _report_checkpoint(self, epoch: int, step: int) -> None:
+        event = await self._while_alive(epoch, self._written(epoch, step))
+        if event is not None:
+            self._post(event)
+
+    async def _written(self, epoch: int, step: int) -> Event:
+        if self._trainer is None:
+            return TrainerFailed(epoch, "the trainer is not connected")
+        path = await self._trainer.wait_checkpoint(step, patience_s=self._patience_s)
+        return CheckpointSaved(epoch, step, path)
 
     async def checkpoint(self, action: Checkpoint) -> Event | None:
         """Write a checkpoint between two steps."""
@@ -140,7 +158,8 @@ class Ranks:
     async def _checkpoint(self, action: Checkpoint) -> Event:
         if self._trainer is None:
             return TrainerFailed(action.epoch, "the trainer is not connected")
-        return CheckpointSaved(action.epoch, await self._trainer.checkpoint(action.ledger))
+        path = await self._trainer.checkpoint(action.ledger)
+        return CheckpointSaved(action.epoch, action.step, path)
 
     async def _hang_up(self) -> None:
         if self._trainer is not None:

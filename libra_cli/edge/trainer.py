@@ -115,8 +115,21 @@ class Trainer:
                 raise TrainerError(f"step {action.step}: {answer['error']}")
             if answer["state"] == "done":
                 published = self._published(answer["version"])
-                checkpoint = answer.get("checkpoint") or ""
-                return StepDone(self.epoch, action.step, published, answer["metrics"], checkpoint)
+                return StepDone(self.epoch, action.step, published, answer["metrics"])
+
+    async def wait_checkpoint(self, step: int, *, patience_s: float) -> str:
+        """The path of the checkpoint that was asked for with a step, when it is written."""
+
+        async def ask() -> dict[str, Any]:
+            return await self._call("GET", f"/train/{step}", timeout_s=CALL_TIMEOUT_S)
+
+        while True:
+            answer = await self._persist(ask, patience_s=patience_s)
+            if answer["state"] == "failed":
+                raise TrainerError(f"checkpoint of step {step}: {answer['error']}")
+            if answer["checkpoint"]:
+                return str(answer["checkpoint"])
+            await asyncio.sleep(POLL_S)
 
     async def checkpoint(self, ledger: dict[str, Any]) -> str:
         """Write a checkpoint now; returns its path on the trainer's host."""

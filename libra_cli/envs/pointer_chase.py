@@ -12,10 +12,10 @@ number of calls so far, so the members of a group play exactly the same game.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeGuard
 
 from libra_cli.envs.protocol import Message, Task, ToolCall, ToolFailed, ToolSchema, function
 
@@ -110,24 +110,23 @@ def random_key(rng: random.Random) -> str:
     return "".join(rng.choice(LETTERS) for _ in range(KEY_LENGTH))
 
 
-def is_key(value: object) -> bool:
+def is_key(value: object) -> TypeGuard[str]:
     """Whether a store has it."""
     return isinstance(value, str) and len(value) == KEY_LENGTH and set(value) <= set(LETTERS)
 
 
 def demonstration(
-    environment: PointerChase, task: Task, seed: int, *, rng: random.Random, mistakes: float
+    environment: PointerChase, task: Task, seed: int, *, rng: random.Random, slips: float
 ) -> Iterator[tuple[str, str]]:
     """Play one episode as a distracted expert: ``(what it says, what it then reads)`` per turn.
 
-    It keeps count and asks again when the tool is busy, but in a share ``mistakes`` of the episodes
-    one key it says is some random one, and it does not notice. The last pair reads nothing.
+    It keeps count and asks again when the tool is busy, but with probability ``slips`` it swaps the
+    letters of the key it says, and does not notice. The last pair reads nothing.
     """
     environment.reset(task, seed)
     key, left = str(task["start"]), int(task["hops"])
-    slip = rng.randint(0, left) if rng.random() < mistakes else -1
     while left:
-        said = random_key(rng) if left == slip else key
+        said = key[::-1] if rng.random() < slips else key
         try:
             key = environment.step(ToolCall("get", {"key": said}))
         except ToolFailed as failure:
@@ -135,7 +134,7 @@ def demonstration(
         else:
             left -= 1
             yield call_text(said), key
-    yield (random_key(rng) if slip == 0 else key), ""
+    yield (key[::-1] if rng.random() < slips else key), ""
 
 
 def call_text(key: str) -> str:

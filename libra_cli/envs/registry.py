@@ -2,7 +2,7 @@
 
 A name is an entry point of group ``libra.environments`` (how a package adds one), the name of one
 that ships with libra, or an import path ``package.module:attribute``. Whatever goes wrong is an
-``EnvironmentError_`` that names what exists and what was probably meant.
+``EnvironmentBroken`` that names what exists and what was probably meant.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from libra_cli.envs.protocol import Environment, Task
-from libra_cli.errors import EnvironmentError_
+from libra_cli.errors import EnvironmentBroken
 
 GROUP = "libra.environments"
 SHIPPED: Mapping[str, str] = {
@@ -54,12 +54,12 @@ def find(name: str) -> Factory:
     except AttributeError as error:
         raise _no_attribute(name, target, error) from error
     except Exception as error:  # a module of somebody else may raise anything while it is imported
-        raise EnvironmentError_(
+        raise EnvironmentBroken(
             f"environment {name!r}: importing {module} failed: {type(error).__name__}: {error}",
             hint=f'python -c "import {module}"',
         ) from error
     if not callable(factory):
-        raise EnvironmentError_(f"environment {name!r}: {target} is not callable")
+        raise EnvironmentBroken(f"environment {name!r}: {target} is not callable")
     return factory  # type: ignore[no-any-return]
 
 
@@ -68,7 +68,7 @@ def make(name: str, factory: Factory, arguments: Mapping[str, Any]) -> Environme
     try:
         inspect.signature(factory).bind(**arguments)
     except TypeError as error:
-        raise EnvironmentError_(
+        raise EnvironmentBroken(
             f"environment {name!r} was given {sorted(arguments)}: {error}",
             hint=f"it takes: {inspect.signature(factory)}",
         ) from error
@@ -77,7 +77,7 @@ def make(name: str, factory: Factory, arguments: Mapping[str, Any]) -> Environme
     environment = factory(**arguments)
     missing = [member for member in _MEMBERS if not hasattr(environment, member)]
     if missing:
-        raise EnvironmentError_(
+        raise EnvironmentBroken(
             f"environment {name!r} has no {', '.join(missing)}",
             hint="see libra_cli/envs/protocol.py for what an environment is",
         )
@@ -89,10 +89,10 @@ def load_tasks(path: Path) -> Sequence[Task]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise EnvironmentError_(f"{path}: the tasks file cannot be read: {error}") from error
+        raise EnvironmentBroken(f"{path}: the tasks file cannot be read: {error}") from error
     tasks = [_task(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not tasks:
-        raise EnvironmentError_(f"{path}: the tasks file holds no task")
+        raise EnvironmentBroken(f"{path}: the tasks file holds no task")
     return tasks
 
 
@@ -100,30 +100,30 @@ def _task(path: Path, number: int, line: str) -> Task:
     try:
         task = json.loads(line)
     except ValueError as error:
-        raise EnvironmentError_(f"{path}:{number}: not JSON: {error}") from error
+        raise EnvironmentBroken(f"{path}:{number}: not JSON: {error}") from error
     if not isinstance(task, dict):
-        raise EnvironmentError_(f"{path}:{number}: a task is a JSON object")
+        raise EnvironmentBroken(f"{path}:{number}: a task is a JSON object")
     return task
 
 
-def _unknown(name: str, known: list[str]) -> EnvironmentError_:
+def _unknown(name: str, known: list[str]) -> EnvironmentBroken:
     close = difflib.get_close_matches(name, known, n=1)
     meant = f"; did you mean {close[0]!r}?" if close else ""
-    return EnvironmentError_(
+    return EnvironmentBroken(
         f"there is no environment {name!r}{meant}",
         hint=f"available: {', '.join(known)}; or an import path such as my_package.my_module:MyEnv",
     )
 
 
-def _no_attribute(name: str, target: str, error: AttributeError) -> EnvironmentError_:
+def _no_attribute(name: str, target: str, error: AttributeError) -> EnvironmentBroken:
     module, _, attribute = target.partition(":")
     try:
         names = [n for n in dir(importlib.import_module(module)) if not n.startswith("_")]
     except Exception:  # noqa: BLE001  the import itself raised the AttributeError
-        return EnvironmentError_(f"environment {name!r}: importing {module} failed: {error}")
+        return EnvironmentBroken(f"environment {name!r}: importing {module} failed: {error}")
     close = difflib.get_close_matches(attribute, names, n=1)
     meant = f"; did you mean {close[0]!r}?" if close else ""
-    return EnvironmentError_(
+    return EnvironmentBroken(
         f"environment {name!r}: {module} has no {attribute!r}{meant}",
         hint=f"{module} has: {', '.join(names)}",
     )

@@ -1,59 +1,115 @@
-"""Checkpoints: model, optimizer, scheduler, random states and ledger position, whole or not at all.
+"""Checkpoints as directories: ``step-000010/`` appears by an atomic rename, complete or not at all.
 
-Every host writes the part of its own ranks under the same name. A directory appears under its name
-when everything in it is on disk; only the newest ``keep`` stay.
+    .metadata, *.distcp    model and optimizer (torch.distributed.checkpoint; fp32, by name)
+    rng.pt                 random states, one a rank
+    ledger.json            the controller's position, exactly as it was given
+    checkpoint.json        step, world size; written last
+
+The format is the same for replicas and shards, so a checkpoint can be resumed by a world of another
+size or sharding. Replicas are written and read by rank 0 alone, so no shared directory is needed;
+shards are written by all ranks, which must see the same directory. The learning rate is a function
+of the step, so the step is the whole state of the schedule.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import random
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-LEDGER = "ledger.json"
+from libra_cli.errors import TrainerError
+from libra_cli.node.learner import Learner
+from libra_cli.node.weights import remove_old, replace_directory, write_durably
 
 
-def save(
-    accelerator: Accelerator, directory: Path, *, step: int, ledger: dict[str, Any], keep: int
-) -> Path:
-    """Write the checkpoint of ``step``; every rank calls it. Returns its path."""
-    final = directory / f"step-{step:06d}"
-    staging = directory / f".step-{step:06d}.tmp"
-    if accelerator.is_local_main_process:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(mode=0o700, parents=True)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(staging))
-    accelerator.wait_for_everyone()
-    if accelerator.is_local_main_process:
-        (staging / LEDGER).write_text(json.dumps({**ledger, "step": step}))
-        _to_disk(staging)
-        shutil.rmtree(final, ignore_errors=True)
-        staging.rename(final)
-        _forget(directory, keep)
-    accelerator.wait_for_everyone()
+def save(learner: Learner, root: Path, *, ledger: Mapping[str, Any], keep: int) -> Path:
+    """*Collective.* Write the checkpoint of ``learner.step`` and remove all but the last ``keep``.
+
+    The path, which exists on rank 0's host when this returns.
+    """
+    final = root / f"step-{learner.step:06d}"
+    temporary = root / f".{final.name}"
+    main = learner.rank == 0
+    if main:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(mode=0o700, parents=True)
+    learner.gather(None)  # until the directory is there
+    state = _state(learner)
+    if learner.sharded:
+        dcp.save(state, checkpoint_id=temporary, process_group=learner.control)
+    elif main:
+        dcp.save(state, checkpoint_id=temporary, no_dist=True)
+    states = learner.gather(_random_state())
+    if main:
+        torch.save(states, temporary / "rng.pt")
+        write_durably(temporary / "ledger.json", json.dumps(ledger).encode())
+        about = {"step": learner.step, "world_size": learner.world}
+        write_durably(temporary / "checkpoint.json", json.dumps(about).encode())
+        replace_directory(temporary, final)
+        remove_old(root, "step-*", keep=keep)
     return final
 
 
-def load(accelerator: Accelerator, path: Path) -> int:
-    """Restore everything; every rank calls it. Returns the step it was written after."""
-    accelerator.load_state(str(path))
-    return int(json.loads((path / LEDGER).read_text())["step"])
+def load(learner: Learner, path: Path) -> None:
+    """*Collective.* Put the learner where it was when ``path`` was saved."""
+    about: dict[str, Any] | None = None
+    states: list[dict[str, Any]] | None = None
+    if learner.rank == 0:
+        about = _read_about(path)
+        states = torch.load(path / "rng.pt", weights_only=False)
+    about, states = learner.broadcast(about), learner.broadcast(states)
+    state = _state(learner)
+    if learner.sharded:
+        dcp.load(state, checkpoint_id=path, process_group=learner.control)
+    else:
+        if learner.rank == 0:
+            dcp.load(state, checkpoint_id=path, no_dist=True)
+        state = learner.broadcast(state)
+    set_state_dict(
+        learner.model,
+        learner.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    learner.step = int(about["step"])
+    if learner.rank < len(states):
+        _restore_random_state(states[learner.rank])
 
 
-def _to_disk(directory: Path) -> None:
-    for path in [*directory.rglob("*"), directory]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _state(learner: Learner) -> dict[str, Any]:
+    """References to the learner's tensors, by name; loading into it fills them in place."""
+    model, optimizer = get_state_dict(learner.model, learner.optimizer)
+    return {"model": model, "optimizer": optimizer}
 
 
-def _forget(directory: Path, keep: int) -> None:
-    for old in sorted(directory.glob("step-*"))[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+def _read_about(path: Path) -> dict[str, Any]:
+    try:
+        about: dict[str, Any] = json.loads((path / "checkpoint.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise TrainerError(f"{path} is not a complete checkpoint: {error}") from error
+    return about
+
+
+def _random_state() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def _restore_random_state(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

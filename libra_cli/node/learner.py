@@ -1,217 +1,258 @@
-"""The policy, its optimizer, and one GRPO step over every rank.
+"""One rank's part of the policy: the model, its optimizer, and what one step does to them.
 
-With accelerate: plain on one process, DDP over several processes without GPUs, FSDP2 where the
-launcher configured it. Master weights and optimizer state are fp32; on GPUs the forward runs in
-bf16 (mixed precision), and what is published is cast to the dtype that is served.
+Methods marked *collective* must be called by all ranks, in the same order.
+
+Precision: parameters and optimizer state are fp32. With ``bfloat16`` the passes compute in bf16,
+and versions are published in it. Sharding: ``ddp`` keeps a replica a rank, ``fsdp2`` shards
+parameters, gradients and optimizer state. Both average gradients over the ranks, so each share's
+loss is multiplied by their number: what comes out is the sum, as if there were one rank.
 """
 
 from __future__ import annotations
 
-import math
+import contextlib
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor
-from transformers import AutoModelForCausalLM
+from accelerate.utils import InitProcessGroupKwargs, set_seed
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from libra_cli.node import batching
-from libra_cli.node.batching import Item, MicroBatch
-from libra_cli.node.config import TrainerConfig
-from libra_cli.node.loss import (
-    LossSettings,
-    group_advantages,
-    grpo_loss,
-    token_logprobs,
-)
+from libra_cli.errors import TrainerError
+from libra_cli.node.batching import MicroBatch, collate, deal
+from libra_cli.node.loss import LossSettings, group_advantages, grpo_loss, token_logprobs
+from libra_cli.node.samples import Sample
+from libra_cli.node.sharding import load_sharded
+from libra_cli.node.trainer_config import TrainerConfig
+from libra_cli.node.weights import Probe, probe_tokens
 
-SUMS = ("loss", "kl", "clipped", "weight", "entropy", "gap", "gap_tokens", "tokens")
-
-
-@dataclass
-class Totals:
-    """Sums over tokens, first of this rank and then of all."""
-
-    values: Tensor
-
-    def add(self, **sums: Tensor | float) -> None:
-        """Add to some of the sums."""
-        for name, value in sums.items():
-            self.values[SUMS.index(name)] += float(value)
-
-    def __getitem__(self, name: str) -> float:
-        return float(self.values[SUMS.index(name)])
+COLLECTIVE_TIMEOUT_S = 1800.0
+"""No rank waits longer than this for another; a step or a checkpoint must fit in."""
+SUMS = ("loss", "kl", "entropy", "clipped", "weight", "gap", "gap_tokens")
+"""What is summed over tokens, micro-batches and ranks."""
+T = TypeVar("T")
 
 
 class Learner:
-    """Model, reference, optimizer and schedule of one rank."""
+    """The policy on this rank. ``step`` is the number of optimizer steps taken so far."""
 
-    def __init__(self, accelerator: Accelerator, config: TrainerConfig) -> None:
-        training = config.training
-        self._accelerator = accelerator
-        self._config = config
-        self._settings = LossSettings(
-            training.clip_low, training.clip_high, training.tis_cap, training.kl_coef
+    def __init__(self, config: TrainerConfig) -> None:
+        """*Collective.* Join the world, check it, load the model."""
+        timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+        self._accelerator = Accelerator(kwargs_handlers=[timeout])
+        self.rank = self._accelerator.process_index
+        self.world = self._accelerator.num_processes
+        check_world(self.rank, self.world, config.world_size)
+        set_seed(config.seed)
+        self.config = config
+        self.step = 0
+        # Commands and checkpoints are agreed on over gloo: an idle rank then burns no GPU, and a
+        # rank that died is noticed at once.
+        self.control = dist.new_group(backend="gloo") if self.world > 1 else None
+        self._device = self._accelerator.device
+        on_gpu = self._device.type == "cuda"
+        sharding = config.training.sharding
+        self.sharded = self.world > 1 and (sharding == "fsdp2" or (sharding == "auto" and on_gpu))
+        self.model = self._load()
+        self._forward = self._wrap(self.model, checkpointing=on_gpu)
+        self._reference = self._frozen() if config.training.kl_coef > 0 else None
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=config.training.learning_rate,
+            betas=config.training.betas,
+            weight_decay=config.training.weight_decay,
         )
-        torch.manual_seed(config.seed)
-        model = _load(config.model_dir)
-        self.vocabulary = int(model.config.vocab_size)
-        optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=training.learning_rate,
-            betas=training.betas,
-            weight_decay=training.weight_decay,
-        )
-        self.model, self.optimizer = accelerator.prepare(model, optimizer)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            # accelerate's wrapper steps a schedule once a process; ours is one step a step.
-            getattr(self.optimizer, "optimizer", self.optimizer),
-            lambda step: min(1.0, (step + 1) / max(1, training.warmup_steps)),
-        )
-        accelerator.register_for_checkpointing(self.schedule)
-        self.reference: torch.nn.Module | None = None
-        if training.kl_coef > 0:
-            self.reference = accelerator.prepare_model(
-                _load(config.model_dir), evaluation_mode=True
-            )
 
-    def step(self, items: list[Item]) -> dict[str, float | None]:
-        """One optimizer step on a global batch; every rank calls it with the whole batch.
+    def broadcast(self, value: T | None) -> T:
+        """*Collective.* Rank 0's value; what the others give is ignored."""
+        message = [value]
+        if self.control is not None:
+            dist.broadcast_object_list(message, src=0, group=self.control)
+        return cast(T, message[0])
 
-        Returns the metrics of the step log, the same on every rank.
-        """
+    def gather(self, value: T) -> list[T]:
+        """*Collective.* Every rank's value, in rank order."""
+        if self.control is None:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def train(self, step: int, samples: Sequence[Sample]) -> dict[str, float | int | None]:
+        """*Collective.* One optimizer step on the global batch; every rank is given all of it."""
         started = time.monotonic()
-        accelerator, training = self._accelerator, self._config.training
-        rewards = torch.tensor([item.reward for item in items])
-        groups = torch.tensor([item.group for item in items])
-        advantages = group_advantages(rewards, groups, normalize_std=training.normalize_std)
-        # Known before any backward pass, by every rank, so that a share is a share of one sum.
-        total_tokens = sum(item.learned for item in items)
-        lengths = [len(item) for item in items]
-        cuts = batching.cut(lengths, training.micro_batch_tokens)
-        hands = batching.deal(cuts, lengths, accelerator.num_processes)
-        mine = hands[accelerator.process_index]
-        totals = Totals(torch.zeros(len(SUMS), dtype=torch.float64, device=accelerator.device))
-        self.model.train()
-        for number, (indices, weight) in enumerate(mine, start=1):
-            batch = batching.collate(items, advantages, indices, weight)
-            with self._sharing(last=number == len(mine)):
-                loss = self._loss(batch, totals)
-                # DDP and FSDP average over ranks; this makes it the sum.
-                accelerator.backward(loss * accelerator.num_processes / max(total_tokens, 1))
-        grad_norm = accelerator.clip_grad_norm_(self.model.parameters(), training.max_grad_norm)
-        learning_rate = float(self.schedule.get_last_lr()[0])
-        self._apply(float(grad_norm))
-        totals.values = accelerator.reduce(totals.values, reduction="sum")
-        return self._metrics(totals, float(grad_norm), learning_rate, time.monotonic() - started)
-
-    @contextmanager
-    def _sharing(self, *, last: bool) -> Iterator[None]:
-        """Gradients cross ranks once a step, with the last micro-batch."""
-        if last:
-            yield
-        else:
-            with self._accelerator.no_sync(self.model):
-                yield
-
-    def _apply(self, grad_norm: float) -> None:
-        if not math.isfinite(grad_norm):
-            raise FloatingPointError(f"the gradient's norm is {grad_norm}; nothing was updated")
+        training = self.config.training
+        tokens = sum(sample.generated for sample in samples)
+        if tokens == 0:
+            raise TrainerError(f"step {step} has no generated token to learn from")
+        sums = self._accumulate(samples, tokens)
+        norm = self._clip(training.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise TrainerError(f"step {step}: the gradient's norm is {norm.item()}")
+        rate = self.learning_rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         self.optimizer.step()
-        self.schedule.step()
         self.optimizer.zero_grad()
-
-    def _loss(self, batch: MicroBatch, totals: Totals) -> Tensor:
-        device = self._accelerator.device
-        ids = batch.ids_BT.to(device)
-        attention = batch.attention_BT.to(device)
-        # Position t - 1 predicts token t.
-        target = batch.target_BT[:, 1:].to(device)
-        wanted = ids[:, 1:][target]
-        logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits
-        current, entropy = self._logprobs(logits, target, wanted)
-        rollout = batch.rollout_BT[:, 1:].to(device)[target]
-        out = grpo_loss(
-            current,
-            proximal=current.detach(),
-            rollout=rollout,
-            advantages=batch.advantage_BT[:, 1:].to(device)[target],
-            settings=self._settings,
-            reference=self._reference(ids, attention, target, wanted),
-        )
-        if batch.weight:
-            fresh = batch.fresh_BT[:, 1:].to(device)[target]
-            gap = (current.detach() - rollout).abs()[fresh]
-            totals.add(
-                loss=out.loss.detach(),
-                kl=out.kl,
-                clipped=out.clipped,
-                weight=out.weight,
-                entropy=entropy.sum(),
-                gap=gap.sum(),
-                gap_tokens=fresh.sum(),
-                tokens=target.sum(),
-            )
-        return out.loss * batch.weight
-
-    def _logprobs(self, logits: Tensor, target: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        rows = logits[:, :-1][target]
-        return token_logprobs(rows, wanted, temperature=self._config.temperature)
-
-    def _reference(
-        self, ids: Tensor, attention: Tensor, target: Tensor, wanted: Tensor
-    ) -> Tensor | None:
-        if self.reference is None:
-            return None
-        with torch.no_grad():
-            logits = self.reference(input_ids=ids, attention_mask=attention, use_cache=False).logits
-            return self._logprobs(logits, target, wanted)[0]
-
-    def _metrics(
-        self, totals: Totals, grad_norm: float, learning_rate: float, seconds: float
-    ) -> dict[str, float | None]:
-        tokens = max(totals["tokens"], 1.0)
-        gap_tokens = totals["gap_tokens"]
+        self.step = step
+        gap_tokens = int(sums["gap_tokens"])
         return {
-            "loss": totals["loss"] / tokens,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "kl": totals["kl"] / tokens if self.reference is not None else None,
-            "entropy": totals["entropy"] / tokens,
-            "clip_fraction": totals["clipped"] / tokens,
-            "tis_mean": totals["weight"] / tokens,
-            "logprob_gap": totals["gap"] / gap_tokens if gap_tokens else None,
+            "loss": sums["loss"] / tokens,
+            "grad_norm": norm.item(),
+            "learning_rate": rate,
+            "kl": sums["kl"] / tokens if self._reference is not None else None,
+            "entropy": sums["entropy"] / tokens,
+            "clip_fraction": sums["clipped"] / tokens,
+            "tis_mean": sums["weight"] / tokens,
+            "logprob_gap": sums["gap"] / gap_tokens if gap_tokens else None,
             "logprob_gap_tokens": gap_tokens,
-            "trainer_s": seconds,
+            "generated_tokens": tokens,
+            "update_s": time.monotonic() - started,
         }
 
-    def probe(self, token_ids: list[int]) -> list[float]:
-        """Log-probabilities of ``token_ids[1:]``, each given everything before it, unscaled.
+    def learning_rate(self, step: int) -> float:
+        """Of optimizer step ``step``, counted from 1: a linear ramp, then constant."""
+        training = self.config.training
+        ramp = min(1.0, step / training.warmup_steps) if training.warmup_steps else 1.0
+        return training.learning_rate * ramp
 
-        Every rank calls it; all get the same answer.
-        """
-        ids = torch.tensor([token_ids], device=self._accelerator.device)
-        self.model.eval()
+    def probe(self) -> Probe:
+        """*Collective.* The fixed sequence and what the current policy thinks of it."""
+        vocabulary = int(self.model.config.vocab_size)
+        token_ids = probe_tokens(vocabulary, self.config.probe_tokens)
+        batch = torch.tensor([token_ids], device=self._device)
         with torch.no_grad():
-            logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
-        logprobs, _ = token_logprobs(logits, ids[0, 1:], temperature=1.0)
-        return [float(value) for value in logprobs]
+            logits = self._forward(input_ids=batch, use_cache=False).logits[0, :-1]
+            logprobs, _ = token_logprobs(logits, batch[0, 1:], temperature=1.0)
+        return Probe(token_ids, logprobs.tolist())
 
-    def state(self) -> dict[str, Tensor]:
-        """The whole model on the CPU in the served dtype; empty on all ranks but the first."""
-        gathered: dict[str, Tensor] = self._accelerator.get_state_dict(self.model)
-        if not self._accelerator.is_main_process:
-            return {}
-        dtype = getattr(torch, self._config.dtype)
-        return {name: tensor.detach().to("cpu", dtype) for name, tensor in gathered.items()}
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """*Collective.* The weights to publish, whole, on the CPU; every rank must exhaust it."""
+        dtype = torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
+        seen: set[int] = set()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) in seen:
+                # Tied: Hugging Face directories hold it once, under its first name.
+                continue
+            seen.add(id(tensor))
+            whole = tensor.detach()
+            if isinstance(whole, DTensor):
+                whole = whole.full_tensor()
+            yield name, whole.to("cpu", dtype).contiguous()
+
+    def close(self) -> None:
+        """*Collective.* Leave the world."""
+        self._accelerator.end_training()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _accumulate(self, samples: Sequence[Sample], tokens: int) -> dict[str, float]:
+        """Gradients of the whole batch's loss, and the sums of ``SUMS`` over all ranks."""
+        rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+        groups = torch.tensor([sample.group for sample in samples])
+        advantages = group_advantages(
+            rewards, groups, normalize_std=self.config.training.normalize_std
+        ).tolist()
+        lengths = [len(sample.token_ids) for sample in samples]
+        budget = self.config.training.micro_batch_tokens
+        share = deal(lengths, shares=self.world, budget=budget)[self.rank]
+        sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        for number, indices in enumerate(share):
+            batch = collate(
+                [samples[i] for i in indices], [advantages[i] for i in indices], self._device
+            )
+            with self._sync_only(last=number == len(share) - 1):
+                sums += self._backward(batch, scale=self.world / tokens)
+        total = self._accelerator.reduce(sums.float().to(self._device), reduction="sum")
+        return dict(zip(SUMS, cast(Tensor, total).tolist(), strict=True))
+
+    def _backward(self, batch: MicroBatch, *, scale: float) -> Tensor:
+        current, entropy = self._logprobs(self._forward, batch)
+        reference = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference, _ = self._logprobs(self._reference, batch)
+        training = self.config.training
+        loss = grpo_loss(
+            current,
+            proximal=current.detach(),
+            rollout=batch.rollout,
+            advantages=batch.advantages,
+            settings=LossSettings(
+                training.clip_low, training.clip_high, training.tis_cap, training.kl_coef
+            ),
+            reference=reference,
+        )
+        self._accelerator.backward(loss.loss * scale)
+        gap = (current.detach() - batch.rollout).abs()[batch.fresh]
+        values = [loss.loss.detach(), loss.kl, entropy.sum(), loss.clipped, loss.weight, gap.sum()]
+        return torch.tensor([*(float(value) for value in values), len(gap)], dtype=torch.float64)
+
+    def _logprobs(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        logits = model(input_ids=batch.token_ids, use_cache=False).logits
+        chosen = logits[batch.rows, batch.columns - 1]
+        return token_logprobs(chosen, batch.targets, temperature=self.config.temperature)
+
+    def _sync_only(self, *, last: bool) -> AbstractContextManager[None]:
+        """Replicas exchange gradients once a step. Shards do each time, or each rank would hold
+        whole gradients."""
+        if last or self.sharded:
+            return contextlib.nullcontext()
+        return cast(AbstractContextManager[None], self._accelerator.no_sync(self._forward))
+
+    def _clip(self, max_norm: float) -> Tensor:
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _load(self) -> nn.Module:
+        if not self.sharded:
+            return self._read()
+        description = AutoConfig.from_pretrained(self.config.model_dir)
+        return load_sharded(
+            self._read,
+            lambda: AutoModelForCausalLM.from_config(
+                description, dtype=torch.float32, attn_implementation="sdpa"
+            ),
+            device=self._device,
+            group=self.control,
+            bf16=self._accelerator.mixed_precision == "bf16",
+        )
+
+    def _read(self) -> nn.Module:
+        return cast(
+            nn.Module,
+            AutoModelForCausalLM.from_pretrained(
+                self.config.model_dir, dtype=torch.float32, attn_implementation="sdpa"
+            ),
+        )
+
+    def _wrap(self, model: nn.Module, *, checkpointing: bool) -> nn.Module:
+        """What to call: autocast and DDP come from accelerate, shards bring their own policy."""
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.sharded:
+            return model
+        return cast(nn.Module, self._accelerator.prepare_model(model))
+
+    def _frozen(self) -> nn.Module:
+        model = self._load().eval().requires_grad_(False)
+        if self.sharded:
+            return model
+        return cast(nn.Module, self._accelerator.prepare_model(model, evaluation_mode=True))
 
 
-def _load(model_dir: str | Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float32, attn_implementation="sdpa"
-    )
+def check_world(rank: int, world: int, wanted: int) -> None:
+    """``accelerate launch`` can make several small worlds out of one and say nothing."""
+    if world != wanted:
+        raise TrainerError(
+            f"rank {rank} is in a world of {world}, but the plan has {wanted} processes: "
+            "accelerate launch formed separate jobs, or another number of them"
+        )

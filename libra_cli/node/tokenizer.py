@@ -91,3 +91,17 @@ def observation_text(observation: str) -> str:
     return (
         f"\n{START}user\n<tool_response>\n{observation}\n</tool_response>{END}\n{START}assistant\n"
     )
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that is there."""
+    found: int | None = tokenizer.token_to_id(token)
+    if found is None:
+        raise KeyError(token)
+    return found
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids, boilerplate and special tokens recognised."""
+    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return token_ids

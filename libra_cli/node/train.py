@@ -1,171 +1,182 @@
-"""One rank of the trainer.
+"""The trainer: ``accelerate launch ... -m libra_cli.node.train config.json``, one process a rank.
 
-    accelerate launch ... -m libra_cli.node.train <config.json>
+Rank 0 answers HTTP on its host's loopback (``trainer_http``) and hands every command to the other
+ranks; all of them then do the same, in the same order:
 
-    consumes            waits for                               unblocked by
-    rank 0: an order    the controller, 10 s at a time          HTTP; else it says "nothing" to all
-    others: an order    rank 0's broadcast                      at least every 10 s
+    wait for a command       at most IDLE_S, then all hear ``Idle``: a dead rank is noticed
+    take the step            gradients of the dealt shares, one sum, one update
+    publish the version      rank 0 writes; the step is ``done`` from here
+    write the checkpoint     if it was asked for
 
-Rank 0 answers HTTP (``desk``) and tells every order to the others. Whatever goes wrong in an order
-is the end of this process: rank 0 says why to whoever asks and leaves, the launcher ends the other
-ranks, and the controller starts a new trainer from the last checkpoint. Nothing is retried here.
+A rank that fails says why on stderr and exits with 1; its launcher and the broken connections take
+the others down. If rank 0 fails, it first answers ``failed`` for LINGER_S or until told to stop, so
+that whoever waits for a step learns why. No wait is without a deadline.
 """
 
 from __future__ import annotations
 
-import datetime
+import json
+import logging
 import os
 import sys
 import time
 import traceback
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
-import torch
-import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
+from libra_cli.errors import LibraError, TrainerError
+from libra_cli.node.trainer_config import TrainerConfig
+from libra_cli.node.trainer_http import Checkpoint, Command, Desk, Idle, Stop, Train, serve
 
-from libra_cli.node import batching, checkpoint, weights
-from libra_cli.node.config import TrainerConfig
-from libra_cli.node.desk import Desk
-from libra_cli.node.learner import Learner
+if TYPE_CHECKING:
+    from libra_cli.node.learner import Learner
+    from libra_cli.node.weights import Published
 
 IDLE_S = 10.0
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
-LAST_WORDS_S = 5.0
-"""How long a failed rank 0 stays to be asked for the reason."""
+LINGER_S = 30.0
+log = logging.getLogger("libra.trainer")
 
 
-class Trainer:
-    """Carries out orders on every rank; the answers are rank 0's."""
-
-    def __init__(self, accelerator: Accelerator, config: TrainerConfig) -> None:
-        self._accelerator = accelerator
-        self._config = config
-        self._learner = Learner(accelerator, config)
-        self.step = 0
-        if config.resume is not None:
-            self.step = checkpoint.load(accelerator, Path(config.resume))
-        self._probe_ids = weights.probe_ids(self._learner.vocabulary, config.probe_tokens)
-
-    def publish(self) -> dict[str, Any]:
-        """Write the version of the current step; the answer is empty but on rank 0."""
-        config = self._config
-        logprobs = self._learner.probe(self._probe_ids)
-        state = self._learner.state()
-        if not self._accelerator.is_main_process:
-            return {}
-        return asdict(
-            weights.publish(
-                state,
-                (self._probe_ids, logprobs),
-                config.versions,
-                version=self.step,
-                trainer_epoch=config.trainer_epoch,
-                keep=config.keep_versions,
-            )
-        )
-
-    def train(self, order: dict[str, Any]) -> dict[str, Any]:
-        """One optimizer step, published; with a checkpoint if the order wants one."""
-        metrics = self._learner.step(batching.unpack(order["trajectories"]))
-        self.step = int(order["step"])
-        version = self.publish()
-        wanted = order["checkpoint"]
-        path = self.save(wanted["ledger"]) if wanted is not None else ""
-        return {"metrics": metrics, "version": version, "checkpoint": path}
-
-    def save(self, ledger: dict[str, Any]) -> str:
-        """Write a checkpoint of the current step; returns its path."""
-        directory = Path(self._config.checkpoint_dir)
-        keep = self._config.training.keep_checkpoints
-        saved = checkpoint.save(
-            self._accelerator, directory, step=self.step, ledger=ledger, keep=keep
-        )
-        return str(saved)
-
-
-def serve(accelerator: Accelerator, trainer: Trainer, desk: Desk | None) -> None:
-    """Take orders until one says stop."""
-    while True:
-        order = _next(accelerator, desk)
-        if order is None:
-            continue
-        if order["do"] == "stop":
-            return
-        if order["do"] == "train":
-            answer = trainer.train(order)
-        else:
-            answer = {"path": trainer.save(order["ledger"])}
-        if desk is not None:
-            desk.tell(step=trainer.step, **_published(answer))
-            desk.done(order["key"], answer)
-
-
-def _published(answer: dict[str, Any]) -> dict[str, Any]:
-    return {"published": answer["version"]} if "version" in answer else {}
-
-
-def _next(accelerator: Accelerator, desk: Desk | None) -> dict[str, Any] | None:
-    """Rank 0's next order, on every rank; None keeps idle ranks from timing out."""
-    box = [desk.take(IDLE_S) if desk is not None else None]
-    if accelerator.num_processes > 1:
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-def make_accelerator(config: TrainerConfig) -> Accelerator:
-    """The world, checked.
-
-    Raises:
-        RuntimeError: it has not the size that was asked for. (``accelerate launch --cpu`` over
-            several machines makes several worlds of one, and says nothing.)
-    """
-    accelerator = Accelerator(
-        mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)],
+def main() -> int:
+    """The exit code of this rank."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
-    if accelerator.num_processes != config.world_size:
-        raise RuntimeError(
-            f"the trainer's world has {accelerator.num_processes} processes, the plan has "
-            f"{config.world_size} (rank {accelerator.process_index}, "
-            f"{accelerator.distributed_type})"
-        )
-    return accelerator
-
-
-def main() -> None:
-    """Join the world, publish the first version, take orders."""
-    config = TrainerConfig.load(Path(sys.argv[1]))
-    token = Path(os.environ["LIBRA_TOKEN_FILE"]).read_text().strip()
-    desk = Desk(config.port, token) if int(os.environ.get("RANK", "0")) == 0 else None
+    config = TrainerConfig.from_json(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    if int(os.environ.get("RANK", "0")):
+        return _run(config, None)
+    # Before torch is imported, so that the controller hears "starting" within a second.
+    desk = Desk(config.world_size, config.trainer_epoch, config.max_len)
+    token = Path(os.environ["LIBRA_TOKEN_FILE"]).read_text(encoding="utf-8").strip()
+    server = serve(desk, port=config.port, token=token)
     try:
-        accelerator = make_accelerator(config)
-        trainer = Trainer(accelerator, config)
-        published = trainer.publish()
+        code = _run(config, desk)
+        if code:
+            desk.wait_for_stop(LINGER_S)
+        return code
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _run(config: TrainerConfig, desk: Desk | None) -> int:
+    try:
+        loop = _loop(config, desk)
+        loop()
+    except Exception as error:  # noqa: BLE001  whatever it is, who waits must be told
+        if not isinstance(error, LibraError):
+            traceback.print_exc()
+        log.error("trainer failed: %s", last_line(error))  # noqa: TRY400  printed above
         if desk is not None:
-            desk.tell(
-                state="ready",
-                world_size=accelerator.num_processes,
-                step=trainer.step,
-                trainer_epoch=config.trainer_epoch,
-                published=published,
-            )
-        serve(accelerator, trainer, desk)
-    except Exception as error:  # noqa: BLE001  whatever it was, whoever asks must hear it
-        traceback.print_exc()
-        if desk is not None:
-            desk.fail(f"{type(error).__name__}: {error}")
-            time.sleep(LAST_WORDS_S)
-        # Not sys.exit: a rank that waits in a collective would keep its threads, and us, alive.
-        os._exit(1)
-    accelerator.end_training()
-    if desk is not None:
-        desk.close()
+            desk.fail(last_line(error))
+        return 1
+    return 0
+
+
+def last_line(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    return traceback.format_exception_only(error)[-1].strip()
+
+
+def _loop(config: TrainerConfig, desk: Desk | None) -> Callable[[], None]:
+    from libra_cli.node.learner import Learner
+
+    started = time.monotonic()
+    rank = Rank(config, desk, Learner(config))
+    rank.begin()
+    log.info(
+        "rank %d of %d is ready after %.1f s%s",
+        rank.learner.rank,
+        rank.learner.world,
+        time.monotonic() - started,
+        " (sharded)" if rank.learner.sharded else "",
+    )
+    return rank.serve
+
+
+class Rank:
+    """One process of the world. Only rank 0 has a desk."""
+
+    def __init__(self, config: TrainerConfig, desk: Desk | None, learner: Learner) -> None:
+        if (desk is None) != (learner.rank > 0):
+            raise TrainerError(f"RANK says otherwise than accelerate: {learner.rank}")
+        self.config = config
+        self.desk = desk
+        self.learner = learner
+
+    def begin(self) -> None:
+        """Resume if asked to, and publish the version to start from."""
+        from libra_cli.node import checkpoint
+
+        if self.config.resume:
+            checkpoint.load(self.learner, Path(self.config.resume))
+        version = self._publish()
+        if self.desk is not None and version is not None:
+            self.desk.ready(version, self.config.resume or "")
+
+    def serve(self) -> None:
+        """Until told to stop."""
+        while True:
+            given: Command | None = self.desk.next(IDLE_S) if self.desk is not None else None
+            command = cast("Command", self.learner.broadcast(given))
+            if isinstance(command, Stop):
+                self.learner.close()
+                return
+            self._obey(command)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Train():
+                self._train(command)
+                if command.ledger is not None:
+                    self._save(Checkpoint(command.ledger))
+            case Checkpoint():
+                self._save(command)
+            case Idle() | Stop():
+                pass
+
+    def _train(self, command: Train) -> None:
+        started = time.monotonic()
+        metrics = self.learner.train(command.step, command.samples)
+        stepped = time.monotonic()
+        version = self._publish()
+        if self.desk is None or version is None:
+            return
+        ended = time.monotonic()
+        metrics |= {"publish_s": ended - stepped, "trainer_s": ended - started}
+        self.desk.done(command.step, metrics, version)
+        log.info("step %d: %s", command.step, json.dumps(metrics))
+
+    def _publish(self) -> Published | None:
+        from libra_cli.node.weights import publish
+
+        probe = self.learner.probe()
+        if self.desk is None:
+            for _ in self.learner.tensors():
+                pass
+            return None
+        return publish(
+            self.learner.tensors(),
+            self.config.versions,
+            version=self.learner.step,
+            trainer_epoch=self.config.trainer_epoch,
+            probe=probe,
+            keep=self.config.keep_versions,
+        )
+
+    def _save(self, command: Checkpoint) -> None:
+        from libra_cli.node import checkpoint
+
+        path = checkpoint.save(
+            self.learner,
+            Path(self.config.checkpoint_dir),
+            ledger=command.ledger,
+            keep=self.config.training.keep_checkpoints,
+        )
+        if self.desk is not None:
+            self.desk.saved(self.learner.step, str(path))
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    main()
+    sys.exit(main())

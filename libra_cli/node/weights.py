@@ -1,11 +1,12 @@
-"""Weight versions on disk: written once, whole or not at all, with what proves them.
+"""Weight versions as directories: written whole, named by version and epoch, never changed.
 
-    <weights_dir>/<run>/v000007-e1/
-        model-00001.safetensors ...   Hugging Face names, as vLLM's reload_weights reads them
-        manifest.json                 tensors, files with sha256, and the probe
+    <root>/v000007-e0/
+      model-00000.safetensors ...   tensors under their Hugging Face names
+      manifest.json                 names, shapes, dtypes, checksums, and the probe
 
-The probe is a fixed sequence with the trainer's own log-probabilities for it; a server that has
-loaded the version must give the same. A directory appears under its name only when it is complete.
+A directory appears by an atomic rename after everything in it is on disk, so whoever sees one sees
+all of it. The probe is a fixed token sequence with the log-probabilities that this version gives
+it: the only way to know that a server computes with these weights is to ask it the same question.
 """
 
 from __future__ import annotations
@@ -13,23 +14,34 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-SHARD_BYTES = 4 * 2**30
-CHUNK_BYTES = 2**22
+FILE_BYTES = 2 * 1024**3
+"""A file is closed once it is this large, so that files are hashed and pulled in parallel."""
+WRITERS = 4
+MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
-    """What the controller is told of a published version."""
+class Probe:
+    """``logprobs[i]`` belongs to ``token_ids[i + 1]`` given everything before it, temperature 1."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version that is complete on disk."""
 
     name: str
     version: int
@@ -37,82 +49,126 @@ class Version:
     published_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class _File:
+    name: str
+    bytes: int
+    sha256: str
+
+
 def version_name(version: int, trainer_epoch: int) -> str:
-    """The directory of a version, sorting by number."""
+    """The directory of a version. A restarted trainer may publish a number again, not a name."""
     return f"v{version:06d}-e{trainer_epoch}"
 
 
-def probe_ids(vocabulary: int, count: int) -> list[int]:
-    """A fixed sequence of tokens, the same for every version of a model."""
-    chooser = random.Random(vocabulary)
-    return [chooser.randrange(vocabulary) for _ in range(count)]
+def probe_tokens(vocabulary: int, count: int) -> list[int]:
+    """The same sequence in every process: tokens from all over the vocabulary."""
+    generator = torch.Generator().manual_seed(20776)
+    tokens: list[int] = torch.randint(0, vocabulary, (count,), generator=generator).tolist()
+    return tokens
 
 
 def publish(
-    state: Mapping[str, Tensor],
-    probe: tuple[Sequence[int], Sequence[float]],
-    versions: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    root: Path,
     *,
     version: int,
     trainer_epoch: int,
+    probe: Probe,
     keep: int,
-) -> Version:
-    """Write a version, then remove all but the newest ``keep``.
-
-    ``state`` holds CPU tensors under their Hugging Face names, in the dtype that is served.
-    """
+) -> Published:
+    """Write one version and remove all but the last ``keep``."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
     name = version_name(version, trainer_epoch)
-    staging = versions / f".{name}.tmp"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(mode=0o700, parents=True)
-    tensors: dict[str, dict[str, object]] = {}
-    for number, shard in enumerate(_shards(state), start=1):
-        file = f"model-{number:05d}.safetensors"
-        save_file(dict(shard), staging / file, metadata={"format": "pt"})
-        for key, tensor in shard.items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            tensors[key] = {"shape": list(tensor.shape), "dtype": dtype, "file": file}
-    files = {path.name: _seal(path) for path in sorted(staging.glob("*.safetensors"))}
-    published = Version(name, version, sum(size for size, _ in files.values()), time.time())
-    manifest = {
-        **asdict(published),
-        "trainer_epoch": trainer_epoch,
-        "tensors": tensors,
-        "files": {file: {"bytes": size, "sha256": sha} for file, (size, sha) in files.items()},
-        "probe": {"token_ids": list(probe[0]), "logprobs": list(probe[1])},
-    }
-    (staging / "manifest.json").write_text(json.dumps(manifest))
-    final = versions / name
-    shutil.rmtree(final, ignore_errors=True)
-    staging.rename(final)
-    _forget(versions, keep)
-    return published
+    temporary = root / f".{name}.{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(mode=0o700)
+    try:
+        described, files = _write_tensors(tensors, temporary)
+        manifest = {
+            "version": version,
+            "trainer_epoch": trainer_epoch,
+            "name": name,
+            "tensors": described,
+            "files": {file.name: {"bytes": file.bytes, "sha256": file.sha256} for file in files},
+            "probe": {"token_ids": list(probe.token_ids), "logprobs": list(probe.logprobs)},
+        }
+        write_durably(temporary / MANIFEST, json.dumps(manifest).encode())
+        replace_directory(temporary, root / name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    remove_old(root, "v*-e*", keep=keep)
+    return Published(name, version, sum(file.bytes for file in files), time.time())
 
 
-def _shards(state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
+def _write_tensors(
+    tensors: Iterable[tuple[str, Tensor]], directory: Path
+) -> tuple[dict[str, object], list[_File]]:
+    described: dict[str, object] = {}
+    writes: list[Future[_File]] = []
+    with ThreadPoolExecutor(WRITERS) as pool:
+        for number, part in enumerate(_parts(tensors)):
+            path = directory / f"model-{number:05d}.safetensors"
+            for name, tensor in part.items():
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                described[name] = {
+                    "shape": list(tensor.shape),
+                    "dtype": dtype,
+                    "file": path.name,
+                }
+            writes.append(pool.submit(_write_file, path, part))
+        return described, [write.result() for write in writes]
+
+
+def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    part: dict[str, Tensor] = {}
     size = 0
-    for key, tensor in state.items():
-        if shard and size + tensor.nbytes > SHARD_BYTES:
-            yield shard
-            shard, size = {}, 0
-        shard[key] = tensor.contiguous()
+    for name, tensor in tensors:
+        part[name] = tensor
         size += tensor.nbytes
-    yield shard
+        if size >= FILE_BYTES:
+            yield part
+            part, size = {}, 0
+    if part:
+        yield part
 
 
-def _seal(path: Path) -> tuple[int, str]:
-    """Bytes and sha256 of a file that is now on its medium."""
-    digest = hashlib.sha256()
+def _write_file(path: Path, part: dict[str, Tensor]) -> _File:
+    save_file(part, path, metadata={"format": "pt"})
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
         os.fsync(file.fileno())
-        size = file.tell()
-    return size, digest.hexdigest()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return _File(path.name, os.fstat(file.fileno()).st_size, digest)
 
 
-def _forget(versions: Path, keep: int) -> None:
-    by_age = sorted(versions.glob("v*-e*"), key=lambda path: path.stat().st_mtime_ns)
-    for old in by_age[: max(0, len(by_age) - keep)]:
-        shutil.rmtree(old, ignore_errors=True)
+def write_durably(path: Path, data: bytes) -> None:
+    """Write and wait for the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_directory(temporary: Path, final: Path) -> None:
+    """Give a complete directory its name, and wait for the disk to know it."""
+    _sync_directory(temporary)
+    if final.exists():
+        # A crash after the rename and before anyone heard of it; the new one is as good.
+        shutil.rmtree(final)
+    temporary.rename(final)
+    _sync_directory(final.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_old(root: Path, pattern: str, *, keep: int) -> None:
+    """Keep the last ``keep`` directories by time of writing."""
+    found = sorted(root.glob(pattern), key=lambda path: (path.stat().st_mtime_ns, path.name))
+    for path in found[:-keep]:
+        shutil.rmtree(path, ignore_errors=True)

@@ -20,7 +20,7 @@ from libra_cli.edge.renderer import Renderer
 from libra_cli.edge.threads import Threads
 from libra_cli.envs import registry
 from libra_cli.envs.protocol import ToolFailed, function
-from libra_cli.errors import EnvironmentError_
+from libra_cli.errors import EnvironmentBroken
 from libra_cli.node.tokenizer import build_tokenizer, observation_text, save_tokenizer
 from libra_cli.recipe import EnvironmentSpec
 
@@ -285,7 +285,7 @@ def test_what_cannot_be_scored_because_it_hangs_is_an_error_and_not_a_zero(play,
         await episodes.advance(ONE, turn(("hang", {})), "stop")
         await episodes.advance(ONE, turn("done"), "stop")
 
-    with pytest.raises(EnvironmentError_, match=r"broke in score: it did not end within 0\.05 s"):
+    with pytest.raises(EnvironmentBroken, match=r"broke in score: it did not end within 0\.05 s"):
         play(scene, timeout_s=0.05)
     assert "score" not in World.entered
 
@@ -296,7 +296,7 @@ def test_an_environment_that_breaks_in_a_tool_is_an_error(play, turn, tool):
         await episodes.start(ONE, 0, task_seed=0, seed=0)
         await episodes.advance(ONE, turn((tool, {})), "stop")
 
-    with pytest.raises(EnvironmentError_, match=rf"broke in step\({tool}\)"):
+    with pytest.raises(EnvironmentBroken, match=rf"broke in step\({tool}\)"):
         play(scene)
 
 
@@ -308,7 +308,7 @@ def test_an_environment_that_breaks_elsewhere_is_an_error(play, turn, part, how)
         await episodes.advance(ONE, turn("answer"), "stop")
 
     why = f"RuntimeError: no {part} today" if how == "fail" else "did not end"
-    with pytest.raises(EnvironmentError_, match=f"broke in {part}: .*{why}"):
+    with pytest.raises(EnvironmentBroken, match=f"broke in {part}: .*{why}"):
         play(scene, timeout_s=0.1, **{how: part})
 
 
@@ -318,7 +318,7 @@ def test_a_reward_that_is_no_number_is_an_error(play, turn, reward):
         await episodes.start(ONE, 0, task_seed=0, seed=0)
         await episodes.advance(ONE, turn("answer"), "stop")
 
-    with pytest.raises(EnvironmentError_, match="broke in score"):
+    with pytest.raises(EnvironmentBroken, match="broke in score"):
         play(scene, reward=reward)
 
 
@@ -405,7 +405,7 @@ def test_a_cancelled_turn_leaves_its_environment_to_the_thread_in_it(play, turn)
 
 def test_an_environment_whose_reset_came_too_late_is_closed(play):
     async def scene(episodes):
-        with pytest.raises(EnvironmentError_, match="broke in reset"):
+        with pytest.raises(EnvironmentBroken, match="broke in reset"):
             await episodes.start(ONE, 0, task_seed=0, seed=0)
         World.gate.set()
         await until(World.closed.is_set)
@@ -471,7 +471,7 @@ def test_an_argument_the_environment_does_not_take_is_named(play):
     async def scene(episodes):
         await episodes.start(ONE, 0, task_seed=0, seed=0)
 
-    with pytest.raises(EnvironmentError_, match="unexpected keyword argument 'rewad'") as caught:
+    with pytest.raises(EnvironmentBroken, match="unexpected keyword argument 'rewad'") as caught:
         play(scene, rewad=1)
     assert "reward" in caught.value.hint
 
@@ -487,14 +487,14 @@ def test_an_argument_the_environment_does_not_take_is_named(play):
     ],
 )
 def test_an_environment_that_cannot_be_found_says_what_there_is(name, message):
-    with pytest.raises(EnvironmentError_, match=message) as caught:
+    with pytest.raises(EnvironmentBroken, match=message) as caught:
         registry.find(name)
     assert caught.value.hint or "callable" in message
 
 
 def test_an_object_that_is_no_environment_is_refused():
     factory = registry.find("scripted_environments:Incomplete")
-    with pytest.raises(EnvironmentError_, match="has no tools, task, reset, step, score"):
+    with pytest.raises(EnvironmentBroken, match="has no tools, task, reset, step, score"):
         registry.make("incomplete", factory, {})
 
 
@@ -521,9 +521,9 @@ def test_the_shipped_environments_are_the_entry_points_of_the_project():
 def test_a_tasks_file_that_is_wrong_names_its_line(tmp_path, text, message):
     path = tmp_path / "tasks.jsonl"
     path.write_text(text)
-    with pytest.raises(EnvironmentError_, match=message):
+    with pytest.raises(EnvironmentBroken, match=message):
         registry.load_tasks(path)
-    with pytest.raises(EnvironmentError_, match="cannot be read"):
+    with pytest.raises(EnvironmentBroken, match="cannot be read"):
         registry.load_tasks(tmp_path / "none.jsonl")
 
 

@@ -39,7 +39,7 @@ def sync(
 ) -> r.SyncRecord:
     seconds = served + 0.1
     gap = 1e-5 if ok else 0.3
-    return r.SyncRecord(slot, 1, version, 0, published, served, seconds, 0.1, 0.1, 9, gap, ok, "")
+    return r.SyncRecord(slot, 1, version, 0, published, served, seconds, 0.1, 0.1, 9, gap, ok, "" if ok else f"the probe differs by {gap}")
 
 
 def sample(slot: str, at: float, running: int, speed: float = 100.0) -> r.SampleRecord:
@@ -211,7 +211,7 @@ def test_what_is_broken_is_named(tmp_path: Path) -> None:
     ]
 
 
-def test_moves_are_told_with_the_words_of_the_issue(tmp_path: Path) -> None:
+def test_moves_are_told_in_the_documented_words(tmp_path: Path) -> None:
     move = r.MoveRecord(1, "a/0", "rollout", "gradient", "done", 5.0, 9.0, "training starves")
     (value,) = told(tmp_path, [move])["moves"]
     assert (value["slot"], value["from"], value["to"]) == ("a/0", "rollout", "gradient")

@@ -1,0 +1,69 @@
+"""FSDP2 with torch's ``fully_shard``, the same over gloo and NCCL.
+
+accelerate turns its own FSDP2 on for accelerator devices only, so its plugin cannot run where the
+tests run. Here accelerate makes the process group and this module shards over it. Only local rank
+0 of the first host reads the checkpoint; the others begin on the meta device and receive their
+shards, so a host needs memory for one copy and not for one a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+
+def load_sharded(
+    read: Callable[[], nn.Module],
+    empty: Callable[[], nn.Module],
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    bf16: bool,
+) -> nn.Module:
+    """*Collective.* ``read`` loads the model (rank 0), ``empty`` makes its like without weights."""
+    source: nn.Module | None = read() if dist.get_rank() == 0 else None
+    with torch.device("meta"):
+        model = empty()
+    tie = getattr(model, "tie_weights", None)
+    if tie is not None:
+        tie()
+    shard(model, device=device, bf16=bf16)
+    model.to_empty(device=device)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, source.state_dict() if source is not None else {}, options=options)
+    _copy_buffers(source, model, group)
+    return model
+
+
+def shard(model: nn.Module, *, device: torch.device, bf16: bool) -> None:
+    """One unit a transformer layer, and one for the rest."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None,
+        # Gradients of many short trajectories cancel; bf16 sums over ranks would lose them.
+        reduce_dtype=torch.float32 if bf16 else None,
+    )
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    for module in model.modules():
+        if type(module).__name__ in names:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _copy_buffers(
+    source: nn.Module | None, model: nn.Module, group: dist.ProcessGroup | None
+) -> None:
+    """Buffers that no state dict has (rotary frequencies) are garbage after ``to_empty``."""
+    message: list[dict[str, Tensor] | None] = [None]
+    if source is not None:
+        message = [{name: buffer.cpu() for name, buffer in source.named_buffers()}]
+    dist.broadcast_object_list(message, src=0, group=group)
+    values = message[0] or {}
+    for name, buffer in model.named_buffers():
+        buffer.copy_(values[name])
