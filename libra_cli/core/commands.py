@@ -19,7 +19,7 @@ Why the flags are what they are:
   which cores a container may use is not known here, and the API server needs some too.
 - ``accelerate launch --cpu`` with several machines silently makes several worlds of one; the path
   that forms one world is ``--multi_gpu`` with ACCELERATE_USE_CPU. A world of one needs ``--cpu``.
-- ``--use_fsdp`` and ``--multi_gpu`` exclude each other, and either one starts a process a rank.
+- No FSDP flags: the trainer shards with torch itself, since accelerate ignores them without GPUs.
 - ``--config_file`` is ours, so that a configuration in somebody's home directory changes nothing.
 - Collectives of one host go over ``lo``, of several over the interface that routes to the peers.
 """
@@ -218,7 +218,6 @@ def trainer_processes(
             head_address=head.address,
             rendezvous_port=rendezvous_port,
             gpus=bool(train[0].gpus),
-            sharded=_is_sharded(recipe, train[0], world_size),
             mixed_precision="bf16" if dtype_of(recipe, train) == "bfloat16" else "no",
         )
         specs.append(
@@ -353,7 +352,6 @@ class _Launch:
     head_address: str
     rendezvous_port: int
     gpus: bool
-    sharded: bool
     mixed_precision: str
 
 
@@ -366,28 +364,11 @@ use_cpu: false
 """
 
 
-_FSDP2: dict[str, str | int | float | None] = {
-    "--use_fsdp": None,
-    "--fsdp_version": 2,
-    "--fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "--fsdp_reshard_after_forward": "true",
-    "--fsdp_state_dict_type": "SHARDED_STATE_DICT",
-}
-
-
-def _is_sharded(recipe: Recipe, slot: Slot, world_size: int) -> bool:
-    sharding = recipe.training.sharding
-    wanted = bool(slot.gpus) if sharding == "auto" else sharding == "fsdp2"
-    return wanted and world_size > 1
-
-
 def _launch_argv(facts: HostFacts, launch: _Launch) -> tuple[str, ...]:
     flags: dict[str, str | int | float | None] = {
         "--config_file": f"{facts.run_dir}/accelerate.yaml"
     }
-    if launch.sharded:
-        flags |= _FSDP2
-    elif launch.world_size > 1:
+    if launch.world_size > 1:
         flags["--multi_gpu"] = None
     elif not launch.gpus:
         flags["--cpu"] = None

@@ -64,7 +64,6 @@ def initial_plan(recipe: Recipe) -> Plan:
     train, reason = _choose_train(slots)
     serving = tuple(slot for slot in slots if slot.id not in train)
     _check_halves(slots, train, serving)
-    _check_sharding(recipe, slots, train)
     servers = _fill_buckets(recipe, serving)
     return Plan(
         servers=servers,
@@ -140,16 +139,6 @@ def _check_halves(
     with_gpus = {bool(slot.gpus) for slot in slots if slot.id in train}
     if len(with_gpus) > 1:
         raise PlanError("nodes", "train slots with GPUs and without cannot form one world")
-
-
-def _check_sharding(recipe: Recipe, slots: tuple[Slot, ...], train: frozenset[SlotId]) -> None:
-    # On a CPU accelerate takes the flags of FSDP, says nothing, and replicates.
-    if recipe.training.sharding == "fsdp2" and not all(s.gpus for s in slots if s.id in train):
-        raise PlanError(
-            "training.sharding",
-            f"is 'fsdp2', but {_count(len(train), 'train slot')} have 0 GPUs, where accelerate "
-            "cannot shard: write auto or ddp",
-        )
 
 
 def _fill_buckets(recipe: Recipe, serving: tuple[Slot, ...]) -> tuple[tuple[SlotId, Bucket], ...]:

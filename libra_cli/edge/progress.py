@@ -150,6 +150,9 @@ class Progress:
         return f"{name}: {_says(part)}"
 
     def _take_step(self, step: StepRecord) -> str:
+        if self._steps and self._steps[-1].step == step.step:
+            self._steps[-1] = step  # the same again, now with its checkpoint
+            return ""
         self._steps.append(step)
         if len(self._first) < RECENT:
             self._first.append(step.reward)

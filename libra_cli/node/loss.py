@@ -6,14 +6,15 @@ start of the step, and the **current** one, which is being moved. With A the adv
 trajectory within its group::
 
     r_t = current / proximal              w_t = min(proximal / rollout, tis_cap)
-    L_t = -w_t min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A) + kl_coef k3_t
+    L_t = -w_t min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A) + kl_coef r_t k3_t
     L   = sum over every generated token of the global batch of L_t  /  their number
     k3_t = reference / current - log(reference / current) - 1
 
 w corrects for stale and in-flight versions and for the numerical difference between the engine and
-the trainer; it carries no gradient. The number that L is divided by is known before the backward
-pass, so a share of the batch contributes the same gradient whoever computes it and however it is
-cut. With one update a batch, proximal is current without its gradient: r is 1 and the clip idle.
+the trainer; it carries no gradient. The factor r of the last term makes its gradient that of the
+reverse KL, also where r is 1. The number that L is divided by is known before the backward pass, so
+a share of the batch contributes the same gradient whoever computes it and however it is cut. With
+one update a batch, proximal is current without its gradient: r is 1 and the clip idle.
 
 All functions here take flat vectors with one entry a generated token.
 """
@@ -115,7 +116,7 @@ def grpo_loss(
     kl = torch.zeros_like(current)
     if reference is not None:
         kl = k3(reference, current)
-        per_token = per_token + settings.kl_coef * kl
+        per_token = per_token + settings.kl_coef * ratio * kl
     clipped = (bounded * advantages < ratio * advantages) | (weight >= settings.tis_cap)
     return TokenLoss(
         loss=per_token.sum(),

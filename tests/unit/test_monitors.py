@@ -39,7 +39,21 @@ def sync(
 ) -> r.SyncRecord:
     seconds = served + 0.1
     gap = 1e-5 if ok else 0.3
-    return r.SyncRecord(slot, 1, version, 0, published, served, seconds, 0.1, 0.1, 9, gap, ok, "" if ok else f"the probe differs by {gap}")
+    return r.SyncRecord(
+        slot,
+        1,
+        version,
+        0,
+        published,
+        served,
+        seconds,
+        0.1,
+        0.1,
+        9,
+        gap,
+        ok,
+        "" if ok else f"the probe differs by {gap}",
+    )
 
 
 def sample(slot: str, at: float, running: int, speed: float = 100.0) -> r.SampleRecord:

@@ -1,0 +1,75 @@
+"""Shares of the global batch and padded micro-batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+
+from libra_cli.node.batching import collate, deal  # noqa: E402
+from libra_cli.node.samples import Sample  # noqa: E402
+
+pytestmark = pytest.mark.vllm
+LENGTHS = st.lists(st.integers(2, 500), max_size=80)
+
+
+@given(lengths=LENGTHS, shares=st.integers(1, 5), budget=st.integers(1, 4000))
+def test_every_trajectory_is_dealt_once_and_every_rank_runs_as_often(
+    lengths: list[int], shares: int, budget: int
+):
+    dealt = deal(lengths, shares=shares, budget=budget)
+    indices = [i for share in dealt for batch in share for i in batch]
+    assert sorted(indices) == list(range(len(lengths)))
+    assert len({len(share) for share in dealt}) == 1
+
+
+@given(lengths=LENGTHS, shares=st.integers(1, 5), budget=st.integers(500, 4000))
+def test_no_micro_batch_is_over_the_budget(lengths: list[int], shares: int, budget: int):
+    for share in deal(lengths, shares=shares, budget=budget):
+        for batch in share:
+            assert len(batch) * max((lengths[i] for i in batch), default=0) <= budget
+
+
+@given(lengths=st.lists(st.integers(2, 500), min_size=1, max_size=80), shares=st.integers(1, 5))
+def test_shares_differ_by_at_most_one_trajectory_s_tokens(lengths: list[int], shares: int):
+    tokens = [
+        sum(lengths[i] for batch in share for i in batch)
+        for share in deal(lengths, shares=shares, budget=1000)
+    ]
+    assert max(tokens) - min(tokens) <= max(lengths)
+
+
+def sample(length: int, generated: list[int], *, fresh: bool = False) -> Sample:
+    mask = np.zeros(length, dtype=np.int8)
+    mask[generated] = 1
+    return Sample(
+        group=0,
+        member=0,
+        token_ids=np.arange(10, 10 + length, dtype=np.int32),
+        logprobs=np.linspace(0, -1, length, dtype=np.float32),
+        loss_mask=mask,
+        reward=0.0,
+        fresh=fresh,
+    )
+
+
+def test_a_micro_batch_holds_exactly_the_generated_tokens():
+    batch = collate(
+        [sample(6, [2, 5]), sample(3, [1], fresh=True)], [0.5, -2.0], torch.device("cpu")
+    )
+    assert batch.token_ids.shape == (2, 6)
+    assert batch.targets.tolist() == [12, 15, 11]
+    assert batch.rows.tolist() == [0, 0, 1]
+    assert batch.columns.tolist() == [2, 5, 1]
+    assert batch.advantages.tolist() == [0.5, 0.5, -2.0]
+    assert batch.rollout.tolist() == pytest.approx([-0.4, -1.0, -0.5])
+    assert batch.fresh.tolist() == [False, False, True]
+
+
+def test_an_empty_share_still_makes_a_forward_pass():
+    batch = collate([], [], torch.device("cpu"))
+    assert batch.token_ids.shape == (1, 2)
+    assert batch.targets.numel() == 0

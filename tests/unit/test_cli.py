@@ -1,0 +1,75 @@
+"""The commands, as far as they go without a host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from libra_cli import __version__
+from libra_cli.cli import app
+from tests.sample_run import write
+
+CHECKOUT = Path(__file__).parents[2]
+QUICKSTART = CHECKOUT / "recipes/quickstart.yaml"
+
+
+def libra(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_version_is_printed():
+    assert libra("--version").output.strip() == __version__
+
+
+def test_a_wrong_recipe_exits_with_2_and_says_where_and_what_next(tmp_path):
+    recipe = tmp_path / "wrong.yaml"
+    recipe.write_text("nodes:\n  - {host: local, gpu: 1}\nmodel: {path: /m}\n")
+    done = libra("run", str(recipe))
+    assert done.exit_code == 2
+    assert "wrong.yaml:2" in done.output
+    assert "did you mean 'gpus'" in done.output
+    assert "next:" in done.output
+
+
+def test_a_dry_run_shows_every_process_and_touches_nothing(tmp_path):
+    done = libra("run", "--dry-run", str(QUICKSTART))
+    assert done.exit_code == 0
+    for word in ("libra_cli.node.server", "libra_cli.node.train", "libra_cli.node.model"):
+        assert word in done.output
+    assert "Bearer" not in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_status_of_nothing_says_what_to_type():
+    done = libra("status")
+    assert done.exit_code == 1
+    assert "next:" in done.output
+
+
+def test_status_reads_the_newest_run(tmp_path):
+    write(tmp_path / "runs/old")
+    write(tmp_path / "runs/new")
+    done = libra("status", "--json")
+    assert done.exit_code == 0
+    assert '"format": 1' in done.output
+
+
+def test_logs_of_an_unknown_node_name_the_run(tmp_path):
+    write(tmp_path / "runs/one")
+    done = libra("logs", "nowhere")
+    assert done.exit_code == 1
+    assert "'nowhere'" in done.output
+    assert "runs/one" in done.output
+
+
+def test_a_run_without_a_checkpoint_cannot_go_on(tmp_path):
+    done = libra("run", str(QUICKSTART), "--resume", str(tmp_path / "none"))
+    assert done.exit_code == 1
+    assert "next:" in done.output

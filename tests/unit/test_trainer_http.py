@@ -1,0 +1,179 @@
+"""The trainer's desk, and its HTTP, without a trainer behind it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from libra_cli.errors import TrainerError
+from libra_cli.node.samples import read_sample
+from libra_cli.node.trainer_http import Checkpoint, Desk, Idle, Stop, Train, serve
+
+TOKEN = "of-this-run"
+
+
+def trajectory(**changes: Any) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "group": 3,
+        "member": 1,
+        "token_ids": np.array([5, 6, 7, 8], dtype="<i4").tobytes(),
+        "logprobs": np.array([0, 0, -0.5, -1], dtype="<f4").tobytes(),
+        "loss_mask": np.array([0, 0, 1, 1], dtype="<i1").tobytes(),
+        "reward": 1.0,
+        "fresh": 1,
+        "staleness": 0,
+    }
+    return message | changes
+
+
+@pytest.fixture
+def desk() -> Desk:
+    desk = Desk(world_size=1, trainer_epoch=2, max_len=16)
+    desk.state = "ready"
+    return desk
+
+
+def step(number: int) -> dict[str, Any]:
+    return {"step": number, "checkpoint": None, "trajectories": [trajectory()]}
+
+
+def test_a_step_is_taken_once_however_often_it_is_sent(desk: Desk):
+    assert desk.train(step(1))[0] == HTTPStatus.ACCEPTED
+    assert desk.train(step(1))[0] == HTTPStatus.ACCEPTED
+    command = desk.next(0)
+    assert isinstance(command, Train)
+    assert command.step == 1
+    assert command.ledger is None
+    assert isinstance(desk.next(0), Idle)
+
+
+@pytest.mark.parametrize("number", [0, 2, 7])
+def test_any_other_step_than_the_next_is_a_conflict(desk: Desk, number: int):
+    status, body = desk.train(step(number))
+    assert status == HTTPStatus.CONFLICT
+    assert body["error"] == f"step {number} was sent, the next one is 1"
+
+
+def test_a_step_is_refused_before_ready_and_while_stopping(desk: Desk):
+    desk.state = "starting"
+    assert desk.train(step(1))[0] == HTTPStatus.SERVICE_UNAVAILABLE
+    desk.state = "ready"
+    desk.stop()
+    assert desk.train(step(1))[0] == HTTPStatus.SERVICE_UNAVAILABLE
+    assert isinstance(desk.next(0), Stop)
+
+
+def test_a_failure_wakes_who_waits_and_says_why(desk: Desk):
+    desk.train(step(1))
+    answers: list[Any] = []
+    waiting = threading.Thread(target=lambda: answers.append(desk.result(1, 30)), daemon=True)
+    waiting.start()
+    desk.fail("TrainerError: out of luck")
+    waiting.join(10)
+    assert answers == [(HTTPStatus.OK, {"state": "failed", "error": "TrainerError: out of luck"})]
+    assert desk.health()[1]["state"] == "failed"
+    assert desk.train(step(2))[1] == {"error": "TrainerError: out of luck"}
+
+
+def test_a_step_that_was_never_sent_is_unknown(desk: Desk):
+    assert desk.result(1, 0)[0] == HTTPStatus.NOT_FOUND
+    desk.train(step(1))
+    assert desk.result(1, 0)[1] == {"state": "running"}
+
+
+def test_asking_for_a_checkpoint_waits_for_that_one(desk: Desk):
+    desk.train({**step(1), "checkpoint": {"ledger": {"at": 1}}})
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.append(desk.save({"at": 2})), daemon=True)
+    asking.start()
+    train = desk.next(10)
+    assert isinstance(train, Train)
+    assert train.ledger == {"at": 1}
+    save = desk.next(10)
+    desk.saved(1, "step-000001")
+    assert isinstance(save, Checkpoint)
+    assert save.ledger == {"at": 2}
+    asking.join(0.05)
+    assert answers == []
+    desk.saved(1, "step-000001-again")
+    asking.join(10)
+    assert answers == [(HTTPStatus.OK, {"path": "step-000001-again"})]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"token_ids": b"123"}, "cannot be read"),
+        ({"token_ids": b""}, "has 0 tokens, 4 log-probabilities"),
+        ({"loss_mask": bytes([1, 0, 0, 0])}, "1 on the first token"),
+        ({"loss_mask": bytes([0, 2, 0, 0])}, "other than 0 and 1"),
+        ({"reward": float("nan")}, "not finite"),
+        ({"logprobs": np.full(4, -np.inf, dtype="<f4").tobytes()}, "not finite"),
+        (
+            {
+                "token_ids": bytes(4 * 17),
+                "logprobs": bytes(4 * 17),
+                "loss_mask": bytes(17),
+            },
+            "allowed are 2 to 16",
+        ),
+    ],
+)
+def test_a_wrong_trajectory_is_named_with_what_is_wrong(changes: dict[str, Any], reason: str):
+    with pytest.raises(TrainerError, match=reason) as caught:
+        read_sample(trajectory(**changes), max_len=16)
+    assert str(caught.value).startswith("trajectory 3.1 ")
+
+
+@pytest.fixture
+def port(desk: Desk) -> Iterator[int]:
+    server = serve(desk, port=0, token=TOKEN)
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+
+
+def ask(
+    port: int, method: str, path: str, body: bytes = b"", token: str = TOKEN
+) -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request(method, path, body, {"Authorization": f"Bearer {token}"})
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/health"), ("GET", "/train/1"), ("POST", "/train"), ("POST", "/stop"), ("GET", "/x")],
+)
+def test_every_route_demands_the_token(desk: Desk, port: int, method: str, path: str):
+    assert ask(port, method, path, token="of-another-run")[0] == HTTPStatus.UNAUTHORIZED
+    assert not desk.stopping
+
+
+def test_a_step_goes_over_the_wire(desk: Desk, port: int):
+    body = msgpack.packb(step(1))
+    assert ask(port, "POST", "/train", body) == (HTTPStatus.ACCEPTED, {"state": "running"})
+    assert ask(port, "GET", "/train/1?wait_s=0")[1] == {"state": "running"}
+    command = desk.next(10)
+    assert isinstance(command, Train)
+    (sample,) = command.samples
+    assert sample.token_ids.tolist() == [5, 6, 7, 8]
+    assert sample.generated == 2
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", msgpack.packb({"step": 1}), msgpack.packb([1])])
+def test_nonsense_is_a_bad_request_and_not_a_crash(port: int, body: bytes):
+    assert ask(port, "POST", "/train", body)[0] == HTTPStatus.BAD_REQUEST
+    assert ask(port, "GET", "/health")[1]["state"] == "ready"
