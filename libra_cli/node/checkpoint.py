@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from libra_cli.errors import TrainerError
 from libra_cli.node.learner import Learner
-from libra_cli.node.weights import remove_old, replace_directory, write_durably
+from libra_cli.node.weights import remove_old, remove_unfinished, replace_directory, write_durably
 
 
 def save(learner: Learner, root: Path, *, ledger: Mapping[str, Any], keep: int) -> Path:
@@ -39,8 +38,9 @@ def save(learner: Learner, root: Path, *, ledger: Mapping[str, Any], keep: int) 
     temporary = root / f".{final.name}"
     main = learner.rank == 0
     if main:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(mode=0o700, parents=True)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        remove_unfinished(root)
+        temporary.mkdir(mode=0o700)
     learner.gather(None)  # until the directory is there
     state = _state(learner)
     if learner.sharded:

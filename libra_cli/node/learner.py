@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -31,7 +32,7 @@ from libra_cli.node.loss import LossSettings, group_advantages, grpo_loss, token
 from libra_cli.node.samples import Sample
 from libra_cli.node.sharding import load_sharded
 from libra_cli.node.trainer_config import TrainerConfig
-from libra_cli.node.weights import Probe, probe_tokens
+from libra_cli.node.weights import Probe, check_names, probe_tokens
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """No rank waits longer than this for another; a step or a checkpoint must fit in."""
@@ -55,12 +56,17 @@ class Learner:
         self.step = 0
         # Commands and checkpoints are agreed on over gloo: an idle rank then burns no GPU, and a
         # rank that died is noticed at once.
-        self.control = dist.new_group(backend="gloo") if self.world > 1 else None
+        self.control = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+            if self.world > 1
+            else None
+        )
         self._device = self._accelerator.device
         on_gpu = self._device.type == "cuda"
         sharding = config.training.sharding
         self.sharded = self.world > 1 and (sharding == "fsdp2" or (sharding == "auto" and on_gpu))
         self.model = self._load()
+        check_names(self._named_once(), Path(config.model_dir))
         self._forward = self._wrap(self.model, checkpointing=on_gpu)
         self._reference = self._frozen() if config.training.kl_coef > 0 else None
         self.optimizer = torch.optim.AdamW(
@@ -136,16 +142,17 @@ class Learner:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """*Collective.* The weights to publish, whole, on the CPU; every rank must exhaust it."""
         dtype = torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
-        seen: set[int] = set()
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) in seen:
-                # Tied: Hugging Face directories hold it once, under its first name.
-                continue
-            seen.add(id(tensor))
+        for name, tensor in self._named_once().items():
             whole = tensor.detach()
             if isinstance(whole, DTensor):
                 whole = whole.full_tensor()
             yield name, whole.to("cpu", dtype).contiguous()
+
+    def _named_once(self) -> dict[str, Tensor]:
+        """A tied tensor counts once, under its first name, as in Hugging Face directories."""
+        named: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
+        first = {id(tensor): name for name, tensor in reversed(named.items())}
+        return {name: tensor for name, tensor in named.items() if first[id(tensor)] == name}
 
     def close(self) -> None:
         """*Collective.* Leave the world."""

@@ -132,10 +132,13 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _build(build: ModelBuild, directory: Path) -> None:
     # Only this path needs torch; locating a model must not wait for it.
+    from transformers.utils.logging import disable_progress_bar
+
     from libra_cli.node.sampling import success_rate
     from libra_cli.node.tokenizer import build_tokenizer, save_tokenizer
     from libra_cli.node.warmup import POSITIONS, new_model, warm_up
 
+    disable_progress_bar()
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

@@ -80,8 +80,11 @@ def last_line(error: BaseException) -> str:
 
 
 def _loop(config: TrainerConfig, desk: Desk | None) -> Callable[[], None]:
+    from transformers.utils.logging import disable_progress_bar
+
     from libra_cli.node.learner import Learner
 
+    disable_progress_bar()
     started = time.monotonic()
     rank = Rank(config, desk, Learner(config))
     rank.begin()

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hmac
 import json
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -268,7 +267,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(self._post)
 
     def _answer(self, route: Any) -> None:
-        started = time.monotonic()
         try:
             status, body = route() if self._trusted() else _error(HTTPStatus.UNAUTHORIZED, "token")
         except TrainerError as error:
@@ -279,7 +277,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
-        self.send_header("Server-Timing", f"total;dur={1000 * (time.monotonic() - started):.1f}")
         if status >= HTTPStatus.BAD_REQUEST:
             # An unread body would be taken for the next request.
             self.send_header("Connection", "close")

@@ -22,8 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from libra_cli.errors import WeightsError
 
 FILE_BYTES = 2 * 1024**3
 """A file is closed once it is this large, so that files are hashed and pulled in parallel."""
@@ -68,6 +71,24 @@ def probe_tokens(vocabulary: int, count: int) -> list[int]:
     return tokens
 
 
+def check_names(names: Iterable[str], model_dir: Path) -> None:
+    """Servers load a version by the names in the model's own files, so ours must be among them.
+
+    transformers renames or fuses tensors of some architectures while it loads them (experts of a
+    mixture, for example); a version of such a model could not be loaded.
+    """
+    known: set[str] = set()
+    for path in sorted(model_dir.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            known.update(file.keys())
+    unknown = sorted(set(names) - known)
+    if known and unknown:
+        raise WeightsError(
+            f"{len(unknown)} tensors are not called so in {model_dir}, for example {unknown[0]}: "
+            "transformers renames this architecture's weights, and servers could not load them"
+        )
+
+
 def publish(
     tensors: Iterable[tuple[str, Tensor]],
     root: Path,
@@ -81,7 +102,7 @@ def publish(
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     name = version_name(version, trainer_epoch)
     temporary = root / f".{name}.{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove_unfinished(root)
     temporary.mkdir(mode=0o700)
     try:
         described, files = _write_tensors(tensors, temporary)
@@ -165,6 +186,12 @@ def _sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove_unfinished(root: Path) -> None:
+    """What a writer that was killed left behind; there is one writer a directory."""
+    for leftover in root.glob(".*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def remove_old(root: Path, pattern: str, *, keep: int) -> None:

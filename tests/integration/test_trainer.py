@@ -105,7 +105,8 @@ class Trainer:
         from safetensors.torch import load_file
 
         (directory,) = self.versions.glob(f"v{version:06d}-e*")
-        return load_file(directory / "model-00000.safetensors")
+        tensors: dict[str, Any] = load_file(directory / "model-00000.safetensors")
+        return tensors
 
 
 def batch(step: int) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 pytest.importorskip("trl", reason="needs the [test] extra")
@@ -52,7 +53,7 @@ def samples() -> list[Sample]:
     made = []
     for row in range(ROWS):
         length = PROMPT + int(rng.integers(10, COMPLETION + 1))
-        mask = np.zeros(length, dtype=np.int8)
+        mask: NDArray[np.int8] = np.zeros(length, dtype=np.int8)
         mask[PROMPT:] = (np.arange(length - PROMPT) // 4) % 2 == 0
         logprobs = np.where(mask, -rng.random(length) * 8, 0).astype(np.float32)
         token_ids = rng.integers(3, 268, length).astype(np.int32)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
@@ -43,7 +44,7 @@ def test_shares_differ_by_at_most_one_trajectory_s_tokens(lengths: list[int], sh
 
 
 def sample(length: int, generated: list[int], *, fresh: bool = False) -> Sample:
-    mask = np.zeros(length, dtype=np.int8)
+    mask: NDArray[np.int8] = np.zeros(length, dtype=np.int8)
     mask[generated] = 1
     return Sample(
         group=0,

@@ -92,8 +92,8 @@ def test_the_sum_does_not_depend_on_the_cut(logits: list[float], cut: int, shift
             for part in parts
         ]
         whole = sum(losses)
-        whole.backward()  # type: ignore[union-attr]
-        return float(whole.detach()), x.grad.tolist()  # type: ignore[union-attr]
+        whole.backward()
+        return float(whole.detach()), x.grad.tolist()
 
     loss, grads = total(slice(None))
     cut_loss, cut_grads = total(slice(0, cut), slice(cut, None))

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
 from safetensors.torch import load_file  # noqa: E402
 
+from libra_cli.errors import WeightsError  # noqa: E402
 from libra_cli.node import weights  # noqa: E402
 from libra_cli.node.weights import MANIFEST, Probe, probe_tokens, publish, version_name  # noqa: E402
 
@@ -68,6 +69,19 @@ def test_a_failure_half_way_leaves_nothing(tmp_path: Path):
     with pytest.raises(OSError, match="no space left"):
         publish(broken(), tmp_path, version=1, trainer_epoch=0, probe=PROBE, keep=2)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_names_that_servers_do_not_know_are_refused_at_start(tmp_path: Path):
+    write(tmp_path, 1)
+    weights.check_names(["lm_head.weight"], tmp_path / "v000001-e0")
+    with pytest.raises(WeightsError, match=r"for example experts\.gate_up"):
+        weights.check_names(["lm_head.weight", "experts.gate_up"], tmp_path / "v000001-e0")
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path):
+    (tmp_path / ".v000001-e0.123").mkdir()
+    write(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["v000002-e0"]
 
 
 def test_only_the_last_versions_are_kept(tmp_path: Path):

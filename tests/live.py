@@ -1,0 +1,134 @@
+"""A controller at work in a process of its own, as a user starts it, and what can be seen of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LIBRA = [sys.executable, "-c", "from libra_cli.cli import main; main()"]
+CHECKOUT = Path(__file__).parents[1]
+START_S = 400.0
+STEP_S = 180.0
+QUICK_S = 60.0
+
+
+@dataclass
+class Live:
+    """One ``libra run``: its process, its run directory, and the home it was started from."""
+
+    process: subprocess.Popen[str]
+    run_dir: Path
+    home: Path
+    recipe: Path
+    log: Path
+
+    def query(self, sql: str) -> list[tuple[Any, ...]]:
+        """Rows of the journal, read as any other program could."""
+        uri = f"file:{self.run_dir}/libra.db?mode=ro"
+        with sqlite3.connect(uri, uri=True, timeout=10) as database:
+            return database.execute(sql).fetchall()
+
+    def wait(self, what: str, condition: Callable[[], Any], *, timeout_s: float) -> Any:
+        """Wait for something to become true, unless the controller ends first."""
+        give_up = time.monotonic() + timeout_s
+        while time.monotonic() < give_up:
+            found = condition()
+            if found:
+                return found
+            if self.process.poll() is not None:
+                pytest.fail(f"the controller ended while waiting for {what}:\n{self.told()}")
+            time.sleep(0.2)
+        pytest.fail(f"no {what} in {timeout_s:.0f} s:\n{self.told()}")
+
+    def wait_step(self, step: int, *, timeout_s: float) -> None:
+        """Wait until that step is in the journal."""
+        sql = f"SELECT 1 FROM steps WHERE step >= {step}"
+        self.wait(f"step {step}", lambda: self.query(sql), timeout_s=timeout_s)
+
+    def told(self) -> str:
+        """The end of what it printed."""
+        return self.log.read_text()[-6000:]
+
+    def groups(self) -> list[int]:
+        """Every group of every batch that was trained on."""
+        batches = self.query("SELECT groups_json FROM batches ORDER BY step")
+        return [group for (text,) in batches for group in json.loads(text)]
+
+    def libra(
+        self, *arguments: str, timeout_s: float = QUICK_S
+    ) -> subprocess.CompletedProcess[str]:
+        """Another command, from another terminal."""
+        return subprocess.run(
+            [*LIBRA, *arguments],
+            cwd=self.recipe.parent,
+            env=_environment(self.home),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+
+    def processes(self, *markers: str) -> list[int]:
+        """Pids of this run on any host (all hosts' processes are visible from here), oldest first.
+
+        ``markers`` narrow it down, for example ``LIBRA_PROCESS=server-0``.
+        """
+        wanted = [f"{text}\0".encode() for text in (f"LIBRA_RUN={self.run_dir.name}", *markers)]
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if all(marker in environment for marker in wanted):
+                found.append(int(entry.name))
+        return sorted(found)
+
+    def kill(self, process: str, node: str) -> None:
+        """SIGKILL to the leader of a process on a host."""
+        pids = self.processes(f"LIBRA_PROCESS={process}", f"LIBRA_NODE={node}")
+        assert pids, f"no {process} on {node}"
+        os.kill(pids[0], signal.SIGKILL)
+
+
+@contextmanager
+def live(recipe_text: str, base: Path, home: Path) -> Iterator[Live]:
+    """Start it; whatever happens, the controller is gone afterwards."""
+    base.mkdir(parents=True, exist_ok=True)
+    recipe, log = base / "recipe.yaml", base / "libra.log"
+    recipe.write_text(recipe_text)
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*LIBRA, "run", str(recipe)],
+            cwd=base,
+            env=_environment(home),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    started = Live(process, base, home, recipe, log)
+    try:
+        databases = started.wait(
+            "run directory", lambda: sorted(base.glob("runs/*/libra.db")), timeout_s=QUICK_S
+        )
+        started.run_dir = databases[0].parent
+        yield started
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _environment(home: Path) -> dict[str, str]:
+    return {**os.environ, "HOME": str(home), "PYTHONPATH": str(CHECKOUT), "TERM": "dumb"}
