@@ -43,18 +43,14 @@ class Group:
     started_version: Version
     state: GroupState = GroupState.OPEN
     step: int | None = None
+    #: The oldest version that produced a token of it; known once it is READY.
+    oldest: Version = 0
 
     @property
     def reward(self) -> float | None:
         """Mean reward, once every member has one."""
         rewards = [member.reward for member in self.members if member.reward is not None]
         return sum(rewards) / len(rewards) if len(rewards) == len(self.members) else None
-
-    @property
-    def oldest(self) -> Version:
-        """The oldest version that produced a token of it."""
-        versions = [member.min_version for member in self.members]
-        return min((v for v in versions if v is not None), default=self.started_version)
 
 
 @dataclass(slots=True)
@@ -114,6 +110,9 @@ class Ledger:
         self.playing -= 1
         if group.reward is not None:
             group.state = GroupState.READY
+            versions = [member.min_version for member in group.members]
+            known = [version for version in versions if version is not None]
+            group.oldest = min(known, default=group.started_version)
         return group
 
     def replay(self, trajectory: TrajectoryId, *, now: Seconds) -> Trajectory | None:

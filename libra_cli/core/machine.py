@@ -253,10 +253,11 @@ class Machine:
         actions: list[Action] = []
         if self.phase is Phase.RUNNING:
             version = self.training.step
-            actions += [
-                Save(group_record(group, now, detail="too old to train on"))
-                for group in self.ledger.expire(version)
-            ]
+            if self.training.state is TrainerState.READY:  # only then does age matter
+                actions += [
+                    Save(group_record(group, now, detail="too old to train on"))
+                    for group in self.ledger.expire(version)
+                ]
             actions += self.rollout.fill(version=version, now=now)
             actions += self.rollout.dispatch(now=now)
             actions += self.training.claim(now=now, target=target)

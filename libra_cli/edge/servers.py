@@ -129,19 +129,20 @@ class Servers:
         try:
             server = self._servers[action.slot]
             node = self._slots[action.slot].node
-            version = await self._weights.on(node, action.published)
+            place = await self._weights.on(node, action.published)
             timeout_s = self._spec.timeout_s
-            load_s = await server.load(version.directory, action.published, timeout_s=timeout_s)
+            load_s = await server.load(place.directory, action.published, timeout_s=timeout_s)
             served_at = self._cluster.clock()
-            measured = await server.probe(version.probe_ids, action.published)
-            gap = probe_gap(version.probe_logprobs, measured)
+            probe = await self._weights.probe(action.published)
+            measured = await server.probe(probe.token_ids, action.published)
+            gap = probe_gap(probe.logprobs, measured)
             if gap <= self._spec.tolerance:
                 return ServerSynced(
                     action.slot,
                     action.epoch,
                     action.published,
                     gap=gap,
-                    pull_s=version.pull_s,
+                    pull_s=place.pull_s,
                     load_s=load_s,
                     served_at=served_at,
                 )

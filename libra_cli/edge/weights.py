@@ -19,13 +19,19 @@ from libra_cli.errors import WeightsError
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
-    """A version as it lies on a host: its directory, and the probe of its manifest."""
+class Place:
+    """Where a version lies on a host, and how long it took to get there."""
 
     directory: str
     pull_s: float
-    probe_ids: tuple[int, ...]
-    probe_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A fixed sequence, and the trainer's log-probabilities of all its tokens but the first."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
 
 
 class Weights:
@@ -52,40 +58,48 @@ class Weights:
         self._keep = keep
         self._timeout_s = timeout_s
         self._urls: dict[str, str] = {}
-        self._pulls: dict[tuple[str, str], asyncio.Task[Version]] = {}
+        self._pulls: dict[tuple[str, str], asyncio.Task[Place]] = {}
         self._have: dict[str, list[str]] = {}
 
-    async def on(self, node: str, published: Published) -> Version:
+    async def on(self, node: str, published: Published) -> Place:
         """The version on that node, fetched if it is not there yet.
 
         Raises:
             WeightsError: no source had it whole.
             HostLost: the node does not answer.
         """
+        if node == self._origin:
+            # At once, without a look: requests that this version sets free must not overtake it.
+            return Place(f"{self._directories[node]}/{published.name}", 0.0)
         key = (node, published.name)
         task = self._pulls.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
-            task = self._pulls[key] = asyncio.create_task(self._fetch(node, published.name))
+            task = self._pulls[key] = asyncio.create_task(self._pull(node, published.name))
         return await asyncio.shield(task)
 
-    async def _fetch(self, node: str, name: str) -> Version:
-        host, pull_s = self._hosts[node], 0.0
-        if node != self._origin:
-            pulled = await host.pull(name, await self._sources(name), timeout_s=self._timeout_s)
-            pull_s = pulled.seconds
-            held = [*self._have.get(node, []), name][-self._keep :]
-            self._have[node] = held
-            await host.forget(held)
-        directory = f"{self._directories[node]}/{name}"
-        raw = await host.transport.get(f"{directory}/manifest.json")
-        try:
-            probe = json.loads(raw)["probe"]
-            ids, logprobs = tuple(probe["token_ids"]), tuple(probe["logprobs"])
-        except (ValueError, KeyError) as error:
-            raise WeightsError(f"{node}: {directory}/manifest.json is damaged: {error}") from error
+    async def _pull(self, node: str, name: str) -> Place:
+        host = self._hosts[node]
+        pulled = await host.pull(name, await self._sources(name), timeout_s=self._timeout_s)
+        held = self._have[node] = [*self._have.get(node, []), name][-self._keep :]
+        await host.forget(held)
         for old in [key for key in self._pulls if key[0] == node][: -self._keep]:
             del self._pulls[old]
-        return Version(directory, pull_s, ids, logprobs)
+        return Place(pulled.path, pulled.seconds)
+
+    async def probe(self, published: Published) -> Probe:
+        """What every server that has loaded the version must agree with.
+
+        Raises:
+            WeightsError: the manifest is damaged.
+            HostLost: the origin does not answer.
+        """
+        path = f"{self._directories[self._origin]}/{published.name}/manifest.json"
+        raw = await self._hosts[self._origin].transport.get(path)
+        try:
+            probe = json.loads(raw)["probe"]
+            return Probe(tuple(probe["token_ids"]), tuple(probe["logprobs"]))
+        except (ValueError, KeyError) as error:
+            raise WeightsError(f"{self._origin}: {path} is damaged: {error}") from error
 
     async def _sources(self, name: str) -> list[str]:
         """Peers first (they share the load), the origin last (it surely has it)."""

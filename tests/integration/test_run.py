@@ -41,6 +41,8 @@ def recipe_text(net: Network, base: Path) -> str:
             "identity": net.identity,
             "python": sys.executable,
             "workdir": str(base / "hosts" / host.name),
+            # Hosts that share their cores: threads that wait for each other spin.
+            "env": {"OMP_NUM_THREADS": "1"},
             "pool": pool,
         }
         for host, pool in zip(net.hosts, ["rollout", "rollout", "train"], strict=True)

@@ -42,6 +42,8 @@ def recipe(net: Network, base: Path) -> Recipe:
                     "identity": net.identity,
                     "python": sys.executable,
                     "workdir": str(base / host.name),
+                    # Hosts that share their cores: threads that wait for each other spin.
+                    "env": {"OMP_NUM_THREADS": "1"},
                     "pool": pool,
                 }
                 for host, pool in zip(net.hosts, ["train", "train", "rollout"], strict=True)
