@@ -166,7 +166,7 @@ class Fleet:
         status = self.current(event.slot, event.epoch)
         if status is None or status.syncing != event.published:
             return []
-        status.verified, status.syncing = event.published, None
+        status.verified, status.syncing, status.failures = event.published, None, 0
         if status.state is SlotState.JOINING:
             status.move(SlotState.SERVING, now=now)
             status.has_served = True
@@ -181,18 +181,15 @@ class Fleet:
         record: Action = Save(_sync_record(event, now))
         if event.answered:
             return [record, *self.take_out(status, event.reason, now=now)]
-        return [record, *self._doubt(status)]
+        return [record, *self.stumbled(status, event.reason, now=now)]
 
     def stumbled(self, status: SlotStatus, reason: str, *, now: Seconds) -> list[Action]:
-        """A generation failed on this server."""
-        status.failures += 1
-        if status.failures < MAX_FAILURES:
-            return self._doubt(status)
-        return self.take_out(status, f"{status.failures} requests failed: {reason}", now=now)
-
-    def _doubt(self, status: SlotStatus) -> list[Action]:
-        if status.doubted:
+        """Something broke off on this server. What breaks while it is doubted counts as the same."""
+        if status.doubted or status.state is SlotState.STOPPING:
             return []
+        status.failures += 1
+        if status.failures > MAX_FAILURES:
+            return self.take_out(status, f"failed {status.failures} times: {reason}", now=now)
         status.doubted = True
         return [CheckServer(status.slot.id, status.epoch)]
 

@@ -81,7 +81,7 @@ class SlotStatus:
     #: Something failed, and it has not answered since: nothing is sent to it.
     doubted: bool = False
     restarts: int = 0
-    #: Requests that failed since one succeeded.
+    #: Times that something failed since anything succeeded.
     failures: int = 0
     running: int = 0
     running_since: Seconds = 0.0

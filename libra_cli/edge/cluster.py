@@ -57,11 +57,15 @@ _ERROR = re.compile(
 )
 
 
-def gist(tail: str) -> str:
-    """The line of a log's end that most likely says why: the last error, else the last line."""
-    errors = [match[0] for match in _ERROR.finditer(tail)]
-    lines = [line for line in tail.splitlines() if line.strip()]
-    return (errors or lines or ["it wrote nothing"])[-1].strip()[:500]
+def how_it_ended(event: Exited) -> str:
+    """In words, with the line of its log that most likely says why: the last error, or the last."""
+    if event.exit_code is None or event.exit_code < 0:
+        by = "by nobody knows what" if event.exit_code is None else f"by signal {-event.exit_code}"
+        return f"was ended {by}"
+    errors = [match[0] for match in _ERROR.finditer(event.tail)]
+    lines = [line for line in event.tail.splitlines() if line.strip()]
+    why = (errors or lines or ["it wrote nothing"])[-1].strip()[:500]
+    return f"ended with exit code {event.exit_code}: {why}"
 
 
 class Cluster:

@@ -22,7 +22,7 @@ from libra_cli.core.events import (
     TrainerStopped,
 )
 from libra_cli.core.types import Slot
-from libra_cli.edge.cluster import Cluster, gist
+from libra_cli.edge.cluster import Cluster, how_it_ended
 from libra_cli.edge.processes import Exited
 from libra_cli.edge.trainer import Trainer
 from libra_cli.errors import LibraError
@@ -113,8 +113,7 @@ class Ranks:
         if self._running.get(event.node) != event.process or event.requested:
             return
         self._drop_work()
-        told = f"{event.process} on {event.node} ended with {event.exit_code}"
-        reason = f"{told}: {gist(event.tail)}"
+        reason = f"{event.process} on {event.node} {how_it_ended(event)}"
         self._post(TrainerFailed(self._epoch, reason))
 
     def returned(self, node: str, alive: frozenset[str]) -> None:

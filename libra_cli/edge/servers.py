@@ -25,11 +25,11 @@ from libra_cli.core.events import (
     TurnGenerated,
 )
 from libra_cli.core.types import Slot, SlotId
-from libra_cli.edge.cluster import Cluster, gist
+from libra_cli.edge.cluster import Cluster, how_it_ended
 from libra_cli.edge.processes import Exited
 from libra_cli.edge.vllm import Sampling, Server, Silent, turn_failed
 from libra_cli.edge.weights import Weights, probe_gap
-from libra_cli.errors import HostLost, LibraError
+from libra_cli.errors import HostLost, LibraError, WeightsError
 
 STARTUP_TIMEOUT_S = 1800.0
 """A large model on a cold file system; a server that dies is noticed at once whatever this is."""
@@ -119,8 +119,7 @@ class Servers:
             if self._slots[slot].node == event.node and process_of(slot) == event.process:
                 if slot in self._starting:
                     self._starting[slot].cancel()
-                reason = f"its process ended with {event.exit_code}: {gist(event.tail)}"
-                self._post(ServerFailed(slot, server.epoch, reason))
+                self._post(ServerFailed(slot, server.epoch, f"its process {how_it_ended(event)}"))
 
     async def sync(self, action: SyncServer) -> Event:
         """Fetch, load in flight, verify against the trainer's own probe."""
@@ -149,8 +148,8 @@ class Servers:
             reason = f"the probe differs by {gap:.2g} a token, allowed is {self._spec.tolerance:g}"
         except KeyError:
             reason = "the server was stopped meanwhile"
-        except (Silent, HostLost) as error:
-            reason, answered = str(error), False
+        except (Silent, HostLost, WeightsError) as error:
+            reason, answered = str(error), False  # the server need not be at fault
         except LibraError as error:
             reason = str(error)
         return SyncFailed(action.slot, action.epoch, action.published, reason, answered, gap)

@@ -8,9 +8,9 @@ import pytest
 
 from libra_cli.core.planner import initial_plan
 from libra_cli.edge.answers import Holder
-from libra_cli.edge.cluster import gist
+from libra_cli.edge.cluster import how_it_ended
 from libra_cli.edge.preflight import problems
-from libra_cli.edge.processes import Facts, Gpu
+from libra_cli.edge.processes import Exited, Facts, Gpu
 from libra_cli.recipe import Recipe
 
 NOW = 1_790_000_000.0
@@ -89,5 +89,11 @@ def test_little_shared_memory_and_a_wrong_clock_are_both_told():
         ),
     ],
 )
-def test_the_gist_of_a_log_is_its_last_error(tail, reason):
-    assert gist(tail) == reason
+def test_a_process_that_failed_is_told_with_its_last_error(tail, reason):
+    event = Exited("n", "server-0", 1, 1, tail, requested=False)
+    assert how_it_ended(event) == f"ended with exit code 1: {reason}"
+
+
+def test_a_process_that_was_killed_is_not_blamed_on_its_last_line():
+    event = Exited("n", "server-0", 1, -9, "all is well", requested=False)
+    assert how_it_ended(event) == "was ended by signal 9"
