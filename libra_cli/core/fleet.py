@@ -184,7 +184,7 @@ class Fleet:
         return [record, *self.stumbled(status, event.reason, now=now)]
 
     def stumbled(self, status: SlotStatus, reason: str, *, now: Seconds) -> list[Action]:
-        """Something broke off on this server. What breaks while it is doubted counts as the same."""
+        """Something broke off on this server; what breaks while it is doubted is the same."""
         if status.doubted or status.state is SlotState.STOPPING:
             return []
         status.failures += 1
