@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 from libra_cli.core.commands import HostPlan, dry_run
@@ -26,7 +27,8 @@ from libra_cli.edge.reader import Reader
 from libra_cli.edge.recipes import load_recipe
 from libra_cli.edge.report import write_report
 from libra_cli.edge.session import Session
-from libra_cli.errors import LibraError, StateError
+from libra_cli.envs import registry
+from libra_cli.errors import EnvironmentBroken, LibraError, StateError
 from libra_cli.recipe import Recipe
 
 RUNS = Path("runs")
@@ -48,7 +50,8 @@ def plan_of(recipe_path: Path) -> tuple[Recipe, Plan, tuple[HostPlan, ...]]:
 def new_run_dir(recipe: Recipe) -> Path:
     """A fresh run directory's path; nothing is created yet."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    return Path(recipe.run.directory) / f"{recipe.run.name}-{stamp}"
+    names = (f"{recipe.run.name}-{stamp}{more}" for more in ("", *(f"-{n}" for n in range(2, 99))))
+    return next(path for name in names if not (path := Path(recipe.run.directory) / name).exists())
 
 
 def run(
@@ -65,23 +68,15 @@ def run(
     Raises:
         LibraError: what a user can act on.
     """
-    checkpoint = last_checkpoint(run_dir) if resume else ""
-    with Journal(run_dir) as journal:
-        (run_dir / RESOLVED).write_text(recipe.model_dump_json(indent=2))
-        first = RunRecord(
-            id=run_dir.name,
-            recipe=str(recipe_path),
-            state="starting",
-            started_at=time.time(),
-            ended_at=None,
-            target_steps=recipe.run.steps,
-            step=0,
-            version=0,
-            waiting="everyone waits for the hosts",
-            error="",
-            controller_pid=os.getpid(),
-            controller_started=process_started(os.getpid()) or 0.0,
-        )
+    run_dir = run_dir.absolute()
+    first = _first_row(recipe, recipe_path, run_dir)
+    checkpoint = ""
+    if resume:
+        checkpoint = last_checkpoint(run_dir)
+        first = _continued(first, recipe, run_dir)
+    check_environment(recipe)
+    with Journal(run_dir, on_error=lambda error: note(f"{error}; {error.hint}")) as journal:
+        _write_private(run_dir / RESOLVED, recipe.model_dump_json(indent=2))
         session = Session(recipe, run_dir, journal, first, watch=watch, note=note)
         last = asyncio.run(session.run(checkpoint))
     if last.state == "failed":
@@ -90,6 +85,69 @@ def run(
             hint=f"libra status {run_dir}; libra logs NODE PROCESS shows a process's own words",
         )
     return write_report(run_dir, tolerance=recipe.weight_sync.tolerance, now=time.time())
+
+
+def _first_row(recipe: Recipe, recipe_path: Path, run_dir: Path) -> RunRecord:
+    return RunRecord(
+        id=run_dir.name,
+        recipe=str(recipe_path),
+        state="starting",
+        started_at=time.time(),
+        ended_at=None,
+        target_steps=recipe.run.steps,
+        step=0,
+        version=0,
+        waiting="everyone waits for the hosts",
+        error="",
+        controller_pid=os.getpid(),
+        controller_started=process_started(os.getpid()) or 0.0,
+    )
+
+
+def _continued(first: RunRecord, recipe: Recipe, run_dir: Path) -> RunRecord:
+    """The row of a run that goes on: what it has reached stays told, whatever happens next."""
+    before = _resolved(run_dir)
+    changed = [
+        name
+        for name in ("nodes", "model", "environment")
+        if getattr(before, name) != getattr(recipe, name)
+    ]
+    if changed:
+        raise StateError(
+            f"{run_dir} was made from a recipe with other {', '.join(changed)}",
+            hint=f"give the recipe it was made from; what it said is in {run_dir / RESOLVED}",
+        )
+    with Reader(run_dir) as reader:
+        row = reader.run()
+    return replace(first, step=row.step, version=row.version, started_at=row.started_at)
+
+
+def check_environment(recipe: Recipe) -> None:
+    """Make the environment and begin its first task, before any host is asked for anything.
+
+    Raises:
+        EnvironmentBroken: it cannot be found, made or begun.
+    """
+    spec = recipe.environment
+    arguments: dict[str, object] = dict(spec.args)
+    if spec.secrets:
+        arguments["secrets"] = {k: secret.get_secret_value() for k, secret in spec.secrets.items()}
+    environment = registry.make(spec.name, registry.find(spec.name), arguments)
+    tasks = registry.load_tasks(Path(spec.tasks)) if spec.tasks else None
+    seed = recipe.run.seed
+    try:
+        environment.reset(tasks[0] if tasks else environment.task(0, seed), seed)
+    except Exception as error:  # somebody's code: whatever it raises is told
+        raise EnvironmentBroken(
+            f"environment {spec.name!r} cannot begin its first task: {error!r}",
+            hint="correct environment.args or environment.tasks",
+        ) from error
+
+
+def _write_private(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
 
 
 def last_checkpoint(run_dir: Path) -> str:
@@ -154,7 +212,12 @@ async def logs(
 
 
 def _resolved(run_dir: Path) -> Recipe:
-    return Recipe.model_validate_json((run_dir / RESOLVED).read_text())
+    try:
+        return Recipe.model_validate_json((run_dir / RESOLVED).read_text())
+    except (OSError, ValueError) as error:
+        raise StateError(
+            f"{run_dir} has no usable {RESOLVED}: {error}", hint=f"ls {run_dir}"
+        ) from error
 
 
 def stop(run_dir: Path, *, at_once: bool, note: Callable[[str], None]) -> list[str]:
@@ -168,10 +231,25 @@ def stop(run_dir: Path, *, at_once: bool, note: Callable[[str], None]) -> list[s
     """
     with Reader(run_dir) as reader:
         row, alive = reader.run(), controller_alive(reader)
-    if not alive:
-        note("the controller is gone; asking every host to stop what is left of this run")
-        return asyncio.run(_stop_remains(_resolved(run_dir), row.id))
-    pidfd = os.pidfd_open(row.controller_pid)
+        home = str(reader.meta.get("host"))
+    if alive and home != os.uname().nodename:
+        raise StateError(
+            f"{run_dir} was started on {home}, and only there its controller can be told to stop",
+            hint=f"on {home}: libra stop {run_dir}",
+        )
+    if alive:
+        _interrupt(row, at_once=at_once)
+        note("waiting for the controller: checkpoint, drain, stop")
+        _await_end(row, run_dir)
+    note("asking every host what is left of this run")
+    return asyncio.run(_stop_remains(_resolved(run_dir), row.id))
+
+
+def _interrupt(row: RunRecord, *, at_once: bool) -> None:
+    try:
+        pidfd = os.pidfd_open(row.controller_pid)
+    except ProcessLookupError:
+        return  # it has just come to its end
     try:
         # Looked at again with the descriptor in hand: now the pid cannot be recycled under us.
         if process_started(row.controller_pid) == row.controller_started:
@@ -180,7 +258,9 @@ def stop(run_dir: Path, *, at_once: bool, note: Callable[[str], None]) -> list[s
                 time.sleep(POLL_S)
     finally:
         os.close(pidfd)
-    note("waiting for the controller: checkpoint, drain, stop")
+
+
+def _await_end(row: RunRecord, run_dir: Path) -> None:
     give_up = time.monotonic() + STOP_TIMEOUT_S
     while process_started(row.controller_pid) == row.controller_started:
         if time.monotonic() > give_up:
@@ -189,7 +269,6 @@ def stop(run_dir: Path, *, at_once: bool, note: Callable[[str], None]) -> list[s
                 hint=f"libra stop --now {run_dir}",
             )
         time.sleep(POLL_S)
-    return []
 
 
 async def _stop_remains(recipe: Recipe, run_id: str) -> list[str]:

@@ -28,6 +28,7 @@ STOPPED = 4
 app = typer.Typer(
     help="Agentic RL post-training on plain GPU machines: a list of SSH hosts and one recipe.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     add_completion=False,
 )
@@ -75,7 +76,7 @@ def run(
     resume: Annotated[
         Path | None, typer.Option(help="Go on from the last checkpoint of this run directory.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Instead of the recipe's run.seed.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Instead of run.seed.")] = None,
 ) -> None:
     """Run a complete agentic RL job on the recipe's hosts."""
     from libra_cli import app as commands
@@ -109,7 +110,8 @@ def _run(recipe: Recipe, path: Path, run_dir: Path, *, resume: bool) -> None:
         told, steps = commands.status(run_dir), reader.steps()
     out.print(final_view(told, steps, report=report))
     if told["run"]["state"] == "stopped":
-        out.print(f"go on with: libra run {path} --resume {run_dir}", highlight=False)
+        again = f" --resume {run_dir}" if told["checkpoint"] else ""
+        out.print(f"go on with: libra run {path}{again}", highlight=False, soft_wrap=True)
         raise typer.Exit(STOPPED)
 
 

@@ -76,6 +76,8 @@ class WeightsError(LibraError):
 class EnvironmentBroken(LibraError):
     """An environment cannot be found, loaded or used (not: it answered with an error)."""
 
+    exit_code = 2
+
 
 class StateError(LibraError):
     """A run directory is missing, damaged or of another version of libra."""

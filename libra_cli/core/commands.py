@@ -197,7 +197,8 @@ def trainer_processes(
             "run_id": run_id,
             "model_dir": model_dirs[node],
             "weights_dir": here.weights_dir,
-            "checkpoint_dir": f"{here.run_dir}/checkpoints",
+            # One path for all: shards of one checkpoint must come together.
+            "checkpoint_dir": f"{head.run_dir}/checkpoints",
             "port": http_port,
             "world_size": world_size,
             "trainer_epoch": trainer_epoch,
@@ -304,7 +305,8 @@ def dry_run(recipe: Recipe, facts: Mapping[str, HostFacts] | None = None) -> tup
         node: recipe.model.path or f"{there.workdir}/models/<built>"
         for node, there in known.items()
     }
-    specs = [model_process(recipe, known[node.name]) for node in recipe.nodes]
+    builder = known[_node_of(plan.train[0])]
+    specs = [model_process(recipe, builder)] if recipe.model.build is not None else []
     specs += [
         server_process(
             recipe,

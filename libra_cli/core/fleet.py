@@ -167,6 +167,7 @@ class Fleet:
         if status is None or status.syncing != event.published:
             return []
         status.verified, status.syncing, status.failures = event.published, None, 0
+        status.unproved.discard(event.published.key)
         if status.state is SlotState.JOINING:
             status.move(SlotState.SERVING, now=now)
             status.has_served = True
@@ -181,6 +182,7 @@ class Fleet:
         record: Action = Save(_sync_record(event, now))
         if event.answered:
             return [record, *self.take_out(status, event.reason, now=now)]
+        status.unproved.add(event.published.key)
         return [record, *self.stumbled(status, event.reason, now=now)]
 
     def stumbled(self, status: SlotStatus, reason: str, *, now: Seconds) -> list[Action]:

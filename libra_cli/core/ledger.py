@@ -67,6 +67,8 @@ class Ledger:
     #: Trajectories that have no reward yet, in open groups.
     playing: int = 0
     _attempts: dict[tuple[GroupId, int], int] = field(default_factory=dict)
+    #: Failures of members of open groups; playing again because of age is none.
+    _failures: dict[tuple[GroupId, int], int] = field(default_factory=dict)
 
     def count(self, *states: GroupState) -> int:
         """How many groups are in one of these states."""
@@ -122,7 +124,9 @@ class Ledger:
         baseline is computed over the lucky members only.
         """
         group = self.groups[trajectory.group]
-        if trajectory.attempt >= self.retries:
+        who = (group.id, trajectory.member)
+        self._failures[who] = self._failures.get(who, 0) + 1
+        if self._failures[who] > self.retries:
             group.state = GroupState.DROPPED
             self.playing -= sum(member.reward is None for member in group.members)
             self._forget(group)
@@ -170,6 +174,7 @@ class Ledger:
         del self.groups[group.id]
         for member in range(self.group_size):
             self._attempts.pop((group.id, member), None)
+            self._failures.pop((group.id, member), None)
 
     def rollback(self, step: int) -> None:
         """The trainer is back at ``step``: what it had trained or claimed since is READY again."""

@@ -15,8 +15,9 @@ and the property tests all drive this very object.
                                                                             TrainerStopped
 
 Phases: STARTING -> RUNNING -> DRAINING -> STOPPING -> ENDED. In DRAINING nothing new begins, turns
-and syncs under way may finish (for ``DRAIN_S`` at most) and a checkpoint is written; in STOPPING
-every process is stopped and verified gone.
+and syncs under way may finish (for ``DRAIN_S`` at most), a step or a checkpoint under way may take
+as long as it needs, and one last checkpoint is written; in STOPPING every process is stopped and
+verified gone. Whoever asks to stop at once skips DRAINING.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from libra_cli.recipe import Recipe
 
 DRAIN_S: Seconds = 30.0
 DRAIN_TIMER = "drain"
+MAX_DROPPED = 32
+"""Groups given up one after the other, with no trajectory finished in between."""
 
 
 class Phase(StrEnum):
@@ -215,8 +218,14 @@ class Machine:
         if event.name == TIMER and self._going:
             return self.training.restart(now=now)
         if event.name == DRAIN_TIMER and self.phase is Phase.DRAINING:
-            return self._stop_all(now)
+            return self._drain_over(now)
         return []
+
+    def _drain_over(self, now: Seconds) -> list[Action]:
+        """Turns get no more time. A step or a checkpoint does; a dead trainer says so itself."""
+        if not self.training.at_work:
+            return self._stop_all(now)
+        return [*self.rollout.abandon(now=now), Wake(DRAIN_TIMER, DRAIN_S)]
 
     def _stop_requested(self, event: e.StopRequested, now: Seconds) -> list[Action]:
         actions: list[Action] = []
@@ -231,15 +240,15 @@ class Machine:
     def _settle(self, now: Seconds) -> list[Action]:
         """Whatever can go on now, goes on."""
         self.rollout.evacuate(now=now)
-        if self._going:
-            return self._go_on(now)
+        actions = self._go_on(now) if self._going else []
         if self.phase is Phase.DRAINING:
-            saving = self.training.save()
-            return saving if saving or not self._drained else self._stop_all(now)
+            actions += self.training.save()
+            if self._drained:
+                actions += self._stop_all(now)
         if self.phase is Phase.STOPPING and self._all_gone:
             self.phase, self._ended_at = Phase.ENDED, now
-            return [End(self._outcome, self._error)]
-        return []
+            actions.append(End(self._outcome, self._error))
+        return actions
 
     def _go_on(self, now: Seconds) -> list[Action]:
         broken = self._broken
@@ -268,6 +277,8 @@ class Machine:
         """Why the run cannot go on; empty while it can."""
         if self.training.state is TrainerState.FAILED:
             return f"the trainer failed: {self.training.detail}"
+        if self.rollout.dropped_in_a_row > MAX_DROPPED:
+            return f"the environment breaks every time: {self.rollout.last_failure}"
         hopeless = self.fleet.hopeless
         return f"no server is left: {hopeless}" if hopeless else ""
 
@@ -278,9 +289,7 @@ class Machine:
     @property
     def _drained(self) -> bool:
         generating = any(f.stage is Stage.GENERATING for f in self.rollout.flights.values())
-        busy = self.training.state is TrainerState.BUSY
-        up = self.training.state is TrainerState.READY
-        return not (generating or busy or self.fleet.syncing or (up and self.training.saving))
+        return not (generating or self.training.at_work or self.fleet.syncing)
 
     def _stop_all(self, now: Seconds) -> list[Action]:
         self.phase = Phase.STOPPING

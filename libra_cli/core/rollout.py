@@ -100,6 +100,9 @@ class Rollout:
         self.flights: dict[TrajectoryId, Flight] = {}
         self._parked: dict[SlotId, dict[int, TurnGenerated]] = {}
         self._requests = 0
+        #: Groups given up since a trajectory last finished, and why the last one was.
+        self.dropped_in_a_row = 0
+        self.last_failure = ""
 
     # -- opening and placing --------------------------------------------------------------------
 
@@ -202,6 +205,7 @@ class Rollout:
 
     def _end(self, flight: Flight, reward: float, now: Seconds) -> list[Action]:
         trajectory = flight.trajectory
+        self.dropped_in_a_row = 0
         del self.flights[trajectory.id]
         group = self._ledger.finish(trajectory.id, reward)
         actions: list[Action] = [
@@ -218,6 +222,7 @@ class Rollout:
         again = self._ledger.replay(broken.id, now=now)
         if again is not None:
             return [*actions, *self._begin(again)]
+        self.dropped_in_a_row, self.last_failure = self.dropped_in_a_row + 1, reason
         siblings = [f for f in self.flights.values() if f.trajectory.id.group == broken.id.group]
         for sibling in siblings:
             actions += self._withdraw(sibling, "dropped", f"{broken.id} failed too often", now)
@@ -244,6 +249,9 @@ class Rollout:
         if event.newest > status.verified.key:
             self._parked.setdefault(event.slot, {})[event.request] = event
             return []
+        epoch = event.newest[0]
+        if any((epoch, span.version) in status.unproved for span in event.spans):
+            return self._again(flight, now)
         status.failures = 0
         status.count(-1, now=now)
         self._append(flight, event)
@@ -292,10 +300,16 @@ class Rollout:
         status = self._fleet.slots[event.slot]
         if event.refused:
             return self._break(flight, event.reason, now)
-        status.count(-1, now=now)
+        self._again(flight, now)
+        return self._fleet.stumbled(status, event.reason, now=now)
+
+    def _again(self, flight: Flight, now: Seconds) -> list[Action]:
+        """Ask for the same turn again, wherever there is a seat."""
+        assert flight.slot is not None, flight.trajectory.id
+        self._fleet.slots[flight.slot].count(-1, now=now)
         flight.slot = None
         self._wait(flight, now)
-        return self._fleet.stumbled(status, event.reason, now=now)
+        return []
 
     def evacuate(self, *, now: Seconds) -> None:
         """Queue again whatever was generating on a server that has been taken out."""
@@ -397,7 +411,7 @@ def group_record(group: Group, now: Seconds, *, detail: str = "") -> GroupRecord
 
 
 def _dropped_record(broken: Trajectory, reason: str, now: Seconds) -> Action:
-    detail = f"member {broken.id.member} failed {broken.id.attempt + 1} times: {reason}"
+    detail = f"member {broken.id.member} failed too often: {reason}"
     return Save(
         GroupRecord(
             group_id=broken.id.group,

@@ -16,7 +16,7 @@ from json import dumps
 
 from libra_cli.core.events import Published
 from libra_cli.core.records import SlotRecord
-from libra_cli.core.types import Bucket, Role, Seconds, Slot
+from libra_cli.core.types import Bucket, Role, Seconds, Slot, Version
 from libra_cli.errors import IllegalMove
 
 
@@ -75,6 +75,8 @@ class SlotStatus:
     verified: Published | None = None
     #: The version being loaded; None when no sync is under way.
     syncing: Published | None = None
+    #: Versions that it may have generated with, whose proof broke off: (trainer epoch, version).
+    unproved: set[tuple[int, Version]] = field(default_factory=set)
     #: A server that never served has a wrong configuration: it is not started again.
     has_served: bool = False
     reachable: bool = True
@@ -124,6 +126,7 @@ class SlotStatus:
         self.running = self.failures = 0
         self.verified = self.syncing = None
         self.doubted = False
+        self.unproved.clear()
 
     @property
     def routable(self) -> bool:

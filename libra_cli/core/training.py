@@ -207,9 +207,11 @@ class Training:
         return [Checkpoint(self.epoch, self.step, self._ledger.position(self.step))]
 
     @property
-    def saving(self) -> bool:
-        """Whether a checkpoint that was asked for is not written yet."""
-        return self._asked_step > self.checkpoint_step
+    def at_work(self) -> bool:
+        """Whether a step is being taken or a checkpoint that was asked for is not written yet."""
+        saving = self._asked_step > self.checkpoint_step
+        busy = self.state is TrainerState.BUSY
+        return busy or (self.state is TrainerState.READY and saving)
 
     def saved(self, event: CheckpointSaved) -> list[Action]:
         """A checkpoint is written."""

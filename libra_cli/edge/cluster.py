@@ -96,6 +96,7 @@ class Cluster:
         self._seen: dict[str, Facts] = {}
         #: Nodes that do not answer at the moment.
         self.lost: set[str] = set()
+        self._changed = asyncio.Event()
         self._waiting: dict[tuple[str, str], asyncio.Future[Exited]] = {}
 
     # -- opening --------------------------------------------------------------------------------
@@ -135,15 +136,12 @@ class Cluster:
                 self.run_id,
                 token=self.token,
                 lease_s=self.recipe.run.lease_s,
-                weights_dir=self._weights_dir(node),
+                weights_dir=self.recipe.weight_sync.directory or "",
                 on_event=self._happened,
             )
         except LibraError as error:
             self._save_node(node.name, "failed", detail=str(error))
             raise
-
-    def _weights_dir(self, node: NodeSpec) -> str:
-        return self.recipe.weight_sync.directory or f"/dev/shm/libra-{node.user or 'run'}"
 
     async def _check(self, node: NodeSpec) -> None:
         host, path = self.hosts[node.name], self.recipe.model.path
@@ -160,7 +158,7 @@ class Cluster:
             python=host.python,
             workdir=host.workdir,
             run_dir=host.run_dir,
-            weights_dir=host.expand(self._weights_dir(node)),
+            weights_dir=host.weights_dir,
             address=node.address or (seen.address if peers else "127.0.0.1"),
             interface=seen.interface,
             cpus=seen.cpus,
@@ -258,7 +256,7 @@ class Cluster:
             try:
                 await self.hosts[node].stop(process, grace_s=STOP_GRACE_S)
                 return
-            except HostLost:
+            except HostError:
                 await asyncio.sleep(1.0)
 
     # -- what hosts report ----------------------------------------------------------------------
@@ -273,8 +271,17 @@ class Cluster:
             self.lost.discard(event.node)
             self._save_node(event.node, "ready", detail=f"was away for {event.seconds:.0f} s")
         elif isinstance(event, Gone):
+            self.lost.discard(event.node)
+            self._give_up_waiting(event)
             self._save_node(event.node, "failed", detail=event.reason)
+        self._changed.set()
+        self._changed.clear()
         self.on_event(event)
+
+    def _give_up_waiting(self, event: Gone) -> None:
+        for (node, process), ended in self._waiting.items():
+            if node == event.node and not ended.done():
+                ended.set_exception(HostLost(f"{node}: {process}: {event.reason}"))
 
     def _exited(self, event: Exited) -> None:
         host = self.hosts[event.node]
@@ -305,6 +312,11 @@ class Cluster:
                 detail=detail,
             )
         )
+
+    async def until_back(self, node: str) -> None:
+        """Wait while the node is lost; its lease bounds that."""
+        while node in self.lost:
+            await self._changed.wait()
 
     # -- closing --------------------------------------------------------------------------------
 

@@ -24,6 +24,10 @@ from libra_cli.core.types import Seconds
 Perform: TypeAlias = Callable[[Any], Coroutine[Any, Any, Event | None]]
 
 
+GIVE_UP_S = 120.0
+"""How long a run may take to stop after a bug, before it is left to whoever owns the hosts."""
+
+
 class Driver:
     """Runs one machine to its end."""
 
@@ -41,7 +45,7 @@ class Driver:
         self._clock = clock
         self._save = save
         self._tell = tell
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._tasks: set[asyncio.Task[Event | None]] = set()
         self._failure: BaseException | None = None
 
@@ -58,6 +62,8 @@ class Driver:
         try:
             while True:
                 event = await self._events.get()
+                if event is None:
+                    raise self._failure or RuntimeError("gave up without a failure")
                 now = self._clock()
                 self._tell(now, event)
                 for action in self._machine.handle(event, now=now):
@@ -94,6 +100,8 @@ class Driver:
         elif self._failure is None:
             self._failure = error
             self.post(StopRequested(at_once=True, reason=f"a bug in libra: {error!r}"))
+            loop = asyncio.get_running_loop()
+            loop.call_later(GIVE_UP_S, self._events.put_nowait, None)
 
 
 QUIET = (ServerSampled,)

@@ -83,6 +83,7 @@ class Host:
         self.python = python or transport.default_python
         self.code_dir = ""
         self.run_dir = ""
+        self.weights_dir = ""
         self._pulse_s = pulse_s
         self._hello: Message = {}
         self._exits: dict[tuple[str, int], bool] = {}
@@ -106,8 +107,9 @@ class Host:
         self._on_event = on_event
         try:
             await self._prepare(run_id)
-            weights = self.expand(weights_dir)
-            self._hello = {"token": token, "lease_s": lease_s, "weights_dir": weights}
+            home = self.transport.home.rstrip("/").rpartition("/")[2]
+            self.weights_dir = self.expand(weights_dir) if weights_dir else f"/dev/shm/libra-{home}"
+            self._hello = {"token": token, "lease_s": lease_s, "weights_dir": self.weights_dir}
             rows = await self._attach()
         except BaseException:
             await self.close()
@@ -188,8 +190,15 @@ class Host:
         ``files`` are written first, private, at paths below the run directory, which is also where
         it runs by default. Starting what already runs in exactly this way changes nothing.
         """
-        row = await self._ask(
-            "start", process=process, argv=[*argv], env=env or {}, cwd=cwd, files=files or {}
+        # A connection that drops now must not look like a process that cannot start.
+        row = await self._line.ask(
+            "start",
+            timeout_s=self._hello["lease_s"] + ANSWER_S,
+            process=process,
+            argv=[*argv],
+            env=env or {},
+            cwd=cwd,
+            files=files or {},
         )
         self._exits.setdefault(_key(row), False)
         return Started(row["pid"], row["started"], row["log"])
@@ -208,9 +217,9 @@ class Host:
         """The end of a process's log."""
         return str(await self._ask("tail", process=process, lines=lines))
 
-    async def serve_weights(self, bind: str = "0.0.0.0") -> int:
-        """Serve this host's weight versions to peers that know the token; the port."""
-        return int(await self._ask("weights_serve", bind=bind))
+    async def serve_weights(self, bind: str = "0.0.0.0", port: int = 0) -> int:
+        """Serve this host's weight versions to peers that know the token; the port (0: any)."""
+        return int(await self._ask("weights_serve", bind=bind, port=port))
 
     async def pull(self, name: str, sources: Sequence[str], *, timeout_s: float = 120.0) -> Pulled:
         """Fetch a weight version from the first source (``http://host:port``) that has it whole."""

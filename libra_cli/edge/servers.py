@@ -29,7 +29,7 @@ from libra_cli.edge.cluster import Cluster, how_it_ended
 from libra_cli.edge.processes import Exited
 from libra_cli.edge.vllm import Sampling, Server, Silent, turn_failed
 from libra_cli.edge.weights import Weights, probe_gap
-from libra_cli.errors import HostLost, LibraError, WeightsError
+from libra_cli.errors import HostError, LibraError, WeightsError
 
 STARTUP_TIMEOUT_S = 1800.0
 """A large model on a cold file system; a server that dies is noticed at once whatever this is."""
@@ -148,8 +148,12 @@ class Servers:
             reason = f"the probe differs by {gap:.2g} a token, allowed is {self._spec.tolerance:g}"
         except KeyError:
             reason = "the server was stopped meanwhile"
-        except (Silent, HostLost, WeightsError) as error:
-            reason, answered = str(error), False  # the server need not be at fault
+        except (Silent, HostError, WeightsError) as error:
+            # A network, a disk or the publishing host: not the server's own answer. Not at once
+            # again, and not before that host is back.
+            reason, answered = str(error), False
+            await asyncio.sleep(CHECK_EVERY_S)
+            await self._cluster.until_back(self._weights.origin)
         except LibraError as error:
             reason = str(error)
         return SyncFailed(action.slot, action.epoch, action.published, reason, answered, gap)

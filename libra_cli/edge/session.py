@@ -72,6 +72,7 @@ class Session:
         self._offset = time.time() - time.monotonic()
         self._driver: Driver | None = None
         self._interrupts = 0
+        self._releasing = False
 
     def _clock(self) -> float:
         return self._offset + time.monotonic()
@@ -107,6 +108,7 @@ class Session:
         self._save(replace(self._run, state=state, error=error, waiting="", ended_at=self._clock()))
 
     async def _release(self) -> None:
+        self._releasing = True
         for line in await self._cluster.close():
             self._note(f"not proved gone: {line}")
 
@@ -119,7 +121,9 @@ class Session:
     def _interrupted(self, task: asyncio.Task[object]) -> None:
         self._interrupts += 1
         at_once = self._interrupts > 1
-        if self._driver is not None:
+        if self._releasing:
+            self._note("already stopping: the hosts are being cleared")
+        elif self._driver is not None:
             gently = "stopping: checkpoint, drain, stop (once more: at once)"
             self._note("stopping at once" if at_once else gently)
             self._driver.post(events.StopRequested(at_once, "asked for"))
@@ -185,6 +189,7 @@ class Session:
             self._cluster.hosts,
             {name: fact.address for name, fact in facts.items()},
             {name: f"{fact.weights_dir}/{self._run.id}" for name, fact in facts.items()},
+            {name: ports.get("weights", 0) for name, ports in self._cluster.ports.items()},
             origin=origin,
             keep=self._recipe.weight_sync.keep_versions,
             timeout_s=self._recipe.weight_sync.timeout_s,

@@ -160,9 +160,13 @@ class Server:
             "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
         }
         answer = await self._call("POST", "/inference/v1/generate", body)
-        rows = answer["prompt_logprobs"][1:]
-        pairs = zip(token_ids[1:], rows, strict=True)
-        return [float(row[str(token)]["logprob"]) for token, row in pairs]
+        try:
+            pairs = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
+            return [float(row[str(token)]["logprob"]) for token, row in pairs]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerError(
+                f"{self.slot}: the probe's answer is unreadable: {error!r}"
+            ) from error
 
     async def sample(self) -> ServerSampled:
         """One reading of the server's counters."""

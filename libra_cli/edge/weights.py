@@ -42,6 +42,7 @@ class Weights:
         hosts: Mapping[str, Host],
         addresses: Mapping[str, str],
         directories: Mapping[str, str],
+        ports: Mapping[str, int],
         *,
         origin: str,
         keep: int,
@@ -49,12 +50,14 @@ class Weights:
     ) -> None:
         """``directories``: per node, where version directories of this run are.
 
-        ``addresses``: per node, how its peers reach it. ``origin``: the node that publishes.
+        ``addresses`` and ``ports``: per node, where its peers reach it. ``origin``: the node that
+        publishes.
         """
         self._hosts = hosts
         self._addresses = addresses
         self._directories = directories
-        self._origin = origin
+        self._ports = ports
+        self.origin = origin
         self._keep = keep
         self._timeout_s = timeout_s
         self._urls: dict[str, str] = {}
@@ -68,7 +71,7 @@ class Weights:
             WeightsError: no source had it whole.
             HostLost: the node does not answer.
         """
-        if node == self._origin:
+        if node == self.origin:
             # At once, without a look: requests that this version sets free must not overtake it.
             return Place(f"{self._directories[node]}/{published.name}", 0.0)
         key = (node, published.name)
@@ -79,7 +82,11 @@ class Weights:
 
     async def _pull(self, node: str, name: str) -> Place:
         host = self._hosts[node]
-        pulled = await host.pull(name, await self._sources(name), timeout_s=self._timeout_s)
+        try:
+            pulled = await host.pull(name, await self._sources(name), timeout_s=self._timeout_s)
+        except WeightsError:
+            self._urls.clear()  # a replaced agent must be asked to serve again
+            raise
         held = self._have[node] = [*self._have.get(node, []), name][-self._keep :]
         await host.forget(held)
         for old in [key for key in self._pulls if key[0] == node][: -self._keep]:
@@ -93,22 +100,22 @@ class Weights:
             WeightsError: the manifest is damaged.
             HostLost: the origin does not answer.
         """
-        path = f"{self._directories[self._origin]}/{published.name}/manifest.json"
-        raw = await self._hosts[self._origin].transport.get(path)
+        path = f"{self._directories[self.origin]}/{published.name}/manifest.json"
+        raw = await self._hosts[self.origin].transport.get(path)
         try:
             probe = json.loads(raw)["probe"]
             return Probe(tuple(probe["token_ids"]), tuple(probe["logprobs"]))
         except (ValueError, KeyError) as error:
-            raise WeightsError(f"{self._origin}: {path} is damaged: {error}") from error
+            raise WeightsError(f"{self.origin}: {path} is damaged: {error}") from error
 
     async def _sources(self, name: str) -> list[str]:
         """Peers first (they share the load), the origin last (it surely has it)."""
         peers = [node for node, names in self._have.items() if name in names]
-        return [await self._url(node) for node in [*peers, self._origin]]
+        return [await self._url(node) for node in [*peers, self.origin]]
 
     async def _url(self, node: str) -> str:
         if node not in self._urls:
-            port = await self._hosts[node].serve_weights()
+            port = await self._hosts[node].serve_weights(port=self._ports[node])
             self._urls[node] = f"http://{self._addresses[node]}:{port}"
         return self._urls[node]
 

@@ -200,8 +200,8 @@ class Agent:
     async def _tail(self, process: str, lines: int) -> str:
         return self._supervisor.tail(process, lines)
 
-    async def _weights_serve(self, bind: str) -> int:
-        return self._weights().serve(bind)
+    async def _weights_serve(self, bind: str, port: int) -> int:
+        return self._weights().serve(bind, port)
 
     async def _pull(self, name: str, sources: Sequence[str], limit_s: float) -> dict[str, object]:
         pulled = await asyncio.to_thread(self._weights().pull, name, sources, limit_s)

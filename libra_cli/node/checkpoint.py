@@ -41,7 +41,13 @@ def save(learner: Learner, root: Path, *, ledger: Mapping[str, Any], keep: int) 
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         remove_unfinished(root)
         temporary.mkdir(mode=0o700)
-    learner.gather(None)  # until the directory is there
+    learner.gather(None)  # until it is made
+    seen = learner.gather(temporary.is_dir())
+    if learner.sharded and not all(seen):
+        raise TrainerError(
+            f"{root} is not the same directory on every train host, as a sharded checkpoint needs: "
+            "put nodes[].workdir on shared storage, or train with sharding: ddp"
+        )
     state = _state(learner)
     if learner.sharded:
         dcp.save(state, checkpoint_id=temporary, process_group=learner.control)

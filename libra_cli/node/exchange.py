@@ -59,13 +59,20 @@ class Exchange:
         self._token = token
         self._pulling: dict[str, threading.Lock] = {}
         self._server: ThreadingHTTPServer | None = None
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # In a place where others may write, only a directory of our own is to be trusted.
+        root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = root.parent.stat().st_uid
+        if owner != os.getuid():
+            raise Refused(
+                "weights", f"{root.parent} belongs to the user with id {owner}, not to us"
+            )
+        root.mkdir(mode=0o700, exist_ok=True)
 
-    def serve(self, bind: str) -> int:
+    def serve(self, bind: str, port: int) -> int:
         """Serve the directory to peers; the port. A second call answers with the first's."""
         if self._server is None:
             handler = type("Handler", (_Handler,), {"root": self.root, "token": self._token})
-            self._server = ThreadingHTTPServer((bind, 0), handler)
+            self._server = ThreadingHTTPServer((bind, port), handler)
             # It is never told to stop, since it ends with the agent: so it need not wake up to ask.
             loop = threading.Thread(target=self._server.serve_forever, args=(3600.0,), daemon=True)
             loop.start()

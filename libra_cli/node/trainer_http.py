@@ -76,7 +76,7 @@ class Desk:
     world_size: int
     trainer_epoch: int
     max_len: int
-    checkpoint_timeout_s: float = 600.0
+    checkpoint_timeout_s: float = 1800.0
     state: str = "starting"
     """``starting | ready | failed``"""
     error: str = ""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from libra_cli.core import events as e
 from libra_cli.core.actions import End
+from libra_cli.core.ledger import Ledger
 from libra_cli.core.machine import Phase, Resume
 from libra_cli.core.records import GroupRecord, SlotRecord, SyncRecord
 from tests.world import Faults, World, recipe
@@ -137,3 +138,48 @@ def test_the_second_interrupt_skips_the_checkpoint():
 def test_every_policy_drives_a_run_to_its_end(policy):
     world = World(Random(4), recipe=recipe(scheduler={"policy": policy})).run()
     assert world.end == End("finished", "")
+
+
+class Slow(World):
+    """A trainer whose checkpoints take minutes."""
+
+    def _do_train(self, action):
+        super()._do_train(action)
+        late = [entry for entry in self._heap if isinstance(entry[2], e.CheckpointSaved)]
+        for entry in late:
+            self._heap.remove(entry)
+            self.later(entry[2], 200.0, 300.0)
+
+
+@given(seed=st.integers(0, 2**32))
+def test_a_checkpoint_that_takes_minutes_is_waited_for(seed):
+    world = Slow(Random(seed)).run()
+    assert world.end == End("finished", "")
+    assert {step.checkpoint for step in world.steps if step.step == 5} == {"", "/checkpoint/1-5"}
+
+
+def test_an_environment_that_always_breaks_ends_the_run():
+    world = World(Random(1), Faults(environment_breaks=1.0)).run()
+    assert world.end is not None
+    assert world.end.state == "failed"
+    assert "reset broke" in world.end.error
+
+
+@given(seed=st.integers(0, 2**32))
+def test_only_proved_versions_are_trained_on_even_when_proofs_break_off(seed):
+    world = World(Random(seed), Faults(sync_fails=0.4)).run()
+    proved = {sync.version for sync in world.rows(SyncRecord) if sync.verified}
+    finished = [row for row in world.trajectories if row.state == "finished"]
+    assert {row.max_version for row in finished} <= proved
+
+
+def test_playing_a_group_again_because_of_its_age_is_not_a_failure():
+    ledger = Ledger(group_size=1, groups_per_step=1, max_staleness=0, retries=1)
+    for version in range(5):
+        group = ledger.open(version=version, now=0.0)
+        ledger.finish(group.members[0].id, 1.0)
+        assert ledger.expire(version + 1) == [group]
+    group = ledger.open(version=5, now=0.0)
+    assert ledger.replay(group.members[0].id, now=0.0) is not None
+    assert ledger.replay(group.members[0].id, now=0.0) is None
+    ledger.check()
