@@ -205,6 +205,8 @@ def _await_banner(host: SshHost) -> None:
 
 def _remove(block: int) -> None:
     for index in range(HOSTS):
+        # A connection that was cut keeps its namespace alive for minutes, and with it the cable.
+        _run("ip", "link", "del", f"libra{block}v{index}", check=False)
         _run("ip", "netns", "del", f"libra{block}-{index}", check=False)
     _run("ip", "link", "del", f"libra{block}", check=False)
 
