@@ -63,6 +63,10 @@ class RuleError(ValueError):
         self.problems = problems
 
 
+SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(^|_)KEY)(S|$|_)", re.I)
+"""Environment variables whose values are never shown."""
+
+
 def problems_between_fields(recipe: Recipe) -> Iterator[Problem]:
     """Every broken rule that needs more than one field, with all the values in the reason."""
     for index, node in enumerate(recipe.nodes):
@@ -85,6 +89,13 @@ def _node_problems(key: str, node: NodeSpec) -> Iterator[Problem]:
             (f"{key}.slots", f"{key}.gpus"),
             f"{node.gpus} GPUs do not split evenly into {node.slots} slots",
         )
+    for name in node.env:
+        if SECRET_NAME.search(name) and not name.endswith("_FILE"):
+            yield Problem(
+                (f"{key}.env.{name}",),
+                "sounds like a secret, and this is no place for one; environment.secrets is, as "
+                f"${{{name}}}",
+            )
     if node.is_local:
         for field in ("user", "port", "identity", "jump"):
             value = getattr(node, field)

@@ -27,7 +27,6 @@ Why the flags are what they are:
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
@@ -35,6 +34,7 @@ from typing import Literal, TypeAlias
 from libra_cli.core.planner import initial_plan, processes_per_node, slots_of
 from libra_cli.core.types import Bucket, Plan, Slot, SlotId
 from libra_cli.recipe import NodeSpec, Recipe
+from libra_cli.rules import SECRET_NAME
 
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
 
@@ -43,8 +43,6 @@ SERVED_MODEL = "policy"
 
 PROBE_TOKENS = 64
 """Length of the sequence every weight version is verified with."""
-
-_SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(^|_)KEY)(S|$|_)", re.I)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +264,7 @@ def model_process(recipe: Recipe, facts: HostFacts) -> ProcessSpec:
 def masked(env: Mapping[str, str]) -> dict[str, str]:
     """The environment with the values of names that sound secret replaced, sorted by name."""
     return {
-        name: "******" if _SECRET_NAME.search(name) and not name.endswith("_FILE") else value
+        name: "******" if SECRET_NAME.search(name) and not name.endswith("_FILE") else value
         for name, value in sorted(env.items())
     }
 

@@ -67,7 +67,13 @@ def _holders(gpu: Gpu) -> str:
 def _model(recipe: Recipe, seen: Facts) -> Iterator[str]:
     path = recipe.model.path
     if path is not None and path not in seen.paths:
-        yield f"there is no {path}; put the model there, or correct model.path"
+        if path.startswith(("/", "~")):
+            yield f"there is no {path}; put the model there, or correct model.path"
+        else:
+            yield (
+                f"model.path {path} is no absolute path, and libra downloads nothing; on the host: "
+                f"hf download {path} --local-dir /models/{path.rpartition('/')[2]}"
+            )
 
 
 def _room(seen: Facts) -> Iterator[str]:

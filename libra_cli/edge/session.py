@@ -98,7 +98,8 @@ class Session:
         except asyncio.CancelledError:
             self._ended("stopped", "stopped while starting")
         except BaseException as error:
-            self._ended("failed", f"{type(error).__name__}: {error}")
+            expected = isinstance(error, LibraError)
+            self._ended("failed", str(error) if expected else f"{type(error).__name__}: {error}")
             raise
         finally:
             await self._release()
