@@ -1,4 +1,4 @@
-"""Every recipe in ``recipes/`` loads, plans and dry-runs, and says what it is."""
+"""Every recipe in ``recipes/``, and the starter, loads, plans and dry-runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from libra_cli.core.commands import dry_run
 from libra_cli.core.planner import initial_plan, slots_of
 from libra_cli.edge.recipes import load_recipe
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+CHECKOUT = Path(__file__).parents[2]
+RECIPES = sorted((CHECKOUT / "recipes").glob("*.yaml"))
+STARTER = CHECKOUT / "templates/recipe.yaml"
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*RECIPES, STARTER], ids=lambda path: path.stem)
 def test_a_shipped_recipe_loads_plans_and_dry_runs(path: Path) -> None:
     recipe = load_recipe(path, {})
     plan = initial_plan(recipe)
