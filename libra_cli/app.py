@@ -70,15 +70,15 @@ def run(
     """
     run_dir = run_dir.absolute()
     first = _first_row(recipe, recipe_path, run_dir)
-    checkpoint = ""
+    checkpoint, trainer_epoch = "", 0
     if resume:
-        checkpoint = last_checkpoint(run_dir)
+        checkpoint, trainer_epoch = last_checkpoint(run_dir)
         first = _continued(first, recipe, run_dir)
     check_environment(recipe)
     with Journal(run_dir, on_error=lambda error: note(f"{error}; {error.hint}")) as journal:
         _write_private(run_dir / RESOLVED, recipe.model_dump_json(indent=2))
         session = Session(recipe, run_dir, journal, first, watch=watch, note=note)
-        last = asyncio.run(session.run(checkpoint))
+        last = asyncio.run(session.run(checkpoint, trainer_epoch))
     if last.state == "failed":
         raise LibraError(
             f"the run failed: {last.error}",
@@ -150,8 +150,8 @@ def _write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-def last_checkpoint(run_dir: Path) -> str:
-    """The newest checkpoint of a run.
+def last_checkpoint(run_dir: Path) -> tuple[str, int]:
+    """The newest checkpoint of a run, and the number of its last trainer.
 
     Raises:
         StateError: there is none, or the run is still going on.
@@ -162,11 +162,12 @@ def last_checkpoint(run_dir: Path) -> str:
                 f"{run_dir} is still running", hint=f"libra stop {run_dir}, then try again"
             )
         saved = [step.checkpoint for step in reader.steps() if step.checkpoint]
+        epochs = [version.trainer_epoch for version in reader.versions()]
     if not saved:
         raise StateError(
             f"{run_dir} has no checkpoint to go on from", hint="start it anew: libra run RECIPE"
         )
-    return saved[-1]
+    return saved[-1], max(epochs, default=0)
 
 
 def status(run_dir: Path | None) -> Summary:

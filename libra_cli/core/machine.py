@@ -68,10 +68,12 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Where a run continues: a checkpoint and the ledger position in it."""
+    """Where a run continues: a checkpoint, the ledger position in it, and the last trainer epoch,
+    so that no version of the continued run bears a name that was given before."""
 
     checkpoint: str
     position: dict[str, Any]
+    trainer_epoch: int = 0
 
 
 Handler: TypeAlias = Callable[[Any, Seconds], list[Action]]
@@ -118,6 +120,7 @@ class Machine:
         if resume is not None:
             self.ledger.restore(resume.position)
             self.training.remember(resume.checkpoint, int(resume.position["step"]))
+            self.training.epoch = resume.trainer_epoch
             self.training.step = self.training.checkpoint_step
         self._handlers: dict[type, Handler] = {
             e.RunStarted: self._run_started,
