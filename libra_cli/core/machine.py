@@ -122,7 +122,11 @@ class Machine:
             self.training.remember(resume.checkpoint, int(resume.position["step"]))
             self.training.epoch = resume.trainer_epoch
             self.training.step = self.training.checkpoint_step
-        self._handlers: dict[type, Handler] = {
+        self._handlers = self._routes()
+
+    def _routes(self) -> dict[type, Handler]:
+        """Which event goes where."""
+        return {
             e.RunStarted: self._run_started,
             e.NodeLost: lambda event, now: self.fleet.lost(event.node, now=now),
             e.NodeBack: lambda event, now: self.fleet.back(event.node, event.alive, now=now),
