@@ -21,14 +21,14 @@ from libra_cli.core.planner import initial_plan
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.types import Plan
 from libra_cli.edge.cluster import host_of, transport_to
+from libra_cli.edge.episodes import Maker
 from libra_cli.edge.journal import Journal
 from libra_cli.edge.monitors import Summary, controller_alive, newest_run, process_started, summary
 from libra_cli.edge.reader import Reader
 from libra_cli.edge.recipes import load_recipe
 from libra_cli.edge.report import write_report
 from libra_cli.edge.session import Session
-from libra_cli.envs import registry
-from libra_cli.errors import EnvironmentBroken, LibraError, StateError
+from libra_cli.errors import LibraError, StateError
 from libra_cli.recipe import Recipe
 
 RUNS = Path("runs")
@@ -74,7 +74,8 @@ def run(
     if resume:
         checkpoint, trainer_epoch = last_checkpoint(run_dir)
         first = _continued(first, recipe, run_dir)
-    check_environment(recipe)
+    # Found and made once before any host is asked for anything; begun later, with a deadline.
+    Maker(recipe.environment).make()
     with Journal(run_dir, on_error=lambda error: note(f"{error}; {error.hint}")) as journal:
         _write_private(run_dir / RESOLVED, recipe.model_dump_json(indent=2))
         session = Session(recipe, run_dir, journal, first, watch=watch, note=note)
@@ -120,28 +121,6 @@ def _continued(first: RunRecord, recipe: Recipe, run_dir: Path) -> RunRecord:
     with Reader(run_dir) as reader:
         row = reader.run()
     return replace(first, step=row.step, version=row.version, started_at=row.started_at)
-
-
-def check_environment(recipe: Recipe) -> None:
-    """Make the environment and begin its first task, before any host is asked for anything.
-
-    Raises:
-        EnvironmentBroken: it cannot be found, made or begun.
-    """
-    spec = recipe.environment
-    arguments: dict[str, object] = dict(spec.args)
-    if spec.secrets:
-        arguments["secrets"] = {k: secret.get_secret_value() for k, secret in spec.secrets.items()}
-    environment = registry.make(spec.name, registry.find(spec.name), arguments)
-    tasks = registry.load_tasks(Path(spec.tasks)) if spec.tasks else None
-    seed = recipe.run.seed
-    try:
-        environment.reset(tasks[0] if tasks else environment.task(0, seed), seed)
-    except Exception as error:  # somebody's code: whatever it raises is told
-        raise EnvironmentBroken(
-            f"environment {spec.name!r} cannot begin its first task: {error!r}",
-            hint="correct environment.args or environment.tasks",
-        ) from error
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -34,7 +34,6 @@ from libra_cli.recipe import NodeSpec, Recipe
 STOP_GRACE_S = 10.0
 MODEL_TIMEOUT_S = 3600.0
 COMMAND_TIMEOUT_S = 30.0
-MODEL = "model"
 T = TypeVar("T")
 
 

@@ -126,13 +126,12 @@ class _Raised(Exception):
         self.error = error
 
 
-class Episodes:
-    """The environments of all trajectories in flight. Not thread-safe: one event loop owns it."""
+class Maker:
+    """The recipe's environment, found, with its arguments and its tasks."""
 
-    def __init__(self, spec: EnvironmentSpec, renderer: Renderer) -> None:
+    def __init__(self, spec: EnvironmentSpec) -> None:
         """Find the environment and read the tasks; EnvironmentBroken if that fails."""
-        self._spec = spec
-        self._renderer = renderer
+        self._name = spec.name
         self._factory = registry.find(spec.name)
         self._tasks = registry.load_tasks(Path(spec.tasks)) if spec.tasks else None
         self._arguments: dict[str, Any] = dict(spec.args)
@@ -140,6 +139,26 @@ class Episodes:
             self._arguments["secrets"] = {
                 name: secret.get_secret_value() for name, secret in spec.secrets.items()
             }
+
+    def make(self) -> Environment:
+        """A new one; EnvironmentBroken if its arguments do not fit."""
+        return registry.make(self._name, self._factory, self._arguments)
+
+    def task(self, environment: Environment, index: int, seed: int) -> Task:
+        """Task ``index``: of the recipe's file, over and over, or of the environment's own."""
+        if self._tasks is None:
+            return environment.task(index, seed)
+        return self._tasks[index % len(self._tasks)]
+
+
+class Episodes:
+    """The environments of all trajectories in flight. Not thread-safe: one event loop owns it."""
+
+    def __init__(self, spec: EnvironmentSpec, renderer: Renderer) -> None:
+        """Find the environment and read the tasks; EnvironmentBroken if that fails."""
+        self._spec = spec
+        self._renderer = renderer
+        self._maker = Maker(spec)
         self._threads = Threads("libra-environment")
         self._places = asyncio.Semaphore(spec.concurrency)
         self._episodes: dict[TrajectoryId, _Episode] = {}
@@ -233,12 +252,8 @@ class Episodes:
     def _begin(
         self, episode: _Episode, task_index: int, task_seed: int, seed: int
     ) -> list[Message]:
-        environment = registry.make(self._spec.name, self._factory, self._arguments)
-        episode.environment = environment
-        if self._tasks is None:
-            task: Task = environment.task(task_index, task_seed)
-        else:
-            task = self._tasks[task_index % len(self._tasks)]
+        environment = episode.environment = self._maker.make()
+        task = self._maker.task(environment, task_index, task_seed)
         messages = _messages(environment.reset(task, seed))
         episode.tools = list(environment.tools)
         return messages

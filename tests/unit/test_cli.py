@@ -73,3 +73,12 @@ def test_a_run_without_a_checkpoint_cannot_go_on(tmp_path):
     done = libra("run", str(QUICKSTART), "--resume", str(tmp_path / "none"))
     assert done.exit_code == 1
     assert "next:" in done.output
+
+
+def test_a_wrong_environment_is_told_before_any_host_is_asked(tmp_path):
+    recipe = tmp_path / "wrong.yaml"
+    recipe.write_text(QUICKSTART.read_text().replace("pointer-chase\n", "pointer-chas\n"))
+    done = libra("run", str(recipe))
+    assert done.exit_code == 2
+    assert "pointer-chase" in done.output
+    assert not (tmp_path / "runs").exists()
