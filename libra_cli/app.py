@@ -16,18 +16,26 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
+from libra_cli.core.actions import Propose
 from libra_cli.core.commands import HostPlan, dry_run
-from libra_cli.core.planner import initial_plan
+from libra_cli.core.events import Event
 from libra_cli.core.records import Record, RunRecord
+from libra_cli.core.split import initial_plan
 from libra_cli.core.types import Plan
-from libra_cli.edge.cluster import host_of, transport_to
 from libra_cli.edge.episodes import Maker
+from libra_cli.edge.hosts.cluster import host_of, transport_to
 from libra_cli.edge.journal import Journal
-from libra_cli.edge.monitors import Summary, controller_alive, newest_run, process_started, summary
-from libra_cli.edge.reader import Reader
 from libra_cli.edge.recipes import load_recipe
-from libra_cli.edge.report import write_report
 from libra_cli.edge.session import Session
+from libra_cli.edge.show.monitors import (
+    Summary,
+    controller_alive,
+    newest_run,
+    process_started,
+    summary,
+)
+from libra_cli.edge.show.reader import Reader
+from libra_cli.edge.show.report import write_report
 from libra_cli.errors import LibraError, StateError
 from libra_cli.recipe import Recipe
 
@@ -60,10 +68,13 @@ def run(
     run_dir: Path,
     *,
     resume: bool,
+    propose: Callable[[Propose], Event],
     watch: Callable[[Record], None],
     note: Callable[[str], None],
 ) -> Path | None:
     """``libra run``: everything, to the end. Returns the report, if there was anything to report.
+
+    ``propose`` looks for a better plan while the run goes on.
 
     Raises:
         LibraError: what a user can act on.
@@ -78,7 +89,7 @@ def run(
     Maker(recipe.environment).make()
     with Journal(run_dir, on_error=lambda error: note(f"{error}; {error.hint}")) as journal:
         _write_private(run_dir / RESOLVED, recipe.model_dump_json(indent=2))
-        session = Session(recipe, run_dir, journal, first, watch=watch, note=note)
+        session = Session(recipe, run_dir, journal, first, propose=propose, watch=watch, note=note)
         last = asyncio.run(session.run(checkpoint, trainer_epoch))
     if last.state == "failed":
         raise LibraError(
@@ -107,7 +118,7 @@ def _first_row(recipe: Recipe, recipe_path: Path, run_dir: Path) -> RunRecord:
 
 def _continued(first: RunRecord, recipe: Recipe, run_dir: Path) -> RunRecord:
     """The row of a run that goes on: what it has reached stays told, whatever happens next."""
-    before = _resolved(run_dir)
+    before = resolved(run_dir)
     changed = [
         name
         for name in ("nodes", "model", "environment")
@@ -178,7 +189,7 @@ async def logs(
             f"{where} has no process {process or ''} on {node!r} (there: {known})",
             hint=f"libra status {where} lists the nodes",
         )
-    transport = transport_to(_resolved(where).node(node))
+    transport = transport_to(resolved(where).node(node))
     await transport.connect()
     try:
         flags = ["-F"] if follow else []
@@ -191,7 +202,12 @@ async def logs(
         await transport.close()
 
 
-def _resolved(run_dir: Path) -> Recipe:
+def resolved(run_dir: Path) -> Recipe:
+    """The recipe a run was made from, without its secrets.
+
+    Raises:
+        StateError: the run directory has none that can be read.
+    """
     try:
         return Recipe.model_validate_json((run_dir / RESOLVED).read_text())
     except (OSError, ValueError) as error:
@@ -222,7 +238,7 @@ def stop(run_dir: Path, *, at_once: bool, note: Callable[[str], None]) -> list[s
         note("waiting for the controller: checkpoint, drain, stop")
         _await_end(row, run_dir)
     note("asking every host what is left of this run")
-    return asyncio.run(_stop_remains(_resolved(run_dir), row.id))
+    return asyncio.run(_stop_remains(resolved(run_dir), row.id))
 
 
 def _interrupt(row: RunRecord, *, at_once: bool) -> None:

@@ -1,4 +1,4 @@
-"""The ``libra`` command. The only module that prints or picks an exit code.
+"""The ``libra`` command. With ``bench_cli`` and ``screen`` all that prints or picks an exit code.
 
 Exit codes: 0 done, 1 the run failed, 2 a wrong recipe or argument, 3 a host problem, 4 stopped by
 the user.
@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from libra_cli import __version__
-from libra_cli.errors import LibraError
+from libra_cli.bench_cli import bench
+from libra_cli.screen import err, errors_told, out
 
 if TYPE_CHECKING:
     from libra_cli.core.commands import HostPlan, ProcessSpec
@@ -32,24 +31,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-out = Console()
-err = Console(stderr=True)
+app.add_typer(bench, name="bench")
 
 RunDir = Annotated[
     Path | None, typer.Argument(help="A run directory; the newest under runs/ if left out.")
 ]
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """Expected errors as a message and the next thing to type; unexpected ones as they are."""
-    try:
-        yield
-    except LibraError as error:
-        err.print(str(error), style="red", markup=False, soft_wrap=True, highlight=False)
-        if error.hint:
-            err.print(f"next: {error.hint}", markup=False, soft_wrap=True, highlight=False)
-        raise typer.Exit(error.exit_code) from None
 
 
 def _version(asked: bool) -> None:
@@ -81,7 +67,7 @@ def run(
     """Run a complete agentic RL job on the recipe's hosts."""
     from libra_cli import app as commands
 
-    with _told():
+    with errors_told():
         loaded, plan, hosts = commands.plan_of(recipe)
         if dry_run:
             for reason in plan.reasons:
@@ -98,13 +84,20 @@ def run(
 
 def _run(recipe: Recipe, path: Path, run_dir: Path, *, resume: bool) -> None:
     from libra_cli import app as commands
-    from libra_cli.edge.console import final_view
-    from libra_cli.edge.progress import Progress
-    from libra_cli.edge.reader import Reader
+    from libra_cli.edge.show.console import final_view
+    from libra_cli.edge.show.progress import Progress
+    from libra_cli.edge.show.reader import Reader
+    from libra_cli.rebalance import propose
 
     with Progress(out, name=run_dir.name) as progress:
         report = commands.run(
-            recipe, path, run_dir, resume=resume, watch=progress.on, note=progress.note
+            recipe,
+            path,
+            run_dir,
+            resume=resume,
+            propose=partial(propose, run_dir),
+            watch=progress.on,
+            note=progress.note,
         )
     with Reader(run_dir) as reader:
         told, steps = commands.status(run_dir), reader.steps()
@@ -142,10 +135,10 @@ def status(
 ) -> None:
     """Show a run: slots, servers, step, reward, who waits on whom."""
     from libra_cli import app as commands
-    from libra_cli.edge.console import status_view
-    from libra_cli.edge.monitors import to_json
+    from libra_cli.edge.show.console import status_view
+    from libra_cli.edge.show.monitors import to_json
 
-    with _told():
+    with errors_told():
         told = commands.status(run_dir)
         if as_json:
             typer.echo(to_json(told))
@@ -159,7 +152,7 @@ def _watch(run_dir: Path | None) -> None:
     from rich.live import Live
 
     from libra_cli import app as commands
-    from libra_cli.edge.console import status_view
+    from libra_cli.edge.show.console import status_view
 
     told = commands.status(run_dir)
     with Live(status_view(told, now=time.time()), console=out, auto_refresh=False) as live:
@@ -170,6 +163,53 @@ def _watch(run_dir: Path | None) -> None:
                 live.update(status_view(told, now=time.time()), refresh=True)
         except KeyboardInterrupt:
             return
+
+
+@app.command()
+def rebalance(
+    target: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN_DIR | RECIPE", help="The newest run under runs/ if left out."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only explain; nothing is moved.")
+    ] = False,
+    to: Annotated[
+        str, typer.Option(help='Order a split: slots by role, as in "rollout=3,gradient=1".')
+    ] = "",
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(help="Hold a slot: SLOT=rollout, gradient, train, or auto to let go."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object, documented in README.")
+    ] = False,
+    profile: Annotated[
+        str | None, typer.Option(help="Costs of a GPU and model, or a file.")
+    ] = None,
+    trace: Annotated[
+        str | None, typer.Option(help="With a recipe: a file, or a shipped trace's name.")
+    ] = None,
+) -> None:
+    """Ask a live run to plan now, order a split by hand, or only explain what would be done."""
+    from libra_cli import rebalance as commands
+    from libra_cli.edge.show.monitors import to_json
+    from libra_cli.edge.show.rebalance_view import rebalance_view
+    from libra_cli.rebalance import orders
+
+    with errors_told():
+        if not dry_run:
+            orders.refuse_explaining(as_json=as_json, profile=profile, trace=trace)
+            accepted, text = orders.order(target, to=to, pins=pin or [])
+            (out if accepted else err).print(text, markup=False, highlight=False)
+            if not accepted:
+                raise typer.Exit(2)
+            return
+        told = commands.explain(target, trace=trace, profile=profile)
+        if as_json:
+            typer.echo(to_json(told))
+        else:
+            out.print(rebalance_view(told))
 
 
 @app.command()
@@ -187,7 +227,7 @@ def logs(
         async for line in commands.logs(node, process, run_dir, follow=follow, lines=lines):
             typer.echo(line)
 
-    with _told():
+    with errors_told():
         try:
             asyncio.run(show())
         except KeyboardInterrupt:
@@ -202,7 +242,7 @@ def stop(
     """Stop a run and prove that nothing of it is left on any host."""
     from libra_cli import app as commands
 
-    with _told():
+    with errors_told():
         left = commands.stop(run_dir, at_once=now, note=lambda text: err.print(text))
     for line in left:
         err.print(f"not proved gone: {line}", style="red", markup=False, soft_wrap=True)

@@ -144,6 +144,8 @@ class ModelBuild(_Model):
     seed: _Count = 0
     warm_steps: _Count = 350
     """Supervised steps; fewer leave a policy that succeeds too rarely to learn from."""
+    width: Annotated[int, Field(ge=64, le=1024, multiple_of=64)] = 128
+    """Hidden size. A wider one costs training more than rollout, as with real models."""
 
 
 class ModelSpec(_Model):
@@ -236,6 +238,8 @@ class TrainingSpec(_Model):
     keep_checkpoints: _Positive = 2
     sharding: Literal["auto", "fsdp2", "ddp"] = "auto"
     """auto: FSDP2 on GPUs, data parallel without."""
+    stream: bool = False
+    """Begin a step on the groups that are finished while others are still played."""
 
 
 class WeightSyncSpec(_Model):
@@ -252,14 +256,30 @@ class WeightSyncSpec(_Model):
 class PlannerSpec(_Model):
     """Who decides which slot does what."""
 
-    kind: Literal["fixed"] = "fixed"
-    """fixed: the split the pools give, for the whole run."""
+    kind: Literal["libra", "fixed"] = "libra"
+    """libra: hybrid slots change sides when that is predicted to pay. fixed: only when ordered."""
+    plan_interval: _Positive = 10
+    """Steps after which the planner looks again, if nothing made it look before."""
+    min_rollout: _Positive = 1
+    """Slots that always serve."""
 
 
 class SchedulerSpec(_Model):
     """Who decides which server plays a turn."""
 
-    policy: Literal["sticky-least-loaded", "least-loaded"] = "sticky-least-loaded"
+    policy: Literal[
+        "libra",
+        "round-robin",
+        "least-loaded",
+        "sticky-least-loaded",
+        "attained-service",
+        "sibling-history",
+        "dynarl",
+        "heddle",
+        "cmlfq-published",
+    ] = "libra"
+    """libra: least expected cost, decided anew at every tool return. The others are rivals it is
+    measured against (``libra bench``)."""
 
 
 class Recipe(_Model):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,14 @@ class Live:
         with sqlite3.connect(uri, uri=True, timeout=10) as database:
             return database.execute(sql).fetchall()
 
-    def wait(self, what: str, condition: Callable[[], Any], *, timeout_s: float) -> Any:
+    def wait(
+        self,
+        what: str,
+        condition: Callable[[], Any],
+        *,
+        timeout_s: float,
+        every_s: float = 0.2,
+    ) -> Any:
         """Wait for something to become true, unless the controller ends first."""
         give_up = time.monotonic() + timeout_s
         while time.monotonic() < give_up:
@@ -49,7 +56,7 @@ class Live:
                 return found
             if self.process.poll() is not None:
                 pytest.fail(f"the controller ended while waiting for {what}:\n{self.told()}")
-            time.sleep(0.2)
+            time.sleep(every_s)
         pytest.fail(f"no {what} in {timeout_s:.0f} s:\n{self.told()}")
 
     def wait_step(self, step: int, *, timeout_s: float) -> None:
@@ -60,6 +67,15 @@ class Live:
     def told(self) -> str:
         """The end of what it printed."""
         return self.log.read_text()[-6000:]
+
+    def order(self, split: str) -> subprocess.CompletedProcess[str]:
+        """``libra rebalance --to``."""
+        return self.libra("rebalance", str(self.run_dir), "--to", split, timeout_s=STEP_S)
+
+    def happened(self, kind: str) -> list[tuple[float, dict[str, Any]]]:
+        """Every event of a kind, with its time, in order."""
+        sql = f"SELECT at, payload_json FROM events WHERE kind = '{kind}' ORDER BY seq"
+        return [(at, json.loads(text)) for at, text in self.query(sql)]
 
     def groups(self) -> list[int]:
         """Every group of every batch that was trained on."""
@@ -100,6 +116,29 @@ class Live:
         pids = self.processes(f"LIBRA_PROCESS={process}", f"LIBRA_NODE={node}")
         assert pids, f"no {process} on {node}"
         os.kill(pids[0], signal.SIGKILL)
+
+    def signal_all(self, process: str, node: str, number: signal.Signals) -> None:
+        """A signal to a process on a host and to everything that it has started."""
+        pids = self.processes(f"LIBRA_PROCESS={process}", f"LIBRA_NODE={node}")
+        assert pids, f"no {process} on {node}"
+        _signal(pids, number)
+
+    @contextmanager
+    def frozen(self, process: str, node: str) -> Iterator[None]:
+        """All that a process has started stands still meanwhile; its leader does not."""
+        _, *pids = self.processes(f"LIBRA_PROCESS={process}", f"LIBRA_NODE={node}")
+        _signal(pids, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            _signal(pids, signal.SIGCONT)
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    """To each that is still there: some helpers of a server live for a moment only."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ BLOCKS = 16
 HOSTS = 12
 START_S = 10.0
 SSHD = "/usr/sbin/sshd"
-TOOLS = ("ip", "unshare", "setpriv", "ssh-keygen", SSHD)
+TOOLS = ("ip", "unshare", "setpriv", "ssh", "ssh-keygen", SSHD)
 
 SSHD_CONFIG = """\
 HostKey {directory}/host_key
@@ -80,6 +80,11 @@ class Network:
     def heal(self, host: SshHost) -> None:
         """Plug it in again."""
         _run("ip", "link", "set", host.link, "up")
+
+    def files(self, host: SshHost, directory: str) -> list[str]:
+        """Everything under a directory of a host, which may be one that only the host sees."""
+        find = f"test ! -e {directory} || find {directory} -mindepth 1"
+        return _run("ssh", "-F", self.config, host.address, find).split()
 
 
 def missing() -> str:
@@ -211,10 +216,11 @@ def _remove(block: int) -> None:
     _run("ip", "link", "del", f"libra{block}", check=False)
 
 
-def _run(*argv: str, check: bool = True) -> None:
+def _run(*argv: str, check: bool = True) -> str:
     done = subprocess.run(argv, capture_output=True, text=True, timeout=START_S)
     if check and done.returncode:
         raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def marked(run_id: str) -> Sequence[int]:

@@ -3,6 +3,9 @@
 ``records()`` are pairs ``(at, record)`` in the order of time; ``write(run_dir)`` puts them into a
 database. Everything is drawn from one seed. One server dies in the middle and comes back, a few
 attempts fail and are retried, so that the views have something to show.
+
+``moving()`` and ``write_moving(run_dir)`` are the same run, in which that server's slot trains as a
+gradient worker for a while and comes back.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -23,6 +27,9 @@ GROUP_SIZE = 8
 STEPS = 40
 SERVERS = ("local/0", "local/1")
 TRAINER = "local/2"
+HYBRID = SERVERS[1]
+LEAVES_AT, RETURNS_AT = START + 78.0, START + 118.0
+"""When the plans are chosen that take the slot of ``moving()`` to training and back."""
 
 
 @dataclass
@@ -118,10 +125,30 @@ def records(seed: int = 1, steps: int = STEPS) -> tuple[tuple[float, r.Record], 
     return tuple(sorted(world.out, key=lambda item: item[0]))
 
 
+@cache
+def moving() -> tuple[tuple[float, r.Record], ...]:
+    """The run of ``records()``, with a slot that goes from rollout to training and back."""
+    there = _move(1, 2, "rollout", "gradient", LEAVES_AT, _LEAVING)
+    back = _move(2, 3, "gradient", "rollout", RETURNS_AT, _RETURNING)
+    away = there[1][0], back[-1][0]
+    stayed = [(at, _without_hybrid(record, away)) for at, record in records()]
+    whole = [*((at, record) for at, record in stayed if record), *there, *back, *_plans(away[1])]
+    return tuple(sorted(whole, key=lambda item: item[0]))
+
+
 def write(run_dir: Path, *, seed: int = 1, steps: int = STEPS) -> Path:
     """The run as a closed database under ``run_dir``."""
+    return _written(run_dir, records(seed, steps))
+
+
+def write_moving(run_dir: Path) -> Path:
+    """The run with moves as a closed database under ``run_dir``."""
+    return _written(run_dir, moving())
+
+
+def _written(run_dir: Path, life: Iterable[tuple[float, r.Record]]) -> Path:
     with Journal(run_dir) as journal:
-        for at, record in records(seed, steps):
+        for at, record in life:
             journal.save(record)
             if isinstance(record, r.StepRecord):
                 journal.event(at, "step_trained", {"step": record.step})
@@ -156,7 +183,7 @@ def _start(world: _World) -> None:
     plan = r.PlanRecord(
         1,
         world.now,
-        json.dumps(dict.fromkeys(SERVERS, "short")),
+        json.dumps([[slot, "short", 1, 48, 1024] for slot in SERVERS]),
         json.dumps([TRAINER]),
         json.dumps(["the recipe gives 2 slots to rollout and 1 to training"]),
     )
@@ -195,6 +222,8 @@ def _sync(world: _World, slot: str, version: int, published_at: float) -> None:
             pull_s=0.05 + world.rng.random() * 0.02,
             load_s=0.06 + world.rng.random() * 0.03,
             bytes=3_400_000,
+            sent_bytes=240_000,
+            kind="delta",
             gap=world.rng.uniform(4e-6, 2e-5),
             verified=True,
             detail="",
@@ -341,24 +370,47 @@ def _trajectory(
         detail = "the server died"
         world.emit(replace(trajectory, attempt=0, state="failed", reward=None, detail=detail))
     world.emit(trajectory)
-    world.emit(
-        r.TurnRecord(
-            group_id=group,
-            member=member,
-            attempt=attempt,
-            turn=0,
-            slot=rng.choice(SERVERS),
-            epoch=1,
-            queued_at=began,
-            started_at=began + 0.01,
-            ended_at=ended,
-            prompt_tokens=30,
-            generated_tokens=5,
-            finish_reason="stop",
-            tools_json=json.dumps([["get", "error" if rng.random() < 0.1 else "ok", 0.01, 12]]),
-        )
-    )
+    slot, failed = rng.choice(SERVERS), rng.random() < 0.1
+    _turns(world, trajectory, slot, failed=failed)
     return reward, length
+
+
+def _turns(world: _World, trajectory: r.TrajectoryRecord, slot: str, *, failed: bool) -> None:
+    """Five tokens a turn and the rest in the last; one in six moves to the other server."""
+    rng = random.Random(trajectory.group_id * GROUP_SIZE + trajectory.member)
+    count, before, prompt = trajectory.turns, "", 30
+    assert trajectory.ended_at is not None
+    seconds = (trajectory.ended_at - trajectory.started_at) / count
+    left = trajectory.generated_tokens
+    for turn in range(count):
+        generated = left if turn == count - 1 else 5
+        began = trajectory.started_at + turn * seconds
+        expected = left * rng.lognormvariate(0.0, 0.4)
+        outcome = "error" if failed and turn == 0 else "ok"
+        world.emit(
+            r.TurnRecord(
+                group_id=trajectory.group_id,
+                member=trajectory.member,
+                attempt=trajectory.attempt,
+                turn=turn,
+                slot=slot,
+                epoch=1,
+                queued_at=began,
+                started_at=began + seconds * 0.05,
+                ended_at=began + seconds * 0.9,
+                prompt_tokens=prompt,
+                generated_tokens=generated,
+                finish_reason="stop",
+                moved_from=before if before != slot else "",
+                expected_tokens=expected,
+                expected_p10=expected * 0.6,
+                expected_p50=expected,
+                expected_p90=expected * 1.7,
+                tools_json=json.dumps([["get", outcome, 0.01, 12]]),
+            )
+        )
+        left, prompt, before = left - generated, prompt + generated + 6, slot
+        slot = rng.choice(SERVERS) if rng.random() < 1 / 3 else slot
 
 
 def _end(world: _World, steps: int) -> None:
@@ -375,3 +427,95 @@ def _end(world: _World, steps: int) -> None:
     _process(world, "trainer-0", 4200, "exited")
     world.emit(r.NodeRecord("local", "local", "released", world.now, "{}", ""))
     world.emit(run_record("finished", step=steps, version=steps, ended_at=world.now))
+
+
+# -- the run in which a slot moves -----------------------------------------------------------------
+
+_Phase = tuple[str, float, str, str]
+"""Phase, seconds, and the role and the state of the slot in it."""
+_LEAVING: Sequence[_Phase] = (
+    ("drain", 3.4, "rollout", "draining"),
+    ("stop", 2.2, "rollout", "stopping"),
+    ("start", 8.6, "gradient", "starting"),
+    ("sync", 1.1, "gradient", "joining"),
+    ("join", 0.9, "gradient", "joining"),
+)
+_RETURNING: Sequence[_Phase] = (
+    ("stop", 1.3, "gradient", "stopping"),
+    ("start", 9.8, "rollout", "starting"),
+    ("sync", 1.4, "rollout", "joining"),
+    ("verify", 0.6, "rollout", "joining"),
+    ("join", 0.2, "rollout", "joining"),
+)
+
+
+def _move(
+    move: int, plan: int, source: str, target: str, began: float, phases: Sequence[_Phase]
+) -> list[tuple[float, r.Record]]:
+    """A record at the start of each phase and at the end, with the states of the slot."""
+    record = r.MoveRecord(move, plan, HYBRID, source, target, "", began, None, "[]", "")
+    out: list[tuple[float, r.Record]] = []
+    told: list[list[object]] = []
+    at = began
+    for phase, seconds, role, state in phases:
+        under_way = json.dumps([*told, [phase, at, None]])
+        out.append((at, replace(record, state=phase, phases_json=under_way)))
+        out.append((at, slot_record(HYBRID, role, state, at, pool="hybrid", epoch=move)))
+        told.append([phase, at, at + seconds])
+        at += seconds
+    out.append((at, replace(record, state="done", ended_at=at, phases_json=json.dumps(told))))
+    state = "training" if target == "gradient" else "serving"
+    arrived = slot_record(HYBRID, target, state, at, pool="hybrid", epoch=move + 1)
+    return [*out, (at, arrived)]
+
+
+def _plans(back_at: float) -> list[tuple[float, r.Record]]:
+    """One of the planner, one of a user; what they gain is known once steps have followed."""
+    away = r.PlanRecord(
+        2,
+        LEAVES_AT,
+        json.dumps([[SERVERS[0], "short", 1, 48, 1024]]),
+        json.dumps([TRAINER]),
+        json.dumps(["training takes 1.6 times as long as rollout"]),
+        json.dumps([HYBRID]),
+        "planner",
+        5.1,
+        4.2,
+        9.0,
+        5.3,
+    )
+    home = replace(
+        away,
+        plan=3,
+        at=RETURNS_AT,
+        servers_json=json.dumps([[slot, "short", 1, 48, 1024] for slot in SERVERS]),
+        reasons_json=json.dumps(["libra rebalance gave it back to rollout"]),
+        gradient_json="[]",
+        cause="order",
+        predicted_before_s=4.4,
+        predicted_after_s=4.6,
+        cost_s=7.5,
+        observed_before_s=4.5,
+    )
+    return [
+        (LEAVES_AT, away),
+        (LEAVES_AT + 35.0, replace(away, observed_after_s=4.55)),
+        (RETURNS_AT, home),
+        (back_at + 20.0, replace(home, observed_after_s=4.5)),
+    ]
+
+
+def _without_hybrid(record: r.Record, away: tuple[float, float]) -> r.Record | None:
+    """What the record is if the slot is away between those times; None if it is not at all."""
+    began, ended = away
+    if isinstance(record, r.SlotRecord) and record.slot == HYBRID:
+        kept = not began <= record.since < ended
+        epoch = 3 if record.since >= ended else 1
+        return replace(record, pool="hybrid", epoch=epoch) if kept else None
+    if isinstance(record, r.SampleRecord) and record.slot == HYBRID:
+        return None if began <= record.at < ended else record
+    if isinstance(record, r.SyncRecord) and record.slot == HYBRID:
+        return None if began <= record.served_at < ended else record
+    if isinstance(record, r.TurnRecord) and began <= record.started_at < ended:
+        return replace(record, slot=SERVERS[0], moved_from="")
+    return record

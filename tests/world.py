@@ -10,16 +10,24 @@ import heapq
 import re
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.machine import Identity, Machine, Phase, Resume
-from libra_cli.core.planner import initial_plan, slots_of
 from libra_cli.core.records import Record, StepRecord, TrajectoryRecord
-from libra_cli.core.types import Outcome, ToolReturn, VersionSpan
+from libra_cli.core.split import initial_plan, slots_of
+from libra_cli.core.types import (
+    Outcome,
+    Plan,
+    Pool,
+    Prediction,
+    Role,
+    ToolReturn,
+    VersionSpan,
+)
 from libra_cli.recipe import Recipe
 
 
@@ -61,8 +69,32 @@ OVER_THE_WIRE = (
     e.TrainerFailed,
     e.TrainerStopped,
     e.StepDone,
+    e.Accumulated,
+    e.WorkerStarted,
+    e.WorkerSynced,
+    e.WorkerSyncFailed,
+    e.WorkerFailed,
+    e.WorkerStopped,
 )
 """What may come twice. Environments answer in this process, once."""
+MAY_BE_SLOW = (
+    e.ServerStarted,
+    e.ServerStopped,
+    e.ServerSynced,
+    e.TrainerStarted,
+    e.TrainerStopped,
+    e.WorkerStarted,
+    e.WorkerSynced,
+    e.WorkerStopped,
+    e.CheckpointSaved,
+)
+
+
+_MAY = {
+    Pool.ROLLOUT: (Role.ROLLOUT,),
+    Pool.TRAIN: (Role.TRAIN,),
+    Pool.HYBRID: (Role.ROLLOUT, Role.ROLLOUT, Role.GRADIENT, Role.TRAIN, Role.IDLE),
+}
 
 
 @dataclass
@@ -79,6 +111,13 @@ class Faults:
     node_lost: float = 0.0
     stop_asked: float = 0.0
     repeated: float = 0.0
+    replanned: float = 0.0
+    ordered: float = 0.0
+    worker_dies: float = 0.0
+    share_lost: float = 0.0
+    abort_fails: float = 0.0
+    slow: float = 0.0
+    """A start, a stop or a sync takes longer than anybody waits for it."""
 
 
 @dataclass
@@ -99,8 +138,8 @@ class World:
     def __post_init__(self) -> None:
         self.plan = initial_plan(self.recipe)
         identity = Identity("run", "recipe.yaml", 1, 1.0)
-        slots = slots_of(self.recipe)
-        self.machine = Machine(self.recipe, self.plan, slots, identity, resume=self.resume)
+        self._slots = slots_of(self.recipe)
+        self.machine = Machine(self.recipe, self.plan, self._slots, identity, resume=self.resume)
         self._heap: list[tuple[float, int, e.Event]] = []
         self._order = 0
         self.now = 1000.0
@@ -109,12 +148,17 @@ class World:
         self._trainer_epoch = 0
         self._step = 0
         self._lost: set[str] = set()
+        self._generating: dict[int, e.TurnGenerated] = {}
+        self.answers: list[a.Answer] = []
+        self._parts: list[a.Sample] = []
 
     # -- time -----------------------------------------------------------------------------------
 
     def later(self, event: e.Event, least: float = 0.01, most: float = 1.0) -> None:
         """The event will happen in a while."""
         self._order += 1
+        if self.faults.slow and isinstance(event, MAY_BE_SLOW) and self._chance("slow"):
+            least, most = 100.0, 3000.0
         when = self.now + self.random.uniform(least, most)
         heapq.heappush(self._heap, (when, self._order, event))
         if isinstance(event, OVER_THE_WIRE) and self._chance("repeated"):
@@ -153,10 +197,48 @@ class World:
         if self._chance("node_lost") and not self._lost:
             self._lost.add("a")
             self.give(e.NodeLost("a", "cable"))
-            alive = {"server-0", "server-1"} if self.random.random() < 0.5 else {"server-0"}
-            self.later(e.NodeBack("a", frozenset(alive)), 0.5, 3.0)
+            alive = {"server-0", "server-1", "gradient-0", "gradient-1"}
+            dead = self.random.sample(sorted(alive), self.random.choice((0, 0, 2, 3)))
+            self.later(e.NodeBack("a", frozenset(alive - set(dead))), 0.5, 3.0)
+        self._orders()
         if self._chance("stop_asked"):
             self.later(e.StopRequested(self.random.random() < 0.5, "asked"))
+
+    def _orders(self) -> None:
+        if self._chance("worker_dies"):
+            for status in self.machine.workers.slots.values():
+                self.later(e.WorkerFailed(status.slot.id, status.epoch, "died"))
+        if self._chance("replanned"):
+            self.later(e.PlanChosen(self._some_plan(), self._slots))
+        if self._chance("ordered"):
+            self.later(self._some_order())
+
+    def _some_plan(self) -> Plan:
+        """Any the pools allow, the core's first slot kept."""
+        head = self.plan.train[0]
+        roles = {slot.id: self.random.choice(_MAY[slot.pool]) for slot in self._slots}
+        roles[head] = Role.TRAIN
+        bucket = self.plan.servers[0][1]
+        buckets = [bucket, replace(bucket, up_to_tokens=30), replace(bucket, max_num_seqs=2)]
+        serving = [slot for slot, role in roles.items() if role is Role.ROLLOUT]
+        if not serving:
+            return self.machine.plan
+        train = [slot for slot, role in roles.items() if role is Role.TRAIN and slot != head]
+        return Plan(
+            servers=tuple((slot, self.random.choice(buckets)) for slot in serving),
+            train=(head, *train),
+            gradient=tuple(slot for slot, role in roles.items() if role is Role.GRADIENT),
+        )
+
+    def _some_order(self) -> e.PlanOrdered:
+        number = f"order-{self.events}"
+        roles = (Role.ROLLOUT, Role.GRADIENT, Role.TRAIN)
+        to = tuple(
+            (role, self.random.randint(0, 3)) for role in roles if self.random.random() < 0.6
+        )
+        slot = self.random.choice(self._slots).id
+        pins = ((slot, self.random.choice((*roles, None))),) if self.random.random() < 0.3 else ()
+        return e.PlanOrdered(number, to, pins)
 
     # -- what the outside does -------------------------------------------------------------------
 
@@ -201,8 +283,10 @@ class World:
             self._label[action.slot] = action.published.key
         else:
             self._unproved[action.slot] = action.published.key
-        done = e.ServerSynced(action.slot, action.epoch, action.published, 1e-6, 0, 0.04, self.now)
-        self.later(done)
+        new = action.published
+        self.later(
+            e.ServerSynced(action.slot, action.epoch, new, 1e-6, 0, 0.04, self.now, 100, "delta")
+        )
 
     def _do_generate(self, action: a.Generate) -> None:
         assert len(action.prompt_ids) + action.max_tokens <= self.recipe.model.max_len
@@ -234,7 +318,29 @@ class World:
             finish_reason="stop",
             started_at=self.now,
         )
-        self.later(turn, 0.05, 2.0)
+        self._generating[action.request] = turn
+        self.later(turn, 0.05, self.random.choice((2.0, 2.0, 2.0, 200.0)))
+
+    def _do_abort_turn(self, action: a.AbortTurn) -> None:
+        """What has been generated comes back at once; the whole reply, if it comes, is late."""
+        turn = self._generating.pop(action.request, None)
+        if turn is None or self._chance("abort_fails"):
+            return
+        kept = self.random.randint(0, len(turn.token_ids))
+        spans = tuple(
+            replace(span, end=min(span.end, kept)) for span in turn.spans if span.start < kept
+        )
+        newest = turn.newest if len(spans) == len(turn.spans) else turn.cache_key
+        self.later(
+            replace(
+                turn,
+                token_ids=turn.token_ids[:kept],
+                logprobs=turn.logprobs[:kept],
+                spans=spans,
+                newest=newest,
+                finish_reason="abort",
+            )
+        )
 
     def _do_start_episode(self, action: a.StartEpisode) -> None:
         if self._chance("environment_breaks"):
@@ -271,25 +377,79 @@ class World:
     def _do_stop_trainer(self, action: a.StopTrainer) -> None:
         self.later(e.TrainerStopped(action.epoch))
 
+    def _do_start_worker(self, action: a.StartWorker) -> None:
+        if self._chance("start_fails"):
+            self.later(e.WorkerFailed(action.slot, action.epoch, "no memory"))
+        else:
+            self.later(e.WorkerStarted(action.slot, action.epoch), 0.5, 5.0)
+
+    def _do_sync_worker(self, action: a.SyncWorker) -> None:
+        if self._chance("sync_fails"):
+            of_worker = self.random.random() < 0.5
+            self.later(
+                e.WorkerFailed(action.slot, action.epoch, "the probe differs")
+                if of_worker
+                else e.WorkerSyncFailed(action.slot, action.epoch, action.published, "no answer")
+            )
+            return
+        now = self.now
+        self.later(e.WorkerSynced(action.slot, action.epoch, action.published, 0.0, 0.1, 0.1, now))
+
+    def _do_stop_worker(self, action: a.StopWorker) -> None:
+        self.later(e.WorkerStopped(action.slot, action.epoch))
+
+    def _do_propose(self, action: a.Propose) -> None:
+        if self.random.random() < 0.5:
+            self.later(e.PlanKept("no plan is predicted to be faster", action.order))
+            return
+        promise = Prediction(10.0, 8.0, 5.0)
+        self.later(e.PlanChosen(self._some_plan(), self._slots, promise, action.order))
+
+    def _do_answer(self, action: a.Answer) -> None:
+        self.answers.append(action)
+
+    def _do_accumulate(self, action: a.Accumulate) -> None:
+        if action.part == 1:
+            self._parts = []
+        self._parts += action.samples
+        self.later(e.Accumulated(action.epoch, action.step, action.part), 0.01, 1.0)
+
+    def _share_done(self, share: a.Share) -> e.ShareDone:
+        lost = self._chance("share_lost")
+        why = "silent" if lost else ""
+        return e.ShareDone(share.slot, share.epoch, not lost, why, 10, 0.5, 0.1, 100, 0.1)
+
     def _do_train(self, action: a.Train) -> None:
-        assert len(action.samples) == self.recipe.trajectories_per_step
+        samples = [*(self._parts if action.parts else ()), *action.samples]
+        assert len(samples) == self.recipe.trajectories_per_step
+        given = {sample.trajectory.id.group for sample in action.samples}
+        shared = [group for share in action.shares for group in share.groups]
+        assert len(shared) == len(set(shared)), "a group is in two shares"
+        assert set(shared) <= given, "a share of what is not in the message"
+        for share in action.shares:
+            status = self.machine.workers.slots[share.slot]
+            near = (status.verified, status.syncing)
+            assert action.held in near, "a share for a worker of another version"
         bound = self.recipe.training.max_staleness
-        for sample in action.samples:
+        for sample in samples:
             assert sample.staleness <= bound, f"staleness {sample.staleness}"
             assert sample.trajectory.reward is not None
         path = ""
         if action.ledger is not None:
             path = f"/checkpoint/{action.epoch}-{action.step}"
             self.ledgers[path] = action.ledger
-        groups = {sample.trajectory.id.group for sample in action.samples}
+        groups = {sample.trajectory.id.group for sample in samples}
         self.trained += [(group, action.step) for group in sorted(groups)]
         published = self._publish(action.epoch, action.step)
-        self.later(e.StepDone(action.epoch, action.step, published, {"loss": 0.1}), 0.01, 1.0)
+        shares = tuple(self._share_done(share) for share in action.shares)
+        metrics: dict[str, float | None] = {"loss": 0.1, "own_tokens": 100.0, "own_s": 1.0}
+        done = e.StepDone(action.epoch, action.step, published, metrics, shares)
+        self.later(done, 0.01, 1.0)
         if path:
             self.later(e.CheckpointSaved(action.epoch, action.step, path), 1.0, 2.0)
 
     def _do_checkpoint(self, action: a.Checkpoint) -> None:
-        path = f"/checkpoint/{action.epoch}-stop"
+        path = f"/checkpoint/{action.epoch}-{action.step}-stop"
         self.ledgers[path] = action.ledger
         self.later(e.CheckpointSaved(action.epoch, action.step, path))
 

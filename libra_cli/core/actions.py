@@ -8,7 +8,17 @@ from typing import Any, TypeAlias
 
 from libra_cli.core.events import Published
 from libra_cli.core.records import Record
-from libra_cli.core.types import Bucket, Seconds, SlotId, Tokens, Trajectory, TrajectoryId, Version
+from libra_cli.core.types import (
+    Bucket,
+    GroupId,
+    Role,
+    Seconds,
+    SlotId,
+    Tokens,
+    Trajectory,
+    TrajectoryId,
+    Version,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +82,92 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """Whole groups of a step whose gradients a worker computes; the core can always do it too."""
+
+    slot: SlotId
+    epoch: int
+    groups: tuple[GroupId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Train:
     """One optimizer step on a batch. ``ledger`` asks for a checkpoint after it.
 
-    Ends in StepDone or TrainerFailed; after StepDone, a checkpoint ends in CheckpointSaved.
+    ``samples`` are those not accumulated before in ``parts`` parts; ``shares`` are of these, and
+    computed with ``held``, the version that the core holds. Ends in StepDone or TrainerFailed;
+    after StepDone, a checkpoint ends in CheckpointSaved.
     """
 
     epoch: int
     step: int
     samples: tuple[Sample, ...]
     ledger: dict[str, Any] | None
+    held: Published
+    parts: int = 0
+    shares: tuple[Share, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulate:
+    """Gradients of a part (from 1) of a step's batch. Ends in Accumulated or TrainerFailed."""
+
+    epoch: int
+    step: int
+    part: int
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker:
+    """A gradient worker on the slot. Ends in WorkerStarted or WorkerFailed."""
+
+    slot: SlotId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class SyncWorker:
+    """Fetch, load, verify. Ends in WorkerSynced, WorkerSyncFailed or WorkerFailed."""
+
+    slot: SlotId
+    epoch: int
+    published: Published
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorker:
+    """Ends in WorkerStopped, when no process of it is left."""
+
+    slot: SlotId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortTurn:
+    """End a generation now; its reply comes with what it has (finish reason ``abort``)."""
+
+    request: int
+    slot: SlotId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """What plan should this run have? ``pins`` hold slots. Ends in PlanChosen or PlanKept."""
+
+    why: str
+    pins: tuple[tuple[SlotId, Role], ...] = ()
+    order: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Tell whoever gave the order what became of it."""
+
+    order: str
+    accepted: bool
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +255,14 @@ Action: TypeAlias = (
     | StartTrainer
     | StopTrainer
     | Train
+    | Accumulate
     | Checkpoint
+    | StartWorker
+    | SyncWorker
+    | StopWorker
+    | AbortTurn
+    | Propose
+    | Answer
     | StartEpisode
     | Generate
     | AdvanceEpisode

@@ -31,8 +31,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from libra_cli.core.planner import initial_plan, processes_per_node, slots_of
-from libra_cli.core.types import Bucket, Plan, Slot, SlotId
+from libra_cli.core.split import initial_plan, processes_per_node, slots_of
+from libra_cli.core.types import Bucket, Plan, Pool, Slot, SlotId
 from libra_cli.recipe import NodeSpec, Recipe
 from libra_cli.rules import SECRET_NAME
 
@@ -43,6 +43,9 @@ SERVED_MODEL = "policy"
 
 PROBE_TOKENS = 64
 """Length of the sequence every weight version is verified with."""
+
+SOCKET_DIRECTORY = 107 - 37
+"""Most bytes of the path that Linux leaves where a socket is called by a UUID."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +103,28 @@ def process_of(slot: SlotId) -> str:
     return f"server-{slot.rpartition('/')[2]}"
 
 
+def worker_of(slot: SlotId) -> str:
+    """The name of the gradient worker's process of a slot."""
+    return f"gradient-{slot.rpartition('/')[2]}"
+
+
 def ports_needed(recipe: Recipe, plan: Plan) -> dict[str, tuple[str, ...]]:
     """What listens on each node: one name a port, in the order the ports should be handed out.
 
-    ``server-<slot index>`` for a server; on the first train node ``trainer`` (HTTP) and
-    ``rendezvous`` (where the ranks meet); ``weights`` where the agent serves versions to peers.
+    ``server-<slot index>`` for a slot that serves or may; ``gradient-<slot index>`` (HTTP),
+    ``side-`` (its side channel) and ``rendezvous-`` for one that may be a gradient worker; on the
+    first train node ``trainer`` (HTTP) and ``rendezvous`` (where the ranks meet); ``weights`` where
+    the agent serves versions to peers.
     """
     names: dict[str, list[str]] = {node.name: [] for node in recipe.nodes}
-    for slot, _ in plan.servers:
-        names[_node_of(slot)].append(process_of(slot))
+    serving = dict(plan.servers)
+    for slot in slots_of(recipe):
+        hybrid = slot.pool is Pool.HYBRID
+        if slot.id in serving or hybrid:
+            names[slot.node].append(process_of(slot.id))
+        if hybrid:
+            worker = worker_of(slot.id)
+            names[slot.node] += [worker, f"side-{worker}", f"rendezvous-{worker}"]
     names[_node_of(plan.train[0])] += ["trainer", "rendezvous"]
     if len(recipe.nodes) > 1:
         for entries in names.values():
@@ -148,6 +164,7 @@ def server_process(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         **_interface_env("lo"),
+        **_sockets_env(facts),
     }
     if not slot.gpus:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(rollout.kv_gib)
@@ -186,27 +203,19 @@ def trainer_processes(
     processes = processes_per_node(tuple(train), frozenset(slot.id for slot in train))
     world_size = sum(processes.values())
     nodes = list(processes)
-    head = facts[nodes[0]]
+    head, dtype = facts[nodes[0]], dtype_of(recipe, train)
     specs: list[ProcessSpec] = []
     for rank, node in enumerate(nodes):
         here = facts[node]
         mine = [slot for slot in train if slot.node == node]
-        config = {
-            "run_id": run_id,
-            "model_dir": model_dirs[node],
+        config = _policy_config(recipe, run_id, model_dirs[node], world_size) | {
             "weights_dir": here.weights_dir,
             # One path for all: shards of one checkpoint must come together.
             "checkpoint_dir": f"{head.run_dir}/checkpoints",
             "port": http_port,
-            "world_size": world_size,
             "trainer_epoch": trainer_epoch,
-            "seed": recipe.run.seed,
-            "dtype": dtype_of(recipe, train),
-            "temperature": recipe.rollout.temperature,
-            "group_size": recipe.rollout.group_size,
-            "max_len": recipe.model.max_len,
+            "dtype": dtype,
             "keep_versions": recipe.weight_sync.keep_versions,
-            "training": recipe.training.model_dump(mode="json"),
             "resume": resume[node] if resume else None,
             "probe_tokens": PROBE_TOKENS,
         }
@@ -217,7 +226,7 @@ def trainer_processes(
             head_address=head.address,
             rendezvous_port=rendezvous_port,
             gpus=bool(train[0].gpus),
-            mixed_precision="bf16" if dtype_of(recipe, train) == "bfloat16" else "no",
+            mixed_precision=_mixed_precision(dtype),
         )
         specs.append(
             ProcessSpec(
@@ -233,6 +242,78 @@ def trainer_processes(
             )
         )
     return tuple(specs)
+
+
+def _sockets_env(facts: HostFacts) -> dict[str, str]:
+    """vLLM never removes its sockets: beside the run's weights they go when the run ends."""
+    run_id = facts.run_dir.split("/")[-2]
+    directory = f"{facts.weights_dir}/{run_id}"
+    fits = len(directory.encode()) <= SOCKET_DIRECTORY
+    return {"VLLM_RPC_BASE_PATH": directory} if fits else {}
+
+
+def _policy_config(
+    recipe: Recipe, run_id: str, model_dir: str, world_size: int
+) -> dict[str, object]:
+    """What the trainer and a gradient worker have in common."""
+    return {
+        "run_id": run_id,
+        "model_dir": model_dir,
+        "world_size": world_size,
+        "seed": recipe.run.seed,
+        "temperature": recipe.rollout.temperature,
+        "training": recipe.training.model_dump(mode="json"),
+        "max_len": recipe.model.max_len,
+    }
+
+
+def _mixed_precision(dtype: str) -> str:
+    return "bf16" if dtype == "bfloat16" else "no"
+
+
+def worker_process(
+    recipe: Recipe,
+    slot: Slot,
+    facts: HostFacts,
+    *,
+    run_id: str,
+    epoch: int,
+    ports: Mapping[str, int],
+    model_dir: str,
+) -> ProcessSpec:
+    """The gradient worker of a slot: a world of its own, one rank a GPU."""
+    process = worker_of(slot.id)
+    world_size = len(slot.gpus) or 1
+    config = _policy_config(recipe, run_id, model_dir, world_size) | {
+        "slot": slot.id,
+        "epoch": epoch,
+        "port": ports[process],
+        "side_bind": "0.0.0.0" if len(recipe.nodes) > 1 else "127.0.0.1",
+        "side_port": ports[f"side-{process}"],
+        "shm_dir": f"{facts.weights_dir}/{run_id}",
+    }
+    launch = _Launch(
+        machine_rank=0,
+        machines=1,
+        world_size=world_size,
+        head_address="127.0.0.1",
+        rendezvous_port=ports[f"rendezvous-{process}"],
+        gpus=bool(slot.gpus),
+        mixed_precision=_mixed_precision(dtype_of(recipe, [slot])),
+        module="libra_cli.node.gradient",
+        config=f"{process}.json",
+    )
+    return ProcessSpec(
+        node=slot.node,
+        process=process,
+        argv=_launch_argv(facts, launch),
+        env=_trainer_env(recipe, [slot], facts, launch) | recipe.node(slot.node).env,
+        files={
+            f"{process}.json": json.dumps(config, indent=2),
+            "accelerate.yaml": _ACCELERATE_CONFIG,
+        },
+        ports={"worker": ports[process], "side": ports[f"side-{process}"]},
+    )
 
 
 def model_process(recipe: Recipe, facts: HostFacts) -> ProcessSpec:
@@ -353,6 +434,8 @@ class _Launch:
     rendezvous_port: int
     gpus: bool
     mixed_precision: str
+    module: str = "libra_cli.node.train"
+    config: str = "trainer.json"
 
 
 _ACCELERATE_CONFIG = """\
@@ -388,8 +471,8 @@ def _launch_argv(facts: HostFacts, launch: _Launch) -> tuple[str, ...]:
         "accelerate.commands.launch",
         *_argv(flags),
         "-m",
-        "libra_cli.node.train",
-        f"{facts.run_dir}/trainer.json",
+        launch.module,
+        f"{facts.run_dir}/{launch.config}",
     )
 
 

@@ -10,7 +10,19 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from libra_cli.core.types import Seconds, SlotId, ToolReturn, TrajectoryId, Version, VersionSpan
+from libra_cli.core.types import (
+    Plan,
+    Prediction,
+    Role,
+    Seconds,
+    Slot,
+    SlotId,
+    Tokens,
+    ToolReturn,
+    TrajectoryId,
+    Version,
+    VersionSpan,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +106,9 @@ class ServerSynced:
     pull_s: Seconds
     load_s: Seconds
     served_at: Seconds
+    sent_bytes: int
+    kind: str
+    """``full | delta | local``"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +211,25 @@ class TrainerStopped:
 
 
 @dataclass(frozen=True, slots=True)
+class ShareDone:
+    """What became of a worker's share of a step: added to the core's gradients, or why not.
+
+    ``seconds`` are the worker's own, None if it never said; ``waited_s`` are the core's, after its
+    own part; ``bytes`` were fetched in ``transfer_s``.
+    """
+
+    slot: SlotId
+    epoch: int
+    used: bool
+    reason: str
+    tokens: Tokens
+    seconds: Seconds | None
+    waited_s: Seconds
+    bytes: int
+    transfer_s: Seconds
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
     """An optimizer step is done and its weights are published."""
 
@@ -203,6 +237,64 @@ class StepDone:
     step: int
     published: Published
     metrics: dict[str, float | None] = field(default_factory=dict)
+    shares: tuple[ShareDone, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulated:
+    """The gradients of a part of a step's batch are in the trainer; nothing is updated yet."""
+
+    epoch: int
+    step: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStarted:
+    """The gradient worker's world is whole; it has no version that we know."""
+
+    slot: SlotId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSynced:
+    """The worker computes with ``published``: ``gap`` to the core, on the probe, is tolerable."""
+
+    slot: SlotId
+    epoch: int
+    published: Published
+    gap: float
+    pull_s: Seconds
+    load_s: Seconds
+    loaded_at: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSyncFailed:
+    """The version did not reach the worker; nothing is said against the worker itself."""
+
+    slot: SlotId
+    epoch: int
+    published: Published
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailed:
+    """The worker did not start, its process ended, or it does not compute what the core does."""
+
+    slot: SlotId
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStopped:
+    """No process of the worker is left on the node."""
+
+    slot: SlotId
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +318,41 @@ class ServerSampled:
     prefix_hit_rate: float | None
     preemptions: int
     generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChosen:
+    """Servers are to run where this plan has them; ``slots`` are all it knows, new ones too.
+
+    A slot that shares GPUs with an old one is started when no process is left on these. ``order``
+    names who asked for it; empty for the planner's own.
+    """
+
+    plan: Plan
+    slots: tuple[Slot, ...]
+    prediction: Prediction | None = None
+    order: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanKept:
+    """The planner has looked, and today's plan stays."""
+
+    why_not: str
+    order: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOrdered:
+    """A user wants another split, holds slots, or wants the planner to look now.
+
+    ``to`` are numbers of slots by role; ``pins`` hold slots in a role (None lets go). With neither,
+    the planner is asked.
+    """
+
+    order: str
+    to: tuple[tuple[Role, int], ...] = ()
+    pins: tuple[tuple[SlotId, Role | None], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +389,17 @@ Event: TypeAlias = (
     | TrainerFailed
     | TrainerStopped
     | StepDone
+    | Accumulated
     | CheckpointSaved
+    | WorkerStarted
+    | WorkerSynced
+    | WorkerSyncFailed
+    | WorkerFailed
+    | WorkerStopped
     | ServerSampled
+    | PlanChosen
+    | PlanKept
+    | PlanOrdered
     | TimerFired
     | StopRequested
 )

@@ -14,7 +14,8 @@ gets nothing more, until it has answered a check; a cable that is pulled costs n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from libra_cli.core.actions import (
     Action,
@@ -35,44 +36,76 @@ from libra_cli.core.events import (
     ServerSynced,
     SyncFailed,
 )
-from libra_cli.core.policies import ServerView
+from libra_cli.core.pricing.refine import LearnedCosts
+from libra_cli.core.pricing.server_costs import ServerCost
 from libra_cli.core.records import SampleRecord, SyncRecord
+from libra_cli.core.scheduling.gate import Gate
+from libra_cli.core.scheduling.lanes import Lane
 from libra_cli.core.slots import SlotState, SlotStatus, slot_record
-from libra_cli.core.types import Plan, Role, Seconds, Slot, SlotId
+from libra_cli.core.types import Bucket, Plan, Role, Seconds, Slot, SlotId
 
 MAX_RESTARTS = 3
 MAX_FAILURES = 10
 """Failures without a success after which a server is taken out even if it answers checks."""
 
 
+class _Counters(NamedTuple):
+    """Of a server, at a reading: each only grows."""
+
+    at: Seconds
+    tokens: int
+    request_s: Seconds
+    busy_s: Seconds
+
+
 class Fleet:
     """Every slot that serves, in plan order. Methods return the actions they call for."""
 
-    def __init__(self, plan: Plan, slots: Iterable[Slot]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        slots: Iterable[Slot],
+        gate: Gate,
+        cost_of: Callable[[Bucket], ServerCost],
+    ) -> None:
         by_id = {slot.id: slot for slot in slots}
         self.slots: dict[SlotId, SlotStatus] = {}
         for slot_id, bucket in plan.servers:
             status = SlotStatus(by_id[slot_id], since=0.0, role=Role.ROLLOUT, bucket=bucket)
             self.slots[slot_id] = status
         self.latest: Published | None = None
-        #: Requests that wait for a seat.
-        self.gate = 0
-        self._samples: dict[SlotId, tuple[Seconds, int, Seconds]] = {}
+        self._gate = gate
+        self._costs = LearnedCosts(cost_of)
+        #: Whether the gate has yet to hear which servers are routable now.
+        self._changed = False
+        #: Whether a slot's row has been told since the pool last looked.
+        self.stirred = True
+        #: Of every server that has served since it was started; it keeps what is inside.
+        self._lanes: dict[SlotId, Lane] = {}
+        #: Servers taken out since their requests were last queued again.
+        self.retired: list[SlotId] = []
+        self._samples: dict[SlotId, _Counters] = {}
 
     # -- what is --------------------------------------------------------------------------------
 
-    def views(self) -> list[ServerView]:
-        """The servers a request may be sent to."""
-        return [
-            ServerView(status.slot.id, status.bucket, status.running)
-            for status in self.slots.values()
-            if status.routable and status.bucket is not None
-        ]
+    def refresh(self, *, now: Seconds) -> None:
+        """Tell the gate which servers a request may be sent to, if that has changed."""
+        if self._changed:
+            self._changed = False
+            routable = [status for status in self.slots.values() if status.routable]
+            lanes = [self._lane(status) for status in routable]
+            latest = self.latest.key if self.latest else None
+            self._gate.refresh(lanes, latest=latest, now=now)
 
-    @property
-    def seats(self) -> int:
-        """Requests that all routable servers can take together."""
-        return sum(view.bucket.max_num_seqs for view in self.views())
+    def _lane(self, status: SlotStatus) -> Lane:
+        assert status.bucket is not None
+        assert status.verified is not None
+        lane = self._lanes.get(status.slot.id)
+        if lane is None:
+            cost, key = self._costs.of(status.bucket), status.verified.key
+            lane = self._lanes[status.slot.id] = Lane(status.slot.id, status.bucket, cost, key)
+        lane.key, lane.bucket = status.verified.key, status.bucket
+        return lane
 
     @property
     def syncing(self) -> bool:
@@ -90,9 +123,10 @@ class Fleet:
     @property
     def hopeless(self) -> str:
         """Why no server will ever serve again; empty while one may."""
-        if any(status.state is not SlotState.FAILED for status in self.slots.values()):
-            return ""
-        return "; ".join(f"{s.slot.id}: {s.detail}" for s in self.slots.values())
+        for status in self.slots.values():  # asked after every event; the first mostly answers
+            if status.state is not SlotState.FAILED and _counts(status):
+                return ""
+        return "; ".join(f"{s.slot.id}: {s.detail}" for s in self.slots.values() if _counts(s))
 
     def current(self, slot: SlotId, epoch: int) -> SlotStatus | None:
         """The slot, if an answer of this epoch still counts."""
@@ -101,14 +135,23 @@ class Fleet:
 
     # -- what happens ---------------------------------------------------------------------------
 
-    def start(self, *, now: Seconds) -> list[Action]:
-        """Start a server on every slot."""
-        return [a for status in self.slots.values() for a in self._start(status, now)]
+    def expect(self, slot: Slot, bucket: Bucket, *, now: Seconds) -> list[Action]:
+        """A plan has a server of this shape there; one that failed there before is forgotten."""
+        status = self.slots.get(slot.id)
+        if status is None:
+            status = self.slots[slot.id] = SlotStatus(slot, since=now)
+        elif status.state is SlotState.FAILED:
+            status.forgive(now=now)
+        if status.bucket is None or not status.bucket.has_shape_of(bucket):
+            return []
+        status.bucket = bucket
+        return [self.record(status, now)]
 
-    def _start(self, status: SlotStatus, now: Seconds) -> list[Action]:
-        assert status.bucket is not None
+    def start(self, status: SlotStatus, bucket: Bucket, *, now: Seconds) -> list[Action]:
+        """Start a server of this shape on the slot."""
         status.move(SlotState.STARTING, now=now)
-        return [StartServer(status.slot.id, status.epoch, status.bucket), self.record(status, now)]
+        status.role, status.bucket = Role.ROLLOUT, bucket
+        return [StartServer(status.slot.id, status.epoch, bucket), self.record(status, now)]
 
     def started(self, event: ServerStarted, *, now: Seconds) -> list[Action]:
         """Healthy: give it the newest version, if there is one yet."""
@@ -129,6 +172,8 @@ class Fleet:
             return []
         status.move(SlotState.STOPPING, now=now, why=why)
         status.retire()
+        self._lanes.pop(status.slot.id, None)
+        self.retired.append(status.slot.id)
         return [StopServer(status.slot.id, status.epoch), self.record(status, now)]
 
     def gone(self, event: ServerStopped, *, now: Seconds, again: bool) -> list[Action]:
@@ -146,11 +191,12 @@ class Fleet:
             status.role = Role.FAILED
             return [self.record(status, now)]
         status.restarts += 1
-        return self._start(status, now)
+        assert status.bucket is not None
+        return self.start(status, status.bucket, now=now)
 
     def publish(self, published: Published) -> list[Action]:
         """A new version: every server that can take it does so now."""
-        self.latest = published
+        self.latest, self._changed = published, True
         return [action for status in self.slots.values() for action in self._sync(status)]
 
     def _sync(self, status: SlotStatus) -> list[Action]:
@@ -167,6 +213,7 @@ class Fleet:
         if status is None or status.syncing != event.published:
             return []
         status.verified, status.syncing, status.failures = event.published, None, 0
+        status.loaded_at = event.served_at
         status.unproved.discard(event.published.key)
         if status.state is SlotState.JOINING:
             status.move(SlotState.SERVING, now=now)
@@ -192,7 +239,7 @@ class Fleet:
         status.failures += 1
         if status.failures > MAX_FAILURES:
             return self.take_out(status, f"failed {status.failures} times: {reason}", now=now)
-        status.doubted = True
+        status.doubted = self._changed = True
         return [CheckServer(status.slot.id, status.epoch)]
 
     def checked(self, event: ServerChecked, *, now: Seconds) -> list[Action]:
@@ -237,10 +284,11 @@ class Fleet:
         if status is None:
             return []
         status.count(0, now=now)
-        this = (now, event.generated_tokens, status.request_s)
-        before_at, tokens_before, request_s_before = self._samples.get(event.slot, this)
+        this = _Counters(now, event.generated_tokens, status.request_s, status.busy_s)
+        before = self._samples.get(event.slot, this)
         self._samples[event.slot] = this
-        seconds = max(now - before_at, 1e-9)
+        self._learn(status, before, this)
+        seconds = max(now - before.at, 1e-9)
         seats = status.bucket.max_num_seqs if status.bucket else 1
         sample = SampleRecord(
             slot=event.slot,
@@ -250,20 +298,44 @@ class Fleet:
             kv_use=event.kv_use,
             prefix_hit_rate=event.prefix_hit_rate,
             preemptions=event.preemptions,
-            occupancy=(status.request_s - request_s_before) / (seconds * seats),
+            occupancy=(this.request_s - before.request_s) / (seconds * seats),
             generated_tokens=event.generated_tokens,
-            tokens_per_s=max(0, event.generated_tokens - tokens_before) / seconds,
+            tokens_per_s=max(0, this.tokens - before.tokens) / seconds,
         )
         return [Save(sample), self.record(status, now)]
 
+    def _learn(self, status: SlotStatus, before: _Counters, this: _Counters) -> None:
+        """What a token took there since the reading before, at the load there was."""
+        lane = self._lanes.get(status.slot.id)
+        tokens, busy_s = this.tokens - before.tokens, this.busy_s - before.busy_s
+        if lane is None or not lane.running or tokens <= 0 or busy_s <= 0:
+            return
+        request_s = this.request_s - before.request_s
+        running = request_s / busy_s
+        kv_tokens = running * lane.context / lane.running
+        self._costs.observe(
+            lane.bucket, running=running, kv_tokens=kv_tokens, step_s=request_s / tokens
+        )
+        lane.reprice(self._costs.of(lane.bucket))
+
     def record(self, status: SlotStatus, now: Seconds) -> Save:
-        """The slot's row."""
-        return Save(slot_record(status, now=now, waiting=self.gate))
+        """The slot's row. Whatever is told of a slot may concern the gate, and the pool."""
+        self._changed = self.stirred = True
+        return Save(slot_record(status, now=now, waiting=self._gate.waiting(status.slot.id)))
 
     def check(self) -> None:
         """Invariants that hold between any two events."""
         for status in self.slots.values():
             status.check()
+            lane = self._lanes.get(status.slot.id)
+            assert lane is None or lane.running == status.running, status.slot.id
+        routable = [status.slot.id for status in self.slots.values() if status.routable]
+        assert self._changed or routable == list(self._gate.lanes.by_slot), "the gate is behind"
+
+
+def _counts(status: SlotStatus) -> bool:
+    """Whether the plan wants a server there."""
+    return status.role is not Role.IDLE
 
 
 def _sync_record(event: ServerSynced | SyncFailed, now: Seconds) -> SyncRecord:
@@ -279,6 +351,8 @@ def _sync_record(event: ServerSynced | SyncFailed, now: Seconds) -> SyncRecord:
         pull_s=done.pull_s if done else 0.0,
         load_s=done.load_s if done else 0.0,
         bytes=event.published.bytes,
+        sent_bytes=done.sent_bytes if done else 0,
+        kind=done.kind if done else "",
         gap=event.gap,
         verified=done is not None,
         detail="" if done else event.reason if isinstance(event, SyncFailed) else "",

@@ -14,7 +14,8 @@ trained: its prompt goes back to the queue, so that long trajectories are not si
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -53,6 +54,17 @@ class Group:
         return sum(rewards) / len(rewards) if len(rewards) == len(self.members) else None
 
 
+def new_trajectory(trajectory: TrajectoryId, now: Seconds) -> Trajectory:
+    """A trajectory without a token yet."""
+    return Trajectory(trajectory, started_at=now)
+
+
+def _oldest(group: Group, none: Version) -> Version:
+    """The oldest version that has produced a token of it so far; ``none`` if no token is there."""
+    versions = [member.min_version for member in group.members]
+    return min((version for version in versions if version is not None), default=none)
+
+
 @dataclass(slots=True)
 class Ledger:
     """Every group that is not yet safe in a checkpoint."""
@@ -61,6 +73,8 @@ class Ledger:
     groups_per_step: int
     max_staleness: int
     retries: int
+    #: How a new trajectory is made; a simulator has ones that only count their tokens.
+    make: Callable[[TrajectoryId, Seconds], Trajectory] = new_trajectory
     next_group: GroupId = 0
     groups: dict[GroupId, Group] = field(default_factory=dict)
     queue: deque[GroupId] = field(default_factory=deque)
@@ -69,16 +83,38 @@ class Ledger:
     _attempts: dict[tuple[GroupId, int], int] = field(default_factory=dict)
     #: Failures of members of open groups; playing again because of age is none.
     _failures: dict[tuple[GroupId, int], int] = field(default_factory=dict)
+    #: Whether a group has changed its state since the trainer last asked for a batch.
+    _news: bool = True
+    #: How many groups are in each state, and what is asked of that at every event: how many are on
+    #: their way to the optimizer, and how many are READY.
+    _counts: Counter[GroupState] = field(default_factory=Counter)
+    _pending: int = 0
+    _ready: int = 0
 
     def count(self, *states: GroupState) -> int:
         """How many groups are in one of these states."""
-        return sum(group.state in states for group in self.groups.values())
+        return sum(self._counts[state] for state in states)
+
+    def _turn(self, group: Group, state: GroupState) -> None:
+        self._add(group.state, -1)
+        self._add(state, 1)
+        group.state = state
+        self._news = True
+
+    def _add(self, state: GroupState, change: int) -> None:
+        self._counts[state] += change
+        self._pending = self.count(GroupState.OPEN, GroupState.READY, GroupState.CLAIMED)
+        self._ready = self._counts[GroupState.READY]
 
     @property
     def may_open(self) -> bool:
         """Whether the staleness bound admits one more group."""
-        pending = self.count(GroupState.OPEN, GroupState.READY, GroupState.CLAIMED)
-        return pending < (self.max_staleness + 1) * self.groups_per_step
+        return self._pending < (self.max_staleness + 1) * self.groups_per_step
+
+    @property
+    def batch_is_full(self) -> bool:
+        """Whether enough groups for a step are READY, or in it already."""
+        return self._ready >= self._open_places
 
     def open(self, *, version: Version, now: Seconds) -> Group:
         """Start the next group: one that has to be played again, or the next of the stream."""
@@ -89,13 +125,14 @@ class Ledger:
         members = [self._new_member(group_id, member, now) for member in range(self.group_size)]
         group = Group(group_id, members, started_at=now, started_version=version)
         self.groups[group_id] = group
+        self._add(group.state, 1)
         self.playing += self.group_size
         return group
 
     def _new_member(self, group: GroupId, member: int, now: Seconds) -> Trajectory:
         attempt = self._attempts.get((group, member), 0)
         self._attempts[group, member] = attempt + 1
-        return Trajectory(TrajectoryId(group, member, attempt), started_at=now)
+        return self.make(TrajectoryId(group, member, attempt), now)
 
     def find(self, trajectory: TrajectoryId) -> Trajectory | None:
         """The trajectory, if it is still the one being played; None for an old or ended one."""
@@ -111,7 +148,7 @@ class Ledger:
         group.members[trajectory.member].reward = reward
         self.playing -= 1
         if group.reward is not None:
-            group.state = GroupState.READY
+            self._turn(group, GroupState.READY)
             versions = [member.min_version for member in group.members]
             known = [version for version in versions if version is not None]
             group.oldest = min(known, default=group.started_version)
@@ -127,7 +164,7 @@ class Ledger:
         who = (group.id, trajectory.member)
         self._failures[who] = self._failures.get(who, 0) + 1
         if self._failures[who] > self.retries:
-            group.state = GroupState.DROPPED
+            self._turn(group, GroupState.DROPPED)
             self.playing -= sum(member.reward is None for member in group.members)
             self._forget(group)
             return None
@@ -136,32 +173,66 @@ class Ledger:
 
     def expire(self, version: Version) -> list[Group]:
         """Send READY groups that are too old for the next step back to the queue."""
+        if not self._news or not self._ready:
+            return []
         stale = [
             group
             for group in self.groups.values()
             if group.state is GroupState.READY and version - group.oldest > self.max_staleness
         ]
         for group in stale:
-            group.state = GroupState.STALE
-            del self.groups[group.id]
+            self._turn(group, GroupState.STALE)
+            self._drop(group)
             self.queue.append(group.id)
         return stale
 
     def claim(self, step: int) -> list[Group]:
-        """The batch of this step, oldest groups first; empty while there are too few."""
-        ready = [group for group in self.groups.values() if group.state is GroupState.READY]
-        if len(ready) < self.groups_per_step:
+        """The batch of this step, oldest groups first; empty while there are too few.
+
+        It is also empty while a group is still played that this step is the last one for: to wait
+        for it is cheaper than to throw it away and play it again.
+        """
+        news, self._news = self._news, False
+        if not news or not self.batch_is_full:
             return []
-        batch = sorted(ready, key=lambda group: (group.oldest, group.id))[: self.groups_per_step]
+        if self._last_calls_for(step):
+            return []
+        return self._claim(step, self._open_places)
+
+    def claim_part(self, step: int, *, least: int) -> list[Group]:
+        """Groups of this step's batch that are READY before it is full: at least so many, or none.
+
+        Places are left for groups still played that this step is the last one for.
+        """
+        if not self._ready or self.batch_is_full:
+            return []
+        free = self._open_places - self._last_calls_for(step)
+        return self._claim(step, free) if min(free, self._ready) >= least else []
+
+    @property
+    def _open_places(self) -> int:
+        """In the next step's batch; parts of it may be claimed already."""
+        return self.groups_per_step - self._counts[GroupState.CLAIMED]
+
+    def _claim(self, step: int, most: int) -> list[Group]:
+        ready = [group for group in self.groups.values() if group.state is GroupState.READY]
+        batch = sorted(ready, key=lambda group: (group.oldest, group.id))[:most]
         for group in batch:
-            group.state, group.step = GroupState.CLAIMED, step
+            self._turn(group, GroupState.CLAIMED)
+            group.step = step
         return batch
+
+    def _last_calls_for(self, step: int) -> int:
+        """Groups that are played and would be too old for any later step."""
+        bound = step - 1 - self.max_staleness
+        played = (group for group in self.groups.values() if group.state is GroupState.OPEN)
+        return sum(_oldest(group, bound + 1) <= bound for group in played)
 
     def trained(self, step: int) -> list[Group]:
         """The step is done: its groups are TRAINED, and kept until a checkpoint holds them."""
         done = [group for group in self.groups.values() if group.step == step]
         for group in done:
-            group.state = GroupState.TRAINED
+            self._turn(group, GroupState.TRAINED)
         return done
 
     def settle(self, step: int) -> None:
@@ -170,8 +241,12 @@ class Ledger:
             if group.state is GroupState.TRAINED and (group.step or 0) <= step:
                 self._forget(group)
 
-    def _forget(self, group: Group) -> None:
+    def _drop(self, group: Group) -> None:
         del self.groups[group.id]
+        self._add(group.state, -1)
+
+    def _forget(self, group: Group) -> None:
+        self._drop(group)
         for member in range(self.group_size):
             self._attempts.pop((group.id, member), None)
             self._failures.pop((group.id, member), None)
@@ -180,7 +255,8 @@ class Ledger:
         """The trainer is back at ``step``: what it had trained or claimed since is READY again."""
         for group in self.groups.values():
             if group.step is not None and group.step > step:
-                group.state, group.step = GroupState.READY, None
+                self._turn(group, GroupState.READY)
+                group.step = None
 
     def position(self, step: int) -> dict[str, Any]:
         """What a checkpoint after ``step`` must know to go on with exactly the prompts left."""
@@ -204,6 +280,11 @@ class Ledger:
         assert all(group < self.next_group for group in [*self.queue, *self.groups])
         unrewarded = [m for g in self.groups.values() for m in g.members if m.reward is None]
         assert self.playing == len(unrewarded), f"{self.playing} playing, {len(unrewarded)} found"
+        found = Counter(group.state for group in self.groups.values())
+        assert found == +self._counts, f"{found} found, {self._counts} counted"
+        pending = self.count(GroupState.OPEN, GroupState.READY, GroupState.CLAIMED)
+        assert pending == self._pending, f"{pending} on their way, {self._pending} counted"
+        assert found[GroupState.READY] == self._ready, f"{self._ready} ready counted"
         for group in self.groups.values():
             claimed = group.state in (GroupState.CLAIMED, GroupState.TRAINED)
             assert claimed == (group.step is not None), f"group {group.id}: {group.state}"

@@ -1,13 +1,15 @@
 """The one place where a run changes: ``handle(event, now) -> actions``.
 
-The machine owns four parts and routes each event to one of them; after every event it *settles*:
+The machine owns its parts and routes each event to one of them; after every event it *settles*:
 expired groups go back to the queue, new groups are opened, waiting requests get seats, a full batch
 goes to the trainer, and a run that has reached its end is wound down. No part calls another behind
 its back, and nothing here reads a clock, a file or a random number, so production, the simulator
 and the property tests all drive this very object.
 
     what        consumes                      waits for                     unblocked by
+    pool        plans                         turns, shares, processes      ServerStopped, StepDone
     fleet       servers, versions             a version to prove            TrainerStarted, StepDone
+    workers     gradient workers, versions    a version to prove            TrainerStarted, StepDone
     rollout     prompts, seats                a free seat; the staleness    TurnGenerated; StepDone
                                               bound
     training    ready groups                  a full batch                  the last EpisodeAdvanced
@@ -25,19 +27,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from json import dumps
 from typing import Any, TypeAlias
 
 from libra_cli.core import events as e
-from libra_cli.core.actions import Action, End, Save, Wake
+from libra_cli.core.actions import Action, Answer, End, Save, Wake
+from libra_cli.core.elastic import move, pool
+from libra_cli.core.elastic.lookout import Lookout
+from libra_cli.core.elastic.pool import Pool
+from libra_cli.core.elastic.workers import Workers
 from libra_cli.core.fleet import Fleet
-from libra_cli.core.ledger import GroupState, Ledger
-from libra_cli.core.policies import POLICIES
-from libra_cli.core.records import PlanRecord, RunRecord
+from libra_cli.core.ledger import GroupState, Ledger, new_trajectory
+from libra_cli.core.pricing.server_costs import ServerCost
+from libra_cli.core.records import RunRecord
 from libra_cli.core.rollout import Limits, Rollout, Stage, group_record
-from libra_cli.core.scheduler import Scheduler
+from libra_cli.core.scheduling.gate import Gate
+from libra_cli.core.scheduling.policies import Policy
+from libra_cli.core.scheduling.scheduler import make_policy
 from libra_cli.core.training import TIMER, TrainerState, Training
-from libra_cli.core.types import Plan, Seconds, Slot
+from libra_cli.core.types import Bucket, Plan, Seconds, Slot, Trajectory, TrajectoryId
 from libra_cli.recipe import Recipe
 
 DRAIN_S: Seconds = 30.0
@@ -90,33 +97,47 @@ class Machine:
         identity: Identity,
         *,
         resume: Resume | None = None,
+        policy: Policy | None = None,
+        cost_of: Callable[[Bucket], ServerCost] | None = None,
+        make: Callable[[TrajectoryId, Seconds], Trajectory] = new_trajectory,
     ) -> None:
         self.recipe = recipe
-        self.plan = plan
         self.identity = identity
         self.phase = Phase.STARTING
         self._outcome = "finished"
         self._error = ""
         self._started_at: Seconds = 0.0
         self._ended_at: Seconds | None = None
-        self._told: RunRecord | None = None
+        self._told: tuple[object, ...] = ()
         training, rollout = recipe.training, recipe.rollout
         self.ledger = Ledger(
             group_size=rollout.group_size,
             groups_per_step=training.groups_per_step,
             max_staleness=training.max_staleness,
             retries=recipe.environment.retries,
+            make=make,
         )
-        self.fleet = Fleet(plan, slots)
+        self.gate = Gate(policy or make_policy(recipe.scheduler.policy))
+        self.fleet = Fleet(plan, slots, self.gate, cost_of or guessed_cost)
         self.rollout = Rollout(
             self.ledger,
             self.fleet,
-            Scheduler(POLICIES[recipe.scheduler.policy]()),
+            self.gate,
             Limits(rollout.max_turns, rollout.max_turn_tokens, recipe.model.max_len),
         )
         by_id = {slot.id: slot for slot in slots}
         core = [by_id[slot_id] for slot_id in plan.train]
-        self.training = Training(self.ledger, core, checkpoint_every=training.checkpoint_every)
+        self.workers = Workers(sum(len(slot.gpus) or 1 for slot in core))
+        self.training = Training(
+            self.ledger,
+            self.workers,
+            core,
+            checkpoint_every=training.checkpoint_every,
+            stream=training.stream,
+        )
+        self.pool = Pool(self.fleet, self.workers, self.training, plan)
+        self.pool.learn(slots)
+        self.lookout = Lookout(recipe, self.pool, plan, tuple(slots))
         if resume is not None:
             self.ledger.restore(resume.position)
             self.training.remember(resume.checkpoint, int(resume.position["step"]))
@@ -128,12 +149,12 @@ class Machine:
         """Which event goes where."""
         return {
             e.RunStarted: self._run_started,
-            e.NodeLost: lambda event, now: self.fleet.lost(event.node, now=now),
-            e.NodeBack: lambda event, now: self.fleet.back(event.node, event.alive, now=now),
+            e.NodeLost: self._node_lost,
+            e.NodeBack: self._node_back,
             e.ServerStarted: lambda event, now: self.fleet.started(event, now=now),
             e.ServerFailed: lambda event, now: self.fleet.failed(event, now=now),
             e.ServerChecked: lambda event, now: self.fleet.checked(event, now=now),
-            e.ServerStopped: lambda event, now: self.fleet.gone(event, now=now, again=self._going),
+            e.ServerStopped: self._server_stopped,
             e.ServerSynced: self._server_synced,
             e.SyncFailed: lambda event, now: self.fleet.sync_failed(event, now=now),
             e.ServerSampled: lambda event, now: self.fleet.sampled(event, now=now),
@@ -146,7 +167,16 @@ class Machine:
             e.TrainerFailed: self._trainer_failed,
             e.TrainerStopped: self._trainer_stopped,
             e.StepDone: self._step_done,
+            e.Accumulated: self._accumulated,
+            e.WorkerStarted: lambda event, now: self.workers.started(event, now=now),
+            e.WorkerSynced: lambda event, now: self.workers.synced(event, now=now),
+            e.WorkerSyncFailed: lambda event, now: self.workers.sync_failed(event, now=now),
+            e.WorkerFailed: lambda event, now: self.workers.failed(event, now=now),
+            e.WorkerStopped: self._worker_stopped,
             e.CheckpointSaved: self._checkpoint_saved,
+            e.PlanChosen: self._plan_chosen,
+            e.PlanKept: lambda event, now: self.lookout.kept(event),
+            e.PlanOrdered: self._plan_ordered,
             e.TimerFired: self._timer_fired,
             e.StopRequested: self._stop_requested,
         }
@@ -161,11 +191,13 @@ class Machine:
             return []
         actions = self._handlers[type(event)](event, now)
         actions += self._settle(now)
-        told = self._run_record()
+        actions = self.pool.told(actions, now=now)
+        waiting = self._waiting()
+        told = (self.phase, self._outcome, self._error, self.training.published, waiting)
         if told != self._told:
             self._told = told
             # Before End, which closes the journal.
-            actions.insert(0, Save(told))
+            actions.insert(0, Save(self._run_record(waiting)))
         return actions
 
     @property
@@ -176,14 +208,25 @@ class Machine:
 
     def _run_started(self, event: e.RunStarted, now: Seconds) -> list[Action]:
         self._started_at = now
-        plan = PlanRecord(
-            plan=0,
-            at=now,
-            servers_json=dumps([[slot, bucket.name] for slot, bucket in self.plan.servers]),
-            train_json=dumps(self.plan.train),
-            reasons_json=dumps(self.plan.reasons),
-        )
-        return [Save(plan), *self.training.start(now=now), *self.fleet.start(now=now)]
+        return [*self.lookout.begin(now=now), *self.training.start(now=now)]
+
+    def _node_lost(self, event: e.NodeLost, now: Seconds) -> list[Action]:
+        servers = self.fleet.lost(event.node, now=now)
+        return [*servers, *self.workers.lost(event.node, now=now)]
+
+    def _node_back(self, event: e.NodeBack, now: Seconds) -> list[Action]:
+        servers = self.fleet.back(event.node, event.alive, now=now)
+        return [*servers, *self.workers.back(event.node, event.alive, now=now)]
+
+    def _server_stopped(self, event: e.ServerStopped, now: Seconds) -> list[Action]:
+        status = self.fleet.current(event.slot, event.epoch)
+        again = self._going and status is not None and self.pool.wants_back(status)
+        return self.fleet.gone(event, now=now, again=again)
+
+    def _worker_stopped(self, event: e.WorkerStopped, now: Seconds) -> list[Action]:
+        status = self.workers.current(event.slot, event.epoch)
+        again = self._going and status is not None and self.pool.wants_back(status)
+        return self.workers.gone(event, now=now, again=again)
 
     def _server_synced(self, event: e.ServerSynced, now: Seconds) -> list[Action]:
         actions = self.fleet.synced(event, now=now)
@@ -194,7 +237,15 @@ class Machine:
         if event.epoch != self.training.epoch or not starting:
             return []
         actions = self.training.started(event, now=now)
-        return actions + self.fleet.publish(event.published)
+        return actions + self._publish(event.published)
+
+    def _publish(self, published: e.Published) -> list[Action]:
+        return [*self.fleet.publish(published), *self.workers.publish(published)]
+
+    def _accumulated(self, event: e.Accumulated, now: Seconds) -> list[Action]:
+        if event.epoch != self.training.epoch or event.step != self.training.step + 1:
+            return []
+        return self.training.accumulated(event)
 
     def _trainer_failed(self, event: e.TrainerFailed, now: Seconds) -> list[Action]:
         if event.epoch != self.training.epoch:
@@ -213,8 +264,27 @@ class Machine:
             return []
         actions = self.training.done(event, now=now)
         actions += [Save(group_record(group, now)) for group in self.training.trained]
-        actions += self.fleet.publish(event.published)
-        return actions
+        actions += self._publish(event.published)
+        return actions + (self._stepped(now) if self._going else [])
+
+    def _plan_chosen(self, event: e.PlanChosen, now: Seconds) -> list[Action]:
+        return self.lookout.chosen(event, now=now) if self._going else self._too_late(event.order)
+
+    def _plan_ordered(self, event: e.PlanOrdered, now: Seconds) -> list[Action]:
+        return self.lookout.ordered(event, now=now) if self._going else self._too_late(event.order)
+
+    def _too_late(self, order: str) -> list[Action]:
+        """No slot moves any more."""
+        return [Answer(order, accepted=False, text="the run is ending")] if order else []
+
+    def _stepped(self, now: Seconds) -> list[Action]:
+        ready, played = self.ledger.count(GroupState.READY), self.ledger.count(GroupState.OPEN)
+        return self.lookout.stepped(self.training.last, ready / max(1, ready + played), now=now)
+
+    @property
+    def plan(self) -> Plan:
+        """The newest."""
+        return self.lookout.plan
 
     def _checkpoint_saved(self, event: e.CheckpointSaved, now: Seconds) -> list[Action]:
         if event.epoch != self.training.epoch or event.step > self.training.step:
@@ -224,9 +294,17 @@ class Machine:
     def _timer_fired(self, event: e.TimerFired, now: Seconds) -> list[Action]:
         if event.name == TIMER and self._going:
             return self.training.restart(now=now)
+        if event.name.startswith(move.TIMER):
+            return self.pool.deadline(event.name, now=now) if self._going else []
+        if event.name.startswith(pool.TIMER):
+            return self._drain_overdue(event.name, now)
         if event.name == DRAIN_TIMER and self.phase is Phase.DRAINING:
             return self._drain_over(now)
         return []
+
+    def _drain_overdue(self, timer: str, now: Seconds) -> list[Action]:
+        slot, actions = self.pool.overdue(timer, now=now)
+        return actions + (self.rollout.abort(slot) if slot is not None else [])
 
     def _drain_over(self, now: Seconds) -> list[Action]:
         """Turns get no more time. A step or a checkpoint does; a dead trainer says so itself."""
@@ -246,8 +324,10 @@ class Machine:
 
     def _settle(self, now: Seconds) -> list[Action]:
         """Whatever can go on now, goes on."""
+        actions = [*self.pool.settle(now=now), *self.lookout.mended()] if self._going else []
         self.rollout.evacuate(now=now)
-        actions = self._go_on(now) if self._going else []
+        self.fleet.refresh(now=now)
+        actions += self._go_on(now) if self._going else []
         if self.phase is Phase.DRAINING:
             actions += self.training.save()
             if self._drained:
@@ -264,7 +344,7 @@ class Machine:
         target = self.recipe.run.steps
         if self.training.state is TrainerState.READY and self.training.step >= target:
             return self._wind_down("finished", "", now)
-        if self.phase is Phase.STARTING and self.fleet.seats:
+        if self.phase is Phase.STARTING and self.gate.lanes.seats:
             self.phase = Phase.RUNNING
         actions: list[Action] = []
         if self.phase is Phase.RUNNING:
@@ -302,16 +382,18 @@ class Machine:
         self.phase = Phase.STOPPING
         why = f"the run {self._outcome}"
         actions = self.rollout.abandon(now=now)
-        return [*actions, *self.fleet.stop(why, now=now), *self.training.stop(why, now=now)]
+        actions += self.pool.end(why, now=now)
+        actions += [*self.fleet.stop(why, now=now), *self.workers.stop(why, now=now)]
+        return [*actions, *self.training.stop(why, now=now)]
 
     @property
     def _all_gone(self) -> bool:
         down = self.training.state in (TrainerState.DOWN, TrainerState.FAILED)
-        return down and self.fleet.stopped
+        return down and self.fleet.stopped and self.workers.stopped
 
     # -- telling ----------------------------------------------------------------------------------
 
-    def _run_record(self) -> RunRecord:
+    def _run_record(self, waiting: str) -> RunRecord:
         state = self._outcome if self.phase is Phase.ENDED else str(self.phase)
         if self.phase in (Phase.DRAINING, Phase.STOPPING):
             state = "running"
@@ -324,7 +406,7 @@ class Machine:
             target_steps=self.recipe.run.steps,
             step=self.training.step,
             version=self.training.published.version if self.training.published else 0,
-            waiting=self._waiting(),
+            waiting=waiting,
             error=self._error,
             controller_pid=self.identity.controller_pid,
             controller_started=self.identity.controller_started,
@@ -339,10 +421,12 @@ class Machine:
         trainer = self.training.state
         if trainer in (TrainerState.DOWN, TrainerState.STARTING, TrainerState.STOPPING):
             return "rollout goes on up to the staleness bound; the trainer is starting again"
-        if not self.fleet.seats:
+        if not self.gate.lanes.seats:
             return "training waits for rollout: no server is serving"
         if trainer is TrainerState.BUSY and not self.ledger.may_open and not self.ledger.playing:
             return "rollout waits for training: the staleness bound is reached"
+        if trainer is TrainerState.READY and self.ledger.batch_is_full:
+            return "training waits for rollout: groups that this step is the last one for"
         if trainer is TrainerState.READY:
             return "training waits for rollout: the next batch is not full"
         return "nobody waits"
@@ -353,8 +437,22 @@ class Machine:
         self.fleet.check()
         self.rollout.check()
         self.training.check()
-        seats = {status.slot.id: status for status in self.fleet.slots.values()}
-        for view in self.fleet.views():
-            assert view.running <= view.bucket.max_num_seqs, seats[view.slot]
+        self.gate.check()
+        self.workers.check()
+        self.pool.check()
         claimed = self.ledger.count(GroupState.CLAIMED)
-        assert claimed == 0 or self.training.state is not TrainerState.READY
+        ready = self.training.state is TrainerState.READY
+        assert claimed == 0 or not ready or self.training.streaming
+
+
+def guessed_cost(bucket: Bucket) -> ServerCost:
+    """A server of unknown speed: prices of a mid-sized model, only their ratios matter."""
+    return ServerCost(
+        tensor_parallel=bucket.tensor_parallel,
+        step_s=0.02,
+        sequence_s=1e-4,
+        kv_token_s=1e-7,
+        prefill_token_s=1e-4,
+        prefill_pair_s=0.0,
+        kv_tokens=bucket.max_num_seqs * bucket.up_to_tokens,
+    )

@@ -165,6 +165,14 @@ class TurnRecord:
     prompt_tokens: int
     generated_tokens: int
     finish_reason: str
+    moved_from: str
+    """The server of the turn before, if it was another one."""
+    expected_tokens: float
+    """Tokens the trajectory was expected to generate from here on, when this turn was placed: the
+    mean, and quantiles of the distribution. 0 where the policy estimates nothing."""
+    expected_p10: float
+    expected_p50: float
+    expected_p90: float
     tools_json: str
     """``[[tool, outcome, latency_s, size], ...]``"""
 
@@ -244,6 +252,11 @@ class SyncRecord:
     pull_s: float
     load_s: float
     bytes: int
+    """Of the whole version."""
+    sent_bytes: int
+    """What travelled for it: 0 where it was on the server's host already."""
+    kind: str
+    """``full | delta | local``; empty if the sync failed."""
     gap: float | None
     """Mean absolute difference of the probe's log-probabilities; None if it was not measured."""
     verified: bool
@@ -257,8 +270,23 @@ class PlanRecord:
     plan: int
     at: float
     servers_json: str
+    """``[[slot, bucket, tensor_parallel, max_num_seqs, up_to_tokens], ...]``"""
     train_json: str
+    """The slots of the core, in rank order."""
     reasons_json: str
+    gradient_json: str = "[]"
+    """The slots of gradient workers."""
+    cause: str = "start"
+    """``start | planner | order``"""
+    predicted_before_s: float | None = None
+    """Seconds a step would go on to take under the plan before, as predicted when it was chosen."""
+    predicted_after_s: float | None = None
+    cost_s: float | None = None
+    """What its moves were predicted to cost, in seconds of the whole job."""
+    observed_before_s: float | None = None
+    """Mean seconds of the last steps before it was chosen."""
+    observed_after_s: float | None = None
+    """Mean seconds of the first steps after the last of its moves; None until they are done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,13 +294,19 @@ class MoveRecord:
     TABLE: ClassVar[str] = "moves"
     KEY: ClassVar[tuple[str, ...]] = ("move",)
     move: int
+    plan: int
+    """The plan that asked for it."""
     slot: str
     from_role: str
     to_role: str
     state: str
+    """A phase of ``elastic.move`` while it is under way, then ``done | failed``."""
     started_at: float
     ended_at: float | None
+    phases_json: str
+    """``[[phase, began, ended], ...]``; ``ended`` is null in the phase that is under way."""
     detail: str
+    """Why it failed, and where that left the slot."""
 
 
 Record: TypeAlias = (

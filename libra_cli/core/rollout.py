@@ -12,18 +12,21 @@ Guarantees:
     reply that holds tokens of a version its server has not proved yet is parked until it has, and
     thrown away if it does not.
 *   **Nothing generated is lost with a server.** When one is taken out, its trajectories go on
-    elsewhere from the tokens of their finished turns.
+    elsewhere from the tokens of their finished turns; one that drains gives what there is of an
+    unfinished turn too (``abort``), and the turn goes on elsewhere from there.
 *   **A failure is never a reward.** A broken environment, or a request a server refuses, replays
     the trajectory from its prompt, and after too many attempts drops the whole group.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from json import dumps
 
 from libra_cli.core.actions import (
+    AbortTurn,
     Action,
     AdvanceEpisode,
     FinishEpisode,
@@ -41,12 +44,14 @@ from libra_cli.core.events import (
 )
 from libra_cli.core.fleet import Fleet
 from libra_cli.core.ledger import Group, Ledger
-from libra_cli.core.policies import Request
 from libra_cli.core.records import GroupRecord, TrajectoryRecord, TurnRecord
-from libra_cli.core.scheduler import Scheduler
+from libra_cli.core.scheduling.estimates import Estimate
+from libra_cli.core.scheduling.gate import Gate
+from libra_cli.core.scheduling.lanes import Lane, Request
 from libra_cli.core.types import (
     Seconds,
     SlotId,
+    Tokens,
     ToolReturn,
     Trajectory,
     TrajectoryId,
@@ -65,6 +70,29 @@ class Stage(StrEnum):
     ADVANCING = "advancing"
 
 
+ABORTED = "abort"
+"""The finish reason of a turn that was broken off because its server drains."""
+UNKNOWN = Estimate.point(0)
+"""For policies that estimate nothing."""
+
+
+class _Usual:
+    """A running mean: of contexts, each weighed by how long it was there."""
+
+    def __init__(self, guess: float) -> None:
+        self._sum, self._weight = guess, 1.0
+
+    @property
+    def value(self) -> float:
+        """So far; what was observed long ago counts less."""
+        return self._sum / self._weight
+
+    def add(self, value: float, *, weight: float) -> None:
+        """One more; the hundredth of memory that it takes is taken from all."""
+        self._sum = 0.99 * self._sum + value * weight
+        self._weight = 0.99 * self._weight + weight
+
+
 @dataclass(slots=True)
 class Flight:
     """A trajectory that has no reward yet. ``turn`` is the reply the environment is looking at."""
@@ -77,6 +105,14 @@ class Flight:
     queued_at: Seconds = 0.0
     ended_at: Seconds = 0.0
     turn: TurnGenerated | None = None
+    #: Replies that broke off in this turn because their server drained, in order.
+    parts: list[TurnGenerated] = field(default_factory=list)
+    #: What it waits for or waited for last, and the cache key of its last turn.
+    asked: Request | None = None
+    turn_key: tuple[int, Version] | None = None
+    prompt: Tokens = 0
+    #: Of the tokens it has yet to generate.
+    estimate: Estimate = UNKNOWN
     returns: list[ToolReturn] = field(default_factory=list)
 
 
@@ -92,14 +128,18 @@ class Limits:
 class Rollout:
     """Every trajectory in flight. Methods return the actions they call for."""
 
-    def __init__(self, ledger: Ledger, fleet: Fleet, scheduler: Scheduler, limits: Limits) -> None:
+    def __init__(self, ledger: Ledger, fleet: Fleet, gate: Gate, limits: Limits) -> None:
         self._ledger = ledger
         self._fleet = fleet
-        self._scheduler = scheduler
+        self._gate = gate
+        self._estimator = gate.policy.estimator
         self._limits = limits
         self.flights: dict[TrajectoryId, Flight] = {}
         self._parked: dict[SlotId, dict[int, TurnGenerated]] = {}
         self._requests = 0
+        #: Tokens of all trajectories in play; and of one, at a random moment.
+        self._contexts = 0
+        self._usual = _Usual(limits.max_len / 8)
         #: Groups given up since a trajectory last finished, and why the last one was.
         self.dropped_in_a_row = 0
         self.last_failure = ""
@@ -110,12 +150,22 @@ class Rollout:
         """Open groups while the staleness bound and the servers' seats allow it."""
         actions: list[Action] = []
         size = self._ledger.group_size
-        while self._ledger.may_open and self._ledger.playing + size <= max(self._fleet.seats, size):
+        while self._ledger.may_open and self._ledger.playing + size <= max(
+            self._gate.lanes.seats, size
+        ):
+            if self.flights and not self._fits_beside():
+                break
             group = self._ledger.open(version=version, now=now)
             actions.append(Save(group_record(group, now)))
             for trajectory in group.members:
                 actions += self._begin(trajectory)
         return actions
+
+    def _fits_beside(self) -> bool:
+        """Whether the policy has room for the contexts in play and those of one more group."""
+        playing = len(self.flights) + self._ledger.group_size
+        expected = max(self._contexts, int(playing * self._usual.value))
+        return self._gate.policy.has_room(expected, self._gate.lanes)
 
     def _begin(self, trajectory: Trajectory) -> list[Action]:
         self.flights[trajectory.id] = Flight(trajectory)
@@ -127,17 +177,18 @@ class Rollout:
     def dispatch(self, *, now: Seconds) -> list[Action]:
         """Send every waiting request that has a seat."""
         actions: list[Action] = []
-        for request, slot in self._scheduler.dispatch(self._fleet.views()):
-            actions.append(self._send(self.flights[request.trajectory], slot, now))
-        self._fleet.gate = len(self._scheduler)
+        for request, lane in self._gate.dispatch(now=now):
+            actions.append(self._send(self.flights[request.trajectory], request, lane, now))
         return actions
 
-    def _send(self, flight: Flight, slot: SlotId, now: Seconds) -> Generate:
+    def _send(self, flight: Flight, request: Request, lane: Lane, now: Seconds) -> Generate:
+        slot = lane.slot
         status = self._fleet.slots[slot]
         assert status.verified is not None, f"{slot} is routed to but has proved no version"
         status.count(+1, now=now)
         self._requests += 1
         flight.stage, flight.slot, flight.request = Stage.GENERATING, slot, self._requests
+        flight.asked = request
         tokens = flight.trajectory.token_ids
         return Generate(
             request=self._requests,
@@ -145,23 +196,33 @@ class Rollout:
             slot=slot,
             epoch=status.epoch,
             prompt_ids=tokens[:],
-            max_tokens=min(self._limits.max_turn_tokens, self._limits.max_len - len(tokens)),
+            max_tokens=self._room(flight),
             cache_key=status.verified.key,
             priority=flight.trajectory.id.group,
         )
 
+    def _room(self, flight: Flight) -> Tokens:
+        """Tokens that may yet be generated in this turn."""
+        said = sum(len(part.token_ids) for part in flight.parts)
+        left = self._limits.max_len - len(flight.trajectory.token_ids)
+        return min(self._limits.max_turn_tokens - said, left)
+
     def _wait(self, flight: Flight, now: Seconds) -> None:
         flight.stage, flight.queued_at = Stage.WAITING, now
         trajectory = flight.trajectory
-        self._scheduler.submit(
-            Request(
-                trajectory=trajectory.id,
-                context=len(trajectory.token_ids),
-                turns=trajectory.turns,
-                waiting_since=now,
-                last_slot=flight.slot,
-            )
+        request = Request(
+            trajectory=trajectory.id,
+            context=len(trajectory.token_ids),
+            generated=trajectory.generated,
+            turns=trajectory.turns,
+            tools=trajectory.tools,
+            waiting_since=now,
+            last_slot=flight.slot,
+            last_key=flight.turn_key,
+            estimate=flight.estimate,
+            p90=flight.estimate.quantile(0.9),
         )
+        self._gate.submit(request, now=now)
 
     # -- the environment ------------------------------------------------------------------------
 
@@ -171,11 +232,16 @@ class Rollout:
         if flight is None:
             return []
         flight.trajectory.token_ids.extend(event.prompt_ids)
+        flight.prompt = len(event.prompt_ids)
+        self._contexts += flight.prompt
         _extend_unlearned(flight.trajectory, len(event.prompt_ids))
         if len(event.prompt_ids) >= self._limits.max_len:
             length, most = len(event.prompt_ids), self._limits.max_len
             reason = f"the prompt has {length} tokens, max_len is {most}"
             return self._break(flight, reason, now)
+        if self._estimator is not None:
+            prompt = len(event.prompt_ids)
+            flight.estimate = self._estimator.begin(event.trajectory, prompt=prompt)
         self._wait(flight, now)
         return []
 
@@ -185,6 +251,7 @@ class Rollout:
         if flight is None:
             return []
         flight.returns += event.returns
+        flight.trajectory.tools += len(event.returns)
         if event.done:
             assert event.reward is not None, f"{event.trajectory} is done without a reward"
             return [*self._save_turn(flight, now), *self._end(flight, event.reward, now)]
@@ -193,7 +260,15 @@ class Rollout:
         if full or trajectory.turns >= self._limits.max_turns:
             return [FinishEpisode(trajectory.id)]
         trajectory.token_ids.extend(event.observation_ids)
+        self._contexts += len(event.observation_ids)
         _extend_unlearned(trajectory, len(event.observation_ids))
+        if self._estimator is not None:
+            flight.estimate = self._estimator.returned(
+                trajectory.id,
+                generated=trajectory.generated,
+                context=len(trajectory.token_ids),
+                returns=event.returns,
+            )
         actions = self._save_turn(flight, now)
         self._wait(flight, now)
         return actions
@@ -206,7 +281,10 @@ class Rollout:
     def _end(self, flight: Flight, reward: float, now: Seconds) -> list[Action]:
         trajectory = flight.trajectory
         self.dropped_in_a_row = 0
-        del self.flights[trajectory.id]
+        self._forget(trajectory)
+        self._usual.add((flight.prompt + len(trajectory.token_ids)) / 2, weight=trajectory.turns)
+        if self._estimator is not None:
+            self._estimator.finished(trajectory.id, generated=trajectory.generated)
         group = self._ledger.finish(trajectory.id, reward)
         actions: list[Action] = [
             ForgetEpisode(trajectory.id),
@@ -215,6 +293,10 @@ class Rollout:
         if group.reward is not None:
             actions.append(Save(group_record(group, now)))
         return actions
+
+    def _forget(self, trajectory: Trajectory) -> None:
+        del self.flights[trajectory.id]
+        self._contexts -= len(trajectory.token_ids)
 
     def _break(self, flight: Flight, reason: str, now: Seconds) -> list[Action]:
         broken = flight.trajectory
@@ -230,10 +312,12 @@ class Rollout:
 
     def _withdraw(self, flight: Flight, state: str, why: str, now: Seconds) -> list[Action]:
         trajectory = flight.trajectory
-        del self.flights[trajectory.id]
-        self._scheduler.withdraw(trajectory.id)
-        if flight.stage is Stage.GENERATING and flight.slot is not None:
-            self._fleet.slots[flight.slot].count(-1, now=now)
+        self._forget(trajectory)
+        if self._estimator is not None and flight.stage is not Stage.RESETTING:
+            self._estimator.withdrawn(trajectory.id)
+        self._gate.withdraw(trajectory.id)
+        if flight.stage is Stage.GENERATING:
+            self._left(flight, now)
         row = trajectory_record(trajectory, state, ended_at=now, detail=why)
         return [ForgetEpisode(trajectory.id), Save(row)]
 
@@ -253,10 +337,32 @@ class Rollout:
         if any((epoch, span.version) in status.unproved for span in event.spans):
             return self._again(flight, now)
         status.failures = 0
-        status.count(-1, now=now)
+        self._left(flight, now)
         self._append(flight, event)
-        flight.stage, flight.turn, flight.ended_at = Stage.ADVANCING, event, now
-        return [AdvanceEpisode(event.trajectory, event.token_ids, event.finish_reason)]
+        flight.turn_key = event.cache_key
+        flight.parts.append(event)
+        if event.finish_reason == ABORTED and self._room(flight) > 0:
+            self._wait(flight, now)
+            return []
+        turn = _joined(flight.parts)
+        flight.parts = []
+        flight.trajectory.turns += 1
+        flight.stage, flight.turn, flight.ended_at = Stage.ADVANCING, turn, now
+        return [AdvanceEpisode(turn.trajectory, turn.token_ids, turn.finish_reason)]
+
+    def abort(self, slot: SlotId) -> list[Action]:
+        """Break off every turn on a server; what it has said so far is kept."""
+        return [
+            AbortTurn(flight.request, slot, self._fleet.slots[slot].epoch)
+            for flight in self.flights.values()
+            if flight.stage is Stage.GENERATING and flight.slot == slot
+        ]
+
+    def _left(self, flight: Flight, now: Seconds) -> None:
+        """The flight's request is no longer inside its server."""
+        assert flight.slot is not None, flight.trajectory.id
+        self._fleet.slots[flight.slot].count(-1, now=now)
+        self._gate.left(flight.trajectory.id)
 
     def _sent(self, event: TurnGenerated | TurnFailed) -> Flight | None:
         """The flight this reply is for; None for one that nobody waits for any more."""
@@ -275,15 +381,16 @@ class Rollout:
             )
         start = len(trajectory.token_ids)
         trajectory.token_ids.extend(event.token_ids)
+        self._contexts += len(event.token_ids)
         trajectory.logprobs.extend(event.logprobs)
-        trajectory.loss_mask.extend([1] * len(event.token_ids))
+        trajectory.loss_mask.frombytes(b"\x01" * len(event.token_ids))
         trajectory.spans += [
             VersionSpan(span.version, start + span.start, start + span.end) for span in event.spans
         ]
         same = all(span.version == event.cache_key[1] for span in event.spans)
         key = event.cache_key if same and event.newest == event.cache_key else None
-        trajectory.pure = key if trajectory.turns == 0 or trajectory.pure == key else None
-        trajectory.turns += 1
+        trajectory.pure = key if trajectory.generated == 0 or trajectory.pure == key else None
+        trajectory.generated += len(event.token_ids)
 
     def proved(self, slot: SlotId, *, now: Seconds) -> list[Action]:
         """The server has proved a version: replies that waited for that count now."""
@@ -305,21 +412,23 @@ class Rollout:
 
     def _again(self, flight: Flight, now: Seconds) -> list[Action]:
         """Ask for the same turn again, wherever there is a seat."""
-        assert flight.slot is not None, flight.trajectory.id
-        self._fleet.slots[flight.slot].count(-1, now=now)
+        self._left(flight, now)
         flight.slot = None
         self._wait(flight, now)
         return []
 
     def evacuate(self, *, now: Seconds) -> None:
         """Queue again whatever was generating on a server that has been taken out."""
+        retired = set(self._fleet.retired)
+        if not retired:
+            return
+        self._fleet.retired.clear()
+        self._parked = {k: parked for k, parked in self._parked.items() if k not in retired}
         for flight in self.flights.values():
-            if flight.stage is Stage.GENERATING and flight.slot is not None:
-                status = self._fleet.slots[flight.slot]
-                if status.verified is None:
-                    self._parked.pop(flight.slot, None)
-                    flight.slot = None
-                    self._wait(flight, now)
+            if flight.stage is Stage.GENERATING and flight.slot in retired:
+                self._gate.left(flight.trajectory.id)
+                flight.slot = None
+                self._wait(flight, now)
 
     def abandon(self, *, now: Seconds) -> list[Action]:
         """The run ends: give up what is in flight; its prompts are in the ledger's position."""
@@ -329,11 +438,12 @@ class Rollout:
         return actions
 
     def _save_turn(self, flight: Flight, now: Seconds) -> list[Action]:
-        turn, returns = flight.turn, flight.returns
+        turn, returns, asked = flight.turn, flight.returns, flight.asked
         flight.turn, flight.returns = None, []
-        if turn is None:
+        if turn is None or asked is None:
             return []
         who = flight.trajectory.id
+        p10, p50 = asked.estimate.quantiles((0.1, 0.5))
         row = TurnRecord(
             group_id=who.group,
             member=who.member,
@@ -347,6 +457,11 @@ class Rollout:
             prompt_tokens=len(turn.prompt_ids),
             generated_tokens=len(turn.token_ids),
             finish_reason=turn.finish_reason,
+            moved_from=asked.last_slot if asked.last_slot not in (None, turn.slot) else "",
+            expected_tokens=asked.estimate.mean,
+            expected_p10=p10,
+            expected_p50=p50,
+            expected_p90=asked.p90,
             tools_json=dumps([[r.tool, r.outcome, round(r.latency_s, 6), r.size] for r in returns]),
         )
         return [Save(row)]
@@ -359,17 +474,43 @@ class Rollout:
             assert len(trajectory.token_ids) == len(trajectory.loss_mask), trajectory_id
             assert len(trajectory.token_ids) == len(trajectory.logprobs), trajectory_id
             assert sum(trajectory.loss_mask) == trajectory.generated, trajectory_id
-        for status in self._fleet.slots.values():
-            here = sum(
-                f.stage is Stage.GENERATING and f.slot == status.slot.id
-                for f in self.flights.values()
-            )
-            assert here == status.running, f"{status.slot.id}: {here} in flight, {status.running}"
+            spans = sum(span.end - span.start for span in trajectory.spans)
+            assert spans == trajectory.generated, trajectory_id
+        total = sum(len(flight.trajectory.token_ids) for flight in self.flights.values())
+        assert total == self._contexts, f"{total} tokens in play, {self._contexts} counted"
+        inside = Counter(f.slot for f in self.flights.values() if f.stage is Stage.GENERATING)
+        for slot, status in self._fleet.slots.items():
+            assert inside[slot] == status.running, f"{slot}: {inside[slot]} in, {status.running}"
+
+
+def _joined(parts: list[TurnGenerated]) -> TurnGenerated:
+    """One turn that began with the first part's prompt; the last part says how it ended."""
+    first, last = parts[0], parts[-1]
+    if len(parts) == 1 and last.finish_reason != ABORTED:
+        return last
+    tokens, logprobs, spans = first.token_ids[:], first.logprobs[:], [*first.spans]
+    for part in parts[1:]:
+        spans += [
+            VersionSpan(span.version, len(tokens) + span.start, len(tokens) + span.end)
+            for span in part.spans
+        ]
+        tokens.extend(part.token_ids)
+        logprobs.extend(part.logprobs)
+    return replace(
+        last,
+        prompt_ids=first.prompt_ids,
+        token_ids=tokens,
+        logprobs=logprobs,
+        spans=tuple(spans),
+        newest=max(part.newest for part in parts),
+        started_at=first.started_at,
+        finish_reason="length" if last.finish_reason == ABORTED else last.finish_reason,
+    )
 
 
 def _extend_unlearned(trajectory: Trajectory, count: int) -> None:
-    trajectory.logprobs.extend([0.0] * count)
-    trajectory.loss_mask.extend([0] * count)
+    trajectory.logprobs.frombytes(bytes(count * trajectory.logprobs.itemsize))
+    trajectory.loss_mask.frombytes(bytes(count))
 
 
 def trajectory_record(

@@ -27,6 +27,7 @@ class SlotState(StrEnum):
     STARTING = "starting"
     JOINING = "joining"
     SERVING = "serving"
+    DRAINING = "draining"
     TRAINING = "training"
     STOPPING = "stopping"
     FAILED = "failed"
@@ -36,28 +37,36 @@ S = SlotState
 
 MOVES: dict[SlotState, dict[SlotState, str]] = {
     S.IDLE: {
-        S.STARTING: "the plan gives it a server or a trainer rank",
+        S.STARTING: "the plan gives it a server, a gradient worker or a trainer rank",
         S.FAILED: "its restarts are used up",
     },
     S.STARTING: {
-        S.JOINING: "the server is healthy and has generated a token",
+        S.JOINING: "the server has generated a token, or the worker's world is whole",
         S.TRAINING: "every rank is there and the world has the asked size",
         S.STOPPING: "the process ended, or was not ready in time, or the run ends",
     },
     S.JOINING: {
         S.SERVING: "the server has the current version, proved on the probe",
+        S.TRAINING: "the gradient worker has the current version, proved on the probe",
         S.STOPPING: "the version could not be loaded or does not verify, or the run ends",
     },
     S.SERVING: {
+        S.DRAINING: "a new plan has no server on it: turns under way may end, none begins",
         S.STOPPING: "the server died, computes with wrong weights, or the run ends",
     },
+    S.DRAINING: {
+        S.STOPPING: "its last turn or share has ended or is given up, or it died, or the run ends",
+    },
     S.TRAINING: {
-        S.STOPPING: "a rank died, a step failed, or the run ends",
+        S.DRAINING: "a new plan has no gradient worker on it: its share may end, none begins",
+        S.STOPPING: "a rank died, a step failed, the core is resized, or the run ends",
     },
     S.STOPPING: {
         S.IDLE: "no process with its marker is left on the node",
     },
-    S.FAILED: {},
+    S.FAILED: {
+        S.IDLE: "a new plan has something on it: what failed there before is forgotten",
+    },
 }
 
 
@@ -87,6 +96,8 @@ class SlotStatus:
     failures: int = 0
     running: int = 0
     running_since: Seconds = 0.0
+    #: When it had the version that it then proved.
+    loaded_at: Seconds = 0.0
     busy_s: Seconds = 0.0
     #: Requests inside it, summed over time.
     request_s: Seconds = 0.0
@@ -106,11 +117,16 @@ class SlotStatus:
                 f"slot {self.slot.id}: {self.state} -> {to} "
                 f"({self.state} since {self.since:.1f} s; before: {told or 'nothing'})"
             )
-        if self.state is S.SERVING:
+        if self.serving:
             self.count(0, now=now)
             self.serving_s += now - self.since
         self.story.append(f"{self.state} -> {to} at {now:.1f} s {why}".rstrip())
         self.state, self.since, self.detail = to, now, why
+
+    def forgive(self, *, now: Seconds) -> None:
+        """A new plan hopes for it: a process that failed here before is no reason not to try."""
+        self.move(S.IDLE, now=now)
+        self.role, self.restarts, self.has_served = Role.IDLE, 0, False
 
     def count(self, change: int, *, now: Seconds) -> None:
         """Add to the number of our requests inside the server, and to its busy time."""
@@ -129,6 +145,16 @@ class SlotStatus:
         self.unproved.clear()
 
     @property
+    def serving(self) -> bool:
+        """Whether requests may be inside it."""
+        return self.role is Role.ROLLOUT and self.state in (S.SERVING, S.DRAINING)
+
+    @property
+    def up(self) -> bool:
+        """Whether a process may hold its GPUs."""
+        return self.state not in (S.IDLE, S.FAILED)
+
+    @property
     def routable(self) -> bool:
         """Whether a request may be sent to it now."""
         return self.state is S.SERVING and self.reachable and not self.doubted
@@ -137,12 +163,12 @@ class SlotStatus:
         """Invariants that hold between any two events."""
         assert self.running >= 0, f"{self.slot.id} counts {self.running} requests"
         assert self.state is not S.SERVING or self.verified is not None, self.slot.id
-        assert self.running == 0 or self.state is S.SERVING, self.slot.id
+        assert self.running == 0 or self.state in (S.SERVING, S.DRAINING), self.slot.id
 
 
 def slot_record(status: SlotStatus, *, now: Seconds, waiting: int = 0) -> SlotRecord:
     """The slot's row; ``now`` brings its serving time up to date."""
-    serving = now - status.since if status.state is S.SERVING else 0.0
+    serving = now - status.since if status.serving else 0.0
     return SlotRecord(
         slot=status.slot.id,
         node=status.slot.node,

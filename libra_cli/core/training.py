@@ -4,6 +4,14 @@ A trainer that dies is started again from the last checkpoint: at most once a mi
 run. It comes back as a new trainer *epoch*; what the ledger had given it since that checkpoint is
 given to it again, and the servers go back to its version. A trainer that never started has a
 configuration error and is not tried again.
+
+With ``stream`` a step begins on the groups that are READY while others are still played: their
+gradients are sums, divided once at the end, so what comes out does not depend on it.
+
+**Resize.** For a lasting shift the core itself changes its slots: no step is begun, a checkpoint is
+written, every rank stops, and the new ones start from it at the same global batch. Servers go on
+all the while. If the new core does not come up, the old one is started again where it was; its
+slots are held free until then.
 """
 
 from __future__ import annotations
@@ -14,6 +22,7 @@ from enum import StrEnum
 from json import dumps
 
 from libra_cli.core.actions import (
+    Accumulate,
     Action,
     Checkpoint,
     Sample,
@@ -23,15 +32,24 @@ from libra_cli.core.actions import (
     Train,
     Wake,
 )
-from libra_cli.core.events import CheckpointSaved, Published, StepDone, TrainerStarted
+from libra_cli.core.elastic.workers import Workers
+from libra_cli.core.events import (
+    Accumulated,
+    CheckpointSaved,
+    Published,
+    StepDone,
+    TrainerStarted,
+)
 from libra_cli.core.ledger import Group, Ledger
 from libra_cli.core.records import BatchRecord, StepRecord, VersionRecord
 from libra_cli.core.slots import SlotState, SlotStatus, slot_record
-from libra_cli.core.types import Role, Seconds, Slot, Trajectory
+from libra_cli.core.types import Role, Seconds, Slot, SlotId, Trajectory
 
 MAX_RESTARTS = 3
 RESTART_EVERY_S: Seconds = 60.0
 TIMER = "restart trainer"
+PARTS = 4
+"""A streamed part is at least this fraction of a batch: each costs a round trip to the trainer."""
 
 
 _ROLES = {SlotState.FAILED: Role.FAILED, SlotState.IDLE: Role.IDLE}
@@ -51,9 +69,19 @@ class TrainerState(StrEnum):
 class Training:
     """The trainer and its steps. Methods return the actions they call for."""
 
-    def __init__(self, ledger: Ledger, slots: Iterable[Slot], *, checkpoint_every: int) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        workers: Workers,
+        slots: Iterable[Slot],
+        *,
+        checkpoint_every: int,
+        stream: bool = False,
+    ) -> None:
         self._ledger = ledger
+        self._workers = workers
         self._every = checkpoint_every
+        self._stream = stream
         self.slots = [SlotStatus(slot, since=0.0, role=Role.TRAIN) for slot in slots]
         self.state = TrainerState.DOWN
         self.epoch = 0
@@ -69,6 +97,17 @@ class Training:
         self._idle_since: Seconds = 0.0
         self._batch: list[Group] = []
         self._batch_at: Seconds = 0.0
+        #: Parts of the next step that are accumulated, or being so.
+        self._parts = 0
+        #: The part whose end is waited for; 0 for none.
+        self._awaited = 0
+        #: The slots that the core is to move to; those it comes from, while the new one starts.
+        self._next: list[Slot] = []
+        self.held: list[SlotStatus] = []
+        #: Whether the core is back where it was, because the one asked for did not start.
+        self.refused = False
+        #: Whether a slot's row has been told since the pool last looked.
+        self.stirred = False
         self._rows: dict[int, StepRecord] = {}
         self._step_ended: Seconds = 0.0
 
@@ -78,20 +117,68 @@ class Training:
         """Start every rank, from the last checkpoint if there is one."""
         self.state, self._started_at = TrainerState.STARTING, now
         self.epoch += 1
-        ids = tuple(status.slot.id for status in self.slots)
         return [
-            StartTrainer(self.epoch, ids, self.checkpoint),
+            StartTrainer(self.epoch, self.core, self.checkpoint),
             *self._move(SlotState.STARTING, now=now),
         ]
+
+    @property
+    def core(self) -> tuple[SlotId, ...]:
+        """The slots of its ranks, in order."""
+        return tuple(status.slot.id for status in self.slots)
+
+    @property
+    def aim(self) -> tuple[SlotId, ...]:
+        """The core that it has, or is to have."""
+        return tuple(slot.id for slot in self._next) or self.core
+
+    @property
+    def home(self) -> tuple[SlotId, ...]:
+        """The core that has worked: the one there is, or the one a resize has left."""
+        return tuple(status.slot.id for status in self.held) or self.core
+
+    @property
+    def resizing(self) -> bool:
+        """Whether the core is on its way to other slots."""
+        return bool(self._next or self.held)
+
+    @property
+    def may_resize(self) -> bool:
+        """Whether another core may be asked for now."""
+        return self.state in (TrainerState.READY, TrainerState.BUSY) and not self.held
+
+    @property
+    def reserved(self) -> list[Slot]:
+        """Slots that a rank is on, or may be started on at any moment."""
+        return [*self._next, *(status.slot for status in (*self.slots, *self.held))]
+
+    @property
+    def streaming(self) -> bool:
+        """Whether a part of the next step is in already."""
+        return self._parts > 0
+
+    def resize(self, slots: list[Slot], *, now: Seconds) -> list[Action]:
+        """Move to these slots, as soon as the step under way is done and saved; none: stay."""
+        self._next = slots
+        return self._leave(now)
+
+    def _leave(self, now: Seconds) -> list[Action]:
+        """Save what there is, then stop; the rest follows from that."""
+        if not self._next or self.state is not TrainerState.READY:
+            return []
+        if self.step > max(self.checkpoint_step, 0) or self._asked_step > self.checkpoint_step:
+            return self.save()
+        return self.stop("the core is resized", now=now)
 
     def started(self, event: TrainerStarted, *, now: Seconds) -> list[Action]:
         """Ready at some step; what the ledger gave it beyond that is given to it again."""
         self.state, self._ever_started = TrainerState.READY, True
+        self.held = []
         self._idle_since = self._step_ended = now
         self.step = event.published.version
         self._asked_step = self.checkpoint_step
         self._ledger.rollback(self.step)
-        self._batch = []
+        self._batch, self._parts, self._awaited = [], 0, 0
         return [*self._publish(event.published), *self._move(SlotState.TRAINING, now=now)]
 
     def _publish(self, published: Published) -> list[Action]:
@@ -115,8 +202,11 @@ class Training:
         if self.state in (TrainerState.DOWN, TrainerState.STOPPING, TrainerState.FAILED):
             return []
         self.state, self.detail = TrainerState.STOPPING, why
-        ids = tuple(status.slot.id for status in self.slots)
-        return [StopTrainer(self.epoch, ids), *self._move(SlotState.STOPPING, now=now, why=why)]
+        actions = [
+            StopTrainer(self.epoch, self.core),
+            *self._move(SlotState.STOPPING, now=now, why=why),
+        ]
+        return [*actions, *self._workers.step_over((), (0.0, 0.0), now=now)]
 
     def gone(self, *, now: Seconds, again: bool) -> list[Action]:
         """Verified gone. Start it again if the run goes on and it may."""
@@ -124,17 +214,28 @@ class Training:
         actions = self._move(SlotState.IDLE, now=now, why=self.detail)
         if not again:
             return actions
+        if self._next or self.held:
+            self._change_slots(now)
+            return [*actions, *self.start(now=now)]
         if not self._ever_started or self._restarts >= MAX_RESTARTS:
             self.state = TrainerState.FAILED
             return [*actions, *self._move(SlotState.FAILED, now=now, why=self.detail)]
         self._restarts += 1
         return [*actions, Wake(TIMER, max(0.0, self._started_at + RESTART_EVERY_S - now))]
 
+    def _change_slots(self, now: Seconds) -> None:
+        """To those asked for; if the new core has just failed to start, back to the old one's."""
+        self.refused = not self._next
+        slots = self._next or [status.slot for status in self.held]
+        self.held, self._next = (self.slots if self._next else []), []
+        self.slots = [SlotStatus(slot, since=now, role=Role.TRAIN) for slot in slots]
+
     def restart(self, *, now: Seconds) -> list[Action]:
         """The minute is over."""
         return self.start(now=now) if self.state is TrainerState.DOWN else []
 
     def _move(self, to: SlotState, *, now: Seconds, why: str = "") -> list[Action]:
+        self.stirred = True
         for status in self.slots:
             status.move(to, now=now, why=why)
             status.epoch = self.epoch
@@ -145,18 +246,47 @@ class Training:
     # -- steps ----------------------------------------------------------------------------------
 
     def claim(self, *, now: Seconds, target: int) -> list[Action]:
-        """Train on the next batch, if the trainer is free and the batch is there."""
+        """Train on the next batch, or a part of it, if the trainer is free and it is there."""
+        if self._next:
+            return self._leave(now)
         if self.state is not TrainerState.READY or self.step >= target:
             return []
-        assert self.published is not None
         step = self.step + 1
-        self._batch = self._ledger.claim(step)
-        if not self._batch:
+        rest = self._ledger.claim(step)
+        if rest:
+            return self._train(step, rest, now, save=step % self._every == 0 or step >= target)
+        return self._accumulate(step, now) if self._stream else []
+
+    def _accumulate(self, step: int, now: Seconds) -> list[Action]:
+        least = -(-self._ledger.groups_per_step // PARTS)
+        groups = self._ledger.claim_part(step, least=least)
+        if not groups:
             return []
-        self.state, self._batch_at = TrainerState.BUSY, now
+        self._begin(groups, now)
+        self._parts += 1
+        self._awaited = self._parts
+        return [Accumulate(self.epoch, step, self._parts, self._samples(groups))]
+
+    def accumulated(self, event: Accumulated) -> list[Action]:
+        """A part is in: go on with the next, or with the step."""
+        if self.state is TrainerState.BUSY and event.part == self._awaited:
+            self.state, self._awaited = TrainerState.READY, 0
+        return []
+
+    def _begin(self, groups: list[Group], now: Seconds) -> None:
+        self._batch = [*self._batch, *groups] if self._parts else groups
+        if not self._parts:
+            self._batch_at = now
+        self.state = TrainerState.BUSY
+
+    def _samples(self, groups: list[Group]) -> tuple[Sample, ...]:
+        return tuple(self._sample(member) for group in groups for member in group.members)
+
+    def _train(self, step: int, rest: list[Group], now: Seconds, *, save: bool) -> list[Action]:
+        assert self.published is not None
+        self._begin(rest, now)
         trajectories = [member for group in self._batch for member in group.members]
-        samples = tuple(self._sample(trajectory) for trajectory in trajectories)
-        save = step % self._every == 0 or step >= target
+        shares = self._workers.shares(rest)
         row = BatchRecord(
             step=step,
             groups_json=dumps([group.id for group in self._batch]),
@@ -167,7 +297,16 @@ class Training:
         ledger = self._ledger.position(step) if save else None
         if save:
             self._asked_step = step
-        return [Train(self.epoch, step, samples, ledger), Save(row)]
+        train = Train(
+            self.epoch,
+            step,
+            self._samples(rest),
+            ledger,
+            held=self.published,
+            parts=self._parts,
+            shares=shares,
+        )
+        return [train, Save(row)]
 
     def _sample(self, trajectory: Trajectory) -> Sample:
         assert self.published is not None
@@ -183,15 +322,22 @@ class Training:
         """A step is done and published: its row, and what the checkpoint makes forgettable."""
         row = self._rows[event.step] = self._step_record(event, now)
         self._rows.pop(event.step - 8, None)
-        self.state, self.step = TrainerState.READY, event.step
+        self.state, self.step, self._parts = TrainerState.READY, event.step, 0
         self._idle_since = self._step_ended = now
         self._ledger.trained(event.step)
-        return [*self._publish(event.published), Save(row)]
+        own = (event.metrics.get("own_tokens") or 0.0, event.metrics.get("own_s") or 0.0)
+        actions = self._workers.step_over(event.shares, own, now=now)
+        return [*self._publish(event.published), Save(row), *actions]
 
     def remember(self, path: str, step: int) -> None:
         """A checkpoint of ``step`` exists: this is where a restart begins."""
         self.checkpoint, self.checkpoint_step = path, step
         self._ledger.settle(step)
+
+    @property
+    def last(self) -> StepRecord:
+        """The row of the last step that is done."""
+        return self._rows[self.step]
 
     @property
     def trained(self) -> list[Group]:
@@ -214,8 +360,9 @@ class Training:
         return busy or (self.state is TrainerState.READY and saving)
 
     def saved(self, event: CheckpointSaved) -> list[Action]:
-        """A checkpoint is written."""
-        self.remember(event.path, event.step)
+        """A checkpoint is written. The news of two may come in the wrong order."""
+        if event.step > self.checkpoint_step:
+            self.remember(event.path, event.step)
         row = self._rows.get(event.step)
         return [Save(replace(row, checkpoint=event.path))] if row else []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 Seconds: TypeAlias = float
 Tokens: TypeAlias = int
@@ -42,8 +42,7 @@ class Outcome(StrEnum):
     TIMEOUT = "timeout"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class TrajectoryId:
+class TrajectoryId(NamedTuple):
     """One member of one group. ``attempt`` counts restarts from scratch, from 0."""
 
     group: GroupId
@@ -92,18 +91,33 @@ class Bucket:
     max_num_seqs: int
     up_to_tokens: Tokens
 
+    def has_shape_of(self, other: Bucket) -> bool:
+        """Whether a server of the one is a server of the other; they may be meant for others."""
+        mine = (self.tensor_parallel, self.max_num_seqs)
+        return mine == (other.tensor_parallel, other.max_num_seqs)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """An assignment of slots to roles, and the shape of every server.
 
     ``servers`` maps each rollout slot to its bucket; ``train`` are the slots of the core, in rank
-    order. ``reasons`` are sentences for people.
+    order; ``gradient`` are those of gradient workers. ``reasons`` are sentences for people.
     """
 
     servers: tuple[tuple[SlotId, Bucket], ...]
     train: tuple[SlotId, ...]
     reasons: tuple[str, ...] = ()
+    gradient: tuple[SlotId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a plan promises: seconds a step before and after it, and what its moves cost in all."""
+
+    before_s: Seconds
+    after_s: Seconds
+    cost_s: Seconds
 
 
 @dataclass(slots=True)
@@ -122,14 +136,13 @@ class Trajectory:
     loss_mask: array[int] = field(default_factory=lambda: array("b"))
     spans: list[VersionSpan] = field(default_factory=list)
     turns: int = 0
+    generated: Tokens = 0
+    """Tokens the policy produced."""
+    tools: int = 0
+    """Tool calls that have come back."""
     pure: tuple[int, Version] | None = None
     reward: float | None = None
     started_at: Seconds = 0.0
-
-    @property
-    def generated(self) -> Tokens:
-        """Tokens the policy produced."""
-        return sum(span.end - span.start for span in self.spans)
 
     @property
     def min_version(self) -> Version | None:

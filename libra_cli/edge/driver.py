@@ -19,7 +19,7 @@ from libra_cli.core.actions import Action, End, Save
 from libra_cli.core.events import Event, ServerSampled, StopRequested
 from libra_cli.core.machine import Machine
 from libra_cli.core.records import Record
-from libra_cli.core.types import Seconds
+from libra_cli.core.types import Seconds, TrajectoryId
 
 Perform: TypeAlias = Callable[[Any], Coroutine[Any, Any, Event | None]]
 
@@ -118,6 +118,8 @@ def _plain(value: Any) -> object:
         return len(value)
     if is_dataclass(value) and not isinstance(value, type):
         return str(value) if type(value).__str__ is not object.__str__ else describe(value)
+    if isinstance(value, TrajectoryId):
+        return str(value)
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
     if isinstance(value, frozenset):

@@ -43,8 +43,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from libra_cli.core.types import Outcome, Seconds, ToolReturn, TrajectoryId
+from libra_cli.edge.hosts.threads import Threads
 from libra_cli.edge.renderer import Renderer
-from libra_cli.edge.threads import Threads
 from libra_cli.envs import registry
 from libra_cli.envs.protocol import Environment, Message, Task, ToolCall, ToolFailed, ToolSchema
 from libra_cli.envs.tools import Malformed, answer_of, objection, parse_tool_calls

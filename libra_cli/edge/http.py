@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import aiohttp
 
-from libra_cli.edge.transport import Endpoint
+from libra_cli.edge.hosts.transport import Endpoint
 
 KEEP_ALIVE_S = 2.0
 """Less than any server of ours keeps an idle connection (uvicorn: 5 s), or requests would meet a

@@ -91,6 +91,8 @@ _EXTRA_DDL = (
     "CREATE INDEX sample_times ON samples (at)",
     # `libra status --watch` counts trajectories by state, again and again, beside megabytes of ids.
     "CREATE INDEX trajectory_states ON trajectories (state, group_id, attempt)",
+    "CREATE INDEX trajectory_ends ON trajectories (state, ended_at, group_id, member, attempt)",
+    "CREATE INDEX turn_ways ON turns (slot, moved_from, turn)",
 )
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from libra_cli.core.actions import Checkpoint, StartTrainer, StopTrainer, Train
+from libra_cli.core.actions import Accumulate, Checkpoint, StartTrainer, StopTrainer, Train
 from libra_cli.core.commands import trainer_processes
 from libra_cli.core.events import (
     CheckpointSaved,
@@ -21,35 +22,40 @@ from libra_cli.core.events import (
     TrainerStarted,
     TrainerStopped,
 )
-from libra_cli.core.types import Slot
-from libra_cli.edge.cluster import Cluster, how_it_ended
-from libra_cli.edge.processes import Exited
+from libra_cli.core.types import Slot, SlotId
+from libra_cli.edge.hosts.cluster import Cluster, how_it_ended
+from libra_cli.edge.hosts.processes import Exited
+from libra_cli.edge.lifetimes import Lifetimes
 from libra_cli.edge.trainer import Trainer
 from libra_cli.errors import LibraError
 
 STARTUP_TIMEOUT_S = 1800.0
+TRAINER = "trainer"
+"""All its ranks live and die together."""
 
 
 class Ranks:
     """The trainer's processes, one launcher a node, and the first rank's HTTP endpoint."""
 
     def __init__(
-        self, cluster: Cluster, train: Sequence[Slot], *, post: Callable[[Event], None]
+        self,
+        cluster: Cluster,
+        slots: Mapping[SlotId, Slot],
+        *,
+        head: str,
+        post: Callable[[Event], None],
     ) -> None:
+        """``head`` is the node of rank 0, which publishes weight versions."""
         self._cluster = cluster
-        self._train = train
+        self._slots = slots
+        self.head = head
         self._post = post
         self._patience_s = cluster.recipe.run.lease_s
         self._trainer: Trainer | None = None
         self._epoch = 0
         self._running: dict[str, str] = {}
-        self._work: set[asyncio.Task[Event]] = set()
+        self._lives = Lifetimes()
         self._reports: set[asyncio.Task[None]] = set()
-
-    @property
-    def head(self) -> str:
-        """The node of rank 0, which publishes weight versions."""
-        return self._train[0].node
 
     async def start(self, action: StartTrainer) -> Event | None:
         """Start every rank and wait until the world is whole."""
@@ -59,10 +65,11 @@ class Ranks:
     async def _start(self, action: StartTrainer) -> Event:
         cluster = self._cluster
         ports = cluster.ports[self.head]
-        nodes = dict.fromkeys(slot.node for slot in self._train)
+        train = [self._slots[slot] for slot in action.train]
+        nodes = dict.fromkeys(slot.node for slot in train)
         specs = trainer_processes(
             cluster.recipe,
-            self._train,
+            train,
             cluster.facts,
             run_id=cluster.run_id,
             http_port=ports["trainer"],
@@ -81,24 +88,11 @@ class Ranks:
         return TrainerStarted(action.epoch, published)
 
     async def _while_alive(self, epoch: int, work: Coroutine[Any, Any, Event]) -> Event | None:
-        """Do it, unless a rank ends meanwhile (then TrainerFailed has been posted already)."""
-        task: asyncio.Task[Event] = asyncio.create_task(work)
-        self._work.add(task)
-        try:
-            return await task
-        except LibraError as error:
-            return TrainerFailed(epoch, str(error))
-        except asyncio.CancelledError:
-            if not task.cancelled():
-                task.cancel()
-                raise
-            return None
-        finally:
-            self._work.discard(task)
+        return await self._lives.during(TRAINER, work, partial(TrainerFailed, epoch))
 
     async def stop(self, action: StopTrainer) -> Event:
         """Ask the ranks to leave, then make sure."""
-        self._drop_work()
+        self._lives.end(TRAINER)
         if self._trainer is not None:
             with contextlib.suppress(LibraError):  # it may be gone already; the agents find out
                 await self._trainer.stop()
@@ -112,7 +106,7 @@ class Ranks:
         """A launcher ended; if nobody asked for that, the trainer has failed."""
         if self._running.get(event.node) != event.process or event.requested:
             return
-        self._drop_work()
+        self._lives.end(TRAINER)
         reason = f"{event.process} on {event.node} {how_it_ended(event)}"
         self._post(TrainerFailed(self._epoch, reason))
 
@@ -120,18 +114,26 @@ class Ranks:
         """A lost node answers again, or is given up; a rank that died there was never reported."""
         process = self._running.get(node)
         if process is not None and process not in alive:
-            self._drop_work()
+            self._lives.end(TRAINER)
             self._post(TrainerFailed(self._epoch, f"{process} on {node} died while unreachable"))
 
-    def _drop_work(self) -> None:
-        for task in self._work:
-            task.cancel()
-
-    async def train(self, action: Train) -> Event | None:
-        """One optimizer step. Its checkpoint, if it has one, is an event of its own, later."""
+    async def accumulate(self, action: Accumulate) -> Event | None:
+        """The gradients of a part of a step's batch."""
         if self._trainer is None:
             return TrainerFailed(action.epoch, "the trainer is not connected")
-        work = self._trainer.train(action, patience_s=self._patience_s)
+        work = self._trainer.accumulate(action, patience_s=self._patience_s)
+        return await self._while_alive(action.epoch, work)
+
+    async def train(
+        self, action: Train, shares: Sequence[Mapping[str, object]] = ()
+    ) -> Event | None:
+        """One optimizer step; ``shares`` say where the workers' gradients come from.
+
+        Its checkpoint, if it has one, is an event of its own, later.
+        """
+        if self._trainer is None:
+            return TrainerFailed(action.epoch, "the trainer is not connected")
+        work = self._trainer.train(action, shares, patience_s=self._patience_s)
         done = await self._while_alive(action.epoch, work)
         if isinstance(done, StepDone) and action.ledger is not None:
             task = asyncio.create_task(self._report_checkpoint(action.epoch, action.step))

@@ -2,7 +2,7 @@
 
 The steps, each of which adds to one list of problems instead of stopping:
 
-1. YAML to plain values plus the line of every key (``edge.positions``).
+1. YAML to plain values plus the line of every key (``show.positions``).
 2. ``${NAME}`` is replaced, in ``environment.secrets`` only; there nothing else is accepted, so that
    no secret is ever written in a recipe.
 3. Ranges of hosts are expanded; a problem keeps the line of the range.
@@ -31,8 +31,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 import libra_cli
-from libra_cli.core.planner import PlanError, initial_plan
-from libra_cli.edge.positions import Loc, NotYaml, read_yaml
+from libra_cli.core.split import PlanError, initial_plan
+from libra_cli.edge.show.positions import Loc, NotYaml, read_yaml
 from libra_cli.errors import RecipeError
 from libra_cli.recipe import Recipe
 from libra_cli.rules import Problem, RuleError, expand_range

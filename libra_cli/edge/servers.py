@@ -10,8 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 
-from libra_cli.core.actions import CheckServer, Generate, StartServer, StopServer, SyncServer
+from libra_cli.core.actions import (
+    AbortTurn,
+    CheckServer,
+    Generate,
+    StartServer,
+    StopServer,
+    SyncServer,
+)
 from libra_cli.core.commands import process_of, server_process
 from libra_cli.core.events import (
     Event,
@@ -25,9 +33,10 @@ from libra_cli.core.events import (
     TurnGenerated,
 )
 from libra_cli.core.types import Slot, SlotId
-from libra_cli.edge.cluster import Cluster, how_it_ended
-from libra_cli.edge.processes import Exited
-from libra_cli.edge.vllm import Sampling, Server, Silent, turn_failed
+from libra_cli.edge.hosts.cluster import Cluster, how_it_ended
+from libra_cli.edge.hosts.processes import Exited
+from libra_cli.edge.lifetimes import Lifetimes
+from libra_cli.edge.vllm import Sampling, Server, ServerFacts, Silent, turn_failed
 from libra_cli.edge.weights import Weights, probe_gap
 from libra_cli.errors import HostError, LibraError, WeightsError
 
@@ -60,21 +69,16 @@ class Servers:
         self._post = post
         self._spec = cluster.recipe.weight_sync
         self._servers: dict[SlotId, Server] = {}
-        self._starting: dict[SlotId, asyncio.Task[Event]] = {}
+        self._lives = Lifetimes()
+
+    async def facts(self, slot: SlotId) -> ServerFacts:
+        """What the server of a slot says of itself. Raises ServerError."""
+        return await self._servers[slot].facts()
 
     async def start(self, action: StartServer) -> Event | None:
         """Start the process and wait until it generates."""
-        task = asyncio.create_task(self._start(action))
-        self._starting[action.slot] = task
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if not task.cancelled():
-                task.cancel()
-                raise
-            return None  # its exit was reported meanwhile
-        finally:
-            self._starting.pop(action.slot, None)
+        failed = partial(ServerFailed, action.slot, action.epoch)
+        return await self._lives.during(action.slot, self._start(action), failed)
 
     async def _start(self, action: StartServer) -> Event:
         slot, cluster = self._slots[action.slot], self._cluster
@@ -88,21 +92,16 @@ class Servers:
             port=port,
             model_dir=cluster.model_dirs[slot.node],
         )
-        try:
-            await cluster.start(spec)
-            endpoint = await cluster.hosts[slot.node].dial(port)
-            server = Server(slot.id, action.epoch, endpoint, cluster.token)
-            await self._forget(slot.id)
-            self._servers[slot.id] = server
-            await server.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
-        except LibraError as error:
-            return ServerFailed(action.slot, action.epoch, str(error))
+        await cluster.start(spec)
+        endpoint = await cluster.hosts[slot.node].dial(port)
+        await self._forget(slot.id)
+        server = self._servers[slot.id] = Server(slot.id, action.epoch, endpoint, cluster.token)
+        await server.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
         return ServerStarted(action.slot, action.epoch)
 
     async def stop(self, action: StopServer) -> Event:
         """Stop the process and everything it started."""
-        if action.slot in self._starting:
-            self._starting[action.slot].cancel()
+        self._lives.end(action.slot)
         await self._forget(action.slot)
         slot = self._slots[action.slot]
         await self._cluster.stop(slot.node, process_of(slot.id))
@@ -117,8 +116,7 @@ class Servers:
         """The agent reports that a server's process is gone; ``_servers`` knows its epoch."""
         for slot, server in self._servers.items():
             if self._slots[slot].node == event.node and process_of(slot) == event.process:
-                if slot in self._starting:
-                    self._starting[slot].cancel()
+                self._lives.end(slot)
                 self._post(ServerFailed(slot, server.epoch, f"its process {how_it_ended(event)}"))
 
     async def sync(self, action: SyncServer) -> Event:
@@ -144,6 +142,8 @@ class Servers:
                     pull_s=place.pull_s,
                     load_s=load_s,
                     served_at=served_at,
+                    sent_bytes=place.sent_bytes,
+                    kind=place.kind,
                 )
             reason = f"the probe differs by {gap:.2g} a token, allowed is {self._spec.tolerance:g}"
         except KeyError:
@@ -180,12 +180,23 @@ class Servers:
             return turn_failed(action, "the server was stopped meanwhile")
         return await server.generate(action, self._sampling)
 
+    async def abort(self, action: AbortTurn) -> None:
+        """End a generation; its own reply comes with what there is."""
+        server = self._servers.get(action.slot)
+        if server is None or server.epoch != action.epoch:
+            return
+        try:
+            await server.abort(action.request)
+        except LibraError as error:
+            # Whoever drains the server has a deadline; the turn is generated again then.
+            _log.debug("no abort of %d on %s: %s", action.request, action.slot, error)
+
     async def sample(self) -> None:
         """Read every running server's counters, for ever."""
         while True:
             await asyncio.sleep(SAMPLE_EVERY_S)
             for slot, server in list(self._servers.items()):
-                if slot in self._starting:
+                if self._lives.goes_on(slot):  # it is starting
                     continue
                 try:
                     self._post(await server.sample())

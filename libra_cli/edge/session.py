@@ -22,19 +22,21 @@ from pathlib import Path
 from libra_cli.core import actions, events
 from libra_cli.core.actions import End
 from libra_cli.core.machine import Identity, Machine, Resume
-from libra_cli.core.planner import initial_plan, slots_of
 from libra_cli.core.records import Record, RunRecord
+from libra_cli.core.split import initial_plan, slots_of
 from libra_cli.core.types import TrajectoryId
-from libra_cli.edge.cluster import Cluster
 from libra_cli.edge.driver import QUIET, Driver, Perform, describe
 from libra_cli.edge.episodes import Advanced, Episodes
+from libra_cli.edge.hosts.cluster import Cluster
+from libra_cli.edge.hosts.processes import Back, Exited, Gone, HostEvent, Lost
 from libra_cli.edge.journal import Journal
-from libra_cli.edge.processes import Back, Exited, Gone, HostEvent, Lost
+from libra_cli.edge.orders import Orders
 from libra_cli.edge.ranks import Ranks
 from libra_cli.edge.renderer import Renderer
 from libra_cli.edge.servers import Servers
 from libra_cli.edge.vllm import Sampling
-from libra_cli.edge.weights import Weights
+from libra_cli.edge.weights import weights_of
+from libra_cli.edge.workers import Workers
 from libra_cli.errors import LibraError
 from libra_cli.recipe import Recipe
 
@@ -49,9 +51,12 @@ class Session:
         journal: Journal,
         first: RunRecord,
         *,
+        propose: Callable[[actions.Propose], events.Event],
         watch: Callable[[Record], None],
         note: Callable[[str], None],
     ) -> None:
+        """``propose`` looks for a better plan; it is called in a thread."""
+        self._propose = propose
         self._recipe = recipe
         self._run_dir = run_dir
         self._journal = journal
@@ -162,11 +167,14 @@ class Session:
         machine = Machine(recipe, self._plan, slots, identity, resume=resume)
         performers: dict[type, Perform] = {}
         driver = Driver(machine, performers, clock=self._clock, save=self._save, tell=self._tell)
-        train = [self._slots[slot] for slot in self._plan.train]
-        ranks = Ranks(cluster, train, post=driver.post)
+        head = self._slots[self._plan.train[0]].node
+        weights = weights_of(cluster, origin=head)
+        ranks = Ranks(cluster, self._slots, head=head, post=driver.post)
+        workers = Workers(cluster, weights, self._slots, post=driver.post)
+        orders = Orders(self._run_dir, post=driver.post)
         servers = Servers(
             cluster,
-            self._weights(ranks.head),
+            weights,
             self._slots,
             Sampling(
                 recipe.rollout.temperature, recipe.rollout.top_p, tuple(renderer.stop_token_ids)
@@ -174,29 +182,20 @@ class Session:
             post=driver.post,
         )
         performers |= _performers(servers, ranks, episodes, recipe.run.seed)
-        cluster.on_event = _Reporter(cluster, servers, ranks, driver).happened
-        sampling = asyncio.create_task(servers.sample())
+        performers |= _elastic(workers, ranks, servers, orders, self._propose)
+        cluster.on_event = _Reporter(cluster, servers, ranks, workers, driver).happened
+        background = [asyncio.create_task(work) for work in (servers.sample(), orders.watch())]
         self._driver = driver
         driver.post(events.RunStarted())
         try:
             return await driver.run()
         finally:
             cluster.on_event = lambda event: None
-            sampling.cancel()
+            for task in background:
+                task.cancel()
             await servers.close()
+            await workers.close()
             await ranks.close()
-
-    def _weights(self, origin: str) -> Weights:
-        facts = self._cluster.facts
-        return Weights(
-            self._cluster.hosts,
-            {name: fact.address for name, fact in facts.items()},
-            {name: f"{fact.weights_dir}/{self._run.id}" for name, fact in facts.items()},
-            {name: ports.get("weights", 0) for name, ports in self._cluster.ports.items()},
-            origin=origin,
-            keep=self._recipe.weight_sync.keep_versions,
-            timeout_s=self._recipe.weight_sync.timeout_s,
-        )
 
     def _tell(self, now: float, event: events.Event) -> None:
         if not isinstance(event, QUIET):
@@ -206,10 +205,13 @@ class Session:
 class _Reporter:
     """Turns what hosts report into events of the machine."""
 
-    def __init__(self, cluster: Cluster, servers: Servers, ranks: Ranks, driver: Driver) -> None:
+    def __init__(
+        self, cluster: Cluster, servers: Servers, ranks: Ranks, workers: Workers, driver: Driver
+    ) -> None:
         self._cluster = cluster
         self._servers = servers
         self._ranks = ranks
+        self._workers = workers
         self._driver = driver
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -217,6 +219,7 @@ class _Reporter:
         if isinstance(event, Exited):
             self._servers.exited(event)
             self._ranks.exited(event)
+            self._workers.exited(event)
         elif isinstance(event, Lost):
             self._driver.post(events.NodeLost(event.node, event.reason))
         elif isinstance(event, Gone):
@@ -252,13 +255,43 @@ def _performers(
         actions.Generate: servers.generate,
         actions.StartTrainer: ranks.start,
         actions.StopTrainer: ranks.stop,
-        actions.Train: ranks.train,
+        actions.Accumulate: ranks.accumulate,
         actions.Checkpoint: ranks.checkpoint,
         actions.StartEpisode: players.start,
         actions.AdvanceEpisode: players.advance,
         actions.FinishEpisode: players.finish,
         actions.ForgetEpisode: players.forget,
         actions.Wake: _wake,
+    }
+
+
+def _elastic(
+    workers: Workers,
+    ranks: Ranks,
+    servers: Servers,
+    orders: Orders,
+    propose: Callable[[actions.Propose], events.Event],
+) -> Mapping[type, Perform]:
+    """What the elastic pool adds to that."""
+
+    async def train(action: actions.Train) -> events.Event | None:
+        async with workers.handing_out(action) as shares:
+            return await ranks.train(action, shares)
+
+    async def look(action: actions.Propose) -> events.Event:
+        try:
+            return await asyncio.to_thread(propose, action)
+        except LibraError as error:
+            return events.PlanKept(str(error), action.order)
+
+    return {
+        actions.Train: train,
+        actions.StartWorker: workers.start,
+        actions.SyncWorker: workers.sync,
+        actions.StopWorker: workers.stop,
+        actions.AbortTurn: servers.abort,
+        actions.Propose: look,
+        actions.Answer: orders.answer,
     }
 
 

@@ -9,57 +9,25 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-import aiohttp
 import msgpack
 
-from libra_cli.core.actions import Sample, Train
-from libra_cli.core.events import Published, StepDone
-from libra_cli.edge.http import describe, open_session
-from libra_cli.edge.transport import Endpoint
+from libra_cli.core.actions import Accumulate, Sample, Share, Train
+from libra_cli.core.events import Accumulated, Published, ShareDone, StepDone
+from libra_cli.edge.rank_client import CALL_TIMEOUT_S, POLL_S, RankClient, Unreachable
 from libra_cli.errors import TrainerError
 
-POLL_S = 0.25
 RETRY_S = 0.5
 LONG_POLL_S = 20
-CALL_TIMEOUT_S = 120.0
 CHECKPOINT_TIMEOUT_S = 1800.0
 
 
-class Unreachable(TrainerError):
-    """No answer came; the request may be repeated."""
-
-
-class Trainer:
+class Trainer(RankClient):
     """The trainer, seen from the controller."""
 
-    def __init__(self, epoch: int, endpoint: Endpoint, token: str) -> None:
-        self.epoch = epoch
-        self._session = open_session(endpoint, token)
-
-    async def close(self) -> None:
-        """Drop the connections; the trainer itself is not touched."""
-        await self._session.close()
-
-    async def _call(
-        self, method: str, path: str, body: bytes | None = None, *, timeout_s: float
-    ) -> dict[str, Any]:
-        if self._session.closed:
-            raise TrainerError("the trainer is being stopped")
-        deadline = aiohttp.ClientTimeout(total=timeout_s)
-        try:
-            async with self._session.request(method, path, data=body, timeout=deadline) as reply:
-                raw = await reply.read()
-                status = reply.status
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Unreachable(f"trainer: {path}: {describe(error)}") from error
-        answer: dict[str, Any] = json.loads(raw) if raw[:1] == b"{" else {}
-        if status >= 400:
-            detail = answer.get("error") or raw[:300].decode(errors="replace")
-            raise TrainerError(f"trainer: {path} answered {status}: {detail}")
-        return answer
+    who = "trainer"
 
     async def _persist(
         self, ask: Callable[[], Awaitable[dict[str, Any]]], *, patience_s: float
@@ -80,42 +48,53 @@ class Trainer:
         Raises:
             TrainerError: a rank failed, or not ready in time.
         """
-        give_up = time.monotonic() + timeout_s
-        while time.monotonic() < give_up:
-            try:
-                health = await self._call("GET", "/health", timeout_s=CALL_TIMEOUT_S)
-            except Unreachable:
-                health = {"state": "starting"}
-            if health["state"] == "failed":
-                raise TrainerError(str(health.get("error")))
-            if health["state"] == "ready":
-                return self._published(health["published"])
-            await asyncio.sleep(POLL_S)
-        raise TrainerError(f"not ready after {timeout_s:.0f} s")
+        health = await self._ready(timeout_s=timeout_s)
+        return self._published(health["published"])
 
-    async def train(self, action: Train, *, patience_s: float) -> StepDone:
+    async def train(
+        self, action: Train, shares: Sequence[Mapping[str, object]], *, patience_s: float
+    ) -> StepDone:
         """Hand over a batch and wait for its step.
 
         Raises:
             TrainerError: the step failed, or the trainer was out of reach for ``patience_s``.
         """
-        body = pack_batch(action)
+        body = pack_batch(action, shares)
+        result = f"/train/{action.step}"
+        answer = await self._hand_over("/train", body, result, patience_s=patience_s)
+        metrics = answer["metrics"]
+        done = tuple(_share_done(row, action.shares) for row in metrics.pop("shares", ()))
+        published = self._published(answer["version"])
+        return StepDone(self.epoch, action.step, published, metrics, done)
 
-        async def hand_over() -> dict[str, Any]:
-            return await self._call("POST", "/train", body, timeout_s=CALL_TIMEOUT_S)
+    async def accumulate(self, action: Accumulate, *, patience_s: float) -> Accumulated:
+        """Hand over a part of a batch and wait until its gradients are in.
+
+        Raises:
+            TrainerError: it failed, or the trainer was out of reach for ``patience_s``.
+        """
+        result = f"/accumulate/{action.step}/{action.part}"
+        body = pack_part(action)
+        await self._hand_over("/accumulate", body, result, patience_s=patience_s)
+        return Accumulated(self.epoch, action.step, action.part)
+
+    async def _hand_over(
+        self, path: str, body: bytes, result: str, *, patience_s: float
+    ) -> dict[str, Any]:
+        async def give() -> dict[str, Any]:
+            return await self._call("POST", path, body, timeout_s=CALL_TIMEOUT_S)
 
         async def ask() -> dict[str, Any]:
-            path = f"/train/{action.step}?wait_s={LONG_POLL_S}"
-            return await self._call("GET", path, timeout_s=CALL_TIMEOUT_S)
+            asked = f"{result}?wait_s={LONG_POLL_S}"
+            return await self._call("GET", asked, timeout_s=CALL_TIMEOUT_S)
 
-        await self._persist(hand_over, patience_s=patience_s)
+        await self._persist(give, patience_s=patience_s)
         while True:
             answer = await self._persist(ask, patience_s=patience_s)
             if answer["state"] == "failed":
-                raise TrainerError(f"step {action.step}: {answer['error']}")
+                raise TrainerError(f"{result[1:]}: {answer['error']}")
             if answer["state"] == "done":
-                published = self._published(answer["version"])
-                return StepDone(self.epoch, action.step, published, answer["metrics"])
+                return answer
 
     async def wait_checkpoint(self, step: int, *, patience_s: float) -> str:
         """The path of the checkpoint that was asked for with a step, when it is written."""
@@ -138,10 +117,6 @@ class Trainer:
         answer = await self._call("POST", "/checkpoint", body, timeout_s=timeout_s)
         return str(answer["path"])
 
-    async def stop(self) -> None:
-        """Ask every rank to leave; the agent makes sure that they do."""
-        await self._call("POST", "/stop", timeout_s=5.0)
-
     def _published(self, answer: dict[str, Any]) -> Published:
         return Published(
             version=int(answer["version"]),
@@ -152,20 +127,46 @@ class Trainer:
         )
 
 
-def pack_batch(action: Train) -> bytes:
+def _share_done(row: Mapping[str, Any], shares: Sequence[Share]) -> ShareDone:
+    epochs = {share.slot: share.epoch for share in shares}
+    slot, seconds = str(row["worker"]), row["seconds"]
+    return ShareDone(
+        slot=slot,
+        epoch=epochs[slot],
+        used=bool(row["used"]),
+        reason=str(row["reason"]),
+        tokens=int(row["tokens"]),
+        seconds=None if seconds is None else float(seconds),
+        waited_s=float(row["waited_s"]),
+        bytes=int(row["bytes"]),
+        transfer_s=float(row["transfer_s"]),
+    )
+
+
+def pack_part(action: Accumulate) -> bytes:
+    """The wire form of a part of a batch."""
+    samples = [pack_sample(sample) for sample in action.samples]
+    part = {"step": action.step, "part": action.part, "trajectories": samples}
+    return bytes(msgpack.packb(part))
+
+
+def pack_batch(action: Train, shares: Sequence[Mapping[str, object]] = ()) -> bytes:
     """The wire form of a batch: msgpack, token arrays as little-endian bytes."""
     return bytes(
         msgpack.packb(
             {
                 "step": action.step,
                 "checkpoint": None if action.ledger is None else {"ledger": action.ledger},
-                "trajectories": [_pack_sample(sample) for sample in action.samples],
+                "trajectories": [pack_sample(sample) for sample in action.samples],
+                "parts": action.parts,
+                "shares": list(shares),
             }
         )
     )
 
 
-def _pack_sample(sample: Sample) -> dict[str, Any]:
+def pack_sample(sample: Sample) -> dict[str, Any]:
+    """The wire form of one trajectory."""
     trajectory = sample.trajectory
     return {
         "group": trajectory.id.group,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from array import array
 from collections.abc import Sequence
@@ -18,14 +19,18 @@ import aiohttp
 
 from libra_cli.core.actions import Generate
 from libra_cli.core.events import Published, ServerSampled, TurnFailed, TurnGenerated
+from libra_cli.core.rollout import ABORTED
 from libra_cli.core.types import SlotId, Version, VersionSpan
+from libra_cli.edge.hosts.transport import Endpoint
 from libra_cli.edge.http import describe, open_session
-from libra_cli.edge.transport import Endpoint
 from libra_cli.errors import ServerError
 
+REQUEST_PREFIX = "generate-tokens-"
+"""What vLLM puts before the request id of its token route, and expects in an abort."""
 GENERATE_TIMEOUT_S = 1800.0
 CONTROL_TIMEOUT_S = 30.0
 POLL_S = 0.25
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 TESTED_VLLM = "0.32"
 """The release whose routes this file was written against; others may move them."""
 
@@ -37,6 +42,16 @@ class Sampling:
     temperature: float
     top_p: float
     stop_token_ids: tuple[int, ...]
+    to_the_end: bool = False
+    """Always as many tokens as are allowed, whatever the model says: to measure with."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a running server says of itself. ``kv_tokens``: capacity of its KV cache."""
+
+    version: str
+    kv_tokens: int
 
 
 class Refused(ServerError):
@@ -122,6 +137,7 @@ class Server:
         """One turn. Never raises: a failure is an event of its own."""
         epoch, version = action.cache_key
         body = {
+            "request_id": f"libra-{action.request}",
             "token_ids": action.prompt_ids.tolist(),
             "priority": action.priority,
             # KV of one version is never reused under another. (vLLM's /reset_prefix_cache does
@@ -133,6 +149,7 @@ class Server:
                 "top_p": sampling.top_p,
                 "logprobs": 0,
                 "stop_token_ids": sampling.stop_token_ids,
+                "ignore_eos": sampling.to_the_end,
             },
         }
         started_at = time.time()
@@ -144,6 +161,11 @@ class Server:
             reason = f"{type(error).__name__}: {error}"
             refused = isinstance(error, Refused)
             return turn_failed(action, reason, refused=refused)
+
+    async def abort(self, request: int) -> None:
+        """End a generation; its reply then has what there is. Raises ServerError."""
+        body = {"request_ids": [f"{REQUEST_PREFIX}libra-{request}"]}
+        await self._call("POST", "/inference/v1/abort_requests", body)
 
     async def load(self, directory: str, published: Published, *, timeout_s: float) -> float:
         """Load a version in place, in flight. Returns the seconds generation stood still."""
@@ -168,6 +190,18 @@ class Server:
                 f"{self.slot}: the probe's answer is unreadable: {error!r}"
             ) from error
 
+    async def facts(self) -> ServerFacts:
+        """Its release and the size of its KV cache.
+
+        Raises:
+            ServerError: it does not say.
+        """
+        version = await self._call("GET", "/version")
+        kv_tokens = _kv_tokens(await self._call("GET", "/metrics"))
+        if not kv_tokens or not isinstance(version, dict):
+            raise ServerError(f"{self.slot} does not say how large its KV cache is")
+        return ServerFacts(str(version.get("version", "?")), kv_tokens)
+
     async def sample(self) -> ServerSampled:
         """One reading of the server's counters."""
         counters = parse_metrics(await self._call("GET", "/metrics"))
@@ -183,6 +217,14 @@ class Server:
             preemptions=int(counters.get("vllm:num_preemptions_total", 0)),
             generated_tokens=int(counters.get("vllm:generation_tokens_total", 0)),
         )
+
+
+def _kv_tokens(page: str) -> int:
+    """From the labels of the gauge that describes the cache; 0 if it is not there."""
+    line = next((x for x in page.splitlines() if x.startswith("vllm:cache_config_info{")), "")
+    labels = dict(_LABEL.findall(line))
+    sizes = (labels.get("num_gpu_blocks", ""), labels.get("block_size", ""))
+    return int(sizes[0]) * int(sizes[1]) if all(size.isdigit() for size in sizes) else 0
 
 
 def parse_metrics(text: str) -> dict[str, float]:
@@ -202,7 +244,7 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 
 def _turn(action: Generate, choice: dict[str, Any], started_at: float) -> TurnGenerated:
-    if choice["finish_reason"] not in ("stop", "length"):
+    if choice["finish_reason"] not in ("stop", "length", ABORTED):
         raise ServerError(f"{action.slot}: generation ended with {choice['finish_reason']!r}")
     token_ids = array("i", choice["token_ids"])
     content = choice["logprobs"]["content"]
@@ -222,7 +264,7 @@ def _turn(action: Generate, choice: dict[str, Any], started_at: float) -> TurnGe
         token_ids=token_ids,
         logprobs=array("f", [entry["logprob"] for entry in content]),
         spans=spans,
-        newest=max(labels),
+        newest=max(labels, default=action.cache_key),  # aborted before the first token
         cache_key=action.cache_key,
         finish_reason=choice["finish_reason"],
         started_at=started_at,

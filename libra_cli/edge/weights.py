@@ -3,7 +3,7 @@
 The trainer publishes a version as a directory on its own host. Another host pulls it over HTTP,
 with the run's token, from the trainer's host or from any peer that already has it; every file is
 checked against the manifest before the directory gets its name. Each host pulls a version once,
-however many servers it has.
+however many servers it has. A host that has the version before gets only what changed.
 """
 
 from __future__ import annotations
@@ -11,19 +11,27 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from libra_cli.core.events import Published
-from libra_cli.edge.processes import Host
+from libra_cli.edge.hosts.processes import Host
 from libra_cli.errors import WeightsError
+
+if TYPE_CHECKING:
+    from libra_cli.edge.hosts.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a version lies on a host, and how long it took to get there."""
+    """Where a version lies on a host, and what it took to get there."""
 
     directory: str
     pull_s: float
+    kind: str
+    """``full | delta | local``"""
+    sent_bytes: int
+    """What travelled on behalf of whoever asked; nothing for the second server of a host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,8 @@ class Weights:
         self._urls: dict[str, str] = {}
         self._pulls: dict[tuple[str, str], asyncio.Task[Place]] = {}
         self._have: dict[str, list[str]] = {}
+        #: Size of the newest version that was asked for.
+        self.newest_bytes = 0
 
     async def on(self, node: str, published: Published) -> Place:
         """The version on that node, fetched if it is not there yet.
@@ -71,14 +81,16 @@ class Weights:
             WeightsError: no source had it whole.
             HostLost: the node does not answer.
         """
+        self.newest_bytes = published.bytes
         if node == self.origin:
             # At once, without a look: requests that this version sets free must not overtake it.
-            return Place(f"{self._directories[node]}/{published.name}", 0.0)
+            return Place(f"{self._directories[node]}/{published.name}", 0.0, "local", 0)
         key = (node, published.name)
         task = self._pulls.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             task = self._pulls[key] = asyncio.create_task(self._pull(node, published.name))
-        return await asyncio.shield(task)
+            return await asyncio.shield(task)
+        return replace(await asyncio.shield(task), kind="local", sent_bytes=0)
 
     async def _pull(self, node: str, name: str) -> Place:
         host = self._hosts[node]
@@ -91,7 +103,7 @@ class Weights:
         await host.forget(held)
         for old in [key for key in self._pulls if key[0] == node][: -self._keep]:
             del self._pulls[old]
-        return Place(pulled.path, pulled.seconds)
+        return Place(pulled.path, pulled.seconds, pulled.kind, pulled.sent_bytes)
 
     async def probe(self, published: Published) -> Probe:
         """What every server that has loaded the version must agree with.
@@ -118,6 +130,20 @@ class Weights:
             port = await self._hosts[node].serve_weights(port=self._ports[node])
             self._urls[node] = f"http://{self._addresses[node]}:{port}"
         return self._urls[node]
+
+
+def weights_of(cluster: Cluster, *, origin: str) -> Weights:
+    """The weight versions of an open cluster's run, published by the trainer on ``origin``."""
+    facts, spec = cluster.facts, cluster.recipe.weight_sync
+    return Weights(
+        cluster.hosts,
+        {name: fact.address for name, fact in facts.items()},
+        {name: f"{fact.weights_dir}/{cluster.run_id}" for name, fact in facts.items()},
+        {name: ports.get("weights", 0) for name, ports in cluster.ports.items()},
+        origin=origin,
+        keep=spec.keep_versions,
+        timeout_s=spec.timeout_s,
+    )
 
 
 def probe_gap(expected: tuple[float, ...], measured: list[float]) -> float:

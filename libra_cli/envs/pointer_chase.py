@@ -7,11 +7,25 @@ heavy-tailed, so trajectories are, and failures lengthen them.
 
 The store is a pure function of the task, and failures one of the task, the episode's seed and the
 number of calls so far, so the members of a group play exactly the same game.
+
+A workload that drifts: with ``drift`` the hop counts are scaled by a factor that changes along the
+tasks' numbers. The factors stand evenly spread over the first ``drift_tasks`` tasks, with straight
+lines between them; the last one holds from there on. ``drift: [1, 4, 1]`` over 1,000 tasks begins
+as usual, scales its hops by four at task 500, and is as usual again from task 1,000 on; in a run,
+group n plays task n. A scaled count is rounded up or down by chance, so that the mean follows the
+factor, and is then kept between 1 and ``MOST_HOPS`` (more, if ``hop_weights`` is longer), so a big
+factor raises the mean by less.
+
+Tools that take time: each call waits ``latency_s`` seconds, one number or several, which then
+change along the tasks as the factors do. What waits for a tool needs no cores, only a seat of a
+server, so with it rollout grows on a small machine without training growing too.
 """
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -25,10 +39,16 @@ BUSY = "busy, retry"
 HOP_WEIGHTS = (0.28, 0.2, 0.15, 0.12, 0.09, 0.07, 0.05, 0.04)
 """How often 1, 2, 3, ... hops are asked for."""
 FAILURE_RATE = 0.15
+MOST_HOPS = 8
+"""As many as the shipped model has practised; a drift asks for no more."""
 
 
 class PointerChase:
-    """One episode. ``failure_rate`` is the share of calls that must be repeated."""
+    """One episode. ``failure_rate`` is the share of calls that must be repeated.
+
+    Raises:
+        ValueError: an argument that makes no sense; the text names it.
+    """
 
     tools: Sequence[ToolSchema] = (
         function("get", "Return the key that is stored under a key.", {"key": {"type": "string"}}),
@@ -39,29 +59,51 @@ class PointerChase:
         *,
         failure_rate: float = FAILURE_RATE,
         hop_weights: Sequence[float] = HOP_WEIGHTS,
+        drift: Sequence[float] = (),
+        drift_tasks: int = 0,
+        latency_s: float | Sequence[float] = 0.0,
     ) -> None:
         if not 0.0 <= failure_rate < 1.0:
             raise ValueError(f"failure_rate must be in [0, 1), got {failure_rate}")
         if not hop_weights or min(hop_weights) < 0 or sum(hop_weights) <= 0:
             raise ValueError(f"hop_weights must be positive numbers, got {list(hop_weights)}")
+        waits = (latency_s,) if isinstance(latency_s, (int, float)) else tuple(latency_s)
+        if not waits or min(waits) < 0:
+            raise ValueError(f"latency_s must be 0 or more seconds, got {latency_s}")
+        _check_drift(drift, drift_tasks, moving=len(drift) > 0 or len(waits) > 1)
+        self._latency_s = waits
         self._failure_rate = failure_rate
         self._hop_weights = tuple(hop_weights)
+        self._drift = tuple(drift)
+        self._drift_tasks = drift_tasks
         self._store = Store("")
         self._seed = 0
         self._calls = 0
+        self._wait_s = 0.0
         self._answer = ""
 
     def task(self, index: int, seed: int) -> Task:
         """Task ``index`` of the stream that ``seed`` names."""
         rng = random.Random(f"pointer-chase {seed} {index}")
         hops = rng.choices(range(1, len(self._hop_weights) + 1), self._hop_weights)[0]
-        return {"start": random_key(rng), "hops": hops, "salt": f"{seed}.{index}"}
+        start = random_key(rng)
+        if self._drift:
+            hops = self._drifted(hops, index, rng)
+        task = {"start": start, "hops": hops, "salt": f"{seed}.{index}"}
+        latency_s = factor_at(self._latency_s, index / max(1, self._drift_tasks))
+        return {**task, "latency_s": latency_s} if latency_s else task
+
+    def _drifted(self, hops: int, index: int, rng: random.Random) -> int:
+        scaled = hops * factor_at(self._drift, index / self._drift_tasks)
+        most = max(MOST_HOPS, len(self._hop_weights))
+        return min(most, max(1, math.floor(scaled + rng.random())))
 
     def reset(self, task: Task, seed: int) -> list[Message]:
         """Begin; the prompt names the first key and the number of hops."""
         start, hops = str(task["start"]), int(task["hops"])
         self._store = Store(str(task["salt"]))
         self._seed, self._calls = seed, 0
+        self._wait_s = float(task.get("latency_s", 0.0))
         self._answer = self._store.follow(start, hops)
         return [{"role": "user", "content": prompt(start, hops)}]
 
@@ -70,6 +112,7 @@ class PointerChase:
         if call.name != "get":
             raise ToolFailed(f"no tool {call.name!r}")
         self._calls += 1
+        time.sleep(self._wait_s)
         if _unit("busy", self._store.salt, self._seed, self._calls) < self._failure_rate:
             raise ToolFailed(BUSY)
         key = call.arguments.get("key")
@@ -98,6 +141,24 @@ class Store:
         for _ in range(hops):
             key = self.get(key)
         return key
+
+
+def factor_at(factors: Sequence[float], share: float) -> float:
+    """On the straight lines through factors evenly spread over 0..1; the last beyond 1."""
+    place = min(1.0, share) * (len(factors) - 1)
+    left = min(int(place), len(factors) - 1)
+    right = min(left + 1, len(factors) - 1)
+    return factors[left] + (factors[right] - factors[left]) * (place - left)
+
+
+def _check_drift(factors: Sequence[float], tasks: int, *, moving: bool) -> None:
+    if any(not math.isfinite(factor) or factor <= 0 for factor in factors):
+        raise ValueError(f"drift must be positive numbers, got {list(factors)}")
+    if moving != (tasks > 0):
+        raise ValueError(
+            f"drift and drift_tasks must be given together, as in drift: [1, 4, 1] and"
+            f" drift_tasks: 1000; got {list(factors)} and {tasks}"
+        )
 
 
 def prompt(start: str, hops: int) -> str:

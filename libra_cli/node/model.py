@@ -145,7 +145,7 @@ def _build(build: ModelBuild, directory: Path) -> None:
     started = time.monotonic()
     try:
         tokenizer = build_tokenizer()
-        model = new_model(tokenizer, build.seed)
+        model = new_model(tokenizer, build.seed, build.width)
         warm_up(model, tokenizer, seed=build.seed, steps=build.warm_steps)
         about = {
             "build": build.model_dump(mode="json"),

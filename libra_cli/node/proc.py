@@ -35,6 +35,12 @@ class Identity:
         now = status(self.pid)
         return now is not None and now.identity == self and now.state not in "ZX"
 
+    @property
+    def ignores_term(self) -> bool:
+        """Whether SIGTERM means nothing to it."""
+        now = status(self.pid)
+        return now is not None and now.identity == self and now.ignores_term
+
     def __str__(self) -> str:
         return f"{self.pid} ({command(self.pid)})"
 
@@ -46,6 +52,7 @@ class Status:
     identity: Identity
     state: str
     session: int
+    ignores_term: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +95,10 @@ def status(pid: int) -> Status | None:
         return None
     # The second field is the command in parentheses, which may hold blanks and parentheses itself.
     state, *rest = text.rpartition(")")[2].split()
-    return Status(Identity(pid, int(rest[18])), state, session=int(rest[2]))
+    ignored = int(rest[29]) >> (signal.SIGTERM - 1) & 1
+    return Status(
+        Identity(pid, int(rest[18])), state, session=int(rest[2]), ignores_term=bool(ignored)
+    )
 
 
 def statuses() -> Iterator[Status]:

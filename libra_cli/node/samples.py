@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,11 @@ def read_sample(message: Mapping[str, Any], *, max_len: int) -> Sample:
     if problem:
         raise TrainerError(f"{name} {problem}")
     return sample
+
+
+def read_samples(messages: Sequence[Mapping[str, Any]], max_len: int) -> tuple[Sample, ...]:
+    """Decode the trajectories of one message; ``TrainerError`` names the first that is wrong."""
+    return tuple(read_sample(message, max_len=max_len) for message in messages)
 
 
 def _problem(sample: Sample, max_len: int) -> str:

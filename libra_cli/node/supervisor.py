@@ -38,6 +38,9 @@ POLL_S = 0.05
 ORPHANS_GRACE_S = 2.0
 KILL_S = 10.0
 """How long to go on killing. Only a process stuck in the kernel outlives the first round."""
+CLEANERS_S = 1.0
+"""How much longer what ignores SIGTERM may live than those that are killed. It may be what clears
+up after them: Python's resource tracker unlinks the shared memory of vLLM's dead processes."""
 TAIL_BYTES = 64 * 1024
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -257,12 +260,16 @@ class Supervisor:
         # A dying process loses its environment before its GPU memory: who was seen once is waited
         # for by identity, not by marker.
         while present := members() | {one for one in seen if one.alive}:
-            late = time.monotonic() >= deadline
-            if time.monotonic() >= deadline + KILL_S:
+            overdue_s = time.monotonic() - deadline
+            if overdue_s >= KILL_S:
                 break
-            for one in present if late else present - seen:
-                proc.send(one, signal.SIGKILL if late else signal.SIGTERM)
-            killed |= {one.pid for one in present if late}
+            late, cleaned = overdue_s >= 0, overdue_s >= CLEANERS_S
+            doomed = {one for one in present if late and (cleaned or not one.ignores_term)}
+            for one in doomed:
+                proc.send(one, signal.SIGKILL)
+            for one in present - seen - doomed:
+                proc.send(one, signal.SIGTERM)
+            killed |= {one.pid for one in doomed}
             seen |= present
             await asyncio.sleep(POLL_S)
         return Cleared(tuple(sorted(killed)), tuple(str(one) for one in present))

@@ -8,9 +8,8 @@ ranks; all of them then do the same, in the same order:
     publish the version      rank 0 writes; the step is ``done`` from here
     write the checkpoint     if it was asked for
 
-A rank that fails says why on stderr and exits with 1; its launcher and the broken connections take
-the others down. If rank 0 fails, it first answers ``failed`` for LINGER_S or until told to stop, so
-that whoever waits for a step learns why. No wait is without a deadline.
+Gradients of a step that comes in parts are added part by part, with the weights of the step before.
+How a rank fails is told in ``rank``. No wait is without a deadline.
 """
 
 from __future__ import annotations
@@ -20,66 +19,46 @@ import logging
 import os
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from libra_cli.errors import LibraError, TrainerError
+from libra_cli.errors import TrainerError
+from libra_cli.node.bearer_http import read_token
+from libra_cli.node.rank import answering, attempt, start_logging
 from libra_cli.node.trainer_config import TrainerConfig
-from libra_cli.node.trainer_http import Checkpoint, Command, Desk, Idle, Stop, Train, serve
+from libra_cli.node.trainer_http import (
+    Accumulate,
+    Checkpoint,
+    Command,
+    Desk,
+    Idle,
+    Stop,
+    Train,
+    serve,
+)
 
 if TYPE_CHECKING:
     from libra_cli.node.learner import Learner
     from libra_cli.node.weights import Published
 
 IDLE_S = 10.0
-LINGER_S = 30.0
 log = logging.getLogger("libra.trainer")
 
 
 def main() -> int:
     """The exit code of this rank."""
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
-    )
+    start_logging()
     config = TrainerConfig.from_json(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     if int(os.environ.get("RANK", "0")):
-        return _run(config, None)
+        return attempt(lambda: _work(config, None), None)
     # Before torch is imported, so that the controller hears "starting" within a second.
     desk = Desk(config.world_size, config.trainer_epoch, config.max_len)
-    token = Path(os.environ["LIBRA_TOKEN_FILE"]).read_text(encoding="utf-8").strip()
-    server = serve(desk, port=config.port, token=token)
-    try:
-        code = _run(config, desk)
-        if code:
-            desk.wait_for_stop(LINGER_S)
-        return code
-    finally:
-        server.shutdown()
-        server.server_close()
+    server = serve(desk, port=config.port, token=read_token(os.environ["LIBRA_TOKEN_FILE"]))
+    with answering([server]):
+        return attempt(lambda: _work(config, desk), desk)
 
 
-def _run(config: TrainerConfig, desk: Desk | None) -> int:
-    try:
-        loop = _loop(config, desk)
-        loop()
-    except Exception as error:  # noqa: BLE001  whatever it is, who waits must be told
-        if not isinstance(error, LibraError):
-            traceback.print_exc()
-        log.error("trainer failed: %s", last_line(error))  # noqa: TRY400  printed above
-        if desk is not None:
-            desk.fail(last_line(error))
-        return 1
-    return 0
-
-
-def last_line(error: BaseException) -> str:
-    """What went wrong, in one line."""
-    return traceback.format_exception_only(error)[-1].strip()
-
-
-def _loop(config: TrainerConfig, desk: Desk | None) -> Callable[[], None]:
+def _work(config: TrainerConfig, desk: Desk | None) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from libra_cli.node.learner import Learner
@@ -95,7 +74,7 @@ def _loop(config: TrainerConfig, desk: Desk | None) -> Callable[[], None]:
         time.monotonic() - started,
         " (sharded)" if rank.learner.sharded else "",
     )
-    return rank.serve
+    rank.serve()
 
 
 class Rank:
@@ -134,6 +113,10 @@ class Rank:
                 self._train(command)
                 if command.ledger is not None:
                     self._save(Checkpoint(command.ledger))
+            case Accumulate():
+                metrics = self.learner.accumulate(command.samples)
+                if self.desk is not None:
+                    self.desk.accumulated(command.step, command.part, metrics)
             case Checkpoint():
                 self._save(command)
             case Idle() | Stop():
@@ -141,7 +124,7 @@ class Rank:
 
     def _train(self, command: Train) -> None:
         started = time.monotonic()
-        metrics = self.learner.train(command.step, command.samples)
+        metrics = self.learner.train(command.step, command.samples, command.shares)
         stepped = time.monotonic()
         version = self._publish()
         if self.desk is None or version is None:

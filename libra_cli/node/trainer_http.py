@@ -3,6 +3,8 @@
     GET  /health                    state, world, step, published, checkpoint; always at once
     POST /train                     msgpack; 202 taken (again: 202, nothing happens), 409 wrong step
     GET  /train/<step>?wait_s=20    running | done | failed; waits at most wait_s for the end
+    POST /accumulate                msgpack; a part of the next step, before the rest of it is there
+    GET  /accumulate/<step>/<part>  running | done | failed, as above
     POST /checkpoint                {"ledger": {}} -> {"path"}
     POST /stop                      all ranks leave after what they are doing
 
@@ -10,34 +12,35 @@ Every route demands the run's bearer token. A step is ``done`` as soon as its ve
 a checkpoint asked for with it is written after that, and then named in the same answer (asked for
 again) and in ``/health``. Torch releases the interpreter in its kernels, so these threads answer
 during a step. ``Desk`` is the only thing that threads share.
+
+A step may come in parts: ``/accumulate`` with part 1, 2, ... and then ``/train`` with the last part
+and the number of those before it. All trajectories of a group come in the same part.
 """
 
 from __future__ import annotations
 
-import hmac
 import json
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
-from urllib.parse import parse_qs, urlsplit
+from http.server import ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgpack
 
 from libra_cli.errors import TrainerError
-from libra_cli.node.samples import Sample, read_sample
+from libra_cli.node.bearer_http import LOOPBACK, Answer, BearerHandler, refusal, start
+from libra_cli.node.samples import Sample, read_samples
+from libra_cli.node.shares import Share, read_shares
 
 if TYPE_CHECKING:
     from libra_cli.node.weights import Published
 
 MAX_WAIT_S = 60.0
-MAX_BODY_BYTES = 4 * 1024**3
-SOCKET_TIMEOUT_S = 120.0
 KEPT_RESULTS = 8
-Answer: TypeAlias = tuple[HTTPStatus, dict[str, Any]]
+_Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,18 @@ class Train:
 
     step: int
     samples: tuple[Sample, ...]
+    """Of the last part, those of shares too."""
     ledger: Mapping[str, Any] | None = None
+    shares: tuple[Share, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulate:
+    """Add the gradients of a part of step ``step``, with the weights of the one before."""
+
+    step: int
+    part: int
+    samples: tuple[Sample, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +80,7 @@ class Idle:
     """Nothing came; sent so that no rank waits long without hearing from rank 0."""
 
 
-Command: TypeAlias = Train | Checkpoint | Stop | Idle
+Command: TypeAlias = Train | Accumulate | Checkpoint | Stop | Idle
 
 
 @dataclass(slots=True)
@@ -84,6 +98,8 @@ class Desk:
     """The last step that is done; the version that is published."""
     accepted: int = 0
     """The last step that was taken; step or step + 1."""
+    parts: int = 0
+    """Parts of step ``accepted + 1`` that were taken."""
     checkpoint: str = ""
     """The last checkpoint that is complete."""
     published: dict[str, Any] | None = None
@@ -92,6 +108,8 @@ class Desk:
     _checkpoints: int = 0
     _commands: deque[Command] = field(default_factory=deque)
     _results: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _accumulated: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    """By step and part, of the newest step that came in parts."""
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     # The training loop's side.
@@ -121,6 +139,14 @@ class Desk:
                 "checkpoint": "",
             }
             self._results.pop(step - KEPT_RESULTS, None)
+            self._changed.notify_all()
+
+    def accumulated(self, step: int, part: int, metrics: Mapping[str, Any]) -> None:
+        """The gradients of a part are added."""
+        with self._changed:
+            for older in [key for key in self._accumulated if key[0] < step]:
+                del self._accumulated[older]
+            self._accumulated[step, part] = {"state": "done", "metrics": dict(metrics)}
             self._changed.notify_all()
 
     def saved(self, step: int, path: str) -> None:
@@ -159,55 +185,133 @@ class Desk:
             }
 
     def train(self, message: Mapping[str, Any]) -> Answer:
-        """Take a step, unless it is not the next one."""
-        step = int(message["step"])
-        with self._changed:
-            refused = self._refusal(step)
+        """Take a step, unless it is not the next one.
+
+        Raises:
+            TrainerError: it says that another number of parts came before it than did.
+        """
+        step, parts = int(message["step"]), int(message.get("parts", 0))
+        refused = self._refusal_now(step, parts)
         if refused:
             return refused
-        samples = tuple(read_sample(raw, max_len=self.max_len) for raw in message["trajectories"])
+        samples = read_samples(message["trajectories"], self.max_len)
         checkpoint = message.get("checkpoint")
-        command = Train(step, samples, checkpoint["ledger"] if checkpoint else None)
+        ledger = checkpoint["ledger"] if checkpoint else None
+        command = Train(step, samples, ledger, read_shares(message.get("shares", ()), samples))
         with self._changed:
             # Reading took time, and the same step may have come twice.
-            refused = self._refusal(step)
+            refused = self._refusal(step, parts)
             if refused:
                 return refused
-            self.accepted = step
-            self._commands.append(command)
-            self._changed.notify_all()
+            self.accepted, self.parts = step, 0
+            self._add(command)
         return HTTPStatus.ACCEPTED, {"state": "running"}
 
-    def _refusal(self, step: int) -> Answer | None:
-        if self.state != "ready" or self.stopping:
-            return _error(HTTPStatus.SERVICE_UNAVAILABLE, self.error or f"trainer is {self.state}")
+    def accumulate(self, message: Mapping[str, Any]) -> Answer:
+        """Take a part of the next step, unless it is not the next part."""
+        step, part = int(message["step"]), int(message["part"])
+        with self._changed:
+            refused = self._part_refusal(step, part)
+        if refused:
+            return refused
+        command = Accumulate(step, part, read_samples(message["trajectories"], self.max_len))
+        with self._changed:
+            refused = self._part_refusal(step, part)
+            if refused:
+                return refused
+            self.parts = part
+            self._add(command)
+        return HTTPStatus.ACCEPTED, {"state": "running"}
+
+    def _add(self, command: Command) -> None:
+        self._commands.append(command)
+        self._changed.notify_all()
+
+    def _refusal_now(self, step: int, parts: int) -> Answer | None:
+        with self._changed:
+            return self._refusal(step, parts)
+
+    def _refusal(self, step: int, parts: int) -> Answer | None:
+        if unavailable := self._unavailable():
+            return unavailable
         if step == self.accepted and step > 0:
             return HTTPStatus.ACCEPTED, {"state": "running"}
         if step != self.accepted + 1:
-            return _error(
-                HTTPStatus.CONFLICT, f"step {step} was sent, the next one is {self.accepted + 1}"
+            return self._wrong_step(step)
+        if parts != self.parts:
+            raise TrainerError(
+                f"step {step}: {parts} parts should be accumulated, {self.parts} are: "
+                "send the parts again, all of them"
             )
         return None
+
+    def _part_refusal(self, step: int, part: int) -> Answer | None:
+        if unavailable := self._unavailable():
+            return unavailable
+        if step != self.accepted + 1:
+            return self._wrong_step(step)
+        if 0 < part <= self.parts:
+            return HTTPStatus.ACCEPTED, {"state": "running"}
+        if part != self.parts + 1:
+            return refusal(
+                HTTPStatus.CONFLICT,
+                f"part {part} of step {step} was sent, the next one is {self.parts + 1}",
+            )
+        return None
+
+    def _unavailable(self) -> Answer | None:
+        if self.state == "ready" and not self.stopping:
+            return None
+        reason = self.error or f"trainer is {self.state}"
+        return refusal(HTTPStatus.SERVICE_UNAVAILABLE, reason)
+
+    def _wrong_step(self, step: int) -> Answer:
+        return refusal(
+            HTTPStatus.CONFLICT, f"step {step} was sent, the next one is {self.accepted + 1}"
+        )
 
     def result(self, step: int, wait_s: float) -> Answer:
         """How a step ended, waiting a while for it."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: step in self._results or self.state == "failed", min(wait_s, MAX_WAIT_S)
+            return self._wait(
+                self._results, step, wait_s, lambda: step == self.accepted, f"step {step}"
             )
-            if step in self._results:
-                return HTTPStatus.OK, dict(self._results[step])
-            if self.state == "failed":
-                return HTTPStatus.OK, {"state": "failed", "error": self.error}
-            if step == self.accepted:
-                return HTTPStatus.OK, {"state": "running"}
-            return _error(HTTPStatus.NOT_FOUND, f"step {step} was never sent")
+
+    def part_result(self, step: int, part: int, wait_s: float) -> Answer:
+        """How a part ended, waiting a while for it."""
+        with self._changed:
+            return self._wait(
+                self._accumulated,
+                (step, part),
+                wait_s,
+                lambda: step == self.accepted + 1 and 0 < part <= self.parts,
+                f"part {part} of step {step}",
+            )
+
+    def _wait(
+        self,
+        results: Mapping[_Key, dict[str, Any]],
+        key: _Key,
+        wait_s: float,
+        sent: Callable[[], bool],
+        name: str,
+    ) -> Answer:
+        self._changed.wait_for(
+            lambda: key in results or self.state == "failed", min(wait_s, MAX_WAIT_S)
+        )
+        if key in results:
+            return HTTPStatus.OK, dict(results[key])
+        if self.state == "failed":
+            return HTTPStatus.OK, {"state": "failed", "error": self.error}
+        if sent():
+            return HTTPStatus.OK, {"state": "running"}
+        return refusal(HTTPStatus.NOT_FOUND, f"{name} was never sent")
 
     def save(self, ledger: Mapping[str, Any]) -> Answer:
         """A checkpoint of now; answers when it is complete."""
         with self._changed:
             if self.state != "ready":
-                return _error(HTTPStatus.SERVICE_UNAVAILABLE, f"trainer is {self.state}")
+                return refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"trainer is {self.state}")
             # Those already asked for come first.
             queued = sum(
                 isinstance(command, Checkpoint)
@@ -222,9 +326,9 @@ class Desk:
                 self.checkpoint_timeout_s,
             )
             if self.state == "failed":
-                return _error(HTTPStatus.INTERNAL_SERVER_ERROR, self.error)
+                return refusal(HTTPStatus.INTERNAL_SERVER_ERROR, self.error)
             if self._checkpoints < wanted:
-                return _error(
+                return refusal(
                     HTTPStatus.GATEWAY_TIMEOUT,
                     f"no checkpoint within {self.checkpoint_timeout_s:.0f} s",
                 )
@@ -241,86 +345,34 @@ class Desk:
 
 def serve(desk: Desk, *, port: int, token: str) -> ThreadingHTTPServer:
     """Answer on the loopback until ``shutdown()``; returns at once."""
-
-    class Handler(_Handler):
-        pass
-
-    Handler.desk, Handler.token = desk, token
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
-    return server
+    handler = type("Handler", (_Handler,), {"desk": desk, "token": token})
+    return start(handler, bind=LOOPBACK, port=port)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(BearerHandler):
     desk: Desk
-    token: str
-    protocol_version = "HTTP/1.1"
-    timeout: ClassVar[float | None] = SOCKET_TIMEOUT_S
-    # Without it Nagle and delayed acks add 40 ms to every answer.
-    disable_nagle_algorithm = True
 
-    def do_GET(self) -> None:
-        self._answer(self._get)
+    def get(self, path: str, query: Mapping[str, str]) -> Answer:
+        wait_s = float(query.get("wait_s", "0"))
+        match path.split("/")[1:]:
+            case ["health"]:
+                return self.desk.health()
+            case ["train", step]:
+                return self.desk.result(int(step), wait_s)
+            case ["accumulate", step, part]:
+                return self.desk.part_result(int(step), int(part), wait_s)
+            case _:
+                return self.no_route(path)
 
-    def do_POST(self) -> None:
-        self._answer(self._post)
-
-    def _answer(self, route: Any) -> None:
-        try:
-            status, body = route() if self._trusted() else _error(HTTPStatus.UNAUTHORIZED, "token")
-        except TrainerError as error:
-            status, body = _error(HTTPStatus.BAD_REQUEST, str(error))
-        except (KeyError, TypeError, ValueError) as error:
-            status, body = _error(HTTPStatus.BAD_REQUEST, f"cannot be read: {error!r}")
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        if status >= HTTPStatus.BAD_REQUEST:
-            # An unread body would be taken for the next request.
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(data)
-
-    def _trusted(self) -> bool:
-        given = self.headers.get("Authorization", "")
-        return hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode())
-
-    def _get(self) -> Answer:
-        url = urlsplit(self.path)
-        if url.path == "/health":
-            return self.desk.health()
-        head, _, step = url.path.rpartition("/")
-        if head == "/train":
-            wait_s = float(parse_qs(url.query).get("wait_s", ["0"])[0])
-            return self.desk.result(int(step), wait_s)
-        return _error(HTTPStatus.NOT_FOUND, f"no route {url.path}")
-
-    def _post(self) -> Answer:
-        body = self._body()
-        match urlsplit(self.path).path:
+    def post(self, path: str, body: bytes) -> Answer:
+        match path:
             case "/train":
                 return self.desk.train(msgpack.unpackb(body))
+            case "/accumulate":
+                return self.desk.accumulate(msgpack.unpackb(body))
             case "/checkpoint":
                 return self.desk.save(json.loads(body)["ledger"])
             case "/stop":
                 return self.desk.stop()
-            case path:
-                return _error(HTTPStatus.NOT_FOUND, f"no route {path}")
-
-    def _body(self) -> bytes:
-        length = int(self.headers.get("Content-Length", "0"))
-        if length > MAX_BODY_BYTES:
-            raise ValueError(f"{length} bytes are too many")
-        body = self.rfile.read(length)
-        if len(body) != length:
-            raise ValueError(f"{len(body)} bytes came of {length}")
-        return body
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """The journal knows what was asked; a line a poll would bury the log."""
-
-
-def _error(status: HTTPStatus, reason: str) -> Answer:
-    return status, {"error": reason}
+            case _:
+                return self.no_route(path)

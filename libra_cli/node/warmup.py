@@ -24,7 +24,7 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from libra_cli.envs.pointer_chase import PointerChase, demonstration, prompt
 from libra_cli.node.tokenizer import END, PAD, encode, observation_text, prompt_text, token_id
 
-LAYERS, WIDTH, HEADS, KV_HEADS, MLP_WIDTH = 3, 128, 4, 2, 256
+LAYERS, WIDTH, HEAD_DIM = 3, 128, 32
 POSITIONS = 1024
 SLIPS = 0.22
 """How often the expert swaps a key's letters."""
@@ -39,19 +39,22 @@ LOG_EVERY = 25
 log = logging.getLogger("libra.model")
 
 
-def new_model(tokenizer: Tokenizer, seed: int) -> nn.Module:
-    """A Qwen3 of 0.5M parameters, untied: vLLM on CPUs cannot reload a tied output layer."""
+def new_model(tokenizer: Tokenizer, seed: int, width: int = WIDTH) -> nn.Module:
+    """A Qwen3, at the usual width of 0.5M parameters.
+
+    Untied: vLLM on CPUs cannot reload a tied output layer.
+    """
     torch.manual_seed(seed)
     end, pad = token_id(tokenizer, END), token_id(tokenizer, PAD)
     model: nn.Module = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=tokenizer.get_vocab_size(with_added_tokens=True),
-            hidden_size=WIDTH,
-            intermediate_size=MLP_WIDTH,
+            hidden_size=width,
+            intermediate_size=2 * width,
             num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=KV_HEADS,
-            head_dim=WIDTH // HEADS,
+            num_attention_heads=width // HEAD_DIM,
+            num_key_value_heads=width // HEAD_DIM // 2,
+            head_dim=HEAD_DIM,
             max_position_embeddings=POSITIONS,
             tie_word_embeddings=False,
             bos_token_id=None,

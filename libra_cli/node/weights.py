@@ -2,17 +2,23 @@
 
     <root>/v000007-e0/
       model-00000.safetensors ...   tensors under their Hugging Face names
-      manifest.json                 names, shapes, dtypes, checksums, and the probe
+      model-00000.safetensors.delta ...   what makes each of them of version 6's (node.patch)
+      manifest.json                 names, shapes, dtypes, checksums, base of the deltas, the probe
 
 A directory appears by an atomic rename after everything in it is on disk, so whoever sees one sees
 all of it. The probe is a fixed token sequence with the log-probabilities that this version gives
 it: the only way to know that a server computes with these weights is to ask it the same question.
+
+There are deltas if the trainer's version before is still there and most of the bytes need not
+travel again. Everyone pulls a version as soon as it is there, so they are written before it is, and
+a step waits for that: at most as long as for the files themselves, or ``DELTA_S`` in a small model.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import time
@@ -20,6 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -27,11 +34,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from libra_cli.errors import WeightsError
+from libra_cli.node import patch
 
 FILE_BYTES = 2 * 1024**3
 """A file is closed once it is this large, so that files are hashed and pulled in parallel."""
 WRITERS = 4
 MANIFEST = "manifest.json"
+DELTA_SHARE = 0.5
+"""Of a file's size; a larger delta would cost its reader more time than it saves on the way."""
+DELTA_S = 1.0
+log = logging.getLogger("libra.weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +69,11 @@ class _File:
     name: str
     bytes: int
     sha256: str
+
+
+_Described: TypeAlias = dict[str, dict[str, object]]
+_Written: TypeAlias = tuple[_File, _File | None]
+"""A file of tensors, and its delta if there is one."""
 
 
 def version_name(version: int, trainer_epoch: int) -> str:
@@ -105,13 +122,16 @@ def publish(
     remove_unfinished(root)
     temporary.mkdir(mode=0o700)
     try:
-        described, files = _write_tensors(tensors, temporary)
+        base = root / version_name(version - 1, trainer_epoch)
+        described, written = _write_tensors(tensors, temporary, base)
+        files = [file for file, _ in written]
         manifest = {
             "version": version,
             "trainer_epoch": trainer_epoch,
             "name": name,
             "tensors": described,
-            "files": {file.name: {"bytes": file.bytes, "sha256": file.sha256} for file in files},
+            "files": _listed(files),
+            "delta": _delta(base, written, temporary),
             "probe": {"token_ids": list(probe.token_ids), "logprobs": list(probe.logprobs)},
         }
         write_durably(temporary / MANIFEST, json.dumps(manifest).encode())
@@ -122,11 +142,25 @@ def publish(
     return Published(name, version, sum(file.bytes for file in files), time.time())
 
 
+def _delta(base: Path, written: Sequence[_Written], directory: Path) -> dict[str, object] | None:
+    """The manifest's word on it. One file without a delta makes those of the others useless."""
+    deltas = [delta for _, delta in written if delta is not None]
+    if len(deltas) == len(written):
+        return {"base": base.name, "files": _listed(deltas)}
+    for delta in deltas:
+        (directory / delta.name).unlink()
+    return None
+
+
+def _listed(files: Iterable[_File]) -> _Described:
+    return {file.name: {"bytes": file.bytes, "sha256": file.sha256} for file in files}
+
+
 def _write_tensors(
-    tensors: Iterable[tuple[str, Tensor]], directory: Path
-) -> tuple[dict[str, object], list[_File]]:
-    described: dict[str, object] = {}
-    writes: list[Future[_File]] = []
+    tensors: Iterable[tuple[str, Tensor]], directory: Path, base: Path
+) -> tuple[_Described, list[_Written]]:
+    described: _Described = {}
+    writes: list[Future[_Written]] = []
     with ThreadPoolExecutor(WRITERS) as pool:
         for number, part in enumerate(_parts(tensors)):
             path = directory / f"model-{number:05d}.safetensors"
@@ -137,7 +171,7 @@ def _write_tensors(
                     "dtype": dtype,
                     "file": path.name,
                 }
-            writes.append(pool.submit(_write_file, path, part))
+            writes.append(pool.submit(_write_file, path, part, base))
         return described, [write.result() for write in writes]
 
 
@@ -154,8 +188,32 @@ def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
         yield part
 
 
-def _write_file(path: Path, part: dict[str, Tensor]) -> _File:
+def _write_file(path: Path, part: dict[str, Tensor], base: Path) -> _Written:
+    started = time.monotonic()
     save_file(part, path, metadata={"format": "pt"})
+    file = _on_disk(path)
+    within_s = max(DELTA_S, time.monotonic() - started)
+    # Everything in a safetensors file begins at a multiple of its smallest element's size.
+    word_bytes = min(tensor.element_size() for tensor in part.values())
+    return file, _write_delta(base / path.name, path, word_bytes, within_s)
+
+
+def _write_delta(base: Path, path: Path, word_bytes: int, within_s: float) -> _File | None:
+    """None where it is not worth its bytes, and where it cannot be had: it is never needed."""
+    delta = path.with_name(path.name + patch.SUFFIX)
+    limit = int(DELTA_SHARE * path.stat().st_size)
+    try:
+        if base.is_file() and patch.encode(
+            base, path, delta, word_bytes=word_bytes, limit=limit, within_s=within_s
+        ):
+            return _on_disk(delta)
+    except OSError as error:  # a full disk, first of all
+        log.warning("%s is published without a delta: %s", path, error)
+    delta.unlink(missing_ok=True)
+    return None
+
+
+def _on_disk(path: Path) -> _File:
     with path.open("rb") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()

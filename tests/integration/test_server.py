@@ -9,7 +9,7 @@ import signal
 from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ import pytest
 from libra_cli.core.actions import Generate
 from libra_cli.core.commands import HostFacts, server_process
 from libra_cli.core.events import Published, TurnFailed, TurnGenerated
-from libra_cli.core.planner import initial_plan, slots_of
+from libra_cli.core.split import initial_plan, slots_of
 from libra_cli.core.types import TrajectoryId, VersionSpan
-from libra_cli.edge.local import LocalTransport
-from libra_cli.edge.processes import Host
+from libra_cli.edge.hosts.local import LocalTransport
+from libra_cli.edge.hosts.processes import Host
 from libra_cli.edge.vllm import Sampling, Server
 from libra_cli.edge.weights import probe_gap
 from libra_cli.recipe import Recipe
@@ -155,9 +155,12 @@ async def _opened(
         await server.load(str(weights.directories[0]), published(1), timeout_s=60)
         yield host, server, endpoint.url
         await server.close()
+        sockets = list((base / "weights" / "test-server").glob("*-*-*-*"))
+        assert any(path.is_socket() for path in sockets), "vLLM leaves its own"
     finally:
         left = await host.shutdown()
         assert not left, left
+    assert not (base / "weights" / "test-server").exists()
 
 
 def turn(prompt: list[int], *, max_tokens: int = 24, version: int = 1) -> Generate:
@@ -183,6 +186,32 @@ def test_no_route_answers_without_the_token(bench):
                         assert reply.status == 401, route
                 async with bare.post("/libra/load", json={}, headers=headers) as reply:
                     assert reply.status == 401
+
+    bench.play(scene)
+
+
+def test_an_aborted_turn_comes_back_with_the_tokens_it_has(bench):
+    async def scene():
+        prompt = list(range(5, 25))
+        action = replace(turn(prompt, max_tokens=450), request=77)
+        before = (await bench.server.sample()).generated_tokens
+        task = asyncio.create_task(bench.server.generate(action, SAMPLING))
+        for _ in range(1000):
+            await asyncio.sleep(0.05)
+            if (await bench.server.sample()).generated_tokens > before + 5:
+                break
+        await bench.server.abort(77)
+        cut = await asyncio.wait_for(task, 20)
+        assert isinstance(cut, TurnGenerated), cut
+        assert cut.finish_reason == "abort"
+        assert 0 < len(cut.token_ids) < 450
+        assert len(cut.logprobs) == len(cut.token_ids)
+        assert cut.spans[-1].end == len(cut.token_ids)
+        # The server is well, and the turn goes on from there.
+        rest = turn([*prompt, *cut.token_ids], max_tokens=8)
+        again = await bench.server.generate(replace(rest, request=78), SAMPLING)
+        assert isinstance(again, TurnGenerated)
+        assert len(again.token_ids) == 8
 
     bench.play(scene)
 

@@ -12,11 +12,11 @@ import pytest
 
 from libra_cli.core import events as e
 from libra_cli.core.actions import Sample, StartTrainer, StopTrainer, Train
-from libra_cli.core.planner import initial_plan, slots_of
 from libra_cli.core.records import Record
+from libra_cli.core.split import initial_plan, slots_of
 from libra_cli.core.types import Trajectory, TrajectoryId, VersionSpan
-from libra_cli.edge.cluster import Cluster
-from libra_cli.edge.processes import Exited
+from libra_cli.edge.hosts.cluster import Cluster
+from libra_cli.edge.hosts.processes import Exited
 from libra_cli.edge.ranks import Ranks
 from libra_cli.recipe import Recipe
 from tests.netns import Network, missing, network
@@ -88,14 +88,14 @@ async def _scene(wanted: Recipe, base: Path) -> None:
     )
     try:
         await cluster.open(base / "model")
-        ranks = Ranks(cluster, [slots[slot] for slot in plan.train], post=posted.put_nowait)
+        ranks = Ranks(cluster, slots, head=slots[plan.train[0]].node, post=posted.put_nowait)
         cluster.on_event = lambda event: ranks.exited(event) if isinstance(event, Exited) else None
 
         started = await ranks.start(StartTrainer(1, plan.train, ""))
         assert isinstance(started, e.TrainerStarted), started
         assert started.published.version == 0
 
-        done = await ranks.train(Train(1, 1, batch(), {"step": 1}))
+        done = await ranks.train(Train(1, 1, batch(), {"step": 1}, started.published))
         assert isinstance(done, e.StepDone), done
         assert done.published.version == 1
         assert done.metrics["generated_tokens"] == 24
@@ -103,7 +103,7 @@ async def _scene(wanted: Recipe, base: Path) -> None:
 
         second = plan.train[1].rpartition("/")[0]
         await cluster.hosts[second].stop("trainer-1", grace_s=0.1)
-        again = await ranks.train(Train(1, 2, batch(), None))
+        again = await ranks.train(Train(1, 2, batch(), None, done.published))
         failed = again or await posted.get()
         assert isinstance(failed, e.TrainerFailed), failed
 

@@ -8,6 +8,7 @@ import hashlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,10 +21,13 @@ from typing import Any
 
 import pytest
 
-from libra_cli.edge.local import LocalTransport, ProcessStream
-from libra_cli.edge.processes import Back, Exited, Gone, Host, HostEvent, Lost
+from libra_cli.core.events import Published
+from libra_cli.edge.hosts.local import LocalTransport, ProcessStream
+from libra_cli.edge.hosts.processes import Back, Exited, Gone, Host, HostEvent, Lost
+from libra_cli.edge.weights import Weights
 from libra_cli.errors import HostError, HostLost, ProcessError, WeightsError
-from libra_cli.node import facts, proc
+from libra_cli.node import facts, patch, proc
+from libra_cli.node.exchange import Exchange
 from libra_cli.node.proc import Identity, Marker
 from tests.netns import marked
 
@@ -254,6 +258,32 @@ def test_stop_kills_whatever_ignores_the_request_and_says_so(tmp_path, run_id) -
     play(scene())
 
 
+def test_a_process_that_is_killed_leaves_no_shared_memory(tmp_path, run_id) -> None:
+    source = (
+        "import os, signal, time\n"
+        "from multiprocessing.shared_memory import SharedMemory\n"
+        "memory = SharedMemory(create=True, size=4096)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: None)\n"
+        "print(os.getpid(), memory.name, flush=True)\n"
+        "while True: time.sleep(100)"
+    )
+
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, _):
+            await host.start("server-0", python(source))
+            async with asyncio.timeout(DEADLINE_S):
+                while not (line := await host.tail("server-0")):
+                    await asyncio.sleep(0.02)
+            pid, name = line.split()
+            assert (Path("/dev/shm") / name).exists()
+            stopped = await host.stop("server-0", grace_s=0.2)
+            assert stopped.stopped
+            assert stopped.killed == (int(pid),)
+            assert not (Path("/dev/shm") / name).exists()
+
+    play(scene())
+
+
 def test_a_child_that_wiped_its_environment_is_stopped_with_its_session(tmp_path, run_id) -> None:
     async def scene() -> None:
         async with opened(tmp_path, run_id) as (host, _):
@@ -340,7 +370,7 @@ def test_when_the_lease_is_over_everything_stops_and_the_agent_ends(tmp_path, ru
         async with opened(tmp_path, run_id, lease_s=1.0) as (host, _):
             await host.start("server-0", APART)
             await logged_pids(host, "server-0", 1)
-            assert len(marked(run_id)) == 3  # with the agent
+            await until(lambda: len(marked(run_id)) == 3)  # with the agent
             await host.close()
             await until(lambda: not marked(run_id))
             assert not (tmp_path / "weights-n1" / run_id).exists()
@@ -602,10 +632,13 @@ def test_a_version_arrives_whole_and_is_served_on(tmp_path, run_id) -> None:
         async with peers(tmp_path, run_id) as (giver, taker, source, here, there):
             pulled = await taker.pull("v000001-e0", ["http://127.0.0.1:1", source])
             assert (pulled.path, pulled.source) == (str(there / "v000001-e0"), source)
-            assert pulled.bytes == sum(map(len, WEIGHTS.values()))
+            manifest = (here / "v000001-e0" / "manifest.json").stat().st_size
+            assert pulled.sent_bytes == sum(map(len, WEIGHTS.values())) + manifest
+            assert (pulled.kind, pulled.detail) == ("full", "")
             for file in (here / "v000001-e0").iterdir():
                 assert (there / "v000001-e0" / file.name).read_bytes() == file.read_bytes()
-            assert (await taker.pull("v000001-e0", [])).bytes == 0
+            again = await taker.pull("v000001-e0", [])
+            assert (again.kind, again.sent_bytes) == ("local", 0)
             onward = f"http://127.0.0.1:{await taker.serve_weights('127.0.0.1')}"
             assert await giver.forget([]) == ["v000001-e0"]
             assert (await giver.pull("v000001-e0", [onward])).source == onward
@@ -677,6 +710,219 @@ def test_only_files_of_versions_are_served_and_only_for_the_token(tmp_path, run_
                     assert status(path) == 404, path
 
             await asyncio.to_thread(check)
+
+    play(scene())
+
+
+CHANGED = dict(WEIGHTS)
+CHANGED["model-1.safetensors"] = bytes(
+    byte ^ (index % 1000 == 0) for index, byte in enumerate(WEIGHTS["model-1.safetensors"])
+)
+
+
+def publish_delta(root: Path, name: str, base: str, files: dict[str, bytes]) -> None:
+    """Like ``publish``, with what makes each file of the one in ``base`` beside it."""
+    publish(root, name, files)
+    listing = {}
+    for file in files:
+        old, new = root / base / file, root / name / file
+        delta = new.with_name(f"{file}.delta")
+        assert patch.encode(old, new, delta, word_bytes=1, limit=10**6, within_s=DEADLINE_S)
+        data = delta.read_bytes()
+        listing[delta.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    manifest = json.loads((root / name / "manifest.json").read_text())
+    manifest["delta"] = {"base": base, "files": listing}
+    (root / name / "manifest.json").write_text(json.dumps(manifest))
+
+
+def same_files(one: Path, other: Path) -> bool:
+    contents = [
+        {file.name: file.read_bytes() for file in where.iterdir()} for where in (one, other)
+    ]
+    return contents[0] == contents[1]
+
+
+def test_a_host_with_the_version_before_is_sent_what_changed_and_serves_it_on(
+    tmp_path, run_id
+) -> None:
+    async def scene() -> None:
+        async with (
+            peers(tmp_path, run_id) as (_, taker, source, here, there),
+            opened(tmp_path, run_id, name="n3") as (third, _),
+        ):
+            publish_delta(here, "v000002-e0", "v000001-e0", CHANGED)
+            await taker.pull("v000001-e0", [source])
+            await third.pull("v000001-e0", [source])
+            pulled = await taker.pull("v000002-e0", [source])
+            assert (pulled.kind, pulled.detail) == ("delta", "")
+            assert 0 < pulled.sent_bytes < 0.01 * sum(map(len, CHANGED.values()))
+            assert same_files(there / "v000002-e0", here / "v000002-e0")
+            onward = f"http://127.0.0.1:{await taker.serve_weights('127.0.0.1')}"
+            passed_on = await third.pull("v000002-e0", [onward, source])
+            assert (passed_on.kind, passed_on.source) == ("delta", onward)
+            assert passed_on.sent_bytes == pulled.sent_bytes
+
+    play(scene())
+
+
+def test_a_host_that_is_further_behind_gets_a_full_copy(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with peers(tmp_path, run_id) as (_, taker, source, here, there):
+            publish_delta(here, "v000002-e0", "v000001-e0", CHANGED)
+            publish_delta(here, "v000003-e0", "v000002-e0", WEIGHTS)
+            await taker.pull("v000001-e0", [source])
+            pulled = await taker.pull("v000003-e0", [source])
+            assert (pulled.kind, pulled.detail) == ("full", "")
+            assert pulled.sent_bytes > sum(map(len, WEIGHTS.values()))
+            files = {file.name for file in (there / "v000003-e0").iterdir()}
+            assert files == {*WEIGHTS, "manifest.json"}
+
+    play(scene())
+
+
+def _bit_flipped(delta: Path) -> None:
+    data = bytearray(delta.read_bytes())
+    data[-1] ^= 1
+    delta.write_bytes(data)
+
+
+def _of_another_base(delta: Path) -> None:
+    """Whole, and what the manifest says, yet it does not make the files it should."""
+    base, new = delta.parent / "base", delta.parent / "new"
+    base.write_bytes(os.urandom(3_000_000))
+    new.write_bytes(base.read_bytes()[:-1] + b"!")
+    assert patch.encode(base, new, delta, word_bytes=1, limit=10**6, within_s=DEADLINE_S)
+    _state(delta)
+
+
+def _no_delta_at_all(delta: Path) -> None:
+    delta.write_bytes(b"nonsense")
+    _state(delta)
+
+
+def _state(delta: Path) -> None:
+    path = delta.parent / "manifest.json"
+    manifest, data = json.loads(path.read_text()), delta.read_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    manifest["delta"]["files"][delta.name] = {"bytes": len(data), "sha256": digest}
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (_bit_flipped, r"model-1\.safetensors\.delta is damaged"),
+        (_of_another_base, r"model-1\.safetensors is damaged"),
+        (_no_delta_at_all, r"nothing was rebuilt: .*ends too early"),
+        (Path.unlink, r"model-1\.safetensors\.delta: HTTP 404"),
+    ],
+)
+def test_a_delta_that_is_of_no_use_ends_in_a_full_copy_and_a_line_in_the_log(
+    tmp_path, run_id, damage, reason
+) -> None:
+    async def scene() -> None:
+        async with peers(tmp_path, run_id) as (_, taker, source, here, there):
+            publish_delta(here, "v000002-e0", "v000001-e0", CHANGED)
+            damage(here / "v000002-e0" / "model-1.safetensors.delta")
+            await taker.pull("v000001-e0", [source])
+            pulled = await taker.pull("v000002-e0", [source])
+            assert pulled.kind == "full"
+            assert re.search(reason, pulled.detail)
+            for file, data in CHANGED.items():
+                assert (there / "v000002-e0" / file).read_bytes() == data
+            assert not list((there / "v000002-e0").glob("*.delta"))
+            log = (Path(taker.run_dir) / "agent.log").read_text()
+            assert "a full copy, since by delta" in log
+
+    play(scene())
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("exec sleep 60", "timed out"),
+        ("echo no numpy >&2; exit 1", "nothing was rebuilt: no numpy"),
+    ],
+)
+def test_a_process_that_does_not_rebuild_in_time_or_at_all_ends_in_a_full_copy(
+    tmp_path, run_id, monkeypatch, script, reason
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o700)
+
+    async def scene() -> None:
+        async with peers(tmp_path, run_id) as (_, _, source, here, _):
+            publish_delta(here, "v000002-e0", "v000001-e0", CHANGED)
+            taker = Exchange(tmp_path / "taker" / "run", TOKEN)
+            await asyncio.to_thread(taker.pull, "v000001-e0", [source], DEADLINE_S)
+            with monkeypatch.context() as patched:
+                patched.setattr(sys, "executable", str(python))
+                pulled = await asyncio.to_thread(taker.pull, "v000002-e0", [source], 4.0)
+            assert pulled.kind == "full"
+            assert reason in pulled.detail
+            for file, data in CHANGED.items():
+                assert (taker.root / "v000002-e0" / file).read_bytes() == data
+
+    play(scene())
+
+
+def test_a_base_that_is_damaged_here_ends_in_a_full_copy(tmp_path, run_id) -> None:
+    async def scene() -> None:
+        async with peers(tmp_path, run_id) as (_, taker, source, here, there):
+            publish_delta(here, "v000002-e0", "v000001-e0", CHANGED)
+            await taker.pull("v000001-e0", [source])
+            (there / "v000001-e0" / "model-1.safetensors").write_bytes(b"cut off")
+            pulled = await taker.pull("v000002-e0", [source])
+            assert pulled.kind == "full"
+            assert "is no delta of" in pulled.detail
+            for file, data in CHANGED.items():
+                assert (there / "v000002-e0" / file).read_bytes() == data
+
+    play(scene())
+
+
+@pytest.mark.parametrize(
+    "delta", [{"base": "../x", "files": {}}, {"base": "v000001-e0", "files": {"../x": {}}}, [], 7]
+)
+def test_a_manifest_cannot_rebuild_files_elsewhere(tmp_path, run_id, delta) -> None:
+    async def scene() -> None:
+        async with peers(tmp_path, run_id) as (_, taker, source, here, there):
+            manifest = here / "v000001-e0" / "manifest.json"
+            manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "delta": delta}))
+            with pytest.raises(WeightsError, match=r"no plain file name|json is damaged"):
+                await taker.pull("v000001-e0", [source])
+            assert list(there.iterdir()) == []
+
+    play(scene())
+
+
+def test_only_the_server_that_asked_for_the_pull_is_told_that_bytes_travelled(
+    tmp_path, run_id
+) -> None:
+    async def scene() -> None:
+        async with peers(tmp_path, run_id) as (giver, taker, _, here, there):
+            weights = Weights(
+                {"n1": giver, "n2": taker},
+                {"n1": "127.0.0.1", "n2": "127.0.0.1"},
+                {"n1": str(here), "n2": str(there)},
+                {"n1": 0, "n2": 0},
+                origin="n1",
+                keep=2,
+                timeout_s=DEADLINE_S,
+            )
+            size = sum(map(len, WEIGHTS.values()))
+            first = Published(1, 0, "v000001-e0", size, 0.0)
+            one, other = await asyncio.gather(weights.on("n2", first), weights.on("n2", first))
+            assert (one.kind, other.kind) == ("full", "local")
+            assert one.sent_bytes > size
+            assert other.sent_bytes == 0
+            assert one.directory == other.directory == str(there / "v000001-e0")
+            assert (await weights.on("n1", first)).kind == "local"
+            publish_delta(here, "v000002-e0", "v000001-e0", CHANGED)
+            place = await weights.on("n2", Published(2, 0, "v000002-e0", size, 0.0))
+            assert place.kind == "delta"
+            assert 0 < place.sent_bytes < 0.01 * size
 
     play(scene())
 

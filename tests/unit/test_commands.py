@@ -24,7 +24,8 @@ from libra_cli.core.commands import (
     server_process,
     trainer_processes,
 )
-from libra_cli.core.planner import initial_plan, slots_of
+from libra_cli.core.split import initial_plan, slots_of
+from libra_cli.core.types import Bucket
 from libra_cli.recipe import Recipe
 from libra_cli.rules import RESERVED_VLLM_FLAGS
 
@@ -103,6 +104,19 @@ def test_no_flag_of_ours_can_be_given_twice(path: Path) -> None:
             assert flags - extra <= RESERVED_VLLM_FLAGS
 
 
+@pytest.mark.parametrize(("name", "there"), [("r" * 45, True), ("r" * 60, False)])
+def test_sockets_are_where_the_run_ends_them_if_linux_takes_the_path(name, there) -> None:
+    recipe = Recipe.model_validate({"nodes": [{"host": "n1"}], "model": {"path": "/m"}})
+    slot = slots_of(recipe)[0]
+    bucket = recipe.rollout.buckets[0]
+    facts = HostFacts("n1", "py", "/w", f"/w/runs/{name}/n1", "/dev/shm/libra-somebody", "n1")
+    spec = server_process(
+        recipe, slot, Bucket(bucket.name, 1, 8, 512), facts, port=1, model_dir="/m"
+    )
+    wanted = f"/dev/shm/libra-somebody/{name}" if there else None
+    assert spec.env.get("VLLM_RPC_BASE_PATH") == wanted
+
+
 def test_two_servers_never_have_the_same_seed() -> None:
     case = {
         "recipe": {
@@ -116,7 +130,7 @@ def test_two_servers_never_have_the_same_seed() -> None:
             node: {
                 "python": "p",
                 "workdir": "w",
-                "run_dir": "r",
+                "run_dir": "runs/r/a",
                 "weights_dir": "d",
                 "address": node,
             }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +17,12 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from libra_cli.core import records as r
-from libra_cli.edge.console import duration, final_view, slot_label, status_view
 from libra_cli.edge.journal import Journal
-from libra_cli.edge.monitors import Summary, process_started, summary
-from libra_cli.edge.plots import Plot, Portable, bar, sparkline
-from libra_cli.edge.progress import Progress
-from libra_cli.edge.reader import Reader
+from libra_cli.edge.show.console import duration, final_view, slot_label, status_view
+from libra_cli.edge.show.monitors import Summary, process_started, summary
+from libra_cli.edge.show.plots import Plot, Portable, bar, sparkline
+from libra_cli.edge.show.progress import Progress
+from libra_cli.edge.show.reader import Reader
 from tests import sample_run
 
 _DEADLINE_S = 10.0
@@ -57,18 +59,23 @@ def many_slots(count: int) -> list[r.SlotRecord]:
     ]
 
 
-def live(run_dir: Path, until: float, extra: list[r.SlotRecord] | None = None) -> Summary:
+def live(
+    run_dir: Path,
+    until: float,
+    extra: Iterable[r.Record] = (),
+    life: Iterable[tuple[float, r.Record]] | None = None,
+) -> Summary:
     """The sample run, cut off, as if this process were its controller."""
     started = process_started(os.getpid())
     with Journal(run_dir) as journal:
-        for at, record in sample_run.records():
+        for at, record in sample_run.records() if life is None else life:
             if at <= sample_run.START + until:
                 if isinstance(record, r.RunRecord):
                     record = replace(
                         record, controller_pid=os.getpid(), controller_started=started or 0.0
                     )
                 journal.save(record)
-        for record in extra or []:
+        for record in extra:
             journal.save(record)
     with Reader(run_dir) as reader:
         return summary(reader, now=sample_run.START + until)
@@ -93,6 +100,12 @@ def test_status_shows_for_every_slot_what_it_does(tmp_path: Path) -> None:
     assert "the trainer waits for" in text
 
 
+def test_status_shows_how_little_of_the_weights_travelled(tmp_path: Path) -> None:
+    value = live(tmp_path, 150.0)
+    text = drawn(status_view(value, now=sample_run.START + 150.0))
+    assert re.search(r"pulled +\d+ of \d+ pulls sent only changes, all 7.1% of the bytes of", text)
+
+
 def test_long_host_names_and_big_numbers_keep_the_table_whole(tmp_path: Path) -> None:
     value = live(tmp_path, 150.0, many_slots(48))
     text = drawn(status_view(value, now=sample_run.START + 150.0))
@@ -100,6 +113,102 @@ def test_long_host_names_and_big_numbers_keep_the_table_whole(tmp_path: Path) ->
     assert "unreachable" in text
     assert "123456 ✗" in text
     assert text.count("gpu-0") == 48
+
+
+def test_status_shows_the_queue_the_moves_and_how_good_the_estimates_were(tmp_path: Path) -> None:
+    value = live(tmp_path, 150.0)
+    text = drawn(status_view(value, now=sample_run.START + 150.0))
+    assert re.search(r"queue +\d+ wait, \d+ of 96 seats taken", text)
+    assert re.search(r"placement +[\d,]+ of [\d,]+ turns went on at another server \(1\d%\)", text)
+    assert re.search(
+        r"estimates +\d+ / \d+ / \d+% came below p10 / p50 / p90 +median off ×1.3", text
+    )
+
+
+def line_of(text: str, start: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.strip().startswith(start)]
+    return line.split()
+
+
+def test_a_move_under_way_shows_its_phase_and_for_how_long(tmp_path: Path) -> None:
+    until = sample_run.LEAVES_AT - sample_run.START + 3.4 + 2.2 + 5.0
+    value = live(tmp_path, until, life=sample_run.moving())
+    text = drawn(status_view(value, now=sample_run.START + until))
+    assert line_of(text, "1 ") == [
+        "1",
+        "local/1",
+        "rollout",
+        "gradient",
+        "start",
+        "for",
+        "5.0",
+        "s",
+        "11",
+        "s",
+    ]
+    assert "plan 2 (planner): steps predicted 18% shorter, not observed yet" in text
+    assert widest(text) <= 80
+
+
+def test_moves_that_are_done_show_what_they_took_and_what_the_newest_plan_gains(
+    tmp_path: Path,
+) -> None:
+    value = live(tmp_path, 1000.0, life=sample_run.moving())
+    text = drawn(status_view(value, now=sample_run.START + 1000.0))
+    assert line_of(text, "1 ") == ["1", "local/1", "rollout", "gradient", "done", "16", "s"]
+    assert line_of(text, "2 ") == ["2", "local/1", "gradient", "rollout", "done", "13", "s"]
+    assert "plan 3 (order): steps predicted 5% longer, observed unchanged" in text
+    assert "plan 2" not in text
+
+
+def test_a_move_that_failed_says_why(tmp_path: Path) -> None:
+    why = "the gradient worker did not start; the slot serves again"
+    at = sample_run.START + 100.0
+    failed = r.MoveRecord(1, 2, "local/1", "rollout", "gradient", "failed", at, at + 9, "[]", why)
+    text = drawn(status_view(live(tmp_path, 150.0, [failed]), now=sample_run.START + 150.0))
+    assert line_of(text, "1 ") == ["1", "local/1", "rollout", "gradient", "failed", "9.0", "s"]
+    assert f"✗ move 1 of local/1: {why}" in text
+
+
+def test_moves_of_long_names_and_many_hours_fit_80_columns(tmp_path: Path) -> None:
+    slot, phases = "gpu-07.rack.example.org/12", json.dumps([["drain", sample_run.START, None]])
+    move = r.MoveRecord(
+        1234, 99, slot, "rollout", "gradient", "drain", sample_run.START, None, phases, ""
+    )
+    plan = r.PlanRecord(99, 0.0, "[]", "[]", "[]", "[]", "planner", 1.0, 9.0, 5.0, 100.0, 0.1)
+    begun = [(at, record) for at, record in sample_run.records() if at < sample_run.START + 150]
+    value = live(tmp_path, 86_000.0, [move, plan], begun)
+    text = drawn(status_view(value, now=sample_run.START + 86_000.0))
+    assert widest(text) <= 80
+    assert "drain" in text
+    assert "23:53:20" in text
+    assert "plan 99 (planner): steps predicted 800% longer, observed 100% shorter" in text
+
+
+def test_a_first_plan_gains_nothing_and_says_nothing(tmp_path: Path) -> None:
+    value = live(tmp_path, 150.0)
+    assert "plan 1" not in drawn(status_view(value, now=sample_run.START + 150.0))
+
+
+def test_buckets_with_long_names_and_big_numbers_fit_80_columns(tmp_path: Path) -> None:
+    value = live(tmp_path, 150.0)
+    big = {
+        **value["buckets"][0],
+        "bucket": "a-very-long-bucket-name",
+        "up_to_tokens": 131_072,
+        "waiting": 99_999,
+        "occupancy": 1.0,
+        "turns": 12_345_678,
+        "moved_in": 1_234_567,
+        "moved_out": 1_234_567,
+        "off_by": 12.3,
+        "right": 0.5,
+    }
+    value["buckets"] = [big, big]  # type: ignore[list-item]
+    text = drawn(status_view(value, now=sample_run.START + 150.0))
+    assert widest(text) <= 80
+    assert text.count("12,345,678") == 2
+    assert text.count("×12") == 2
 
 
 def test_a_label_is_cut_in_the_host_and_never_in_the_index() -> None:
@@ -184,10 +293,12 @@ class Clock:
         return self.now
 
 
-def replayed(console: Console, until: float) -> Progress:
+def replayed(
+    console: Console, until: float, life: Iterable[tuple[float, r.Record]] | None = None
+) -> Progress:
     clock = Clock()
     progress = Progress(console, name="quickstart", clock=clock)
-    for at, record in sample_run.records():
+    for at, record in sample_run.records() if life is None else life:
         if at > sample_run.START + until:
             break
         clock.now = at
@@ -209,6 +320,27 @@ def test_without_a_terminal_every_step_is_one_plain_line() -> None:
     assert any("the server died (exit code -9)" in line for line in lines)
     assert lines[-1].endswith("stopping: 3 processes")
     assert len(lines) < 75
+
+
+def test_without_a_terminal_every_phase_of_a_move_is_one_plain_line() -> None:
+    out = io.StringIO()
+    replayed(Console(file=out, width=80), 1000.0, sample_run.moving())
+    lines = [line.split("  ", 1)[1] for line in out.getvalue().splitlines()]
+    moves = [line for line in lines if line.startswith("move 1:")]
+    phases = ("drain", "stop", "start", "sync", "join", "done")
+    assert moves == [f"move 1: slot local/1 from rollout to gradient: {phase}" for phase in phases]
+    plans = [line for line in lines if line.startswith("plan")]
+    assert plans[1] == "plan 2 (planner): training takes 1.6 times as long as rollout"
+    assert len(plans) == 3, "what a plan gained does not make it another plan"
+
+
+def test_while_a_slot_moves_its_phase_is_there_and_then_no_more() -> None:
+    began = sample_run.LEAVES_AT - sample_run.START
+    text = drawn(replayed(Console(file=io.StringIO()), began + 9.0, sample_run.moving()))
+    assert re.search(r"move +local/1 from rollout to gradient: start for 3.4 s", text)
+    assert widest(text) <= 80
+    text = drawn(replayed(Console(file=io.StringIO()), began + 20.0, sample_run.moving()))
+    assert "from rollout to gradient" not in text
 
 
 def test_plain_lines_survive_an_encoding_without_the_letters() -> None:

@@ -16,8 +16,8 @@ import pytest
 
 from libra_cli.core.types import Outcome, TrajectoryId
 from libra_cli.edge.episodes import LONGEST_OBSERVATION, Episodes
+from libra_cli.edge.hosts.threads import Threads
 from libra_cli.edge.renderer import Renderer
-from libra_cli.edge.threads import Threads
 from libra_cli.envs import registry
 from libra_cli.envs.protocol import ToolFailed, function
 from libra_cli.errors import EnvironmentBroken

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from libra_cli.core import records as r
 from libra_cli.edge import journal as journal_module
 from libra_cli.edge.journal import COLUMNS, DATABASE, RECORDS, Journal
-from libra_cli.edge.reader import Reader
+from libra_cli.edge.show.reader import Reader
 from libra_cli.errors import StateError
 from tests import sample_run
 

@@ -13,8 +13,16 @@ import pytest
 
 from libra_cli.core import records as r
 from libra_cli.edge.journal import Journal
-from libra_cli.edge.monitors import Summary, newest_run, process_started, smooth, summary, to_json
-from libra_cli.edge.reader import Reader
+from libra_cli.edge.show.monitors import (
+    Summary,
+    newest_run,
+    process_started,
+    smooth,
+    summary,
+    to_json,
+)
+from libra_cli.edge.show.plans import changes, plans
+from libra_cli.edge.show.reader import Reader
 from libra_cli.errors import StateError
 from tests import sample_run
 from tests.sample_run import run_record, slot_record, step_record
@@ -35,7 +43,13 @@ def told(run_dir: Path, records: Iterable[r.Record] = (), now: float = _NOW) -> 
 
 
 def sync(
-    slot: str, version: int, *, published: float, served: float, ok: bool = True
+    slot: str,
+    version: int,
+    *,
+    published: float,
+    served: float,
+    ok: bool = True,
+    sent: tuple[int, str] = (9, "full"),
 ) -> r.SyncRecord:
     seconds = served + 0.1
     gap = 1e-5 if ok else 0.3
@@ -50,6 +64,7 @@ def sync(
         0.1,
         0.1,
         9,
+        *(sent if ok else (0, "")),
         gap,
         ok,
         "" if ok else f"the probe differs by {gap}",
@@ -72,6 +87,39 @@ def trajectory(
     )
 
 
+TWO_BUCKETS = [["a/0", "short", 1, 4, 100], ["a/1", "short", 1, 4, 100], ["a/2", "long", 2, 2, 900]]
+
+
+def plan(servers: list[list[object]]) -> r.PlanRecord:
+    return r.PlanRecord(0, 0.0, json.dumps(servers), '["b/0"]', "[]")
+
+
+def turn(
+    group_id: int, number: int, slot: str, generated: int, expected: float, moved_from: str = ""
+) -> r.TurnRecord:
+    """Member 0; p10, p50 and p90 are half, all and twice of what is expected."""
+    return r.TurnRecord(
+        group_id=group_id,
+        member=0,
+        attempt=0,
+        turn=number,
+        slot=slot,
+        epoch=1,
+        queued_at=0.0,
+        started_at=0.0,
+        ended_at=1.0,
+        prompt_tokens=10,
+        generated_tokens=generated,
+        finish_reason="stop",
+        moved_from=moved_from,
+        expected_tokens=expected,
+        expected_p10=expected / 2,
+        expected_p50=expected,
+        expected_p90=expected * 2,
+        tools_json="[]",
+    )
+
+
 def test_the_object_has_every_key_other_tools_were_promised(tmp_path: Path) -> None:
     sample_run.write(tmp_path / "run")
     with Reader(tmp_path / "run") as reader:
@@ -86,6 +134,7 @@ def test_the_object_has_every_key_other_tools_were_promised(tmp_path: Path) -> N
     assert all(server["verified"] and server["version"] == 40 for server in value["servers"])
     assert len(value["slots"]) == 3
     assert value["moves"] == []
+    assert value["plans"] == [value["plan"]]
     assert value["run"]["state"] == "finished"
 
 
@@ -104,6 +153,9 @@ def test_what_nobody_knows_yet_is_null(tmp_path: Path) -> None:
     assert set(value["idle"].values()) == {None}
     assert (value["logprob_gap"], value["tokens_per_s"], value["step_s"]) == (None, None, None)
     assert (value["checkpoint"], value["plan"], value["errors"]) == (None, None, [])
+    assert value["buckets"] == []
+    assert value["placement"] == {"turns": 0, "moved": 0, "moved_share": None}
+    assert set(value["estimates"].values()) == {0, None}
 
 
 def test_a_reward_that_is_not_a_number_is_null_and_not_broken_json(tmp_path: Path) -> None:
@@ -212,6 +264,22 @@ def test_a_sync_lasts_until_the_last_server_serves_the_version(tmp_path: Path) -
     assert value["mean_s"] == pytest.approx(0.4)
 
 
+def test_what_travelled_is_told_beside_what_full_copies_would_have_been(tmp_path: Path) -> None:
+    rows: list[r.Record] = [
+        slot_record("a/0", "rollout", "serving", 0.0),
+        sync("a/0", 1, published=0.0, served=1.0, sent=(10, "full")),
+        sync("a/1", 1, published=0.0, served=1.0, sent=(0, "local")),
+        sync("a/2", 1, published=0.0, served=1.0, ok=False),
+        sync("a/0", 2, published=2.0, served=3.0, sent=(1, "delta")),
+    ]
+    value = told(tmp_path, rows)
+    sync_part = value["sync"]
+    assert (sync_part["full"], sync_part["delta"], sync_part["local"]) == (1, 1, 1)
+    assert (sync_part["sent_bytes"], sync_part["full_bytes"]) == (11, 18)
+    (server,) = value["servers"]
+    assert (server["sync_kind"], server["sync_sent_bytes"]) == ("delta", 1)
+
+
 def test_what_is_broken_is_named(tmp_path: Path) -> None:
     rows: list[r.Record] = [
         r.NodeRecord("gpu-01", "10.0.0.1", "unreachable", 0.0, "{}", "timed out"),
@@ -225,10 +293,162 @@ def test_what_is_broken_is_named(tmp_path: Path) -> None:
     ]
 
 
+def test_each_bucket_tells_its_queue_its_seats_and_who_came_and_left(tmp_path: Path) -> None:
+    rows: list[r.Record] = [
+        plan(TWO_BUCKETS),
+        slot_record("a/0", "rollout", "serving", 0.0, bucket="short", running=2, waiting=5),
+        slot_record("a/1", "rollout", "serving", 0.0, bucket="short", running=1, waiting=1),
+        slot_record("a/2", "rollout", "serving", 0.0, bucket="long", running=2, waiting=0),
+        step_record(1, _NOW, started_at=_NOW - 2, waited_s=3.0),
+        *(sample(slot, _NOW - 1, 1) for slot in ("a/0", "a/1", "a/2")),
+        turn(0, 0, "a/0", 5, 0.0),
+        turn(0, 1, "a/1", 5, 0.0, moved_from="a/0"),
+        turn(0, 2, "a/2", 5, 0.0, moved_from="a/1"),
+        turn(1, 0, "a/2", 5, 0.0),
+        turn(1, 1, "a/2", 5, 0.0),
+    ]
+    value = told(tmp_path, rows)
+    short, long = value["buckets"]
+    assert (short["bucket"], short["up_to_tokens"], short["servers"]) == ("short", 100, 2)
+    assert (short["running"], short["waiting"], short["seats"]) == (3, 6, 8)
+    assert (long["running"], long["waiting"], long["seats"]) == (2, 0, 2)
+    assert short["occupancy"] == 0.5
+    assert [bucket["turns"] for bucket in (short, long)] == [2, 3]
+    assert (short["moved_in"], short["moved_out"]) == (0, 1), "a move within is none"
+    assert (long["moved_in"], long["moved_out"]) == (1, 0)
+    assert value["placement"] == {"turns": 3, "moved": 2, "moved_share": pytest.approx(2 / 3)}
+
+
+def test_estimates_are_judged_by_what_finished_trajectories_had_left(tmp_path: Path) -> None:
+    rows: list[r.Record] = [
+        plan(TWO_BUCKETS),
+        # 200, 150 and 50 left when the turns were placed.
+        turn(0, 0, "a/2", 50, 800.0),
+        turn(0, 1, "a/0", 100, 150.0),
+        turn(0, 2, "a/0", 50, 25.0),
+        trajectory(0, 0, "finished"),
+        turn(1, 0, "a/0", 7, 1.0),
+        trajectory(1, 0, "running"),
+        turn(2, 0, "a/0", 7, 0.0),
+        trajectory(2, 0, "finished"),
+    ]
+    hits = told(tmp_path, rows)["estimates"]
+    assert hits["turns"] == 3, "running ones, and turns without an estimate, tell nothing"
+    assert hits["below_p10"] == pytest.approx(1 / 3)
+    assert hits["below_p50"] == pytest.approx(2 / 3)
+    assert hits["below_p90"] == pytest.approx(1.0)
+    assert hits["off_by"] == pytest.approx(2.0)
+    assert hits["right_bucket"] == pytest.approx(1.0)
+    assert hits["placed_right"] == pytest.approx(2 / 3)
+
+
+def test_with_one_bucket_no_bucket_is_right_or_wrong(tmp_path: Path) -> None:
+    rows: list[r.Record] = [
+        plan(TWO_BUCKETS[:2]),
+        turn(0, 0, "a/0", 50, 40.0),
+        trajectory(0, 0, "finished"),
+    ]
+    value = told(tmp_path, rows)
+    assert value["estimates"]["right_bucket"] is None
+    assert value["estimates"]["placed_right"] is None
+    assert [bucket["right"] for bucket in value["buckets"]] == [None]
+
+
 def test_moves_are_told_in_the_documented_words(tmp_path: Path) -> None:
-    move = r.MoveRecord(1, "a/0", "rollout", "gradient", "done", 5.0, 9.0, "training starves")
-    (value,) = told(tmp_path, [move])["moves"]
-    assert (value["slot"], value["from"], value["to"]) == ("a/0", "rollout", "gradient")
+    phases = json.dumps([["drain", 5.0, 6.5], ["stop", 6.5, 9.0]])
+    moved = r.MoveRecord(1, 1, "a/0", "rollout", "gradient", "done", 5.0, 9.0, phases, "asked for")
+    (value,) = told(tmp_path, [moved])["moves"]
+    assert value == {
+        "move": 1,
+        "plan": 1,
+        "slot": "a/0",
+        "from": "rollout",
+        "to": "gradient",
+        "state": "done",
+        "phases": [
+            {"phase": "drain", "began": 5.0, "ended": 6.5, "seconds": 1.5},
+            {"phase": "stop", "began": 6.5, "ended": 9.0, "seconds": 2.5},
+        ],
+        "predicted_gain": None,
+        "observed_gain": None,
+        "started_at": 5.0,
+        "ended_at": 9.0,
+        "detail": "asked for",
+    }
+
+
+@pytest.mark.parametrize("ended_at", [None, _NOW - 5.0])
+def test_a_phase_under_way_lasts_until_now_or_until_the_run_ended(
+    tmp_path: Path, ended_at: float | None
+) -> None:
+    phases = json.dumps([["stop", _NOW - 30.0, _NOW - 20.0], ["start", _NOW - 20.0, None]])
+    began = _NOW - 30.0
+    moving = r.MoveRecord(1, 1, "a/0", "rollout", "gradient", "start", began, None, phases, "")
+    rows: list[r.Record] = [moving]
+    if ended_at is not None:
+        rows.append(run_record("stopped", ended_at=ended_at))
+    (value,) = told(tmp_path, rows)["moves"]
+    assert [phase["seconds"] for phase in value["phases"]] == [10.0, 20.0 if not ended_at else 15.0]
+    assert value["phases"][-1]["ended"] is None
+    assert value["ended_at"] is None
+
+
+def test_plans_tell_who_does_what_and_what_it_gains(tmp_path: Path) -> None:
+    sample_run.write_moving(tmp_path / "run")
+    with Reader(tmp_path / "run") as reader:
+        value = json.loads(to_json(summary(reader, now=_NOW)))
+    first, away, home = value["plans"]
+    assert value["plan"] == home
+    assert (first["cause"], first["predicted_gain"], first["observed_gain"]) == (
+        "start",
+        None,
+        None,
+    )
+    assert (away["cause"], away["train"], away["gradient"]) == (
+        "planner",
+        [sample_run.TRAINER],
+        [sample_run.HYBRID],
+    )
+    assert away["servers"] == [
+        {
+            "slot": sample_run.SERVERS[0],
+            "bucket": "short",
+            "tensor_parallel": 1,
+            "max_num_seqs": 48,
+            "up_to_tokens": 1024,
+        }
+    ]
+    assert (away["predicted_before_s"], away["predicted_after_s"], away["cost_s"]) == (
+        5.1,
+        4.2,
+        9.0,
+    )
+    assert away["predicted_gain"] == pytest.approx(1 - 4.2 / 5.1)
+    assert away["observed_gain"] == pytest.approx(1 - 4.55 / 5.3)
+    assert home["predicted_gain"] < 0 == home["observed_gain"]
+    gains = [(move["predicted_gain"], move["observed_gain"]) for move in value["moves"]]
+    assert gains == [(plan["predicted_gain"], plan["observed_gain"]) for plan in (away, home)]
+
+
+def test_a_gain_is_null_until_both_of_its_times_are_known(tmp_path: Path) -> None:
+    chosen = r.PlanRecord(1, 0.0, "[]", "[]", "[]", "[]", "planner", 5.0, None, 1.0, 0.0, 4.0)
+    (value,) = told(tmp_path, [chosen])["plans"]
+    assert (value["predicted_gain"], value["observed_gain"]) == (None, None)
+
+
+def test_a_plan_is_told_by_what_it_changes(tmp_path: Path) -> None:
+    sample_run.write_moving(tmp_path / "run")
+    with Reader(tmp_path / "run") as reader:
+        first, away, home = plans(reader)
+    assert changes(None, first) == []
+    assert changes(first, away) == ["local/1 rollout → gradient"]
+    assert changes(away, home) == ["local/1 gradient → rollout"]
+    wider = {**home["servers"][1], "bucket": "long", "tensor_parallel": 2, "max_num_seqs": 8}
+    longer = {**home, "servers": [home["servers"][0], wider], "train": []}
+    assert changes(home, longer) == [  # type: ignore[arg-type]
+        "local/1 rollout (short, TP 1, 48 seats) → rollout (long, TP 2, 8 seats)",
+        "local/2 train → idle",
+    ]
 
 
 def test_a_run_whose_controller_lives_is_running(tmp_path: Path) -> None:

@@ -1,183 +1,145 @@
-"""The fixed planner keeps the split of the recipe, or says with both numbers why it cannot."""
+"""The planner gives the split whose longer half is shortest, with reasons, or names what fails."""
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
+from dataclasses import replace
+from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_cli.core.planner import (
-    FixedPlanner,
-    PlanError,
-    initial_plan,
-    processes_per_node,
-    slots_of,
+from libra_cli.core.planning.costs import NothingFits, TrainingShape
+from libra_cli.core.planning.planner import PlannerSettings, Search, propose
+from libra_cli.core.planning.rollout_table import PlannedBucket
+from libra_cli.core.planning.workload import Sample, Workload
+from libra_cli.sim.profiles import load_profile
+
+PROFILE = load_profile("a800-qwen3-14b")
+EXACT = PlannerSettings(tolerance=0.0, mixed_gain=0.0, one_bucket_a_shape=False)
+
+
+def heavy_tailed(mean: float, *, seed: int = 0, number: int = 256, batch: int = 512) -> Workload:
+    random = Random(seed)
+    lengths = (int(mean * random.lognormvariate(-0.5, 1.0)) for _ in range(number))
+    return Workload(
+        tuple(Sample(500, min(38_000, max(1, n)), 1000, 5, 5.0) for n in lengths), batch
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(mean=st.floats(200, 15_000), gpus=st.integers(8, 24), seed=st.integers(0, 99))
+def test_the_split_equals_exhaustive_search(mean: float, gpus: int, seed: int) -> None:
+    work = heavy_tailed(mean, seed=seed, number=32)
+    search = Search(PROFILE, work, gpus, EXACT)
+    every = []
+    for split in range(1, gpus):
+        training = search.tree.best(gpus - split)
+        if training is not None:
+            equal_s = search.table.buckets_s(search.uniform(split))
+            every.append(max(min(search.table.seconds(split), equal_s), training.seconds))
+    assert search.best().step_s == pytest.approx(min(every), rel=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    mean=st.floats(200, 15_000),
+    gpus=st.integers(8, 64),
+    unit=st.sampled_from([1, 2, 4]),
+    seed=st.integers(0, 99),
 )
-from libra_cli.core.types import Pool
-from libra_cli.recipe import Recipe
+def test_a_proposal_fits_the_budget_and_every_memory(
+    mean: float, gpus: int, unit: int, seed: int
+) -> None:
+    work = heavy_tailed(mean, seed=seed, number=64)
+    layout = propose(PROFILE, work, gpus, PlannerSettings(unit=unit)).layout
+    assert layout.rollout_gpus + layout.training_gpus <= gpus
+    assert layout.training_gpus % unit == 0
+    facts = PROFILE.facts
+    for bucket in layout.buckets:
+        held = PROFILE.servers[bucket.tensor_parallel].kv_tokens
+        assert facts.server_gib(bucket.tensor_parallel, held) <= facts.usable_gib
+    assert PROFILE.training.memory_gib(layout.training, work.longest.context) <= facts.usable_gib
 
 
-def recipe_of(*nodes: dict[str, Any], buckets: list[dict[str, Any]] | None = None) -> Recipe:
-    rollout = {"buckets": buckets} if buckets else {}
-    return Recipe.model_validate({"nodes": nodes, "model": {"path": "/m"}, "rollout": rollout})
+@pytest.mark.parametrize("mean", [1000, 5000, 11_500])
+def test_a_proposal_is_near_the_best_and_says_why(mean: float) -> None:
+    work = heavy_tailed(mean)
+    loose, exact = propose(PROFILE, work, 48), propose(PROFILE, work, 48, EXACT)
+    assert loose.step_s <= exact.step_s * 1.4
+    assert loose.step_s == max(loose.rollout_s, loose.train_s)
+    assert f"{loose.rollout_s:.1f} s" in loose.reasons[1]
+    assert loose.binding in loose.reasons[1]
+    assert loose.runner_up is not None
+    assert loose.runner_up[0] != loose.layout
+    assert loose.runner_up[1].step_s >= loose.step_s
 
 
-def test_a_node_is_one_slot_with_all_its_gpus_unless_split() -> None:
-    slots = slots_of(recipe_of({"host": "a", "gpus": 4}, {"host": "b", "gpus": 4, "slots": 2}))
-    assert [(slot.id, slot.gpus) for slot in slots] == [
-        ("a/0", (0, 1, 2, 3)),
-        ("b/0", (0, 1)),
-        ("b/1", (2, 3)),
+@pytest.mark.parametrize("mean", [1000, 5000, 11_500])
+def test_servers_of_one_shape_share_a_bucket(mean: float) -> None:
+    settings = PlannerSettings(mixed_gain=0.0)
+    layout = propose(PROFILE, heavy_tailed(mean), 48, settings).layout
+    shapes = [bucket.tensor_parallel for bucket in layout.buckets]
+    assert shapes == sorted(set(shapes))
+    lengths = [bucket.up_to_tokens for bucket in layout.buckets]
+    assert lengths == sorted(lengths)
+
+
+def test_longer_trajectories_want_more_gpus_for_rollout() -> None:
+    shares = [
+        propose(PROFILE, heavy_tailed(mean), 48).layout.rollout_gpus for mean in (300, 1500, 5000)
     ]
-    assert {slot.pool for slot in slots} == {Pool.HYBRID}
+    assert shares == sorted(shares)
+    assert shares[0] < shares[-1]
 
 
-def test_the_pools_of_the_recipe_are_kept() -> None:
-    plan = initial_plan(
-        recipe_of({"host": "local", "slots": 3, "pool": ["rollout", "train", "rollout"]})
-    )
-    assert plan.train == ("local/1",)
-    assert [slot for slot, _ in plan.servers] == ["local/0", "local/2"]
-    assert plan.reasons
+def test_equal_servers_are_taken_where_no_mix_is_much_better() -> None:
+    work = Workload((Sample(500, 4000),), 512)
+    assert len(propose(PROFILE, work, 16).layout.buckets) == 1
 
 
-@pytest.mark.parametrize(("slots", "train"), [(2, 1), (3, 1), (4, 2), (6, 2), (7, 3), (9, 3)])
-def test_a_third_of_free_slots_trains_rounded_up(slots: int, train: int) -> None:
-    plan = initial_plan(recipe_of({"host": "local", "slots": slots}))
-    assert plan.train == tuple(f"local/{index}" for index in range(train))
+def test_a_layout_that_cannot_run_takes_for_ever() -> None:
+    search = Search(PROFILE, heavy_tailed(2000), 16, EXACT)
+    layout = search.best().layout
+    tight = replace(layout, training=TrainingShape(1, 1, 1))
+    assert search.times(tight).train_s == float("inf")
+    wrong = replace(layout, buckets=(PlannedBucket(16, 1, 9999, 8),))
+    assert search.times(wrong).rollout_s == float("inf")
 
 
-def test_pools_that_are_given_count_toward_the_third() -> None:
-    nodes = [{"host": f"n{index}"} for index in range(6)]
-    nodes[5]["pool"] = "train"
-    assert initial_plan(recipe_of(*nodes)).train == ("n0/0", "n5/0")
+def test_a_colocated_layout_adds_its_halves() -> None:
+    search = Search(PROFILE, heavy_tailed(2000), 16, EXACT)
+    layout = search.best().layout
+    apart = search.times(layout)
+    together = search.times(replace(layout, colocated=True))
+    assert together.step_s == pytest.approx(apart.rollout_s + apart.train_s)
 
 
-def test_free_slots_take_the_half_nobody_has() -> None:
-    plan = initial_plan(recipe_of({"host": "a", "slots": 3, "pool": "train"}, {"host": "b"}))
-    assert plan.train == ("a/0", "a/1", "a/2")
-    plan = initial_plan(recipe_of({"host": "a", "slots": 3, "pool": "rollout"}, {"host": "b"}))
-    assert plan.train == ("b/0",)
+def test_a_budget_too_small_for_the_trainer_says_what_it_lacks() -> None:
+    with pytest.raises(NothingFits) as error:
+        propose(PROFILE, heavy_tailed(2000), 3)
+    assert error.value.constraint == "trainer memory"
 
 
-def test_every_train_node_gets_the_same_number_of_processes() -> None:
-    """A third of 12 is 4: all of node a and one of b, which no launcher can start."""
-    nodes = [{"host": name, "slots": 3} for name in "abcd"]
-    plan = initial_plan(recipe_of(*nodes))
-    assert plan.train == ("a/0", "a/1", "a/2", "b/0", "b/1", "b/2")
+def test_a_budget_too_small_for_both_says_the_least() -> None:
+    work = heavy_tailed(2000)
+    least = next(gpus for gpus in range(2, 48) if _fits(work, gpus))
+    with pytest.raises(NothingFits, match="too few") as error:
+        propose(PROFILE, work, least - 1)
+    assert f"at least {least} GPUs" in error.value.hint
 
 
-def test_fewer_slots_train_when_more_would_leave_nobody_to_serve() -> None:
-    plan = initial_plan(recipe_of({"host": "a"}, {"host": "b", "slots": 3}))
-    assert plan.train == ("a/0", "b/0")
-    plan = initial_plan(recipe_of({"host": "a", "slots": 2}, {"host": "b", "slots": 2}))
-    assert plan.train == ("a/0", "a/1")
-    plan = initial_plan(
-        recipe_of({"host": "a", "slots": 2}, {"host": "b"}, {"host": "c", "pool": "train"})
-    )
-    assert plan.train == ("a/0", "c/0")
+def test_weights_that_do_not_fit_a_gpu_leave_that_shape_out() -> None:
+    facts = replace(PROFILE.facts, parameters=40e9)
+    profile = replace(PROFILE, training=replace(PROFILE.training, facts=facts))
+    with pytest.raises(NothingFits) as error:
+        propose(profile, heavy_tailed(2000), 16)
+    assert error.value.constraint == "server memory"
 
 
-def test_buckets_with_a_count_are_filled_first() -> None:
-    plan = initial_plan(
-        recipe_of(
-            {"host": "a", "gpus": 2, "pool": "train"},
-            {"host": "b", "gpus": 8, "slots": 4, "pool": "rollout"},
-            buckets=[
-                {"name": "short", "tensor_parallel": 2, "up_to_tokens": 128},
-                {"name": "long", "tensor_parallel": 2, "slots": 1, "max_num_seqs": 8},
-            ],
-        )
-    )
-    assert [(slot, bucket.name) for slot, bucket in plan.servers] == [
-        ("b/0", "long"),
-        ("b/1", "short"),
-        ("b/2", "short"),
-        ("b/3", "short"),
-    ]
-    by_name = {bucket.name: bucket for _, bucket in plan.servers}
-    assert by_name["short"].up_to_tokens == 128
-    assert by_name["long"].up_to_tokens == 1024
-    assert by_name["long"].max_num_seqs == 8
-
-
-def test_a_bucket_takes_only_slots_of_its_shape() -> None:
-    plan = initial_plan(
-        recipe_of(
-            {"host": "a", "gpus": 8, "pool": "train"},
-            {"host": "b", "gpus": 8, "slots": 4, "pool": "rollout"},
-            {"host": "c", "gpus": 8, "pool": "rollout"},
-            buckets=[
-                {"name": "short", "tensor_parallel": 2},
-                {"name": "long", "tensor_parallel": 8},
-            ],
-        )
-    )
-    assert Counter(bucket.name for _, bucket in plan.servers) == {"short": 4, "long": 1}
-    assert dict(plan.servers)["c/0"].name == "long"
-
-
-def test_gpus_and_none_cannot_train_together() -> None:
-    with pytest.raises(PlanError, match="cannot form one world"):
-        initial_plan(
-            recipe_of(
-                {"host": "a", "gpus": 1, "pool": "train"},
-                {"host": "b", "pool": "train"},
-                {"host": "c", "pool": "rollout"},
-            )
-        )
-
-
-def test_trainer_processes_are_one_a_gpu_or_one_a_slot() -> None:
-    slots = slots_of(recipe_of({"host": "a", "gpus": 4, "slots": 2}, {"host": "b", "slots": 3}))
-    train = frozenset({"a/1", "b/0", "b/2"})
-    assert processes_per_node(slots, train) == {"a": 2, "b": 2}
-
-
-def test_the_fixed_planner_never_changes_its_mind() -> None:
-    recipe = recipe_of({"host": "local", "slots": 4})
-    plan = FixedPlanner().propose(recipe, None)
-    assert FixedPlanner().propose(recipe, plan) is plan
-
-
-_NODES = st.lists(
-    st.integers(1, 4).flatmap(
-        lambda slots: st.fixed_dictionaries(
-            {
-                "slots": st.just(slots),
-                "gpus": st.sampled_from([0, slots, 2 * slots]),
-                "pool": st.lists(
-                    st.sampled_from(["rollout", "train", "hybrid", "auto"]),
-                    min_size=slots,
-                    max_size=slots,
-                ),
-            }
-        )
-    ),
-    min_size=1,
-    max_size=5,
-)
-
-
-@given(nodes=_NODES)
-def test_a_plan_gives_every_slot_one_role_or_there_is_a_reason(nodes: list[dict[str, Any]]) -> None:
-    named = [{"host": f"n{index}", **node} for index, node in enumerate(nodes)]
-    shapes = [{"name": f"tp{degree}", "tensor_parallel": degree} for degree in (1, 2)]
-    for buckets in (shapes, shapes[:1], shapes[1:]):
-        recipe = recipe_of(*named, buckets=buckets)
-        try:
-            plan = initial_plan(recipe)
-        except PlanError:
-            continue
-        slots = {slot.id: slot for slot in slots_of(recipe)}
-        assert sorted([*plan.train, *(slot for slot, _ in plan.servers)]) == sorted(slots)
-        assert plan.train
-        assert plan.servers
-        assert all(slots[slot].pool is not Pool.ROLLOUT for slot in plan.train)
-        assert all(slots[slot].pool is not Pool.TRAIN for slot, _ in plan.servers)
-        assert all(max(len(slots[s].gpus), 1) == b.tensor_parallel for s, b in plan.servers)
-        shares = processes_per_node(tuple(slots.values()), frozenset(plan.train))
-        assert len(set(shares.values())) == 1
+def _fits(work: Workload, gpus: int) -> bool:
+    try:
+        propose(PROFILE, work, gpus)
+    except NothingFits:
+        return False
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 
@@ -16,6 +17,7 @@ from libra_cli.envs.pointer_chase import (
     PointerChase,
     Store,
     demonstration,
+    factor_at,
 )
 from libra_cli.envs.protocol import Environment, ToolCall, ToolFailed
 
@@ -86,7 +88,17 @@ def test_a_malformed_key_is_a_tool_error(key: object):
 
 
 @pytest.mark.parametrize(
-    "args", [{"failure_rate": 1.0}, {"failure_rate": -0.1}, {"hop_weights": []}]
+    "args",
+    [
+        {"failure_rate": 1.0},
+        {"failure_rate": -0.1},
+        {"hop_weights": []},
+        {"drift": [1.0, 0.0], "drift_tasks": 10},
+        {"drift": [1.0, math.inf], "drift_tasks": 10},
+        {"drift": [1.0, 4.0]},
+        {"drift_tasks": 10},
+        {"drift": [1.0, 4.0], "drift_tasks": -1},
+    ],
 )
 def test_impossible_arguments_are_refused(args: dict[str, object]):
     with pytest.raises(ValueError, match="must be"):
@@ -104,3 +116,50 @@ def test_an_expert_without_slips_always_scores_and_calls_one_tool_a_turn():
         assert answer == Store(str(task["salt"])).follow(str(task["start"]), int(task["hops"]))
         assert all(said.startswith(CALL_HEAD) and said.endswith(CALL_TAIL) for said, _ in calls)
         assert sum(read != BUSY for _, read in calls) == task["hops"]
+
+
+def _mean_hops(environment: PointerChase, tasks: range) -> float:
+    return sum(int(environment.task(index, 0)["hops"]) for index in tasks) / len(tasks)
+
+
+def test_a_drift_takes_the_mean_through_its_factors():
+    steady, drifting = PointerChase(), PointerChase(drift=[1, 2, 1], drift_tasks=4000)
+    for at, factor in ((0, 1.05), (1000, 1.5), (1950, 1.97), (3000, 1.5), (4000, 1.0), (9000, 1.0)):
+        near = range(at, at + 100) if factor > 1.0 else range(at, at + 1000)
+        unscaled = [int(steady.task(index, 0)["hops"]) for index in near]
+        expected = sum(min(8.0, hops * factor) for hops in unscaled) / len(unscaled)
+        assert _mean_hops(drifting, near) == pytest.approx(expected, rel=0.05)
+
+
+def test_scaled_hops_stay_between_one_and_what_the_model_has_practised():
+    many = PointerChase(drift=[100.0], drift_tasks=1)
+    few = PointerChase(drift=[0.01], drift_tasks=1)
+    longer = PointerChase(drift=[100.0], drift_tasks=1, hop_weights=[1.0] * 12)
+    assert {many.task(index, 0)["hops"] for index in range(200)} == {8}
+    assert {few.task(index, 0)["hops"] for index in range(200)} == {1}
+    assert {longer.task(index, 0)["hops"] for index in range(200)} == {12}
+
+
+@given(index=st.integers(0, 10**9), seed=st.integers(0, 10**9))
+def test_a_drifting_task_is_made_of_its_number_and_the_seed_alone(index: int, seed: int):
+    used = PointerChase(drift=[1.0, 4.0, 0.5], drift_tasks=1000)
+    used.task(index + 1, seed)
+    fresh = PointerChase(drift=[1.0, 4.0, 0.5], drift_tasks=1000)
+    assert used.task(index, seed) == fresh.task(index, seed)
+
+
+@given(index=st.integers(0, 10**9), seed=st.integers(0, 10**9))
+def test_a_factor_of_one_changes_nothing(index: int, seed: int):
+    drifting = PointerChase(drift=[1.0, 1.0], drift_tasks=1000)
+    assert drifting.task(index, seed) == PointerChase().task(index, seed)
+
+
+def test_a_task_without_drift_is_the_one_it_always_was():
+    assert PointerChase().task(7, 1) == {"start": "ig", "hops": 1, "salt": "1.7"}
+
+
+@pytest.mark.parametrize(
+    ("share", "factor"), [(0.0, 1.0), (0.25, 2.5), (0.5, 4.0), (0.75, 3.0), (1.0, 2.0), (7.0, 2.0)]
+)
+def test_factors_are_joined_by_straight_lines_and_the_last_one_holds(share: float, factor: float):
+    assert factor_at([1.0, 4.0, 2.0], share) == pytest.approx(factor)

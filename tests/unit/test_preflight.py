@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from libra_cli.core.planner import initial_plan
-from libra_cli.edge.answers import Holder
-from libra_cli.edge.cluster import how_it_ended
-from libra_cli.edge.preflight import problems
-from libra_cli.edge.processes import Exited, Facts, Gpu
+from libra_cli.core.split import initial_plan
+from libra_cli.edge.hosts.answers import Holder
+from libra_cli.edge.hosts.cluster import how_it_ended
+from libra_cli.edge.hosts.preflight import problems
+from libra_cli.edge.hosts.processes import Exited, Facts, Gpu
 from libra_cli.recipe import Recipe
 
 NOW = 1_790_000_000.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from libra_cli.core.commands import dry_run
-from libra_cli.core.planner import initial_plan, slots_of
+from libra_cli.core.split import initial_plan, slots_of
 from libra_cli.edge.recipes import load_recipe
 
 CHECKOUT = Path(__file__).parents[2]

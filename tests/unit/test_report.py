@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import subprocess
 import sys
@@ -13,9 +15,11 @@ import pytest
 
 from libra_cli.core import records as r
 from libra_cli.edge.journal import Journal
-from libra_cli.edge.report import write_report
+from libra_cli.edge.show.report import write_report
+from libra_cli.edge.show.slot_rows import SHADES
 from libra_cli.errors import StateError
 from tests import sample_run
+from tests.eyesight import EYES, seen
 
 _NOW = sample_run.START + 1000.0
 _LIMIT_BYTES = 300_000
@@ -84,12 +88,97 @@ def test_every_curve_that_was_asked_for_is_there(page_text: str) -> None:
     assert "local/1" in page.words
 
 
+@pytest.fixture(scope="module")
+def moving_text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    run_dir = sample_run.write_moving(tmp_path_factory.mktemp("moving") / "run")
+    return write_report(run_dir, now=_NOW).read_text(encoding="utf-8")
+
+
+def told(text: str) -> str:
+    """The words of a page, those of two cells apart."""
+    return " ".join(re.sub("<[^>]*>", " ", text).split())
+
+
+def test_plans_are_listed_with_what_they_change_and_gain(moving_text: str) -> None:
+    words = told(moving_text)
+    assert "2 1:18 planner local/1 rollout → gradient training takes 1.6 times" in words
+    assert "18% shorter (5.1 → 4.2 s) 14% shorter (5.3 → 4.55 s)" in words
+    assert "3 1:58 order local/1 gradient → rollout" in words
+    assert "5% longer (4.4 → 4.6 s) unchanged (4.5 → 4.5 s)" in words
+
+
+def test_moves_are_listed_with_the_seconds_of_their_phases(moving_text: str) -> None:
+    words = told(moving_text)
+    assert "after drain stop start sync verify join in all" in words
+    assert "1 2 local/1 rollout gradient done 1:18 3.4 s 2.2 s 8.6 s 1.1 s – 0.9 s 16 s" in words
+    assert "2 3 local/1 gradient rollout done 1:58 – 1.3 s 9.8 s 1.4 s 0.6 s 0.2 s 13 s" in words
+
+
+def test_another_plan_is_a_numbered_line_through_the_slots(
+    moving_text: str, page_text: str
+) -> None:
+    drawing = re.findall(r"<svg.*?</svg>", moving_text, flags=re.DOTALL)[-1]
+    assert [text for text in re.findall(r"<text[^>]*>([^<]*)", drawing) if len(text) == 1] == [
+        "2",
+        "3",
+    ]
+    assert "another plan" in moving_text
+    assert "another plan" not in page_text
+    assert "<h2>Plans</h2>" not in page_text, "one that never changed is told by the recipe"
+
+
+def test_the_legend_names_the_states_that_are_drawn_and_no_others(
+    moving_text: str, page_text: str
+) -> None:
+    assert "training (gradient worker)" in moving_text
+    assert "training (gradient worker)" not in page_text
+    assert "</i>draining" in moving_text
+    assert "</i>draining" not in page_text
+
+
+def test_a_run_of_many_moves_shows_the_newest(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        journal.save(sample_run.run_record("finished", ended_at=_NOW))
+        for number in range(1, 501):
+            at = sample_run.START + number
+            phases = f'[["drain", {at}, {at + 0.5}]]'
+            words = ("rollout", "gradient", "done", at, at + 0.5, phases, "")
+            journal.save(r.MoveRecord(number, number, "a/0", *words))
+            journal.save(r.PlanRecord(number, at, "[]", "[]", f'["why {number}"]'))
+            state = ("draining", "serving")[number % 2]
+            journal.save(sample_run.slot_record("a/0", "rollout", state, at))
+    text = write_report(tmp_path, now=_NOW).read_text(encoding="utf-8")
+    assert text.count("The newest 40 of 500.") == 2
+    assert "why 500" in text
+    assert "why 460" not in text
+    assert len(text.encode()) < _LIMIT_BYTES
+
+
 def test_its_colours_follow_the_reader(page_text: str) -> None:
     drawings = "".join(re.findall(r"<svg.*?</svg>", page_text, flags=re.DOTALL))
     assert "prefers-color-scheme: dark" in page_text
     assert set(re.findall(r"#[0-9a-f]{6}\b", drawings)) == set(), "a colour the page cannot change"
     used = set(re.findall(r"var\(--(\w+)\)", page_text))
-    assert used - {"key"} <= set(re.findall(r"--(\w+):", page_text))
+    light, dark = palettes(page_text)
+    assert used - {"key"} <= light.keys()
+    assert light.keys() == dark.keys()
+
+
+def palettes(page_text: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The colours of the light page and of the dark one."""
+    light, dark = re.findall(r":root \{(.*?)\}", page_text, flags=re.DOTALL)
+    pattern = r"--(\w+): (#[0-9a-f]{6})"
+    return dict(re.findall(pattern, light)), dict(re.findall(pattern, dark))
+
+
+@pytest.mark.parametrize("page", [0, 1], ids=["light", "dark"])
+@pytest.mark.parametrize("eyes", EYES)
+def test_the_states_of_a_slot_can_be_told_apart(page_text: str, page: int, eyes: str) -> None:
+    colours = palettes(page_text)[page]
+    shown = {name: seen(colours[name], eyes) for name in (*SHADES, "card")}
+    for one, other in itertools.combinations(shown, 2):
+        if {one, other} != {"idle", "card"}:
+            assert math.dist(shown[one], shown[other]) > 25, (one, other)
 
 
 def test_the_ids_of_one_drawing_do_not_reach_into_another(page_text: str) -> None:
@@ -114,7 +203,9 @@ def test_a_long_run_gives_a_file_of_the_same_size(tmp_path: Path) -> None:
             journal.save(sample_run.step_record(step, at, reward=reward, logprob_gap=gap))
             for slot in ("a/0", "a/1"):
                 times = (at, at + 0.2 + step % 5 / 10, at + 1.0)
-                journal.save(r.SyncRecord(slot, 1, step, 0, *times, 0.1, 0.1, 9, 1e-6, True, ""))
+                journal.save(
+                    r.SyncRecord(slot, 1, step, 0, *times, 0.1, 0.1, 9, 4, "delta", 1e-6, True, "")
+                )
                 journal.save(
                     sample_run.slot_record(slot, "rollout", ("serving", "joining")[step % 2], at)
                 )
@@ -151,7 +242,7 @@ def test_no_room_for_the_file_is_an_error_a_user_can_act_on(tmp_path: Path) -> N
 
 def test_the_views_start_without_the_drawing_library() -> None:
     script = (
-        "import sys; import libra_cli.edge.report, libra_cli.edge.progress;"
+        "import sys; import libra_cli.edge.show.report, libra_cli.edge.show.progress;"
         "sys.exit(sorted({'matplotlib', 'jinja2', 'numpy'} & set(sys.modules)) or None)"
     )
     root = Path(__file__).resolve().parents[2]

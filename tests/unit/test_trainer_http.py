@@ -15,7 +15,7 @@ import pytest
 
 from libra_cli.errors import TrainerError
 from libra_cli.node.samples import read_sample
-from libra_cli.node.trainer_http import Checkpoint, Desk, Idle, Stop, Train, serve
+from libra_cli.node.trainer_http import Accumulate, Checkpoint, Desk, Idle, Stop, Train, serve
 
 TOKEN = "of-this-run"
 
@@ -53,6 +53,41 @@ def test_a_step_is_taken_once_however_often_it_is_sent(desk: Desk):
     assert command.step == 1
     assert command.ledger is None
     assert isinstance(desk.next(0), Idle)
+
+
+def part(number: int, of: int = 1) -> dict[str, Any]:
+    return {"step": of, "part": number, "trajectories": [trajectory()]}
+
+
+def test_parts_are_taken_in_order_each_once_and_then_the_step(desk: Desk):
+    for number in (1, 1, 2, 1, 2):
+        assert desk.accumulate(part(number))[0] == HTTPStatus.ACCEPTED
+    assert desk.part_result(1, 2, 0) == (HTTPStatus.OK, {"state": "running"})
+    assert desk.train({**step(1), "parts": 2})[0] == HTTPStatus.ACCEPTED
+    commands = [desk.next(0) for _ in range(4)]
+    assert [type(one) for one in commands] == [Accumulate, Accumulate, Train, Idle]
+    desk.accumulated(1, 1, {"tokens": 2})
+    assert desk.part_result(1, 1, 0)[1] == {"state": "done", "metrics": {"tokens": 2}}
+    assert desk.accumulate(part(1, of=2))[0] == HTTPStatus.ACCEPTED
+
+
+@pytest.mark.parametrize(("number", "of"), [(2, 1), (0, 1), (1, 0), (1, 2)])
+def test_any_other_part_than_the_next_is_a_conflict(desk: Desk, number: int, of: int):
+    assert desk.accumulate(part(number, of))[0] == HTTPStatus.CONFLICT
+    assert desk.part_result(of, number, 0)[0] == HTTPStatus.NOT_FOUND
+
+
+def test_a_step_that_counts_other_parts_than_came_is_refused_with_both_numbers(desk: Desk):
+    desk.accumulate(part(1))
+    with pytest.raises(TrainerError, match="3 parts should be accumulated, 1 are"):
+        desk.train({**step(1), "parts": 3})
+    assert desk.train({**step(1), "parts": 1})[0] == HTTPStatus.ACCEPTED
+
+
+def test_who_waits_for_a_part_hears_that_the_trainer_failed(desk: Desk):
+    desk.accumulate(part(1))
+    desk.fail("out of memory")
+    assert desk.part_result(1, 1, 5)[1] == {"state": "failed", "error": "out of memory"}
 
 
 @pytest.mark.parametrize("number", [0, 2, 7])

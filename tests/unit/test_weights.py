@@ -15,7 +15,8 @@ torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 from safetensors.torch import load_file  # noqa: E402
 
 from libra_cli.errors import WeightsError  # noqa: E402
-from libra_cli.node import weights  # noqa: E402
+from libra_cli.node import patch, weights  # noqa: E402
+from libra_cli.node.exchange import Exchange  # noqa: E402
 from libra_cli.node.weights import MANIFEST, Probe, probe_tokens, publish, version_name  # noqa: E402
 
 pytestmark = pytest.mark.vllm
@@ -24,6 +25,12 @@ TENSORS = {
     "model.embed.weight": torch.arange(12.0).reshape(3, 4),
     "lm_head.weight": torch.ones(3, 4, dtype=torch.bfloat16),
 }
+
+
+@pytest.fixture(autouse=True)
+def _time_for_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is."""
+    monkeypatch.setattr(weights, "DELTA_S", 20.0)
 
 
 def write(root: Path, version: int, *, epoch: int = 0, keep: int = 2) -> weights.Published:
@@ -94,6 +101,114 @@ def test_a_restarted_trainer_publishes_under_another_name(tmp_path: Path):
     write(tmp_path, 3, epoch=0)
     write(tmp_path, 3, epoch=1)
     assert {path.name for path in tmp_path.iterdir()} == {version_name(3, 0), version_name(3, 1)}
+
+
+# -- deltas --------------------------------------------------------------------------------------
+
+
+def policy(step: int, *, share: float = 0.02) -> dict[str, Any]:
+    """A model in bf16 of which every step moves a share of the values by one."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(300, 100, generator=generator).bfloat16() for name in ("a.weight", "b")
+    }
+    for _ in range(step):
+        for tensor in tensors.values():
+            moved = torch.rand(tensor.shape, generator=generator) < share
+            tensor.view(torch.int16).add_(moved.short())
+    return tensors
+
+
+def advance(root: Path, version: int, **changes: Any) -> dict[str, Any]:
+    """Publish, and give the manifest."""
+    tensors = changes.get("tensors", policy(version))
+    publish(
+        tensors.items(),
+        root,
+        version=version,
+        trainer_epoch=changes.get("epoch", 0),
+        probe=PROBE,
+        keep=2,
+    )
+    name = version_name(version, changes.get("epoch", 0))
+    manifest: dict[str, Any] = json.loads((root / name / MANIFEST).read_text())
+    return manifest
+
+
+def deltas(root: Path) -> list[str]:
+    return sorted(path.name for path in root.glob("*/*.delta"))
+
+
+def test_a_version_names_the_deltas_that_make_it_of_the_one_before(tmp_path: Path):
+    assert advance(tmp_path, 1)["delta"] is None
+    delta = advance(tmp_path, 2)["delta"]
+    assert delta["base"] == "v000001-e0"
+    ((name, listed),) = delta["files"].items()
+    data = (tmp_path / "v000002-e0" / name).read_bytes()
+    assert name == "model-00000.safetensors.delta"
+    assert (len(data), hashlib.sha256(data).hexdigest()) == (listed["bytes"], listed["sha256"])
+    assert len(data) < 0.03 * 2 * 2 * 30_000
+
+
+def test_every_file_of_a_large_model_has_a_delta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(weights, "FILE_BYTES", 10)
+    advance(tmp_path, 1)
+    manifest = advance(tmp_path, 2)
+    assert {*manifest["delta"]["files"]} == {f"{name}.delta" for name in manifest["files"]}
+    assert len(deltas(tmp_path)) == 2
+
+
+def test_one_file_that_changed_too_much_leaves_no_delta_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(weights, "FILE_BYTES", 10)
+    advance(tmp_path, 1)
+    other = {**policy(2), "b": torch.rand(300, 100).bfloat16()}
+    other["b"].view(torch.int16).random_(-(2**15), 2**15)
+    assert advance(tmp_path, 2, tensors=other)["delta"] is None
+    assert deltas(tmp_path) == []
+
+
+@pytest.mark.parametrize("change", ["a version is missing", "restarted", "other shapes"])
+def test_without_the_same_trainers_version_before_there_is_no_delta(tmp_path: Path, change: str):
+    advance(tmp_path, 1)
+    version = 3 if change == "a version is missing" else 2
+    epoch = int(change == "restarted")
+    tensors = {"a.weight": torch.ones(4, 4)} if change == "other shapes" else policy(2)
+    manifest = advance(tmp_path, version, epoch=epoch, tensors=tensors)
+    assert manifest["delta"] is None
+    assert deltas(tmp_path) == []
+
+
+def test_a_delta_that_cannot_be_written_does_not_stop_the_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def full(*_: object, **__: object) -> bool:
+        raise OSError("no space left on device")
+
+    advance(tmp_path, 1)
+    monkeypatch.setattr(patch, "encode", full)
+    assert advance(tmp_path, 2)["delta"] is None
+    assert "is published without a delta: no space left" in caplog.text
+
+
+def test_a_host_that_follows_is_bit_identical_at_every_version(tmp_path: Path):
+    there = Exchange(tmp_path / "trainer" / "run", "token")
+    here = Exchange(tmp_path / "host" / "run", "token")
+    source = f"http://127.0.0.1:{there.serve('127.0.0.1', 0)}"
+    try:
+        kinds = []
+        for version in range(4):
+            manifest = advance(there.root, version)
+            pulled = here.pull(manifest["name"], [source], timeout_s=20.0)
+            kinds.append(pulled.kind)
+            assert pulled.detail == ""
+            for file in (there.root / manifest["name"]).iterdir():
+                assert (Path(pulled.path) / file.name).read_bytes() == file.read_bytes()
+        assert kinds == ["full", "delta", "delta", "delta"]
+    finally:
+        here.close()
+        there.close()
 
 
 def test_every_process_probes_with_the_same_tokens():

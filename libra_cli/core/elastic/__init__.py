@@ -1,0 +1,1 @@
+"""Slots that change sides: what is wanted of them, and how they get there."""

@@ -1,0 +1,1 @@
+"""How many GPUs each half should have, in which shapes, and whether moving there pays."""

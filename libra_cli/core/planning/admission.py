@@ -1,0 +1,78 @@
+"""Whether a plan is worth its moves: one law for a live run and for the simulator.
+
+A plan is adopted only if ::
+
+    gain per step x steps until the next expected drift  >  cost of the moves
+    gain per step  >=  min_gain x today's step
+
+The next drift is ``DRIFT`` (the change of mean length that makes a plan stale) over the rate at
+which lengths have changed lately, within ``HORIZON``, and never beyond the end of the run.
+
+Guarantee: no move without a predicted gain that pays it back. Limit: predictions, and only lengths
+count as drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, log
+
+from libra_cli.core.planning.planner import Times
+from libra_cli.core.types import Seconds, Tokens
+
+DRIFT = 0.3
+HORIZON = (5, 100)
+RECENT = 20
+"""Steps whose lengths tell how fast they change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """When a proposed plan is worth its moves."""
+
+    min_gain: float = 0.08
+    """About the error of a prediction, measured in the simulator."""
+    tolerance: float = 0.02
+    """Plans within it of the best are as good, and of them the nearest is taken."""
+    horizon: float = inf
+    """Steps until the next expected drift, or the end."""
+
+    def why_not(self, before: Times, after: Times, cost_s: Seconds) -> str:
+        """Why to stay; empty to move."""
+        gain_s = before.step_s - after.step_s
+        if gain_s <= 0:
+            return "no plan is predicted to be faster"
+        if gain_s < self.min_gain * before.step_s:
+            return f"a gain of {gain_s / before.step_s:.1%} is below {self.min_gain:.0%}"
+        if gain_s * self.horizon <= cost_s:
+            return (
+                f"{gain_s:.1f} s a step over the {self.horizon:.0f} steps until the next expected "
+                f"drift do not pay back {cost_s:.1f} s of moves"
+            )
+        return ""
+
+
+def horizon(lengths: Sequence[float], steps_left: int | None) -> float:
+    """Steps until the next expected drift, or the end; ``lengths`` are means, a step each.
+
+    The rate is that between the two halves of the last ``RECENT`` of them.
+    """
+    least, most = HORIZON
+    recent = lengths[-RECENT:]
+    half = len(recent) // 2
+    steps: float = most
+    if half:
+        old, new = _mean(recent[:half]), _mean(recent[-half:])
+        rate = abs(log(max(new, 1.0) / max(old, 1.0))) / (len(recent) - half)
+        steps = min(most, max(least, log(1 + DRIFT) / rate)) if rate > 0 else most
+    return steps if steps_left is None else min(steps, steps_left)
+
+
+def drifted(before: Tokens | float, now: Tokens | float) -> bool:
+    """Whether a plan for the one mean length is stale for the other."""
+    return abs(log(max(now, 1.0) / max(before, 1.0))) > log(1 + DRIFT)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,193 @@
+"""The planner of a running job in numbers of GPUs, and how its rivals are made.
+
+``libra`` looks when ``looks`` says so, and moves if ``admission`` lets it, as a live run does. What
+was measured is the mean of the steps on today's layout, twice as many as may be in flight. A look
+predicts today's layout and the best ones, with the prices corrected by what was measured, and of
+those within ``tolerance`` of the best takes the one with the fewest GPUs moved.
+
+Guarantee: no move without a predicted gain that pays it back; a steady workload stops moving.
+Limit: predictions; a drift faster than the window is seen late.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+from libra_cli.core.planning.admission import RECENT, Admission, horizon
+from libra_cli.core.planning.costs import Profile
+from libra_cli.core.planning.looks import STARVED, Looks, steps_to_average
+from libra_cli.core.planning.moves import (
+    Decision,
+    Observation,
+    Replanner,
+    moves_between,
+    moves_cost_s,
+)
+from libra_cli.core.planning.planner import Layout, PlannerSettings, Search, Times
+from libra_cli.core.planning.rival_planners import Rule, Static
+from libra_cli.core.planning.workload import Workload
+from libra_cli.core.types import Seconds
+from libra_cli.errors import LibraError
+
+PLANNERS = ("colocated", "uniform", "static-best", "greedy", "streamrl", "dynarl", "libra")
+PERIOD = 10
+"""Steps after which a look is due, as a recipe's ``plan_interval`` is by default."""
+
+
+class PlannerError(LibraError):
+    """A planner that is not known."""
+
+    exit_code = 2
+
+
+class Libra:
+    """Ours; the law is the module's."""
+
+    name = "libra"
+
+    def __init__(
+        self,
+        profile: Profile,
+        gpus: int,
+        settings: PlannerSettings,
+        admission: Admission | None = None,
+    ) -> None:
+        self._profile = profile
+        self._gpus = gpus
+        self._settings = settings
+        self._admission = admission or Admission()
+        self._looks: Looks | None = None
+        self._lengths: deque[float] = deque(maxlen=RECENT)
+        self._measured: deque[Observation] = deque()
+        self._corrections = (1.0, 1.0)
+
+    def begin(self, workload: Workload) -> Layout:
+        """The best plan for this workload."""
+        self._looks = Looks(PERIOD, workload.overlap)
+        self._lengths.append(workload.mean_generated)
+        return Search(self._profile, workload, self._gpus, self._settings).best().layout
+
+    def consider(self, now: Observation) -> Decision:
+        """Look if there is reason to, and move if it pays."""
+        assert self._looks is not None, "begun"
+        now = self._smoothed(now)
+        self._lengths.append(now.recent.mean_generated)
+        idle = {"training": now.train_idle, "rollout": now.rollout_idle}
+        reason = self._looks.due(idle, now.recent.mean_generated)
+        if not reason:
+            return Decision(None, (), why_not="nothing has changed enough to look again")
+        return self._look(now, reason)
+
+    def _smoothed(self, now: Observation) -> Observation:
+        """With the mean of the last steps on this layout.
+
+        Where training waited, rollout took all the time there was.
+        """
+        if self._measured and self._measured[-1].layout != now.layout:
+            self._measured.clear()
+        self._measured.append(now)
+        while len(self._measured) > steps_to_average(now.recent.overlap):
+            self._measured.popleft()
+        number = len(self._measured)
+        wall_s = sum(map(_wall_s, self._measured)) / number
+        train_s = sum(each.train_s for each in self._measured) / number
+        busy_s = sum(each.rollout_s for each in self._measured) / number
+        starved = 1 - train_s / wall_s
+        rollout_s = wall_s if starved > STARVED else min(busy_s, wall_s)
+        return replace(
+            now,
+            rollout_s=rollout_s,
+            train_s=train_s,
+            rollout_idle=1 - rollout_s / wall_s,
+            train_idle=max(0.0, starved),
+        )
+
+    def _look(self, now: Observation, reason: str) -> Decision:
+        search = self._corrected(now)
+        before = search.times(now.layout)
+        layout, after = self._nearest(search, now)
+        gain_s = before.step_s - after.step_s
+        cost_s = moves_cost_s(self._profile, now.recent, now.layout, layout)
+        payback = cost_s / gain_s if gain_s > 0 else None
+        steps = horizon([*self._lengths], now.steps_left)
+        why_not = replace(self._admission, horizon=steps).why_not(before, after, cost_s)
+        reasons: tuple[str, ...] = (reason, f"today: {before}", f"then: {after} with {layout}")
+        if not why_not:
+            reasons = (*reasons, f"saves {gain_s:.1f} s a step, pays back in {payback:.1f} steps")
+        chosen = None if why_not else layout
+        return Decision(chosen, reasons, before, after, cost_s, payback, why_not)
+
+    def _corrected(self, now: Observation) -> Search:
+        """Prices multiplied by measured over predicted, smoothed, within a factor of two.
+
+        Rollout that training held back shows only that it takes no longer than a step did.
+        """
+        plain = Search(self._profile, now.recent, now.gpus, self._settings)
+        expected = plain.times(now.layout)
+        rollout, training = self._corrections
+        training = _blend(training, now.train_s / expected.train_s)
+        step_s = max(now.train_s, now.rollout_s)
+        if now.train_idle > STARVED or expected.rollout_s > step_s:
+            rollout = _blend(rollout, step_s / expected.rollout_s)
+        self._corrections = (rollout, training)
+        profile = self._profile.scaled(rollout)
+        profile = replace(profile, training=profile.training.scaled(training))
+        return Search(profile, now.recent, now.gpus, self._settings)
+
+    def _nearest(self, search: Search, now: Observation) -> tuple[Layout, Times]:
+        best = search.best()
+        limit = best.step_s * (1 + self._admission.tolerance)
+        found = [(best.layout, best.times), *search.candidates(self._admission.tolerance)]
+        found += [(layout, search.times(layout)) for layout in _neighbours(search, now.layout)]
+        good = [pair for pair in found if pair[1].step_s <= limit]
+
+        def key(pair: tuple[Layout, Times]) -> tuple[int, int, Seconds]:
+            moves = moves_between(now.layout, pair[0])
+            return moves.gpus, moves.number, pair[1].step_s
+
+        return min(good, key=key)
+
+
+def replanner(
+    name: str,
+    profile: Profile,
+    gpus: int,
+    *,
+    settings: PlannerSettings | None = None,
+) -> Replanner:
+    """The planner of that name. Raises PlannerError, with the known ones, if there is none."""
+    settings = settings or PlannerSettings()
+    if name == "libra":
+        return Libra(profile, gpus, settings)
+    if name in ("colocated", "uniform", "static-best"):
+        return Static(name, profile, gpus, settings)
+    if name in ("greedy", "streamrl", "dynarl"):
+        return Rule(name, profile, gpus, settings)
+    raise PlannerError(f"no planner is called {name!r}", hint=f"one of: {', '.join(PLANNERS)}")
+
+
+def _wall_s(seen: Observation) -> Seconds:
+    """Seconds the step took: training's and its waiting."""
+    return max(seen.train_s / max(1 - seen.train_idle, 0.01), 1e-9)
+
+
+def _blend(old: float, measured: float) -> float:
+    """Half of each; a measurement off by more than a factor of two counts as two."""
+    if not 0 < measured < float("inf"):
+        return old
+    return (old + min(2.0, max(0.5, measured))) / 2
+
+
+def _neighbours(search: Search, today: Layout) -> list[Layout]:
+    """Today's layout with one bucket a few servers larger or smaller, the rest training."""
+    found: list[Layout] = []
+    for index, bucket in enumerate(today.buckets):
+        for change in (-4, -2, -1, 1, 2, 4):
+            servers = bucket.servers + change
+            kept = (replace(bucket, servers=servers),) if servers > 0 else ()
+            buckets = (*today.buckets[:index], *kept, *today.buckets[index + 1 :])
+            training = search.tree.best(search.gpus - sum(bucket.gpus for bucket in buckets))
+            if buckets and training is not None:
+                found.append(Layout(search.table.boundaries(buckets), training.shape))
+    return found

@@ -1,0 +1,1 @@
+"""Hosts: getting there, and running processes on them."""

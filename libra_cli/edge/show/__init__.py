@@ -1,0 +1,1 @@
+"""What people and scripts are shown: the reader of the journal, status, reports."""

@@ -1,0 +1,190 @@
+"""The plan a case should have, and whether to move there.
+
+The plan, its price and the verdict are ``slot_plan``'s. Predictions are corrected by what was
+measured: each half's prices times measured over predicted, within a factor of ``MOST_CORRECTION``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+from libra_cli.core.planning.costs import Profile, ProfileError
+from libra_cli.core.planning.planner import Times
+from libra_cli.core.planning.slot_plan import SlotDecision, layout_of, propose_plan
+from libra_cli.core.split import slots_of
+from libra_cli.core.types import Plan, Pool, Slot
+from libra_cli.edge.show.rebalance_view import (
+    FORMAT,
+    Corrections,
+    PlanTold,
+    ProfileTold,
+    StageTimes,
+    Told,
+    Verdict,
+    WorkloadTold,
+)
+from libra_cli.rebalance.cases import Case
+
+MOST_CORRECTION = 4.0
+
+
+def decide(case: Case) -> tuple[SlotDecision, Times, Corrections]:
+    """The decision, today's times as priced before correction, and the corrections.
+
+    Raises:
+        NothingFits: no plan of the recipe can run; says which constraint fails first.
+        ProfileError: a bucket's shape has no prices.
+    """
+    _require_shapes(case)
+    priced = _decide(case, case.profile)
+    corrections = _corrections(case.measured, priced.before)
+    if corrections == Corrections(rollout=1.0, training=1.0):
+        return priced, priced.before, corrections
+    profile = case.profile.scaled(corrections["rollout"])
+    training = profile.training.scaled(corrections["training"])
+    decision = _decide(case, replace(profile, training=training))
+    return decision, priced.before, corrections
+
+
+def told(case: Case) -> Told:
+    """Decide, and put it in the words of ``--json``. Raises as ``decide``."""
+    slots = slots_of(case.recipe)
+    decision, priced, corrections = decide(case)
+    return Told(
+        format=FORMAT,
+        of=case.of,
+        name=case.name,
+        state=case.state,
+        step=case.step,
+        target_steps=case.recipe.run.steps,
+        profile=_profile_told(case),
+        workload=_workload_told(case),
+        idle=case.idle,
+        plan=_plan_told(case.plan, slots),
+        proposed=_plan_told(decision.proposed, slots),
+        times={
+            "measured": case.measured,
+            "priced": _times_told(priced),
+            "now": _times_told(decision.before),
+            "proposed": _times_told(decision.after),
+        },
+        corrections=corrections,
+        moves=[
+            {"slot": move.slot, "from": move.before, "to": move.after, "seconds": move.seconds}
+            for move in decision.moves
+        ],
+        verdict=_verdict(case, decision, slots),
+        reasons=list(decision.reasons),
+        notes=list(case.notes),
+    )
+
+
+def _decide(case: Case, profile: Profile) -> SlotDecision:
+    return propose_plan(
+        case.recipe,
+        case.slots,
+        case.plan,
+        case.workload,
+        profile,
+        admission=case.admission,
+        elastic=case.live,
+    )
+
+
+def _require_shapes(case: Case) -> None:
+    known = set(case.profile.servers)
+    for bucket in dict(case.plan.servers).values():
+        if bucket.tensor_parallel not in known:
+            degrees = ", ".join(map(str, sorted(known)))
+            raise ProfileError(
+                f"bucket {bucket.name!r} has servers of {bucket.tensor_parallel} GPUs, for which "
+                f"profile {case.profile.name} has no prices (it has {degrees})",
+                hint="another --profile, or libra bench --calibrate recipe.yaml",
+            )
+
+
+def _corrections(measured: StageTimes, priced: Times) -> Corrections:
+    return Corrections(
+        rollout=_ratio(measured["rollout_s"], priced.rollout_s),
+        training=_ratio(measured["train_s"], priced.train_s),
+    )
+
+
+def _ratio(measured: float | None, priced: float) -> float:
+    if not measured or not 0 < priced < float("inf"):
+        return 1.0
+    return min(MOST_CORRECTION, max(1 / MOST_CORRECTION, measured / priced))
+
+
+def _verdict(case: Case, decision: SlotDecision, slots: tuple[Slot, ...]) -> Verdict:
+    running = case.of == "run"
+    gain_s = decision.before.step_s - decision.after.step_s
+    why_not = decision.why_not
+    if not decision.moves and not any(slot.pool is Pool.HYBRID for slot in slots):
+        why_not = "no slot may change sides: the recipe's pools fix every one (pool: hybrid frees)"
+    horizon = case.admission.horizon
+    return Verdict(
+        move=decision.plan is not None,
+        why_not=why_not,
+        gain_s=gain_s if gain_s == gain_s and abs(gain_s) < float("inf") else None,
+        cost_s=decision.cost_s if running else 0.0,
+        payback_steps=decision.payback_steps if running else None,
+        horizon_steps=horizon if running else None,
+    )
+
+
+def _plan_told(plan: Plan, slots: tuple[Slot, ...]) -> PlanTold:
+    layout = layout_of(plan, slots)
+    return PlanTold(
+        servers=[
+            {
+                "slot": slot,
+                "bucket": bucket.name,
+                "tensor_parallel": bucket.tensor_parallel,
+                "max_num_seqs": bucket.max_num_seqs,
+                "up_to_tokens": bucket.up_to_tokens,
+            }
+            for slot, bucket in plan.servers
+        ],
+        train=list(plan.train),
+        gradient=list(plan.gradient),
+        rollout_gpus=layout.rollout_gpus,
+        training_gpus=layout.training_gpus,
+    )
+
+
+def _profile_told(case: Case) -> ProfileTold:
+    profile = case.profile
+    used = {bucket.tensor_parallel for _, bucket in case.plan.servers}
+    training = profile.training
+    return ProfileTold(
+        name=profile.name,
+        gpu=profile.gpu,
+        model=profile.model,
+        source=case.source,
+        provenance=dict(profile.provenance),
+        servers=[asdict(profile.servers[degree]) for degree in sorted(used)],
+        training={
+            "token_s": training.token_s,
+            "pair_s": training.pair_s,
+            "step_s": training.step_s,
+        },
+    )
+
+
+def _workload_told(case: Case) -> WorkloadTold:
+    work = case.workload
+    return WorkloadTold(
+        source=case.told_from,
+        trajectories=work.trajectories,
+        seen=len(work.samples),
+        mean_generated=work.mean_generated,
+        mean_context=work.mean_context,
+        longest_context=work.longest.context,
+        tool_s=sum(sample.tool_s for sample in work.samples) / len(work.samples),
+        overlap=work.overlap,
+    )
+
+
+def _times_told(times: Times) -> StageTimes:
+    return StageTimes(rollout_s=times.rollout_s, train_s=times.train_s, step_s=times.step_s)

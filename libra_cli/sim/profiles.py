@@ -1,0 +1,67 @@
+"""The prices that ship with libra, and those a user has measured.
+
+A profile is one JSON file: ``libra_cli/profiles/<gpu>-<model>.json``, or any path. Where each of
+its numbers comes from is in its ``provenance``.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from libra_cli.core.planning.costs import Profile, ProfileError
+
+
+def known_profiles() -> tuple[str, ...]:
+    """Names of the shipped profiles, sorted."""
+    names = (entry.name for entry in files("libra_cli").joinpath("profiles").iterdir())
+    return tuple(sorted(name.removesuffix(".json") for name in names if name.endswith(".json")))
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """A shipped profile by name, or the profile in a file.
+
+    Raises:
+        ProfileError: no such name or file, or what it holds is not a profile; names the key.
+    """
+    if name_or_path in known_profiles():
+        text = files("libra_cli").joinpath("profiles", f"{name_or_path}.json").read_text("utf-8")
+    else:
+        text = _read(name_or_path)
+    try:
+        return Profile.from_json(text)
+    except ProfileError as error:
+        hint = "write one with: libra bench --calibrate recipe.yaml"
+        raise ProfileError(f"{name_or_path}: {error}", hint=hint) from error
+
+
+def require_gpu(profile: Profile, gpu: str) -> None:
+    """Refuse a profile of another GPU than ``gpu`` (a device name, as the driver gives it).
+
+    Raises:
+        ProfileError: with both names.
+    """
+    wanted, given = _series(profile.gpu), _series(gpu)
+    if wanted != given:
+        raise ProfileError(
+            f"profile {profile.name} is for {profile.gpu}, but the GPUs here are {gpu}",
+            hint=f"one of: {', '.join(known_profiles())}; or libra bench --calibrate recipe.yaml",
+        )
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        known = ", ".join(known_profiles())
+        raise ProfileError(
+            f"{path}: no shipped profile and no file that can be read ({error})",
+            hint=f"shipped: {known}; or the path of a file",
+        ) from error
+
+
+def _series(gpu: str) -> str:
+    """``NVIDIA A100-SXM4-80GB`` -> ``A100``."""
+    words = gpu.replace("-", " ").split()
+    rest = [word for word in words if word.upper() not in ("NVIDIA", "TESLA", "GPU")]
+    return rest[0].upper() if rest else ""

@@ -1,0 +1,185 @@
+"""Recorded trajectories, and how groups are drawn from them.
+
+A trace is JSON lines, plain or gzipped, one trajectory a line:
+``{"source": ..., "task": ..., "turns": [{"prompt_tokens": ..., "gen_tokens": ..., "tool": ...,
+"tool_ok": ..., "tool_latency_s": ..., "obs_tokens": ...}, ...]}``, and ``reward``. Trajectories of
+one task of one source are siblings. What no line says is left out, and ``Trace.lacks`` tells.
+
+The tokens a tool returned are the growth of the context between two calls, less what was generated;
+where a context shrinks (the agent forgot something) they count as none. Traces are other models'
+evaluation traffic, not RL rollouts.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from libra_cli.core.types import Outcome, Seconds, Tokens
+from libra_cli.errors import LibraError
+
+TOOL_S: Seconds = 1.0
+"""A tool call's time where the trace has recorded none."""
+OUTCOMES = {True: Outcome.OK, False: Outcome.ERROR}
+
+
+class TraceError(LibraError):
+    """A trace that cannot be read; says file and line."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One generation and the tool return after it. ``outcome`` None: no tool, or not recorded."""
+
+    generated: Tokens
+    observation: Tokens
+    tool: str
+    outcome: Outcome | None
+    tool_s: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One recorded trajectory."""
+
+    task: str
+    prompt: Tokens
+    turns: tuple[Turn, ...]
+    reward: float
+
+    @property
+    def generated(self) -> Tokens:
+        """Tokens the model produced."""
+        return sum(turn.generated for turn in self.turns)
+
+    @property
+    def context(self) -> Tokens:
+        """Tokens at its end: prompt, generated and tool tokens."""
+        return self.prompt + sum(turn.generated + turn.observation for turn in self.turns)
+
+    def stretched(self, factor: float) -> Episode:
+        """The same with every generation ``factor`` times as long, at least one token."""
+        turns = tuple(
+            replace(turn, generated=max(1, round(turn.generated * factor))) for turn in self.turns
+        )
+        return replace(self, turns=turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A file of trajectories. ``lacks`` names what its lines do not say."""
+
+    name: str
+    episodes: tuple[Episode, ...]
+    lacks: tuple[str, ...] = ()
+
+    def by_task(self) -> dict[str, list[Episode]]:
+        """Siblings together, in the order of the file."""
+        tasks: dict[str, list[Episode]] = {}
+        for episode in self.episodes:
+            tasks.setdefault(episode.task, []).append(episode)
+        return tasks
+
+    def groups(self, random: Random, size: int) -> Iterator[tuple[Episode, ...]]:
+        """Groups of ``size`` for ever: a random task, its trials in random order.
+
+        A task with fewer trials is filled up with trials of random others, never with copies: a
+        copy would let a scheduler that looks at siblings see the future.
+        """
+        tasks = list(self.by_task().values())
+        while True:
+            chosen = random.choice(tasks)
+            group = random.sample(chosen, min(size, len(chosen)))
+            while len(group) < size:
+                group.append(random.choice(self.episodes))
+            yield tuple(group)
+
+
+def load_trace(path: Path) -> Trace:
+    """Read a trace file.
+
+    Raises:
+        TraceError: no such file, or a line that is not valid; with file and line.
+    """
+    rows = list(_rows(path))
+    if not rows:
+        raise TraceError(f"{path}: holds no trajectory", hint="give a trace of at least one line")
+    episodes = tuple(_episode(path, number, row) for number, row in rows)
+    name = path.name.removesuffix(".gz").removesuffix(".jsonl")
+    return Trace(name, episodes, _lacks([row for _, row in rows]))
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    number = 0
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, json.loads(line)
+    except json.JSONDecodeError as error:
+        raise _broken(path, number, f"is not JSON ({error})") from error
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: cannot be read: {error}", hint=f"ls -l {path}") from error
+
+
+def _episode(path: Path, line: int, row: Any) -> Episode:
+    try:
+        calls = row["turns"]
+        turns = tuple(
+            _turn(call, after) for call, after in zip(calls, [*calls[1:], None], strict=True)
+        )
+        episode = Episode(
+            task=f"{row.get('source', '')}/{row['task']}",
+            prompt=max(1, int(calls[0]["prompt_tokens"])),
+            turns=turns,
+            reward=float(row.get("reward") or 0.0),
+        )
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        told = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise _broken(path, line, told) from error
+    if any(turn.generated < 1 or turn.observation < 0 or turn.tool_s < 0 for turn in turns):
+        raise _broken(path, line, "has a negative count, or a turn without a generated token")
+    return episode
+
+
+def _turn(call: dict[str, Any], after: dict[str, Any] | None) -> Turn:
+    generated, prompt = int(call["gen_tokens"]), int(call["prompt_tokens"])
+    grown = int(call.get("obs_tokens") or 0)
+    if after is not None:
+        grown = max(0, int(after["prompt_tokens"]) - prompt - generated)
+    latency = call.get("tool_latency_s")
+    return Turn(
+        generated=max(generated, 1) if generated == 0 else generated,
+        observation=grown,
+        tool=str(call.get("tool") or ""),
+        outcome=OUTCOMES.get(call["tool_ok"]) if call.get("tool_ok") is not None else None,
+        tool_s=TOOL_S if latency is None else float(latency),
+    )
+
+
+def _lacks(rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    calls = [call for row in rows for call in row["turns"]]
+    lacks = []
+    if all(call.get("tool_ok") is None for call in calls):
+        lacks.append("tool outcomes")
+    if all(call.get("tool_latency_s") is None for call in calls):
+        lacks.append("tool times")
+    if all(row.get("reward") is None for row in rows):
+        lacks.append("rewards")
+    if len({(row.get("source"), row["task"]) for row in rows}) == len(rows):
+        lacks.append("siblings")
+    return tuple(lacks)
+
+
+def _broken(path: Path, line: int, what: str) -> TraceError:
+    return TraceError(
+        f"{path}:{line}: {what}",
+        hint="a line is {task, turns: [{prompt_tokens, gen_tokens, tool, tool_ok, ...}]}",
+    )

@@ -1,0 +1,313 @@
+"""Gradient workers and streaming: a real core and a real worker, against the core alone."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+
+from libra_cli.node.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
+from libra_cli.node.warmup import POSITIONS, new_model  # noqa: E402
+from tests.trainers import (  # noqa: E402
+    STEP_S,
+    TOKEN,
+    Trainer,
+    Worker,
+    batch,
+    of_groups,
+    processes_marked,
+    relative_difference,
+    trainer,
+    worker,
+)
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.vllm,
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore"),
+]
+STEPS = 20
+WAIT_S = 20.0
+"""Far more than the core's patience with any share of these tiny batches, on a busy machine too;
+far less than any timeout."""
+KEEP = STEPS + 1
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = build_tokenizer()
+    new_model(tokenizer, seed=0).save_pretrained(directory)
+    save_tokenizer(tokenizer, directory, max_len=POSITIONS)
+    return directory
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A core of one process without any worker: its parameters and losses after each step."""
+
+    parameters: list[dict[str, Any]]
+    losses: list[float]
+
+    def difference(self, core: Trainer, steps: Iterable[int]) -> float:
+        """The largest relative difference of all parameters after one of these steps."""
+        return max(relative_difference(core.parameters(n), self.parameters[n]) for n in steps)
+
+
+@pytest.fixture(scope="module")
+def alone(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    directory = tmp_path_factory.mktemp("alone") / "run"
+    with trainer(directory, model_dir, keep_versions=KEEP) as core:
+        core.wait_ready()
+        metrics = [core.step(number)["metrics"] for number in range(1, STEPS + 1)]
+        assert all(one["shares"] == [] for one in metrics)
+        parameters = [core.parameters(number) for number in range(STEPS + 1)]
+        assert core.stop() == 0
+    return Alone(parameters, [0.0, *(one["loss"] for one in metrics)])
+
+
+def hand_over(core: Trainer, helper: Worker, step: int, groups: Sequence[int]) -> None:
+    """Load the core's version, dropping a share of the step before, and take these groups."""
+    (directory,) = core.versions.glob(f"v{step - 1:06d}-e*")
+    helper.ask("POST", "/drop", json.dumps({"step": step - 1}).encode())
+    deadline = time.monotonic() + STEP_S
+    status, answer = helper.load(directory)
+    while status == 409 and time.monotonic() < deadline:
+        time.sleep(0.02)
+        status, answer = helper.load(directory)
+    assert (status, answer.get("gap", 1.0) < 1e-5) == (200, True), answer
+    status, answer = helper.share(step, of_groups(batch(step), *groups))
+    assert status == 202, answer
+
+
+def wait_done(helper: Worker, step: int) -> None:
+    """These steps take milliseconds, so on a busy machine a worker may well be later than the
+    core's least patience."""
+    side = replace(helper, port=helper.side_port)
+    about = f"epoch=3&step={step}&version=v{step - 1:06d}-e0"
+    deadline = time.monotonic() + STEP_S
+    while side.ask("GET", f"/share?{about}&have=999&wait_s=5")[1]["state"] != "done":
+        assert time.monotonic() < deadline
+
+
+def help_with(
+    core: Trainer, helper: Worker, step: int, groups: Sequence[int], **changes: Any
+) -> dict[str, Any]:
+    """One step of which the worker computes these groups; what the core reports on the share."""
+    hand_over(core, helper, step, groups)
+    wait_done(helper, step)
+    metrics = core.step(step, shares=[helper.offer(step, groups, **changes)])["metrics"]
+    (report,) = metrics["shares"]
+    assert report["worker"] == "gpu-01/0"
+    assert metrics["own_tokens"] + report["tokens"] == metrics["generated_tokens"]
+    assert report["waited_s"] < WAIT_S
+    return dict(report)
+
+
+def test_a_worker_that_joins_and_leaves_changes_no_parameter(
+    alone: Alone,
+    model_dir: Path,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+):
+    with trainer(tmp_path / "core", model_dir, keep_versions=KEEP) as core:
+        core.wait_ready()
+        with worker(tmp_path / "worker", model_dir) as helper:
+            for number in range(1, 5):
+                core.step(number)
+            assert helper.wait_ready()["state"] == "ready"
+            for number in range(5, 16):
+                report = help_with(core, helper, number, [1, 3])
+                assert (report["used"], report["reason"]) == (True, "")
+                assert report["bytes"] == sum(one.nbytes for one in core.parameters(0).values())
+            assert helper.stop() == 0
+            assert not helper.outbox.exists()
+        for number in range(16, STEPS + 1):
+            core.step(number)
+        apart = alone.difference(core, range(STEPS + 1))
+        record_property("largest relative difference", apart)
+        sys.stderr.write(f"largest relative difference of {STEPS} steps: {apart:.1e}\n")
+        assert apart <= 1e-5
+        assert core.stop() == 0
+
+
+WORLDS = [
+    ({}, {}),
+    ({"processes": 2, "sharding": "ddp"}, {}),
+    ({"processes": 2, "sharding": "fsdp2"}, {}),
+    ({}, {"processes": 2, "sharding": "fsdp2"}),
+    ({"processes": 2, "sharding": "fsdp2"}, {"processes": 2, "sharding": "ddp"}),
+]
+
+
+@pytest.mark.parametrize(("of_core", "of_worker"), WORLDS)
+def test_parts_and_shares_add_up_to_the_step_whatever_the_worlds(
+    alone: Alone,
+    model_dir: Path,
+    tmp_path: Path,
+    of_core: Mapping[str, Any],
+    of_worker: Mapping[str, Any],
+):
+    with (
+        trainer(tmp_path / "core", model_dir, **of_core) as core,
+        worker(tmp_path / "worker", model_dir, **of_worker) as helper,
+    ):
+        assert core.wait_ready()["state"] == helper.wait_ready()["state"] == "ready"
+        in_three_parts(core, 1)
+        report = help_with(core, helper, 2, [0, 2])
+        assert (report["used"], report["reason"]) == (True, "")
+        part_and_share(core, helper, 3)
+        refused = help_with(core, helper, 4, [0, 1, 2, 3], epoch=2)
+        assert not refused["used"]
+        assert "epoch 2, step 4" in refused["reason"]
+        assert help_with(core, helper, 5, [0, 1, 2, 3])["used"]
+        losses = [core.result(number)["metrics"]["loss"] for number in range(1, 6)]
+        assert losses == pytest.approx(alone.losses[1:6], rel=1e-4, abs=1e-6)
+        apart = alone.difference(core, range(6))
+        sys.stderr.write(f"{of_core} {of_worker} {apart:.1e}\n")
+        assert apart <= 1e-5
+        assert core.stop() == 0
+        if of_worker:
+            assert helper.stop() == 0
+        else:
+            end_with_sigterm(helper)
+        assert not helper.outbox.exists()
+
+
+def end_with_sigterm(helper: Worker) -> None:
+    """As an agent ends it whose controller is gone; its memory-backed files must go with it."""
+    assert helper.outbox.exists()
+    helper.signal(signal.SIGTERM)
+    deadline = time.monotonic() + STEP_S
+    while processes_marked(helper.marker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not processes_marked(helper.marker)
+
+
+def in_three_parts(core: Trainer, step: int) -> None:
+    for part, group in enumerate((2, 0), 1):
+        given = of_groups(batch(step), group)
+        assert core.accumulate(step, part, given)["tokens"] > 0
+    status, answer = core.ask("POST", "/train", msgpack.packb({"step": step, "parts": 3}))
+    assert (status, "3 parts should be accumulated, 2 are" in answer["error"]) == (400, True)
+    metrics = core.step(step, trajectories=of_groups(batch(step), 1, 3), parts=2)["metrics"]
+    assert metrics["generated_tokens"] > metrics["own_tokens"] > 0
+
+
+def part_and_share(core: Trainer, helper: Worker, step: int) -> None:
+    """Nothing is left for the core itself when the step is taken."""
+    core.accumulate(step, 1, of_groups(batch(step), 0, 3))
+    hand_over(core, helper, step, [1, 2])
+    wait_done(helper, step)
+    given = of_groups(batch(step), 1, 2)
+    shares = [helper.offer(step, [1, 2])]
+    metrics = core.step(step, trajectories=given, parts=1, shares=shares)["metrics"]
+    assert [share["used"] for share in metrics["shares"]] == [True]
+    assert metrics["own_tokens"] == 0
+
+
+def test_a_checkpoint_amid_the_parts_of_the_first_step_holds_the_step_before(
+    alone: Alone, model_dir: Path, tmp_path: Path
+):
+    with trainer(tmp_path / "core", model_dir) as core:
+        core.wait_ready()
+        core.accumulate(1, 1, of_groups(batch(1), 0))
+        body = json.dumps({"ledger": {}}).encode()
+        status, answer = core.ask("POST", "/checkpoint", body)
+        assert status == 200, answer
+        core.step(1, trajectories=of_groups(batch(1), 1, 2, 3), parts=1)
+        assert alone.difference(core, [1]) <= 1e-5
+        assert core.stop() == 0
+    with trainer(tmp_path / "again", model_dir, resume=Path(answer["path"]), epoch=1) as again:
+        assert again.wait_ready()["step"] == 0
+        again.step(1)
+        assert alone.difference(again, [1]) <= 1e-5
+        assert again.stop() == 0
+
+
+def test_a_worker_that_fails_costs_time_and_never_a_result(
+    alone: Alone, model_dir: Path, tmp_path: Path
+):
+    with (
+        trainer(tmp_path / "core", model_dir) as core,
+        worker(tmp_path / "worker", model_dir) as helper,
+    ):
+        assert core.wait_ready()["state"] == helper.wait_ready()["state"] == "ready"
+        assert help_with(core, helper, 1, [1, 3])["used"]
+        with between(helper.side_port, token="of-another-run") as url:
+            assert "401" in unused(help_with(core, helper, 2, [1, 3], url=url))
+        with between(helper.side_port, flip=True) as url:
+            assert "are damaged" in unused(help_with(core, helper, 3, [1, 3], url=url))
+        old = {"version": "v000000-e0"}
+        assert "of version v000000-e0" in unused(help_with(core, helper, 4, [1, 3], **old))
+        assert "not done within" in unused(silenced(core, helper, 5, signal.SIGCONT))
+        assert help_with(core, helper, 6, [0, 2])["used"]
+        assert "nothing listens" in unused(silenced(core, helper, 7, signal.SIGKILL))
+        apart = alone.difference(core, range(8))
+        assert apart <= 1e-5
+        assert core.stop() == 0
+
+
+def unused(report: Mapping[str, Any]) -> str:
+    assert not report["used"]
+    sys.stderr.write(f"waited {report['waited_s']:.2f} s: {report['reason']}\n")
+    return str(report["reason"])
+
+
+def silenced(core: Trainer, helper: Worker, step: int, then: signal.Signals) -> Mapping[str, Any]:
+    """The worker falls silent with its share taken. While the core waits for it, it is killed; or
+    else it comes back after the step."""
+    hand_over(core, helper, step, [1, 3])
+    helper.signal(signal.SIGSTOP)
+    began = time.monotonic()
+    core.send(step, batch(step), shares=[helper.offer(step, [1, 3])])
+    if then is signal.SIGKILL:
+        helper.signal(then)
+    (report,) = core.result(step)["metrics"]["shares"]
+    assert time.monotonic() - began < WAIT_S
+    helper.signal(then)
+    return dict(report)
+
+
+@contextmanager
+def between(port: int, *, token: str = TOKEN, flip: bool = False) -> Iterator[str]:
+    """A hop on the way to the side channel that changes the token, or a bit of every gradient."""
+
+    class Hop(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            connection.request("GET", self.path, headers={"Authorization": f"Bearer {token}"})
+            response = connection.getresponse()
+            data = bytearray(response.read())
+            connection.close()
+            if flip and self.path.startswith("/gradient"):
+                data[0] ^= 1
+            self.send_response(response.status)
+            for name in ("Content-Length", "Content-Type", "X-Sha256"):
+                self.send_header(name, response.headers.get(name, ""))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hop)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()

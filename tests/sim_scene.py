@@ -1,0 +1,116 @@
+"""A small simulated cluster for tests: three shapes of servers, a trainer, made-up trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+from libra_cli.core import events as e
+from libra_cli.core.pricing.server_costs import ServerCost
+from libra_cli.core.records import StepRecord
+from libra_cli.core.scheduling.policies import Policy
+from libra_cli.core.types import Bucket, Outcome, Plan, Pool, Slot
+from libra_cli.recipe import Recipe
+from libra_cli.sim.traces import Episode, Trace, Turn
+from libra_cli.sim.world import Scene, World
+
+BUCKETS = {
+    1: Bucket("TP1", 1, 8, 400),
+    2: Bucket("TP2", 2, 8, 1200),
+    4: Bucket("TP4", 4, 8, 20_000),
+}
+COSTS = {
+    degree: ServerCost(
+        tensor_parallel=degree,
+        step_s=0.02 / degree**0.7,
+        sequence_s=5e-5 / degree**0.6,
+        kv_token_s=1e-7 / degree,
+        prefill_token_s=1e-4 / degree,
+        prefill_pair_s=0.0,
+        kv_tokens=12_000 * degree,
+    )
+    for degree in (1, 2, 4)
+}
+
+
+def made_up(seed: int, number: int = 60) -> Trace:
+    """Trajectories of three tools; errors make them longer, and some tasks are long."""
+    random = Random(seed)
+    episodes = []
+    for index in range(number):
+        hard = random.random()
+        turns = [
+            _turn(random, hard) for _ in range(1 + int(random.expovariate(1 / (2 + 8 * hard))))
+        ]
+        prompt = random.randint(50, 400)
+        episodes.append(Episode(f"task-{index // 3}", prompt, tuple(turns[:30]), hard))
+    return Trace("made-up", tuple(episodes))
+
+
+def _turn(random: Random, hard: float) -> Turn:
+    outcome = Outcome.ERROR if random.random() < hard else Outcome.OK
+    generated = 1 + int(random.expovariate(1 / 60))
+    tool = random.choice(("search", "edit", "run"))
+    return Turn(generated, random.randint(0, 200), tool, outcome, random.uniform(0.0, 3.0))
+
+
+def recipe(**training: Any) -> Recipe:
+    """Four groups of four a step."""
+    return Recipe.model_validate(
+        {
+            "run": {"steps": training.pop("steps", 3)},
+            "nodes": [{"host": "simulated"}],
+            "model": {"path": "/simulated", "max_len": 20_000},
+            "rollout": {"group_size": 4, "max_turns": 1000, "max_turn_tokens": 19_999},
+            "training": {
+                "groups_per_step": 4,
+                "max_staleness": 2,
+                "micro_batch_tokens": 20_000,
+                **training,
+            },
+        }
+    )
+
+
+def scene(degrees: tuple[int, ...] = (1, 1, 2, 4), **training: Any) -> Scene:
+    """One server of each of these degrees, and eight GPUs that train."""
+    slots, servers, gpu = [], [], 0
+    for degree in degrees:
+        slot = Slot(f"node/{gpu}", "node", tuple(range(gpu, gpu + degree)), Pool.ROLLOUT)
+        slots.append(slot)
+        servers.append((slot.id, BUCKETS[degree]))
+        gpu += degree
+    slots.append(Slot("train/0", "train", tuple(range(gpu, gpu + 8)), Pool.TRAIN))
+    return Scene(
+        recipe=recipe(**training),
+        plan=Plan(tuple(servers), ("train/0",)),
+        slots=tuple(slots),
+        cost_of=lambda bucket: COSTS[bucket.tensor_parallel],
+        guess_of=lambda bucket: COSTS[bucket.tensor_parallel],
+        train_s=lambda samples, gpus: 40.0 / gpus,
+        start_s=lambda bucket: 2.0,
+        sync_s=0.5,
+        to_training_s=1.0,
+    )
+
+
+def world(
+    policy: Policy,
+    groups: Iterator[tuple[Episode, ...]],
+    *,
+    here: Scene | None = None,
+    replan: Callable[[World, StepRecord], e.PlanChosen | None] | None = None,
+) -> World:
+    """A world in which the machine checks itself after every event."""
+    made = World(here or scene(), policy, groups, replan=replan)
+    handle = made.machine.handle
+
+    def checked(event: e.Event, *, now: float) -> Any:
+        actions = handle(event, now=now)
+        made.machine.gate.check()
+        made.machine.fleet.check()
+        return actions
+
+    made.machine.handle = checked  # type: ignore[method-assign]
+    return made

@@ -1,0 +1,343 @@
+"""Real trainers and gradient workers for tests: ``accelerate launch`` on this host, over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from libra_cli.recipe import TrainingSpec
+
+TOKEN = "of-this-run"
+START_S = 120.0
+STEP_S = 60.0
+PACKAGE_ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class World:
+    """A running ``accelerate launch``."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    marker: str
+
+    def ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, dict[str, Any]]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=STEP_S)
+        try:
+            connection.request(method, path, body, {"Authorization": f"Bearer {TOKEN}"})
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        finally:
+            connection.close()
+
+    def wait_ready(self) -> dict[str, Any]:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                _, health = self.ask("GET", "/health")
+            except OSError:
+                health = {"state": "starting"}
+            if health["state"] != "starting":
+                return health
+            time.sleep(0.1)
+        raise AssertionError(self.log.read_text())
+
+    def stop(self) -> int:
+        self.ask("POST", "/stop")
+        return self.process.wait(60)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Every process of it."""
+        for pid in processes_marked(self.marker):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+@dataclass(frozen=True)
+class Trainer(World):
+    """The core."""
+
+    versions: Path
+
+    def step(
+        self,
+        number: int,
+        ledger: Mapping[str, Any] | None = None,
+        *,
+        trajectories: Sequence[Mapping[str, Any]] | None = None,
+        **more: Any,
+    ) -> dict[str, Any]:
+        checkpoint = None if ledger is None else {"ledger": ledger}
+        given = batch(number) if trajectories is None else trajectories
+        self.send(number, given, checkpoint=checkpoint, **more)
+        return self.result(number)
+
+    def send(self, number: int, trajectories: Sequence[Mapping[str, Any]], **more: Any) -> None:
+        message = {"step": number, "checkpoint": None, "trajectories": trajectories, **more}
+        status, answer = self.ask("POST", "/train", msgpack.packb(message))
+        assert status == 202, answer
+
+    def result(self, number: int) -> dict[str, Any]:
+        _, result = self.ask("GET", f"/train/{number}?wait_s={STEP_S - 5}")
+        assert result["state"] == "done", result
+        return result
+
+    def accumulate(
+        self, step: int, part: int, trajectories: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        message = {"step": step, "part": part, "trajectories": trajectories}
+        status, answer = self.ask("POST", "/accumulate", msgpack.packb(message))
+        assert status == 202, answer
+        _, result = self.ask("GET", f"/accumulate/{step}/{part}?wait_s={STEP_S - 5}")
+        assert result["state"] == "done", result
+        metrics: dict[str, Any] = result["metrics"]
+        return metrics
+
+    def checkpoint(self, number: int, ledger: Mapping[str, Any]) -> Path:
+        """Take a step and wait for the checkpoint that was asked for with it."""
+        self.step(number, ledger)
+        deadline = time.monotonic() + STEP_S
+        while time.monotonic() < deadline:
+            if path := self.ask("GET", f"/train/{number}")[1]["checkpoint"]:
+                return Path(path)
+            time.sleep(0.05)
+        raise AssertionError(self.log.read_text())
+
+    def parameters(self, version: int) -> dict[str, Any]:
+        from safetensors.torch import load_file
+
+        (directory,) = self.versions.glob(f"v{version:06d}-e*")
+        tensors: dict[str, Any] = load_file(directory / "model-00000.safetensors")
+        return tensors
+
+
+@dataclass(frozen=True)
+class Worker(World):
+    """A gradient worker of slot ``gpu-01/0``, epoch 3."""
+
+    side_port: int
+    outbox: Path
+
+    def load(self, directory: Path, *, trainer_epoch: int = 0) -> tuple[int, dict[str, Any]]:
+        message = {
+            "directory": str(directory),
+            "name": directory.name,
+            "version": int(directory.name[1:7]),
+            "trainer_epoch": trainer_epoch,
+        }
+        return self.ask("POST", "/load", json.dumps(message).encode())
+
+    def share(
+        self, step: int, trajectories: Sequence[Mapping[str, Any]], **changes: Any
+    ) -> tuple[int, dict[str, Any]]:
+        message = {
+            "step": step,
+            "trainer_epoch": 0,
+            "epoch": 3,
+            "version": f"v{step - 1:06d}-e0",
+            "trajectories": trajectories,
+            **changes,
+        }
+        return self.ask("POST", "/share", msgpack.packb(message))
+
+    def offer(self, step: int, groups: Sequence[int], **changes: Any) -> dict[str, Any]:
+        """What the core is told of the share."""
+        share = {
+            "worker": "gpu-01/0",
+            "epoch": 3,
+            "url": f"http://127.0.0.1:{self.side_port}",
+            "version": f"v{step - 1:06d}-e0",
+            "groups": list(groups),
+        }
+        return share | changes
+
+
+def batch(step: int, *, groups: int = 4) -> list[dict[str, Any]]:
+    """Groups of four, the same for every trainer; lengths differ, so cuts do."""
+    rng = np.random.default_rng([7, step])
+    made = []
+    for group in range(groups):
+        for member in range(4):
+            length = int(rng.integers(12, 60))
+            mask = (rng.random(length) < 0.5).astype("<i1")
+            mask[0], mask[-1] = 0, 1
+            logprobs = np.where(mask, -5.5 - 0.3 * rng.random(length), 0).astype("<f4")
+            made.append(
+                {
+                    "group": group,
+                    "member": member,
+                    "token_ids": rng.integers(3, 268, length).astype("<i4").tobytes(),
+                    "logprobs": logprobs.tobytes(),
+                    "loss_mask": mask.tobytes(),
+                    "reward": float(rng.random() < 0.5),
+                    "fresh": member % 2,
+                    "staleness": 0,
+                }
+            )
+    return made
+
+
+def of_groups(trajectories: Sequence[Mapping[str, Any]], *groups: int) -> list[Mapping[str, Any]]:
+    return [one for one in trajectories if one["group"] in groups]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def trainer(
+    directory: Path,
+    model_dir: Path,
+    *,
+    processes: int = 1,
+    world_size: int | None = None,
+    resume: Path | None = None,
+    epoch: int = 0,
+    keep_versions: int = 10,
+    **training: Any,
+) -> Iterator[Trainer]:
+    """Start one; whatever happens, none of its processes is left afterwards."""
+    port = free_port()
+    config = {
+        "run_id": "run",
+        "model_dir": str(model_dir),
+        "weights_dir": str(directory / "weights"),
+        "checkpoint_dir": str(directory / "checkpoints"),
+        "port": port,
+        "world_size": world_size or processes,
+        "trainer_epoch": epoch,
+        "seed": 0,
+        "dtype": "float32",
+        "temperature": 0.9,
+        "training": training_spec(training),
+        "max_len": 128,
+        "resume": None if resume is None else str(resume),
+        "keep_versions": keep_versions,
+    }
+    with _launched("libra_cli.node.train", directory, config, processes) as (process, log):
+        yield Trainer(port, process, log, str(directory), directory / "weights" / "run")
+
+
+@contextmanager
+def worker(
+    directory: Path, model_dir: Path, *, processes: int = 1, **training: Any
+) -> Iterator[Worker]:
+    """Start one; whatever happens, none of its processes is left afterwards."""
+    port, side_port = free_port(), free_port()
+    config = {
+        "run_id": "run",
+        "slot": "gpu-01/0",
+        "epoch": 3,
+        "model_dir": str(model_dir),
+        "port": port,
+        "side_bind": "127.0.0.1",
+        "side_port": side_port,
+        "world_size": processes,
+        "seed": 0,
+        "temperature": 0.9,
+        "training": training_spec(training),
+        "max_len": 128,
+        "shm_dir": str(directory / "shm"),
+    }
+    with _launched("libra_cli.node.gradient", directory, config, processes) as (process, log):
+        outbox = directory / "shm" / "run-gpu-01-0"
+        yield Worker(port, process, log, str(directory), side_port, outbox)
+
+
+def training_spec(changes: Mapping[str, Any]) -> dict[str, Any]:
+    spec = {
+        "learning_rate": 1e-3,
+        "warmup_steps": 3,
+        "micro_batch_tokens": 200,
+        "keep_checkpoints": 2,
+        **changes,
+    }
+    return TrainingSpec.model_validate(spec).model_dump(mode="json")
+
+
+@contextmanager
+def _launched(
+    module: str, directory: Path, config: Mapping[str, Any], processes: int
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    directory.mkdir()
+    marker = str(directory)
+    (directory / "token").write_text(TOKEN)
+    (directory / "config.json").write_text(json.dumps(config))
+    world = ["--num_machines", "1", "--num_processes", str(processes)]
+    if processes > 1:
+        world += ["--multi_gpu", "--machine_rank", "0"]
+        world += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
+    argv = [sys.executable, "-m", "accelerate.commands.launch", *world]
+    argv += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", module]
+    env = os.environ | {
+        "ACCELERATE_USE_CPU": "true",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+        "LIBRA_RUN": marker,
+        "LIBRA_TOKEN_FILE": str(directory / "token"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(PACKAGE_ROOT),
+    }
+    log = directory / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*argv, str(directory / "config.json")],
+            env=env,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process, log
+    finally:
+        for pid in processes_marked(marker):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait(10)
+
+
+def largest_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
+    assert first.keys() == second.keys()
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def relative_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
+    """Norm of the difference of all parameters over the norm of the second's."""
+    assert first.keys() == second.keys()
+    apart = sum(float((first[name] - second[name]).double().square().sum()) for name in first)
+    whole = sum(float(second[name].double().square().sum()) for name in first)
+    return float((apart / whole) ** 0.5)
+
+
+def processes_marked(marker: str) -> dict[int, bytes]:
+    """Pid to environment. torch starts every rank in a session of its own, so the launcher's
+    process group does not hold them."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                environment = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if f"LIBRA_RUN={marker}".encode() in environment.split(b"\0"):
+                found[int(entry.name)] = environment
+    return found

@@ -1,0 +1,60 @@
+"""Which plans are worth their moves, and for how long a plan is expected to be good."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_cli.core.planning.admission import HORIZON, Admission, drifted, horizon
+from libra_cli.core.planning.planner import Times
+
+BEFORE = Times(rollout_s=10.0, train_s=6.0)
+
+
+def test_a_plan_that_pays_is_admitted() -> None:
+    assert not Admission(horizon=10).why_not(BEFORE, Times(8.0, 8.0), 19.0)
+
+
+@pytest.mark.parametrize(
+    ("after", "cost_s", "why"),
+    [
+        (Times(10.0, 4.0), 0.0, "no plan is predicted to be faster"),
+        (Times(9.5, 9.0), 0.0, "a gain of 5.0% is below 8%"),
+        (Times(8.0, 8.0), 20.0, "2.0 s a step over the 10 steps"),
+    ],
+)
+def test_a_plan_that_does_not_pay_is_refused_with_numbers(
+    after: Times, cost_s: float, why: str
+) -> None:
+    assert why in Admission(horizon=10).why_not(BEFORE, after, cost_s)
+
+
+def test_without_an_end_any_cost_pays() -> None:
+    assert not Admission().why_not(BEFORE, Times(8.0, 8.0), 1e9)
+
+
+def test_a_steady_workload_is_expected_to_stay() -> None:
+    assert horizon([500.0] * 20, None) == HORIZON[1]
+    assert horizon([500.0], None) == HORIZON[1]
+    assert horizon([500.0] * 20, 7) == 7
+
+
+def test_a_faster_drift_has_a_shorter_horizon() -> None:
+    slow, fast = ([1000 * factor**step for step in range(20)] for factor in (1.01, 1.03))
+    # Until it has grown by 30 %: log(1.3) / log(1.01), and of 1.03.
+    assert horizon(slow, None) == pytest.approx(26.4, abs=0.1)
+    assert horizon(fast, None) == pytest.approx(8.9, abs=0.1)
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=30), st.none() | st.integers(0, 1000))
+def test_a_horizon_is_never_beyond_the_end(lengths: list[float], left: int | None) -> None:
+    steps = horizon(lengths, left)
+    assert 0 <= steps <= HORIZON[1]
+    assert left is None or steps <= left
+
+
+def test_a_plan_is_stale_when_lengths_have_grown_or_shrunk_by_enough() -> None:
+    assert drifted(1000, 1310)
+    assert drifted(1310, 1000)
+    assert not drifted(1000, 1290)

@@ -1,0 +1,431 @@
+"""``libra bench``: its words, its table, its page, and what it does with wrong arguments."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sys
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import libra_cli.sim
+from libra_cli import bench
+from libra_cli.cli import app
+from libra_cli.edge.show import bench_report
+from libra_cli.edge.show.bench_report import Section, bench_page
+from libra_cli.edge.show.bench_view import amount, change, comparison_view, speed_view
+from libra_cli.sim.results import Outcome, SpeedRow, compare
+from libra_cli.sim.traces import load_trace
+from tests.sample_bench import MAKESPANS, PLANNERS, outcome, rows, story
+
+LIMIT_BYTES = 2_000_000
+
+
+@dataclass
+class Experiments:
+    """Stands for ``sim.bench``: answers at once, and remembers what it was asked."""
+
+    POLICIES: tuple[str, ...] = tuple(MAKESPANS)
+    PLANNERS: tuple[str, ...] = tuple(PLANNERS)
+    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    def schedule(self, traces: Any, **given: Any) -> Outcome:
+        given["progress"]("seed 1 of 2 [1/2]")
+        self.asked.append(("schedule", {"traces": traces, **given}))
+        return outcome({name: MAKESPANS[name] for name in given["policies"]})
+
+    def plan(self, traces: Any, **given: Any) -> Outcome:
+        self.asked.append(("plan", {"traces": traces, **given}))
+        return outcome({n: PLANNERS[n] for n in given["planners"]}, planners=True)
+
+    def ablation(self, traces: Any, **given: Any) -> Outcome:
+        self.asked.append(("ablation", {"traces": traces, **given}))
+        return outcome({"libra": 0.9, "libra without the tree": 0.95})
+
+    def sensitivities(self, traces: Any, **given: Any) -> Outcome:
+        self.asked.append(("sensitivities", {"traces": traces, **given}))
+        return Outcome(rows(MAKESPANS, variant="overhead 4 ms"), [], [])
+
+    def speed(self, *given: object, **more: object) -> list[SpeedRow]:
+        return [SpeedRow("plan for 128 GPUs", 0.05, "s", 0.1)]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Experiments:
+    """No simulation and, as drawing takes a second, a report without drawings."""
+    experiments = Experiments()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench_report, "_timelines", lambda stories: [])
+    monkeypatch.setattr(bench_report, "_lengths", lambda stories: [])
+    monkeypatch.setattr(bench_report, "_calibrations", lambda stories: [])
+    monkeypatch.setitem(sys.modules, "libra_cli.sim.bench", experiments)
+    monkeypatch.setitem(sys.modules, "libra_cli.sim.speed", experiments)
+    monkeypatch.setattr(libra_cli.sim, "bench", experiments, raising=False)
+    return experiments
+
+
+def libra(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "80"})
+
+
+def shown(view: Any, *, width: int = 80, encoding: str = "utf-8") -> str:
+    file = StringIO()
+    console = Console(file=file, width=width, _environ={})
+    console.print(view)
+    return file.getvalue()
+
+
+# -- words and table -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (0, "0"),
+        (0.42, "0.42"),
+        (9.994, "10"),
+        (12.34, "12.3"),
+        (99.96, "100"),
+        (312.4, "312"),
+        (9120, "9,120"),
+        (12340, "12.3k"),
+        (99960, "100k"),
+        (999_999, "1M"),
+        (3_412_000, "3.41M"),
+        (1.2e9, "1.2G"),
+    ],
+)
+def test_an_amount_is_short(value: float, words: str) -> None:
+    assert amount(value) == words
+
+
+@pytest.mark.parametrize("planners", [False, True])
+def test_the_table_fits_80_columns_with_nothing_cut_off(planners: bool) -> None:
+    found = outcome(PLANNERS if planners else MAKESPANS, planners=planners)
+    (comparison,) = compare(found.rows)
+    text = shown(comparison_view("policies on a fixed plan", comparison))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    for name in comparison.names:
+        assert re.search(rf"^ . {name} .*\d", text, flags=re.MULTILINE), name
+
+
+def test_the_table_marks_the_best_and_what_is_level_with_it() -> None:
+    (comparison,) = compare(rows({"least-loaded": 1.2, "heddle": 1.001, "libra": 1.0}, noise=0.01))
+    lines = shown(comparison_view("x", comparison)).splitlines()
+    marks = {words[1]: words[0] for line in lines if len(words := line.split()) > 3}
+    assert marks["libra"] == "*"
+    assert marks["heddle"] == "≈"
+    assert "≈" not in next(line for line in lines if "least-loaded" in line)
+
+
+def test_the_verdict_says_when_libra_is_no_better() -> None:
+    (comparison,) = compare(rows({"least-loaded": 1.0, "libra": 1.001}, noise=0.01))
+    assert "(not significant) against least-loaded" in shown(comparison_view("x", comparison))
+
+
+def test_a_baseline_has_no_difference_to_itself() -> None:
+    assert change(None) == "–"
+
+
+def test_speeds_are_shown_beside_the_wanted_ones() -> None:
+    text = shown(speed_view([SpeedRow("plan", 0.2, "s", 0.1), SpeedRow("run", 3.0, "s")]))
+    assert "≤ 0.1 s ✗" in text
+    assert "✓" not in text
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """The tags of a page, its ids, and whatever it would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.ids: list[str] = []
+        self.fetched: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            if name == "id" and value:
+                self.ids.append(value)
+            if name in ("src", "href", "xlink:href") and not (value or "").startswith("#"):
+                self.fetched.append(value or "")
+
+
+def page(*, slots: int = 12, stories: int = 2) -> str:
+    found = outcome()
+    sections = [
+        Section("policies on a fixed plan", compare(found.rows), ["a <note>"]),
+        Section("planners", compare(outcome(PLANNERS, planners=True).rows), []),
+    ]
+    told = [story(f"policy-{index}", slots=slots) for index in range(stories)]
+    return bench_page(sections, told, about="48 A800", command="libra bench", told=["be warned"])
+
+
+def test_the_page_needs_nothing_else_and_has_no_script() -> None:
+    text = page()
+    parsed = Page(text)
+    assert parsed.fetched == []
+    assert "script" not in parsed.tags
+    assert not re.search(r"url\((?!#)|@import", text)
+    assert len(parsed.ids) == len(set(parsed.ids))
+
+
+def test_the_page_shows_every_contender_the_lengths_the_slots_and_the_calibration() -> None:
+    text = page()
+    for words in (*MAKESPANS, *PLANNERS, "Lengths", "Calibration", "Slots: policy-1", "n2/3"):
+        assert words in text
+    assert "a &lt;note&gt;" in text
+    assert "be warned" in text
+
+
+def test_the_page_of_a_large_experiment_stays_small() -> None:
+    assert len(page(slots=300, stories=10)) < LIMIT_BYTES
+
+
+def test_the_page_of_an_experiment_that_kept_no_story_has_its_tables() -> None:
+    assert "The runs" not in page(stories=0)
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def test_without_arguments_a_few_policies_run_on_a_shipped_trace(fake: Experiments) -> None:
+    done = libra()
+    assert done.exit_code == 0, done.output
+    assert [name for name, _ in fake.asked] == ["schedule"]
+    assert {"least-loaded", "libra", "clairvoyant"} <= set(fake.asked[0][1]["policies"])
+    assert fake.asked[0][1]["gpus"] == 48
+    assert len(list(Path("runs").glob("bench-*/bench.html"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        (["--policies", "libra"], ["schedule"]),
+        (["--planners", "libra"], ["plan"]),
+        (["--drift", "2"], ["plan"]),
+        (["--seeds", "2"], ["schedule"]),
+        (["--policies", "libra", "--planners", "libra"], ["schedule", "plan"]),
+        (["schedule", "--seeds", "2"], ["schedule"]),
+        (["--seeds", "2", "ablation"], ["ablation"]),
+        (["sensitivities"], ["sensitivities"]),
+    ],
+)
+def test_what_runs_is_what_the_options_are_about(
+    fake: Experiments, arguments: list[str], asked: list[str]
+) -> None:
+    done = libra(*arguments)
+    assert done.exit_code == 0, done.output
+    assert [name for name, _ in fake.asked] == asked
+
+
+def test_options_before_and_after_the_experiments_name_are_the_same(fake: Experiments) -> None:
+    for arguments in (["--gpus", "16", "plan", "--drift", "3"], ["plan", "--gpus=16", "--drift=3"]):
+        assert libra(*arguments).exit_code == 0
+    first, second = (given for _, given in fake.asked)
+    assert first["gpus"] == second["gpus"] == 16
+    assert first["drift"] == second["drift"] == (1.0, 3.0)
+
+
+def test_an_option_the_experiment_does_not_know_is_refused(fake: Experiments) -> None:
+    done = libra("--planners", "libra", "schedule")
+    assert done.exit_code == 2
+    assert "schedule has no --planners" in done.output
+    assert fake.asked == []
+
+
+def test_the_json_is_one_object_with_a_row_a_policy_and_seed(fake: Experiments) -> None:
+    done = libra("schedule", "--json", "told/rows.json", "--out", "out")
+    assert done.exit_code == 0, done.output
+    told = json.loads(Path("told/rows.json").read_text())
+    assert len(told["rows"]) == len(MAKESPANS) * 4
+    assert {summary["policy"] for summary in told["summary"]} == set(MAKESPANS)
+    assert Path("out/bench.html").exists()
+
+
+def test_json_to_standard_output_is_nothing_but_json(fake: Experiments) -> None:
+    done = libra("schedule", "--json", "-")
+    assert json.loads(done.stdout)["format"] == 1
+
+
+def test_speed_has_a_table_and_json(fake: Experiments) -> None:
+    assert "plan for 128 GPUs" in libra("speed").output
+    assert json.loads(libra("speed", "--json", "-").stdout)["speed"][0]["reached"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--policies", "libra,hedle"], "there is no policy 'hedle'; did you mean 'heddle'?"),
+        (["--planners", "dynrl"], "there is no planner 'dynrl'; did you mean 'dynarl'?"),
+        (["--profile", "a900-qwen3-14b"], "a800-qwen3-14b"),
+        (["--trace", "tau"], "neither a file nor the beginning of one shipped trace"),
+        (["--trace", "moatles"], None),
+        (["--trace", "none.jsonl"], "none.jsonl: cannot be read"),
+        (["--drift", "fast"], "--drift 'fast' is not a list of factors"),
+        (["--drift", "1,-2"], "--drift '1,-2' is not a list of factors"),
+    ],
+)
+def test_an_argument_that_means_nothing_is_told_with_what_there_is(
+    fake: Experiments, arguments: list[str], words: str | None
+) -> None:
+    done = libra(*arguments)
+    if words is None:
+        assert done.exit_code == 0, done.output
+        return
+    assert done.exit_code == 2, done.output
+    assert words in done.output
+    assert "next:" in done.output
+    assert fake.asked == []
+
+
+def test_a_broken_line_of_a_trace_is_told_with_file_and_line(fake: Experiments) -> None:
+    good = '{"task": "t", "turns": [{"prompt_tokens": 9, "gen_tokens": 3}]}\n'
+    with gzip.open("some.jsonl.gz", "wt") as file:
+        file.write(good + "{broken\n")
+    done = libra("--trace", "some.jsonl.gz")
+    assert done.exit_code == 2
+    assert "some.jsonl.gz:2:" in done.output
+
+
+def test_what_a_trace_lacks_and_too_few_seeds_are_told_in_a_line_each(fake: Experiments) -> None:
+    done = libra("schedule", "--trace", "kvcache", "--seeds", "1")
+    assert done.exit_code == 0
+    assert "has no tool outcomes, no rewards, no siblings" in done.stderr
+    assert "one seed gives no intervals" in done.stderr
+
+
+# -- checks ----------------------------------------------------------------------------------------
+
+
+def recorded(directory: Path, *, model: str = "Qwen/Qwen3-14B", tensor_parallel: int = 1) -> Path:
+    """Ten requests that a server worked off one after the other."""
+    engine = {"tensor_parallel_size": tensor_parallel, "max_num_seqs": 8}
+    about = {"model": model, "engine_kwargs": {**engine, "max_num_batched_tokens": 2048}}
+    (directory / "some_meta.json").write_text(json.dumps(about))
+    lines = [
+        {
+            "input_toks": 100,
+            "output_toks": 50,
+            "queued_ts": at,
+            "scheduled_ts": at,
+            "first_token_ts": at + 0.05,
+            "last_token_ts": at + 1.0 + at / 100,
+        }
+        for at in map(float, range(10))
+    ]
+    path = directory / "some_requests.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_recorded_run_is_compared_with_a_profile(tmp_path: Path) -> None:
+    run = str(recorded(tmp_path))
+    done = libra("fidelity", "--run", run)
+    assert done.exit_code == 0, done.output
+    assert "10 requests" in done.output
+    assert "mean latency" in done.output
+    told = json.loads(libra("fidelity", "--run", run, "--json", "-").stdout)
+    assert told["fidelity"]["requests"] == 10
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ({"model": "meta-llama/Llama-3.1-8B"}, "is of Qwen3-14B, and the run of Llama-3.1-8B"),
+        ({"tensor_parallel": 64}, "has no server of 64 GPUs"),
+    ],
+)
+def test_a_profile_that_is_not_of_the_run_is_refused(
+    tmp_path: Path, made: dict[str, Any], words: str
+) -> None:
+    done = libra("fidelity", "--run", str(recorded(tmp_path, **made)))
+    assert done.exit_code == 2
+    assert words in done.output
+    assert "next:" in done.output
+
+
+def test_a_run_without_its_description_asks_for_it(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    run.with_name("some_meta.json").unlink()
+    assert "--meta" in libra("fidelity", "--run", str(run)).output
+    assert "no such file" in libra("fidelity", "--run", str(tmp_path / "none.jsonl")).output
+
+
+def test_the_publication_is_beside_what_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    from libra_cli.sim import publication
+
+    monkeypatch.setattr(publication, "STEPS_S", (0.0, 0.004))
+    monkeypatch.setattr(publication, "SEQUENCES_S", (0.0,))
+    monkeypatch.setattr(publication, "SEATS", (32,))
+    text = libra("publication").output
+    for words in ("published", "3.10", "2.80", "as shipped", "nearest"):
+        assert words in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_estimators_are_compared_by_where_they_place(tmp_path: Path) -> None:
+    turn = {"prompt_tokens": 100, "gen_tokens": 30, "tool": "search", "tool_ok": True}
+    lines = [
+        {
+            "task": f"task {number // 2}",
+            "turns": [{**turn, "prompt_tokens": 100 + 50 * at} for at in range(1 + number % 7)],
+        }
+        for number in range(40)
+    ]
+    path = tmp_path / "small.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    names = "libra,published-tree-pooled,always-shortest"
+    asked = ("placement", "--trace", str(path), "--estimators", names, "--seeds", "2")
+    done = libra(*asked)
+    assert done.exit_code == 0, done.output
+    assert "published-tree-pooled" in done.output
+    assert max(map(len, done.output.splitlines())) <= 80
+    told = json.loads(libra(*asked, "--json", "-").stdout)["placement"]
+    assert len(told) == 3 * 2
+    assert {row["wrong_share"] for row in told if row["estimator"] == "always-shortest"} == {None}
+
+
+def test_an_unknown_estimator_is_told_with_those_there_are() -> None:
+    done = libra("placement", "--estimators", "libr")
+    assert done.exit_code == 2
+    assert "did you mean 'libra'?" in done.output
+
+
+# -- the shipped traces ----------------------------------------------------------------------------
+
+
+def test_every_shipped_trace_is_read_and_documented() -> None:
+    readme = (Path(bench.__file__).parent / "traces/README.md").read_text()
+    shipped = bench.shipped_traces()
+    assert sum(path.stat().st_size for path in shipped.values()) < 700_000
+    for name, path in shipped.items():
+        assert f"`{name}`" in readme
+        assert load_trace(path).episodes
+
+
+def test_the_setting_of_a_bench_needs_a_known_name() -> None:
+    assert bench.chosen("policy", " libra, heddle,libra", ["heddle", "libra"]) == (
+        "libra",
+        "heddle",
+    )
+    assert bench.chosen("policy", "", ["heddle", "libra"]) == ("heddle", "libra")
+
+
+def test_warnings_are_silent_where_there_is_nothing_to_tell() -> None:
+    given: Any = SimpleNamespace(traces=[SimpleNamespace(name="t", lacks=())], seeds=2)
+    assert bench.warnings(given) == []

@@ -1,0 +1,102 @@
+"""What a cluster does about hosts that do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, cast
+
+import pytest
+
+from libra_cli.core.split import initial_plan
+from libra_cli.edge.hosts.answers import Gone, Lost
+from libra_cli.edge.hosts.cluster import Cluster
+from libra_cli.edge.hosts.processes import Host
+from libra_cli.errors import HostError, HostLost
+from libra_cli.recipe import NodeSpec, Recipe
+
+RECIPE = Recipe.model_validate(
+    {"nodes": [{"host": "n1"}, {"host": "n2"}], "model": {"path": "/m"}, "run": {"lease_s": 20}}
+)
+
+
+class Away:
+    """A host that does not answer the first times it is asked."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    async def stop(self, process: str, *, grace_s: float) -> None:
+        self.left -= 1
+        if self.left >= 0:
+            raise HostLost("no answer")
+
+
+def cluster(host: Away) -> Cluster:
+    made = Cluster(
+        RECIPE,
+        initial_plan(RECIPE),
+        run_id="r",
+        token="t",
+        save=list[Any]().append,
+        clock=time.time,
+    )
+    made.hosts["n1"] = cast("Host", host)
+    return made
+
+
+def test_a_process_on_a_host_that_was_given_up_counts_as_stopped() -> None:
+    async def scene() -> None:
+        host = Away(1000)
+        given_up = cluster(host)
+        given_up._happened(Gone("n1", "given up"))
+        async with asyncio.timeout(1.0):
+            await given_up.stop("n1", "server-0")
+
+    asyncio.run(scene())
+
+
+def test_a_host_that_is_only_lost_is_asked_again() -> None:
+    async def scene() -> None:
+        host = Away(1)
+        lost = cluster(host)
+        lost._happened(Lost("n1", "no answer"))
+        async with asyncio.timeout(5.0):
+            await lost.stop("n1", "server-0")
+        assert host.left == -1, "and then it did stop it"
+
+    asyncio.run(scene())
+
+
+def test_waiting_for_a_host_ends_when_it_is_given_up() -> None:
+    async def scene() -> None:
+        lost = cluster(Away(1000))
+        lost._happened(Lost("n1", "no answer"))
+        stopping = asyncio.create_task(lost.stop("n1", "server-0"))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await asyncio.shield(stopping)
+        lost._happened(Gone("n1", "given up"))
+        async with asyncio.timeout(5.0):
+            await stopping
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("hints", "text", "hint"),
+    [
+        (("fix a", "fix b"), "n1 is bad\n  next: fix a\nn2 is bad\n  next: fix b", ""),
+        (("fix it", "fix it"), "n1 is bad\nn2 is bad", "fix it"),
+        (("fix a", ""), "n1 is bad\nn2 is bad", "fix a"),
+    ],
+)
+def test_of_several_broken_hosts_each_says_what_to_do(
+    hints: tuple[str, str], text: str, hint: str
+) -> None:
+    async def check(node: NodeSpec) -> None:
+        raise HostError(f"{node.name} is bad", hint=hints[node.name == "n2"])
+
+    with pytest.raises(HostError) as caught:
+        asyncio.run(cluster(Away(0))._on_all(check))
+    assert (str(caught.value), caught.value.hint) == (text, hint)

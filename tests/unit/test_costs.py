@@ -1,0 +1,210 @@
+"""Prices: training, memory and moves follow their formulas; a profile survives its JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_cli.core.planning.costs import (
+    Facts,
+    MoveCost,
+    NothingFits,
+    Profile,
+    ProfileError,
+    TrainingCost,
+    TrainingShape,
+)
+from libra_cli.core.planning.training_tree import TrainingTree
+from libra_cli.core.planning.workload import Sample, Window, Workload
+from libra_cli.core.pricing.server_costs import ServerCost
+
+FACTS = Facts(
+    parameters=8e9, layers=32, hidden=4096, vocabulary=150_000, kv_bytes=131_072, gpu_gib=74.5
+)
+TRAINING = TrainingCost(
+    token_s=5e-4,
+    pair_s=1e-8,
+    step_s=5.0,
+    facts=FACTS,
+    node_bandwidth=2e11,
+    network_bandwidth=1e11,
+)
+SERVERS = {
+    degree: ServerCost(degree, 0.015, 3e-5, 9e-8, 5e-5, 1e-9, 300_000 * degree) for degree in (1, 2)
+}
+MOVES = MoveCost(to_training_s=8.0, to_rollout_s=11.0, resize_s=90.0, start_s={1: 36.0, 2: 28.0})
+PROFILE = Profile("p", "A100", "M", SERVERS, TRAINING, MOVES, 0.004, {"servers": "measured"})
+
+
+def workload(*generated: int, trajectories: int = 64) -> Workload:
+    return Workload(tuple(Sample(500, tokens) for tokens in generated), trajectories)
+
+
+def test_arithmetic_is_shared_and_the_fixed_part_is_not() -> None:
+    work = workload(2000, 4000)
+    one, two = (TRAINING.compute_s(TrainingShape(1, 1, ranks), work) for ranks in (1, 2))
+    assert one == pytest.approx(5e-4 * 64 * 3500 + 1e-8 * 64 * (2500**2 + 4500**2) / 4)
+    assert one == pytest.approx(2 * two)
+    assert TRAINING.seconds(TrainingShape(), work) == pytest.approx(5.0 + one)
+
+
+def test_no_replica_has_less_than_the_longest_trajectory() -> None:
+    work = workload(40_000, trajectories=2)
+    many = TRAINING.compute_s(TrainingShape(1, 1, 64), work)
+    assert many == pytest.approx(5e-4 * 40_500 + 1e-8 * 40_500**2 / 2)
+
+
+def test_communication_grows_with_both_degrees() -> None:
+    work = workload(2000)
+    ratios = [
+        TRAINING.communication_ratio(shape, work)
+        for shape in (TrainingShape(), TrainingShape(2, 1, 1), TrainingShape(8, 1, 1))
+    ]
+    assert ratios[0] == 0
+    assert ratios == sorted(ratios)
+    data = [TRAINING.communication_ratio(TrainingShape(1, 1, ranks), work) for ranks in (2, 8, 16)]
+    assert data == sorted(data)
+
+
+def test_a_pipeline_waits_as_published() -> None:
+    work = Workload((Sample(0, 16_384),), 7)
+    assert TRAINING.bubble(TrainingShape(1, 4, 1), work) == pytest.approx(3 / (4 + 7 - 1))
+    assert TRAINING.bubble(TrainingShape(1, 1, 4), work) == 0
+
+
+def test_memory_of_a_rank_falls_with_the_world_and_grows_with_the_longest() -> None:
+    held = [TRAINING.memory_gib(TrainingShape(1, 1, ranks), 4096) for ranks in (1, 4, 16)]
+    assert held == sorted(held, reverse=True)
+    assert held[0] > 16 * 8e9 / 2**30, "weights, gradients and optimizer of one rank alone"
+    assert TRAINING.memory_gib(TrainingShape(1, 1, 4), 100_000) > held[1]
+
+
+def test_memory_of_a_server_is_weights_cache_and_overhead() -> None:
+    assert FACTS.server_gib(2, 0) == pytest.approx(2 * 8e9 / 2 / 2**30 + FACTS.server_overhead_gib)
+    for degree in (1, 2, 4):
+        room = FACTS.kv_room(degree)
+        assert FACTS.server_gib(degree, room) <= FACTS.usable_gib + 1e-6
+        assert FACTS.server_gib(degree, room + 1000) > FACTS.usable_gib
+    assert replace(FACTS, parameters=80e9).kv_room(1) == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    short=st.integers(1, 20_000),
+    more=st.integers(0, 20_000),
+    data=st.integers(1, 64),
+    tensor=st.sampled_from([1, 2, 4, 8]),
+)
+def test_longer_trajectories_never_train_faster(
+    short: int, more: int, data: int, tensor: int
+) -> None:
+    shape = TrainingShape(tensor, 1, data)
+    assert TRAINING.seconds(shape, workload(short)) <= TRAINING.seconds(
+        shape, workload(short + more)
+    )
+
+
+def test_the_tree_gives_the_fastest_shape_that_fits() -> None:
+    work = workload(4000, 8000)
+    tree = TrainingTree(TRAINING, work, 16)
+    for gpus in range(1, 17):
+        plan = tree.best(gpus)
+        shapes = [
+            TrainingShape(tensor, 1, data)
+            for tensor in (1, 2, 4, 8)
+            for data in range(1, gpus // tensor + 1)
+        ]
+        fitting = [shape for shape in shapes if tree.fits(shape) and tree.plan(shape).is_lean]
+        if not fitting:
+            continue
+        assert plan is not None
+        assert plan.shape.gpus <= gpus
+        assert plan.seconds == min(tree.plan(shape).seconds for shape in fitting)
+
+
+def test_the_tree_never_slows_down_with_more_gpus() -> None:
+    tree = TrainingTree(TRAINING, workload(4000), 32)
+    plans = [tree.best(gpus) for gpus in range(33)]
+    assert plans[0] is None
+    least = tree.least()
+    assert least is not None
+    assert plans[least - 1] is None
+    seconds = [plan.seconds for plan in plans if plan is not None]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_a_trainer_that_fits_nowhere_says_what_a_rank_needs() -> None:
+    tree = TrainingTree(TRAINING, workload(4000), 1)
+    assert tree.best(1) is None
+    refusal = tree.refusal(1)
+    assert isinstance(refusal, NothingFits)
+    assert refusal.constraint == "trainer memory"
+    assert "a rank needs at least" in str(refusal)
+    assert "67.0" in str(refusal), "what a GPU may use"
+
+
+def test_a_profile_survives_its_json() -> None:
+    assert Profile.from_json(PROFILE.to_json()) == PROFILE
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"servers": []}, "servers: must be a list"),
+        ({"colour": 1}, "profile.colour: no such key"),
+        ({"training": 3}, "training: must be an object"),
+        ({"moves": {"start_s": {}, "to_training_s": -1}}, "moves.to_training_s"),
+        ({"overhead_s": "4"}, "profile.overhead_s: must be a number"),
+        ({"servers": [{"tensor_parallel": 0}]}, "servers: "),
+    ],
+)
+def test_a_wrong_profile_is_refused_by_key(change: dict[str, object], told: str) -> None:
+    body = json.loads(PROFILE.to_json()) | change
+    with pytest.raises(ProfileError) as error:
+        Profile.from_json(json.dumps(body))
+    assert told in str(error.value)
+
+
+def test_text_that_is_not_json_is_refused_with_its_line() -> None:
+    with pytest.raises(ProfileError, match="line 2"):
+        Profile.from_json("{\n oops")
+
+
+def test_sensitivities_change_what_they_say() -> None:
+    assert PROFILE.kernel_only().servers[1].step_s == pytest.approx(0.011)
+    assert PROFILE.with_overhead(0.02).servers[1].step_s == pytest.approx(0.035)
+    assert PROFILE.scaled(2).servers[2].kv_token_s == pytest.approx(1.8e-7)
+    assert PROFILE.scaled(2).training == PROFILE.training
+    assert PROFILE.with_kv_share(0.5).servers[1].kv_tokens == 150_000
+    work = workload(2000)
+    slow = TRAINING.scaled(2).seconds(TrainingShape(2, 1, 2), work)
+    assert slow == pytest.approx(2 * TRAINING.seconds(TrainingShape(2, 1, 2), work))
+
+
+def test_an_unknown_shape_starts_like_the_slowest_known() -> None:
+    assert MOVES.start(2) == 28.0
+    assert MOVES.start(8) == 36.0
+
+
+def test_a_window_keeps_the_newest() -> None:
+    window = Window(capacity=2)
+    assert window.workload(8) is None
+    for tokens in (1, 2, 3):
+        window.add(Sample(1, tokens))
+    work = window.workload(8, overlap=3.0)
+    assert work is not None
+    assert [sample.generated for sample in work.samples] == [2, 3]
+    assert (work.trajectories, work.overlap, work.mean_generated) == (8, 3.0, 2.5)
+
+
+def test_a_workload_without_work_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one sample"):
+        Workload((), 8)
+    with pytest.raises(ValueError, match="trajectories"):
+        Workload((Sample(1, 1),), 0)
+    with pytest.raises(ValueError, match="sample"):
+        Sample(1, 0)

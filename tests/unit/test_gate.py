@@ -1,0 +1,178 @@
+"""The gate, and libra's own placement."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_cli.core.scheduling.causal_estimator import CausalEstimator
+from libra_cli.core.scheduling.estimates import Estimate
+from libra_cli.core.scheduling.gate import Gate
+from libra_cli.core.scheduling.lanes import PATIENCE_S, Lane, Request
+from libra_cli.core.scheduling.policies import Policy, StickyLeastLoaded
+from libra_cli.core.scheduling.scheduler import POLICIES, Cmlfq, make_policy
+from libra_cli.core.types import Bucket, TrajectoryId
+from tests.sim_scene import COSTS
+
+KEY = (1, 0)
+
+
+def lane(slot: str, degree: int = 1, *, seats: int = 2, kv: int = 12_000) -> Lane:
+    cost = replace(COSTS[degree], kv_tokens=kv)
+    return Lane(slot, Bucket(f"TP{degree}", degree, seats, 400 * 4**degree), cost, KEY)
+
+
+def request(number: int, *, left: float = 100.0, context: int = 500, **more: object) -> Request:
+    fields: dict[str, object] = {
+        "trajectory": TrajectoryId(number, 0),
+        "context": context,
+        "generated": 100,
+        "turns": 1,
+        "tools": 1,
+        "waiting_since": 0.0,
+        "last_slot": None,
+        "last_key": None,
+        "estimate": Estimate.point(left),
+        "p90": left,
+    }
+    return Request(**{**fields, **more})  # type: ignore[arg-type]
+
+
+def gate(*lanes: Lane, policy: Policy | None = None) -> Gate:
+    made = Gate(policy or Cmlfq(CausalEstimator()))
+    made.refresh(lanes, latest=KEY, now=0.0)
+    return made
+
+
+def sent(made: Gate, now: float = 0.0) -> dict[int, str]:
+    placed = {one.trajectory.group: lane.slot for one, lane in made.dispatch(now=now)}
+    made.check()
+    return placed
+
+
+def test_a_long_remainder_goes_to_the_fast_server_and_a_short_one_does_not_wait_for_it() -> None:
+    made = gate(lane("slow", 1), lane("fast", 4))
+    made.submit(request(1, left=5000), now=0.0)
+    assert sent(made) == {1: "fast"}
+
+
+def test_a_request_stays_with_its_prefix_cache_unless_moving_gains_more_than_it_costs() -> None:
+    home = {"last_slot": "slow", "last_key": KEY}
+    made = gate(lane("slow", 1, kv=100_000), lane("fast", 4, kv=100_000))
+    made.submit(request(1, left=20, context=9_000, **home), now=0.0)
+    made.submit(request(2, left=8000, context=500, **home), now=0.0)
+    assert sent(made) == {1: "slow", 2: "fast"}
+
+
+def test_a_prefix_of_other_weights_holds_nobody() -> None:
+    made = gate(lane("slow", 1), lane("fast", 4))
+    made.submit(request(1, left=20, context=9_000, last_slot="slow", last_key=(1, -1)), now=0.0)
+    assert sent(made) == {1: "fast"}
+
+
+def test_what_may_outgrow_a_server_goes_where_it_fits() -> None:
+    made = gate(lane("small", 4, kv=1_000), lane("large", 1, kv=50_000))
+    made.submit(request(1, left=900, context=800), now=0.0)
+    assert sent(made) == {1: "large"}
+
+
+def test_admission_stops_at_the_seats_and_at_the_kv_budget() -> None:
+    made = gate(lane("only", seats=2, kv=2_000))
+    for number in range(3):
+        made.submit(request(number, context=700), now=0.0)
+    assert sent(made) == {0: "only", 1: "only"}
+    made.left(TrajectoryId(0, 0))
+    made.submit(request(9, context=100), now=0.0)
+    assert set(sent(made)) == {2}, "the smaller one that came later does not pass"
+
+
+def test_an_empty_server_takes_even_what_exceeds_its_budget() -> None:
+    made = gate(lane("only", kv=600))
+    made.submit(request(1, context=5_000), now=0.0)
+    assert sent(made) == {1: "only"}
+
+
+def test_older_groups_leave_first_and_in_a_group_the_longest() -> None:
+    made = gate(lane("only", seats=1))
+    made.submit(request(0), now=0.0)
+    assert sent(made) == {0: "only"}
+    long = replace(request(5, left=900), trajectory=TrajectoryId(5, 1))
+    for waiting in (request(7, left=5000), request(5, left=10), long):
+        made.submit(waiting, now=0.0)
+    order = []
+    for before in ((0, 0), (5, 1), (5, 0)):
+        made.left(TrajectoryId(*before))
+        order += [one.trajectory for one, _ in made.dispatch(now=1.0)]
+    assert order == [TrajectoryId(5, 1), TrajectoryId(5, 0), TrajectoryId(7, 0)]
+
+
+def test_who_has_waited_longer_than_the_patience_is_overtaken_by_nobody() -> None:
+    made = gate(lane("only", seats=1))
+    made.submit(request(0), now=0.0)
+    sent(made)
+    made.submit(request(9, waiting_since=0.0), now=0.0)
+    made.submit(request(1, waiting_since=5.0), now=5.0)
+    made.left(TrajectoryId(0, 0))
+    assert sent(made, now=PATIENCE_S + 1) == {9: "only"}
+
+
+def test_a_free_server_takes_over_what_waits_for_a_full_one() -> None:
+    made = gate(lane("a", seats=1), lane("b", seats=1), policy=StickyLeastLoaded())
+    made.submit(request(1), now=0.0)
+    made.submit(request(2), now=0.0)
+    made.submit(request(3, last_slot="a", last_key=KEY), now=0.0)
+    assert sent(made) == {1: "a", 2: "b"}
+    made.left(TrajectoryId(2, 0))
+    assert sent(made) == {3: "b"}
+
+
+def test_requests_of_a_server_that_goes_away_choose_again() -> None:
+    made = gate(lane("a", seats=1), policy=StickyLeastLoaded())
+    made.submit(request(1), now=0.0)
+    made.submit(request(2), now=0.0)
+    assert sent(made) == {1: "a"}
+    made.refresh([], latest=KEY, now=1.0)
+    assert len(made) == 1
+    made.refresh([lane("b")], latest=KEY, now=2.0)
+    assert sent(made, now=2.0) == {2: "b"}
+
+
+def test_a_trajectory_begins_only_where_the_newest_version_is() -> None:
+    old, new = lane("old"), replace(lane("new"), key=(1, 1))
+    made = Gate(StickyLeastLoaded())
+    made.refresh([old], latest=(1, 1), now=0.0)
+    made.submit(request(1, turns=0), now=0.0)
+    made.submit(request(2, turns=3), now=0.0)
+    assert sent(made) == {2: "old"}
+    made.refresh([old, new], latest=(1, 1), now=1.0)
+    assert sent(made, now=1.0) == {1: "new"}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(data=st.data())
+def test_nothing_is_lost_and_nothing_sent_twice(name: str, data: st.DataObject) -> None:
+    made = gate(lane("a"), lane("b", 2), lane("c", 4), policy=make_policy(name))
+    policy, now = made.policy, 0.0
+    waiting: set[TrajectoryId] = set()
+    inside: set[TrajectoryId] = set()
+    for number in range(data.draw(st.integers(1, 25))):
+        now += 1.0
+        one = request(number, left=data.draw(st.floats(1, 5000)), waiting_since=now)
+        if policy.estimator is not None:
+            policy.estimator.begin(one.trajectory, prompt=500)
+        made.submit(one, now=now)
+        waiting.add(one.trajectory)
+        for placed, _ in made.dispatch(now=now):
+            waiting.remove(placed.trajectory)
+            inside.add(placed.trajectory)
+        made.check()
+        leaves: bool = data.draw(st.booleans())
+        if inside and leaves:
+            made.left(inside.pop())
+    while waiting:
+        made.left(inside.pop())
+        for placed, _ in made.dispatch(now=now):
+            waiting.remove(placed.trajectory)
+            inside.add(placed.trajectory)
+    assert len(made) == 0

@@ -1,0 +1,132 @@
+"""The gradient worker's desk, without a model behind it."""
+
+from __future__ import annotations
+
+import threading
+from http import HTTPStatus
+from typing import Any
+
+import numpy as np
+import pytest
+
+from libra_cli.node.gradient_http import Compute, Load, WorkerDesk
+from libra_cli.node.side_channel import Board
+from libra_cli.node.trainer_http import Idle, Stop
+
+DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def desk() -> WorkerDesk:
+    """Ready, with version v000006-e1 loaded."""
+    desk = WorkerDesk(world_size=1, max_len=16, board=Board(epoch=3))
+    desk.ready()
+    desk.version, desk.trainer_epoch = "v000006-e1", 1
+    return desk
+
+
+def share(**changes: Any) -> dict[str, Any]:
+    trajectory = {
+        "group": 3,
+        "member": 1,
+        "token_ids": np.array([5, 6], dtype="<i4").tobytes(),
+        "logprobs": np.array([0, -1], dtype="<f4").tobytes(),
+        "loss_mask": bytes([0, 1]),
+        "reward": 1.0,
+        "fresh": 1,
+    }
+    message = {"step": 7, "trainer_epoch": 1, "epoch": 3, "version": "v000006-e1"}
+    return message | {"trajectories": [trajectory]} | changes
+
+
+def load(desk: WorkerDesk) -> tuple[threading.Thread, list[Any]]:
+    message = {"directory": "/versions", "name": "v000007-e1", "version": 7, "trainer_epoch": 1}
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(desk.load(message)), daemon=True)
+    thread.start()
+    return thread, answers
+
+
+def test_a_share_is_taken_once_however_often_it_is_sent(desk: WorkerDesk):
+    assert desk.share(share())[0] == HTTPStatus.ACCEPTED
+    assert desk.share(share())[0] == HTTPStatus.ACCEPTED
+    assert isinstance(desk.next(0), Compute)
+    assert isinstance(desk.next(0), Idle)
+    desk.computed()
+    desk.board.done(7, [0.0] * 7, 1, 0.1)
+    assert desk.share(share())[0] == HTTPStatus.ACCEPTED
+    assert isinstance(desk.next(0), Idle)
+    assert desk.health()[1]["step"] == 7
+
+
+@pytest.mark.parametrize("changes", [{"epoch": 2}, {"trainer_epoch": 0}, {"version": "v000005-e1"}])
+def test_a_share_for_other_weights_or_an_earlier_worker_is_a_conflict(
+    desk: WorkerDesk, changes: dict[str, Any]
+):
+    status, body = desk.share(share(**changes))
+    assert status == HTTPStatus.CONFLICT
+    assert "here is epoch 3, trainer epoch 1, version 'v000006-e1'" in body["error"]
+    assert not desk.board.wanted()
+
+
+def test_while_a_share_is_computed_nothing_else_is_taken(desk: WorkerDesk):
+    desk.share(share())
+    assert desk.share(share(step=8))[0] == HTTPStatus.CONFLICT
+    thread, answers = load(desk)
+    thread.join(DEADLINE_S)
+    assert answers == [(HTTPStatus.CONFLICT, {"error": "busy computing a share of step 7"})]
+    assert desk.version == "v000006-e1"
+
+
+def test_a_dropped_share_stops_and_may_be_taken_again(desk: WorkerDesk):
+    desk.share(share())
+    assert desk.board.wanted()
+    desk.drop(6)
+    assert desk.board.wanted()
+    desk.drop(7)
+    assert not desk.board.wanted()
+    assert desk.share(share())[0] == HTTPStatus.CONFLICT
+    desk.computed()
+    assert desk.share(share())[0] == HTTPStatus.ACCEPTED
+    assert desk.board.wanted()
+
+
+def test_a_load_answers_when_the_version_is_in_place(desk: WorkerDesk):
+    thread, answers = load(desk)
+    command = desk.next(DEADLINE_S)
+    assert isinstance(command, Load)
+    assert desk.health()[1]["version"] == ""
+    assert desk.share(share())[0] == HTTPStatus.CONFLICT
+    desk.loaded(command, 1e-7, 0.5)
+    thread.join(DEADLINE_S)
+    assert answers == [(HTTPStatus.OK, {"gap": 1e-7, "load_s": 0.5})]
+    assert desk.health()[1]["version"] == "v000007-e1"
+
+
+def test_after_a_version_that_does_not_fit_none_is_loaded(desk: WorkerDesk):
+    thread, answers = load(desk)
+    desk.next(DEADLINE_S)
+    desk.not_loaded("lm_head.weight is in the model, not in the version")
+    thread.join(DEADLINE_S)
+    assert answers[0][0] == HTTPStatus.BAD_REQUEST
+    assert "lm_head.weight" in answers[0][1]["error"]
+    assert desk.health()[1]["version"] == ""
+
+
+def test_stopping_drops_the_share_under_way(desk: WorkerDesk):
+    desk.share(share())
+    desk.stop()
+    assert not desk.board.wanted()
+    assert isinstance(desk.next(0), Compute)
+    assert isinstance(desk.next(0), Stop)
+    desk.computed()
+    assert desk.share(share(step=8))[0] == HTTPStatus.SERVICE_UNAVAILABLE
+
+
+def test_a_failure_is_told_to_whoever_waits_for_a_load_and_to_the_core(desk: WorkerDesk):
+    thread, answers = load(desk)
+    desk.next(DEADLINE_S)
+    desk.fail("out of memory")
+    thread.join(DEADLINE_S)
+    assert answers == [(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": "out of memory"})]
+    assert desk.board.error == "out of memory"

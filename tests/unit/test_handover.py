@@ -1,0 +1,122 @@
+"""Gradients leave a worker while its last backward pass is still going on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+
+from libra_cli.node.fetch import Fetch, Rows  # noqa: E402
+from libra_cli.node.handover import Handover  # noqa: E402
+from libra_cli.node.policy import Policy  # noqa: E402
+from libra_cli.node.shares import Share  # noqa: E402
+from libra_cli.node.side_channel import Board, serve  # noqa: E402
+
+pytestmark = pytest.mark.vllm
+DEADLINE_S = 10.0
+VERSION = "v000006-e1"
+
+
+class OneRank:
+    """As much of ``Policy`` as a handover asks for."""
+
+    world, rank, sharded = 1, 0, False
+    device = torch.device("cpu")
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def parameters(self) -> dict[str, Any]:
+        return dict(self._model.named_parameters())
+
+    def clear_gradients(self) -> None:
+        self._model.zero_grad()
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class Gate(torch.autograd.Function):  # type: ignore[misc,name-defined]
+    """Lets the backward pass go below it only when a condition holds."""
+
+    @staticmethod
+    def forward(context: Any, values: Any, wait: Callable[[], None]) -> Any:
+        context.wait = wait
+        return values.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> Any:
+        context.wait()
+        return gradient, None
+
+
+@pytest.fixture
+def board() -> Board:
+    return Board(epoch=3)
+
+
+@pytest.fixture
+def port(board: Board) -> Iterator[int]:
+    server = serve(board, bind="127.0.0.1", port=0, token="of-this-run")
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+
+
+def test_upper_layers_are_fetched_before_the_gradients_of_lower_ones_exist(
+    board: Board, port: int, tmp_path: Path
+):
+    lower, upper, unused = torch.nn.Linear(4, 3), torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)
+    model = torch.nn.ModuleDict({"lower": lower, "upper": upper, "unused": unused})
+    handover = Handover(cast(Policy, OneRank(model)), board, tmp_path / "outbox")
+    board.begin(7, VERSION)
+    handover.begin(7)
+    wanted = {
+        name: Rows(tuple(one.shape), 0, one.shape[0]) for name, one in model.named_parameters()
+    }
+    share = Share("gpu-01/0", 3, f"http://127.0.0.1:{port}", VERSION, frozenset({1}))
+    fetch = Fetch(share, 7, tokens=8, wanted=wanted, token="of-this-run")
+    fetch.start()
+    seen: list[set[str]] = []
+
+    def upper_is_fetched() -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not {"upper.weight", "upper.bias"} <= fetch.rows.keys():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        seen.append(set(fetch.rows))
+        assert lower.weight.grad is not None  # of the first pass
+        assert board.wanted()
+
+    inputs = torch.randn(8, 4)
+    handover.before(last=False)
+    upper(lower(inputs[:4])).sum().backward()
+    assert not fetch.rows
+    handover.before(last=True)
+    upper(Gate.apply(lower(inputs[4:]), upper_is_fetched)).sum().backward()
+    handover.finish()
+    board.done(7, [0.0] * 7, 8, 0.1)
+    assert fetch.settle(time.monotonic(), DEADLINE_S).problem == ""
+    assert seen == [{"upper.weight", "upper.bias"}]
+    expected = torch.autograd.grad(upper(lower(inputs)).sum(), [lower.weight, upper.weight])
+    for name, gradient in zip(["lower.weight", "upper.weight"], expected, strict=True):
+        assert fetch.rows[name].tolist() == pytest.approx(gradient.flatten().tolist(), rel=1e-5)
+    assert not fetch.rows["unused.weight"].any()
+
+
+def test_files_of_a_share_go_when_the_next_comes_and_all_of_them_at_the_end(
+    board: Board, tmp_path: Path
+):
+    model = torch.nn.ModuleDict({"layer": torch.nn.Linear(2, 2)})
+    handover = Handover(cast(Policy, OneRank(model)), board, tmp_path / "outbox")
+    for step in (7, 8):
+        handover.begin(step)
+        handover.finish()
+        assert [path.name for path in (tmp_path / "outbox").iterdir()] == [f"step-{step:06d}"]
+    handover.clear()
+    assert not (tmp_path / "outbox").exists()

@@ -1,0 +1,174 @@
+"""When a better plan is looked for, and what a plan has turned out to be worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from libra_cli.core import actions as a
+from libra_cli.core import events as e
+from libra_cli.core.elastic import lookout
+from libra_cli.core.records import PlanRecord, StepRecord
+from libra_cli.core.types import Prediction
+from tests.elastic import Scene, scene
+
+PERIOD = 10.0
+
+
+class Steps:
+    """Tells the lookout of a run about steps of ten seconds; its planner keeps every plan."""
+
+    def __init__(self, *, kind: str = "libra", interval: int = 1000) -> None:
+        self.world = scene(kind=kind)
+        recipe = self.world.recipe
+        planner = recipe.planner.model_copy(update={"plan_interval": interval})
+        self.lookout = lookout.Lookout(
+            recipe.model_copy(update={"planner": planner}),
+            self.world.machine.pool,
+            self.world.machine.plan,
+            self.world._slots,
+        )
+        self.now = 5000.0
+        self.tell(0.0, 0.0)
+
+    def tell(self, train_idle: float, ready: float) -> str:
+        """A step is done that training waited for so long, with so many groups ready for the next;
+        why it looks, if so."""
+        self.now += PERIOD
+        step = replace(self.world.machine.training.last, waited_s=train_idle * PERIOD)
+        actions = self.lookout.stepped(step, ready, now=self.now)
+        looks = [action for action in actions if isinstance(action, a.Propose)]
+        if looks:
+            self.lookout.kept(e.PlanKept("it pays nothing"))
+        return looks[0].why if looks else ""
+
+    def tell_all(self, idle: Iterable[tuple[float, float]]) -> list[str]:
+        return [self.tell(*shares) for shares in idle]
+
+
+def test_either_half_that_waits_starts_a_look():
+    assert Steps().tell_all([(0.0, 0.0)] * 3 + [(0.5, 0.0)])[-1] == (
+        "training waited for 50% of a step"
+    )
+    assert Steps().tell_all([(0.0, 0.0)] * 3 + [(0.0, 0.4)])[-1] == (
+        "rollout waited for 40% of a step"
+    )
+
+
+def test_groups_that_lie_ready_are_no_waiting_while_training_waits():
+    assert set(Steps().tell_all([(0.12, 0.5)] * 10)) == {""}
+
+
+def test_little_waiting_starts_none():
+    assert set(Steps().tell_all([(0.14, 0.14)] * 20)) == {""}
+
+
+def test_the_same_waiting_starts_one_look_until_it_has_calmed_down():
+    steps = Steps()
+    looks = steps.tell_all([(0.5, 0.0)] * 10)
+    assert sum(map(bool, looks)) == 1
+    # Below what starts a look, and not calm either.
+    assert set(steps.tell_all([(0.12, 0.0), (0.5, 0.0)] * 3)) == {""}
+    assert steps.tell_all([(0.05, 0.0), (0.5, 0.0)])[-1]
+
+
+def test_one_halfs_waiting_does_not_silence_the_others():
+    steps = Steps()
+    assert any(steps.tell_all([(0.5, 0.0)] * 5))
+    assert any(steps.tell_all([(0.04, 0.5)] * 3))
+
+
+def test_after_a_look_it_waits_out_the_cooldown():
+    steps = Steps()
+    assert any(steps.tell_all([(0.0, 0.0)] * 3 + [(0.5, 0.0)]))
+    looks = steps.tell_all([(0.0, 0.5)] * 3)
+    assert [bool(look) for look in looks] == [False, False, True]
+
+
+def test_it_looks_every_so_many_steps_whatever_happens():
+    looks = Steps(interval=4).tell_all([(0.0, 0.0)] * 9)
+    assert [index for index, look in enumerate(looks) if look] == [3, 7]
+    assert looks[3] == "4 steps have passed"
+
+
+def test_a_fixed_split_is_never_looked_at():
+    assert set(Steps(kind="fixed", interval=2).tell_all([(0.5, 0.0)] * 10)) == {""}
+
+
+def test_a_look_that_slots_on_their_way_prevent_is_made_when_they_have_arrived():
+    steps = Steps()
+    world = steps.world
+    world.silent = lambda event: isinstance(event, (e.PlanKept, e.PlanChosen))
+    order(world)
+    assert set(steps.tell_all([(0.5, 0.0)] * 5)) == {""}
+    world.arrive()
+    assert steps.tell(0.5, 0.0) == "training waited for 50% of a step"
+
+
+def order(world: Scene) -> None:
+    if not world.machine.lookout._looking:
+        assert world.order(gradient=1).accepted
+
+
+def plans(world: Scene) -> list[PlanRecord]:
+    """The newest row of every plan, in order."""
+    return list({row.plan: row for row in world.rows(PlanRecord)}.values())
+
+
+def chosen(world: Scene, promise: Prediction | None) -> None:
+    """One server less, one worker more."""
+    plan = world.machine.pool.plan(())
+    (slot, _), *rest = plan.servers
+    plan = replace(plan, servers=tuple(rest), gradient=(*plan.gradient, slot))
+    world.give(e.PlanChosen(plan, world._slots, promise))
+
+
+def step_seconds(world: Scene) -> list[float]:
+    ends = [step.ended_at for step in world.rows(StepRecord) if not step.checkpoint]
+    return [after - before for before, after in pairwise(ends)]
+
+
+def test_what_was_promised_and_what_was_seen_stand_in_the_plans_row():
+    world = scene()
+    world.steps_on(6)
+    chosen(world, Prediction(9.0, 7.0, 30.0))
+    before = step_seconds(world)[-lookout.WINDOW :]
+    row = plans(world)[-1]
+    assert (row.predicted_before_s, row.predicted_after_s, row.cost_s) == (9.0, 7.0, 30.0)
+    assert row.observed_before_s == pytest.approx(sum(before) / len(before))
+    assert row.observed_after_s is None
+    world.arrive()
+    arrived = world.machine.training.step
+    world.steps_on(lookout.WINDOW)
+    assert plans(world)[-1].observed_after_s is None, "the step of the arrival does not count"
+    world.steps_on(1)
+    after = step_seconds(world)[arrived : arrived + lookout.WINDOW]
+    assert plans(world)[-1].observed_after_s == pytest.approx(sum(after) / len(after))
+
+
+def test_a_plan_replaced_early_is_what_the_next_one_is_compared_with():
+    world = scene()
+    world.steps_on(6)
+    chosen(world, None)
+    world.arrive()
+    arrived = world.machine.training.step
+    world.steps_on(3)
+    chosen(world, None)
+    seen = step_seconds(world)[arrived:]
+    assert len(seen) == 2
+    first, second = plans(world)[-2:]
+    assert first.observed_after_s is None
+    assert second.observed_before_s == pytest.approx(sum(seen) / len(seen))
+
+
+def test_an_order_promises_nothing_and_is_observed_all_the_same():
+    world = scene()
+    world.order(gradient=1)
+    world.arrive()
+    world.steps_on(lookout.WINDOW + 1)
+    row = plans(world)[-1]
+    assert (row.cause, row.predicted_after_s) == ("order", None)
+    assert row.observed_after_s is not None

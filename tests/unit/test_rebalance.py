@@ -1,0 +1,397 @@
+"""What ``libra rebalance`` explains is true of the run, reads in 80 columns, and refuses kindly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from libra_cli import rebalance
+from libra_cli.cli import app
+from libra_cli.core import records as r
+from libra_cli.core.planning.costs import NothingFits, ProfileError
+from libra_cli.core.planning.workload import Sample
+from libra_cli.edge.journal import Journal
+from libra_cli.edge.show.reader import Reader
+from libra_cli.edge.show.rebalance_view import Told, rebalance_view
+from libra_cli.errors import LibraError, StateError
+from libra_cli.rebalance.cases import _cut, case_of_run
+from libra_cli.recipe import Recipe
+from tests import sample_run
+from tests.unit.test_console import drawn, widest
+
+CHECKOUT = Path(__file__).parents[2]
+QUICKSTART = CHECKOUT / "recipes/quickstart.yaml"
+PROFILE = "a800-qwen3-14b"
+GPU_STEP_S = 60.0
+
+
+def libra(*arguments: str):
+    return CliRunner().invoke(app, ["rebalance", *arguments])
+
+
+def sample_recipe(**node: Any) -> Recipe:
+    """Of the sample run: three slots on one host without GPUs."""
+    return Recipe.model_validate(
+        {
+            "run": {"name": "quickstart", "steps": sample_run.STEPS},
+            "nodes": [{"host": "local", "slots": 3, **node}],
+            "model": {"build": {"task": "pointer-chase"}},
+            "rollout": {"buckets": [{"name": "short", "max_num_seqs": 48}]},
+        }
+    )
+
+
+def gpu_recipe(nodes: int = 3, **model: Any) -> Recipe:
+    """Hosts with two slots of four GPUs each."""
+    hosts = [{"host": f"n{index}", "gpus": 8, "slots": 2} for index in range(nodes)]
+    return Recipe.model_validate(
+        {
+            "run": {"name": "big", "steps": 100},
+            "nodes": hosts,
+            "model": {"path": "/models/Qwen3-14B", "max_len": 8192, **model},
+            "rollout": {"buckets": [{"name": "all", "tensor_parallel": 4, "max_num_seqs": 64}]},
+            "training": {"groups_per_step": 32, "micro_batch_tokens": 8192},
+        }
+    )
+
+
+def write_recipe(run_dir: Path, recipe: Recipe) -> Path:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "recipe.json").write_text(recipe.model_dump_json())
+    return run_dir
+
+
+def sample(tmp_path: Path, **node: Any) -> Path:
+    """The sample run, as ``libra run`` leaves it."""
+    return sample_run.write(write_recipe(tmp_path / "run", sample_recipe(**node)))
+
+
+def gpu_run(run_dir: Path, gpu: str = "NVIDIA A800-SXM4-80GB", **model: Any) -> Path:
+    """A run on GPUs, of ten steps in which training took all the time."""
+    write_recipe(run_dir, gpu_recipe(**model))
+    with Journal(run_dir) as journal:
+        for record in gpu_records(gpu):
+            journal.save(record)
+    return run_dir
+
+
+def gpu_records(gpu: str) -> Iterator[r.Record]:
+    start = sample_run.START
+    yield sample_run.run_record("finished", step=10, ended_at=start + 11 * GPU_STEP_S)
+    facts = json.dumps({"gpus": [{"index": index, "name": gpu} for index in range(8)]})
+    slots = [f"n{node}/{half}" for node in range(1, 3) for half in (0, 1)]
+    servers = [[slot, "all", 4, 64, 8192] for slot in slots]
+    train = ["n0/0", "n0/1"]
+    yield r.PlanRecord(0, start, json.dumps(servers), json.dumps(train), '["a third"]')
+    for node in range(3):
+        yield r.NodeRecord(f"n{node}", f"n{node}", "released", start, facts, "")
+    for step in range(1, 11):
+        ended = start + (step + 1) * GPU_STEP_S
+        yield sample_run.step_record(
+            step, ended, started_at=ended - GPU_STEP_S, waited_s=0.0, context_tokens=600_000
+        )
+        yield from turns_of_step(step, slots, ended - GPU_STEP_S)
+
+
+def turns_of_step(step: int, slots: list[str], began: float) -> Iterator[r.Record]:
+    for member, slot in enumerate(slots):
+        yield r.TrajectoryRecord(
+            step, member, 0, "finished", began, began + 30, 1.0, 2, 1500, 2600, 0, 0, "[]", "", ""
+        )
+        for turn, (prompt, generated) in enumerate(((600, 700), (1800, 800))):
+            at = began + turn * 15
+            yield r.TurnRecord(
+                group_id=step,
+                member=member,
+                attempt=0,
+                turn=turn,
+                slot=slot,
+                epoch=1,
+                queued_at=at,
+                started_at=at,
+                ended_at=at + 12,
+                prompt_tokens=prompt,
+                generated_tokens=generated,
+                finish_reason="stop",
+                moved_from="",
+                expected_tokens=1000.0,
+                expected_p10=100.0,
+                expected_p50=900.0,
+                expected_p90=3000.0,
+                tools_json='[["run", "ok", 1.5, 10]]',
+            )
+
+
+@pytest.fixture(scope="module")
+def cpu_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sample(tmp_path_factory.mktemp("cpu"))
+
+
+@pytest.fixture(scope="module")
+def big_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gpu_run(tmp_path_factory.mktemp("gpu") / "run")
+
+
+def explained(run_dir: Path, profile: str | None = None) -> Told:
+    return rebalance.explain(run_dir, trace=None, profile=profile)
+
+
+# -- a run ---------------------------------------------------------------------------------------
+
+
+def test_a_run_without_a_profile_is_priced_by_what_it_did(cpu_run: Path) -> None:
+    told = explained(cpu_run)
+    assert told["profile"]["source"] == "this run"
+    assert told["profile"]["gpu"] == "CPU"
+    assert told["workload"]["trajectories"] == 128
+    assert [server["slot"] for server in told["plan"]["servers"]] == list(sample_run.SERVERS)
+    assert told["plan"]["train"] == [sample_run.TRAINER]
+    assert any("memory is not known" in note for note in told["notes"])
+
+
+def test_measured_times_are_those_of_as_many_steps_as_the_planner_averages(cpu_run: Path) -> None:
+    with Reader(cpu_run) as reader:
+        steps = reader.steps()[-4:]  # max_staleness is 1
+    measured = explained(cpu_run)["times"]["measured"]
+    worked = sum(step.ended_at - step.started_at for step in steps) / 4
+    assert measured["train_s"] == pytest.approx(worked)
+    assert measured["step_s"] is not None
+    assert measured["step_s"] > worked
+    # Training waited in every step of this run, so rollout took all of each.
+    assert measured["rollout_s"] == pytest.approx(measured["step_s"])
+
+
+def test_rollout_is_measured_by_the_seats_that_were_in_play(big_run: Path) -> None:
+    told = explained(big_run)
+    seats = sum(server["max_num_seqs"] for server in told["plan"]["servers"])
+    # Four trajectories of thirty seconds in every step, and training never waited.
+    assert told["times"]["measured"]["rollout_s"] == pytest.approx(4 * 30 / seats)
+
+
+def test_seats_in_play_are_counted_in_a_time_and_not_beyond(cpu_run: Path) -> None:
+    with Reader(cpu_run) as reader:
+        steps = reader.steps()[-10:]
+        since, until = steps[0].started_at - steps[0].waited_s, steps[-1].ended_at
+        spans = [
+            min(row.ended_at or until, until) - max(row.started_at, since)
+            for row in reader.rows(r.TrajectoryRecord)
+            if row.started_at < until and (row.ended_at or until) > since
+        ]
+        assert reader.in_play_s(since, until) == pytest.approx(sum(spans))
+
+
+def test_corrected_predictions_of_the_plan_now_come_near_what_was_measured(cpu_run: Path) -> None:
+    times = explained(cpu_run)["times"]
+    now, measured = times["now"], times["measured"]
+    assert now["train_s"] == pytest.approx(measured["train_s"], rel=0.25)
+    # Training waited in this run, so rollout took all of a step.
+    assert now["rollout_s"] == pytest.approx(measured["step_s"], rel=0.25)
+
+
+def test_pools_that_fix_every_slot_are_given_as_the_reason_to_stay(tmp_path: Path) -> None:
+    told = explained(sample(tmp_path, pool=["rollout", "rollout", "train"]))
+    assert told["verdict"]["move"] is False
+    assert "no slot may change sides" in told["verdict"]["why_not"]
+
+
+def test_a_run_on_known_gpus_gets_the_shipped_prices_of_its_model(big_run: Path) -> None:
+    told = explained(big_run)
+    assert (told["profile"]["name"], told["profile"]["source"]) == (PROFILE, "shipped")
+
+
+def test_a_run_on_unknown_gpus_gets_its_own_prices(tmp_path: Path) -> None:
+    told = explained(gpu_run(tmp_path / "run", gpu="NVIDIA B200"))
+    assert told["profile"]["source"] == "this run"
+    assert told["profile"]["gpu"] == "NVIDIA B200"
+
+
+def test_a_slow_half_gets_slots_and_every_number_of_the_verdict_agrees(big_run: Path) -> None:
+    told = explained(big_run)
+    assert len(told["proposed"]["train"]) > len(told["plan"]["train"])
+    moved = {move["slot"] for move in told["moves"]}
+    assert moved == set(told["proposed"]["train"]) ^ set(told["plan"]["train"])
+    verdict, times = told["verdict"], told["times"]
+    assert verdict["move"]
+    assert verdict["gain_s"] is not None
+    assert verdict["gain_s"] == pytest.approx(
+        (times["now"]["step_s"] or 0) - (times["proposed"]["step_s"] or 0)
+    )
+    assert verdict["payback_steps"] is not None
+    assert verdict["payback_steps"] == pytest.approx(verdict["cost_s"] / verdict["gain_s"])
+    assert verdict["payback_steps"] < (verdict["horizon_steps"] or 0)
+
+
+def test_a_profile_of_another_gpu_is_refused_with_both_names(big_run: Path, cpu_run: Path) -> None:
+    with pytest.raises(ProfileError, match=r"H100.*A800"):
+        explained(big_run, "h100-qwen3-14b")
+    with pytest.raises(ProfileError, match=r"A800.*no GPUs"):
+        explained(cpu_run, PROFILE)
+
+
+def test_prices_measured_on_hosts_without_gpus_are_taken_there(
+    tmp_path: Path, cpu_run: Path
+) -> None:
+    path = tmp_path / "cpu.json"
+    path.write_text(case_of_run(cpu_run, None).profile.to_json())
+    told = explained(cpu_run, str(path))
+    assert told["profile"]["source"] == "given"
+    assert not any("you must know" in note for note in told["notes"])
+    with pytest.raises(ProfileError, match=r"CPU.*A800"):
+        explained(gpu_run(tmp_path / "run"), str(path))
+
+
+def test_a_profile_of_another_model_is_used_and_told(tmp_path: Path) -> None:
+    told = explained(gpu_run(tmp_path / "run", path="/models/mine"), PROFILE)
+    assert any("Qwen3-14B" in note and "/models/mine" in note for note in told["notes"])
+
+
+def test_a_plan_with_a_shape_without_prices_is_refused(tmp_path: Path, big_run: Path) -> None:
+    path = tmp_path / "narrow.json"
+    profile = case_of_run(big_run, PROFILE).profile
+    path.write_text(replace(profile, servers={1: profile.servers[1]}).to_json())
+    with pytest.raises(ProfileError, match=r"'all' has servers of 4 GPUs.*it has 1"):
+        explained(big_run, str(path))
+
+
+def test_a_run_that_has_finished_nothing_says_when_to_come_back(tmp_path: Path) -> None:
+    write_recipe(tmp_path / "run", sample_recipe())
+    with Journal(tmp_path / "run") as journal:
+        journal.save(sample_run.run_record())
+    with pytest.raises(StateError, match="no trajectory has finished") as caught:
+        explained(tmp_path / "run")
+    assert "try again later" in caught.value.hint
+
+
+def test_prompt_answers_and_tools_of_a_trajectory_are_told_apart(big_run: Path) -> None:
+    with Reader(big_run) as reader:
+        samples = reader.played(3)
+    assert samples == [Sample(prompt=600, generated=1500, observed=500, turns=2, tool_s=4.5)] * 3
+
+
+# -- a recipe ------------------------------------------------------------------------------------
+
+
+def recipe_file(tmp_path: Path, recipe: Recipe) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe.model_dump_json())
+    return path
+
+
+def test_a_recipe_is_explained_before_anything_has_run(tmp_path: Path) -> None:
+    path = recipe_file(tmp_path, gpu_recipe())
+    told = rebalance.explain(path, trace="mint", profile=PROFILE)
+    assert told["of"] == "recipe"
+    assert told["step"] is None
+    assert set(told["times"]["measured"].values()) == {None}
+    assert told["verdict"]["cost_s"] == 0.0
+    assert "mint" in told["workload"]["source"]
+
+
+def test_trajectories_beyond_max_len_are_cut_as_a_run_would(tmp_path: Path) -> None:
+    path = recipe_file(tmp_path, gpu_recipe(max_len=1024))
+    told = rebalance.explain(path, trace="tau2bench", profile=PROFILE)
+    assert told["workload"]["longest_context"] == 1024
+    assert any("longer than model.max_len 1,024" in note for note in told["notes"])
+
+
+@pytest.mark.parametrize("max_len", [1, 2, 10, 60, 99, 100, 5000])
+def test_a_cut_trajectory_has_at_most_max_len_tokens_and_generates_one(max_len: int) -> None:
+    cut = _cut(Sample(50, 30, 20, turns=4, tool_s=2.0), max_len)
+    assert cut.context <= max(max_len, 1)
+    assert cut.generated >= 1
+
+
+def test_a_recipe_needs_a_named_profile_and_lists_those_of_its_model(tmp_path: Path) -> None:
+    with pytest.raises(LibraError, match="which GPUs") as caught:
+        rebalance.explain(recipe_file(tmp_path, gpu_recipe()), trace=None, profile=None)
+    assert PROFILE in caught.value.hint
+    assert "32b" not in caught.value.hint
+
+
+def test_a_recipe_without_gpus_is_sent_to_run_first() -> None:
+    for profile in (None, PROFILE):
+        with pytest.raises(LibraError, match="GPUs") as caught:
+            rebalance.explain(QUICKSTART, trace=None, profile=profile)
+        assert "libra run" in caught.value.hint
+
+
+def test_too_few_gpus_name_what_fails_first(tmp_path: Path) -> None:
+    path = recipe_file(tmp_path, gpu_recipe(1, path="/models/Qwen3-32B"))
+    with pytest.raises(NothingFits) as caught:
+        rebalance.explain(path, trace="mint", profile="a800-qwen3-32b")
+    assert caught.value.constraint in ("trainer memory", "GPUs")
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_tables_fit_80_columns(
+    tmp_path: Path, cpu_run: Path, big_run: Path, encoding: str
+) -> None:
+    path = recipe_file(tmp_path, gpu_recipe())
+    tolds = [
+        explained(cpu_run),
+        explained(big_run),
+        rebalance.explain(path, trace="mint", profile=PROFILE),
+    ]
+    for told in tolds:
+        text = drawn(rebalance_view(told), encoding=encoding)
+        assert widest(text) <= 80
+        assert "verdict" in text
+
+
+def test_many_moves_and_long_names_keep_the_tables_whole(big_run: Path) -> None:
+    told = explained(big_run)
+    slot = "gpu-with-a-very-long-name.rack.example.org/7"
+    moves = [{"slot": slot, "from": "a-very-long-bucket-name", "to": "train", "seconds": 3600.0}]
+    many: Any = {**told, "moves": moves * 40, "name": "x" * 100}
+    text = drawn(rebalance_view(many))
+    assert widest(text) <= 80
+    assert "and 28 more" in text
+
+
+def test_json_is_one_object_of_finite_numbers(cpu_run: Path) -> None:
+    done = libra(str(cpu_run), "--dry-run", "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.output)
+    assert set(told) == set(Told.__annotations__)
+
+
+def test_an_order_to_a_run_that_has_ended_or_to_a_recipe_is_refused(cpu_run: Path) -> None:
+    done = libra(str(cpu_run), "--to", "rollout=1")
+    assert done.exit_code == 1
+    assert "not running any more" in done.output
+    recipe = libra(str(QUICKSTART), "--to", "rollout=1")
+    assert recipe.exit_code == 2
+    assert "only a live run can move slots" in recipe.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--to", "serve=2"), "'serve' is no role; there are rollout, gradient, train"),
+        (("--to", "rollout=many"), "'many' is not a number of slots"),
+        (("--to", "rollout"), "'rollout' is not NAME=VALUE"),
+        (("--pin", "a/0=idle"), "'idle' is no role"),
+        (("--json",), "--json is for explaining"),
+    ],
+)
+def test_an_order_that_cannot_be_read_says_what_is_wrong(
+    cpu_run: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    done = libra(str(cpu_run), *arguments)
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())
+
+
+def test_a_trace_with_a_run_or_a_wrong_path_is_refused(tmp_path: Path) -> None:
+    assert "--trace is for a recipe" in libra(str(tmp_path), "--dry-run", "--trace", "mint").output
+    assert "there is no" in libra(str(tmp_path / "no"), "--dry-run").output
+    assert libra(str(tmp_path / "no"), "--dry-run").exit_code == 2

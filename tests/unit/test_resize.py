@@ -1,0 +1,109 @@
+"""The core itself changes its slots: checkpoint, stop, start again there, and on with the step."""
+
+from __future__ import annotations
+
+from libra_cli.core import actions as a
+from libra_cli.core import events as e
+from libra_cli.core.slots import SlotState
+from libra_cli.core.training import TrainerState
+from tests.elastic import Scene, of, scene
+
+A0 = "a/0"
+
+
+def leave_core(world: Scene) -> None:
+    """a/0 is to serve; the core is to be c/0 alone."""
+    assert world.order(train=1).accepted
+
+
+def test_a_resize_saves_first_and_goes_on_with_the_same_step():
+    world = scene()
+    epoch = world.machine.training.epoch
+    leave_core(world)
+    world.arrive()
+    kinds = (a.Checkpoint, a.StopTrainer, a.StartTrainer, a.Train)
+    done = [action for action in world.log if isinstance(action, kinds)]
+    stop = next(i for i, action in enumerate(done) if isinstance(action, a.StopTrainer))
+    saved, stopped, started = done[stop - 1 : stop + 2]
+    assert isinstance(saved, a.Checkpoint)
+    assert isinstance(started, a.StartTrainer)
+    assert stopped == a.StopTrainer(epoch, ("c/0", A0))
+    assert (started.epoch, started.train) == (epoch + 1, ("c/0",))
+    assert world.ledgers[started.resume]["step"] == saved.step
+    world.until(lambda: world.machine.training.step > saved.step)
+    steps = [action.step for action in world.did(a.Train)]
+    assert steps == list(range(1, len(steps) + 1))
+    groups = [group for group, _ in world.trained]
+    assert len(groups) == len(set(groups))
+
+
+def test_no_step_is_begun_while_a_resize_waits_for_its_checkpoint():
+    world = scene()
+    world.silent = of(e.CheckpointSaved)
+    leave_core(world)
+    world.until(lambda: world.kept)
+    trained = len(world.did(a.Train))
+    seen = world.events
+    world.until(lambda: world.events > seen + 50)
+    assert len(world.did(a.Train)) == trained
+    assert world.machine.training.state is TrainerState.READY
+    world.speak()
+    world.arrive()
+    world.steps_on()
+
+
+def test_freed_slots_serve_only_after_the_new_core_has_started():
+    world = scene()
+    world.silent = of(e.TrainerStarted)
+    leave_core(world)
+    world.until(lambda: world.kept)
+    assert A0 not in {start.slot for start in world.did(a.StartServer)}
+    serving = [s for s in world.machine.fleet.slots.values() if s.state is SlotState.SERVING]
+    assert len(serving) == 3, "servers go on all the while"
+    world.speak()
+    assert A0 in {start.slot for start in world.did(a.StartServer)}
+    world.arrive()
+    assert world.phases(A0) == ["stop", "start", "sync", "verify", "join"]
+    assert world.moved(A0).state == "done"
+
+
+def test_a_new_core_that_fails_to_start_brings_the_old_one_back():
+    world = scene()
+    step_before = world.machine.training.step
+    world.silent = of(e.TrainerStarted)
+    leave_core(world)
+    world.until(lambda: world.kept)
+    world.silent = lambda event: False
+    world.give(e.TrainerFailed(world.machine.training.epoch, "out of memory"))
+    world.until(lambda: world.machine.training.state is TrainerState.READY)
+    assert world.machine.training.core == ("c/0", A0)
+    assert world.machine.training.step >= step_before
+    assert A0 not in {start.slot for start in world.did(a.StartServer)}
+    assert world.moved(A0).detail == (
+        "the resized core did not start: out of memory; the slot is given back to train"
+    )
+    assert dict(world.machine.pool.plan(()).servers).keys() == {"a/1", "b/0", "b/1"}
+    world.steps_on()
+
+
+def test_a_resize_in_mid_stream_gives_the_parts_to_the_new_core_again():
+    world = scene(stream=True)
+    world.until(lambda: world.machine.training.streaming)
+    leave_core(world)
+    world.arrive()
+    world.steps_on()
+    groups = [group for group, _ in world.trained]
+    assert len(groups) == len(set(groups))
+
+
+def test_an_order_that_takes_a_resize_back_before_it_has_begun_stops_nobody():
+    world = scene()
+    world.silent = of(e.StepDone)
+    world.until(lambda: world.machine.training.state is TrainerState.BUSY)
+    plan = world.machine.plan
+    leave_core(world)
+    world.choose(plan)
+    world.speak()
+    world.steps_on()
+    assert not world.did(a.StopTrainer)
+    assert world.machine.training.core == ("c/0", A0)

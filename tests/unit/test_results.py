@@ -1,0 +1,246 @@
+"""What may be concluded from rows, and what may not."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_cli.sim.results import (
+    METRICS,
+    Row,
+    SpeedRow,
+    Summary,
+    compare,
+    interval,
+    summarise,
+    t975,
+    to_json,
+)
+from tests.sample_bench import MAKESPANS, PLANNERS, row, rows
+
+KEYS = {"policy", "planner", "trace", "seed", "variant", *METRICS}
+TEN_SECONDS = st.floats(10.0, 20.0)
+
+
+def of(summaries: list[Summary], policy: str, planner: str = "fixed") -> Summary:
+    return next(s for s in summaries if (s.policy, s.planner) == (policy, planner))
+
+
+# Quantiles from the t distribution's inverse, computed to 15 digits elsewhere.
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),
+    [
+        (1, 12.706204736),
+        (2, 4.302652730),
+        (9, 2.262157163),
+        (10, 2.228138852),
+        (15, 2.131449546),
+        (30, 2.042272456),
+        (100, 1.983971519),
+        (10_000, 1.960201264),
+    ],
+)
+def test_the_quantile_is_right_to_four_digits(freedom: int, quantile: float) -> None:
+    assert t975(freedom) == pytest.approx(quantile, abs=2e-4)
+
+
+def test_an_interval_is_the_textbook_one() -> None:
+    # mean 3, standard deviation sqrt(2.5), n 5, t 2.7764
+    half = 2.7764 * math.sqrt(2.5 / 5)
+    assert interval([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((3 - half, 3 + half), abs=1e-4)
+
+
+def test_one_seed_gives_means_and_no_interval() -> None:
+    summary = of(summarise(rows(MAKESPANS, seeds=1)), "libra")
+    assert summary.seeds == 1
+    assert set(summary.ci95.values()) == {None}
+    assert summary.baseline is not None
+    assert summary.baseline.ci95 is None
+    assert not summary.significant
+
+
+def test_differences_are_paired_so_hard_seeds_do_not_hide_them() -> None:
+    """Workloads differ by 13 %, the policies by 10 %, and by nearly the same in every seed."""
+    summary = of(summarise(rows({"least-loaded": 1.0, "libra": 0.9}, noise=0.002)), "libra")
+    assert summary.baseline is not None
+    assert summary.baseline.mean == pytest.approx(-0.1, abs=0.01)
+    assert summary.baseline.significant
+    low, high = summary.ci95["makespan_s"] or (0.0, 0.0)
+    assert (high - low) / summary.mean["makespan_s"] > 0.1
+
+
+def test_a_difference_smaller_than_its_noise_is_not_significant() -> None:
+    summaries = summarise(rows({"least-loaded": 1.0, "heddle": 0.901, "libra": 0.9}, noise=0.02))
+    assert not of(summaries, "libra").significant
+
+
+def test_the_clairvoyant_is_nobodys_rival_and_never_the_best() -> None:
+    summaries = summarise(rows(MAKESPANS, noise=0.0))
+    assert of(summaries, "libra").best
+    assert [s.policy for s in summaries if s.best] == ["libra"]
+    assert all(s.rival is not None and s.rival.to[2] != "clairvoyant" for s in summaries)
+    rival = of(summaries, "libra").rival
+    assert rival is not None
+    assert rival.to == ("", "fixed", "heddle")
+
+
+def test_the_share_of_the_clairvoyants_gain_runs_from_0_to_1() -> None:
+    summaries = summarise(rows(MAKESPANS, noise=0.0))
+    assert of(summaries, "least-loaded").share_of_clairvoyant == pytest.approx(0.0)
+    assert of(summaries, "clairvoyant").share_of_clairvoyant == pytest.approx(1.0)
+    assert of(summaries, "libra").share_of_clairvoyant == pytest.approx(0.105 / 0.14)
+    worse = of(summaries, "round-robin").share_of_clairvoyant
+    assert worse is not None
+    assert worse < 0
+
+
+@pytest.mark.parametrize(
+    "factors",
+    [
+        {"least-loaded": 1.0, "libra": 0.9},
+        {"clairvoyant": 0.8, "libra": 0.9},
+        {"least-loaded": 1.0, "libra": 0.9, "clairvoyant": 1.0},
+        {"least-loaded": 1.0, "libra": 0.9, "clairvoyant": 1.1},
+    ],
+)
+def test_nothing_is_said_about_a_gain_that_is_not_there(factors: dict[str, float]) -> None:
+    for summary in summarise(rows(factors, noise=0.0)):
+        assert summary.share_of_clairvoyant is None
+        assert summary.share_ci95 is None
+
+
+@given(
+    st.lists(st.tuples(TEN_SECONDS, TEN_SECONDS, TEN_SECONDS), min_size=2, max_size=6),
+    st.floats(0.1, 10.0),
+)
+def test_what_is_concluded_does_not_depend_on_the_unit(
+    triples: list[tuple[float, float, float]], factor: float
+) -> None:
+    def conclude(scale: float) -> list[Summary]:
+        names = ("least-loaded", "libra", "clairvoyant")
+        return summarise(
+            [
+                row(name, seed, makespan * scale)
+                for seed, triple in enumerate(triples)
+                for name, makespan in zip(names, triple, strict=True)
+            ]
+        )
+
+    for one, other in zip(conclude(1.0), conclude(factor), strict=True):
+        assert (one.share_of_clairvoyant is None) == (other.share_of_clairvoyant is None)
+        if one.share_of_clairvoyant is not None and abs(one.share_of_clairvoyant) < 1e6:
+            assert other.share_of_clairvoyant == pytest.approx(one.share_of_clairvoyant, rel=1e-3)
+        if one.baseline is not None and other.baseline is not None:
+            assert other.baseline.mean == pytest.approx(one.baseline.mean, abs=1e-9)
+
+
+def test_only_seeds_that_both_have_are_compared() -> None:
+    some = [row("least-loaded", seed, 100.0 + seed) for seed in range(4)]
+    some += [row("libra", seed, 90.0 + seed) for seed in range(1, 3)]
+    libra = of(summarise(some), "libra")
+    assert libra.baseline is not None
+    assert libra.baseline.mean == pytest.approx(-10 / fmean([101.0, 102.0]))
+    assert summarise([row("least-loaded", 0), row("libra", 1)])[1].baseline is None
+
+
+def test_planners_are_judged_by_throughput_against_the_best_static_split() -> None:
+    summaries = summarise(rows(PLANNERS, planners=True, noise=0.0))
+    libra = of(summaries, "libra", "libra")
+    assert libra.judged_by == "throughput_tok_s"
+    assert libra.best
+    assert libra.baseline is not None
+    assert libra.baseline.to[1] == "static-best"
+    assert libra.baseline.mean == pytest.approx(1 / 0.81 - 1)
+
+
+def test_a_planners_baseline_is_the_usual_way_where_it_was_run() -> None:
+    usual = [row("sticky-least-loaded", seed, 350.0, planner="static-best") for seed in range(4)]
+    (comparison,) = compare([*rows(PLANNERS, planners=True), *usual])
+    assert comparison.names == (*PLANNERS, "static-best, sticky-least-loaded")
+    libra = of(list(comparison.summaries), "libra", "libra")
+    assert libra.baseline is not None
+    assert libra.baseline.to == ("", "static-best", "sticky-least-loaded")
+
+
+def test_every_variant_and_trace_is_compared_by_itself() -> None:
+    several = [
+        *rows(MAKESPANS, variant="costs x0.5"),
+        *rows(MAKESPANS, variant="costs x2"),
+        *rows(MAKESPANS, trace="mint"),
+    ]
+    comparisons = compare(several)
+    assert [(c.variant, c.trace) for c in comparisons] == [
+        ("costs x0.5", "tau2bench_closed_models"),
+        ("costs x2", "tau2bench_closed_models"),
+        ("", "mint"),
+    ]
+    assert all(c.names == tuple(MAKESPANS) for c in comparisons)
+
+
+def test_variants_of_one_thing_are_compared_with_one_another() -> None:
+    parts = [*rows({"libra": 1.0}), *rows({"libra": 1.1}, variant="without the tree")]
+    (comparison,) = compare(parts)
+    assert comparison.names == ("as it is", "without the tree")
+    second = comparison.summaries[1]
+    assert second.baseline is not None
+    assert second.baseline.to == ("", "fixed", "libra")
+
+
+def test_a_thing_built_up_part_by_part_is_compared_with_its_first_step() -> None:
+    built = [
+        *rows({"uniform": 1.2}, planners=True, variant="static uniform"),
+        *rows({"static-best": 1.0}, planners=True, variant="+ planner"),
+        *rows({"libra": 0.9}, planners=True, variant="+ elastic pool"),
+        *rows({"libra": 0.9, "libra without the tree": 1.0}),
+    ]
+    parts, scheduler = compare(built)
+    assert parts.names == ("static uniform", "+ planner", "+ elastic pool")
+    assert parts.summaries[0].baseline is None
+    assert {s.baseline.to[0] for s in parts.summaries[1:] if s.baseline} == {"static uniform"}
+    assert parts.variant == scheduler.variant == ""
+    assert scheduler.names == ("libra", "libra without the tree")
+
+
+def test_one_contender_alone_keeps_the_name_of_its_variant() -> None:
+    (comparison,) = compare(rows({"libra": 1.0}, variant="drift x1 x4"))
+    assert (comparison.variant, comparison.names) == ("drift x1 x4", ("libra",))
+    assert comparison.summaries[0].rival is None
+    assert not comparison.summaries[0].best
+
+
+def test_a_row_given_twice_is_a_mistake_and_not_two_measurements() -> None:
+    with pytest.raises(ValueError, match="two rows"):
+        summarise([row(), row()])
+
+
+def test_no_rows_say_nothing() -> None:
+    assert summarise([]) == []
+    assert to_json([], [])["rows"] == []
+
+
+def test_the_json_has_the_documented_keys() -> None:
+    some = rows(MAKESPANS)
+    told = json.loads(json.dumps(to_json(some, summarise(some))))
+    assert set(told["rows"][0]) == KEYS
+    assert len(told["rows"]) == len(some)
+    for summary in told["summary"]:
+        assert {"policy", "planner", "mean", "ci95", "share_of_clairvoyant"} <= set(summary)
+        assert set(summary["mean"]) == set(summary["ci95"]) == set(METRICS)
+
+
+def test_a_contender_that_did_nothing_breaks_nothing() -> None:
+    nothing = replace(row("least-loaded"), makespan_s=0.0, throughput_tok_s=0.0)
+    rows: list[Row] = [nothing, row("libra")]
+    assert [s.baseline for s in summarise(rows)] == [None, None]
+
+
+def test_a_speed_is_judged_from_the_right_side() -> None:
+    assert SpeedRow("plan", 0.09, "s", 0.1).reached
+    assert SpeedRow("decisions", 9.0, "/s", 10.0, at_most=False).reached is False
+    assert SpeedRow("told", 9.0, "/s").reached is None

@@ -1,0 +1,202 @@
+"""The table gives the least time of all layouts, for every budget, and names what cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil, inf, isclose
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_cli.core.planning.costs import NothingFits
+from libra_cli.core.planning.rollout_table import PlannedBucket, RolloutTable, bucket_sizes
+from libra_cli.core.planning.workload import Sample, Workload
+from libra_cli.core.pricing.server_costs import ServerCost
+
+SEATS = 8
+
+
+def server(degree: int, kv_tokens: int = 100_000, step_s: float = 0.02) -> ServerCost:
+    return ServerCost(
+        tensor_parallel=degree,
+        step_s=step_s / degree**0.7,
+        sequence_s=5e-5 / degree**0.5,
+        kv_token_s=1e-7 / degree,
+        prefill_token_s=1e-4 / degree,
+        prefill_pair_s=1e-9,
+        kv_tokens=kv_tokens * degree,
+    )
+
+
+SERVERS = {degree: server(degree) for degree in (1, 2, 4)}
+
+
+def cost_s(cost: ServerCost, part: list[Sample], number: int, of: Workload) -> float:
+    """The documented formula, a trajectory at a time."""
+    if max(sample.context for sample in part) > cost.kv_tokens:
+        return inf
+    weight = of.trajectories / len(of.samples)
+
+    def own_work(sample: Sample) -> float:
+        pairs = sample.prompt**2 / 2 + sample.observed * sample.mean_context
+        work = cost.sequence_s * sample.generated + cost.prefill_pair_s * pairs
+        work += cost.kv_token_s * sample.generated * sample.mean_context
+        return work + cost.prefill_token_s * (sample.prompt + sample.observed)
+
+    def path(sample: Sample) -> float:
+        chunks = (sample.prompt + sample.observed) / cost.chunk_tokens
+        return cost.step_s * (sample.generated + chunks) + sample.tool_s
+
+    seats = weight * sum(map(path, part)) / SEATS
+    room = weight * sum(path(sample) * sample.mean_context for sample in part) / cost.kv_tokens
+    computed = weight * sum(sample.prompt + sample.observed for sample in part)
+    held = max(seats, room, cost.step_s * computed / cost.chunk_tokens)
+    count = weight * len(part)
+    share = min(1.0, ceil(count / number - 1e-9) / count)
+    fitting = cost.kv_tokens * len(part) / sum(sample.mean_context for sample in part)
+    crossing = of.in_flight if of.overlap > 1 else 0.0
+    live = min(crossing, number * min(SEATS, fitting) / count)
+    again = cost.prefill_token_s * weight * sum(sample.mean_context for sample in part)
+    work = weight * sum(map(own_work, part)) + live * again
+    busy = max(share * work, max(map(own_work, part)) / of.in_flight)
+    waiting = max(share * held, max(map(path, part)) / of.in_flight)
+    return busy + waiting
+
+
+def layouts(parts: list[Sample], gpus: int) -> Iterator[list[tuple[int, int, list[Sample]]]]:
+    """Every way to cut the parts into buckets of any shape and size within the budget."""
+    if not parts:
+        yield []
+        return
+    for cut in range(1, len(parts) + 1):
+        for degree in SERVERS:
+            for number in range(1, gpus // degree + 1):
+                for rest in layouts(parts[cut:], gpus - degree * number):
+                    yield [(degree, number, parts[:cut]), *rest]
+
+
+def least_s(workload: Workload, gpus: int) -> float:
+    parts = sorted(workload.samples, key=lambda sample: (sample.generated, sample.context))
+    return min(
+        (
+            max(cost_s(SERVERS[degree], part, number, workload) for degree, number, part in layout)
+            for layout in layouts(parts, gpus)
+        ),
+        default=inf,
+    )
+
+
+SAMPLES = st.builds(
+    Sample,
+    prompt=st.integers(1, 3000),
+    generated=st.integers(1, 30_000),
+    observed=st.integers(0, 5000),
+    turns=st.integers(1, 20),
+    tool_s=st.floats(0, 100),
+)
+WORKLOADS = st.builds(
+    Workload,
+    samples=st.lists(SAMPLES, min_size=1, max_size=4).map(tuple),
+    trajectories=st.integers(4, 64),
+    overlap=st.sampled_from([1.0, 2.0, 3.0]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(workload=WORKLOADS, gpus=st.integers(1, 6))
+def test_the_table_equals_exhaustive_search(workload: Workload, gpus: int) -> None:
+    table = RolloutTable(SERVERS, workload, gpus, max_num_seqs=SEATS)
+    for budget in range(1, gpus + 1):
+        assert isclose(table.seconds(budget), least_s(workload, budget), rel_tol=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(workload=WORKLOADS, gpus=st.integers(1, 40))
+def test_the_layout_takes_what_the_table_says(workload: Workload, gpus: int) -> None:
+    table = RolloutTable(SERVERS, workload, gpus, max_num_seqs=SEATS)
+    buckets = table.buckets(gpus)
+    assert sum(bucket.gpus for bucket in buckets) <= gpus
+    assert isclose(table.buckets_s(buckets), table.seconds(gpus), rel_tol=1e-9)
+    lengths = [bucket.up_to_tokens for bucket in buckets]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == max(sample.generated for sample in workload.samples)
+
+
+@settings(max_examples=60, deadline=None)
+@given(workload=WORKLOADS, gpus=st.integers(1, 40), tolerance=st.sampled_from([0.01, 0.1, 0.5]))
+def test_a_simpler_layout_stays_within_the_tolerance(
+    workload: Workload, gpus: int, tolerance: float
+) -> None:
+    table = RolloutTable(SERVERS, workload, gpus, max_num_seqs=SEATS)
+    buckets = table.buckets(gpus, tolerance)
+    assert len(buckets) <= len(table.buckets(gpus))
+    assert sum(bucket.gpus for bucket in buckets) <= gpus
+    assert table.buckets_s(buckets) <= table.seconds(gpus) * (1 + tolerance) * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(workload=WORKLOADS)
+def test_more_gpus_never_take_longer(workload: Workload) -> None:
+    table = RolloutTable(SERVERS, workload, 32, max_num_seqs=SEATS)
+    seconds = [table.seconds(budget) for budget in range(33)]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_short_trajectories_want_small_servers_and_long_ones_large() -> None:
+    short = Workload(tuple(Sample(200, 100 + n) for n in range(64)), 512)
+    long = Workload(tuple(Sample(200, 20_000 + n) for n in range(64)), 16, overlap=1.0)
+    kinds = [
+        RolloutTable(SERVERS, workload, 8, max_num_seqs=32).buckets(8, 0.05)
+        for workload in (short, long)
+    ]
+    assert {bucket.tensor_parallel for bucket in kinds[0]} == {1}
+    assert {bucket.tensor_parallel for bucket in kinds[1]} == {4}
+
+
+def test_a_trajectory_that_fits_no_server_is_named() -> None:
+    workload = Workload((Sample(10, 10), Sample(1000, 500_000)), 8)
+    with pytest.raises(
+        NothingFits, match=r"trajectory 2 of 2 has 501,000 tokens.*400,000"
+    ) as error:
+        RolloutTable(SERVERS, workload, 8)
+    assert error.value.constraint == "KV cache"
+
+
+def test_a_budget_below_the_smallest_server_says_the_least_that_fits() -> None:
+    workload = Workload((Sample(1000, 300_000),), 8)
+    with pytest.raises(NothingFits, match="3 GPUs are too few") as error:
+        RolloutTable(SERVERS, workload, 3)
+    assert "4 GPUs" in error.value.hint
+
+
+def test_servers_without_the_room_for_the_longest_do_not_get_it() -> None:
+    workload = Workload((Sample(10, 100), Sample(1000, 300_000)), 8)
+    buckets = RolloutTable(SERVERS, workload, 8).buckets(8)
+    assert buckets[-1].tensor_parallel == 4
+
+
+def test_a_layout_that_lacks_the_room_takes_for_ever() -> None:
+    table = RolloutTable(SERVERS, Workload((Sample(1000, 300_000),), 8), 8)
+    assert table.buckets_s((PlannedBucket(1, 8, 0, 8),)) == inf
+    assert table.buckets_s((PlannedBucket(4, 2, 0, 8),)) < inf
+    assert table.buckets_s((PlannedBucket(8, 1, 0, 8),)) == inf, "no price for this shape"
+
+
+def test_a_cap_on_seats_makes_a_server_slower() -> None:
+    workload = Workload((Sample(100, 1000),), 256)
+    table = RolloutTable(SERVERS, workload, 8)
+    few, many = (table.buckets_s((PlannedBucket(1, 8, 0, seats),)) for seats in (2, 32))
+    assert few > 2 * many
+
+
+def test_what_binds_is_said_in_words() -> None:
+    workload = Workload((Sample(100, 1000),), 256)
+    table = RolloutTable(SERVERS, workload, 8, max_num_seqs=1)
+    assert "max_num_seqs" in table.binding((PlannedBucket(1, 8, 1000, 1),))
+
+
+def test_bucket_sizes_are_all_up_to_eight_and_then_four_an_octave() -> None:
+    assert bucket_sizes(0) == ()
+    assert bucket_sizes(3) == (1, 2, 3)
+    assert bucket_sizes(33) == (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)

@@ -1,0 +1,190 @@
+"""Who computes what of a step, and when a worker may."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_cli.core import actions as a
+from libra_cli.core import events as e
+from libra_cli.core.elastic.shares import MARGIN, Speeds, deal_shares
+from libra_cli.core.elastic.workers import MAX_MISSED, Workers
+from libra_cli.core.ledger import Group
+from libra_cli.core.slots import SlotState, SlotStatus
+from libra_cli.core.types import Pool, Slot, Trajectory, TrajectoryId
+
+
+def group(number: int, tokens: int) -> Group:
+    member = Trajectory(TrajectoryId(number, 0), token_ids=array("i", [0] * tokens))
+    return Group(number, [member], started_at=0.0, started_version=0)
+
+
+def slot(index: int, gpus: int = 1) -> Slot:
+    return Slot(f"w/{index}", "w", tuple(range(index, index + gpus)), Pool.HYBRID)
+
+
+def version(step: int, epoch: int = 1) -> e.Published:
+    return e.Published(step, epoch, f"v{step}-e{epoch}", 1, 0.0)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 1000), max_size=30),
+    speeds=st.lists(st.floats(0.1, 100.0), max_size=4),
+)
+def test_groups_are_dealt_whole_and_at_most_once(sizes, speeds):
+    known = Speeds(1)
+    known.core(100.0, 1.0)
+    workers = [SlotStatus(slot(index), since=0.0) for index in range(len(speeds))]
+    for status, speed in zip(workers, speeds, strict=True):
+        known.worker(status.slot.id, 1000, 1000 / speed)
+    groups = [group(number, size) for number, size in enumerate(sizes)]
+    shares = deal_shares(groups, workers, known)
+    dealt = [number for share in shares for number in share.groups]
+    assert len(dealt) == len(set(dealt))
+    assert set(dealt) <= set(range(len(sizes)))
+    assert all(share.groups for share in shares)
+
+
+@given(fast=st.integers(1, 8), slow=st.integers(1, 8))
+def test_shares_are_in_proportion_to_speed(fast, slow):
+    known = Speeds(1)
+    known.core(100.0, 1.0)
+    workers = [SlotStatus(slot(index), since=0.0) for index in range(2)]
+    for status, factor in zip(workers, (fast, slow), strict=True):
+        known.worker(status.slot.id, int(100 * factor), MARGIN)  # what is dealt as 100 * factor
+    groups = [group(number, 10) for number in range(400)]
+    shares = {share.slot: len(share.groups) for share in deal_shares(groups, workers, known)}
+    whole = 1 + fast + slow
+    assert shares["w/0"] == pytest.approx(400 * fast / whole, abs=2)
+    assert shares["w/1"] == pytest.approx(400 * slow / whole, abs=2)
+
+
+def test_unknown_speeds_count_gpus_and_the_core_goes_first():
+    known = Speeds(2)
+    worker = SlotStatus(slot(0, gpus=2), since=0.0)
+    assert deal_shares([group(0, 10)], [worker], known) == ()
+    (share,) = deal_shares([group(0, 10), group(1, 10)], [worker], known)
+    assert share.groups == (1,)
+
+
+def ready(workers: Workers, at: Slot, published: e.Published) -> SlotStatus:
+    """A worker that has proved a version."""
+    status = workers.of(at, now=0.0)
+    workers.publish(published)
+    workers.start(status, now=0.0)
+    workers.started(e.WorkerStarted(at.id, status.epoch), now=0.0)
+    prove(workers, status, published)
+    return status
+
+
+def prove(workers: Workers, status: SlotStatus, published: e.Published) -> None:
+    workers.synced(
+        e.WorkerSynced(status.slot.id, status.epoch, published, 0.0, 0.1, 0.1, 1.0), now=1.0
+    )
+
+
+BATCH = [group(number, 10) for number in range(8)]
+
+
+def test_a_worker_has_a_share_of_the_step_whose_version_it_is_just_loading():
+    workers = Workers(1)
+    status = ready(workers, slot(0), version(1))
+    assert workers.shares(BATCH)
+    workers.publish(version(2))
+    assert workers.shares(BATCH)  # it takes it once it has proved the version
+    prove(workers, status, version(2))
+    assert workers.shares(BATCH)
+
+
+def test_a_worker_that_lies_further_back_has_no_share():
+    workers = Workers(1)
+    status = ready(workers, slot(0), version(1))
+    workers.publish(version(2))
+    workers.publish(version(3))
+    assert workers.shares(BATCH) == ()
+    prove(workers, status, version(2))
+    assert workers.shares(BATCH)
+
+
+def test_a_worker_that_proves_an_old_version_goes_on_to_the_newest_first():
+    workers = Workers(1)
+    status = ready(workers, slot(0), version(1))
+    workers.publish(version(2))
+    workers.publish(version(3))
+    actions = workers.synced(
+        e.WorkerSynced(status.slot.id, status.epoch, version(2), 0.0, 0.1, 0.1, 1.0), now=1.0
+    )
+    assert a.SyncWorker("w/0", status.epoch, version(3)) in actions
+
+
+def test_the_same_step_of_another_trainer_is_another_version():
+    workers = Workers(1)
+    ready(workers, slot(0), version(1, epoch=1))
+    workers.publish(version(1, epoch=2))
+    workers.publish(version(1, epoch=3))
+    assert workers.shares(BATCH) == ()
+
+
+@pytest.mark.parametrize("what", ["unreachable", "leaving", "starting"])
+def test_only_a_worker_that_works_and_can_be_reached_has_a_share(what):
+    workers = Workers(1)
+    status = ready(workers, slot(0), version(1))
+    if what == "unreachable":
+        workers.lost("w", now=2.0)
+    else:
+        workers.leave(status, "the plan", now=2.0)
+        if what == "starting":
+            workers.gone(e.WorkerStopped("w/0", status.epoch), now=2.0, again=True)
+    assert workers.shares(BATCH) == ()
+
+
+def done(status: SlotStatus, *, used: bool) -> e.ShareDone:
+    return e.ShareDone(
+        status.slot.id, status.epoch, used, "" if used else "late", 10, 1.0, 0.0, 1, 0.1
+    )
+
+
+def test_shares_that_go_unused_in_a_row_take_the_worker_out():
+    workers = Workers(1)
+    status = ready(workers, slot(0), version(1))
+    story = [False] * (MAX_MISSED - 1) + [True] + [False] * MAX_MISSED
+    for used in story:
+        assert status.state is SlotState.TRAINING
+        workers.shares(BATCH)
+        workers.step_over([done(status, used=used)], (0.0, 0.0), now=2.0)
+    assert status.state is SlotState.STOPPING
+    assert status.detail == f"{MAX_MISSED} shares in a row were of no use: late"
+
+
+def test_what_a_worker_of_before_says_changes_nothing():
+    workers = Workers(1)
+    status = ready(workers, slot(0), version(1))
+    old = done(status, used=True)
+    workers.take_out(status, "died", now=2.0)
+    workers.gone(e.WorkerStopped("w/0", status.epoch), now=2.0, again=True)
+    workers.step_over([old], (0.0, 0.0), now=3.0)
+    assert not workers.used
+
+
+def test_a_leaving_worker_goes_when_the_step_with_its_share_is_over():
+    workers = Workers(1)
+    status = ready(workers, slot(0), version(1))
+    workers.shares(BATCH)
+    assert not any(isinstance(x, a.StopWorker) for x in workers.leave(status, "the plan", now=2.0))
+    actions = workers.step_over([done(status, used=True)], (10.0, 1.0), now=3.0)
+    assert a.StopWorker("w/0", status.epoch) in actions
+    workers.check()
+
+
+def test_a_worker_that_never_worked_is_not_started_again():
+    workers = Workers(1)
+    status = workers.of(slot(0), now=0.0)
+    workers.start(status, now=0.0)
+    workers.failed(e.WorkerFailed("w/0", status.epoch, "no memory"), now=1.0)
+    workers.gone(e.WorkerStopped("w/0", status.epoch), now=2.0, again=True)
+    assert status.state is SlotState.FAILED
+    workers.expect(slot(0), now=3.0)
+    assert str(status.state) == "idle", "a new plan hopes for it"

@@ -1,0 +1,311 @@
+"""A share's way from the worker's side channel to a rank of the core, over real HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from libra_cli.errors import TrainerError
+from libra_cli.node.bearer_http import Blob, Reply
+from libra_cli.node.fetch import Fetch, Rows
+from libra_cli.node.samples import read_samples
+from libra_cli.node.shares import Share, read_shares, rows_of
+from libra_cli.node.side_channel import Board, Finished, Piece, serve
+
+TOKEN = "of-this-run"
+DEADLINE_S = 10.0
+ABOUT = {"epoch": "3", "step": "7", "version": "v000006-e1"}
+VALUES: NDArray[np.float32] = np.arange(15, dtype="<f4").reshape(5, 3)
+BIAS: NDArray[np.float32] = np.array(0.5, dtype="<f4")
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Board:
+    """A share of step 7 that is under way; of its two tensors the scalar is not finished."""
+    board = Board(epoch=3)
+    board.begin(7, "v000006-e1")
+    board.finish("weight", in_pieces(tmp_path, world=2))
+    return board
+
+
+def in_pieces(directory: Path, *, world: int) -> Finished:
+    pieces = []
+    for rank in range(world):
+        start, stop = rows_of(5, rank=rank, world=world)
+        path = directory / f"weight.{rank}"
+        VALUES[start:stop].tofile(path)
+        pieces.append(Piece(path, start, stop))
+    return Finished((5, 3), pieces)
+
+
+def complete(board: Board, directory: Path, step: int = 7) -> None:
+    BIAS.tofile(directory / "bias")
+    board.finish("bias", Finished((), [Piece(directory / "bias", 0, 1)]))
+    board.done(step, [1.0] * 7, 20, 0.5)
+
+
+@pytest.fixture
+def port(board: Board) -> Iterator[int]:
+    server = serve(board, bind="127.0.0.1", port=0, token=TOKEN)
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+
+
+def ask(port: int, path: str, query: Mapping[str, Any], token: str = TOKEN) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+    try:
+        headers = {"Authorization": f"Bearer {token}"}
+        connection.request("GET", f"{path}?{urlencode(query)}", headers=headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def fetch(port: int, *, token: str = TOKEN, rank: int = 0, world: int = 1, **changes: Any) -> Fetch:
+    share = Share("gpu-01/0", 3, f"http://127.0.0.1:{port}", "v000006-e1", frozenset({1}))
+    wanted = {
+        "weight": Rows((5, 3), *rows_of(5, rank=rank, world=world)),
+        "bias": Rows((), *rows_of(1, rank=rank, world=world)),
+    }
+    given = {"tokens": 20, "wanted": wanted, "token": token, **changes}
+    found = Fetch(share, given.pop("step", 7), **given)
+    found.start()
+    return found
+
+
+GRADIENT: dict[str, Any] = {**ABOUT, "tensor": "weight", "start": 0, "stop": 5}
+
+
+@pytest.mark.parametrize("path", ["/share", "/gradient", "/health", "/x"])
+def test_every_route_demands_the_token(port: int, path: str):
+    assert ask(port, path, GRADIENT, token="of-another-run")[0] == HTTPStatus.UNAUTHORIZED
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"epoch": "2"}, HTTPStatus.CONFLICT),
+        ({"step": "6"}, HTTPStatus.CONFLICT),
+        ({"version": "v000006-e0"}, HTTPStatus.CONFLICT),
+        ({"tensor": "bias"}, HTTPStatus.NOT_FOUND),
+        ({"stop": 6}, HTTPStatus.BAD_REQUEST),
+        ({"start": 3, "stop": 2}, HTTPStatus.BAD_REQUEST),
+        ({"start": "first"}, HTTPStatus.BAD_REQUEST),
+    ],
+)
+def test_a_gradient_is_refused_that_is_old_or_not_there(
+    port: int, changes: dict[str, Any], status: HTTPStatus
+):
+    assert ask(port, "/gradient", GRADIENT | changes)[0] == status
+
+
+def test_nothing_of_a_share_is_served_once_the_next_is_taken(board: Board, port: int):
+    assert ask(port, "/gradient", GRADIENT)[0] == HTTPStatus.OK
+    board.begin(8, "v000007-e1")
+    assert ask(port, "/gradient", GRADIENT)[0] == HTTPStatus.CONFLICT
+    assert ask(port, "/share", {**ABOUT, "wait_s": 5})[0] == HTTPStatus.CONFLICT
+
+
+def test_a_share_that_is_done_late_does_not_end_the_next_one(board: Board):
+    board.begin(8, "v000007-e1")
+    board.done(7, [1.0] * 7, 20, 0.5)
+    assert board.wanted()
+
+
+@given(
+    rows=st.integers(1, 20),
+    world=st.integers(1, 6),
+    cut=st.tuples(st.integers(0, 20), st.integers(0, 20)),
+)
+def test_any_rows_are_read_whatever_the_worker_s_world(
+    tmp_path_factory: pytest.TempPathFactory, rows: int, world: int, cut: tuple[int, int]
+):
+    directory = tmp_path_factory.mktemp("pieces")
+    values = np.random.default_rng(rows).random((rows, 2), dtype=np.float32)
+    pieces = []
+    for rank in range(world):
+        start, stop = rows_of(rows, rank=rank, world=world)
+        values[start:stop].tofile(directory / str(rank))
+        pieces.append(Piece(directory / str(rank), start, stop))
+    first, last = sorted(min(one, rows) for one in cut)
+    assert Finished((rows, 2), pieces).read(first, last) == values[first:last].tobytes()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_ranks_of_the_core_get_their_rows_and_together_everything(
+    board: Board, port: int, tmp_path: Path, world: int
+):
+    complete(board, tmp_path)
+    parts, bias = [], []
+    for rank in range(world):
+        one = fetch(port, rank=rank, world=world)
+        arrival = one.settle(time.monotonic(), DEADLINE_S)
+        assert arrival.problem == ""
+        assert (arrival.sums, arrival.seconds) == ((1.0,) * 7, 0.5)
+        parts.append(one.rows["weight"])
+        bias.append(one.rows["bias"])
+        assert arrival.bytes == parts[-1].nbytes + bias[-1].nbytes
+    assert np.concatenate(parts).tolist() == VALUES.reshape(-1).tolist()
+    assert np.concatenate(bias).tolist() == [0.5]
+
+
+def test_a_tensor_is_fetched_while_the_share_is_still_running(
+    board: Board, port: int, tmp_path: Path
+):
+    one = fetch(port)
+    wait_for(lambda: "weight" in one.rows)
+    assert board.state == "running"
+    complete(board, tmp_path)
+    assert one.settle(time.monotonic(), DEADLINE_S).problem == ""
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class Damaging(Board):
+    """Sends other bytes than those it gives the checksum of."""
+
+    def gradient(self, about: Mapping[str, str], name: str, first: int, last: int) -> Reply:
+        data = VALUES[first:last].tobytes()
+        digest = hashlib.sha256(data).hexdigest()
+        return HTTPStatus.OK, Blob(b"\1" + data[1:], {"X-Sha256": digest})
+
+
+def test_a_damaged_gradient_is_not_used(tmp_path: Path):
+    board = Damaging(epoch=3)
+    board.begin(7, "v000006-e1")
+    board.finish("weight", in_pieces(tmp_path, world=1))
+    server = serve(board, bind="127.0.0.1", port=0, token=TOKEN)
+    arrival = fetch(server.server_address[1]).settle(time.monotonic(), DEADLINE_S)
+    server.shutdown()
+    server.server_close()
+    assert arrival.problem == "rows 0 to 5 of weight are damaged"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"step": 6}, "/share answered 409"),
+        ({"token": "of-another-run"}, "/share answered 401"),
+        ({"tokens": 19}, "of 20 tokens instead of 19"),
+        ({"wanted": {"weight": Rows((5, 4), 0, 5)}}, r"weight is \(5, 3\) there"),
+        ({"wanted": {}}, "the core has no such tensor"),
+        (
+            {
+                "wanted": {
+                    "weight": Rows((5, 3), 0, 5),
+                    "bias": Rows((), 0, 1),
+                    "other": Rows((2,), 0, 2),
+                }
+            },
+            "done without other",
+        ),
+    ],
+)
+def test_a_share_that_is_not_the_one_asked_for_is_not_used(
+    board: Board, port: int, tmp_path: Path, changes: dict[str, Any], reason: str
+):
+    complete(board, tmp_path)
+    problem = fetch(port, **changes).settle(time.monotonic(), DEADLINE_S).problem
+    assert re.search(reason, problem), problem
+
+
+def test_a_share_that_the_worker_has_yet_to_take_is_awaited(
+    board: Board, port: int, tmp_path: Path
+):
+    early = fetch(port, step=8)
+    assert "not done within 0.5 s" in early.settle(time.monotonic(), 0.5).problem
+    patient = fetch(port, step=8)
+    board.begin(8, "v000006-e1")
+    board.finish("weight", in_pieces(tmp_path, world=2))
+    complete(board, tmp_path, step=8)
+    assert patient.settle(time.monotonic(), DEADLINE_S).problem == ""
+
+
+def test_a_worker_that_failed_says_why(board: Board, port: int):
+    board.drop(7, "the worker was stopped")
+    arrival = fetch(port).settle(time.monotonic(), DEADLINE_S)
+    assert arrival.problem == "the worker failed: the worker was stopped"
+
+
+def test_a_worker_that_is_gone_is_known_to_be_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    arrival = fetch(port).settle(time.monotonic(), DEADLINE_S)
+    assert arrival.problem == "nothing listens there any more"
+    assert arrival.waited_s < DEADLINE_S / 2
+
+
+def test_a_silent_worker_is_waited_for_no_longer_than_the_core_is_patient():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        since = time.monotonic()
+        one = fetch(listener.getsockname()[1])
+        arrival = one.settle(since, 0.2)
+        assert time.monotonic() - since < DEADLINE_S / 2
+    assert arrival.problem.startswith("not done within 0.2 s of the core's own part: no answer yet")
+    assert arrival.waited_s >= 0.2
+
+
+def test_a_slow_worker_is_told_from_a_silent_one(board: Board, port: int):
+    one = fetch(port)
+    wait_for(lambda: "weight" in one.rows)
+    problem = one.settle(time.monotonic(), 0.0).problem
+    assert "running, 1 of 2 tensors" in problem
+
+
+def test_a_wait_over_since_the_core_was_busy_counts_for_nothing(
+    board: Board, port: int, tmp_path: Path
+):
+    complete(board, tmp_path)
+    one = fetch(port)
+    assert one.settle(time.monotonic(), DEADLINE_S).problem == ""
+    assert one.settle(time.monotonic(), 0.0).waited_s == 0.0
+
+
+def share(groups: list[int], url: str = "http://10.0.0.3:21007") -> dict[str, Any]:
+    return {"worker": "b/0", "epoch": 1, "url": url, "version": "v000000-e0", "groups": groups}
+
+
+@pytest.mark.parametrize(
+    ("shares", "reason"),
+    [
+        ([share([4])], "b/0 names group 4"),
+        ([share([3]), share([3])], "b/0 names group 3"),
+        ([share([3], url="10.0.0.3:21007")], "no http://host:port"),
+    ],
+)
+def test_a_share_must_be_of_groups_that_came_and_of_nobody_else(
+    shares: list[dict[str, Any]], reason: str
+):
+    message = {
+        "group": 3,
+        "member": 0,
+        "token_ids": bytes(8),
+        "logprobs": bytes(8),
+        "loss_mask": bytes([0, 1]),
+        "reward": 1.0,
+        "fresh": 1,
+    }
+    samples = read_samples([message], max_len=16)
+    with pytest.raises(TrainerError, match=reason):
+        read_shares(shares, samples)

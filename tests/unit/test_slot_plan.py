@@ -1,0 +1,166 @@
+"""For the slots there are: a plan of the recipe, by few moves, or a reason to stay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from libra_cli.core.planning.admission import Admission
+from libra_cli.core.planning.costs import NothingFits, Profile
+from libra_cli.core.planning.slot_plan import held, layout_of, propose_plan
+from libra_cli.core.planning.workload import Sample, Workload
+from libra_cli.core.split import initial_plan, plan_with, slots_of
+from libra_cli.core.types import Role
+from libra_cli.recipe import Recipe
+from libra_cli.sim.profiles import load_profile
+
+PROFILE = load_profile("a800-qwen3-8b")
+
+
+def recipe_of(nodes: int, **node: Any) -> Recipe:
+    hosts = [{"host": f"n{index}", "gpus": 8, **node} for index in range(nodes)]
+    buckets = [
+        {"name": "short", "tensor_parallel": 4, "max_num_seqs": 64},
+    ]
+    return Recipe.model_validate(
+        {"nodes": hosts, "model": {"path": "/m"}, "rollout": {"buckets": buckets}}
+    )
+
+
+def work(tokens: int, batch: int = 512) -> Workload:
+    return Workload((Sample(500, tokens), Sample(500, 2 * tokens)), batch)
+
+
+def test_short_trajectories_give_slots_to_training() -> None:
+    recipe = recipe_of(4, slots=2)
+    slots, today = slots_of(recipe), initial_plan(recipe)
+    decision = propose_plan(recipe, slots, today, work(200), PROFILE)
+    assert decision.plan is not None
+    assert len(decision.plan.train) > len(today.train)
+    assert decision.after.step_s < decision.before.step_s
+    moved = {move.slot for move in decision.moves}
+    assert moved == set(decision.plan.train) - set(today.train)
+    assert all((move.before, move.after) == ("short", "train") for move in decision.moves)
+    assert decision.cost_s > 0
+    assert decision.payback_steps is not None
+
+
+def test_the_best_plan_stays() -> None:
+    recipe = recipe_of(4, slots=2)
+    slots, today = slots_of(recipe), initial_plan(recipe)
+    best = propose_plan(recipe, slots, today, work(200), PROFILE).proposed
+    again = propose_plan(recipe, slots, best, work(200), PROFILE)
+    assert again.plan is None
+    assert again.moves == ()
+    assert "within the tolerance" in again.why_not
+
+
+def test_a_gain_that_cannot_pay_back_says_so() -> None:
+    recipe = recipe_of(4, slots=2)
+    slots, today = slots_of(recipe), initial_plan(recipe)
+    decision = propose_plan(
+        recipe, slots, today, work(200), PROFILE, admission=Admission(horizon=0.0)
+    )
+    assert decision.plan is None
+    assert decision.proposed != today
+    assert "do not pay back" in decision.why_not
+
+
+def test_pools_are_kept() -> None:
+    recipe = recipe_of(4, pool=["rollout", "hybrid"], slots=2)
+    slots = slots_of(recipe)
+    train = frozenset(f"n{index}/1" for index in range(4))
+    today = plan_with(recipe, slots, train, "as given")
+    decision = propose_plan(recipe, slots, today, work(20_000), PROFILE)
+    assert {slot for slot, _ in decision.proposed.servers} >= {f"n{index}/0" for index in range(4)}
+
+
+def test_the_launcher_gets_the_same_number_of_ranks_on_every_node() -> None:
+    recipe = recipe_of(3, slots=2)
+    slots = slots_of(recipe)
+    decision = propose_plan(recipe, slots, initial_plan(recipe), work(3000), PROFILE)
+    nodes = [slot.split("/")[0] for slot in decision.proposed.train]
+    assert len({nodes.count(node) for node in nodes}) == 1
+
+
+def test_slots_without_gpus_count_as_one() -> None:
+    recipe = Recipe.model_validate(
+        {"nodes": [{"host": "local", "slots": 4}], "model": {"path": "/m"}}
+    )
+    slots = slots_of(recipe)
+    decision = propose_plan(recipe, slots, initial_plan(recipe), work(300, 16), tiny(PROFILE))
+    layout = layout_of(decision.proposed, slots)
+    assert layout.rollout_gpus + layout.training_gpus == 4
+
+
+def test_a_trajectory_too_long_for_the_buckets_is_refused() -> None:
+    recipe = recipe_of(4, slots=2)
+    slots = slots_of(recipe)
+    profile = PROFILE.with_kv_share(0.01)
+    with pytest.raises(NothingFits) as error:
+        propose_plan(recipe, slots, initial_plan(recipe), work(15_000), profile)
+    assert error.value.constraint == "KV cache"
+
+
+def tiny(profile: Profile) -> Profile:
+    facts = replace(profile.facts, parameters=1e6, layers=2, hidden=64, vocabulary=1000)
+    return replace(profile, training=replace(profile.training, facts=facts))
+
+
+# -- a run that is under way -----------------------------------------------------------------------
+
+
+def test_a_run_keeps_its_core_and_gets_gradient_workers() -> None:
+    recipe = recipe_of(4, slots=2)
+    slots, today = slots_of(recipe), initial_plan(recipe)
+    decision = propose_plan(recipe, slots, today, work(200), PROFILE, elastic=True)
+    assert decision.plan is not None
+    assert decision.plan.train == today.train
+    assert decision.plan.gradient
+    moved = {move.slot for move in decision.moves}
+    assert moved == set(decision.plan.gradient)
+    assert {(move.before, move.after) for move in decision.moves} == {("short", "gradient")}
+
+
+def test_gradient_workers_count_as_ranks() -> None:
+    recipe = recipe_of(4, slots=2)
+    slots, today = slots_of(recipe), initial_plan(recipe)
+    plan = propose_plan(recipe, slots, today, work(200), PROFILE, elastic=True).proposed
+    ranks = 4 * (len(plan.train) + len(plan.gradient))
+    assert layout_of(plan, slots).training_gpus == ranks
+
+
+def test_taking_slots_from_the_core_costs_a_restart_of_it() -> None:
+    recipe = recipe_of(4, slots=2)
+    slots = slots_of(recipe)
+    train = frozenset(f"n{index}/{slot}" for index in range(3) for slot in range(2))
+    today = plan_with(recipe, slots, train, "as given")
+    still = propose_plan(recipe, slots, today, work(20_000), PROFILE)
+    moving = propose_plan(
+        recipe, held(slots, {}, today.train[0]), today, work(20_000), PROFILE, elastic=True
+    )
+    assert moving.proposed.train[0] == today.train[0]
+    assert len(moving.proposed.train) < len(today.train)
+    assert moving.cost_s >= still.cost_s
+
+
+def test_a_pinned_slot_stays_on_its_side() -> None:
+    recipe = recipe_of(4, slots=2)
+    slots, today = slots_of(recipe), initial_plan(recipe)
+    serving = [slot for slot, _ in today.servers]
+    pins = dict.fromkeys(serving, Role.ROLLOUT)
+    fixed = held(slots, pins, today.train[0])
+    decision = propose_plan(recipe, fixed, today, work(200), PROFILE, elastic=True)
+    assert not set(serving) & {*decision.proposed.train, *decision.proposed.gradient}
+
+
+def test_as_many_slots_serve_as_the_recipe_wants_at_least() -> None:
+    recipe = recipe_of(4, slots=2)
+    least = recipe.model_copy(
+        update={"planner": recipe.planner.model_copy(update={"min_rollout": 5})}
+    )
+    slots, today = slots_of(least), initial_plan(least)
+    decision = propose_plan(least, slots, today, work(200), PROFILE, elastic=True)
+    assert len(decision.proposed.servers) >= 5
