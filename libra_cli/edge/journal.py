@@ -298,15 +298,15 @@ def _only_writer(run_dir: Path) -> int:
 
 def _open(path: Path) -> sqlite3.Connection:
     try:
-        connection = sqlite3.connect(
-            path, isolation_level=None, timeout=1.0, check_same_thread=False
-        )
+        if not path.exists():
+            _create(path)
+        connection = _connected(path)
     except sqlite3.Error as error:
         raise StateError(f"cannot open {path}: {error}") from error
     try:
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")
-        _create_or_check(connection, path)
+        check_schema(connection, path)
     except sqlite3.Error as error:
         connection.close()
         raise StateError(f"cannot open {path}: {error}") from error
@@ -316,21 +316,27 @@ def _open(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _create_or_check(connection: sqlite3.Connection, path: Path) -> None:
-    if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-        check_schema(connection, path)
-        return
+def _create(path: Path) -> None:
+    """Under another name until its tables are in it: who finds the file can read it."""
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)
     meta = {
         "schema": SCHEMA_VERSION,
         "libra": __version__,
         "host": os.uname().nodename,
         "boot": boot_id(),
     }
-    connection.execute("BEGIN IMMEDIATE")
-    for statement in SCHEMA:
-        connection.execute(statement)
-    connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
-    connection.execute("COMMIT")
+    with contextlib.closing(_connected(new)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        for statement in SCHEMA:
+            connection.execute(statement)
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
+        connection.execute("COMMIT")
+    new.rename(path)
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(path, isolation_level=None, timeout=1.0, check_same_thread=False)
 
 
 def check_schema(connection: sqlite3.Connection, path: Path) -> dict[str, str]:

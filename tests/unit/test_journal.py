@@ -273,6 +273,21 @@ def test_a_file_that_is_no_run_database_is_refused(tmp_path: Path) -> None:
         Reader(tmp_path)
 
 
+def test_whoever_finds_the_file_finds_its_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that dies while it makes the tables leaves no run; the next one can begin."""
+    with monkeypatch.context() as patch:
+        broken = (*journal_module.SCHEMA, "CREATE TABLE meta (again TEXT)")
+        patch.setattr(journal_module, "SCHEMA", broken)
+        with pytest.raises(StateError, match="meta already exists"):
+            Journal(tmp_path)
+    with pytest.raises(StateError, match="not a run directory"):
+        Reader(tmp_path)
+    with Journal(tmp_path), Reader(tmp_path) as reader:
+        assert reader.steps() == []
+
+
 def test_a_run_of_another_schema_is_refused_by_reader_and_writer(tmp_path: Path) -> None:
     Journal(tmp_path).close()
     connection = sqlite3.connect(tmp_path / DATABASE)
