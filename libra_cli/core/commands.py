@@ -325,8 +325,9 @@ def model_process(recipe: Recipe, facts: HostFacts) -> ProcessSpec:
         else {"build": model.build.model_dump(mode="json"), "cache": f"{facts.workdir}/models"}
     )
     slots = [slot for slot in slots_of(recipe) if slot.node == facts.node]
-    # It runs before anything else does, so it may have every core of the host, but no GPU.
-    env = _common_env(recipe, facts.node, slots, facts) | {"CUDA_VISIBLE_DEVICES": ""}
+    env = _common_env(recipe, facts.node, slots, facts)
+    # What libra builds is so small that a second thread makes it slower, and needs no GPU.
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return ProcessSpec(
         node=facts.node,
         process="model",
