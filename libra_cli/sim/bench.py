@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import parent_process
+from threading import Thread
 from typing import TypeAlias
 
 from libra_cli.core.planning.costs import Profile
@@ -31,12 +33,24 @@ def run_jobs(jobs: Sequence[Job], progress: Progress, notes: Sequence[str] = ())
     rows: list[Row] = []
     stories: list[Story] = []
     cores = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(max_workers=min(cores, len(jobs) or 1)) as pool:
+    with ProcessPoolExecutor(min(cores, len(jobs) or 1), initializer=_leave_with_parent) as pool:
         for number, (row, story) in enumerate(pool.map(run_job, jobs), start=1):
             progress(f"{number} of {len(jobs)} runs: {row.trace}, {row.planner}, {row.policy}")
             rows.append(row)
             stories += [story] if story else []
     return Outcome(rows, stories, list(notes))
+
+
+def _leave_with_parent() -> None:
+    """A process of the pool waits for work for ever, also from a parent that was killed."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def _playable(traces: Sequence[Trace]) -> tuple[list[Trace], list[str]]:

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -16,10 +18,12 @@ from libra_cli.core.scheduling.scheduler import POLICIES
 from libra_cli.sim.ablations import ABLATIONS
 
 CHECKOUT = Path(__file__).parents[2]
-LIBRA = [sys.executable, "-c", "from libra_cli.cli import main; main()"]
+ENV = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TERM": "dumb"}
+SHORT = "from libra_cli.sim import bench; bench.LONG_STEPS = 12; "
+LIBRA = [sys.executable, "-c", f"{SHORT} from libra_cli.cli import main; main()"]
 SMALL = ("--trace", "tau2", "--gpus", "16", "--seeds", "1")
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(660)]
 
 
 def bench(tmp_path: Path, experiment: str, *arguments: str) -> list[dict[str, Any]]:
@@ -28,10 +32,10 @@ def bench(tmp_path: Path, experiment: str, *arguments: str) -> list[dict[str, An
     done = subprocess.run(
         [*LIBRA, "bench", experiment, *arguments, *SMALL, "--out", tmp_path, "--json", told],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT), "TERM": "dumb"},
+        env=ENV,
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -58,3 +62,25 @@ def test_every_planner_goes_through_a_drift_and_some_move(tmp_path: Path) -> Non
 def test_every_part_of_the_scheduler_can_be_left_out(tmp_path: Path) -> None:
     rows = bench(tmp_path, "ablation")
     assert {row["policy"] for row in rows} >= {*ABLATIONS}
+
+
+def children(pid: int) -> set[int]:
+    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+def within(seconds: float, condition: Callable[[], object]) -> bool:
+    give_up = monotonic() + seconds
+    while not condition() and monotonic() < give_up:
+        sleep(0.1)
+    return bool(condition())
+
+
+def test_killed_outright_it_leaves_no_process(tmp_path: Path) -> None:
+    arguments = ("bench", "schedule", *SMALL, "--out", tmp_path)
+    with subprocess.Popen([*LIBRA, *arguments], cwd=tmp_path, env=ENV) as process:
+        try:
+            assert within(60, lambda: children(process.pid))
+            simulating = children(process.pid)
+        finally:
+            process.kill()
+    assert within(30, lambda: not any(Path(f"/proc/{pid}").exists() for pid in simulating))
