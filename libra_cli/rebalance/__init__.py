@@ -29,7 +29,7 @@ def propose(run_dir: Path, look: Propose) -> PlanChosen | PlanKept:
         LibraError: it has not come far enough, or nothing fits.
     """
     case = replace(case_of_run(run_dir, None), pins=look.pins)
-    decision, _, _ = decide(case)
+    decision = decide(case)
     if decision.plan is None:
         return PlanKept(decision.why_not, look.order)
     reasons = (look.why, *decision.reasons)

@@ -2,9 +2,6 @@
 
 Looked back at are as many steps as the planner of the simulator averages (``steps_to_average``),
 and the trajectories that it takes for the work to come: a workload that drifts is soon another.
-Measured rollout seconds of a step are the step's, times the share of the servers' seats that a
-trajectory was in play for, in a server or with its tools. A step in which training waited is all
-rollout's, whatever its seats say (a straggler takes one).
 """
 
 from __future__ import annotations
@@ -18,8 +15,9 @@ from pathlib import Path
 from libra_cli import app
 from libra_cli.bench import trace_path
 from libra_cli.core.planning.admission import Admission, horizon
+from libra_cli.core.planning.corrections import Measured, crowd, mean
 from libra_cli.core.planning.costs import Profile
-from libra_cli.core.planning.looks import STARVED, steps_to_average
+from libra_cli.core.planning.looks import FILLING, steps_to_average
 from libra_cli.core.planning.slot_plan import held
 from libra_cli.core.planning.workload import Sample, Workload
 from libra_cli.core.records import StepRecord
@@ -28,10 +26,6 @@ from libra_cli.core.types import Plan, Role, Slot, SlotId
 from libra_cli.edge.recipes import load_recipe
 from libra_cli.edge.show.monitors import LIVE, summary
 from libra_cli.edge.show.reader import Reader
-from libra_cli.edge.show.rebalance_view import (
-    Idle,
-    StageTimes,
-)
 from libra_cli.errors import StateError
 from libra_cli.rebalance.prices import plan_of_row, played_turns, profile_of_recipe, profile_of_run
 from libra_cli.recipe import Recipe
@@ -39,7 +33,6 @@ from libra_cli.sim.traces import Episode, Trace, load_trace
 
 LEAST_SAMPLES = 256
 """Newest finished trajectories that stand for the work to come, where two steps have fewer."""
-UNKNOWN = StageTimes(rollout_s=None, train_s=None, step_s=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +48,7 @@ class Case:
     source: str
     workload: Workload
     told_from: str
-    measured: StageTimes
-    idle: Idle
+    measured: Measured | None
     step: int | None
     admission: Admission
     notes: tuple[str, ...]
@@ -100,8 +92,7 @@ def case_of_recipe(path: Path, trace: str, profile: str | None) -> Case:
         source="given",
         workload=_workload(recipe, samples),
         told_from=f"{len(samples):,} trajectories of {recorded.name}",
-        measured=UNKNOWN,
-        idle=Idle(rollout=None, training=None),
+        measured=None,
         step=None,
         admission=Admission(),
         notes=tuple(notes),
@@ -164,9 +155,11 @@ def case_of_run(run_dir: Path, profile: str | None) -> Case:
         turns = played_turns(reader.recent_turns())
         prices, source, notes = profile_of_run(reader, recipe, plan, turns, profile)
         since = max((row.at for row in reader.plans()), default=0.0)
-        steps = [step for step in reader.steps() if step.started_at >= since]
+        steps = [
+            step for step in reader.steps() if step.started_at >= since and step.step > FILLING
+        ]
         lengths = [step.mean_length for step in reader.steps()]
-        measured = _measured(reader, steps[-steps_to_average(_overlap(recipe)) :], plan)
+        measured = _measured(reader, steps[-steps_to_average(_overlap(recipe)) :])
     left = recipe.run.steps - seen["step"]
     live = seen["run"]["state"] in LIVE
     return Case(
@@ -180,7 +173,6 @@ def case_of_run(run_dir: Path, profile: str | None) -> Case:
         workload=_workload(recipe, samples),
         told_from=f"the last {len(samples):,} that finished",
         measured=measured,
-        idle=_idle_of(measured),
         step=seen["step"],
         admission=Admission(horizon=horizon(lengths, left if live else recipe.run.steps)),
         notes=(*notes, *_notes_of(recipe, measured, live=live)),
@@ -193,34 +185,27 @@ def _plan_of(reader: Reader, recipe: Recipe) -> Plan:
     return plan_of_row(plans[-1]) if plans else initial_plan(recipe)
 
 
-def _measured(reader: Reader, steps: Sequence[StepRecord], plan: Plan) -> StageTimes:
-    """Each half busy, on average over these steps."""
+def _measured(reader: Reader, steps: Sequence[StepRecord]) -> Measured | None:
+    """On average over these steps."""
     if not steps:
-        return UNKNOWN
+        return None
     ends = [steps[0].started_at - steps[0].waited_s, *(step.ended_at for step in steps)]
-    seats = sum(bucket.max_num_seqs for bucket in dict(plan.servers).values())
-    rollout_s = 0.0
-    for step, (began, ended) in zip(steps, pairwise(ends), strict=True):
-        waited = step.waited_s > STARVED * (ended - began)
-        in_play_s = reader.in_play_s(began, ended) / seats
-        rollout_s += ended - began if waited else min(in_play_s, ended - began)
-    return StageTimes(
-        rollout_s=rollout_s / len(steps),
-        train_s=sum(step.ended_at - step.started_at for step in steps) / len(steps),
-        step_s=(ends[-1] - ends[0]) / len(steps),
+    return mean(
+        [
+            Measured(
+                ended - began,
+                step.ended_at - step.started_at,
+                step.waited_s,
+                *crowd(reader.in_play(began, ended), began, ended),
+            )
+            for step, (began, ended) in zip(steps, pairwise(ends), strict=True)
+        ]
     )
 
 
-def _idle_of(measured: StageTimes) -> Idle:
-    period, rollout, train = measured["step_s"], measured["rollout_s"], measured["train_s"]
-    if not period or rollout is None or train is None:
-        return Idle(rollout=None, training=None)
-    return Idle(rollout=max(0.0, 1 - rollout / period), training=max(0.0, 1 - train / period))
-
-
-def _notes_of(recipe: Recipe, measured: StageTimes, *, live: bool) -> list[str]:
+def _notes_of(recipe: Recipe, measured: Measured | None, *, live: bool) -> list[str]:
     notes = []
-    if measured["step_s"] is None:
+    if measured is None:
         notes.append("no step has ended yet: nothing to compare the predictions with")
     if recipe.training.max_staleness == 0:
         notes.append(

@@ -1,14 +1,13 @@
 """The plan a case should have, and whether to move there.
 
-The plan, its price and the verdict are ``slot_plan``'s. Predictions are corrected by what was
-measured: each half's prices times measured over predicted, within a factor of ``MOST_CORRECTION``.
+The plan, its price and the verdict are ``slot_plan``'s.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
-from libra_cli.core.planning.costs import Profile, ProfileError
+from libra_cli.core.planning.costs import ProfileError
 from libra_cli.core.planning.planner import Times
 from libra_cli.core.planning.slot_plan import SlotDecision, layout_of, propose_plan
 from libra_cli.core.split import slots_of
@@ -16,6 +15,7 @@ from libra_cli.core.types import Plan, Pool, Slot
 from libra_cli.edge.show.rebalance_view import (
     FORMAT,
     Corrections,
+    Idle,
     PlanTold,
     ProfileTold,
     StageTimes,
@@ -25,31 +25,33 @@ from libra_cli.edge.show.rebalance_view import (
 )
 from libra_cli.rebalance.cases import Case
 
-MOST_CORRECTION = 4.0
 
-
-def decide(case: Case) -> tuple[SlotDecision, Times, Corrections]:
-    """The decision, today's times as priced before correction, and the corrections.
+def decide(case: Case) -> SlotDecision:
+    """The decision, by prices corrected as ``planning.corrections`` has it.
 
     Raises:
         NothingFits: no plan of the recipe can run; says which constraint fails first.
         ProfileError: a bucket's shape has no prices.
     """
     _require_shapes(case)
-    priced = _decide(case, case.profile)
-    corrections = _corrections(case.measured, priced.before)
-    if corrections == Corrections(rollout=1.0, training=1.0):
-        return priced, priced.before, corrections
-    profile = case.profile.scaled(corrections["rollout"])
-    training = profile.training.scaled(corrections["training"])
-    decision = _decide(case, replace(profile, training=training))
-    return decision, priced.before, corrections
+    return propose_plan(
+        case.recipe,
+        case.slots,
+        case.plan,
+        case.workload,
+        case.profile,
+        admission=case.admission,
+        elastic=case.live,
+        measured=case.measured,
+    )
 
 
 def told(case: Case) -> Told:
     """Decide, and put it in the words of ``--json``. Raises as ``decide``."""
     slots = slots_of(case.recipe)
-    decision, priced, corrections = decide(case)
+    decision = decide(case)
+    prices = decision.prices
+    measured = _measured_told(case, prices.shown)
     return Told(
         format=FORMAT,
         of=case.of,
@@ -59,16 +61,18 @@ def told(case: Case) -> Told:
         target_steps=case.recipe.run.steps,
         profile=_profile_told(case),
         workload=_workload_told(case),
-        idle=case.idle,
+        idle=_idle(measured),
         plan=_plan_told(case.plan, slots),
         proposed=_plan_told(decision.proposed, slots),
         times={
-            "measured": case.measured,
-            "priced": _times_told(priced),
+            "measured": measured,
+            "priced": _times_told(prices.priced),
             "now": _times_told(decision.before),
             "proposed": _times_told(decision.after),
         },
-        corrections=corrections,
+        corrections=Corrections(
+            rollout=prices.correction.rollout, training=prices.correction.training
+        ),
         moves=[
             {"slot": move.slot, "from": move.before, "to": move.after, "seconds": move.seconds}
             for move in decision.moves
@@ -76,18 +80,6 @@ def told(case: Case) -> Told:
         verdict=_verdict(case, decision, slots),
         reasons=list(decision.reasons),
         notes=list(case.notes),
-    )
-
-
-def _decide(case: Case, profile: Profile) -> SlotDecision:
-    return propose_plan(
-        case.recipe,
-        case.slots,
-        case.plan,
-        case.workload,
-        profile,
-        admission=case.admission,
-        elastic=case.live,
     )
 
 
@@ -103,17 +95,18 @@ def _require_shapes(case: Case) -> None:
             )
 
 
-def _corrections(measured: StageTimes, priced: Times) -> Corrections:
-    return Corrections(
-        rollout=_ratio(measured["rollout_s"], priced.rollout_s),
-        training=_ratio(measured["train_s"], priced.train_s),
-    )
+def _measured_told(case: Case, shown: Times | None) -> StageTimes:
+    if case.measured is None or shown is None:
+        return StageTimes(rollout_s=None, train_s=None, step_s=None)
+    step_s = case.measured.step_s
+    return StageTimes(rollout_s=shown.rollout_s, train_s=shown.train_s, step_s=step_s)
 
 
-def _ratio(measured: float | None, priced: float) -> float:
-    if not measured or not 0 < priced < float("inf"):
-        return 1.0
-    return min(MOST_CORRECTION, max(1 / MOST_CORRECTION, measured / priced))
+def _idle(times: StageTimes) -> Idle:
+    period, rollout, train = times["step_s"], times["rollout_s"], times["train_s"]
+    if not period or rollout is None or train is None:
+        return Idle(rollout=None, training=None)
+    return Idle(rollout=max(0.0, 1 - rollout / period), training=max(0.0, 1 - train / period))
 
 
 def _verdict(case: Case, decision: SlotDecision, slots: tuple[Slot, ...]) -> Verdict:

@@ -16,13 +16,14 @@ from random import Random
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.ledger import GroupState
+from libra_cli.core.planning.corrections import Measured, crowd
 from libra_cli.core.planning.costs import Profile, TrainingShape
 from libra_cli.core.planning.moves import Observation, Replanner, moves_between
 from libra_cli.core.planning.planner import Layout, PlannerSettings
 from libra_cli.core.planning.replanning import replanner
 from libra_cli.core.planning.workload import Sample, Window, Workload
 from libra_cli.core.pricing.server_costs import ServerCost
-from libra_cli.core.records import StepRecord
+from libra_cli.core.records import StepRecord, TrajectoryRecord
 from libra_cli.core.types import Bucket, Seconds, TrajectoryId
 from libra_cli.recipe import Recipe
 from libra_cli.sim.ablations import ABLATIONS
@@ -38,8 +39,6 @@ GROUPS, GROUP_SIZE, STALENESS = 32, 8, 4
 MAX_LEN = 131_072
 """Longer trajectories are cut there, as a run would."""
 STORY_SEED = 0
-WAITED = 0.03
-"""Share of a step above which the trainer counts as waiting for rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,16 +134,17 @@ class Pilot:
 
     def __call__(self, world: World, record: StepRecord) -> e.PlanChosen | None:
         """A new plan, if the planner wants one."""
-        for row in world.tape.trajectories[self._taken :]:
+        ended = world.tape.trajectories[self._taken :]
+        for row in ended:
             who = TrajectoryId(row.group_id, row.member, row.attempt)
             self._window.add(sample_of(world.episode(who)))
-        self._taken = len(world.tape.trajectories)
+        self._taken += len(ended)
         seen = self._window.workload(GROUPS * GROUP_SIZE, 1.0 + STALENESS)
-        wall = max(record.ended_at - self._ended_at, 1e-9)
+        measured = self._measured(world, record, ended)
         self._ended_at = record.ended_at
         if seen is None:
             return None
-        decision = self._planner.consider(self._observe(world, record, seen, wall))
+        decision = self._planner.consider(self._observation(world, record.step, seen, measured))
         if decision.layout is None:
             return None
         moves = moves_between(self.layout, decision.layout)
@@ -154,27 +154,38 @@ class Pilot:
         plan, slots = plan_of(self.layout, self._job.gpus, max_len=MAX_LEN, before=before)
         return e.PlanChosen(replace(plan, reasons=decision.reasons), slots)
 
-    def _observe(
-        self, world: World, record: StepRecord, seen: Workload, wall: Seconds
+    def _measured(
+        self, world: World, record: StepRecord, ended: Sequence[TrajectoryRecord]
+    ) -> Measured:
+        began, now = self._ended_at, record.ended_at
+        spans = [(row.started_at, row.ended_at or now) for row in ended]
+        flights = world.machine.rollout.flights.values()
+        spans += [(flight.trajectory.started_at, now) for flight in flights]
+        in_play_s, beside = crowd(spans, began, now)
+        return Measured(
+            step_s=max(now - began, 1e-9),
+            train_s=record.ended_at - record.started_at,
+            waited_s=record.waited_s,
+            in_play_s=in_play_s,
+            beside=beside,
+        )
+
+    def _observation(
+        self, world: World, step: int, seen: Workload, measured: Measured
     ) -> Observation:
         """Rollout is the longer half where training waited. Where it did not, rollout was held back
         by the staleness bound, the more so the more groups lie ready."""
-        waited = record.waited_s / wall
         ledger = world.machine.ledger
         played, ready = ledger.count(GroupState.OPEN), ledger.count(GroupState.READY)
-        rollout_idle = 0.0 if waited > WAITED else ready / max(1, played + ready)
-        train_s = record.ended_at - record.started_at
         return Observation(
-            step=record.step,
+            step=step,
             layout=self.layout,
             recent=seen,
-            rollout_s=wall * (1.0 - rollout_idle),
-            train_s=train_s,
-            rollout_idle=rollout_idle,
-            train_idle=max(0.0, 1.0 - train_s / wall),
+            measured=measured,
+            rollout_idle=0.0 if measured.starved else ready / max(1, played + ready),
             queue=len(world.machine.gate) / max(1, world.machine.gate.lanes.seats),
             gpus=self._job.gpus,
-            steps_left=self._job.steps - record.step,
+            steps_left=self._job.steps - step,
         )
 
 

@@ -167,23 +167,25 @@ def test_measured_times_are_those_of_as_many_steps_as_the_planner_averages(cpu_r
     assert measured["rollout_s"] == pytest.approx(measured["step_s"])
 
 
-def test_rollout_is_measured_by_the_seats_that_were_in_play(big_run: Path) -> None:
+def test_a_rollout_that_was_held_back_is_told_by_how_long_trajectories_took(big_run: Path) -> None:
+    """Four trajectories of thirty seconds in every step, and training never waited."""
     told = explained(big_run)
     seats = sum(server["max_num_seqs"] for server in told["plan"]["servers"])
-    # Four trajectories of thirty seconds in every step, and training never waited.
-    assert told["times"]["measured"]["rollout_s"] == pytest.approx(4 * 30 / seats)
+    measured = told["times"]["measured"]
+    assert measured["rollout_s"] is not None
+    assert measured["step_s"] is not None
+    # With more beside it no trajectory is faster; with all seats taken a step ends no sooner.
+    assert 4 * 30 / seats <= measured["rollout_s"] < measured["step_s"]
 
 
-def test_seats_in_play_are_counted_in_a_time_and_not_beyond(cpu_run: Path) -> None:
+def test_trajectories_in_play_are_counted_in_a_time_and_not_beyond(cpu_run: Path) -> None:
     with Reader(cpu_run) as reader:
         steps = reader.steps()[-10:]
         since, until = steps[0].started_at - steps[0].waited_s, steps[-1].ended_at
-        spans = [
-            min(row.ended_at or until, until) - max(row.started_at, since)
-            for row in reader.rows(r.TrajectoryRecord)
-            if row.started_at < until and (row.ended_at or until) > since
-        ]
-        assert reader.in_play_s(since, until) == pytest.approx(sum(spans))
+        rows = reader.rows(r.TrajectoryRecord)
+        spans = [(row.started_at, row.ended_at or until) for row in rows]
+        inside = [(began, ended) for began, ended in spans if began < until and ended > since]
+        assert sorted(reader.in_play(since, until)) == sorted(inside)
 
 
 def test_corrected_predictions_of_the_plan_now_come_near_what_was_measured(cpu_run: Path) -> None:

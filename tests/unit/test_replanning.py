@@ -10,6 +10,7 @@ from random import Random
 import pytest
 
 from libra_cli.core.planning.admission import Admission
+from libra_cli.core.planning.corrections import Measured
 from libra_cli.core.planning.costs import TrainingShape
 from libra_cli.core.planning.looks import COOLDOWN
 from libra_cli.core.planning.moves import (
@@ -51,12 +52,15 @@ def search_of(load: Workload) -> Search:
 
 def observed(step: int, layout: Layout, load: Workload) -> Observation:
     """What the model itself would measure, so that predictions are right."""
-    times = search_of(load).times(layout)
-    rollout_idle = 1 - times.rollout_s / times.step_s
-    train_idle = 1 - times.train_s / times.step_s
-    return Observation(
-        step, layout, load, times.rollout_s, times.train_s, rollout_idle, train_idle, 0.5, GPUS
-    )
+    search = search_of(load)
+    times = search.times(layout)
+    step_s = times.step_s
+    measured = Measured(step_s, times.train_s, step_s - times.train_s, 0.0, 0.0)
+    if not measured.starved:
+        # In play as long as makes ``unheld_s``, which is proportional to it, the predicted time.
+        second = search.table.unheld_s(layout.buckets, 1.0, 100.0)
+        measured = replace(measured, in_play_s=times.rollout_s / second, beside=100.0)
+    return Observation(step, layout, load, measured, 1 - times.rollout_s / step_s, 0.5, GPUS)
 
 
 def asked(planner: Replanner, seen: Observation) -> Decision:
@@ -102,7 +106,7 @@ def test_a_shift_moves_gpus_either_way(first: float, then: float) -> None:
 def test_no_move_before_as_many_steps_as_may_be_in_flight_have_passed() -> None:
     planner = Libra(PROFILE, GPUS, UNIT)
     layout, moved = planner.begin(work(1000, overlap=6)), []
-    for step, mean in enumerate([1000.0] * 2 + [9000.0] * 4 + [1000.0] * 20):
+    for step, mean in enumerate([1000.0] * 2 + [9000.0] * 6 + [1000.0] * 20):
         decision = planner.consider(observed(step, layout, work(mean, overlap=6)))
         layout = decision.layout or layout
         moved += [step] if decision.layout else []
@@ -148,7 +152,8 @@ def test_prices_are_corrected_by_what_was_measured() -> None:
     planner = Libra(PROFILE, GPUS, UNIT, Admission(min_gain=0.05))
     planner.begin(load)
     seen = observed(5, layout, load)
-    decision = asked(planner, replace(seen, rollout_s=2 * seen.rollout_s, train_idle=0.5))
+    slow = Measured(2 * seen.rollout_s, seen.train_s, seen.rollout_s, 0.0, 0.0)
+    decision = asked(planner, replace(seen, measured=slow))
     assert decision.layout is not None
     assert decision.layout.rollout_gpus > layout.rollout_gpus
 

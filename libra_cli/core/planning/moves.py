@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from libra_cli.core.planning.corrections import Measured
 from libra_cli.core.planning.costs import Profile, TrainingShape
 from libra_cli.core.planning.planner import Layout, Times
 from libra_cli.core.planning.workload import Workload
@@ -23,21 +24,28 @@ from libra_cli.core.types import Seconds
 class Observation:
     """What a planner may know after a step.
 
-    ``rollout_s`` and ``train_s`` are the busy seconds of each half a step, without the time it
-    waited for the other; the idle shares (0 to 1) are that waiting. ``queue`` is waiting requests
-    per seat. ``steps_left`` is None when the end is open.
+    ``rollout_idle`` is the share of the step (0 to 1) in which rollout waited for training;
+    ``queue`` is waiting requests per seat. ``steps_left`` is None when the end is open.
     """
 
     step: int
     layout: Layout
     recent: Workload
-    rollout_s: Seconds
-    train_s: Seconds
+    measured: Measured
     rollout_idle: float
-    train_idle: float
     queue: float
     gpus: int
     steps_left: int | None = None
+
+    @property
+    def rollout_s(self) -> Seconds:
+        """Of the step, without rollout's waiting for training."""
+        return self.measured.step_s * (1 - self.rollout_idle)
+
+    @property
+    def train_s(self) -> Seconds:
+        """Of the step, without training's waiting for rollout."""
+        return self.measured.train_s
 
 
 @dataclass(frozen=True, slots=True)

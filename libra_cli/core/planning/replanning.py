@@ -1,8 +1,8 @@
 """The planner of a running job in numbers of GPUs, and how its rivals are made.
 
-``libra`` looks when ``looks`` says so, and moves if ``admission`` lets it, as a live run does. What
-was measured is the mean of the steps on today's layout, twice as many as may be in flight. A look
-predicts today's layout and the best ones, with the prices corrected by what was measured, and of
+``libra`` looks when ``looks`` says so, corrects its prices as ``corrections`` has it, and moves if
+``admission`` lets it, all as a live run does. What was measured is the mean of the steps on today's
+layout, twice as many as may be in flight. A look predicts today's layout and the best ones, and of
 those within ``tolerance`` of the best takes the one with the fewest GPUs moved.
 
 Guarantee: no move without a predicted gain that pays it back; a steady workload stops moving.
@@ -15,8 +15,9 @@ from collections import deque
 from dataclasses import replace
 
 from libra_cli.core.planning.admission import RECENT, Admission, horizon
+from libra_cli.core.planning.corrections import Correction, Measured, corrected, mean
 from libra_cli.core.planning.costs import Profile
-from libra_cli.core.planning.looks import STARVED, Looks, steps_to_average
+from libra_cli.core.planning.looks import FILLING, Looks, steps_to_average
 from libra_cli.core.planning.moves import (
     Decision,
     Observation,
@@ -59,8 +60,8 @@ class Libra:
         self._admission = admission or Admission()
         self._looks: Looks | None = None
         self._lengths: deque[float] = deque(maxlen=RECENT)
-        self._measured: deque[Observation] = deque()
-        self._corrections = (1.0, 1.0)
+        self._correction: Correction | None = None
+        self._seen: deque[Observation] = deque()
 
     def begin(self, workload: Workload) -> Layout:
         """The best plan for this workload."""
@@ -71,44 +72,42 @@ class Libra:
     def consider(self, now: Observation) -> Decision:
         """Look if there is reason to, and move if it pays."""
         assert self._looks is not None, "begun"
-        now = self._smoothed(now)
+        if now.step <= FILLING:
+            return Decision(None, (), why_not="the first steps wait for the first trajectories")
+        measured, rollout_idle = self._averaged(now)
         self._lengths.append(now.recent.mean_generated)
-        idle = {"training": now.train_idle, "rollout": now.rollout_idle}
+        idle = {"training": measured.waited_s / measured.step_s, "rollout": rollout_idle}
         reason = self._looks.due(idle, now.recent.mean_generated)
         if not reason:
             return Decision(None, (), why_not="nothing has changed enough to look again")
-        return self._look(now, reason)
+        return self._look(now, measured, reason)
 
-    def _smoothed(self, now: Observation) -> Observation:
-        """With the mean of the last steps on this layout.
+    def _averaged(self, now: Observation) -> tuple[Measured, float]:
+        """The last steps on this layout, and how much of them rollout waited."""
+        if self._seen and self._seen[-1].layout != now.layout:
+            self._seen.clear()
+        self._seen.append(now)
+        while len(self._seen) > steps_to_average(now.recent.overlap):
+            self._seen.popleft()
+        measured = mean([each.measured for each in self._seen])
+        busy_s = sum(each.rollout_s for each in self._seen) / len(self._seen)
+        return measured, 0.0 if measured.starved else 1 - busy_s / measured.step_s
 
-        Where training waited, rollout took all the time there was.
-        """
-        if self._measured and self._measured[-1].layout != now.layout:
-            self._measured.clear()
-        self._measured.append(now)
-        while len(self._measured) > steps_to_average(now.recent.overlap):
-            self._measured.popleft()
-        number = len(self._measured)
-        wall_s = sum(map(_wall_s, self._measured)) / number
-        train_s = sum(each.train_s for each in self._measured) / number
-        busy_s = sum(each.rollout_s for each in self._measured) / number
-        starved = 1 - train_s / wall_s
-        rollout_s = wall_s if starved > STARVED else min(busy_s, wall_s)
-        return replace(
-            now,
-            rollout_s=rollout_s,
-            train_s=train_s,
-            rollout_idle=1 - rollout_s / wall_s,
-            train_idle=max(0.0, starved),
+    def _look(self, now: Observation, measured: Measured, reason: str) -> Decision:
+        prices = corrected(
+            self._profile,
+            now.recent,
+            now.gpus,
+            self._settings,
+            today=now.layout,
+            measured=measured,
+            before=self._correction,
         )
-
-    def _look(self, now: Observation, reason: str) -> Decision:
-        search = self._corrected(now)
-        before = search.times(now.layout)
-        layout, after = self._nearest(search, now)
+        self._correction = prices.correction
+        before = prices.search.times(now.layout)
+        layout, after = self._nearest(prices.search, now)
         gain_s = before.step_s - after.step_s
-        cost_s = moves_cost_s(self._profile, now.recent, now.layout, layout)
+        cost_s = moves_cost_s(prices.profile, now.recent, now.layout, layout)
         payback = cost_s / gain_s if gain_s > 0 else None
         steps = horizon([*self._lengths], now.steps_left)
         why_not = replace(self._admission, horizon=steps).why_not(before, after, cost_s)
@@ -117,23 +116,6 @@ class Libra:
             reasons = (*reasons, f"saves {gain_s:.1f} s a step, pays back in {payback:.1f} steps")
         chosen = None if why_not else layout
         return Decision(chosen, reasons, before, after, cost_s, payback, why_not)
-
-    def _corrected(self, now: Observation) -> Search:
-        """Prices multiplied by measured over predicted, smoothed, within a factor of two.
-
-        Rollout that training held back shows only that it takes no longer than a step did.
-        """
-        plain = Search(self._profile, now.recent, now.gpus, self._settings)
-        expected = plain.times(now.layout)
-        rollout, training = self._corrections
-        training = _blend(training, now.train_s / expected.train_s)
-        step_s = max(now.train_s, now.rollout_s)
-        if now.train_idle > STARVED or expected.rollout_s > step_s:
-            rollout = _blend(rollout, step_s / expected.rollout_s)
-        self._corrections = (rollout, training)
-        profile = self._profile.scaled(rollout)
-        profile = replace(profile, training=profile.training.scaled(training))
-        return Search(profile, now.recent, now.gpus, self._settings)
 
     def _nearest(self, search: Search, now: Observation) -> tuple[Layout, Times]:
         best = search.best()
@@ -165,18 +147,6 @@ def replanner(
     if name in ("greedy", "streamrl", "dynarl"):
         return Rule(name, profile, gpus, settings)
     raise PlannerError(f"no planner is called {name!r}", hint=f"one of: {', '.join(PLANNERS)}")
-
-
-def _wall_s(seen: Observation) -> Seconds:
-    """Seconds the step took: training's and its waiting."""
-    return max(seen.train_s / max(1 - seen.train_idle, 0.01), 1e-9)
-
-
-def _blend(old: float, measured: float) -> float:
-    """Half of each; a measurement off by more than a factor of two counts as two."""
-    if not 0 < measured < float("inf"):
-        return old
-    return (old + min(2.0, max(0.5, measured))) / 2
 
 
 def _neighbours(search: Search, today: Layout) -> list[Layout]:

@@ -40,11 +40,11 @@ without a detour, so mixes of shapes look better than they are (``planner`` asks
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -54,6 +54,8 @@ from libra_cli.core.pricing.server_costs import ServerCost
 from libra_cli.core.types import Seconds, Tokens
 
 DEFAULT_SEATS = 128
+_Filled: TypeAlias = tuple[int, int, Mapping[str, float]]
+"""Servers of a bucket, seats of each, and what its trajectories hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,17 +191,47 @@ class RolloutTable:
 
     def binding(self, buckets: tuple[PlannedBucket, ...]) -> str:
         """What the slowest of these buckets waits for, in words."""
-        start, slowest, words = 0, -1.0, "nothing"
-        for bucket in self.boundaries(buckets):
-            end = int(np.searchsorted(self._parts.longest, bucket.up_to_tokens, side="right"))
-            if end <= start:
-                continue
+        slowest, words = -1.0, "nothing"
+        for bucket, start, end in self._shares(buckets):
             degree, servers, seats = bucket.tensor_parallel, bucket.servers, bucket.max_num_seqs
             cost = float(self._cost(degree, servers, end, seats)[start])
             if cost > slowest:
                 slowest, words = cost, self._words(bucket, start, end)
-            start = end
         return words
+
+    def _shares(
+        self, buckets: tuple[PlannedBucket, ...]
+    ) -> Iterator[tuple[PlannedBucket, int, int]]:
+        """Those that get any trajectories, with the first of their parts and the one after."""
+        start = 0
+        for bucket in self.boundaries(buckets):
+            end = int(np.searchsorted(self._parts.longest, bucket.up_to_tokens, side="right"))
+            if end > start:
+                yield bucket, start, end
+                start = end
+
+    def _filled(self, buckets: tuple[PlannedBucket, ...]) -> Iterator[_Filled]:
+        for bucket, start, end in self._shares(buckets):
+            terms = {name: float(m[start, end]) for name, m in self._terms[bucket.tensor_parallel]}
+            yield bucket.servers, bucket.max_num_seqs, terms
+
+    def unheld_s(
+        self, buckets: tuple[PlannedBucket, ...], in_play_s: Seconds, beside: float
+    ) -> Seconds:
+        """Seconds of a step with every place taken, of servers of which not all were.
+
+        A step's trajectories were in play for ``in_play_s``, summed over them, with ``beside`` at a
+        time. Each takes its path and the work of all on its server, which tells the factor between
+        measured and predicted time; with it the same follows for full servers, and by Little's law
+        the time of a step.
+        """
+        filled = list(self._filled(buckets))
+        places = min(
+            sum(servers * min(seats, terms["fitting"]) for servers, seats, terms in filled),
+            self.workload.in_flight * self.workload.trajectories,
+        )
+        slower = in_play_s / _in_play_s(filled, min(beside, places))
+        return slower * _in_play_s(filled, places) / places
 
     def _words(self, bucket: PlannedBucket, start: int, end: int) -> str:
         terms = {name: float(m[start, end]) for name, m in self._terms[bucket.tensor_parallel]}
@@ -301,6 +333,17 @@ class RolloutTable:
             options = self._options(prefixes[-1], bucket)
             prefixes.append(np.minimum(prefixes[-1], options.min(axis=0)))
         return prefixes
+
+
+def _in_play_s(filled: Sequence[_Filled], playing: float) -> Seconds:
+    """Seconds that a step's trajectories are in play, summed, with so many of them at a time."""
+    paths = sum(terms["seats"] for _, _, terms in filled)
+    total = paths
+    for servers, _, terms in filled:
+        here = playing * terms["seats"] / paths
+        work = terms["work"] + here / terms["count"] * terms["again"]
+        total += here / servers * work
+    return total
 
 
 def bucket_sizes(most: int) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from libra_cli.core.planning.admission import Admission
+from libra_cli.core.planning.corrections import Corrected, Measured, corrected
 from libra_cli.core.planning.costs import NothingFits, Profile, TrainingShape
 from libra_cli.core.planning.moves import moves_cost_s
 from libra_cli.core.planning.planner import Layout, PlannerSettings, Search, Times
@@ -49,7 +50,7 @@ class SlotMove:
 class SlotDecision:
     """The plan proposed, and whether to have it: ``plan`` is None to stay, and then ``why_not``.
 
-    ``before`` and ``after`` are predicted; ``cost_s`` is seconds of the whole job.
+    ``before`` and ``after`` are predicted at ``prices``; ``cost_s`` is seconds of the whole job.
     """
 
     plan: Plan | None
@@ -61,6 +62,7 @@ class SlotDecision:
     payback_steps: float | None
     reasons: tuple[str, ...]
     why_not: str
+    prices: Corrected
 
 
 def propose_plan(
@@ -72,10 +74,11 @@ def propose_plan(
     *,
     admission: Admission | None = None,
     elastic: bool = False,
+    measured: Measured | None = None,
 ) -> SlotDecision:
     """The best plan of these slots, and whether its gain pays its moves.
 
-    ``elastic``: the run is under way.
+    ``elastic``: the run is under way. ``measured`` corrects the prices.
 
     Raises NothingFits if no plan of the recipe can run.
     """
@@ -83,26 +86,32 @@ def propose_plan(
     gpus = sum(_size(slot) for slot in slots)
     seats = max(bucket.max_num_seqs for bucket in recipe.rollout.buckets)
     settings = PlannerSettings(max_num_seqs=seats, training_shapes=(1,))
-    search = Search(profile, workload, gpus, settings)
     today = layout_of(current, slots)
-    before = search.times(today)
+    prices = corrected(profile, workload, gpus, settings, today=today, measured=measured)
     plans = list(_plans(recipe, slots, current, elastic=elastic))
-    found = [(plan, search.times(layout_of(plan, slots))) for plan in plans]
+    found = [(plan, prices.search.times(layout_of(plan, slots))) for plan in plans]
     runnable = [(plan, times) for plan, times in found if times.step_s < float("inf")]
     if not runnable:
-        raise _nothing(search, slots, plans)
+        raise _nothing(prices.search, slots, plans)
     proposed, after = _nearest(runnable, current, admission.tolerance)
-    cost_s = moves_cost_s(profile, workload, today, layout_of(proposed, slots))
+    before = prices.search.times(today)
+    moves = _moves(current, proposed, slots, profile)
+    cost_s = moves_cost_s(prices.profile, workload, today, layout_of(proposed, slots))
     if elastic and proposed.train != current.train:
         cost_s += profile.moves.resize_s
-    return _decide(
-        current,
-        proposed,
-        before,
-        after,
-        cost_s,
-        admission,
-        _moves(current, proposed, slots, profile),
+    gain_s = before.step_s - after.step_s
+    why_not = admission.why_not(before, after, cost_s) if moves else NEAR
+    return SlotDecision(
+        plan=None if why_not else proposed,
+        proposed=proposed,
+        moves=moves,
+        before=before,
+        after=after,
+        cost_s=cost_s,
+        payback_steps=cost_s / gain_s if gain_s > 0 else None,
+        reasons=(f"today: {before}", f"then: {after}", *proposed.reasons),
+        why_not=why_not,
+        prices=prices,
     )
 
 
@@ -212,23 +221,6 @@ def _moves(
             seconds = prices.to_rollout_s
         moves.append(SlotMove(slot.id, old, new, seconds))
     return tuple(moves)
-
-
-def _decide(
-    current: Plan,
-    proposed: Plan,
-    before: Times,
-    after: Times,
-    cost_s: Seconds,
-    admission: Admission,
-    moves: tuple[SlotMove, ...],
-) -> SlotDecision:
-    gain_s = before.step_s - after.step_s
-    payback = cost_s / gain_s if gain_s > 0 else None
-    why_not = admission.why_not(before, after, cost_s) if moves else NEAR
-    reasons = (f"today: {before}", f"then: {after}", *proposed.reasons)
-    plan = None if why_not else proposed
-    return SlotDecision(plan, proposed, moves, before, after, cost_s, payback, reasons, why_not)
 
 
 def _nothing(search: Search, slots: tuple[Slot, ...], plans: list[Plan]) -> NothingFits:

@@ -298,13 +298,13 @@ class Reader:
         newest = "rowid IN (SELECT rowid FROM turns ORDER BY ended_at DESC LIMIT ?)"
         return self.rows(TurnRecord, newest, (limit,))
 
-    def in_play_s(self, since: float, until: float) -> float:
-        """Seconds of that time that trajectories were in play, summed over them."""
+    def in_play(self, since: float, until: float) -> list[tuple[float, float]]:
+        """When the trajectories that were in play at any moment of that time began and ended."""
         query = (
-            "SELECT total(min(coalesce(ended_at, ?1), ?1) - max(started_at, ?2))"
-            " FROM trajectories WHERE started_at < ?1 AND coalesce(ended_at, ?1) > ?2"
+            "SELECT started_at, coalesce(ended_at, ?1) FROM trajectories"
+            " WHERE started_at < ?1 AND coalesce(ended_at, ?1) > ?2"
         )
-        return float(self._all(query, (until, since))[0][0])
+        return [(float(began), float(ended)) for began, ended in self._all(query, (until, since))]
 
     def turns_between(self, since: float, until: float) -> list[TurnRecord]:
         """The turns of which any part lies in that time."""

@@ -1,0 +1,105 @@
+"""How fast each half is, from what a run has shown, also where one held the other back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_cli.core.planning.corrections import MOST, Correction, Measured, corrected, crowd, mean
+from libra_cli.core.planning.costs import TrainingShape
+from libra_cli.core.planning.planner import Layout, PlannerSettings
+from libra_cli.core.planning.rollout_table import PlannedBucket
+from libra_cli.core.planning.workload import Sample, Workload
+from libra_cli.sim.profiles import load_profile
+
+PROFILE = load_profile("a800-qwen3-14b")
+LOAD = Workload(tuple(Sample(500, 300 * n, 200, 4, 4.0) for n in range(1, 17)), 256, 4.0)
+TODAY = Layout((PlannedBucket(2, 8, 9000, 128),), TrainingShape(1, 1, 16))
+SPANS = st.lists(st.tuples(st.integers(-20, 40), st.integers(0, 40)), max_size=12)
+
+
+def prices_after(measured: Measured | None) -> tuple[float, Correction]:
+    """Seconds of a rollout step today after correction, and the correction."""
+    found = corrected(PROFILE, LOAD, 32, PlannerSettings(), today=TODAY, measured=measured)
+    return found.search.times(TODAY).rollout_s, found.correction
+
+
+def test_prices_nobody_has_checked_stay() -> None:
+    priced, correction = prices_after(None)
+    assert correction == Correction()
+    assert (
+        priced
+        == corrected(
+            PROFILE, LOAD, 32, PlannerSettings(), today=TODAY, measured=None
+        ).priced.rollout_s
+    )
+
+
+def test_where_training_waited_a_step_is_as_long_as_rollout() -> None:
+    priced, _ = prices_after(None)
+    seconds, correction = prices_after(Measured(1.5 * priced, priced, 0.5 * priced, 0.0, 0.0))
+    assert correction.rollout == pytest.approx(1.5)
+    assert seconds == pytest.approx(1.5 * priced, rel=0.01)
+
+
+def test_the_same_trajectories_times_tell_the_same_speed_however_long_the_steps() -> None:
+    """Held back twice as long: fewer at a time on average, but no other speed."""
+    held = Measured(500.0, 500.0, 0.0, in_play_s=256 * 60.0, beside=200.0)
+    once, twice = prices_after(held), prices_after(replace(held, step_s=1000.0, train_s=1000.0))
+    assert once[0] == pytest.approx(twice[0])
+    slower = prices_after(replace(held, in_play_s=2 * held.in_play_s))
+    assert slower[1].rollout == pytest.approx(2 * once[1].rollout)
+
+
+def test_those_that_took_as_long_in_a_smaller_crowd_are_slower_in_a_full_one() -> None:
+    alone, crowded = (
+        prices_after(Measured(500.0, 500.0, 0.0, 256 * 60.0, beside))[1].rollout
+        for beside in (50.0, 400.0)
+    )
+    assert alone > crowded
+
+
+def test_rollout_takes_no_longer_than_the_step_it_was_seen_in() -> None:
+    priced, _ = prices_after(None)
+    _, correction = prices_after(Measured(priced, priced, 0.0, in_play_s=1e9, beside=100.0))
+    assert correction.rollout == pytest.approx(1.0)
+
+
+def test_what_was_found_before_holds_a_correction_back() -> None:
+    priced, _ = prices_after(None)
+    slow = Measured(2 * priced, priced, priced, 0.0, 0.0)
+    found = corrected(
+        PROFILE,
+        LOAD,
+        32,
+        PlannerSettings(),
+        today=TODAY,
+        measured=slow,
+        before=Correction(rollout=0.5, training=1.0),
+    )
+    assert found.correction.rollout == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("seconds", "factor"), [(1e9, MOST), (1e-9, 1 / MOST)])
+def test_no_correction_is_beyond_belief(seconds: float, factor: float) -> None:
+    _, correction = prices_after(Measured(1e9, seconds, 1e9, 0.0, 0.0))
+    assert correction.training == pytest.approx(factor)
+
+
+@given(SPANS)
+def test_a_crowd_is_what_counting_every_second_says(starts: list[tuple[int, int]]) -> None:
+    spans = [(float(begin), float(begin + length)) for begin, length in starts]
+    playing = [sum(b <= second < e for b, e in spans) for second in range(30)]
+    in_play_s, beside = crowd(spans, 0.0, 30.0)
+    assert in_play_s == pytest.approx(sum(playing))
+    if in_play_s:
+        assert beside == pytest.approx(sum(n * n for n in playing) / sum(playing))
+
+
+def test_the_mean_of_steps_counts_a_crowd_for_as_long_as_it_lasted() -> None:
+    found = mean([Measured(10, 4, 6, 90, 9), Measured(30, 8, 2, 10, 1)])
+    assert (found.step_s, found.train_s, found.waited_s, found.in_play_s) == (20, 6, 4, 50)
+    assert found.beside == pytest.approx(8.2)
