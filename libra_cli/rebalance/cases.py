@@ -7,15 +7,14 @@ and the trajectories that it takes for the work to come: a workload that drifts 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 from libra_cli import app
 from libra_cli.bench import trace_path
 from libra_cli.core.planning.admission import Admission, horizon
-from libra_cli.core.planning.corrections import Measured, crowd, mean
+from libra_cli.core.planning.corrections import Measured, crowd
 from libra_cli.core.planning.costs import Profile
 from libra_cli.core.planning.looks import FILLING, steps_to_average
 from libra_cli.core.planning.slot_plan import held
@@ -48,7 +47,7 @@ class Case:
     source: str
     workload: Workload
     told_from: str
-    measured: Measured | None
+    measured: tuple[Measured, ...]
     step: int | None
     admission: Admission
     notes: tuple[str, ...]
@@ -92,7 +91,7 @@ def case_of_recipe(path: Path, trace: str, profile: str | None) -> Case:
         source="given",
         workload=_workload(recipe, samples),
         told_from=f"{len(samples):,} trajectories of {recorded.name}",
-        measured=None,
+        measured=(),
         step=None,
         admission=Admission(),
         notes=tuple(notes),
@@ -159,7 +158,7 @@ def case_of_run(run_dir: Path, profile: str | None) -> Case:
             step for step in reader.steps() if step.started_at >= since and step.step > FILLING
         ]
         lengths = [step.mean_length for step in reader.steps()]
-        measured = _measured(reader, steps[-steps_to_average(_overlap(recipe)) :])
+        measured = tuple(_measured(reader, steps[-steps_to_average(_overlap(recipe)) :]))
     left = recipe.run.steps - seen["step"]
     live = seen["run"]["state"] in LIVE
     return Case(
@@ -185,27 +184,23 @@ def _plan_of(reader: Reader, recipe: Recipe) -> Plan:
     return plan_of_row(plans[-1]) if plans else initial_plan(recipe)
 
 
-def _measured(reader: Reader, steps: Sequence[StepRecord]) -> Measured | None:
-    """On average over these steps."""
-    if not steps:
-        return None
-    ends = [steps[0].started_at - steps[0].waited_s, *(step.ended_at for step in steps)]
-    return mean(
-        [
-            Measured(
-                ended - began,
-                step.ended_at - step.started_at,
-                step.waited_s,
-                *crowd(reader.in_play(began, ended), began, ended),
-            )
-            for step, (began, ended) in zip(steps, pairwise(ends), strict=True)
-        ]
-    )
+def _measured(reader: Reader, steps: Sequence[StepRecord]) -> Iterator[Measured]:
+    began = steps[0].started_at - steps[0].waited_s if steps else 0.0
+    for step in steps:
+        in_play_s, beside = crowd(reader.in_play(began, step.ended_at), began, step.ended_at)
+        yield Measured(
+            step_s=step.ended_at - began,
+            train_s=step.ended_at - step.started_at,
+            waited_s=step.waited_s,
+            in_play_s=in_play_s,
+            beside=beside,
+        )
+        began = step.ended_at
 
 
-def _notes_of(recipe: Recipe, measured: Measured | None, *, live: bool) -> list[str]:
+def _notes_of(recipe: Recipe, measured: Sequence[Measured], *, live: bool) -> list[str]:
     notes = []
-    if measured is None:
+    if not measured:
         notes.append("no step has ended yet: nothing to compare the predictions with")
     if recipe.training.max_staleness == 0:
         notes.append(

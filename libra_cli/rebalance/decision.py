@@ -6,6 +6,7 @@ The plan, its price and the verdict are ``slot_plan``'s.
 from __future__ import annotations
 
 from dataclasses import asdict
+from statistics import fmean
 
 from libra_cli.core.planning.costs import ProfileError
 from libra_cli.core.planning.planner import Times
@@ -96,9 +97,9 @@ def _require_shapes(case: Case) -> None:
 
 
 def _measured_told(case: Case, shown: Times | None) -> StageTimes:
-    if case.measured is None or shown is None:
+    if shown is None:
         return StageTimes(rollout_s=None, train_s=None, step_s=None)
-    step_s = case.measured.step_s
+    step_s = fmean(step.step_s for step in case.measured)
     return StageTimes(rollout_s=shown.rollout_s, train_s=shown.train_s, step_s=step_s)
 
 

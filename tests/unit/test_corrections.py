@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from libra_cli.core.planning.corrections import MOST, Correction, Measured, corrected, crowd, mean
 from libra_cli.core.planning.costs import TrainingShape
+from libra_cli.core.planning.looks import IDLE
 from libra_cli.core.planning.planner import Layout, PlannerSettings
 from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.workload import Sample, Workload
@@ -21,25 +22,25 @@ TODAY = Layout((PlannedBucket(2, 8, 9000, 128),), TrainingShape(1, 1, 16))
 SPANS = st.lists(st.tuples(st.integers(-20, 40), st.integers(0, 40)), max_size=12)
 
 
-def prices_after(measured: Measured | None) -> tuple[float, Correction]:
+def prices_after(*measured: Measured) -> tuple[float, Correction]:
     """Seconds of a rollout step today after correction, and the correction."""
     found = corrected(PROFILE, LOAD, 32, PlannerSettings(), today=TODAY, measured=measured)
     return found.search.times(TODAY).rollout_s, found.correction
 
 
 def test_prices_nobody_has_checked_stay() -> None:
-    priced, correction = prices_after(None)
+    priced, correction = prices_after()
     assert correction == Correction()
     assert (
         priced
         == corrected(
-            PROFILE, LOAD, 32, PlannerSettings(), today=TODAY, measured=None
+            PROFILE, LOAD, 32, PlannerSettings(), today=TODAY, measured=()
         ).priced.rollout_s
     )
 
 
 def test_where_training_waited_a_step_is_as_long_as_rollout() -> None:
-    priced, _ = prices_after(None)
+    priced, _ = prices_after()
     seconds, correction = prices_after(Measured(1.5 * priced, priced, 0.5 * priced, 0.0, 0.0))
     assert correction.rollout == pytest.approx(1.5)
     assert seconds == pytest.approx(1.5 * priced, rel=0.01)
@@ -63,13 +64,13 @@ def test_those_that_took_as_long_in_a_smaller_crowd_are_slower_in_a_full_one() -
 
 
 def test_rollout_takes_no_longer_than_the_step_it_was_seen_in() -> None:
-    priced, _ = prices_after(None)
+    priced, _ = prices_after()
     _, correction = prices_after(Measured(priced, priced, 0.0, in_play_s=1e9, beside=100.0))
     assert correction.rollout == pytest.approx(1.0)
 
 
 def test_what_was_found_before_holds_a_correction_back() -> None:
-    priced, _ = prices_after(None)
+    priced, _ = prices_after()
     slow = Measured(2 * priced, priced, priced, 0.0, 0.0)
     found = corrected(
         PROFILE,
@@ -77,7 +78,7 @@ def test_what_was_found_before_holds_a_correction_back() -> None:
         32,
         PlannerSettings(),
         today=TODAY,
-        measured=slow,
+        measured=[slow],
         before=Correction(rollout=0.5, training=1.0),
     )
     assert found.correction.rollout == pytest.approx(1.0)
@@ -103,3 +104,14 @@ def test_the_mean_of_steps_counts_a_crowd_for_as_long_as_it_lasted() -> None:
     found = mean([Measured(10, 4, 6, 90, 9), Measured(30, 8, 2, 10, 1)])
     assert (found.step_s, found.train_s, found.waited_s, found.in_play_s) == (20, 6, 4, 50)
     assert found.beside == pytest.approx(8.2)
+
+
+def test_the_less_training_waited_the_less_of_a_step_is_rollouts() -> None:
+    priced, _ = prices_after()
+    held = Measured(2 * priced, 2 * priced, 0.0, in_play_s=256 * 60.0, beside=200.0)
+    found = [
+        prices_after(replace(held, waited_s=share * held.step_s))[1].rollout
+        for share in (0.0, IDLE / 2, IDLE, 2 * IDLE)
+    ]
+    assert found[0] < found[1] < found[2] == found[3]
+    assert found[1] == pytest.approx((found[0] + found[2]) / 2)

@@ -1,12 +1,13 @@
 """Prices corrected by what was measured: one law for a live run and for the simulator.
 
-Each half's prices are multiplied by its measured over its predicted seconds of a step, within a
-factor of ``MOST``. Training's are measured as they are. Rollout's are the whole step's where
-training waited. Where it did not, the staleness bound held rollout back: fewer trajectories were in
-play than there is room for, and each was faster for it. How long they took tells the prices, and
-these how long a step takes when every place is taken (``RolloutTable.unheld_s``). The two do not
-agree, and a plan changes which of them is taken, so who remembers the correction ``before`` gets
-the geometric mean with it: otherwise moves chase each other.
+Each half's prices are multiplied by its measured over its predicted seconds of a step, by the mean
+over some steps, within a factor of ``MOST``. Training's are measured as they are. Rollout's are all
+of them where training waited for at least ``IDLE`` of the time. Where it never did, the staleness
+bound held rollout back: fewer trajectories were in play than there is room for, and each was faster
+for it. How long they took tells the prices, and these how long a step takes when every place is
+taken (``RolloutTable.unheld_s``). In between it is a mix. The two do not agree, and a plan changes
+which of them is taken, so who remembers the correction ``before`` gets the geometric mean with it:
+otherwise moves chase each other.
 
 Limit: held back, nothing shows how unevenly a rollout would end, nor what its caches would save.
 Simulated on four traces it was told 22 % too fast where stragglers rule and 27 to 75 % too slow
@@ -18,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
+from statistics import fmean
 
 from libra_cli.core.planning.costs import Profile
-from libra_cli.core.planning.looks import STARVED
+from libra_cli.core.planning.looks import IDLE, STARVED
 from libra_cli.core.planning.planner import Layout, PlannerSettings, Search, Times
 from libra_cli.core.planning.workload import Workload
 from libra_cli.core.types import Seconds
@@ -84,21 +86,20 @@ def crowd(
 
 def mean(steps: Sequence[Measured]) -> Measured:
     """Of at least one step."""
-    number = len(steps)
     in_play_s = sum(step.in_play_s for step in steps)
     met_s = sum(step.in_play_s * step.beside for step in steps)
     return Measured(
-        step_s=sum(step.step_s for step in steps) / number,
-        train_s=sum(step.train_s for step in steps) / number,
-        waited_s=sum(step.waited_s for step in steps) / number,
-        in_play_s=in_play_s / number,
+        step_s=fmean(step.step_s for step in steps),
+        train_s=fmean(step.train_s for step in steps),
+        waited_s=fmean(step.waited_s for step in steps),
+        in_play_s=in_play_s / len(steps),
         beside=met_s / in_play_s if in_play_s else 0.0,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """Today's layout as measured (None: nothing was) and as priced, and plans by better prices."""
+    """Today's layout as measured (None: no step was) and as priced, and plans by better prices."""
 
     shown: Times | None
     priced: Times
@@ -114,15 +115,15 @@ def corrected(
     settings: PlannerSettings,
     *,
     today: Layout,
-    measured: Measured | None,
+    measured: Sequence[Measured],
     before: Correction | None = None,
 ) -> Corrected:
-    """Correct the prices by what was measured on today's layout. Raises NothingFits."""
+    """Correct the prices by the steps measured on today's layout. Raises NothingFits."""
     search = Search(profile, workload, gpus, settings)
     priced = search.times(today)
-    if measured is None:
+    if not measured:
         return Corrected(None, priced, Correction(), profile, search)
-    shown = _stages(measured, search, today)
+    shown = _stages(mean(measured), search, today)
     found = _correction(shown, priced)
     found = found.blended(before) if before else found
     if found != Correction():
@@ -132,10 +133,11 @@ def corrected(
 
 
 def _stages(measured: Measured, search: Search, layout: Layout) -> Times:
-    if measured.starved or not measured.in_play_s:
-        return Times(measured.step_s, measured.train_s)
-    unheld_s = search.table.unheld_s(layout.buckets, measured.in_play_s, measured.beside)
-    return Times(min(unheld_s, measured.step_s), measured.train_s)
+    step_s = unheld_s = measured.step_s
+    if measured.in_play_s:
+        unheld_s = search.table.unheld_s(layout.buckets, measured.in_play_s, measured.beside)
+    held = max(0.0, 1.0 - measured.waited_s / (IDLE * step_s))
+    return Times(step_s + held * min(0.0, unheld_s - step_s), measured.train_s)
 
 
 def _correction(measured: Times, predicted: Times) -> Correction:

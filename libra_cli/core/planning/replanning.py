@@ -15,9 +15,9 @@ from collections import deque
 from dataclasses import replace
 
 from libra_cli.core.planning.admission import RECENT, Admission, horizon
-from libra_cli.core.planning.corrections import Correction, Measured, corrected, mean
+from libra_cli.core.planning.corrections import Correction, corrected
 from libra_cli.core.planning.costs import Profile
-from libra_cli.core.planning.looks import FILLING, Looks, steps_to_average
+from libra_cli.core.planning.looks import FILLING, STARVED, Looks, steps_to_average
 from libra_cli.core.planning.moves import (
     Decision,
     Observation,
@@ -74,33 +74,34 @@ class Libra:
         assert self._looks is not None, "begun"
         if now.step <= FILLING:
             return Decision(None, (), why_not="the first steps wait for the first trajectories")
-        measured, rollout_idle = self._averaged(now)
+        idle = self._idle(now)
         self._lengths.append(now.recent.mean_generated)
-        idle = {"training": measured.waited_s / measured.step_s, "rollout": rollout_idle}
         reason = self._looks.due(idle, now.recent.mean_generated)
         if not reason:
             return Decision(None, (), why_not="nothing has changed enough to look again")
-        return self._look(now, measured, reason)
+        return self._look(now, reason)
 
-    def _averaged(self, now: Observation) -> tuple[Measured, float]:
-        """The last steps on this layout, and how much of them rollout waited."""
+    def _idle(self, now: Observation) -> dict[str, float]:
+        """How much of the last steps on this layout each half waited."""
         if self._seen and self._seen[-1].layout != now.layout:
             self._seen.clear()
         self._seen.append(now)
         while len(self._seen) > steps_to_average(now.recent.overlap):
             self._seen.popleft()
-        measured = mean([each.measured for each in self._seen])
-        busy_s = sum(each.rollout_s for each in self._seen) / len(self._seen)
-        return measured, 0.0 if measured.starved else 1 - busy_s / measured.step_s
+        took_s = sum(each.measured.step_s for each in self._seen)
+        waited_s = sum(each.measured.waited_s for each in self._seen)
+        busy_s = sum(each.rollout_s for each in self._seen)
+        starved = waited_s > STARVED * took_s
+        return {"training": waited_s / took_s, "rollout": 0.0 if starved else 1 - busy_s / took_s}
 
-    def _look(self, now: Observation, measured: Measured, reason: str) -> Decision:
+    def _look(self, now: Observation, reason: str) -> Decision:
         prices = corrected(
             self._profile,
             now.recent,
             now.gpus,
             self._settings,
             today=now.layout,
-            measured=measured,
+            measured=[each.measured for each in self._seen],
             before=self._correction,
         )
         self._correction = prices.correction

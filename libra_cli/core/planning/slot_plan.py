@@ -16,7 +16,7 @@ does not try every subset of slots (2 to the power of their number), only those 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from libra_cli.core.planning.admission import Admission
@@ -74,7 +74,7 @@ def propose_plan(
     *,
     admission: Admission | None = None,
     elastic: bool = False,
-    measured: Measured | None = None,
+    measured: Sequence[Measured] = (),
 ) -> SlotDecision:
     """The best plan of these slots, and whether its gain pays its moves.
 
