@@ -84,6 +84,16 @@ def test_what_was_found_before_holds_a_correction_back() -> None:
     assert found.correction.rollout == pytest.approx(1.0)
 
 
+def test_servers_the_prices_do_not_know_are_not_corrected() -> None:
+    """They run, and by the profile cannot."""
+    unknown = Layout((PlannedBucket(3, 8, 9000, 128),), TrainingShape(1, 1, 8))
+    held = Measured(500.0, 500.0, 0.0, in_play_s=256 * 60.0, beside=200.0)
+    found = corrected(PROFILE, LOAD, 32, PlannerSettings(), today=unknown, measured=[held])
+    assert found.correction.rollout == 1.0
+    assert found.shown is not None
+    assert found.shown.rollout_s == 500.0
+
+
 @pytest.mark.parametrize(("seconds", "factor"), [(1e9, MOST), (1e-9, 1 / MOST)])
 def test_no_correction_is_beyond_belief(seconds: float, factor: float) -> None:
     _, correction = prices_after(Measured(1e9, seconds, 1e9, 0.0, 0.0))

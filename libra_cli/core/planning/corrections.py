@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import inf, sqrt
 from statistics import fmean
 
 from libra_cli.core.planning.costs import Profile
@@ -123,7 +123,7 @@ def corrected(
     priced = search.times(today)
     if not measured:
         return Corrected(None, priced, Correction(), profile, search)
-    shown = _stages(mean(measured), search, today)
+    shown = _stages(mean(measured), priced, search, today)
     found = _correction(shown, priced)
     found = found.blended(before) if before else found
     if found != Correction():
@@ -132,9 +132,9 @@ def corrected(
     return Corrected(shown, priced, found, profile, search)
 
 
-def _stages(measured: Measured, search: Search, layout: Layout) -> Times:
+def _stages(measured: Measured, priced: Times, search: Search, layout: Layout) -> Times:
     step_s = unheld_s = measured.step_s
-    if measured.in_play_s:
+    if measured.in_play_s and priced.rollout_s < inf:
         unheld_s = search.table.unheld_s(layout.buckets, measured.in_play_s, measured.beside)
     held = max(0.0, 1.0 - measured.waited_s / (IDLE * step_s))
     return Times(step_s + held * min(0.0, unheld_s - step_s), measured.train_s)
@@ -148,6 +148,6 @@ def _correction(measured: Times, predicted: Times) -> Correction:
 
 
 def _ratio(measured: Seconds, predicted: Seconds) -> float:
-    if measured <= 0 or not 0 < predicted < float("inf"):
+    if measured <= 0 or not 0 < predicted < inf:
         return 1.0
     return min(MOST, max(1 / MOST, measured / predicted))

@@ -199,22 +199,6 @@ class RolloutTable:
                 slowest, words = cost, self._words(bucket, start, end)
         return words
 
-    def _shares(
-        self, buckets: tuple[PlannedBucket, ...]
-    ) -> Iterator[tuple[PlannedBucket, int, int]]:
-        """Those that get any trajectories, with the first of their parts and the one after."""
-        start = 0
-        for bucket in self.boundaries(buckets):
-            end = int(np.searchsorted(self._parts.longest, bucket.up_to_tokens, side="right"))
-            if end > start:
-                yield bucket, start, end
-                start = end
-
-    def _filled(self, buckets: tuple[PlannedBucket, ...]) -> Iterator[_Filled]:
-        for bucket, start, end in self._shares(buckets):
-            terms = {name: float(m[start, end]) for name, m in self._terms[bucket.tensor_parallel]}
-            yield bucket.servers, bucket.max_num_seqs, terms
-
     def unheld_s(
         self, buckets: tuple[PlannedBucket, ...], in_play_s: Seconds, beside: float
     ) -> Seconds:
@@ -232,6 +216,22 @@ class RolloutTable:
         )
         slower = in_play_s / _in_play_s(filled, min(beside, places))
         return slower * _in_play_s(filled, places) / places
+
+    def _shares(
+        self, buckets: tuple[PlannedBucket, ...]
+    ) -> Iterator[tuple[PlannedBucket, int, int]]:
+        """Those that get any trajectories, with the first of their parts and the one after."""
+        start = 0
+        for bucket in self.boundaries(buckets):
+            end = int(np.searchsorted(self._parts.longest, bucket.up_to_tokens, side="right"))
+            if end > start:
+                yield bucket, start, end
+                start = end
+
+    def _filled(self, buckets: tuple[PlannedBucket, ...]) -> Iterator[_Filled]:
+        for bucket, start, end in self._shares(buckets):
+            terms = {name: float(m[start, end]) for name, m in self._terms[bucket.tensor_parallel]}
+            yield bucket.servers, bucket.max_num_seqs, terms
 
     def _words(self, bucket: PlannedBucket, start: int, end: int) -> str:
         terms = {name: float(m[start, end]) for name, m in self._terms[bucket.tensor_parallel]}
