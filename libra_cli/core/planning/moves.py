@@ -112,13 +112,10 @@ def moves_between(today: Layout, then: Layout) -> Moves:
     )
 
 
-def moves_cost_s(
-    profile: Profile, workload: Workload, today: Layout, then: Layout, *, elastic: bool = True
-) -> Seconds:
+def moves_cost_s(profile: Profile, workload: Workload, today: Layout, then: Layout) -> Seconds:
     """Seconds of the whole job that the moves take; the formula is the module's.
 
-    ``elastic``: GPUs join training as gradient workers, and only another tensor or pipeline degree
-    restarts its core.
+    GPUs join training as gradient workers, so only another tensor or pipeline degree restarts it.
     """
     moves, prices = moves_between(today, then), profile.moves
     starting = sum(prices.start(d) * d * number for d, number in moves.started.items())
@@ -128,17 +125,15 @@ def moves_cost_s(
     busy += starting * (1 - arriving / started) if started else 0.0
     cost = busy / max(1, today.rollout_gpus + today.training_gpus)
     cost += _prefill_again_s(profile, workload, today, then, moves)
-    return cost + (prices.resize_s if _restarts(today.training, then.training, elastic) else 0.0)
+    return cost + (prices.resize_s if _restarts(today.training, then.training) else 0.0)
 
 
 def _positive(counts: dict[int, int]) -> dict[int, int]:
     return {degree: number for degree, number in counts.items() if number > 0}
 
 
-def _restarts(today: TrainingShape, then: TrainingShape, elastic: bool) -> bool:
-    if elastic:
-        today, then = replace(today, data_parallel=1), replace(then, data_parallel=1)
-    return today != then
+def _restarts(today: TrainingShape, then: TrainingShape) -> bool:
+    return replace(today, data_parallel=1) != replace(then, data_parallel=1)
 
 
 def _prefill_again_s(
