@@ -201,7 +201,7 @@ def _measured(reader: Reader, steps: Sequence[StepRecord]) -> Iterator[Measured]
 def _notes_of(recipe: Recipe, measured: Sequence[Measured], *, live: bool) -> list[str]:
     notes = []
     if not measured:
-        notes.append("no step has ended yet: nothing to compare the predictions with")
+        notes.append("no step but the first has ended under this plan: nothing to compare with")
     if recipe.training.max_staleness == 0:
         notes.append(
             "training.max_staleness is 0, so the halves take turns: a step takes both together, "
