@@ -230,11 +230,14 @@ class RolloutTable:
 
     def _filled(self, buckets: tuple[PlannedBucket, ...]) -> Iterator[_Filled]:
         for bucket, start, end in self._shares(buckets):
-            terms = {name: float(m[start, end]) for name, m in self._terms[bucket.tensor_parallel]}
-            yield bucket.servers, bucket.max_num_seqs, terms
+            yield bucket.servers, bucket.max_num_seqs, self._held(bucket, start, end)
+
+    def _held(self, bucket: PlannedBucket, start: int, end: int) -> Mapping[str, float]:
+        """What these parts hold, on servers of this shape."""
+        return {name: float(m[start, end]) for name, m in self._terms[bucket.tensor_parallel]}
 
     def _words(self, bucket: PlannedBucket, start: int, end: int) -> str:
-        terms = {name: float(m[start, end]) for name, m in self._terms[bucket.tensor_parallel]}
+        terms = self._held(bucket, start, end)
         share = float(_share(np.array(terms["count"]), bucket.servers))
         in_flight, seats = self.workload.in_flight, terms["seats"] / bucket.max_num_seqs
         parts = {
