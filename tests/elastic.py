@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.elastic.move import Move
+from libra_cli.core.cluster.replica import ReplicaState
+from libra_cli.core.reconcile.migration import SlotMigration
 from libra_cli.core.records import MoveRecord
-from libra_cli.core.slots import SlotState
 from libra_cli.core.types import Plan, Role, SlotId
 from tests.world import World, recipe
 
@@ -62,7 +62,7 @@ class Scene(World):
         step = self.machine.training.step
         self.until(lambda: self.machine.training.step >= step + number)
 
-    def order(self, *pins: tuple[SlotId, Role | None], **to: int) -> a.Answer:
+    def order(self, *pins: tuple[SlotId, Role | None], **to: int) -> a.AnswerOrder:
         """Give an order; what is answered, or the newest answer if the planner is asked first."""
         wanted = tuple((Role(role), number) for role, number in to.items())
         self.give(e.PlanOrdered(f"order-{len(self.answers)}", wanted, pins))
@@ -72,7 +72,7 @@ class Scene(World):
         """The planner chooses a plan."""
         self.give(e.PlanChosen(plan, self._slots))
 
-    def move(self, slot: SlotId) -> Move:
+    def move(self, slot: SlotId) -> SlotMigration:
         """The one under way there."""
         return self.machine.pool.moves[slot]
 
@@ -84,7 +84,7 @@ class Scene(World):
         """Every move under way ends."""
         self.until(lambda: not self.machine.pool.moves)
 
-    def state(self, slot: SlotId) -> tuple[SlotState | None, SlotState | None]:
+    def state(self, slot: SlotId) -> tuple[ReplicaState | None, ReplicaState | None]:
         """Of the server and of the worker there."""
         server = self.machine.fleet.slots.get(slot)
         worker = self.machine.workers.slots.get(slot)
@@ -121,7 +121,7 @@ def scene(*, gpus: bool = True, steps: int = 1000, kind: str = "fixed", **traini
         ),
     )
     world.later(e.RunStarted())
-    serving = [SlotState.SERVING] * 3
+    serving = [ReplicaState.SERVING] * 3
     fleet = world.machine.fleet
     world.until(lambda: [status.state for status in fleet.slots.values()] == serving)
     world.steps_on(1)

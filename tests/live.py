@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-LIBRA = [sys.executable, "-c", "from libra_cli.cli import main; main()"]
+LIBRA = [sys.executable, "-c", "from libra_cli.cli.main import main; main()"]
 CHECKOUT = Path(__file__).parents[1]
 START_S = 400.0
 STEP_S = 180.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from libra_cli.sim.results import Outcome, Row, Story
+from libra_cli.bench.results import ExperimentOutcome, ResultRow, Timeline
 
 MAKESPANS = {
     "round-robin": 1.3,
@@ -40,8 +40,8 @@ def row(
     planner: str = "fixed",
     trace: str = "tau2bench_closed_models",
     variant: str = "",
-) -> Row:
-    return Row(
+) -> ResultRow:
+    return ResultRow(
         policy=policy,
         planner=planner,
         trace=trace,
@@ -66,7 +66,7 @@ def rows(
     planners: bool = False,
     variant: str = "",
     trace: str = "tau2bench_closed_models",
-) -> list[Row]:
+) -> list[ResultRow]:
     """The same workloads for every contender, hence a common part for every seed."""
     random = Random(7)
     whole = [random.gauss(312.0, 40.0) for _ in range(seeds)]
@@ -84,7 +84,7 @@ def rows(
     ]
 
 
-def story(policy: str = "libra", *, slots: int = 12, planner: str = "fixed") -> Story:
+def story(policy: str = "libra", *, slots: int = 12, planner: str = "fixed") -> Timeline:
     random = Random(3)
     spans: list[tuple[str, str, float, float]] = []
     for slot in range(slots):
@@ -100,12 +100,14 @@ def story(policy: str = "libra", *, slots: int = 12, planner: str = "fixed") -> 
         (at / 10 + 0.05, min(1.0, (at / 10 + 0.05) * random.uniform(0.85, 1.1)), 400 - 39 * at)
         for at in range(10)
     )
-    return Story(policy, planner, "tau2bench_closed_models", 0, tuple(spans), lengths, calibration)
+    return Timeline(
+        policy, planner, "tau2bench_closed_models", 0, tuple(spans), lengths, calibration
+    )
 
 
-def outcome(factors: dict[str, float] = MAKESPANS, *, planners: bool = False) -> Outcome:
+def outcome(factors: dict[str, float] = MAKESPANS, *, planners: bool = False) -> ExperimentOutcome:
     names: Sequence[str] = ("libra",) if planners else ("libra", "least-loaded")
-    return Outcome(
+    return ExperimentOutcome(
         rows(factors, planners=planners, variant="lengths x1 to x4" if planners else ""),
         [story(name, planner="libra" if planners else "fixed") for name in names],
         ["8 groups of 16 a step, 6 steps"],

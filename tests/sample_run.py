@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from libra_cli.core import records as r
-from libra_cli.edge.journal import Journal
+from libra_cli.runtime.store.journal import Journal
 
 START = 1_790_000_000.0
 GROUPS_PER_STEP = 16

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
+from libra_cli.config.recipe import Recipe
 from libra_cli.core import events as e
-from libra_cli.core.pricing.server_costs import ServerCost
+from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.records import StepRecord
-from libra_cli.core.scheduling.policies import Policy
-from libra_cli.core.types import Bucket, Outcome, Plan, Pool, Slot
-from libra_cli.recipe import Recipe
-from libra_cli.sim.traces import Episode, Trace, Turn
-from libra_cli.sim.world import Scene, World
+from libra_cli.core.scheduling.baselines import SchedulingPolicy
+from libra_cli.core.types import Bucket, Plan, Pool, Slot, ToolOutcome
+from libra_cli.sim.traces import RecordedEpisode, Trace, Turn
+from libra_cli.sim.world import SimConfig, World
 
 BUCKETS = {
     1: Bucket("TP1", 1, 8, 400),
@@ -44,12 +44,12 @@ def made_up(seed: int, number: int = 60) -> Trace:
             _turn(random, hard) for _ in range(1 + int(random.expovariate(1 / (2 + 8 * hard))))
         ]
         prompt = random.randint(50, 400)
-        episodes.append(Episode(f"task-{index // 3}", prompt, tuple(turns[:30]), hard))
+        episodes.append(RecordedEpisode(f"task-{index // 3}", prompt, tuple(turns[:30]), hard))
     return Trace("made-up", tuple(episodes))
 
 
 def _turn(random: Random, hard: float) -> Turn:
-    outcome = Outcome.ERROR if random.random() < hard else Outcome.OK
+    outcome = ToolOutcome.ERROR if random.random() < hard else ToolOutcome.OK
     generated = 1 + int(random.expovariate(1 / 60))
     tool = random.choice(("search", "edit", "run"))
     return Turn(generated, random.randint(0, 200), tool, outcome, random.uniform(0.0, 3.0))
@@ -73,7 +73,7 @@ def recipe(**training: Any) -> Recipe:
     )
 
 
-def scene(degrees: tuple[int, ...] = (1, 1, 2, 4), **training: Any) -> Scene:
+def scene(degrees: tuple[int, ...] = (1, 1, 2, 4), **training: Any) -> SimConfig:
     """One server of each of these degrees, and eight GPUs that train."""
     slots, servers, gpu = [], [], 0
     for degree in degrees:
@@ -82,7 +82,7 @@ def scene(degrees: tuple[int, ...] = (1, 1, 2, 4), **training: Any) -> Scene:
         servers.append((slot.id, BUCKETS[degree]))
         gpu += degree
     slots.append(Slot("train/0", "train", tuple(range(gpu, gpu + 8)), Pool.TRAIN))
-    return Scene(
+    return SimConfig(
         recipe=recipe(**training),
         plan=Plan(tuple(servers), ("train/0",)),
         slots=tuple(slots),
@@ -96,10 +96,10 @@ def scene(degrees: tuple[int, ...] = (1, 1, 2, 4), **training: Any) -> Scene:
 
 
 def world(
-    policy: Policy,
-    groups: Iterator[tuple[Episode, ...]],
+    policy: SchedulingPolicy,
+    groups: Iterator[tuple[RecordedEpisode, ...]],
     *,
-    here: Scene | None = None,
+    here: SimConfig | None = None,
     replan: Callable[[World, StepRecord], e.PlanChosen | None] | None = None,
 ) -> World:
     """A world in which the machine checks itself after every event."""

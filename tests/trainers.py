@@ -20,7 +20,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from libra_cli.recipe import TrainingSpec
+from libra_cli.config.recipe import TrainingSpec
 
 TOKEN = "of-this-run"
 START_S = 120.0
@@ -233,7 +233,7 @@ def trainer(
         "resume": None if resume is None else str(resume),
         "keep_versions": keep_versions,
     }
-    with _launched("libra_cli.node.train", directory, config, processes) as (process, log):
+    with _launched("libra_cli.node.trainer.main", directory, config, processes) as (process, log):
         yield Trainer(port, process, log, str(directory), directory / "weights" / "run")
 
 
@@ -258,7 +258,7 @@ def worker(
         "max_len": 128,
         "shm_dir": str(directory / "shm"),
     }
-    with _launched("libra_cli.node.gradient", directory, config, processes) as (process, log):
+    with _launched("libra_cli.node.gradient.main", directory, config, processes) as (process, log):
         outbox = directory / "shm" / "run-gpu-01-0"
         yield Worker(port, process, log, str(directory), side_port, outbox)
 

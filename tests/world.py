@@ -14,21 +14,21 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.machine import Identity, Machine, Phase, Resume
+from libra_cli.core.cluster.placement import initial_plan, slots_of
+from libra_cli.core.machine import Machine, Phase, Resume, RunIdentity
 from libra_cli.core.records import Record, StepRecord, TrajectoryRecord
-from libra_cli.core.split import initial_plan, slots_of
 from libra_cli.core.types import (
-    Outcome,
     Plan,
     Pool,
     Prediction,
     Role,
+    ToolOutcome,
     ToolReturn,
     VersionSpan,
 )
-from libra_cli.recipe import Recipe
 
 
 def recipe(**changes: Any) -> Recipe:
@@ -137,7 +137,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.plan = initial_plan(self.recipe)
-        identity = Identity("run", "recipe.yaml", 1, 1.0)
+        identity = RunIdentity("run", "recipe.yaml", 1, 1.0)
         self._slots = slots_of(self.recipe)
         self.machine = Machine(self.recipe, self.plan, self._slots, identity, resume=self.resume)
         self._heap: list[tuple[float, int, e.Event]] = []
@@ -149,8 +149,8 @@ class World:
         self._step = 0
         self._lost: set[str] = set()
         self._generating: dict[int, e.TurnGenerated] = {}
-        self.answers: list[a.Answer] = []
-        self._parts: list[a.Sample] = []
+        self.answers: list[a.AnswerOrder] = []
+        self._parts: list[a.TrainSample] = []
 
     # -- time -----------------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class World:
             reward = float(self.random.random() < 0.5)
             self.later(e.EpisodeAdvanced(who, array("i"), (), True, reward))
         else:
-            returned = (ToolReturn("get", Outcome.OK, 0.01, 2),)
+            returned = (ToolReturn("get", ToolOutcome.OK, 0.01, 2),)
             observation = array("i", [7] * self.random.randint(1, 9))
             self.later(e.EpisodeAdvanced(who, observation, returned, False, None))
 
@@ -366,8 +366,8 @@ class World:
     def _do_forget_episode(self, action: a.ForgetEpisode) -> None:
         return
 
-    def _publish(self, epoch: int, step: int) -> e.Published:
-        return e.Published(step, epoch, f"v{step:06d}-e{epoch}", 100, self.now)
+    def _publish(self, epoch: int, step: int) -> e.PublishedVersion:
+        return e.PublishedVersion(step, epoch, f"v{step:06d}-e{epoch}", 100, self.now)
 
     def _do_start_trainer(self, action: a.StartTrainer) -> None:
         self._step = self.ledgers[action.resume]["step"] if action.resume else 0
@@ -405,7 +405,7 @@ class World:
         promise = Prediction(10.0, 8.0, 5.0)
         self.later(e.PlanChosen(self._some_plan(), self._slots, promise, action.order))
 
-    def _do_answer(self, action: a.Answer) -> None:
+    def _do_answer_order(self, action: a.AnswerOrder) -> None:
         self.answers.append(action)
 
     def _do_accumulate(self, action: a.Accumulate) -> None:
@@ -414,7 +414,7 @@ class World:
         self._parts += action.samples
         self.later(e.Accumulated(action.epoch, action.step, action.part), 0.01, 1.0)
 
-    def _share_done(self, share: a.Share) -> e.ShareDone:
+    def _share_done(self, share: a.BatchPartition) -> e.ShareDone:
         lost = self._chance("share_lost")
         why = "silent" if lost else ""
         return e.ShareDone(share.slot, share.epoch, not lost, why, 10, 0.5, 0.1, 100, 0.1)

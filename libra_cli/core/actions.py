@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from libra_cli.core.events import Published
+from libra_cli.core.events import PublishedVersion
 from libra_cli.core.records import Record
 from libra_cli.core.types import (
     Bucket,
@@ -52,7 +52,7 @@ class SyncServer:
 
     slot: SlotId
     epoch: int
-    published: Published
+    published: PublishedVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class StopTrainer:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TrainSample:
     """One trajectory as the trainer takes it. ``fresh``: comparable with the trainer's weights."""
 
     trajectory: Trajectory
@@ -82,7 +82,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BatchPartition:
     """Whole groups of a step whose gradients a worker computes; the core can always do it too."""
 
     slot: SlotId
@@ -101,11 +101,11 @@ class Train:
 
     epoch: int
     step: int
-    samples: tuple[Sample, ...]
+    samples: tuple[TrainSample, ...]
     ledger: dict[str, Any] | None
-    held: Published
+    held: PublishedVersion
     parts: int = 0
-    shares: tuple[Share, ...] = ()
+    shares: tuple[BatchPartition, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Accumulate:
     epoch: int
     step: int
     part: int
-    samples: tuple[Sample, ...]
+    samples: tuple[TrainSample, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class SyncWorker:
 
     slot: SlotId
     epoch: int
-    published: Published
+    published: PublishedVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Propose:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerOrder:
     """Tell whoever gave the order what became of it."""
 
     order: str
@@ -262,7 +262,7 @@ Action: TypeAlias = (
     | StopWorker
     | AbortTurn
     | Propose
-    | Answer
+    | AnswerOrder
     | StartEpisode
     | Generate
     | AdvanceEpisode

@@ -26,7 +26,7 @@ from libra_cli.core.types import (
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedVersion:
     """A weight version that can be fetched: version ``version`` of trainer number ``epoch``."""
 
     version: Version
@@ -101,7 +101,7 @@ class ServerSynced:
 
     slot: SlotId
     epoch: int
-    published: Published
+    published: PublishedVersion
     gap: float
     pull_s: Seconds
     load_s: Seconds
@@ -120,7 +120,7 @@ class SyncFailed:
 
     slot: SlotId
     epoch: int
-    published: Published
+    published: PublishedVersion
     reason: str
     answered: bool
     gap: float | None = None
@@ -192,7 +192,7 @@ class TrainerStarted:
     """Every rank is there, the world has the asked size, and ``published`` can be fetched."""
 
     epoch: int
-    published: Published
+    published: PublishedVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ class StepDone:
 
     epoch: int
     step: int
-    published: Published
+    published: PublishedVersion
     metrics: dict[str, float | None] = field(default_factory=dict)
     shares: tuple[ShareDone, ...] = ()
 
@@ -263,7 +263,7 @@ class WorkerSynced:
 
     slot: SlotId
     epoch: int
-    published: Published
+    published: PublishedVersion
     gap: float
     pull_s: Seconds
     load_s: Seconds
@@ -276,7 +276,7 @@ class WorkerSyncFailed:
 
     slot: SlotId
     epoch: int
-    published: Published
+    published: PublishedVersion
     reason: str
 
 

@@ -29,23 +29,24 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeAlias
 
+from libra_cli.config.recipe import Recipe
 from libra_cli.core import events as e
-from libra_cli.core.actions import Action, Answer, End, Save, Wake
-from libra_cli.core.elastic import move, pool
-from libra_cli.core.elastic.lookout import Lookout
-from libra_cli.core.elastic.pool import Pool
-from libra_cli.core.elastic.workers import Workers
-from libra_cli.core.fleet import Fleet
-from libra_cli.core.ledger import GroupState, Ledger, new_trajectory
-from libra_cli.core.pricing.server_costs import ServerCost
+from libra_cli.core.actions import Action, AnswerOrder, End, Save, Wake
+from libra_cli.core.cluster.gradient_workers import GradientWorkers
+from libra_cli.core.cluster.rollout_servers import RolloutServers
+from libra_cli.core.cluster.trainer import TIMER, TrainerGroup, TrainerState
+from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.planning.controller import PlanController
+from libra_cli.core.reconcile import migration as move
+from libra_cli.core.reconcile import reconciler as pool
+from libra_cli.core.reconcile.reconciler import Reconciler
 from libra_cli.core.records import RunRecord
-from libra_cli.core.rollout import Limits, Rollout, Stage, group_record
-from libra_cli.core.scheduling.gate import Gate
-from libra_cli.core.scheduling.policies import Policy
-from libra_cli.core.scheduling.scheduler import make_policy
-from libra_cli.core.training import TIMER, TrainerState, Training
+from libra_cli.core.rollout.groups import GroupLedger, GroupState, new_trajectory
+from libra_cli.core.rollout.trajectories import Limits, Stage, Trajectories, group_record
+from libra_cli.core.scheduling.baselines import SchedulingPolicy
+from libra_cli.core.scheduling.least_cost import make_policy
+from libra_cli.core.scheduling.request_scheduler import RequestScheduler
 from libra_cli.core.types import Bucket, Plan, Seconds, Slot, Trajectory, TrajectoryId
-from libra_cli.recipe import Recipe
 
 DRAIN_S: Seconds = 30.0
 DRAIN_TIMER = "drain"
@@ -64,7 +65,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class RunIdentity:
     """What the run's row says that never changes."""
 
     run_id: str
@@ -94,10 +95,10 @@ class Machine:
         recipe: Recipe,
         plan: Plan,
         slots: Sequence[Slot],
-        identity: Identity,
+        identity: RunIdentity,
         *,
         resume: Resume | None = None,
-        policy: Policy | None = None,
+        policy: SchedulingPolicy | None = None,
         cost_of: Callable[[Bucket], ServerCost] | None = None,
         make: Callable[[TrajectoryId, Seconds], Trajectory] = new_trajectory,
     ) -> None:
@@ -110,16 +111,16 @@ class Machine:
         self._ended_at: Seconds | None = None
         self._told: tuple[object, ...] = ()
         training, rollout = recipe.training, recipe.rollout
-        self.ledger = Ledger(
+        self.ledger = GroupLedger(
             group_size=rollout.group_size,
             groups_per_step=training.groups_per_step,
             max_staleness=training.max_staleness,
             retries=recipe.environment.retries,
             make=make,
         )
-        self.gate = Gate(policy or make_policy(recipe.scheduler.policy))
-        self.fleet = Fleet(plan, slots, self.gate, cost_of or guessed_cost)
-        self.rollout = Rollout(
+        self.gate = RequestScheduler(policy or make_policy(recipe.scheduler.policy))
+        self.fleet = RolloutServers(plan, slots, self.gate, cost_of or guessed_cost)
+        self.rollout = Trajectories(
             self.ledger,
             self.fleet,
             self.gate,
@@ -127,17 +128,17 @@ class Machine:
         )
         by_id = {slot.id: slot for slot in slots}
         core = [by_id[slot_id] for slot_id in plan.train]
-        self.workers = Workers(sum(len(slot.gpus) or 1 for slot in core))
-        self.training = Training(
+        self.workers = GradientWorkers(sum(len(slot.gpus) or 1 for slot in core))
+        self.training = TrainerGroup(
             self.ledger,
             self.workers,
             core,
             checkpoint_every=training.checkpoint_every,
             stream=training.stream,
         )
-        self.pool = Pool(self.fleet, self.workers, self.training, plan)
+        self.pool = Reconciler(self.fleet, self.workers, self.training, plan)
         self.pool.learn(slots)
-        self.lookout = Lookout(recipe, self.pool, plan, tuple(slots))
+        self.lookout = PlanController(recipe, self.pool, plan, tuple(slots))
         if resume is not None:
             self.ledger.restore(resume.position)
             self.training.remember(resume.checkpoint, int(resume.position["step"]))
@@ -239,7 +240,7 @@ class Machine:
         actions = self.training.started(event, now=now)
         return actions + self._publish(event.published)
 
-    def _publish(self, published: e.Published) -> list[Action]:
+    def _publish(self, published: e.PublishedVersion) -> list[Action]:
         return [*self.fleet.publish(published), *self.workers.publish(published)]
 
     def _accumulated(self, event: e.Accumulated, now: Seconds) -> list[Action]:
@@ -275,7 +276,7 @@ class Machine:
 
     def _too_late(self, order: str) -> list[Action]:
         """No slot moves any more."""
-        return [Answer(order, accepted=False, text="the run is ending")] if order else []
+        return [AnswerOrder(order, accepted=False, text="the run is ending")] if order else []
 
     def _stepped(self, now: Seconds) -> list[Action]:
         ready, played = self.ledger.count(GroupState.READY), self.ledger.count(GroupState.OPEN)

@@ -34,7 +34,7 @@ class Role(StrEnum):
     FAILED = "failed"
 
 
-class Outcome(StrEnum):
+class ToolOutcome(StrEnum):
     """How a tool call ended."""
 
     OK = "ok"
@@ -67,7 +67,7 @@ class ToolReturn:
     """What one tool call gave back. ``size`` is the length of its payload in characters."""
 
     tool: str
-    outcome: Outcome
+    outcome: ToolOutcome
     latency_s: Seconds
     size: int
 

@@ -16,8 +16,8 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
+from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.envs.protocol import Environment, Task
-from libra_cli.errors import EnvironmentBroken
 
 GROUP = "libra.environments"
 SHIPPED: Mapping[str, str] = {

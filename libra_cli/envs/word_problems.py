@@ -24,7 +24,7 @@ _MOST_DRAWS = 1_000
 
 
 @dataclass(frozen=True)
-class Story:
+class WordProblem:
     """One kind of problem. ``{a}`` in the texts is a variable; ``{n}``, ``{m}`` are names."""
 
     text: str
@@ -39,7 +39,7 @@ class Story:
         return len(re.findall(r"[-+*/]", self.expression))
 
 
-def stories(min_steps: int, max_steps: int) -> Sequence[Story]:
+def stories(min_steps: int, max_steps: int) -> Sequence[WordProblem]:
     """The stories with so many operations; ValueError if there is none."""
     found = [story for story in STORIES if min_steps <= story.steps <= max_steps]
     if not found:
@@ -51,7 +51,7 @@ def stories(min_steps: int, max_steps: int) -> Sequence[Story]:
     return found
 
 
-def word_problem(index: int, seed: int, among: Sequence[Story]) -> Task:
+def word_problem(index: int, seed: int, among: Sequence[WordProblem]) -> Task:
     """Problem ``index`` of the stream ``seed``: its question, answer and expression."""
     # A string seeds through a hash of its own, so neighbouring indices are unrelated.
     source = random.Random(f"{seed}/{index}")
@@ -69,7 +69,7 @@ def word_problem(index: int, seed: int, among: Sequence[Story]) -> Task:
     raise ValueError(f"no draw suits the story {story.text!r}")
 
 
-def _draw(story: Story, source: random.Random) -> dict[str, Fraction]:
+def _draw(story: WordProblem, source: random.Random) -> dict[str, Fraction]:
     values = {
         variable: Fraction(source.randint(low, high))
         for variable, (low, high) in story.ranges.items()
@@ -84,31 +84,31 @@ def _natural(value: Fraction) -> bool:
 
 
 STORIES = (
-    Story(
+    WordProblem(
         "{n} has {a} {item} and finds {b} more. How many {item} does {n} have now?",
         "{a} + {b}",
         {"a": (120, 980), "b": (110, 870)},
     ),
-    Story(
+    WordProblem(
         "{n} buys {a} packs of {item} with {b} in every pack, and gives {c} of them to {m}. "
         "How many {item} does {n} have left?",
         "{a} * {b} - {c}",
         {"a": (6, 38), "b": (12, 48), "c": (15, 70)},
     ),
-    Story(
+    WordProblem(
         "A truck carries {a} crates of {b} kg each and one machine of {c} kg. "
         "How many kg does it carry in all?",
         "{a} * {b} + {c}",
         {"a": (14, 60), "b": (17, 85), "c": (140, 990)},
     ),
-    Story(
+    WordProblem(
         "{n} earns {a} coins a day for {b} days and splits them evenly with {m} and {k}. "
         "How many coins does each of the three get?",
         "{a} * {b} / 3",
         {"u": (12, 60), "b": (5, 28)},
         {"a": "{u} * 3"},
     ),
-    Story(
+    WordProblem(
         "A printer prints {a} pages a minute. It has to print {c} copies of a booklet of {b} "
         "pages, and it stands still for {d} minutes in between. "
         "How many minutes does the whole job take?",
@@ -116,94 +116,94 @@ STORIES = (
         {"a": (6, 24), "u": (2, 9), "c": (15, 90), "d": (3, 25)},
         {"b": "{a} * {u}"},
     ),
-    Story(
+    WordProblem(
         "In the morning a bakery bakes {a} trays of {b} rolls, and in the afternoon {c} trays of "
         "{d} rolls. How many rolls does it bake that day?",
         "{a} * {b} + {c} * {d}",
         {"a": (12, 45), "b": (16, 36), "c": (8, 30), "d": (18, 54)},
     ),
-    Story(
+    WordProblem(
         "A tank holds {a} litres, and {d} litres are already in it. Every minute {b} litres flow "
         "in and {c} litres leak out. After how many minutes is it full?",
         "({a} - {d}) / ({b} - {c})",
         {"b": (24, 75), "c": (3, 20), "d": (35, 240), "u": (9, 48)},
         {"a": "{d} + ({b} - {c}) * {u}"},
     ),
-    Story(
+    WordProblem(
         "{n} and {m} start {a} km apart and cycle towards each other, {n} at {b} km/h and {m} at "
         "{c} km/h. How many km has {n} cycled when they meet?",
         "{a} / ({b} + {c}) * {b}",
         {"b": (12, 29), "c": (11, 27), "u": (2, 9)},
         {"a": "({b} + {c}) * {u}"},
     ),
-    Story(
+    WordProblem(
         "{n} drives for {a} hours at {b} km/h and then for {c} hours at {d} km/h. The whole way "
         "is {e} km. How many km are left?",
         "{e} - ({a} * {b} + {c} * {d})",
         {"a": (2, 6), "b": (48, 95), "c": (2, 7), "d": (62, 118), "u": (18, 240)},
         {"e": "{a} * {b} + {c} * {d} + {u}"},
     ),
-    Story(
+    WordProblem(
         "A ticket costs {a} coins for an adult and {b} coins for a child. A group of {c} adults "
         "and {d} children pays with {e} coins. How many coins does it get back?",
         "{e} - ({a} * {c} + {b} * {d})",
         {"a": (17, 36), "b": (6, 15), "c": (3, 14), "d": (4, 32), "u": (1, 3)},
         {"e": "(ceil(({a} * {c} + {b} * {d}) / 100) + {u}) * 100"},
     ),
-    Story(
+    WordProblem(
         "{n} scores {a}, {b} and {c} points in three games. How many points does {n} need in the "
         "fourth game for an average of {d} points a game?",
         "4 * {d} - {a} - {b} - {c}",
         {"a": (41, 97), "b": (38, 96), "c": (35, 99), "d": (68, 94)},
     ),
-    Story(
+    WordProblem(
         "A coat costs {a} coins. In a sale its price falls by {p} percent. {n} buys {b} of these "
         "coats in the sale. How many coins does {n} pay?",
         "{b} * {a} * (100 - {p}) / 100",
         {"u": (3, 14), "v": (1, 12), "b": (2, 9)},
         {"a": "{u} * 20", "p": "{v} * 5"},
     ),
-    Story(
+    WordProblem(
         "{a} hens lay {b} eggs each a week. The eggs are sold in boxes of {c}, for {d} coins a "
         "box. How many coins do the eggs of {e} weeks bring?",
         "{a} * {b} * {e} / {c} * {d}",
         {"c": (6, 12), "u": (4, 15), "b": (3, 7), "d": (2, 9), "e": (3, 26)},
         {"a": "{c} * {u}"},
     ),
-    Story(
+    WordProblem(
         "{n} has {a} coins and saves {b} coins a week for {c} weeks. Then {n} spends {d} coins on "
         "a bicycle and gives a {e}th part of what is left to {m}. How many coins does {m} get?",
         "({a} + {b} * {c} - {d}) / {e}",
         {"a": (140, 480), "b": (12, 35), "c": (9, 40), "e": (4, 9), "u": (14, 38)},
         {"d": "{a} + {b} * {c} - {e} * {u}"},
     ),
-    Story(
+    WordProblem(
         "A library has {a} shelves with {b} books each. {c} boxes with {d} new books each arrive, "
         "and {e} books are lent out. How many books are in the library now?",
         "{a} * {b} + {c} * {d} - {e}",
         {"a": (18, 64), "b": (22, 48), "c": (4, 16), "d": (12, 30), "e": (35, 320)},
     ),
-    Story(
+    WordProblem(
         "A garden is {a} m long and {b} m wide. A fence all around it costs {c} coins a metre, and "
         "a gate costs {d} coins more. How many coins do fence and gate cost together?",
         "2 * ({a} + {b}) * {c} + {d}",
         {"a": (16, 75), "b": (12, 58), "c": (7, 24), "d": (65, 290)},
     ),
-    Story(
+    WordProblem(
         "A recipe takes {a} g of flour for {b} people. {n} cooks it for {c} people and takes the "
         "flour from a sack of {d} kg. How many g of flour are left in the sack?",
         "{d} * 1000 - {a} / {b} * {c}",
         {"b": (3, 8), "u": (45, 130), "c": (12, 42), "d": (4, 9)},
         {"a": "{b} * {u}"},
     ),
-    Story(
+    WordProblem(
         "{a} machines make {b} parts an hour each and run for {c} hours. One part in {d} is "
         "faulty and is thrown away. How many good parts are there?",
         "{a} * {b} * {c} / {d} * ({d} - 1)",
         {"d": (4, 12), "u": (2, 6), "b": (11, 45), "c": (5, 16)},
         {"a": "{d} * {u}"},
     ),
-    Story(
+    WordProblem(
         "A telephone costs {a} coins a month, which pays for {c} minutes, and {b} coins for every "
         "minute above that. {n} talks for {d} minutes in every month. "
         "How many coins does {n} pay in {e} months?",
@@ -211,20 +211,20 @@ STORIES = (
         {"a": (12, 45), "b": (2, 6), "c": (60, 240), "u": (15, 130), "e": (3, 12)},
         {"d": "{c} + {u}"},
     ),
-    Story(
+    WordProblem(
         "{n} has {a} {item}. {m} has {b} times as many as {n}, and {k} has {c} fewer than {m}. "
         "How many {item} do the three have together?",
         "{a} + {a} * {b} + {a} * {b} - {c}",
         {"a": (24, 96), "b": (3, 8), "c": (12, 65)},
     ),
-    Story(
+    WordProblem(
         "A school rents {a} buses for {b} coins each and buys {c} tickets for {d} coins each. The "
         "{e} pupils who travel share all of it equally. How many coins does each of them pay?",
         "({a} * {b} + {c} * {d}) / {e}",
         {"a": (2, 5), "c": (31, 96), "d": (4, 13), "e": (12, 60), "u": (14, 60)},
         {"b": "({e} * {u} - {c} * {d}) / {a}"},
     ),
-    Story(
+    WordProblem(
         "{n} reads {a} pages a day for {b} days, then {c} pages a day for {d} days. The book has "
         "{e} pages. If {n} now reads {f} pages a day, how many more days does it take?",
         "({e} - {a} * {b} - {c} * {d}) / {f}",

@@ -29,7 +29,7 @@ from math import ceil, sqrt
 from typing import NamedTuple, Protocol
 
 from libra_cli.core.types import Seconds, Tokens
-from libra_cli.sim.kv_cache import Holder, KvCache
+from libra_cli.sim.kv_cache import KvCache, PrefixHolder
 
 
 class StepTimes(Protocol):
@@ -77,7 +77,7 @@ class EngineRequest(NamedTuple):
     known: Tokens = 0
 
 
-class Finished(NamedTuple):
+class FinishedRequest(NamedTuple):
     """A request that is done or aborted, and how. ``cached`` is what it found in the cache when
     admitted; an ``admitted_at`` or ``first_token_at`` that never came is negative."""
 
@@ -93,7 +93,7 @@ class Finished(NamedTuple):
     preemptions: int
 
 
-class _Live(Holder):
+class _Live(PrefixHolder):
     """A request inside the engine.
 
     ``target`` tokens must be computed before the next one is produced. While decoding, ``computed``
@@ -200,7 +200,7 @@ class Engine:
         # Whether a request submitted now could join before this segment's end.
         self._open = True
         self._aborted: list[_Live] = []
-        self._done: list[Finished] = []
+        self._done: list[FinishedRequest] = []
 
     # -- what the outside sees ------------------------------------------------
 
@@ -298,14 +298,14 @@ class Engine:
             self._plan()
         return self._end
 
-    def advance(self, now: Seconds) -> list[Finished]:
+    def advance(self, now: Seconds) -> list[FinishedRequest]:
         """Everything that finished up to ``now``, in order of time."""
         done = self._done
         self._progress(now, done)
         self._done = []
         return done
 
-    def _progress(self, now: Seconds, done: list[Finished]) -> None:
+    def _progress(self, now: Seconds, done: list[FinishedRequest]) -> None:
         while True:
             if not self._planned:
                 if not self._requests or self._start >= now:
@@ -468,7 +468,7 @@ class Engine:
 
     # -- what happens at the end of a segment ---------------------------------
 
-    def _complete_decode(self, done: list[Finished]) -> None:
+    def _complete_decode(self, done: list[FinishedRequest]) -> None:
         count = self._count
         self._take_blocks(self._blocks_taken(count))
         self._advance_decoding(count)
@@ -480,7 +480,7 @@ class Engine:
         if cache.held + cache.idle > cache.total:
             cache.trim()
 
-    def _complete_mixed(self, done: list[Finished]) -> None:
+    def _complete_mixed(self, done: list[FinishedRequest]) -> None:
         # The chunks' blocks are held since they were scheduled; the decoding ones' are due.
         self._take_blocks(self._takes[self._steps % self.block_tokens])
         chunks = self._chunks
@@ -508,7 +508,7 @@ class Engine:
         self._start = self._end
         self._planned = False
 
-    def _finish_ended(self, done: list[Finished]) -> None:
+    def _finish_ended(self, done: list[FinishedRequest]) -> None:
         ending = self._ending
         steps = self._steps
         while ending and ending[0][0] <= steps:
@@ -517,7 +517,7 @@ class Engine:
                 self._stop_decoding(live)
                 self._finish(live, done)
 
-    def _begin_decoding(self, live: _Live, done: list[Finished]) -> None:
+    def _begin_decoding(self, live: _Live, done: list[FinishedRequest]) -> None:
         """A context is computed: its step has produced a token."""
         self._prefilling.remove(live)
         if live.first_token_at < 0:
@@ -548,18 +548,18 @@ class Engine:
         self._decoding -= 1
         self._decoding_kv -= live.computed
 
-    def _finish(self, live: _Live, done: list[Finished]) -> None:
+    def _finish(self, live: _Live, done: list[FinishedRequest]) -> None:
         if live.aborted:
             # It goes with the others, at this very boundary.
             return
         self._leave(live)
         self._tell(live, done)
 
-    def _tell(self, live: _Live, done: list[Finished]) -> None:
+    def _tell(self, live: _Live, done: list[FinishedRequest]) -> None:
         request = live.request
         del self._requests[request.id]
         done.append(
-            Finished(
+            FinishedRequest(
                 request.id,
                 live.generated,
                 live.submitted_at,
@@ -641,7 +641,7 @@ class Engine:
             self._count = count
             self._end = self._start + count * first + growth * (count * (count - 1) / 2)
 
-    def _drop_aborted(self, done: list[Finished]) -> None:
+    def _drop_aborted(self, done: list[FinishedRequest]) -> None:
         """Let go of what was aborted; only at a boundary."""
         for live in self._aborted:
             if live.seq in self._running:

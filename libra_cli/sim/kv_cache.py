@@ -35,7 +35,7 @@ class Prefix:
         self.users = 0
 
 
-class Holder:
+class PrefixHolder:
     """What the cache knows of a request.
 
     ``blocks`` counts all it holds, the ``shared`` first of which belong to ``prefix``. One of the
@@ -67,7 +67,7 @@ class KvCache:
         self._sessions: dict[Key, Prefix] = {}
         self._prefixes: dict[Key, Prefix] = {}
 
-    def place(self, holder: Holder, target: Tokens, due: int) -> Tokens | None:
+    def place(self, holder: PrefixHolder, target: Tokens, due: int) -> Tokens | None:
         """Let a request in that must compute ``target`` tokens, beside ``due`` blocks of others.
 
         Returns the tokens it finds here, which it now holds; None, and nothing changes, where the
@@ -94,7 +94,7 @@ class KvCache:
         holder.blocks = hit
         return hit * self.size
 
-    def grow(self, holder: Holder, computed: Tokens, due: int) -> None:
+    def grow(self, holder: PrefixHolder, computed: Tokens, due: int) -> None:
         """Hold what ``computed`` tokens need, leaving room for ``due`` blocks of others.
 
         Siblings may use full blocks as soon as their step is scheduled, as in vLLM.
@@ -109,13 +109,13 @@ class KvCache:
             known = min(holder.shareable, computed // self.size)
             holder.prefix.blocks = holder.shared = max(holder.shared, known)
 
-    def shrink(self, holder: Holder, computed: Tokens) -> None:
+    def shrink(self, holder: PrefixHolder, computed: Tokens) -> None:
         """Nobody may hit blocks that are not computed after all."""
         if holder.owner and holder.prefix is not None and holder.prefix.users == 1:
             holder.shared = min(holder.shared, computed // self.size)
             holder.prefix.blocks = holder.shared
 
-    def release(self, holder: Holder, computed: Tokens) -> None:
+    def release(self, holder: PrefixHolder, computed: Tokens) -> None:
         """Let go of everything; the full blocks of ``computed`` tokens stay, idle."""
         self.held -= holder.blocks - holder.shared
         kept = computed // self.size - holder.shared
@@ -163,7 +163,7 @@ class KvCache:
         del entry.table[entry.key]
         self.idle -= entry.blocks
 
-    def _attach(self, holder: Holder, prefix: Prefix | None, shared: int) -> None:
+    def _attach(self, holder: PrefixHolder, prefix: Prefix | None, shared: int) -> None:
         """Tie a request to the prefix it shares, or let it begin one."""
         holder.shared = shared
         key = holder.shared_key

@@ -35,9 +35,9 @@ from itertools import product
 from pathlib import Path
 from typing import TypeAlias
 
-from libra_cli.core.pricing.server_costs import ServerCost
+from libra_cli.config.errors import LibraError
+from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.types import Seconds, Tokens
-from libra_cli.errors import LibraError
 
 BYTES = 2
 """Of a bf16 number."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from libra_cli.core.planning.planner import Layout
-from libra_cli.core.planning.rollout_table import PlannedBucket
+from libra_cli.core.planning.rollout_dp import PlannedBucket
+from libra_cli.core.planning.search import Layout
 from libra_cli.core.types import Bucket, Plan, Pool, Slot, SlotId
 
 NODE_GPUS = 8

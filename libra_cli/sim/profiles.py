@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from libra_cli.core.planning.costs import Profile, ProfileError
+from libra_cli.core.costs.profile import Profile, ProfileError
 
 
 def known_profiles() -> tuple[str, ...]:

@@ -20,12 +20,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from libra_cli.core.types import Outcome, Seconds, Tokens
-from libra_cli.errors import LibraError
+from libra_cli.config.errors import LibraError
+from libra_cli.core.types import Seconds, Tokens, ToolOutcome
 
 TOOL_S: Seconds = 1.0
 """A tool call's time where the trace has recorded none."""
-OUTCOMES = {True: Outcome.OK, False: Outcome.ERROR}
+OUTCOMES = {True: ToolOutcome.OK, False: ToolOutcome.ERROR}
 
 
 class TraceError(LibraError):
@@ -41,12 +41,12 @@ class Turn:
     generated: Tokens
     observation: Tokens
     tool: str
-    outcome: Outcome | None
+    outcome: ToolOutcome | None
     tool_s: Seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Episode:
+class RecordedEpisode:
     """One recorded trajectory."""
 
     task: str
@@ -64,7 +64,7 @@ class Episode:
         """Tokens at its end: prompt, generated and tool tokens."""
         return self.prompt + sum(turn.generated + turn.observation for turn in self.turns)
 
-    def stretched(self, factor: float) -> Episode:
+    def stretched(self, factor: float) -> RecordedEpisode:
         """The same with every generation ``factor`` times as long, at least one token."""
         turns = tuple(
             replace(turn, generated=max(1, round(turn.generated * factor))) for turn in self.turns
@@ -77,17 +77,17 @@ class Trace:
     """A file of trajectories. ``lacks`` names what its lines do not say."""
 
     name: str
-    episodes: tuple[Episode, ...]
+    episodes: tuple[RecordedEpisode, ...]
     lacks: tuple[str, ...] = ()
 
-    def by_task(self) -> dict[str, list[Episode]]:
+    def by_task(self) -> dict[str, list[RecordedEpisode]]:
         """Siblings together, in the order of the file."""
-        tasks: dict[str, list[Episode]] = {}
+        tasks: dict[str, list[RecordedEpisode]] = {}
         for episode in self.episodes:
             tasks.setdefault(episode.task, []).append(episode)
         return tasks
 
-    def groups(self, random: Random, size: int) -> Iterator[tuple[Episode, ...]]:
+    def groups(self, random: Random, size: int) -> Iterator[tuple[RecordedEpisode, ...]]:
         """Groups of ``size`` for ever: a random task, its trials in random order.
 
         A task with fewer trials is filled up with trials of random others, never with copies: a
@@ -129,13 +129,13 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise TraceError(f"{path}: cannot be read: {error}", hint=f"ls -l {path}") from error
 
 
-def _episode(path: Path, line: int, row: Any) -> Episode:
+def _episode(path: Path, line: int, row: Any) -> RecordedEpisode:
     try:
         calls = row["turns"]
         turns = tuple(
             _turn(call, after) for call, after in zip(calls, [*calls[1:], None], strict=True)
         )
-        episode = Episode(
+        episode = RecordedEpisode(
             task=f"{row.get('source', '')}/{row['task']}",
             prompt=max(1, int(calls[0]["prompt_tokens"])),
             turns=turns,

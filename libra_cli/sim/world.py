@@ -23,35 +23,35 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, cast
 
+from libra_cli.config.errors import LibraError
+from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.machine import Identity, Machine
-from libra_cli.core.pricing.server_costs import ServerCost
+from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.machine import Machine, RunIdentity
 from libra_cli.core.records import Record, SlotRecord, StepRecord, TrajectoryRecord, TurnRecord
-from libra_cli.core.rollout import ABORTED
-from libra_cli.core.scheduling.policies import Policy
+from libra_cli.core.rollout.trajectories import ABORTED
+from libra_cli.core.scheduling.baselines import SchedulingPolicy
 from libra_cli.core.types import (
     Bucket,
-    Outcome,
     Plan,
     Seconds,
     Slot,
     Tokens,
+    ToolOutcome,
     ToolReturn,
     Trajectory,
     TrajectoryId,
     VersionSpan,
 )
-from libra_cli.errors import LibraError
-from libra_cli.recipe import Recipe
-from libra_cli.sim.engine import Engine, EngineRequest, Finished
-from libra_cli.sim.traces import Episode
+from libra_cli.sim.engine import Engine, EngineRequest, FinishedRequest
+from libra_cli.sim.traces import RecordedEpisode
 
 CHARACTERS = 4
 """Of text a token: tools are told by the characters they return, traces count tokens."""
 
 
-class Counted:
+class FakeTokens:
     """Stands for an array of tokens of which only the number matters."""
 
     __slots__ = ("itemsize", "number")
@@ -63,16 +63,16 @@ class Counted:
     def __len__(self) -> int:
         return self.number
 
-    def __getitem__(self, part: slice) -> Counted:
-        return Counted(self.number)
+    def __getitem__(self, part: slice) -> FakeTokens:
+        return FakeTokens(self.number)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Counted) and other.number == self.number
+        return isinstance(other, FakeTokens) and other.number == self.number
 
     def __hash__(self) -> int:
         return hash(self.number)
 
-    def extend(self, more: Counted) -> None:
+    def extend(self, more: FakeTokens) -> None:
         """So many more."""
         self.number += len(more)
 
@@ -90,18 +90,18 @@ def counted_trajectory(trajectory: TrajectoryId, now: Seconds) -> Trajectory:
     return Trajectory(
         trajectory,
         token_ids=_ids(0),
-        logprobs=cast("array[float]", Counted(itemsize=4)),
-        loss_mask=cast("array[int]", Counted()),
+        logprobs=cast("array[float]", FakeTokens(itemsize=4)),
+        loss_mask=cast("array[int]", FakeTokens()),
         started_at=now,
     )
 
 
 def _ids(number: int) -> array[int]:
-    return cast("array[int]", Counted(number))
+    return cast("array[int]", FakeTokens(number))
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class SimConfig:
     """What is simulated: a recipe's numbers, a plan, and what everything costs.
 
     ``cost_of`` is what the servers really cost, ``guess_of`` what the scheduler believes.
@@ -119,7 +119,7 @@ class Scene:
     slots: tuple[Slot, ...]
     cost_of: Callable[[Bucket], ServerCost]
     guess_of: Callable[[Bucket], ServerCost]
-    train_s: Callable[[tuple[a.Sample, ...], int], Seconds]
+    train_s: Callable[[tuple[a.TrainSample, ...], int], Seconds]
     start_s: Callable[[Bucket], Seconds]
     sync_s: Seconds = 1.0
     to_training_s: Seconds = 8.0
@@ -130,7 +130,7 @@ class Scene:
 
 
 @dataclass(slots=True)
-class Tape:
+class Recording:
     """What was seen of one simulated run."""
 
     steps: list[StepRecord] = field(default_factory=list)
@@ -167,7 +167,7 @@ class _Step:
 class _Play:
     """A recorded trajectory, and how far it has been played."""
 
-    episode: Episode
+    episode: RecordedEpisode
     turn: int = 0
     #: Tokens of this turn that were generated before a server aborted it.
     said: Tokens = 0
@@ -180,28 +180,28 @@ class World:
 
     def __init__(
         self,
-        scene: Scene,
-        policy: Policy,
-        groups: Iterator[tuple[Episode, ...]],
+        scene: SimConfig,
+        policy: SchedulingPolicy,
+        groups: Iterator[tuple[RecordedEpisode, ...]],
         *,
         replan: Callable[[World, StepRecord], e.PlanChosen | None] | None = None,
     ) -> None:
         self.scene = scene
         self.now: Seconds = 0.0
-        self.tape = Tape()
+        self.tape = Recording()
         self.engines: dict[str, Engine] = {}
         self.retired: list[tuple[str, Engine]] = []
         self.machine = Machine(
             scene.recipe,
             scene.plan,
             scene.slots,
-            Identity("simulated", "", 0, 0.0),
+            RunIdentity("simulated", "", 0, 0.0),
             policy=policy,
             cost_of=scene.guess_of,
             make=counted_trajectory,
         )
         self._groups = groups
-        self._drawn: list[tuple[Episode, ...]] = []
+        self._drawn: list[tuple[RecordedEpisode, ...]] = []
         self._plays: dict[TrajectoryId, _Play] = {}
         self._requests: dict[int, a.Generate] = {}
         self._heap: list[tuple[Seconds, int, e.Event | tuple[str, Engine]]] = []
@@ -221,7 +221,7 @@ class World:
 
     # -- time -----------------------------------------------------------------------------------
 
-    def run(self) -> Tape:
+    def run(self) -> Recording:
         """To the end of the run."""
         self._later(e.RunStarted(), 0.0)
         while not self._ended:
@@ -300,7 +300,7 @@ class World:
 
     # -- turns ----------------------------------------------------------------------------------
 
-    def episode(self, trajectory: TrajectoryId) -> Episode:
+    def episode(self, trajectory: TrajectoryId) -> RecordedEpisode:
         """The recording behind a trajectory. Its future: for oracles only."""
         while len(self._drawn) <= trajectory.group:
             self._drawn.append(next(self._groups))
@@ -334,7 +334,7 @@ class World:
         self._woken[action.slot] = self.now
         heapq.heappush(self._heap, (self.now, next(self._order), (action.slot, engine)))
 
-    def _generated(self, asked: a.Generate, done: Finished) -> None:
+    def _generated(self, asked: a.Generate, done: FinishedRequest) -> None:
         play = self._plays.get(asked.trajectory)
         if play is None:
             return
@@ -350,7 +350,7 @@ class World:
                 epoch=asked.epoch,
                 prompt_ids=asked.prompt_ids,
                 token_ids=_ids(done.generated),
-                logprobs=cast("array[float]", Counted(done.generated)),
+                logprobs=cast("array[float]", FakeTokens(done.generated)),
                 spans=(VersionSpan(version, 0, done.generated),) if done.generated else (),
                 newest=asked.cache_key,
                 cache_key=asked.cache_key,
@@ -366,7 +366,7 @@ class World:
         done = play.turn == len(play.episode.turns)
         returns: tuple[ToolReturn, ...] = ()
         if turn.tool:
-            outcome = turn.outcome or Outcome.OK
+            outcome = turn.outcome or ToolOutcome.OK
             size = turn.observation * CHARACTERS
             returns = (ToolReturn(turn.tool, outcome, turn.tool_s, size),)
         event = e.EpisodeAdvanced(
@@ -478,8 +478,8 @@ class World:
         if self.scene.beside_of is not None:
             self._reprice(self.scene.cost_of)
 
-    def _published(self, epoch: int, step: int, at: Seconds = 0.0) -> e.Published:
-        return e.Published(step, epoch, f"v{step}", 0, at)
+    def _published(self, epoch: int, step: int, at: Seconds = 0.0) -> e.PublishedVersion:
+        return e.PublishedVersion(step, epoch, f"v{step}", 0, at)
 
     def _checkpoint(self, action: a.Checkpoint) -> None:
         self._later(e.CheckpointSaved(action.epoch, action.step, "simulated"), 0.0)

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from libra_cli.core.planning.replanning import PLANNERS
-from libra_cli.core.scheduling.scheduler import POLICIES
-from libra_cli.sim.ablations import ABLATIONS
+from libra_cli.bench.ablations import ABLATIONS
+from libra_cli.core.planning.sim_replanner import PLANNERS
+from libra_cli.core.scheduling.least_cost import POLICIES
 
 CHECKOUT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TERM": "dumb"}
 SHORT = "from libra_cli.sim import bench; bench.LONG_STEPS = 12; "
-LIBRA = [sys.executable, "-c", f"{SHORT} from libra_cli.cli import main; main()"]
+LIBRA = [sys.executable, "-c", f"{SHORT} from libra_cli.cli.main import main; main()"]
 SMALL = ("--trace", "tau2", "--gpus", "16", "--seeds", "1")
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(660)]

@@ -11,20 +11,20 @@ from statistics import median
 import pytest
 import yaml
 
-from libra_cli.bench_calibrate import profile_of
-from libra_cli.core.planning.costs import Profile
-from libra_cli.core.pricing.loads import Load
-from libra_cli.edge import calibration
-from libra_cli.edge.calibration import Effort, calibrate
-from libra_cli.edge.recipes import load_recipe
-from libra_cli.errors import LibraError
+from libra_cli.bench.calibration import survey as calibration
+from libra_cli.bench.calibration.profile import profile_of
+from libra_cli.bench.calibration.survey import Effort, calibrate
+from libra_cli.config.errors import LibraError
+from libra_cli.core.costs.loads import ServerLoad
+from libra_cli.core.costs.profile import Profile
+from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.sim.profiles import load_profile
 from tests.live import CHECKOUT
 
 pytestmark = [pytest.mark.integration, pytest.mark.vllm, pytest.mark.timeout(400)]
 pytest.importorskip("vllm", reason="needs the [cpu] extra")
 
-UNSEEN = Load(players=6, cached=96, fresh=16, generate=12)
+UNSEEN = ServerLoad(players=6, cached=96, fresh=16, generate=12)
 """Between the sizes that are measured, none of them."""
 QUICK = Effort(window_s=0.5, rounds=1, every=3)
 
@@ -52,7 +52,7 @@ def left_over(work: Path) -> list[str]:
     return found
 
 
-def predicted_s(profile: Profile, load: Load) -> float:
+def predicted_s(profile: Profile, load: ServerLoad) -> float:
     """Seconds of a turn under this load."""
     cost = profile.servers[1]
     prices = (
@@ -69,7 +69,7 @@ def predicted_s(profile: Profile, load: Load) -> float:
 
 
 def test_a_calibration_predicts_a_load_it_has_not_seen(tmp_path, monkeypatch):
-    unseen: list[tuple[Load, float]] = []
+    unseen: list[tuple[ServerLoad, float]] = []
     steady = calibration._Survey._steady
 
     async def after_an_unseen_load(self, degree, load, **beside_training):

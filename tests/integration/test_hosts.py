@@ -20,9 +20,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from libra_cli.edge.hosts.processes import Back, Exited, Gone, Host, HostEvent, Lost
-from libra_cli.edge.hosts.ssh import SshTransport
-from libra_cli.errors import HostError, HostKeyError, HostLost
+from libra_cli.config.errors import HostError, HostKeyError, HostLost
+from libra_cli.runtime.hosts.host import Back, Exited, Gone, Host, HostEvent, Lost
+from libra_cli.runtime.hosts.ssh import SshTransport
 from tests.netns import Network, marked, missing, network
 
 DEADLINE_S = 25.0
@@ -238,8 +238,8 @@ def test_a_host_cut_off_for_longer_than_the_lease_stops_everything_by_itself(
 
 CONTROLLER = """
 import asyncio, sys
-from libra_cli.edge.hosts.processes import Host
-from libra_cli.edge.hosts.ssh import SshTransport
+from libra_cli.runtime.hosts.host import Host
+from libra_cli.runtime.hosts.ssh import SshTransport
 
 async def main(address, config, workdir, run_id):
     host = Host("host-1", SshTransport(address, config=config), workdir=workdir,
@@ -381,6 +381,6 @@ def test_our_code_is_uploaded_once(net, tmp_path, run_id) -> None:
         before = (code.stat().st_ino, code.stat().st_mtime_ns)
         async with opened(net, 0, tmp_path, run_id) as (host, _):
             assert (code.stat().st_ino, code.stat().st_mtime_ns) == before
-        assert (code / "libra_cli/node/agent.py").is_file()
+        assert (code / "libra_cli/node/agent/main.py").is_file()
 
     play(scene())

@@ -16,16 +16,16 @@ from typing import Any
 import aiohttp
 import pytest
 
+from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import Generate
-from libra_cli.core.commands import HostFacts, server_process
-from libra_cli.core.events import Published, TurnFailed, TurnGenerated
-from libra_cli.core.split import initial_plan, slots_of
+from libra_cli.core.cluster.placement import initial_plan, slots_of
+from libra_cli.core.events import PublishedVersion, TurnFailed, TurnGenerated
+from libra_cli.core.launch.commands import HostFacts, server_process
 from libra_cli.core.types import TrajectoryId, VersionSpan
-from libra_cli.edge.hosts.local import LocalTransport
-from libra_cli.edge.hosts.processes import Host
-from libra_cli.edge.vllm import Sampling, Server
-from libra_cli.edge.weights import probe_gap
-from libra_cli.recipe import Recipe
+from libra_cli.runtime.hosts.host import Host
+from libra_cli.runtime.hosts.local import LocalTransport
+from libra_cli.runtime.vllm.client import Sampling, ServerClient
+from libra_cli.runtime.weights import probe_gap
 
 pytestmark = [pytest.mark.integration, pytest.mark.vllm, pytest.mark.timeout(300)]
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
@@ -35,8 +35,8 @@ SAMPLING = Sampling(temperature=1.0, top_p=1.0, stop_token_ids=())
 START_S = 240.0
 
 
-def published(version: int, epoch: int = 1) -> Published:
-    return Published(version, epoch, f"v{version:06d}-e{epoch}", 0, 0.0)
+def published(version: int, epoch: int = 1) -> PublishedVersion:
+    return PublishedVersion(version, epoch, f"v{version:06d}-e{epoch}", 0, 0.0)
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Weights:
 def weights(tmp_path_factory) -> Weights:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from libra_cli.node.tokenizer import build_tokenizer, save_tokenizer
+    from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
 
     tokenizer = build_tokenizer()
     config = Qwen3Config(
@@ -90,7 +90,7 @@ class Bench:
     """A loop of its own for the whole file, so that one server serves every test."""
 
     def __init__(
-        self, host: Host, server: Server, token: str, url: str, loop: asyncio.Runner
+        self, host: Host, server: ServerClient, token: str, url: str, loop: asyncio.Runner
     ) -> None:
         self.host, self.server, self.token, self.url = host, server, token, url
         self._loop = loop
@@ -115,7 +115,7 @@ def bench(weights, tmp_path_factory):
 @asynccontextmanager
 async def _opened(
     weights: Weights, base: Path, token: str
-) -> AsyncIterator[tuple[Host, Server, str]]:
+) -> AsyncIterator[tuple[Host, ServerClient, str]]:
     recipe = Recipe.model_validate(
         {
             "nodes": [{"host": "local", "slots": 2, "pool": ["rollout", "train"]}],
@@ -150,7 +150,7 @@ async def _opened(
         )
         await host.start(spec.process, spec.argv, env=dict(spec.env), files=dict(spec.files))
         endpoint = await host.dial(port)
-        server = Server("local/0", 0, endpoint, token)
+        server = ServerClient("local/0", 0, endpoint, token)
         await server.wait_ready(timeout_s=START_S)
         await server.load(str(weights.directories[0]), published(1), timeout_s=60)
         yield host, server, endpoint.url

@@ -10,15 +10,15 @@ import pytest
 
 pytest.importorskip("accelerate", reason="needs the [cpu] extra")
 
-from libra_cli.node import weights
-from libra_cli.node.exchange import Exchange
-from libra_cli.node.learner import Learner
-from libra_cli.node.samples import Sample
-from libra_cli.node.tokenizer import build_tokenizer, save_tokenizer
-from libra_cli.node.trainer_config import TrainerConfig
-from libra_cli.node.warmup import POSITIONS, new_model, warm_up
-from libra_cli.node.weights import publish
-from libra_cli.recipe import TrainingSpec
+from libra_cli.config.recipe import TrainingSpec
+from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
+from libra_cli.node.model.warmup import POSITIONS, new_model, warm_up
+from libra_cli.node.trainer.config import TrainerConfig
+from libra_cli.node.trainer.samples import TokenSample
+from libra_cli.node.trainer.trainer import Trainer
+from libra_cli.node.weights import versions as weights
+from libra_cli.node.weights.versions import publish
+from libra_cli.node.weights.weight_server import WeightServer
 
 pytestmark = [
     pytest.mark.integration,
@@ -44,7 +44,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def learner(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Iterator[Learner]:
+) -> Iterator[Trainer]:
     """The trainer's own, of one process, that publishes in bf16."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     config = TrainerConfig(
@@ -61,16 +61,16 @@ def learner(
         training=TrainingSpec.model_validate({"learning_rate": request.param}),
         max_len=128,
     )
-    learner = Learner(config)
+    learner = Trainer(config)
     yield learner
     learner.close()
 
 
-def batch(step: int) -> list[Sample]:
+def batch(step: int) -> list[TokenSample]:
     rng = np.random.default_rng(step)
     mask = np.array([0] * 10 + [1] * 20, dtype=np.int8)
     return [
-        Sample(
+        TokenSample(
             group=group,
             member=member,
             token_ids=rng.integers(4, 260, len(mask), dtype=np.int32),
@@ -86,11 +86,11 @@ def batch(step: int) -> list[Sample]:
 
 @pytest.mark.parametrize(("learner", "most"), [(1e-6, 0.1), (2e-4, 0.4)], indirect=["learner"])
 def test_every_step_of_the_real_trainer_arrives_bit_for_bit_in_few_bytes(
-    learner: Learner, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    learner: Trainer, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "DELTA_S", PULL_S)  # however busy the machine is
-    there = Exchange(learner.config.versions, "token")
-    here = Exchange(tmp_path / "host" / "run", "token")
+    there = WeightServer(learner.config.versions, "token")
+    here = WeightServer(tmp_path / "host" / "run", "token")
     source = f"http://127.0.0.1:{there.serve('127.0.0.1', 0)}"
     try:
         for step in range(STEPS + 1):

@@ -15,8 +15,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
-from libra_cli.node.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
-from libra_cli.node.warmup import POSITIONS, new_model  # noqa: E402
+from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
+from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
 from tests.trainers import batch, largest_difference, processes_marked, trainer  # noqa: E402
 
 pytestmark = [

@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 pytest.importorskip("trl", reason="needs the [test] extra")
 
-from libra_cli.node.batching import collate  # noqa: E402
-from libra_cli.node.loss import (  # noqa: E402
+from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
+from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
+from libra_cli.node.trainer.batching import collate  # noqa: E402
+from libra_cli.node.trainer.loss import (  # noqa: E402
     LossSettings,
     grpo_loss,
     token_logprobs,
     truncated_weights,
 )
-from libra_cli.node.samples import Sample  # noqa: E402
-from libra_cli.node.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
-from libra_cli.node.warmup import POSITIONS, new_model  # noqa: E402
+from libra_cli.node.trainer.samples import TokenSample  # noqa: E402
 
 pytestmark = [
     pytest.mark.vllm,
@@ -47,7 +47,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def samples() -> list[Sample]:
+def samples() -> list[TokenSample]:
     """Multi-turn rows of several lengths: prompt, then generated and tool tokens alternating."""
     rng = np.random.default_rng(5)
     made = []
@@ -57,11 +57,11 @@ def samples() -> list[Sample]:
         mask[PROMPT:] = (np.arange(length - PROMPT) // 4) % 2 == 0
         logprobs = np.where(mask, -rng.random(length) * 8, 0).astype(np.float32)
         token_ids = rng.integers(3, 268, length).astype(np.int32)
-        made.append(Sample(0, row, token_ids, logprobs, mask, 0.0, False))
+        made.append(TokenSample(0, row, token_ids, logprobs, mask, 0.0, False))
     return made
 
 
-def trl_inputs(batch: list[Sample], old: Any, rollout: Any, reference: Any) -> dict[str, Any]:
+def trl_inputs(batch: list[TokenSample], old: Any, rollout: Any, reference: Any) -> dict[str, Any]:
     """The same rows as TRL holds them. Flat vectors go where the generated tokens are."""
     width = max(len(sample.token_ids) for sample in batch)
     ids = torch.zeros(len(batch), width, dtype=torch.long)

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from libra_cli.config.recipe import Recipe
 from libra_cli.core import events as e
-from libra_cli.core.actions import Sample, StartTrainer, StopTrainer, Train
+from libra_cli.core.actions import StartTrainer, StopTrainer, Train, TrainSample
+from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.records import Record
-from libra_cli.core.split import initial_plan, slots_of
 from libra_cli.core.types import Trajectory, TrajectoryId, VersionSpan
-from libra_cli.edge.hosts.cluster import Cluster
-from libra_cli.edge.hosts.processes import Exited
-from libra_cli.edge.ranks import Ranks
-from libra_cli.recipe import Recipe
+from libra_cli.runtime.hosts.cluster import Cluster
+from libra_cli.runtime.hosts.host import Exited
+from libra_cli.runtime.trainer.processes import TrainerProcesses
 from tests.netns import Network, missing, network
 
 pytestmark = [
@@ -56,7 +56,7 @@ def recipe(net: Network, base: Path) -> Recipe:
     )
 
 
-def batch() -> tuple[Sample, ...]:
+def batch() -> tuple[TrainSample, ...]:
     """Two groups of two, one rewarded in each."""
     samples = []
     for group in range(2):
@@ -68,7 +68,7 @@ def batch() -> tuple[Sample, ...]:
             trajectory.loss_mask = array("b", [0] * 10 + [1] * 6)
             trajectory.spans = [VersionSpan(0, 10, 16)]
             trajectory.reward = float(member)
-            samples.append(Sample(trajectory, staleness=0, fresh=False))
+            samples.append(TrainSample(trajectory, staleness=0, fresh=False))
     return tuple(samples)
 
 
@@ -88,7 +88,9 @@ async def _scene(wanted: Recipe, base: Path) -> None:
     )
     try:
         await cluster.open(base / "model")
-        ranks = Ranks(cluster, slots, head=slots[plan.train[0]].node, post=posted.put_nowait)
+        ranks = TrainerProcesses(
+            cluster, slots, head=slots[plan.train[0]].node, post=posted.put_nowait
+        )
         cluster.on_event = lambda event: ranks.exited(event) if isinstance(event, Exited) else None
 
         started = await ranks.start(StartTrainer(1, plan.train, ""))

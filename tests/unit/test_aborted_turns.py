@@ -10,7 +10,7 @@ import pytest
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.records import TurnRecord
-from libra_cli.core.rollout import Flight, Stage
+from libra_cli.core.rollout.trajectories import ActiveTrajectory, Stage
 from libra_cli.core.types import VersionSpan
 from tests.elastic import Scene, scene
 
@@ -36,7 +36,7 @@ class Broken:
             return False
         return event.slot == B1 and event.request > self._asked_before
 
-    def _inside(self) -> list[Flight]:
+    def _inside(self) -> list[ActiveTrajectory]:
         flights = self.world.machine.rollout.flights.values()
         inside = [f for f in flights if f.stage is Stage.GENERATING and f.slot == B1]
         return [f for f in inside if f.trajectory.turns == 0 and f.request > self._asked_before]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_cli.core.planning.admission import HORIZON, Admission, drifted, horizon
-from libra_cli.core.planning.planner import Times
+from libra_cli.core.planning.search import Times
 
 BEFORE = Times(rollout_s=10.0, train_s=6.0)
 

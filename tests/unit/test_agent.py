@@ -21,14 +21,15 @@ from typing import Any
 
 import pytest
 
-from libra_cli.core.events import Published
-from libra_cli.edge.hosts.local import LocalTransport, ProcessStream
-from libra_cli.edge.hosts.processes import Back, Exited, Gone, Host, HostEvent, Lost
-from libra_cli.edge.weights import Weights
-from libra_cli.errors import HostError, HostLost, ProcessError, WeightsError
-from libra_cli.node import facts, patch, proc
-from libra_cli.node.exchange import Exchange
-from libra_cli.node.proc import Identity, Marker
+from libra_cli.config.errors import HostError, HostLost, ProcessError, WeightsError
+from libra_cli.core.events import PublishedVersion
+from libra_cli.node.agent import facts, proc
+from libra_cli.node.agent.proc import Marker, ProcessIdentity
+from libra_cli.node.weights import patch
+from libra_cli.node.weights.weight_server import WeightServer
+from libra_cli.runtime.hosts.host import Back, Exited, Gone, Host, HostEvent, Lost
+from libra_cli.runtime.hosts.local import LocalTransport, ProcessStream
+from libra_cli.runtime.weights import Weights
 from tests.netns import marked
 
 TOKEN = "a-token-for-tests"
@@ -340,7 +341,7 @@ def test_a_signal_to_a_recycled_pid_goes_nowhere() -> None:
     with subprocess.Popen(["sleep", "100"]) as process:
         status = proc.status(process.pid)
         assert status is not None
-        earlier = Identity(process.pid, status.identity.started - 1)
+        earlier = ProcessIdentity(process.pid, status.identity.started - 1)
         proc.send(earlier, signal.SIGKILL)
         assert not earlier.alive
         assert process.poll() is None
@@ -554,7 +555,7 @@ def test_a_host_without_the_python_says_how_to_get_one(tmp_path) -> None:
 
 
 def test_the_agent_needs_nothing_but_the_standard_library() -> None:
-    source = "import sys, libra_cli.node.agent; print(*{m.split('.')[0] for m in sys.modules})"
+    source = "import sys, libra_cli.node.agent.main; print(*{m.split('.')[0] for m in sys.modules})"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, '.'); {source}"],
         capture_output=True,
@@ -854,7 +855,7 @@ def test_a_process_that_does_not_rebuild_in_time_or_at_all_ends_in_a_full_copy(
     async def scene() -> None:
         async with peers(tmp_path, run_id) as (_, _, source, here, _):
             publish_delta(here, "v000002-e0", "v000001-e0", CHANGED)
-            taker = Exchange(tmp_path / "taker" / "run", TOKEN)
+            taker = WeightServer(tmp_path / "taker" / "run", TOKEN)
             await asyncio.to_thread(taker.pull, "v000001-e0", [source], DEADLINE_S)
             with monkeypatch.context() as patched:
                 patched.setattr(sys, "executable", str(python))
@@ -912,7 +913,7 @@ def test_only_the_server_that_asked_for_the_pull_is_told_that_bytes_travelled(
                 timeout_s=DEADLINE_S,
             )
             size = sum(map(len, WEIGHTS.values()))
-            first = Published(1, 0, "v000001-e0", size, 0.0)
+            first = PublishedVersion(1, 0, "v000001-e0", size, 0.0)
             one, other = await asyncio.gather(weights.on("n2", first), weights.on("n2", first))
             assert (one.kind, other.kind) == ("full", "local")
             assert one.sent_bytes > size
@@ -920,7 +921,7 @@ def test_only_the_server_that_asked_for_the_pull_is_told_that_bytes_travelled(
             assert one.directory == other.directory == str(there / "v000001-e0")
             assert (await weights.on("n1", first)).kind == "local"
             publish_delta(here, "v000002-e0", "v000001-e0", CHANGED)
-            place = await weights.on("n2", Published(2, 0, "v000002-e0", size, 0.0))
+            place = await weights.on("n2", PublishedVersion(2, 0, "v000002-e0", size, 0.0))
             assert place.kind == "delta"
             assert 0 < place.sent_bytes < 0.01 * size
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
-from libra_cli.node.batching import collate, deal  # noqa: E402
-from libra_cli.node.samples import Sample  # noqa: E402
+from libra_cli.node.trainer.batching import collate, deal  # noqa: E402
+from libra_cli.node.trainer.samples import TokenSample  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 LENGTHS = st.lists(st.integers(2, 500), max_size=80)
@@ -43,10 +43,10 @@ def test_shares_differ_by_at_most_one_trajectory_s_tokens(lengths: list[int], sh
     assert max(tokens) - min(tokens) <= max(lengths)
 
 
-def sample(length: int, generated: list[int], *, fresh: bool = False) -> Sample:
+def sample(length: int, generated: list[int], *, fresh: bool = False) -> TokenSample:
     mask: NDArray[np.int8] = np.zeros(length, dtype=np.int8)
     mask[generated] = 1
-    return Sample(
+    return TokenSample(
         group=0,
         member=0,
         token_ids=np.arange(10, 10 + length, dtype=np.int32),

@@ -18,12 +18,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import libra_cli.sim
-from libra_cli import bench
-from libra_cli.cli import app
-from libra_cli.edge.show import bench_report
-from libra_cli.edge.show.bench_report import Section, bench_page
-from libra_cli.edge.show.bench_view import amount, change, comparison_view, speed_view
-from libra_cli.sim.results import Outcome, SpeedRow, compare
+from libra_cli.bench import experiments as bench
+from libra_cli.bench.report import html as bench_report
+from libra_cli.bench.report.html import Section, bench_page
+from libra_cli.bench.report.terminal import amount, change, comparison_view, speed_view
+from libra_cli.bench.results import ExperimentOutcome, SpeedRow, compare
+from libra_cli.cli.main import app
 from libra_cli.sim.traces import load_trace
 from tests.sample_bench import MAKESPANS, PLANNERS, outcome, rows, story
 
@@ -38,22 +38,22 @@ class Experiments:
     PLANNERS: tuple[str, ...] = tuple(PLANNERS)
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
-    def schedule(self, traces: Any, **given: Any) -> Outcome:
+    def schedule(self, traces: Any, **given: Any) -> ExperimentOutcome:
         given["progress"]("seed 1 of 2 [1/2]")
         self.asked.append(("schedule", {"traces": traces, **given}))
         return outcome({name: MAKESPANS[name] for name in given["policies"]})
 
-    def plan(self, traces: Any, **given: Any) -> Outcome:
+    def plan(self, traces: Any, **given: Any) -> ExperimentOutcome:
         self.asked.append(("plan", {"traces": traces, **given}))
         return outcome({n: PLANNERS[n] for n in given["planners"]}, planners=True)
 
-    def ablation(self, traces: Any, **given: Any) -> Outcome:
+    def ablation(self, traces: Any, **given: Any) -> ExperimentOutcome:
         self.asked.append(("ablation", {"traces": traces, **given}))
         return outcome({"libra": 0.9, "libra without the tree": 0.95})
 
-    def sensitivities(self, traces: Any, **given: Any) -> Outcome:
+    def sensitivities(self, traces: Any, **given: Any) -> ExperimentOutcome:
         self.asked.append(("sensitivities", {"traces": traces, **given}))
-        return Outcome(rows(MAKESPANS, variant="overhead 4 ms"), [], [])
+        return ExperimentOutcome(rows(MAKESPANS, variant="overhead 4 ms"), [], [])
 
     def speed(self, *given: object, **more: object) -> list[SpeedRow]:
         return [SpeedRow("plan for 128 GPUs", 0.05, "s", 0.1)]
@@ -67,8 +67,8 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Experiments:
     monkeypatch.setattr(bench_report, "_timelines", lambda stories: [])
     monkeypatch.setattr(bench_report, "_lengths", lambda stories: [])
     monkeypatch.setattr(bench_report, "_calibrations", lambda stories: [])
-    monkeypatch.setitem(sys.modules, "libra_cli.sim.bench", experiments)
-    monkeypatch.setitem(sys.modules, "libra_cli.sim.speed", experiments)
+    monkeypatch.setitem(sys.modules, "libra_cli.bench.runs", experiments)
+    monkeypatch.setitem(sys.modules, "libra_cli.bench.speed", experiments)
     monkeypatch.setattr(libra_cli.sim, "bench", experiments, raising=False)
     return experiments
 
@@ -367,7 +367,7 @@ def test_a_run_without_its_description_asks_for_it(tmp_path: Path) -> None:
 
 
 def test_the_publication_is_beside_what_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    from libra_cli.sim import publication
+    from libra_cli.bench import publication
 
     monkeypatch.setattr(publication, "STEPS_S", (0.0, 0.004))
     monkeypatch.setattr(publication, "SEQUENCES_S", (0.0,))

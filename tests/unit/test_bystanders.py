@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from libra_cli.edge.show.bystanders import bystanders
-from libra_cli.edge.show.plans import moves, plans
-from libra_cli.edge.show.reader import Reader
+from libra_cli.report.status.migration_impact import bystanders
+from libra_cli.report.status.plans import moves, plans
+from libra_cli.runtime.store.reader import Reader
 from tests import sample_run
 
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from libra_cli import __version__
-from libra_cli.cli import app
+from libra_cli.cli.main import app
 from tests.sample_run import write
 
 CHECKOUT = Path(__file__).parents[2]
@@ -41,9 +41,13 @@ def test_a_wrong_recipe_exits_with_2_and_says_where_and_what_next(tmp_path):
 def test_a_dry_run_shows_every_process_and_touches_nothing(tmp_path):
     done = libra("run", "--dry-run", str(QUICKSTART))
     assert done.exit_code == 0
-    for word in ("libra_cli.node.server", "libra_cli.node.train", "libra_cli.node.model"):
+    for word in (
+        "libra_cli.node.rollout.server",
+        "libra_cli.node.trainer.main",
+        "libra_cli.node.model.build",
+    ):
         assert word in done.output
-    assert "Bearer" not in done.output
+    assert "Bearer " not in done.output
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from libra_cli.core.split import initial_plan
-from libra_cli.edge.hosts.answers import Gone, Lost
-from libra_cli.edge.hosts.cluster import Cluster
-from libra_cli.edge.hosts.processes import Host
-from libra_cli.errors import HostError, HostLost
-from libra_cli.recipe import NodeSpec, Recipe
+from libra_cli.config.errors import HostError, HostLost
+from libra_cli.config.recipe import NodeSpec, Recipe
+from libra_cli.core.cluster.placement import initial_plan
+from libra_cli.runtime.hosts.agent_messages import Gone, Lost
+from libra_cli.runtime.hosts.cluster import Cluster
+from libra_cli.runtime.hosts.host import Host
 
 RECIPE = Recipe.model_validate(
     {"nodes": [{"host": "n1"}, {"host": "n2"}], "model": {"path": "/m"}, "run": {"lease_s": 20}}

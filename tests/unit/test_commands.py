@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 
-from libra_cli.core.commands import (
+from libra_cli.config.recipe import Recipe
+from libra_cli.config.rules import RESERVED_VLLM_FLAGS
+from libra_cli.core.cluster.placement import initial_plan, slots_of
+from libra_cli.core.launch.commands import (
     HostFacts,
     ProcessSpec,
     dry_run,
@@ -24,10 +27,7 @@ from libra_cli.core.commands import (
     server_process,
     trainer_processes,
 )
-from libra_cli.core.split import initial_plan, slots_of
 from libra_cli.core.types import Bucket
-from libra_cli.recipe import Recipe
-from libra_cli.rules import RESERVED_VLLM_FLAGS
 
 CASES = sorted((Path(__file__).parent / "commands").glob("*.json"))
 
@@ -192,7 +192,7 @@ def test_a_dry_run_shows_no_secret() -> None:
         }
     )
     text = repr([plan.processes for plan in dry_run(recipe)])
-    assert "libra_cli.node.server" in text
+    assert "libra_cli.node.rollout.server" in text
     assert "hunter" not in text
 
 

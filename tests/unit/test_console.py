@@ -17,12 +17,12 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from libra_cli.core import records as r
-from libra_cli.edge.journal import Journal
-from libra_cli.edge.show.console import duration, final_view, slot_label, status_view
-from libra_cli.edge.show.monitors import Summary, process_started, summary
-from libra_cli.edge.show.plots import Plot, Portable, bar, sparkline
-from libra_cli.edge.show.progress import Progress
-from libra_cli.edge.show.reader import Reader
+from libra_cli.report.status.console import duration, final_view, slot_label, status_view
+from libra_cli.report.status.plots import Plot, Portable, bar, sparkline
+from libra_cli.report.status.progress import Progress
+from libra_cli.report.status.summary import RunSummary, process_started, summary
+from libra_cli.runtime.store.journal import Journal
+from libra_cli.runtime.store.reader import Reader
 from tests import sample_run
 
 _DEADLINE_S = 10.0
@@ -64,7 +64,7 @@ def live(
     until: float,
     extra: Iterable[r.Record] = (),
     life: Iterable[tuple[float, r.Record]] | None = None,
-) -> Summary:
+) -> RunSummary:
     """The sample run, cut off, as if this process were its controller."""
     started = process_started(os.getpid())
     with Journal(run_dir) as journal:

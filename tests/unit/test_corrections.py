@@ -8,21 +8,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.core.planning.corrections import MOST, Correction, Measured, corrected, crowd, mean
-from libra_cli.core.planning.costs import TrainingShape
-from libra_cli.core.planning.looks import IDLE
-from libra_cli.core.planning.planner import Layout, PlannerSettings
-from libra_cli.core.planning.rollout_table import PlannedBucket
-from libra_cli.core.planning.workload import Sample, Workload
+from libra_cli.core.costs.profile import TrainingShape
+from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.planning.recalibration import (
+    MOST,
+    MeasuredStep,
+    Recalibration,
+    corrected,
+    crowd,
+    mean,
+)
+from libra_cli.core.planning.rollout_dp import PlannedBucket
+from libra_cli.core.planning.search import Layout, PlannerSettings
+from libra_cli.core.planning.triggers import IDLE
 from libra_cli.sim.profiles import load_profile
 
 PROFILE = load_profile("a800-qwen3-14b")
-LOAD = Workload(tuple(Sample(500, 300 * n, 200, 4, 4.0) for n in range(1, 17)), 256, 4.0)
+LOAD = Workload(tuple(TrajectorySample(500, 300 * n, 200, 4, 4.0) for n in range(1, 17)), 256, 4.0)
 TODAY = Layout((PlannedBucket(2, 8, 9000, 128),), TrainingShape(1, 1, 16))
 SPANS = st.lists(st.tuples(st.integers(-20, 40), st.integers(0, 40)), max_size=12)
 
 
-def prices_after(*measured: Measured) -> tuple[float, Correction]:
+def prices_after(*measured: MeasuredStep) -> tuple[float, Recalibration]:
     """Seconds of a rollout step today after correction, and the correction."""
     found = corrected(PROFILE, LOAD, 32, PlannerSettings(), today=TODAY, measured=measured)
     return found.search.times(TODAY).rollout_s, found.correction
@@ -30,7 +37,7 @@ def prices_after(*measured: Measured) -> tuple[float, Correction]:
 
 def test_prices_nobody_has_checked_stay() -> None:
     priced, correction = prices_after()
-    assert correction == Correction()
+    assert correction == Recalibration()
     assert (
         priced
         == corrected(
@@ -41,14 +48,14 @@ def test_prices_nobody_has_checked_stay() -> None:
 
 def test_where_training_waited_a_step_is_as_long_as_rollout() -> None:
     priced, _ = prices_after()
-    seconds, correction = prices_after(Measured(1.5 * priced, priced, 0.5 * priced, 0.0, 0.0))
+    seconds, correction = prices_after(MeasuredStep(1.5 * priced, priced, 0.5 * priced, 0.0, 0.0))
     assert correction.rollout == pytest.approx(1.5)
     assert seconds == pytest.approx(1.5 * priced, rel=0.01)
 
 
 def test_the_same_trajectories_times_tell_the_same_speed_however_long_the_steps() -> None:
     """Held back twice as long: fewer at a time on average, but no other speed."""
-    held = Measured(500.0, 500.0, 0.0, in_play_s=256 * 60.0, beside=200.0)
+    held = MeasuredStep(500.0, 500.0, 0.0, in_play_s=256 * 60.0, beside=200.0)
     once, twice = prices_after(held), prices_after(replace(held, step_s=1000.0, train_s=1000.0))
     assert once[0] == pytest.approx(twice[0])
     slower = prices_after(replace(held, in_play_s=2 * held.in_play_s))
@@ -57,7 +64,7 @@ def test_the_same_trajectories_times_tell_the_same_speed_however_long_the_steps(
 
 def test_those_that_took_as_long_in_a_smaller_crowd_are_slower_in_a_full_one() -> None:
     alone, crowded = (
-        prices_after(Measured(500.0, 500.0, 0.0, 256 * 60.0, beside))[1].rollout
+        prices_after(MeasuredStep(500.0, 500.0, 0.0, 256 * 60.0, beside))[1].rollout
         for beside in (50.0, 400.0)
     )
     assert alone > crowded
@@ -65,13 +72,13 @@ def test_those_that_took_as_long_in_a_smaller_crowd_are_slower_in_a_full_one() -
 
 def test_rollout_takes_no_longer_than_the_step_it_was_seen_in() -> None:
     priced, _ = prices_after()
-    _, correction = prices_after(Measured(priced, priced, 0.0, in_play_s=1e9, beside=100.0))
+    _, correction = prices_after(MeasuredStep(priced, priced, 0.0, in_play_s=1e9, beside=100.0))
     assert correction.rollout == pytest.approx(1.0)
 
 
 def test_what_was_found_before_holds_a_correction_back() -> None:
     priced, _ = prices_after()
-    slow = Measured(2 * priced, priced, priced, 0.0, 0.0)
+    slow = MeasuredStep(2 * priced, priced, priced, 0.0, 0.0)
     found = corrected(
         PROFILE,
         LOAD,
@@ -79,7 +86,7 @@ def test_what_was_found_before_holds_a_correction_back() -> None:
         PlannerSettings(),
         today=TODAY,
         measured=[slow],
-        before=Correction(rollout=0.5, training=1.0),
+        before=Recalibration(rollout=0.5, training=1.0),
     )
     assert found.correction.rollout == pytest.approx(1.0)
 
@@ -87,7 +94,7 @@ def test_what_was_found_before_holds_a_correction_back() -> None:
 def test_servers_the_prices_do_not_know_are_not_corrected() -> None:
     """They run, and by the profile cannot."""
     unknown = Layout((PlannedBucket(3, 8, 9000, 128),), TrainingShape(1, 1, 8))
-    held = Measured(500.0, 500.0, 0.0, in_play_s=256 * 60.0, beside=200.0)
+    held = MeasuredStep(500.0, 500.0, 0.0, in_play_s=256 * 60.0, beside=200.0)
     found = corrected(PROFILE, LOAD, 32, PlannerSettings(), today=unknown, measured=[held])
     assert found.correction.rollout == 1.0
     assert found.shown is not None
@@ -96,7 +103,7 @@ def test_servers_the_prices_do_not_know_are_not_corrected() -> None:
 
 @pytest.mark.parametrize(("seconds", "factor"), [(1e9, MOST), (1e-9, 1 / MOST)])
 def test_no_correction_is_beyond_belief(seconds: float, factor: float) -> None:
-    _, correction = prices_after(Measured(1e9, seconds, 1e9, 0.0, 0.0))
+    _, correction = prices_after(MeasuredStep(1e9, seconds, 1e9, 0.0, 0.0))
     assert correction.training == pytest.approx(factor)
 
 
@@ -111,14 +118,14 @@ def test_a_crowd_is_what_counting_every_second_says(starts: list[tuple[int, int]
 
 
 def test_the_mean_of_steps_counts_a_crowd_for_as_long_as_it_lasted() -> None:
-    found = mean([Measured(10, 4, 6, 90, 9), Measured(30, 8, 2, 10, 1)])
+    found = mean([MeasuredStep(10, 4, 6, 90, 9), MeasuredStep(30, 8, 2, 10, 1)])
     assert (found.step_s, found.train_s, found.waited_s, found.in_play_s) == (20, 6, 4, 50)
     assert found.beside == pytest.approx(8.2)
 
 
 def test_the_less_training_waited_the_less_of_a_step_is_rollouts() -> None:
     priced, _ = prices_after()
-    held = Measured(2 * priced, 2 * priced, 0.0, in_play_s=256 * 60.0, beside=200.0)
+    held = MeasuredStep(2 * priced, 2 * priced, 0.0, in_play_s=256 * 60.0, beside=200.0)
     found = [
         prices_after(replace(held, waited_s=share * held.step_s))[1].rollout
         for share in (0.0, IDLE / 2, IDLE, 2 * IDLE)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_cli.core.planning.costs import (
-    Facts,
+from libra_cli.core.costs.profile import (
+    MemoryModel,
     MoveCost,
     NothingFits,
     Profile,
@@ -18,11 +18,11 @@ from libra_cli.core.planning.costs import (
     TrainingCost,
     TrainingShape,
 )
-from libra_cli.core.planning.training_tree import TrainingTree
-from libra_cli.core.planning.workload import Sample, Window, Workload
-from libra_cli.core.pricing.server_costs import ServerCost
+from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.costs.workload import TrajectorySample, Window, Workload
+from libra_cli.core.planning.training_shapes import TrainingTree
 
-FACTS = Facts(
+FACTS = MemoryModel(
     parameters=8e9, layers=32, hidden=4096, vocabulary=150_000, kv_bytes=131_072, gpu_gib=74.5
 )
 TRAINING = TrainingCost(
@@ -41,7 +41,7 @@ PROFILE = Profile("p", "A100", "M", SERVERS, TRAINING, MOVES, 0.004, {"servers":
 
 
 def workload(*generated: int, trajectories: int = 64) -> Workload:
-    return Workload(tuple(Sample(500, tokens) for tokens in generated), trajectories)
+    return Workload(tuple(TrajectorySample(500, tokens) for tokens in generated), trajectories)
 
 
 def test_arithmetic_is_shared_and_the_fixed_part_is_not() -> None:
@@ -71,7 +71,7 @@ def test_communication_grows_with_both_degrees() -> None:
 
 
 def test_a_pipeline_waits_as_published() -> None:
-    work = Workload((Sample(0, 16_384),), 7)
+    work = Workload((TrajectorySample(0, 16_384),), 7)
     assert TRAINING.bubble(TrainingShape(1, 4, 1), work) == pytest.approx(3 / (4 + 7 - 1))
     assert TRAINING.bubble(TrainingShape(1, 1, 4), work) == 0
 
@@ -194,7 +194,7 @@ def test_a_window_keeps_the_newest() -> None:
     window = Window(capacity=2)
     assert window.workload(8) is None
     for tokens in (1, 2, 3):
-        window.add(Sample(1, tokens))
+        window.add(TrajectorySample(1, tokens))
     work = window.workload(8, overlap=3.0)
     assert work is not None
     assert [sample.generated for sample in work.samples] == [2, 3]
@@ -205,6 +205,6 @@ def test_a_workload_without_work_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one sample"):
         Workload((), 8)
     with pytest.raises(ValueError, match="trajectories"):
-        Workload((Sample(1, 1),), 0)
+        Workload((TrajectorySample(1, 1),), 0)
     with pytest.raises(ValueError, match="sample"):
-        Sample(1, 0)
+        TrajectorySample(1, 0)

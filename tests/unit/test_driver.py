@@ -10,7 +10,7 @@ import pytest
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.edge.driver import Driver, describe
+from libra_cli.runtime.driver import Driver, describe
 from tests.world import World
 
 DEADLINE_S = 20

@@ -8,18 +8,18 @@ import pytest
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.commands import process_of, worker_of
-from libra_cli.core.elastic.move import LIFECYCLE, MovePhase
-from libra_cli.core.slots import SlotState
-from libra_cli.core.training import TrainerState
+from libra_cli.core.cluster.replica import ReplicaState
+from libra_cli.core.cluster.trainer import TrainerState
+from libra_cli.core.launch.commands import process_of, worker_of
+from libra_cli.core.reconcile.migration import LIFECYCLE, MigrationPhase
 from libra_cli.core.types import Plan, Role
 from tests.elastic import Scene, of, scene
 
-P, S = MovePhase, SlotState
+P, S = MigrationPhase, ReplicaState
 B1 = "b/1"
 
 
-def in_phase(world: Scene, phase: MovePhase, slot: str = B1) -> None:
+def in_phase(world: Scene, phase: MigrationPhase, slot: str = B1) -> None:
     world.until(lambda: world.move(slot).phase is phase)
 
 
@@ -105,7 +105,7 @@ def test_lengths_that_a_server_is_meant_for_move_nothing():
 
 
 def test_every_phase_has_a_cause_a_deadline_and_what_happens_otherwise():
-    assert set(LIFECYCLE) == set(MovePhase)
+    assert set(LIFECYCLE) == set(MigrationPhase)
     for edge in LIFECYCLE.values():
         assert edge.cause
         assert edge.otherwise
@@ -119,7 +119,7 @@ def test_every_phase_that_is_waited_for_asks_to_be_woken_at_its_deadline():
     world.arrive()
     wakes = {wake.name: wake.after_s for wake in world.did(a.Wake)}
     # The end of verify comes with that of sync.
-    for phase in set(MovePhase) - {P.VERIFY}:
+    for phase in set(MigrationPhase) - {P.VERIFY}:
         assert wakes[f"move {number} {phase}"] == LIFECYCLE[phase].deadline_s
 
 
@@ -412,7 +412,7 @@ def test_the_server_that_serves_is_kept_when_no_other_comes_up():
 def test_a_plan_that_comes_when_the_run_ends_moves_nothing():
     world = scene()
     world.give(e.StopRequested(False, "asked"))
-    assert world.order(gradient=1) == a.Answer("order-0", False, "the run is ending")
+    assert world.order(gradient=1) == a.AnswerOrder("order-0", False, "the run is ending")
     world.choose(joins_core(world))
     assert not world.machine.pool.moves
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_cli.core.pricing.server_costs import ServerCost
-from libra_cli.sim.engine import Engine, EngineRequest, Finished
+from libra_cli.core.costs.server import ServerCost
+from libra_cli.sim.engine import Engine, EngineRequest, FinishedRequest
 
 BLOCK = 16
 
@@ -32,9 +32,9 @@ def cost(**changes: Any) -> ServerCost:
 
 def run(
     engine: Engine, requests: list[tuple[float, EngineRequest]], peek: bool = False
-) -> dict[int, Finished]:
+) -> dict[int, FinishedRequest]:
     """Submit each at its time, advancing as a driver would; everything that finished, by id."""
-    done: list[Finished] = []
+    done: list[FinishedRequest] = []
     for at, request in sorted(requests, key=lambda pair: pair[0]):
         if peek:
             engine.next_at()
@@ -341,7 +341,7 @@ def test_no_token_is_lost_and_the_cache_never_overfull(
     load: list[tuple[float, EngineRequest]], server: ServerCost, seqs: int
 ) -> None:
     engine = Engine(server, max_num_seqs=seqs)
-    done: list[Finished] = []
+    done: list[FinishedRequest] = []
     pending = list(load)
     while True:
         at = engine.next_at()
@@ -386,7 +386,7 @@ def test_the_aborted_end_at_the_next_boundary_with_what_they_have_and_the_others
     real = [(at, id_) for at, id_ in aborts if id_ < len(load) and at > load[id_][0]]
     first = {id_: at for at, id_ in sorted(real, reverse=True)}
     engine = Engine(server, max_num_seqs=seqs)
-    done: list[Finished] = []
+    done: list[FinishedRequest] = []
     aborted = set()
     events: list[tuple[float, int, EngineRequest | None]]
     events = [(at, request.id, request) for at, request in load]

@@ -14,15 +14,15 @@ from types import ModuleType
 
 import pytest
 
-from libra_cli.core.types import Outcome, TrajectoryId
-from libra_cli.edge.episodes import LONGEST_OBSERVATION, Episodes
-from libra_cli.edge.hosts.threads import Threads
-from libra_cli.edge.renderer import Renderer
+from libra_cli.config.errors import EnvironmentBroken
+from libra_cli.config.recipe import EnvironmentSpec
+from libra_cli.core.types import ToolOutcome, TrajectoryId
 from libra_cli.envs import registry
 from libra_cli.envs.protocol import ToolFailed, function
-from libra_cli.errors import EnvironmentBroken
-from libra_cli.node.tokenizer import build_tokenizer, observation_text, save_tokenizer
-from libra_cli.recipe import EnvironmentSpec
+from libra_cli.node.model.tokenizer import build_tokenizer, observation_text, save_tokenizer
+from libra_cli.runtime.episodes.player import LONGEST_OBSERVATION, Episodes
+from libra_cli.runtime.episodes.renderer import Renderer
+from libra_cli.runtime.hosts.threads import Threads
 
 ONE = TrajectoryId(group=0, member=0)
 TWO = TrajectoryId(group=0, member=1)
@@ -193,7 +193,7 @@ def test_an_episode_from_prompt_to_reward(play, turn, renderer):
         "<|im_start|>user\nstart ab hops 3<|im_end|>\n<|im_start|>assistant\n"
     )
     assert renderer.decode(middle.observation_ids) == observation_text("cd")
-    assert outcomes(middle) == [("say", Outcome.OK)]
+    assert outcomes(middle) == [("say", ToolOutcome.OK)]
     assert (middle.done, middle.reward) == (False, None)
     assert (end.done, end.reward, end.returns, list(end.observation_ids)) == (True, 0.5, (), [])
     assert World.made[0].seeds == (0, 7)
@@ -208,10 +208,10 @@ def test_several_calls_of_a_turn_run_in_order_and_are_told_apart(play, turn, ren
 
     advanced = play(scene)
     assert outcomes(advanced) == [
-        ("say", Outcome.OK),
-        ("refuse", Outcome.ERROR),
-        ("invalid", Outcome.ERROR),
-        ("say", Outcome.OK),
+        ("say", ToolOutcome.OK),
+        ("refuse", ToolOutcome.ERROR),
+        ("invalid", ToolOutcome.ERROR),
+        ("say", ToolOutcome.OK),
     ]
     assert [returned.size for returned in advanced.returns][:2] == [3, 2]
     text = renderer.decode(advanced.observation_ids)
@@ -227,7 +227,7 @@ def test_a_call_that_does_not_fit_the_schema_never_reaches_the_environment(play,
         return await episodes.advance(ONE, turn(("break", {}), ("say", {})), "stop")
 
     advanced = play(scene, tools=[function("say", "", {"text": {"type": "string"}})])
-    assert outcomes(advanced) == [("invalid", Outcome.ERROR)] * 2
+    assert outcomes(advanced) == [("invalid", ToolOutcome.ERROR)] * 2
     text = renderer.decode(advanced.observation_ids)
     assert "no tool 'break', only say" in text
     assert "say needs text" in text
@@ -242,7 +242,7 @@ def test_a_hung_tool_is_abandoned_and_the_next_call_does_not_wait_or_run(play, t
     started = time.monotonic()
     advanced, hung = play(scene, timeout_s=0.1)
     assert time.monotonic() - started < DEADLINE_S / 2
-    assert outcomes(advanced) == [("hang", Outcome.TIMEOUT), ("say", Outcome.TIMEOUT)]
+    assert outcomes(advanced) == [("hang", ToolOutcome.TIMEOUT), ("say", ToolOutcome.TIMEOUT)]
     assert advanced.returns[0].latency_s == pytest.approx(0.1)
     assert renderer.decode(advanced.observation_ids).count("tool timed out") == 2
     assert hung == 1
@@ -263,7 +263,7 @@ def test_an_environment_that_comes_back_is_used_again(play, turn):
         await until(lambda: episodes.hung == 0)
         return await episodes.advance(ONE, turn(say("x")), "stop")
 
-    assert outcomes(play(scene, timeout_s=0.1)) == [("say", Outcome.OK)]
+    assert outcomes(play(scene, timeout_s=0.1)) == [("say", ToolOutcome.OK)]
 
 
 def test_the_score_waits_for_a_hung_call_and_then_counts(play, turn):
@@ -339,7 +339,7 @@ def test_a_complete_call_in_a_cut_turn_is_run_and_the_turn_closed(play, turn, re
         return await episodes.advance(ONE, cut, "length")
 
     advanced = play(scene)
-    assert outcomes(advanced) == [("say", Outcome.OK)]
+    assert outcomes(advanced) == [("say", ToolOutcome.OK)]
     text = renderer.decode(advanced.observation_ids)
     assert text == f"<|im_end|>{observation_text('cd')}"
 
@@ -383,7 +383,7 @@ def test_an_abandoned_call_gives_up_its_place(play, turn):
         await episodes.advance(ONE, turn(("hang", {})), "stop")
         return await episodes.advance(TWO, turn(say("x")), "stop")
 
-    assert outcomes(play(scene, timeout_s=0.1, concurrency=1)) == [("say", Outcome.OK)]
+    assert outcomes(play(scene, timeout_s=0.1, concurrency=1)) == [("say", ToolOutcome.OK)]
 
 
 def test_a_cancelled_turn_leaves_its_environment_to_the_thread_in_it(play, turn):

@@ -11,6 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra_cli.core.scheduling.baseline_estimators import (
+    AlwaysShortest,
+    Attained,
+    PaperTree,
+    SiblingMean,
+    TurnIndexMean,
+)
 from libra_cli.core.scheduling.bins import BINS, BOUNDS, bin_of
 from libra_cli.core.scheduling.causal_estimator import IDLE_GROUPS, VIEWS, CausalEstimator
 from libra_cli.core.scheduling.estimates import (
@@ -19,19 +26,12 @@ from libra_cli.core.scheduling.estimates import (
     bucket_of,
     choose_bucket,
 )
-from libra_cli.core.scheduling.rival_estimates import (
-    AlwaysShortest,
-    Attained,
-    PublishedTree,
-    SiblingMean,
-    TurnIndexMean,
-)
-from libra_cli.core.types import Outcome, ToolReturn, TrajectoryId
+from libra_cli.core.types import ToolOutcome, ToolReturn, TrajectoryId
 
-EVERY = (CausalEstimator, AlwaysShortest, Attained, TurnIndexMean, SiblingMean, PublishedTree)
+EVERY = (CausalEstimator, AlwaysShortest, Attained, TurnIndexMean, SiblingMean, PaperTree)
 WEIGHTS = st.lists(st.floats(0.001, 1.0), min_size=BINS, max_size=BINS)
-OK = ToolReturn("search", Outcome.OK, 1.0, 400)
-ERROR = ToolReturn("edit", Outcome.ERROR, 1.0, 400)
+OK = ToolReturn("search", ToolOutcome.OK, 1.0, 400)
+ERROR = ToolReturn("edit", ToolOutcome.ERROR, 1.0, 400)
 
 
 def play(
@@ -254,7 +254,7 @@ def test_one_that_nobody_began_is_answered_and_one_that_nobody_knows_is_ignored(
 
 
 def test_a_tool_may_have_any_name():
-    odd = (ToolReturn("a/b/c", Outcome.OK, 0.0, 1), ToolReturn("", Outcome.TIMEOUT, 0.0, 1))
+    odd = (ToolReturn("a/b/c", ToolOutcome.OK, 0.0, 1), ToolReturn("", ToolOutcome.TIMEOUT, 0.0, 1))
     play(CausalEstimator(), TrajectoryId(0, 0), [5, 5, 5], odd)
 
 
@@ -334,7 +334,7 @@ def test_the_siblings_mean_is_less_what_was_spent_and_falls_back_to_the_turns():
 
 
 def test_the_published_tree_trusts_one_visit_and_falls_back_to_the_parent():
-    estimator = PublishedTree()
+    estimator = PaperTree()
     play(estimator, TrajectoryId(0, 0), [10, 20, 30])
     answers = play(estimator, TrajectoryId(0, 1), [99, 99, 99, 99], end=False)
     assert [answer.mean for answer in answers] == [60, 50, 30, 30]
@@ -342,7 +342,7 @@ def test_the_published_tree_trusts_one_visit_and_falls_back_to_the_parent():
 
 
 def test_the_published_rule_gives_no_bucket_where_mean_and_p90_differ():
-    estimator = PublishedTree(pooled=True)
+    estimator = PaperTree(pooled=True)
     for number, last in enumerate([10] * 8 + [1000] * 2):
         play(estimator, TrajectoryId(number, 0), [10, last])
     play(estimator, TrajectoryId(50, 0), [10, 10], end=False)
@@ -351,7 +351,7 @@ def test_the_published_rule_gives_no_bucket_where_mean_and_p90_differ():
 
 
 def test_the_published_tree_of_an_unknown_prompt_knows_only_the_mean_of_all():
-    estimator = PublishedTree()
+    estimator = PaperTree()
     play(estimator, TrajectoryId(0, 0), [10, 20])
     assert [a.mean for a in play(estimator, TrajectoryId(1, 0), [10, 20], end=False)] == [30, 30]
 

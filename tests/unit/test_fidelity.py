@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from libra_cli.core.pricing.server_costs import ServerCost
-from libra_cli.sim.engine import Engine, EngineRequest
-from libra_cli.sim.fidelity import (
+from libra_cli.bench.fidelity.server import (
     RecordedRequest,
     RunError,
     check_recordings,
@@ -24,6 +22,8 @@ from libra_cli.sim.fidelity import (
     read_run,
     replay,
 )
+from libra_cli.core.costs.server import ServerCost
+from libra_cli.sim.engine import Engine, EngineRequest
 from libra_cli.sim.layer_times import (
     ALL_REDUCE_S,
     EXPERT_S,

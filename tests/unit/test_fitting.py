@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.core.pricing.fitting import FittingError, Observed, fit, solve
-from libra_cli.core.pricing.loads import (
+from libra_cli.core.costs.fitting import FittingError, Observed, fit, solve
+from libra_cli.core.costs.loads import (
     Batch,
-    Load,
+    ServerLoad,
     fit_server,
     fit_training,
     server_loads,
@@ -52,7 +52,7 @@ def test_noise_of_three_percent_moves_what_it_predicts_by_less(seed):
     _, prices = fitted(0.03, seed)
     random = Random(0)
     for players, generate, cached in ((3, 10, 100), (48, 6, 500), (1, 100, 3000), (20, 2, 50)):
-        amounts = Load(players, cached, 20, generate).amounts(2048)
+        amounts = ServerLoad(players, cached, 20, generate).amounts(2048)
         true = times(SERVER, amounts, random)
         assert times(prices, amounts, random) == pytest.approx(true, rel=0.03)
 

@@ -6,17 +6,17 @@ from random import Random
 
 import pytest
 
+from libra_cli.bench.oracles import ORACLES, Future, oracle_policy
+from libra_cli.bench.runs import POLICIES
 from libra_cli.core.records import TurnRecord
-from libra_cli.sim.bench import POLICIES
-from libra_cli.sim.oracles import ORACLES, Future, oracle_policy
-from libra_cli.sim.traces import Episode, Trace
+from libra_cli.sim.traces import RecordedEpisode, Trace
 from libra_cli.sim.world import World
 from tests import sim_scene
 
 TRACE = sim_scene.made_up(1)
 
 
-def play(policy: str, groups: list[tuple[Episode, ...]]) -> World:
+def play(policy: str, groups: list[tuple[RecordedEpisode, ...]]) -> World:
     future = Future()
     world = sim_scene.world(oracle_policy(policy, future, TRACE, 0), iter(groups))
     future.episode = world.episode
@@ -33,7 +33,7 @@ def decisions(world: World, until: float) -> list[tuple[float, int, int, int, st
     )
 
 
-def other_future(episode: Episode, done: int, random: Random) -> Episode:
+def other_future(episode: RecordedEpisode, done: int, random: Random) -> RecordedEpisode:
     """The same up to turn ``done``; that one lasts longer, and what follows is something else."""
     if done >= len(episode.turns):
         return episode
@@ -51,8 +51,8 @@ def ended_by(turns: list[TurnRecord], until: float) -> dict[tuple[int, int], int
     return done
 
 
-def groups_of(trace: Trace, number: int = 40) -> list[tuple[Episode, ...]]:
-    drawn: Iterator[tuple[Episode, ...]] = trace.groups(Random(3), 4)
+def groups_of(trace: Trace, number: int = 40) -> list[tuple[RecordedEpisode, ...]]:
+    drawn: Iterator[tuple[RecordedEpisode, ...]] = trace.groups(Random(3), 4)
     return [next(drawn) for _ in range(number)]
 
 

@@ -6,21 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra_cli.core.scheduling.baselines import SchedulingPolicy, StickyLeastLoaded
 from libra_cli.core.scheduling.causal_estimator import CausalEstimator
 from libra_cli.core.scheduling.estimates import Estimate
-from libra_cli.core.scheduling.gate import Gate
-from libra_cli.core.scheduling.lanes import PATIENCE_S, Lane, Request
-from libra_cli.core.scheduling.policies import Policy, StickyLeastLoaded
-from libra_cli.core.scheduling.scheduler import POLICIES, Cmlfq, make_policy
+from libra_cli.core.scheduling.least_cost import POLICIES, LeastExpectedCost, make_policy
+from libra_cli.core.scheduling.request_scheduler import RequestScheduler
+from libra_cli.core.scheduling.server_queues import PATIENCE_S, Request, ServerQueue
 from libra_cli.core.types import Bucket, TrajectoryId
 from tests.sim_scene import COSTS
 
 KEY = (1, 0)
 
 
-def lane(slot: str, degree: int = 1, *, seats: int = 2, kv: int = 12_000) -> Lane:
+def lane(slot: str, degree: int = 1, *, seats: int = 2, kv: int = 12_000) -> ServerQueue:
     cost = replace(COSTS[degree], kv_tokens=kv)
-    return Lane(slot, Bucket(f"TP{degree}", degree, seats, 400 * 4**degree), cost, KEY)
+    return ServerQueue(slot, Bucket(f"TP{degree}", degree, seats, 400 * 4**degree), cost, KEY)
 
 
 def request(number: int, *, left: float = 100.0, context: int = 500, **more: object) -> Request:
@@ -39,13 +39,13 @@ def request(number: int, *, left: float = 100.0, context: int = 500, **more: obj
     return Request(**{**fields, **more})  # type: ignore[arg-type]
 
 
-def gate(*lanes: Lane, policy: Policy | None = None) -> Gate:
-    made = Gate(policy or Cmlfq(CausalEstimator()))
+def gate(*lanes: ServerQueue, policy: SchedulingPolicy | None = None) -> RequestScheduler:
+    made = RequestScheduler(policy or LeastExpectedCost(CausalEstimator()))
     made.refresh(lanes, latest=KEY, now=0.0)
     return made
 
 
-def sent(made: Gate, now: float = 0.0) -> dict[int, str]:
+def sent(made: RequestScheduler, now: float = 0.0) -> dict[int, str]:
     placed = {one.trajectory.group: lane.slot for one, lane in made.dispatch(now=now)}
     made.check()
     return placed
@@ -140,7 +140,7 @@ def test_requests_of_a_server_that_goes_away_choose_again() -> None:
 
 def test_a_trajectory_begins_only_where_the_newest_version_is() -> None:
     old, new = lane("old"), replace(lane("new"), key=(1, 1))
-    made = Gate(StickyLeastLoaded())
+    made = RequestScheduler(StickyLeastLoaded())
     made.refresh([old], latest=(1, 1), now=0.0)
     made.submit(request(1, turns=0), now=0.0)
     made.submit(request(2, turns=3), now=0.0)

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from libra_cli.node.gradient_http import Compute, Load, WorkerDesk
-from libra_cli.node.side_channel import Board
-from libra_cli.node.trainer_http import Idle, Stop
+from libra_cli.node.gradient.commands import ComputeCommand, LoadCommand, WorkerCommandQueue
+from libra_cli.node.gradient.server import GradientStore
+from libra_cli.node.trainer.commands import IdleCommand, StopCommand
 
 DEADLINE_S = 10.0
 
 
 @pytest.fixture
-def desk() -> WorkerDesk:
+def desk() -> WorkerCommandQueue:
     """Ready, with version v000006-e1 loaded."""
-    desk = WorkerDesk(world_size=1, max_len=16, board=Board(epoch=3))
+    desk = WorkerCommandQueue(world_size=1, max_len=16, board=GradientStore(epoch=3))
     desk.ready()
     desk.version, desk.trainer_epoch = "v000006-e1", 1
     return desk
@@ -39,7 +39,7 @@ def share(**changes: Any) -> dict[str, Any]:
     return message | {"trajectories": [trajectory]} | changes
 
 
-def load(desk: WorkerDesk) -> tuple[threading.Thread, list[Any]]:
+def load(desk: WorkerCommandQueue) -> tuple[threading.Thread, list[Any]]:
     message = {"directory": "/versions", "name": "v000007-e1", "version": 7, "trainer_epoch": 1}
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(desk.load(message)), daemon=True)
@@ -47,21 +47,21 @@ def load(desk: WorkerDesk) -> tuple[threading.Thread, list[Any]]:
     return thread, answers
 
 
-def test_a_share_is_taken_once_however_often_it_is_sent(desk: WorkerDesk):
+def test_a_share_is_taken_once_however_often_it_is_sent(desk: WorkerCommandQueue):
     assert desk.share(share())[0] == HTTPStatus.ACCEPTED
     assert desk.share(share())[0] == HTTPStatus.ACCEPTED
-    assert isinstance(desk.next(0), Compute)
-    assert isinstance(desk.next(0), Idle)
+    assert isinstance(desk.next(0), ComputeCommand)
+    assert isinstance(desk.next(0), IdleCommand)
     desk.computed()
     desk.board.done(7, [0.0] * 7, 1, 0.1)
     assert desk.share(share())[0] == HTTPStatus.ACCEPTED
-    assert isinstance(desk.next(0), Idle)
+    assert isinstance(desk.next(0), IdleCommand)
     assert desk.health()[1]["step"] == 7
 
 
 @pytest.mark.parametrize("changes", [{"epoch": 2}, {"trainer_epoch": 0}, {"version": "v000005-e1"}])
 def test_a_share_for_other_weights_or_an_earlier_worker_is_a_conflict(
-    desk: WorkerDesk, changes: dict[str, Any]
+    desk: WorkerCommandQueue, changes: dict[str, Any]
 ):
     status, body = desk.share(share(**changes))
     assert status == HTTPStatus.CONFLICT
@@ -69,7 +69,7 @@ def test_a_share_for_other_weights_or_an_earlier_worker_is_a_conflict(
     assert not desk.board.wanted()
 
 
-def test_while_a_share_is_computed_nothing_else_is_taken(desk: WorkerDesk):
+def test_while_a_share_is_computed_nothing_else_is_taken(desk: WorkerCommandQueue):
     desk.share(share())
     assert desk.share(share(step=8))[0] == HTTPStatus.CONFLICT
     thread, answers = load(desk)
@@ -78,7 +78,7 @@ def test_while_a_share_is_computed_nothing_else_is_taken(desk: WorkerDesk):
     assert desk.version == "v000006-e1"
 
 
-def test_a_dropped_share_stops_and_may_be_taken_again(desk: WorkerDesk):
+def test_a_dropped_share_stops_and_may_be_taken_again(desk: WorkerCommandQueue):
     desk.share(share())
     assert desk.board.wanted()
     desk.drop(6)
@@ -91,10 +91,10 @@ def test_a_dropped_share_stops_and_may_be_taken_again(desk: WorkerDesk):
     assert desk.board.wanted()
 
 
-def test_a_load_answers_when_the_version_is_in_place(desk: WorkerDesk):
+def test_a_load_answers_when_the_version_is_in_place(desk: WorkerCommandQueue):
     thread, answers = load(desk)
     command = desk.next(DEADLINE_S)
-    assert isinstance(command, Load)
+    assert isinstance(command, LoadCommand)
     assert desk.health()[1]["version"] == ""
     assert desk.share(share())[0] == HTTPStatus.CONFLICT
     desk.loaded(command, 1e-7, 0.5)
@@ -103,7 +103,7 @@ def test_a_load_answers_when_the_version_is_in_place(desk: WorkerDesk):
     assert desk.health()[1]["version"] == "v000007-e1"
 
 
-def test_after_a_version_that_does_not_fit_none_is_loaded(desk: WorkerDesk):
+def test_after_a_version_that_does_not_fit_none_is_loaded(desk: WorkerCommandQueue):
     thread, answers = load(desk)
     desk.next(DEADLINE_S)
     desk.not_loaded("lm_head.weight is in the model, not in the version")
@@ -113,17 +113,17 @@ def test_after_a_version_that_does_not_fit_none_is_loaded(desk: WorkerDesk):
     assert desk.health()[1]["version"] == ""
 
 
-def test_stopping_drops_the_share_under_way(desk: WorkerDesk):
+def test_stopping_drops_the_share_under_way(desk: WorkerCommandQueue):
     desk.share(share())
     desk.stop()
     assert not desk.board.wanted()
-    assert isinstance(desk.next(0), Compute)
-    assert isinstance(desk.next(0), Stop)
+    assert isinstance(desk.next(0), ComputeCommand)
+    assert isinstance(desk.next(0), StopCommand)
     desk.computed()
     assert desk.share(share(step=8))[0] == HTTPStatus.SERVICE_UNAVAILABLE
 
 
-def test_a_failure_is_told_to_whoever_waits_for_a_load_and_to_the_core(desk: WorkerDesk):
+def test_a_failure_is_told_to_whoever_waits_for_a_load_and_to_the_core(desk: WorkerCommandQueue):
     thread, answers = load(desk)
     desk.next(DEADLINE_S)
     desk.fail("out of memory")

@@ -11,11 +11,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
-from libra_cli.node.fetch import Fetch, Rows  # noqa: E402
-from libra_cli.node.handover import Handover  # noqa: E402
-from libra_cli.node.policy import Policy  # noqa: E402
-from libra_cli.node.shares import Share  # noqa: E402
-from libra_cli.node.side_channel import Board, serve  # noqa: E402
+from libra_cli.node.gradient.client import GradientClient, Rows  # noqa: E402
+from libra_cli.node.gradient.server import GradientStore, serve  # noqa: E402
+from libra_cli.node.gradient.writer import GradientWriter  # noqa: E402
+from libra_cli.node.model.policy import PolicyModel  # noqa: E402
+from libra_cli.node.trainer.shares import WorkerShare  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 DEADLINE_S = 10.0
@@ -23,7 +23,7 @@ VERSION = "v000006-e1"
 
 
 class OneRank:
-    """As much of ``Policy`` as a handover asks for."""
+    """As much of ``PolicyModel`` as a handover asks for."""
 
     world, rank, sharded = 1, 0, False
     device = torch.device("cpu")
@@ -56,12 +56,12 @@ class Gate(torch.autograd.Function):  # type: ignore[misc,name-defined]
 
 
 @pytest.fixture
-def board() -> Board:
-    return Board(epoch=3)
+def board() -> GradientStore:
+    return GradientStore(epoch=3)
 
 
 @pytest.fixture
-def port(board: Board) -> Iterator[int]:
+def port(board: GradientStore) -> Iterator[int]:
     server = serve(board, bind="127.0.0.1", port=0, token="of-this-run")
     yield server.server_address[1]
     server.shutdown()
@@ -69,18 +69,18 @@ def port(board: Board) -> Iterator[int]:
 
 
 def test_upper_layers_are_fetched_before_the_gradients_of_lower_ones_exist(
-    board: Board, port: int, tmp_path: Path
+    board: GradientStore, port: int, tmp_path: Path
 ):
     lower, upper, unused = torch.nn.Linear(4, 3), torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)
     model = torch.nn.ModuleDict({"lower": lower, "upper": upper, "unused": unused})
-    handover = Handover(cast(Policy, OneRank(model)), board, tmp_path / "outbox")
+    handover = GradientWriter(cast(PolicyModel, OneRank(model)), board, tmp_path / "outbox")
     board.begin(7, VERSION)
     handover.begin(7)
     wanted = {
         name: Rows(tuple(one.shape), 0, one.shape[0]) for name, one in model.named_parameters()
     }
-    share = Share("gpu-01/0", 3, f"http://127.0.0.1:{port}", VERSION, frozenset({1}))
-    fetch = Fetch(share, 7, tokens=8, wanted=wanted, token="of-this-run")
+    share = WorkerShare("gpu-01/0", 3, f"http://127.0.0.1:{port}", VERSION, frozenset({1}))
+    fetch = GradientClient(share, 7, tokens=8, wanted=wanted, token="of-this-run")
     fetch.start()
     seen: list[set[str]] = []
 
@@ -110,10 +110,10 @@ def test_upper_layers_are_fetched_before_the_gradients_of_lower_ones_exist(
 
 
 def test_files_of_a_share_go_when_the_next_comes_and_all_of_them_at_the_end(
-    board: Board, tmp_path: Path
+    board: GradientStore, tmp_path: Path
 ):
     model = torch.nn.ModuleDict({"layer": torch.nn.Linear(2, 2)})
-    handover = Handover(cast(Policy, OneRank(model)), board, tmp_path / "outbox")
+    handover = GradientWriter(cast(PolicyModel, OneRank(model)), board, tmp_path / "outbox")
     for step in (7, 8):
         handover.begin(step)
         handover.finish()

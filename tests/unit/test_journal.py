@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libra_cli.config.errors import StateError
 from libra_cli.core import records as r
-from libra_cli.edge import journal as journal_module
-from libra_cli.edge.journal import COLUMNS, DATABASE, RECORDS, Journal
-from libra_cli.edge.show.reader import Reader
-from libra_cli.errors import StateError
+from libra_cli.runtime.store import journal as journal_module
+from libra_cli.runtime.store.journal import COLUMNS, DATABASE, RECORDS, Journal
+from libra_cli.runtime.store.reader import Reader
 from tests import sample_run
 
 _DEADLINE_S = 10.0
@@ -223,7 +223,7 @@ def run_of(
 def _write_and_die(run_dir: Path) -> None:
     script = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from libra_cli.edge.journal import Journal; from tests import sample_run\n"
+        "from libra_cli.runtime.store.journal import Journal; from tests import sample_run\n"
         "journal = Journal(Path(sys.argv[1]))\n"
         "journal.save(sample_run.run_record(step=7)); journal.flush()\n"
         "os.kill(os.getpid(), signal.SIGKILL)"

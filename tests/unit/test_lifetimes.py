@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
+from libra_cli.config.errors import LibraError
 from libra_cli.core.events import Event, WorkerFailed, WorkerStarted
-from libra_cli.edge.lifetimes import Lifetimes
-from libra_cli.errors import LibraError
+from libra_cli.runtime.process_tasks import ProcessTasks
 
 failed = partial(WorkerFailed, "n1/0", 3)
 DONE = WorkerStarted("n1/0", 3)
@@ -36,7 +36,7 @@ async def broken() -> Event:
 
 def test_what_comes_of_the_work_is_the_answer() -> None:
     async def scene() -> None:
-        lives, waiting = Lifetimes(), Waiting()
+        lives, waiting = ProcessTasks(), Waiting()
         waiting.going.set()
         assert await lives.during("worker", waiting.work(), failed) == DONE
         assert await lives.during("worker", broken(), failed) == failed("no memory")
@@ -46,7 +46,7 @@ def test_what_comes_of_the_work_is_the_answer() -> None:
 
 def test_work_on_a_process_that_ends_is_dropped_and_other_work_goes_on() -> None:
     async def scene() -> None:
-        lives, ends, stays = Lifetimes(), Waiting(), Waiting()
+        lives, ends, stays = ProcessTasks(), Waiting(), Waiting()
         tasks = [
             asyncio.create_task(lives.during("ends", ends.work(), failed)),
             asyncio.create_task(lives.during("ends", ends.work(), failed)),
@@ -67,7 +67,7 @@ def test_work_on_a_process_that_ends_is_dropped_and_other_work_goes_on() -> None
 
 def test_whoever_waits_may_be_cancelled_and_takes_the_work_along() -> None:
     async def scene() -> None:
-        lives, waiting = Lifetimes(), Waiting()
+        lives, waiting = ProcessTasks(), Waiting()
         task = asyncio.create_task(lives.during("worker", waiting.work(), failed))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -80,4 +80,4 @@ def test_whoever_waits_may_be_cancelled_and_takes_the_work_along() -> None:
 
 
 def test_the_end_of_a_process_nobody_works_on_is_nothing() -> None:
-    Lifetimes().end("worker")
+    ProcessTasks().end("worker")

@@ -5,26 +5,26 @@ from random import Random
 
 import pytest
 
-from libra_cli.core.planning.costs import (
-    Facts,
-    MoveCost,
-    Profile,
-    ProfileError,
-    Surroundings,
-    TrainingCost,
-)
-from libra_cli.core.pricing.server_costs import ServerCost
-from libra_cli.core.types import Outcome, TrajectoryId
-from libra_cli.recipe import Recipe
-from libra_cli.sim.fidelity import RunError
-from libra_cli.sim.live_fidelity import (
+from libra_cli.bench.fidelity.run import (
     Recorded,
     _groups,
     compared,
     episodes,
     replayed,
 )
-from libra_cli.sim.traces import Episode, Turn
+from libra_cli.bench.fidelity.server import RunError
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.costs.profile import (
+    Contention,
+    MemoryModel,
+    MoveCost,
+    Profile,
+    ProfileError,
+    TrainingCost,
+)
+from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.types import ToolOutcome, TrajectoryId
+from libra_cli.sim.traces import RecordedEpisode, Turn
 
 PROFILE = Profile(
     name="cpu-tiny",
@@ -46,14 +46,14 @@ PROFILE = Profile(
         token_s=9e-5,
         pair_s=1e-7,
         step_s=0.05,
-        facts=Facts(5e5, 3, 128, 268, 1536.0, 11.0),
+        facts=MemoryModel(5e5, 3, 128, 268, 1536.0, 11.0),
         node_bandwidth=1e11,
         network_bandwidth=1e10,
     ),
     moves=MoveCost(10.0, 30.0, 10.0, {1: 30.0}),
     overhead_s=0.0,
     provenance={"measured": "made up"},
-    surroundings=Surroundings(
+    surroundings=Contention(
         sync_s=0.06, stall_s=0.04, turn_s=0.001, serving_slowdown=1.4, training_slowdown=1.1
     ),
 )
@@ -81,11 +81,11 @@ def a_run(profile=PROFILE, **kwargs):
     random = Random(3)
     given = Recorded("a-run", recipe(**kwargs), (), (), frozenset())
     drawn = {
-        TrajectoryId(group, member): Episode(
+        TrajectoryId(group, member): RecordedEpisode(
             str(group),
             25,
             tuple(
-                Turn(random.randint(1, 16), random.randint(1, 9), "get", Outcome.OK, 1e-4)
+                Turn(random.randint(1, 16), random.randint(1, 9), "get", ToolOutcome.OK, 1e-4)
                 for _ in range(random.randint(1, 8))
             ),
             0.0,
@@ -138,7 +138,7 @@ def test_a_profile_twice_as_slow_is_told_by_a_positive_error():
 
 
 def test_weights_loading_and_the_trainer_slow_servers_down():
-    calm = replace(PROFILE, surroundings=Surroundings(sync_s=0.06))
+    calm = replace(PROFILE, surroundings=Contention(sync_s=0.06))
     assert compared(a_run(), calm).step_error < -0.05
 
 
@@ -160,7 +160,7 @@ def test_episodes_are_those_of_the_journal():
     assert episode.prompt == rows[0].prompt_tokens
     assert [turn.generated for turn in episode.turns] == [row.generated_tokens for row in rows]
     assert episode.turns[0].tool_s == 0.0001
-    assert episode.turns[0].outcome is Outcome.OK
+    assert episode.turns[0].outcome is ToolOutcome.OK
 
 
 def test_what_did_not_end_is_played_with_the_length_of_another():

@@ -11,16 +11,16 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
-from libra_cli.errors import TrainerError  # noqa: E402
-from libra_cli.node.loading import load_version  # noqa: E402
-from libra_cli.node.policy import Policy  # noqa: E402
-from libra_cli.node.weights import MANIFEST, Probe, publish  # noqa: E402
+from libra_cli.config.errors import TrainerError  # noqa: E402
+from libra_cli.node.gradient.loading import load_version  # noqa: E402
+from libra_cli.node.model.policy import PolicyModel  # noqa: E402
+from libra_cli.node.weights.versions import MANIFEST, ProbeResult, publish  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
 
 class OneRank:
-    """As much of ``Policy`` as loading asks for."""
+    """As much of ``PolicyModel`` as loading asks for."""
 
     def __init__(self) -> None:
         self.tensors = {"norm.weight": torch.zeros(3), "head.weight": torch.zeros(2, 3)}
@@ -43,7 +43,7 @@ def version(tmp_path: Path) -> Path:
         tmp_path,
         version=6,
         trainer_epoch=1,
-        probe=Probe([5, 6, 7], [-1.0, -1.5]),
+        probe=ProbeResult([5, 6, 7], [-1.0, -1.5]),
         keep=2,
     )
     return tmp_path / found.name
@@ -51,7 +51,7 @@ def version(tmp_path: Path) -> Path:
 
 def test_every_tensor_is_loaded_and_the_gap_is_the_probe_s_mean_difference(version: Path):
     policy = OneRank()
-    assert load_version(cast(Policy, policy), version) == pytest.approx(0.25)
+    assert load_version(cast(PolicyModel, policy), version) == pytest.approx(0.25)
     assert policy.tensors["norm.weight"].tolist() == [1, 1, 1]
     assert policy.tensors["head.weight"].flatten().tolist() == [0, 1, 2, 3, 4, 5]
     assert policy.tensors["head.weight"].dtype == torch.float32
@@ -88,4 +88,4 @@ def test_a_version_that_does_not_fit_is_refused_by_the_tensor_s_name(
     policy = OneRank()
     spoil(policy, version)
     with pytest.raises(TrainerError, match=reason):
-        load_version(cast(Policy, policy), version)
+        load_version(cast(PolicyModel, policy), version)

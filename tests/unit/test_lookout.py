@@ -10,7 +10,7 @@ import pytest
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.elastic import lookout
+from libra_cli.core.planning import controller as lookout
 from libra_cli.core.records import PlanRecord, StepRecord
 from libra_cli.core.types import Prediction
 from tests.elastic import Scene, scene
@@ -25,7 +25,7 @@ class Steps:
         self.world = scene(kind=kind)
         recipe = self.world.recipe
         planner = recipe.planner.model_copy(update={"plan_interval": interval})
-        self.lookout = lookout.Lookout(
+        self.lookout = lookout.PlanController(
             recipe.model_copy(update={"planner": planner}),
             self.world.machine.pool,
             self.world.machine.plan,

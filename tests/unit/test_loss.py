@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
-from libra_cli.node.loss import (  # noqa: E402
+from libra_cli.node.trainer.loss import (  # noqa: E402
     LossSettings,
     group_advantages,
     grpo_loss,

@@ -11,26 +11,26 @@ from pathlib import Path
 
 import pytest
 
+from libra_cli.config.errors import StateError
 from libra_cli.core import records as r
-from libra_cli.edge.journal import Journal
-from libra_cli.edge.show.monitors import (
-    Summary,
+from libra_cli.report.status.plans import changes, plans
+from libra_cli.report.status.summary import (
+    RunSummary,
     newest_run,
     process_started,
     smooth,
     summary,
     to_json,
 )
-from libra_cli.edge.show.plans import changes, plans
-from libra_cli.edge.show.reader import Reader
-from libra_cli.errors import StateError
+from libra_cli.runtime.store.journal import Journal
+from libra_cli.runtime.store.reader import Reader
 from tests import sample_run
 from tests.sample_run import run_record, slot_record, step_record
 
 _NOW = sample_run.START + 600.0
 
 
-def told(run_dir: Path, records: Iterable[r.Record] = (), now: float = _NOW) -> Summary:
+def told(run_dir: Path, records: Iterable[r.Record] = (), now: float = _NOW) -> RunSummary:
     """Save the records (of a run whose controller is this process) and sum the run up."""
     mine = process_started(os.getpid())
     assert mine is not None

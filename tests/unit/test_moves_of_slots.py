@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
+from libra_cli.core.cluster.replica import ReplicaState
 from libra_cli.core.machine import Phase
 from libra_cli.core.records import GroupRecord, MoveRecord
-from libra_cli.core.rollout import Stage
-from libra_cli.core.slots import SlotState
+from libra_cli.core.rollout.trajectories import Stage
 from libra_cli.core.types import Role, SlotId, TrajectoryId
 from tests.world import Faults, World, recipe
 
@@ -90,7 +90,7 @@ class Watched(World):
         self._watch()
 
     def _watch(self) -> None:
-        serving = (s.state is SlotState.SERVING for s in self.machine.fleet.slots.values())
+        serving = (s.state is ReplicaState.SERVING for s in self.machine.fleet.slots.values())
         self.has_served = self.has_served or any(serving)
         wanted = self.machine.pool.plan(())
         assert wanted.servers or not self.has_served, "no server is wanted any more"

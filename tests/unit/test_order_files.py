@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from libra_cli.core.actions import Answer
+from libra_cli.config.errors import StateError
+from libra_cli.core.actions import AnswerOrder
 from libra_cli.core.events import PlanOrdered
 from libra_cli.core.types import Role
-from libra_cli.edge import orders as files
-from libra_cli.edge.orders import Orders, give_order
-from libra_cli.errors import StateError
+from libra_cli.runtime import order_files as files
+from libra_cli.runtime.order_files import Orders, give_order
 
 DEADLINE_S = 20.0
 
@@ -27,7 +27,7 @@ async def between(run_dir: Path, act: Callable[[], object]) -> list[PlanOrdered]
     def post(event: PlanOrdered) -> None:
         heard.append(event)
         accepted = not event.to
-        task = asyncio.create_task(orders.answer(Answer(event.order, accepted, "heard")))
+        task = asyncio.create_task(orders.answer(AnswerOrder(event.order, accepted, "heard")))
         tasks.add(task)
 
     orders = Orders(run_dir, post=post)

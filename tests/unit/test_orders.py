@@ -6,8 +6,8 @@ import pytest
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.elastic.orders import Refused, ordered_plan
-from libra_cli.core.split import slots_of
+from libra_cli.core.cluster.placement import slots_of
+from libra_cli.core.reconcile.manual_plan import OrderRefused, ordered_plan
 from libra_cli.core.types import Plan, Prediction, Role
 from tests.elastic import scene
 
@@ -91,7 +91,7 @@ def test_the_slot_with_the_cores_first_rank_stays():
     world = scene()
     slots = slots_of(world.recipe)
     roles = {slot.id: world.machine.pool.role_of(slot.id) for slot in slots}
-    with pytest.raises(Refused, match="publishes the weights: it stays on a"):
+    with pytest.raises(OrderRefused, match="publishes the weights: it stays on a"):
         ordered_plan(world.recipe, slots, roles, ("a/0", "c/0"), {Role.TRAIN: 1}, {})
 
 
@@ -145,7 +145,7 @@ def test_a_planners_answer_with_todays_plan_moves_nothing():
     world.give(e.PlanOrdered("look"))
     plan = world.machine.plan
     world.give(e.PlanChosen(plan, world._slots, Prediction(2.0, 1.0, 5.0), "look"))
-    assert world.answers[-1] == a.Answer("look", True, "the plan is today's already")
+    assert world.answers[-1] == a.AnswerOrder("look", True, "the plan is today's already")
     assert not world.machine.pool.moves
     world.answers.clear()
     assert world.order(gradient=1).accepted, "nobody looks any more"

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.node import patch
+from libra_cli.node.weights import patch
 
 NO_LIMIT = 2**40
 DEADLINE_S = 20.0
@@ -139,7 +139,7 @@ def test_the_command_rebuilds_every_file_there_is_a_delta_of(tmp_path):
         assert encoded(tmp_path, np.arange(9, dtype="<u2"), np.arange(1, 10, dtype="<u2"))
         (tmp_path / "old").rename(base / name)
         (tmp_path / "delta").rename(draft / f"{name}.delta")
-    command = [sys.executable, "-m", "libra_cli.node.patch", str(base), str(draft)]
+    command = [sys.executable, "-m", "libra_cli.node.weights.patch", str(base), str(draft)]
     subprocess.run(command, check=True, timeout=DEADLINE_S)
     for name in ("a.safetensors", "b.safetensors"):
         assert (draft / name).read_bytes() == (tmp_path / "new").read_bytes()

@@ -10,15 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_cli.core.scheduling.causal_estimator import CausalEstimator
-from libra_cli.core.scheduling.estimates import Estimate
-from libra_cli.core.types import Outcome, TrajectoryId
-from libra_cli.sim import placement as module
-from libra_cli.sim.placement import (
+from libra_cli.bench import placement as module
+from libra_cli.bench.placement import (
     CONTENDERS,
     TOKEN_S,
     Contender,
-    Stream,
+    RequestStream,
     bounds_of,
     folds,
     interval,
@@ -26,7 +23,10 @@ from libra_cli.sim.placement import (
     returns_of,
     table,
 )
-from libra_cli.sim.traces import Episode, Trace, Turn
+from libra_cli.core.scheduling.causal_estimator import CausalEstimator
+from libra_cli.core.scheduling.estimates import Estimate
+from libra_cli.core.types import ToolOutcome, TrajectoryId
+from libra_cli.sim.traces import RecordedEpisode, Trace, Turn
 
 
 def turn(random: Random) -> Turn:
@@ -35,14 +35,14 @@ def turn(random: Random) -> Turn:
         generated=random.randint(1, 300),
         observation=random.randint(0, 500),
         tool=random.choice(("search", "edit", "")),
-        outcome=Outcome.ERROR if fails else Outcome.OK,
+        outcome=ToolOutcome.ERROR if fails else ToolOutcome.OK,
         tool_s=random.random(),
     )
 
 
-def episode(random: Random, task: str) -> Episode:
+def episode(random: Random, task: str) -> RecordedEpisode:
     turns = tuple(turn(random) for _ in range(random.choice((2, 3, 5, 12))))
-    return Episode(task=task, prompt=random.randint(50, 500), turns=turns, reward=0.0)
+    return RecordedEpisode(task=task, prompt=random.randint(50, 500), turns=turns, reward=0.0)
 
 
 def trace(tasks: int = 15, members: int = 3, seed: int = 0) -> Trace:
@@ -54,7 +54,7 @@ class Times:
     """Hears everything, and notes when."""
 
     def __init__(self) -> None:
-        self.stream: Stream | None = None
+        self.stream: RequestStream | None = None
         self.answers: list[tuple[float, TrajectoryId, Estimate]] = []
 
     def heard(self, trajectory: TrajectoryId, turn: Turn, remaining: int, answer: Estimate) -> None:
@@ -62,14 +62,16 @@ class Times:
         self.answers.append((self.stream.now, trajectory, answer))
 
 
-def answers(name: str, groups: list[list[Episode]]) -> list[tuple[float, TrajectoryId, Estimate]]:
+def answers(
+    name: str, groups: list[list[RecordedEpisode]]
+) -> list[tuple[float, TrajectoryId, Estimate]]:
     times = Times()
-    times.stream = Stream(enumerate(groups), CONTENDERS[name].make(), times)
+    times.stream = RequestStream(enumerate(groups), CONTENDERS[name].make(), times)
     times.stream.play()
     return times.answers
 
 
-def other_future(episode: Episode, cut: float, random: Random) -> Episode:
+def other_future(episode: RecordedEpisode, cut: float, random: Random) -> RecordedEpisode:
     """The same up to ``cut`` seconds; a turn that would end later, and all after it, are others."""
     now, kept = 0.0, []
     for number, each in enumerate(episode.turns, start=1):
@@ -122,7 +124,7 @@ def test_a_constant_rule_never_moves_and_recalls_one_bucket():
 class Seer(CausalEstimator):
     """Knows the truth, for a test of the counts."""
 
-    def __init__(self, episodes: tuple[Episode, ...]) -> None:
+    def __init__(self, episodes: tuple[RecordedEpisode, ...]) -> None:
         super().__init__()
         self._total = {each.prompt: each.generated for each in episodes}
         self._prompts: dict[TrajectoryId, int] = {}
@@ -162,13 +164,14 @@ def test_every_return_is_placed_once(together):
 def test_siblings_that_start_at_once_end_before_only_where_they_are_shorter():
     """Together, a finished sibling is a shorter one; one after the other, all before have ended."""
     group = [
-        Episode("t", 10, (Turn(100, 0, "x", Outcome.OK, 0.0),) * count, 0.0) for count in (2, 9)
+        RecordedEpisode("t", 10, (Turn(100, 0, "x", ToolOutcome.OK, 0.0),) * count, 0.0)
+        for count in (2, 9)
     ]
 
     def means(together: bool) -> list[float]:
         times = Times()
         estimator = CONTENDERS["siblings"].make()
-        times.stream = Stream([(0, group)], estimator, times, together=together)
+        times.stream = RequestStream([(0, group)], estimator, times, together=together)
         times.stream.play()
         return [answer.mean for _, who, answer in times.answers if who.member == 1]
 
@@ -186,7 +189,7 @@ def test_bounds_are_in_order_and_long_is_rare():
 def test_a_turn_without_a_tool_returns_nothing():
     plain = Turn(5, 10, "", None, 1.0)
     assert returns_of(plain) == ()
-    assert returns_of(replace(plain, tool="x"))[0].outcome is Outcome.OK
+    assert returns_of(replace(plain, tool="x"))[0].outcome is ToolOutcome.OK
 
 
 def test_an_interval_over_one_seed_has_no_width():

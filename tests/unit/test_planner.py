@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_cli.core.planning.costs import NothingFits, TrainingShape
-from libra_cli.core.planning.planner import PlannerSettings, Search, propose
-from libra_cli.core.planning.rollout_table import PlannedBucket
-from libra_cli.core.planning.workload import Sample, Workload
+from libra_cli.core.costs.profile import NothingFits, TrainingShape
+from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.planning.rollout_dp import PlannedBucket
+from libra_cli.core.planning.search import PlannerSettings, Search, propose
 from libra_cli.sim.profiles import load_profile
 
 PROFILE = load_profile("a800-qwen3-14b")
@@ -23,7 +23,7 @@ def heavy_tailed(mean: float, *, seed: int = 0, number: int = 256, batch: int = 
     random = Random(seed)
     lengths = (int(mean * random.lognormvariate(-0.5, 1.0)) for _ in range(number))
     return Workload(
-        tuple(Sample(500, min(38_000, max(1, n)), 1000, 5, 5.0) for n in lengths), batch
+        tuple(TrajectorySample(500, min(38_000, max(1, n)), 1000, 5, 5.0) for n in lengths), batch
     )
 
 
@@ -94,7 +94,7 @@ def test_longer_trajectories_want_more_gpus_for_rollout() -> None:
 
 
 def test_equal_servers_are_taken_where_no_mix_is_much_better() -> None:
-    work = Workload((Sample(500, 4000),), 512)
+    work = Workload((TrajectorySample(500, 4000),), 512)
     assert len(propose(PROFILE, work, 16).layout.buckets) == 1
 
 

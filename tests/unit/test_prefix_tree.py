@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from libra_cli.core.scheduling.bins import BINS, BOUNDS, bin_of
 from libra_cli.core.scheduling.prefix_tree import KAPPA, SILENT, PrefixTree, state_of
-from libra_cli.core.types import Outcome, ToolReturn
+from libra_cli.core.types import ToolOutcome, ToolReturn
 
 Observation = tuple[tuple[int, ...], float]
 PATHS = st.lists(st.integers(0, 3), max_size=4).map(tuple)
@@ -168,15 +168,15 @@ def test_a_merge_respects_the_cap():
     assert len(tree) <= 50
 
 
-def returned(tool: str, outcome: Outcome = Outcome.OK, size: int = 10) -> ToolReturn:
+def returned(tool: str, outcome: ToolOutcome = ToolOutcome.OK, size: int = 10) -> ToolReturn:
     return ToolReturn(tool, outcome, 1.0, size)
 
 
 def test_a_state_is_tool_payload_class_and_outcome():
-    assert state_of((returned("edit", Outcome.ERROR, 1000),)) == "edit/2/error"
+    assert state_of((returned("edit", ToolOutcome.ERROR, 1000),)) == "edit/2/error"
     assert state_of(()) == SILENT
 
 
 def test_several_returns_make_one_state_of_the_last_tool_the_sum_and_the_worst():
-    returns = (returned("a", Outcome.TIMEOUT, 150), returned("b", Outcome.OK, 150))
+    returns = (returned("a", ToolOutcome.TIMEOUT, 150), returned("b", ToolOutcome.OK, 150))
     assert state_of(returns) == "b/1/timeout"

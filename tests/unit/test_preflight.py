@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from libra_cli.core.split import initial_plan
-from libra_cli.edge.hosts.answers import Holder
-from libra_cli.edge.hosts.cluster import how_it_ended
-from libra_cli.edge.hosts.preflight import problems
-from libra_cli.edge.hosts.processes import Exited, Facts, Gpu
-from libra_cli.recipe import Recipe
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.cluster.placement import initial_plan
+from libra_cli.runtime.hosts.agent_messages import GpuHolder, NodeFacts
+from libra_cli.runtime.hosts.cluster import how_it_ended
+from libra_cli.runtime.hosts.host import Exited, Gpu
+from libra_cli.runtime.hosts.preflight import problems
 
 NOW = 1_790_000_000.0
-GOOD = Facts(
+GOOD = NodeFacts(
     python="3.12.3",
     hostname="gpu-01",
     user="me",
@@ -55,7 +55,7 @@ def test_missing_packages_come_with_the_command_that_installs_them():
 
 
 def test_a_gpu_in_use_is_named_with_its_holder():
-    holder = Holder(4711, "ann", "python train.py")
+    holder = GpuHolder(4711, "ann", "python train.py")
     held = (Gpu(0, "A100", 2**36, 0, (holder,)), GOOD.gpus[1])
     (problem,) = found(gpus=held)
     assert "GPU 0" in problem

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_cli.core.planning.costs import ProfileError
+from libra_cli.core.costs.profile import ProfileError
 from libra_cli.sim.profiles import known_profiles, load_profile, require_gpu
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from libra_cli.sim.profiles import load_profile
-from libra_cli.sim.publication import (
+from libra_cli.bench.publication import (
     Constants,
     format_rows,
     publication_row,
@@ -13,6 +12,7 @@ from libra_cli.sim.publication import (
     shipped_row,
     training_growth,
 )
+from libra_cli.sim.profiles import load_profile
 
 PROFILE = load_profile("a800-qwen3-14b")
 

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from libra_cli import rebalance
-from libra_cli.cli import app
+from libra_cli.app import rebalance
+from libra_cli.app.rebalance.cases import _cut, case_of_run
+from libra_cli.cli.main import app
+from libra_cli.config.errors import LibraError, StateError
+from libra_cli.config.recipe import Recipe
 from libra_cli.core import records as r
-from libra_cli.core.planning.costs import NothingFits, ProfileError
-from libra_cli.core.planning.workload import Sample
-from libra_cli.edge.journal import Journal
-from libra_cli.edge.show.reader import Reader
-from libra_cli.edge.show.rebalance_view import Told, rebalance_view
-from libra_cli.errors import LibraError, StateError
-from libra_cli.rebalance.cases import _cut, case_of_run
-from libra_cli.recipe import Recipe
+from libra_cli.core.costs.profile import NothingFits, ProfileError
+from libra_cli.core.costs.workload import TrajectorySample
+from libra_cli.report.status.rebalance import RebalanceResult, rebalance_view
+from libra_cli.runtime.store.journal import Journal
+from libra_cli.runtime.store.reader import Reader
 from tests import sample_run
 from tests.unit.test_console import drawn, widest
 
@@ -138,7 +138,7 @@ def big_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return gpu_run(tmp_path_factory.mktemp("gpu") / "run")
 
 
-def explained(run_dir: Path, profile: str | None = None) -> Told:
+def explained(run_dir: Path, profile: str | None = None) -> RebalanceResult:
     return rebalance.explain(run_dir, trace=None, profile=profile)
 
 
@@ -273,7 +273,10 @@ def test_a_run_that_has_finished_nothing_says_when_to_come_back(tmp_path: Path) 
 def test_prompt_answers_and_tools_of_a_trajectory_are_told_apart(big_run: Path) -> None:
     with Reader(big_run) as reader:
         samples = reader.played(3)
-    assert samples == [Sample(prompt=600, generated=1500, observed=500, turns=2, tool_s=4.5)] * 3
+    assert (
+        samples
+        == [TrajectorySample(prompt=600, generated=1500, observed=500, turns=2, tool_s=4.5)] * 3
+    )
 
 
 # -- a recipe ------------------------------------------------------------------------------------
@@ -304,7 +307,7 @@ def test_trajectories_beyond_max_len_are_cut_as_a_run_would(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("max_len", [1, 2, 10, 60, 99, 100, 5000])
 def test_a_cut_trajectory_has_at_most_max_len_tokens_and_generates_one(max_len: int) -> None:
-    cut = _cut(Sample(50, 30, 20, turns=4, tool_s=2.0), max_len)
+    cut = _cut(TrajectorySample(50, 30, 20, turns=4, tool_s=2.0), max_len)
     assert cut.context <= max(max_len, 1)
     assert cut.generated >= 1
 
@@ -363,7 +366,7 @@ def test_json_is_one_object_of_finite_numbers(cpu_run: Path) -> None:
     done = libra(str(cpu_run), "--dry-run", "--json")
     assert done.exit_code == 0, done.output
     told = json.loads(done.output)
-    assert set(told) == set(Told.__annotations__)
+    assert set(told) == set(RebalanceResult.__annotations__)
 
 
 def test_an_order_to_a_run_that_has_ended_or_to_a_recipe_is_refused(cpu_run: Path) -> None:

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.edge.recipes import load_recipe
-from libra_cli.errors import RecipeError
-from libra_cli.recipe import Recipe
-from libra_cli.rules import RESERVED_VLLM_FLAGS, expand_range
+from libra_cli.config.errors import RecipeError
+from libra_cli.config.recipe import Recipe
+from libra_cli.config.rules import RESERVED_VLLM_FLAGS, expand_range
+from libra_cli.runtime.recipes.loader import load_recipe
 
 BAD = Path(__file__).parent / "bad_recipes"
 CASES = sorted(path.stem for path in BAD.glob("*.yaml"))

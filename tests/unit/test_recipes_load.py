@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from libra_cli.core.commands import dry_run
-from libra_cli.core.split import initial_plan, slots_of
-from libra_cli.edge.recipes import load_recipe
+from libra_cli.core.cluster.placement import initial_plan, slots_of
+from libra_cli.core.launch.commands import dry_run
+from libra_cli.runtime.recipes.loader import load_recipe
 
 CHECKOUT = Path(__file__).parents[2]
 RECIPES = sorted((CHECKOUT / "recipes").glob("*.yaml"))

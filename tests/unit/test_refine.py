@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_cli.core import events as e
-from libra_cli.core.machine import guessed_cost
-from libra_cli.core.pricing.measured import (
+from libra_cli.core.costs.observed import (
     PlayedTurn,
     Starts,
     TrainedStep,
@@ -21,8 +20,9 @@ from libra_cli.core.pricing.measured import (
     training_cost,
     unchecked_facts,
 )
-from libra_cli.core.pricing.refine import FadingLine, LearnedCosts, Refiner
-from libra_cli.core.pricing.server_costs import ServerCost
+from libra_cli.core.costs.online import FadingLine, LearnedCosts, Refiner
+from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.machine import guessed_cost
 from libra_cli.core.types import Bucket
 from tests.world import World
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from libra_cli.edge.renderer import Renderer
+from libra_cli.config.errors import LibraError
 from libra_cli.envs.protocol import Message, function
-from libra_cli.errors import LibraError
-from libra_cli.node.tokenizer import (
+from libra_cli.node.model.tokenizer import (
     build_tokenizer,
     observation_text,
     prompt_text,
     save_tokenizer,
 )
+from libra_cli.runtime.episodes.renderer import Renderer
 
 CHATML = """\
 {%- if tools %}

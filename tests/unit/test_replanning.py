@@ -9,26 +9,26 @@ from random import Random
 
 import pytest
 
+from libra_cli.core.costs.profile import TrainingShape
+from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.planning.admission import Admission
-from libra_cli.core.planning.corrections import Measured
-from libra_cli.core.planning.costs import TrainingShape
-from libra_cli.core.planning.looks import COOLDOWN
-from libra_cli.core.planning.moves import (
+from libra_cli.core.planning.observation import (
     Decision,
     Observation,
     Replanner,
     moves_between,
     moves_cost_s,
 )
-from libra_cli.core.planning.planner import Layout, PlannerSettings, Search
-from libra_cli.core.planning.replanning import (
+from libra_cli.core.planning.recalibration import MeasuredStep
+from libra_cli.core.planning.rollout_dp import PlannedBucket
+from libra_cli.core.planning.search import Layout, PlannerSettings, Search
+from libra_cli.core.planning.sim_replanner import (
     PLANNERS,
-    Libra,
     PlannerError,
+    SimReplanner,
     replanner,
 )
-from libra_cli.core.planning.rollout_table import PlannedBucket
-from libra_cli.core.planning.workload import Sample, Workload
+from libra_cli.core.planning.triggers import COOLDOWN
 from libra_cli.sim.profiles import load_profile
 
 PROFILE = load_profile("a800-qwen3-14b")
@@ -41,7 +41,7 @@ def work(mean: float, overlap: float = 1.0) -> Workload:
     random = Random(1)
     lengths = (int(mean * random.lognormvariate(-0.3, 0.8)) for _ in range(128))
     return Workload(
-        tuple(Sample(500, min(38_000, n + 1), 500, 4, 4.0) for n in lengths), 256, overlap
+        tuple(TrajectorySample(500, min(38_000, n + 1), 500, 4, 4.0) for n in lengths), 256, overlap
     )
 
 
@@ -55,7 +55,7 @@ def observed(step: int, layout: Layout, load: Workload) -> Observation:
     search = search_of(load)
     times = search.times(layout)
     step_s = times.step_s
-    measured = Measured(step_s, times.train_s, step_s - times.train_s, 0.0, 0.0)
+    measured = MeasuredStep(step_s, times.train_s, step_s - times.train_s, 0.0, 0.0)
     if not measured.starved:
         # In play as long as makes ``unheld_s``, which is proportional to it, the predicted time.
         second = search.table.unheld_s(layout.buckets, 1.0, 100.0)
@@ -104,7 +104,7 @@ def test_a_shift_moves_gpus_either_way(first: float, then: float) -> None:
 
 
 def test_no_move_before_as_many_steps_as_may_be_in_flight_have_passed() -> None:
-    planner = Libra(PROFILE, GPUS, UNIT)
+    planner = SimReplanner(PROFILE, GPUS, UNIT)
     layout, moved = planner.begin(work(1000, overlap=6)), []
     for step, mean in enumerate([1000.0] * 2 + [9000.0] * 6 + [1000.0] * 20):
         decision = planner.consider(observed(step, layout, work(mean, overlap=6)))
@@ -117,9 +117,9 @@ def test_no_move_before_as_many_steps_as_may_be_in_flight_have_passed() -> None:
 def test_a_gain_that_does_not_pay_its_moves_back_is_refused_with_numbers() -> None:
     moves = replace(PROFILE.moves, to_training_s=9e4, to_rollout_s=9e4, start_s={1: 9e4})
     profile = replace(PROFILE, moves=moves)
-    planner = Libra(profile, GPUS, UNIT)
+    planner = SimReplanner(profile, GPUS, UNIT)
     planner.begin(work(1000))
-    layout = Libra(PROFILE, GPUS, UNIT).begin(work(1000))
+    layout = SimReplanner(PROFILE, GPUS, UNIT).begin(work(1000))
     decision = asked(planner, observed(5, layout, work(9000)))
     assert decision.layout is None
     assert "do not pay back" in decision.why_not
@@ -128,16 +128,16 @@ def test_a_gain_that_does_not_pay_its_moves_back_is_refused_with_numbers() -> No
 
 
 def test_near_the_end_nothing_is_moved_that_could_not_pay() -> None:
-    layout = Libra(PROFILE, GPUS, UNIT).begin(work(1000))
+    layout = SimReplanner(PROFILE, GPUS, UNIT).begin(work(1000))
     for left, moves in ((0, False), (50, True)):
-        planner = Libra(PROFILE, GPUS, UNIT)
+        planner = SimReplanner(PROFILE, GPUS, UNIT)
         planner.begin(work(1000))
         seen = replace(observed(5, layout, work(9000)), steps_left=left)
         assert (asked(planner, seen).layout is not None) == moves
 
 
 def test_a_look_that_changed_nothing_is_not_repeated_at_once() -> None:
-    planner = Libra(PROFILE, GPUS, UNIT, Admission(min_gain=0.9))
+    planner = SimReplanner(PROFILE, GPUS, UNIT, Admission(min_gain=0.9))
     layout = planner.begin(work(1000))
     looks = [asked(planner, observed(5, layout, work(9000)))]
     assert "below 90%" in looks[0].why_not
@@ -147,21 +147,21 @@ def test_a_look_that_changed_nothing_is_not_repeated_at_once() -> None:
 
 def test_prices_are_corrected_by_what_was_measured() -> None:
     """Rollout twice as slow as predicted gets more GPUs than the profile alone would give it."""
-    load = Workload((Sample(500, 4000),), 512)
-    layout = Libra(PROFILE, GPUS, UNIT).begin(load)
-    planner = Libra(PROFILE, GPUS, UNIT, Admission(min_gain=0.05))
+    load = Workload((TrajectorySample(500, 4000),), 512)
+    layout = SimReplanner(PROFILE, GPUS, UNIT).begin(load)
+    planner = SimReplanner(PROFILE, GPUS, UNIT, Admission(min_gain=0.05))
     planner.begin(load)
     seen = observed(5, layout, load)
-    slow = Measured(2 * seen.rollout_s, seen.train_s, seen.rollout_s, 0.0, 0.0)
+    slow = MeasuredStep(2 * seen.rollout_s, seen.train_s, seen.rollout_s, 0.0, 0.0)
     decision = asked(planner, replace(seen, measured=slow))
     assert decision.layout is not None
     assert decision.layout.rollout_gpus > layout.rollout_gpus
 
 
 def test_of_plans_as_good_the_nearest_is_taken() -> None:
-    planner = Libra(PROFILE, GPUS, UNIT)
+    planner = SimReplanner(PROFILE, GPUS, UNIT)
     start = planner.begin(work(1000))
-    _, decisions = play(Libra(PROFILE, GPUS, UNIT), [1000.0] * 2 + [9000.0] * 8)
+    _, decisions = play(SimReplanner(PROFILE, GPUS, UNIT), [1000.0] * 2 + [9000.0] * 8)
     moved = [decision.layout for decision in decisions if decision.layout is not None]
     assert moved
     fresh = search_of(work(9000)).best().layout

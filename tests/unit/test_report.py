@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from libra_cli.config.errors import StateError
 from libra_cli.core import records as r
-from libra_cli.edge.journal import Journal
-from libra_cli.edge.show.report import write_report
-from libra_cli.edge.show.slot_rows import SHADES
-from libra_cli.errors import StateError
+from libra_cli.report.html.run_report import write_report
+from libra_cli.report.html.slot_rows import SHADES
+from libra_cli.runtime.store.journal import Journal
 from tests import sample_run
 from tests.eyesight import EYES, seen
 
@@ -242,7 +242,7 @@ def test_no_room_for_the_file_is_an_error_a_user_can_act_on(tmp_path: Path) -> N
 
 def test_the_views_start_without_the_drawing_library() -> None:
     script = (
-        "import sys; import libra_cli.edge.show.report, libra_cli.edge.show.progress;"
+        "import sys; import libra_cli.report.html.run_report, libra_cli.report.status.progress;"
         "sys.exit(sorted({'matplotlib', 'jinja2', 'numpy'} & set(sys.modules)) or None)"
     )
     root = Path(__file__).resolve().parents[2]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.slots import SlotState
-from libra_cli.core.training import TrainerState
+from libra_cli.core.cluster.replica import ReplicaState
+from libra_cli.core.cluster.trainer import TrainerState
 from tests.elastic import Scene, of, scene
 
 A0 = "a/0"
@@ -58,7 +58,7 @@ def test_freed_slots_serve_only_after_the_new_core_has_started():
     leave_core(world)
     world.until(lambda: world.kept)
     assert A0 not in {start.slot for start in world.did(a.StartServer)}
-    serving = [s for s in world.machine.fleet.slots.values() if s.state is SlotState.SERVING]
+    serving = [s for s in world.machine.fleet.slots.values() if s.state is ReplicaState.SERVING]
     assert len(serving) == 3, "servers go on all the while"
     world.speak()
     assert A0 in {start.slot for start in world.did(a.StartServer)}

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.sim.results import (
+from libra_cli.bench.results import (
     METRICS,
-    Row,
+    ComparisonSummary,
+    ResultRow,
     SpeedRow,
-    Summary,
     compare,
     interval,
     summarise,
@@ -28,7 +28,9 @@ KEYS = {"policy", "planner", "trace", "seed", "variant", *METRICS}
 TEN_SECONDS = st.floats(10.0, 20.0)
 
 
-def of(summaries: list[Summary], policy: str, planner: str = "fixed") -> Summary:
+def of(
+    summaries: list[ComparisonSummary], policy: str, planner: str = "fixed"
+) -> ComparisonSummary:
     return next(s for s in summaries if (s.policy, s.planner) == (policy, planner))
 
 
@@ -122,7 +124,7 @@ def test_nothing_is_said_about_a_gain_that_is_not_there(factors: dict[str, float
 def test_what_is_concluded_does_not_depend_on_the_unit(
     triples: list[tuple[float, float, float]], factor: float
 ) -> None:
-    def conclude(scale: float) -> list[Summary]:
+    def conclude(scale: float) -> list[ComparisonSummary]:
         names = ("least-loaded", "libra", "clairvoyant")
         return summarise(
             [
@@ -236,7 +238,7 @@ def test_the_json_has_the_documented_keys() -> None:
 
 def test_a_contender_that_did_nothing_breaks_nothing() -> None:
     nothing = replace(row("least-loaded"), makespan_s=0.0, throughput_tok_s=0.0)
-    rows: list[Row] = [nothing, row("libra")]
+    rows: list[ResultRow] = [nothing, row("libra")]
     assert [s.baseline for s in summarise(rows)] == [None, None]
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_cli.core.planning.costs import NothingFits
-from libra_cli.core.planning.rollout_table import PlannedBucket, RolloutTable, bucket_sizes
-from libra_cli.core.planning.workload import Sample, Workload
-from libra_cli.core.pricing.server_costs import ServerCost
+from libra_cli.core.costs.profile import NothingFits
+from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.planning.rollout_dp import PlannedBucket, RolloutTable, bucket_sizes
 
 SEATS = 8
 
@@ -32,19 +32,19 @@ def server(degree: int, kv_tokens: int = 100_000, step_s: float = 0.02) -> Serve
 SERVERS = {degree: server(degree) for degree in (1, 2, 4)}
 
 
-def cost_s(cost: ServerCost, part: list[Sample], number: int, of: Workload) -> float:
+def cost_s(cost: ServerCost, part: list[TrajectorySample], number: int, of: Workload) -> float:
     """The documented formula, a trajectory at a time."""
     if max(sample.context for sample in part) > cost.kv_tokens:
         return inf
     weight = of.trajectories / len(of.samples)
 
-    def own_work(sample: Sample) -> float:
+    def own_work(sample: TrajectorySample) -> float:
         pairs = sample.prompt**2 / 2 + sample.observed * sample.mean_context
         work = cost.sequence_s * sample.generated + cost.prefill_pair_s * pairs
         work += cost.kv_token_s * sample.generated * sample.mean_context
         return work + cost.prefill_token_s * (sample.prompt + sample.observed)
 
-    def path(sample: Sample) -> float:
+    def path(sample: TrajectorySample) -> float:
         chunks = (sample.prompt + sample.observed) / cost.chunk_tokens
         return cost.step_s * (sample.generated + chunks) + sample.tool_s
 
@@ -64,7 +64,9 @@ def cost_s(cost: ServerCost, part: list[Sample], number: int, of: Workload) -> f
     return busy + waiting
 
 
-def layouts(parts: list[Sample], gpus: int) -> Iterator[list[tuple[int, int, list[Sample]]]]:
+def layouts(
+    parts: list[TrajectorySample], gpus: int
+) -> Iterator[list[tuple[int, int, list[TrajectorySample]]]]:
     """Every way to cut the parts into buckets of any shape and size within the budget."""
     if not parts:
         yield []
@@ -88,7 +90,7 @@ def least_s(workload: Workload, gpus: int) -> float:
 
 
 SAMPLES = st.builds(
-    Sample,
+    TrajectorySample,
     prompt=st.integers(1, 3000),
     generated=st.integers(1, 30_000),
     observed=st.integers(0, 5000),
@@ -144,8 +146,8 @@ def test_more_gpus_never_take_longer(workload: Workload) -> None:
 
 
 def test_short_trajectories_want_small_servers_and_long_ones_large() -> None:
-    short = Workload(tuple(Sample(200, 100 + n) for n in range(64)), 512)
-    long = Workload(tuple(Sample(200, 20_000 + n) for n in range(64)), 16, overlap=1.0)
+    short = Workload(tuple(TrajectorySample(200, 100 + n) for n in range(64)), 512)
+    long = Workload(tuple(TrajectorySample(200, 20_000 + n) for n in range(64)), 16, overlap=1.0)
     kinds = [
         RolloutTable(SERVERS, workload, 8, max_num_seqs=32).buckets(8, 0.05)
         for workload in (short, long)
@@ -155,7 +157,7 @@ def test_short_trajectories_want_small_servers_and_long_ones_large() -> None:
 
 
 def test_a_trajectory_that_fits_no_server_is_named() -> None:
-    workload = Workload((Sample(10, 10), Sample(1000, 500_000)), 8)
+    workload = Workload((TrajectorySample(10, 10), TrajectorySample(1000, 500_000)), 8)
     with pytest.raises(
         NothingFits, match=r"trajectory 2 of 2 has 501,000 tokens.*400,000"
     ) as error:
@@ -164,34 +166,34 @@ def test_a_trajectory_that_fits_no_server_is_named() -> None:
 
 
 def test_a_budget_below_the_smallest_server_says_the_least_that_fits() -> None:
-    workload = Workload((Sample(1000, 300_000),), 8)
+    workload = Workload((TrajectorySample(1000, 300_000),), 8)
     with pytest.raises(NothingFits, match="3 GPUs are too few") as error:
         RolloutTable(SERVERS, workload, 3)
     assert "4 GPUs" in error.value.hint
 
 
 def test_servers_without_the_room_for_the_longest_do_not_get_it() -> None:
-    workload = Workload((Sample(10, 100), Sample(1000, 300_000)), 8)
+    workload = Workload((TrajectorySample(10, 100), TrajectorySample(1000, 300_000)), 8)
     buckets = RolloutTable(SERVERS, workload, 8).buckets(8)
     assert buckets[-1].tensor_parallel == 4
 
 
 def test_a_layout_that_lacks_the_room_takes_for_ever() -> None:
-    table = RolloutTable(SERVERS, Workload((Sample(1000, 300_000),), 8), 8)
+    table = RolloutTable(SERVERS, Workload((TrajectorySample(1000, 300_000),), 8), 8)
     assert table.buckets_s((PlannedBucket(1, 8, 0, 8),)) == inf
     assert table.buckets_s((PlannedBucket(4, 2, 0, 8),)) < inf
     assert table.buckets_s((PlannedBucket(8, 1, 0, 8),)) == inf, "no price for this shape"
 
 
 def test_a_cap_on_seats_makes_a_server_slower() -> None:
-    workload = Workload((Sample(100, 1000),), 256)
+    workload = Workload((TrajectorySample(100, 1000),), 256)
     table = RolloutTable(SERVERS, workload, 8)
     few, many = (table.buckets_s((PlannedBucket(1, 8, 0, seats),)) for seats in (2, 32))
     assert few > 2 * many
 
 
 def test_what_binds_is_said_in_words() -> None:
-    workload = Workload((Sample(100, 1000),), 256)
+    workload = Workload((TrajectorySample(100, 1000),), 256)
     table = RolloutTable(SERVERS, workload, 8, max_num_seqs=1)
     assert "max_num_seqs" in table.binding((PlannedBucket(1, 8, 1000, 1),))
 

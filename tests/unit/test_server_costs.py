@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.core.pricing.server_costs import ServerCost
+from libra_cli.core.costs.server import ServerCost
 
 A100_14B = ServerCost(
     tensor_parallel=1,

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.elastic.shares import MARGIN, Speeds, deal_shares
-from libra_cli.core.elastic.workers import MAX_MISSED, Workers
-from libra_cli.core.ledger import Group
-from libra_cli.core.slots import SlotState, SlotStatus
+from libra_cli.core.cluster.gradient_workers import MAX_MISSED, GradientWorkers
+from libra_cli.core.cluster.partition import MARGIN, Speeds, deal_shares
+from libra_cli.core.cluster.replica import Replica, ReplicaState
+from libra_cli.core.rollout.groups import Group
 from libra_cli.core.types import Pool, Slot, Trajectory, TrajectoryId
 
 
@@ -26,8 +26,8 @@ def slot(index: int, gpus: int = 1) -> Slot:
     return Slot(f"w/{index}", "w", tuple(range(index, index + gpus)), Pool.HYBRID)
 
 
-def version(step: int, epoch: int = 1) -> e.Published:
-    return e.Published(step, epoch, f"v{step}-e{epoch}", 1, 0.0)
+def version(step: int, epoch: int = 1) -> e.PublishedVersion:
+    return e.PublishedVersion(step, epoch, f"v{step}-e{epoch}", 1, 0.0)
 
 
 @given(
@@ -37,7 +37,7 @@ def version(step: int, epoch: int = 1) -> e.Published:
 def test_groups_are_dealt_whole_and_at_most_once(sizes, speeds):
     known = Speeds(1)
     known.core(100.0, 1.0)
-    workers = [SlotStatus(slot(index), since=0.0) for index in range(len(speeds))]
+    workers = [Replica(slot(index), since=0.0) for index in range(len(speeds))]
     for status, speed in zip(workers, speeds, strict=True):
         known.worker(status.slot.id, 1000, 1000 / speed)
     groups = [group(number, size) for number, size in enumerate(sizes)]
@@ -52,7 +52,7 @@ def test_groups_are_dealt_whole_and_at_most_once(sizes, speeds):
 def test_shares_are_in_proportion_to_speed(fast, slow):
     known = Speeds(1)
     known.core(100.0, 1.0)
-    workers = [SlotStatus(slot(index), since=0.0) for index in range(2)]
+    workers = [Replica(slot(index), since=0.0) for index in range(2)]
     for status, factor in zip(workers, (fast, slow), strict=True):
         known.worker(status.slot.id, int(100 * factor), MARGIN)  # what is dealt as 100 * factor
     groups = [group(number, 10) for number in range(400)]
@@ -64,13 +64,13 @@ def test_shares_are_in_proportion_to_speed(fast, slow):
 
 def test_unknown_speeds_count_gpus_and_the_core_goes_first():
     known = Speeds(2)
-    worker = SlotStatus(slot(0, gpus=2), since=0.0)
+    worker = Replica(slot(0, gpus=2), since=0.0)
     assert deal_shares([group(0, 10)], [worker], known) == ()
     (share,) = deal_shares([group(0, 10), group(1, 10)], [worker], known)
     assert share.groups == (1,)
 
 
-def ready(workers: Workers, at: Slot, published: e.Published) -> SlotStatus:
+def ready(workers: GradientWorkers, at: Slot, published: e.PublishedVersion) -> Replica:
     """A worker that has proved a version."""
     status = workers.of(at, now=0.0)
     workers.publish(published)
@@ -80,7 +80,7 @@ def ready(workers: Workers, at: Slot, published: e.Published) -> SlotStatus:
     return status
 
 
-def prove(workers: Workers, status: SlotStatus, published: e.Published) -> None:
+def prove(workers: GradientWorkers, status: Replica, published: e.PublishedVersion) -> None:
     workers.synced(
         e.WorkerSynced(status.slot.id, status.epoch, published, 0.0, 0.1, 0.1, 1.0), now=1.0
     )
@@ -90,7 +90,7 @@ BATCH = [group(number, 10) for number in range(8)]
 
 
 def test_a_worker_has_a_share_of_the_step_whose_version_it_is_just_loading():
-    workers = Workers(1)
+    workers = GradientWorkers(1)
     status = ready(workers, slot(0), version(1))
     assert workers.shares(BATCH)
     workers.publish(version(2))
@@ -100,7 +100,7 @@ def test_a_worker_has_a_share_of_the_step_whose_version_it_is_just_loading():
 
 
 def test_a_worker_that_lies_further_back_has_no_share():
-    workers = Workers(1)
+    workers = GradientWorkers(1)
     status = ready(workers, slot(0), version(1))
     workers.publish(version(2))
     workers.publish(version(3))
@@ -110,7 +110,7 @@ def test_a_worker_that_lies_further_back_has_no_share():
 
 
 def test_a_worker_that_proves_an_old_version_goes_on_to_the_newest_first():
-    workers = Workers(1)
+    workers = GradientWorkers(1)
     status = ready(workers, slot(0), version(1))
     workers.publish(version(2))
     workers.publish(version(3))
@@ -121,7 +121,7 @@ def test_a_worker_that_proves_an_old_version_goes_on_to_the_newest_first():
 
 
 def test_the_same_step_of_another_trainer_is_another_version():
-    workers = Workers(1)
+    workers = GradientWorkers(1)
     ready(workers, slot(0), version(1, epoch=1))
     workers.publish(version(1, epoch=2))
     workers.publish(version(1, epoch=3))
@@ -130,7 +130,7 @@ def test_the_same_step_of_another_trainer_is_another_version():
 
 @pytest.mark.parametrize("what", ["unreachable", "leaving", "starting"])
 def test_only_a_worker_that_works_and_can_be_reached_has_a_share(what):
-    workers = Workers(1)
+    workers = GradientWorkers(1)
     status = ready(workers, slot(0), version(1))
     if what == "unreachable":
         workers.lost("w", now=2.0)
@@ -141,26 +141,26 @@ def test_only_a_worker_that_works_and_can_be_reached_has_a_share(what):
     assert workers.shares(BATCH) == ()
 
 
-def done(status: SlotStatus, *, used: bool) -> e.ShareDone:
+def done(status: Replica, *, used: bool) -> e.ShareDone:
     return e.ShareDone(
         status.slot.id, status.epoch, used, "" if used else "late", 10, 1.0, 0.0, 1, 0.1
     )
 
 
 def test_shares_that_go_unused_in_a_row_take_the_worker_out():
-    workers = Workers(1)
+    workers = GradientWorkers(1)
     status = ready(workers, slot(0), version(1))
     story = [False] * (MAX_MISSED - 1) + [True] + [False] * MAX_MISSED
     for used in story:
-        assert status.state is SlotState.TRAINING
+        assert status.state is ReplicaState.TRAINING
         workers.shares(BATCH)
         workers.step_over([done(status, used=used)], (0.0, 0.0), now=2.0)
-    assert status.state is SlotState.STOPPING
+    assert status.state is ReplicaState.STOPPING
     assert status.detail == f"{MAX_MISSED} shares in a row were of no use: late"
 
 
 def test_what_a_worker_of_before_says_changes_nothing():
-    workers = Workers(1)
+    workers = GradientWorkers(1)
     status = ready(workers, slot(0), version(1))
     old = done(status, used=True)
     workers.take_out(status, "died", now=2.0)
@@ -170,7 +170,7 @@ def test_what_a_worker_of_before_says_changes_nothing():
 
 
 def test_a_leaving_worker_goes_when_the_step_with_its_share_is_over():
-    workers = Workers(1)
+    workers = GradientWorkers(1)
     status = ready(workers, slot(0), version(1))
     workers.shares(BATCH)
     assert not any(isinstance(x, a.StopWorker) for x in workers.leave(status, "the plan", now=2.0))
@@ -180,11 +180,11 @@ def test_a_leaving_worker_goes_when_the_step_with_its_share_is_over():
 
 
 def test_a_worker_that_never_worked_is_not_started_again():
-    workers = Workers(1)
+    workers = GradientWorkers(1)
     status = workers.of(slot(0), now=0.0)
     workers.start(status, now=0.0)
     workers.failed(e.WorkerFailed("w/0", status.epoch, "no memory"), now=1.0)
     workers.gone(e.WorkerStopped("w/0", status.epoch), now=2.0, again=True)
-    assert status.state is SlotState.FAILED
+    assert status.state is ReplicaState.FAILED
     workers.expect(slot(0), now=3.0)
     assert str(status.state) == "idle", "a new plan hopes for it"

@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from libra_cli.errors import TrainerError
-from libra_cli.node.bearer_http import Blob, Reply
-from libra_cli.node.fetch import Fetch, Rows
-from libra_cli.node.samples import read_samples
-from libra_cli.node.shares import Share, read_shares, rows_of
-from libra_cli.node.side_channel import Board, Finished, Piece, serve
+from libra_cli.config.errors import TrainerError
+from libra_cli.node.gradient.client import GradientClient, Rows
+from libra_cli.node.gradient.server import GradientsFinished, GradientStore, Piece, serve
+from libra_cli.node.http import Blob, Reply
+from libra_cli.node.trainer.samples import read_samples
+from libra_cli.node.trainer.shares import WorkerShare, read_shares, rows_of
 
 TOKEN = "of-this-run"
 DEADLINE_S = 10.0
@@ -34,32 +34,32 @@ BIAS: NDArray[np.float32] = np.array(0.5, dtype="<f4")
 
 
 @pytest.fixture
-def board(tmp_path: Path) -> Board:
+def board(tmp_path: Path) -> GradientStore:
     """A share of step 7 that is under way; of its two tensors the scalar is not finished."""
-    board = Board(epoch=3)
+    board = GradientStore(epoch=3)
     board.begin(7, "v000006-e1")
     board.finish("weight", in_pieces(tmp_path, world=2))
     return board
 
 
-def in_pieces(directory: Path, *, world: int) -> Finished:
+def in_pieces(directory: Path, *, world: int) -> GradientsFinished:
     pieces = []
     for rank in range(world):
         start, stop = rows_of(5, rank=rank, world=world)
         path = directory / f"weight.{rank}"
         VALUES[start:stop].tofile(path)
         pieces.append(Piece(path, start, stop))
-    return Finished((5, 3), pieces)
+    return GradientsFinished((5, 3), pieces)
 
 
-def complete(board: Board, directory: Path, step: int = 7) -> None:
+def complete(board: GradientStore, directory: Path, step: int = 7) -> None:
     BIAS.tofile(directory / "bias")
-    board.finish("bias", Finished((), [Piece(directory / "bias", 0, 1)]))
+    board.finish("bias", GradientsFinished((), [Piece(directory / "bias", 0, 1)]))
     board.done(step, [1.0] * 7, 20, 0.5)
 
 
 @pytest.fixture
-def port(board: Board) -> Iterator[int]:
+def port(board: GradientStore) -> Iterator[int]:
     server = serve(board, bind="127.0.0.1", port=0, token=TOKEN)
     yield server.server_address[1]
     server.shutdown()
@@ -77,14 +77,16 @@ def ask(port: int, path: str, query: Mapping[str, Any], token: str = TOKEN) -> t
         connection.close()
 
 
-def fetch(port: int, *, token: str = TOKEN, rank: int = 0, world: int = 1, **changes: Any) -> Fetch:
-    share = Share("gpu-01/0", 3, f"http://127.0.0.1:{port}", "v000006-e1", frozenset({1}))
+def fetch(
+    port: int, *, token: str = TOKEN, rank: int = 0, world: int = 1, **changes: Any
+) -> GradientClient:
+    share = WorkerShare("gpu-01/0", 3, f"http://127.0.0.1:{port}", "v000006-e1", frozenset({1}))
     wanted = {
         "weight": Rows((5, 3), *rows_of(5, rank=rank, world=world)),
         "bias": Rows((), *rows_of(1, rank=rank, world=world)),
     }
     given = {"tokens": 20, "wanted": wanted, "token": token, **changes}
-    found = Fetch(share, given.pop("step", 7), **given)
+    found = GradientClient(share, given.pop("step", 7), **given)
     found.start()
     return found
 
@@ -115,14 +117,14 @@ def test_a_gradient_is_refused_that_is_old_or_not_there(
     assert ask(port, "/gradient", GRADIENT | changes)[0] == status
 
 
-def test_nothing_of_a_share_is_served_once_the_next_is_taken(board: Board, port: int):
+def test_nothing_of_a_share_is_served_once_the_next_is_taken(board: GradientStore, port: int):
     assert ask(port, "/gradient", GRADIENT)[0] == HTTPStatus.OK
     board.begin(8, "v000007-e1")
     assert ask(port, "/gradient", GRADIENT)[0] == HTTPStatus.CONFLICT
     assert ask(port, "/share", {**ABOUT, "wait_s": 5})[0] == HTTPStatus.CONFLICT
 
 
-def test_a_share_that_is_done_late_does_not_end_the_next_one(board: Board):
+def test_a_share_that_is_done_late_does_not_end_the_next_one(board: GradientStore):
     board.begin(8, "v000007-e1")
     board.done(7, [1.0] * 7, 20, 0.5)
     assert board.wanted()
@@ -144,12 +146,12 @@ def test_any_rows_are_read_whatever_the_worker_s_world(
         values[start:stop].tofile(directory / str(rank))
         pieces.append(Piece(directory / str(rank), start, stop))
     first, last = sorted(min(one, rows) for one in cut)
-    assert Finished((rows, 2), pieces).read(first, last) == values[first:last].tobytes()
+    assert GradientsFinished((rows, 2), pieces).read(first, last) == values[first:last].tobytes()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_ranks_of_the_core_get_their_rows_and_together_everything(
-    board: Board, port: int, tmp_path: Path, world: int
+    board: GradientStore, port: int, tmp_path: Path, world: int
 ):
     complete(board, tmp_path)
     parts, bias = [], []
@@ -166,7 +168,7 @@ def test_the_ranks_of_the_core_get_their_rows_and_together_everything(
 
 
 def test_a_tensor_is_fetched_while_the_share_is_still_running(
-    board: Board, port: int, tmp_path: Path
+    board: GradientStore, port: int, tmp_path: Path
 ):
     one = fetch(port)
     wait_for(lambda: "weight" in one.rows)
@@ -182,7 +184,7 @@ def wait_for(condition: Any) -> None:
         time.sleep(0.005)
 
 
-class Damaging(Board):
+class Damaging(GradientStore):
     """Sends other bytes than those it gives the checksum of."""
 
     def gradient(self, about: Mapping[str, str], name: str, first: int, last: int) -> Reply:
@@ -223,7 +225,7 @@ def test_a_damaged_gradient_is_not_used(tmp_path: Path):
     ],
 )
 def test_a_share_that_is_not_the_one_asked_for_is_not_used(
-    board: Board, port: int, tmp_path: Path, changes: dict[str, Any], reason: str
+    board: GradientStore, port: int, tmp_path: Path, changes: dict[str, Any], reason: str
 ):
     complete(board, tmp_path)
     problem = fetch(port, **changes).settle(time.monotonic(), DEADLINE_S).problem
@@ -231,7 +233,7 @@ def test_a_share_that_is_not_the_one_asked_for_is_not_used(
 
 
 def test_a_share_that_the_worker_has_yet_to_take_is_awaited(
-    board: Board, port: int, tmp_path: Path
+    board: GradientStore, port: int, tmp_path: Path
 ):
     early = fetch(port, step=8)
     assert "not done within 0.5 s" in early.settle(time.monotonic(), 0.5).problem
@@ -242,7 +244,7 @@ def test_a_share_that_the_worker_has_yet_to_take_is_awaited(
     assert patient.settle(time.monotonic(), DEADLINE_S).problem == ""
 
 
-def test_a_worker_that_failed_says_why(board: Board, port: int):
+def test_a_worker_that_failed_says_why(board: GradientStore, port: int):
     board.drop(7, "the worker was stopped")
     arrival = fetch(port).settle(time.monotonic(), DEADLINE_S)
     assert arrival.problem == "the worker failed: the worker was stopped"
@@ -266,7 +268,7 @@ def test_a_silent_worker_is_waited_for_no_longer_than_the_core_is_patient():
     assert arrival.waited_s >= 0.2
 
 
-def test_a_slow_worker_is_told_from_a_silent_one(board: Board, port: int):
+def test_a_slow_worker_is_told_from_a_silent_one(board: GradientStore, port: int):
     one = fetch(port)
     wait_for(lambda: "weight" in one.rows)
     problem = one.settle(time.monotonic(), 0.0).problem
@@ -274,7 +276,7 @@ def test_a_slow_worker_is_told_from_a_silent_one(board: Board, port: int):
 
 
 def test_a_wait_over_since_the_core_was_busy_counts_for_nothing(
-    board: Board, port: int, tmp_path: Path
+    board: GradientStore, port: int, tmp_path: Path
 ):
     complete(board, tmp_path)
     one = fetch(port)

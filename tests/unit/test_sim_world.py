@@ -9,9 +9,9 @@ import pytest
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.elastic.pool import GRACE_S
+from libra_cli.core.reconcile.reconciler import GRACE_S
 from libra_cli.core.records import StepRecord
-from libra_cli.core.scheduling.scheduler import POLICIES, make_policy
+from libra_cli.core.scheduling.least_cost import POLICIES, make_policy
 from libra_cli.core.types import Plan, Pool, Slot, TrajectoryId
 from libra_cli.sim.world import _PERFORM, World
 from tests import sim_scene
@@ -99,7 +99,7 @@ def test_turns_longer_than_a_drain_go_on_elsewhere_with_what_they_had() -> None:
 def test_every_action_is_simulated_or_not_for_a_fixed_plan_of_servers() -> None:
     missing = set(get_args(a.Action)) - set(_PERFORM)
     workers = {a.StartWorker, a.SyncWorker, a.StopWorker}
-    assert missing == workers | {a.Accumulate, a.Propose, a.Answer}
+    assert missing == workers | {a.Accumulate, a.Propose, a.AnswerOrder}
 
 
 def test_more_training_gpus_make_a_step_shorter_and_they_join_late() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.cluster.placement import initial_plan, plan_with, slots_of
+from libra_cli.core.costs.profile import NothingFits, Profile
+from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.planning.admission import Admission
-from libra_cli.core.planning.costs import NothingFits, Profile
-from libra_cli.core.planning.slot_plan import held, layout_of, propose_plan
-from libra_cli.core.planning.workload import Sample, Workload
-from libra_cli.core.split import initial_plan, plan_with, slots_of
+from libra_cli.core.planning.slot_placement import held, layout_of, propose_plan
 from libra_cli.core.types import Role
-from libra_cli.recipe import Recipe
 from libra_cli.sim.profiles import load_profile
 
 PROFILE = load_profile("a800-qwen3-8b")
@@ -30,7 +30,7 @@ def recipe_of(nodes: int, **node: Any) -> Recipe:
 
 
 def work(tokens: int, batch: int = 512) -> Workload:
-    return Workload((Sample(500, tokens), Sample(500, 2 * tokens)), batch)
+    return Workload((TrajectorySample(500, tokens), TrajectorySample(500, 2 * tokens)), batch)
 
 
 def test_short_trajectories_give_slots_to_training() -> None:

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from libra_cli.core import records as r
-from libra_cli.edge.journal import Journal
-from libra_cli.edge.show.charts import Row
-from libra_cli.edge.show.reader import Reader
-from libra_cli.edge.show.slot_rows import SHADES, slot_rows
+from libra_cli.report.html.charts import TimelineRow
+from libra_cli.report.html.slot_rows import SHADES, slot_rows
+from libra_cli.runtime.store.journal import Journal
+from libra_cli.runtime.store.reader import Reader
 from tests import sample_run
 from tests.sample_run import slot_record
 
 _SECONDS = 400.0
 
 
-def rows_of(run_dir: Path, *records: r.Record) -> dict[str, Row]:
+def rows_of(run_dir: Path, *records: r.Record) -> dict[str, TimelineRow]:
     """The rows of a run of 400 s; times of the records count from its start."""
     with Journal(run_dir) as journal:
         journal.save(sample_run.run_record())

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.core.split import PlanError, initial_plan, processes_per_node, slots_of
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.cluster.placement import PlanError, initial_plan, processes_per_node, slots_of
 from libra_cli.core.types import Pool
-from libra_cli.recipe import Recipe
 
 
 def recipe_of(*nodes: dict[str, Any], buckets: list[dict[str, Any]] | None = None) -> Recipe:

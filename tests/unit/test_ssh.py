@@ -29,10 +29,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from libra_cli.edge.hosts.ssh import SshTransport
-from libra_cli.edge.hosts.ssh_hops import Wish, way
-from libra_cli.edge.hosts.transport import Endpoint
-from libra_cli.errors import HostError, HostKeyError, HostLost
+from libra_cli.config.errors import HostError, HostKeyError, HostLost
+from libra_cli.runtime.hosts.ssh import SshTransport
+from libra_cli.runtime.hosts.ssh_target import SshTarget, way
+from libra_cli.runtime.hosts.transport import Endpoint
 
 SSHD = "/usr/sbin/sshd"
 DEADLINE_S = 15.0
@@ -359,10 +359,10 @@ def test_a_jump_host_may_come_from_the_recipe_and_the_hop_that_fails_is_named(se
 
 def test_the_recipe_wins_over_the_configuration(home) -> None:
     (home / ".ssh/config").write_text("Host a\n  User bob\n  Port 2222\n  ProxyJump b,c\n")
-    hops = way(Wish("a"), "~/.ssh/config", None)
+    hops = way(SshTarget("a"), "~/.ssh/config", None)
     assert [str(hop).partition("@")[2] for hop in hops] == ["b", "c", "a:2222"]
     assert str(hops[-1]) == "bob@a:2222"
-    (direct,) = way(Wish("a", user="eve", port=22, jump="none"), "~/.ssh/config", None)
+    (direct,) = way(SshTarget("a", user="eve", port=22, jump="none"), "~/.ssh/config", None)
     assert str(direct) == "eve@a"
 
 

@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.elastic.workers import Workers
-from libra_cli.core.ledger import Group, GroupState, Ledger
-from libra_cli.core.training import PARTS, TrainerState, Training
+from libra_cli.core.cluster.gradient_workers import GradientWorkers
+from libra_cli.core.cluster.trainer import PARTS, TrainerGroup, TrainerState
+from libra_cli.core.rollout.groups import Group, GroupLedger, GroupState
 from libra_cli.core.types import Pool, Slot, VersionSpan
 from tests.elastic import scene
 
 GROUPS = 8
 
 
-def ledger(staleness: int = 1) -> Ledger:
-    return Ledger(group_size=2, groups_per_step=GROUPS, max_staleness=staleness, retries=1)
+def ledger(staleness: int = 1) -> GroupLedger:
+    return GroupLedger(group_size=2, groups_per_step=GROUPS, max_staleness=staleness, retries=1)
 
 
-def end(book: Ledger, group: Group, version: int = 0) -> None:
+def end(book: GroupLedger, group: Group, version: int = 0) -> None:
     """Every member has a token and a reward."""
     for member in group.members:
         speak(group, member.id.member, version)
@@ -37,20 +37,20 @@ def speak(group: Group, member: int, version: int) -> None:
     trajectory.spans = [VersionSpan(version, 0, 1)]
 
 
-def trainer(book: Ledger, *, stream: bool) -> Training:
-    training = Training(book, Workers(1), [], checkpoint_every=100, stream=stream)
+def trainer(book: GroupLedger, *, stream: bool) -> TrainerGroup:
+    training = TrainerGroup(book, GradientWorkers(1), [], checkpoint_every=100, stream=stream)
     training.start(now=0.0)
-    training.started(e.TrainerStarted(1, e.Published(0, 1, "v0", 1, 0.0)), now=0.0)
+    training.started(e.TrainerStarted(1, e.PublishedVersion(0, 1, "v0", 1, 0.0)), now=0.0)
     return training
 
 
-def answer(training: Training, actions: list[a.Action]) -> None:
+def answer(training: TrainerGroup, actions: list[a.Action]) -> None:
     for action in actions:
         if isinstance(action, a.Accumulate):
             training.accumulated(e.Accumulated(action.epoch, action.step, action.part))
 
 
-def groups_of(samples: tuple[a.Sample, ...]) -> list[int]:
+def groups_of(samples: tuple[a.TrainSample, ...]) -> list[int]:
     return sorted({sample.trajectory.id.group for sample in samples})
 
 
@@ -131,10 +131,10 @@ def test_parts_of_a_trainer_that_dies_are_trained_by_the_next():
 
 
 def test_shares_are_of_the_last_part_only():
-    book, workers = ledger(), Workers(1)
-    training = Training(book, workers, [], checkpoint_every=100, stream=True)
+    book, workers = ledger(), GradientWorkers(1)
+    training = TrainerGroup(book, workers, [], checkpoint_every=100, stream=True)
     training.start(now=0.0)
-    published = e.Published(0, 1, "v0", 1, 0.0)
+    published = e.PublishedVersion(0, 1, "v0", 1, 0.0)
     training.started(e.TrainerStarted(1, published), now=0.0)
     status = workers.of(Slot("w/0", "w", (), Pool.HYBRID), now=0.0)
     workers.publish(published)

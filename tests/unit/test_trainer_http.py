@@ -13,9 +13,17 @@ import msgpack
 import numpy as np
 import pytest
 
-from libra_cli.errors import TrainerError
-from libra_cli.node.samples import read_sample
-from libra_cli.node.trainer_http import Accumulate, Checkpoint, Desk, Idle, Stop, Train, serve
+from libra_cli.config.errors import TrainerError
+from libra_cli.node.trainer.commands import (
+    AccumulateCommand,
+    CheckpointCommand,
+    CommandQueue,
+    IdleCommand,
+    StopCommand,
+    TrainCommand,
+    serve,
+)
+from libra_cli.node.trainer.samples import read_sample
 
 TOKEN = "of-this-run"
 
@@ -35,8 +43,8 @@ def trajectory(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def desk() -> Desk:
-    desk = Desk(world_size=1, trainer_epoch=2, max_len=16)
+def desk() -> CommandQueue:
+    desk = CommandQueue(world_size=1, trainer_epoch=2, max_len=16)
     desk.state = "ready"
     return desk
 
@@ -45,68 +53,73 @@ def step(number: int) -> dict[str, Any]:
     return {"step": number, "checkpoint": None, "trajectories": [trajectory()]}
 
 
-def test_a_step_is_taken_once_however_often_it_is_sent(desk: Desk):
+def test_a_step_is_taken_once_however_often_it_is_sent(desk: CommandQueue):
     assert desk.train(step(1))[0] == HTTPStatus.ACCEPTED
     assert desk.train(step(1))[0] == HTTPStatus.ACCEPTED
     command = desk.next(0)
-    assert isinstance(command, Train)
+    assert isinstance(command, TrainCommand)
     assert command.step == 1
     assert command.ledger is None
-    assert isinstance(desk.next(0), Idle)
+    assert isinstance(desk.next(0), IdleCommand)
 
 
 def part(number: int, of: int = 1) -> dict[str, Any]:
     return {"step": of, "part": number, "trajectories": [trajectory()]}
 
 
-def test_parts_are_taken_in_order_each_once_and_then_the_step(desk: Desk):
+def test_parts_are_taken_in_order_each_once_and_then_the_step(desk: CommandQueue):
     for number in (1, 1, 2, 1, 2):
         assert desk.accumulate(part(number))[0] == HTTPStatus.ACCEPTED
     assert desk.part_result(1, 2, 0) == (HTTPStatus.OK, {"state": "running"})
     assert desk.train({**step(1), "parts": 2})[0] == HTTPStatus.ACCEPTED
     commands = [desk.next(0) for _ in range(4)]
-    assert [type(one) for one in commands] == [Accumulate, Accumulate, Train, Idle]
+    assert [type(one) for one in commands] == [
+        AccumulateCommand,
+        AccumulateCommand,
+        TrainCommand,
+        IdleCommand,
+    ]
     desk.accumulated(1, 1, {"tokens": 2})
     assert desk.part_result(1, 1, 0)[1] == {"state": "done", "metrics": {"tokens": 2}}
     assert desk.accumulate(part(1, of=2))[0] == HTTPStatus.ACCEPTED
 
 
 @pytest.mark.parametrize(("number", "of"), [(2, 1), (0, 1), (1, 0), (1, 2)])
-def test_any_other_part_than_the_next_is_a_conflict(desk: Desk, number: int, of: int):
+def test_any_other_part_than_the_next_is_a_conflict(desk: CommandQueue, number: int, of: int):
     assert desk.accumulate(part(number, of))[0] == HTTPStatus.CONFLICT
     assert desk.part_result(of, number, 0)[0] == HTTPStatus.NOT_FOUND
 
 
-def test_a_step_that_counts_other_parts_than_came_is_refused_with_both_numbers(desk: Desk):
+def test_a_step_that_counts_other_parts_than_came_is_refused_with_both_numbers(desk: CommandQueue):
     desk.accumulate(part(1))
     with pytest.raises(TrainerError, match="3 parts should be accumulated, 1 are"):
         desk.train({**step(1), "parts": 3})
     assert desk.train({**step(1), "parts": 1})[0] == HTTPStatus.ACCEPTED
 
 
-def test_who_waits_for_a_part_hears_that_the_trainer_failed(desk: Desk):
+def test_who_waits_for_a_part_hears_that_the_trainer_failed(desk: CommandQueue):
     desk.accumulate(part(1))
     desk.fail("out of memory")
     assert desk.part_result(1, 1, 5)[1] == {"state": "failed", "error": "out of memory"}
 
 
 @pytest.mark.parametrize("number", [0, 2, 7])
-def test_any_other_step_than_the_next_is_a_conflict(desk: Desk, number: int):
+def test_any_other_step_than_the_next_is_a_conflict(desk: CommandQueue, number: int):
     status, body = desk.train(step(number))
     assert status == HTTPStatus.CONFLICT
     assert body["error"] == f"step {number} was sent, the next one is 1"
 
 
-def test_a_step_is_refused_before_ready_and_while_stopping(desk: Desk):
+def test_a_step_is_refused_before_ready_and_while_stopping(desk: CommandQueue):
     desk.state = "starting"
     assert desk.train(step(1))[0] == HTTPStatus.SERVICE_UNAVAILABLE
     desk.state = "ready"
     desk.stop()
     assert desk.train(step(1))[0] == HTTPStatus.SERVICE_UNAVAILABLE
-    assert isinstance(desk.next(0), Stop)
+    assert isinstance(desk.next(0), StopCommand)
 
 
-def test_a_failure_wakes_who_waits_and_says_why(desk: Desk):
+def test_a_failure_wakes_who_waits_and_says_why(desk: CommandQueue):
     desk.train(step(1))
     answers: list[Any] = []
     waiting = threading.Thread(target=lambda: answers.append(desk.result(1, 30)), daemon=True)
@@ -118,23 +131,23 @@ def test_a_failure_wakes_who_waits_and_says_why(desk: Desk):
     assert desk.train(step(2))[1] == {"error": "TrainerError: out of luck"}
 
 
-def test_a_step_that_was_never_sent_is_unknown(desk: Desk):
+def test_a_step_that_was_never_sent_is_unknown(desk: CommandQueue):
     assert desk.result(1, 0)[0] == HTTPStatus.NOT_FOUND
     desk.train(step(1))
     assert desk.result(1, 0)[1] == {"state": "running"}
 
 
-def test_asking_for_a_checkpoint_waits_for_that_one(desk: Desk):
+def test_asking_for_a_checkpoint_waits_for_that_one(desk: CommandQueue):
     desk.train({**step(1), "checkpoint": {"ledger": {"at": 1}}})
     answers: list[Any] = []
     asking = threading.Thread(target=lambda: answers.append(desk.save({"at": 2})), daemon=True)
     asking.start()
     train = desk.next(10)
-    assert isinstance(train, Train)
+    assert isinstance(train, TrainCommand)
     assert train.ledger == {"at": 1}
     save = desk.next(10)
     desk.saved(1, "step-000001")
-    assert isinstance(save, Checkpoint)
+    assert isinstance(save, CheckpointCommand)
     assert save.ledger == {"at": 2}
     asking.join(0.05)
     assert answers == []
@@ -169,7 +182,7 @@ def test_a_wrong_trajectory_is_named_with_what_is_wrong(changes: dict[str, Any],
 
 
 @pytest.fixture
-def port(desk: Desk) -> Iterator[int]:
+def port(desk: CommandQueue) -> Iterator[int]:
     server = serve(desk, port=0, token=TOKEN)
     yield server.server_address[1]
     server.shutdown()
@@ -192,17 +205,17 @@ def ask(
     ("method", "path"),
     [("GET", "/health"), ("GET", "/train/1"), ("POST", "/train"), ("POST", "/stop"), ("GET", "/x")],
 )
-def test_every_route_demands_the_token(desk: Desk, port: int, method: str, path: str):
+def test_every_route_demands_the_token(desk: CommandQueue, port: int, method: str, path: str):
     assert ask(port, method, path, token="of-another-run")[0] == HTTPStatus.UNAUTHORIZED
     assert not desk.stopping
 
 
-def test_a_step_goes_over_the_wire(desk: Desk, port: int):
+def test_a_step_goes_over_the_wire(desk: CommandQueue, port: int):
     body = msgpack.packb(step(1))
     assert ask(port, "POST", "/train", body) == (HTTPStatus.ACCEPTED, {"state": "running"})
     assert ask(port, "GET", "/train/1?wait_s=0")[1] == {"state": "running"}
     command = desk.next(10)
-    assert isinstance(command, Train)
+    assert isinstance(command, TrainCommand)
     (sample,) = command.samples
     assert sample.token_ids.tolist() == [5, 6, 7, 8]
     assert sample.generated == 2

@@ -14,13 +14,20 @@ torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from libra_cli.errors import WeightsError  # noqa: E402
-from libra_cli.node import patch, weights  # noqa: E402
-from libra_cli.node.exchange import Exchange  # noqa: E402
-from libra_cli.node.weights import MANIFEST, Probe, probe_tokens, publish, version_name  # noqa: E402
+from libra_cli.config.errors import WeightsError  # noqa: E402
+from libra_cli.node.weights import patch  # noqa: E402
+from libra_cli.node.weights import versions as weights  # noqa: E402
+from libra_cli.node.weights.versions import (  # noqa: E402
+    MANIFEST,
+    ProbeResult,
+    probe_tokens,
+    publish,
+    version_name,
+)
+from libra_cli.node.weights.weight_server import WeightServer  # noqa: E402
 
 pytestmark = pytest.mark.vllm
-PROBE = Probe([1, 2, 3], [-0.5, -1.5])
+PROBE = ProbeResult([1, 2, 3], [-0.5, -1.5])
 TENSORS = {
     "model.embed.weight": torch.arange(12.0).reshape(3, 4),
     "lm_head.weight": torch.ones(3, 4, dtype=torch.bfloat16),
@@ -33,7 +40,7 @@ def _time_for_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "DELTA_S", 20.0)
 
 
-def write(root: Path, version: int, *, epoch: int = 0, keep: int = 2) -> weights.Published:
+def write(root: Path, version: int, *, epoch: int = 0, keep: int = 2) -> weights.VersionOnDisk:
     return publish(
         TENSORS.items(), root, version=version, trainer_epoch=epoch, probe=PROBE, keep=keep
     )
@@ -193,8 +200,8 @@ def test_a_delta_that_cannot_be_written_does_not_stop_the_version(
 
 
 def test_a_host_that_follows_is_bit_identical_at_every_version(tmp_path: Path):
-    there = Exchange(tmp_path / "trainer" / "run", "token")
-    here = Exchange(tmp_path / "host" / "run", "token")
+    there = WeightServer(tmp_path / "trainer" / "run", "token")
+    here = WeightServer(tmp_path / "host" / "run", "token")
     source = f"http://127.0.0.1:{there.serve('127.0.0.1', 0)}"
     try:
         kinds = []

@@ -7,18 +7,18 @@ from array import array
 import pytest
 
 from libra_cli.core.actions import Action, StopWorker, SyncWorker
-from libra_cli.core.elastic.workers import MAX_UNREACHED, Workers
-from libra_cli.core.events import Published, WorkerStarted, WorkerSynced, WorkerSyncFailed
-from libra_cli.core.ledger import Group
-from libra_cli.core.slots import SlotState, SlotStatus
+from libra_cli.core.cluster.gradient_workers import MAX_UNREACHED, GradientWorkers
+from libra_cli.core.cluster.replica import Replica, ReplicaState
+from libra_cli.core.events import PublishedVersion, WorkerStarted, WorkerSynced, WorkerSyncFailed
+from libra_cli.core.rollout.groups import Group
 from libra_cli.core.types import Pool, Slot, Trajectory, TrajectoryId
 
 SLOT = Slot("b/0", "b", (), Pool.HYBRID)
 
 
-def version(number: int) -> Published:
+def version(number: int) -> PublishedVersion:
     """As the trainer published it."""
-    return Published(number, 1, f"v{number:06d}-e1", 1000, 0.0)
+    return PublishedVersion(number, 1, f"v{number:06d}-e1", 1000, 0.0)
 
 
 def groups(count: int) -> list[Group]:
@@ -38,9 +38,9 @@ def kinds(actions: list[Action]) -> list[type]:
 
 
 @pytest.fixture
-def workers() -> Workers:
+def workers() -> GradientWorkers:
     """One worker, which has proved version 1."""
-    made = Workers(1)
+    made = GradientWorkers(1)
     made.publish(version(1))
     made.start(made.of(SLOT, now=0.0), now=0.0)
     made.started(WorkerStarted("b/0", 0), now=1.0)
@@ -49,7 +49,7 @@ def workers() -> Workers:
 
 
 @pytest.fixture
-def status(workers: Workers) -> SlotStatus:
+def status(workers: GradientWorkers) -> Replica:
     """Its own."""
     return workers.slots["b/0"]
 
@@ -58,7 +58,7 @@ def test_a_worker_that_leaves_ends_the_share_it_has(workers, status):
     assert workers.shares(groups(4))
     for _ in range(2):  # whoever wants it gone says so again whenever something happens
         assert kinds(workers.leave(status, "not wanted", now=3.0)) == []
-        assert status.state is SlotState.DRAINING
+        assert status.state is ReplicaState.DRAINING
     assert kinds(workers.step_over((), (0.0, 0.0), now=4.0)) == [StopWorker]
 
 
@@ -83,7 +83,7 @@ def test_a_version_that_does_not_arrive_costs_shares_and_not_the_worker(workers,
 def test_a_worker_that_no_version_reaches_is_taken_out(workers, status):
     actions: list[Action] = []
     for number in range(2, 2 + MAX_UNREACHED):
-        assert status.state is SlotState.TRAINING
+        assert status.state is ReplicaState.TRAINING
         workers.publish(version(number))
         actions = workers.sync_failed(
             WorkerSyncFailed("b/0", 0, version(number), "the disk is full"), now=float(number)

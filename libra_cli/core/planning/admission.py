@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, log
 
-from libra_cli.core.planning.planner import Times
+from libra_cli.core.planning.search import Times
 from libra_cli.core.types import Seconds, Tokens
 
 DRIFT = 0.3

@@ -84,7 +84,7 @@ class _Group:
         self.squares = 0.0
 
 
-class _Flight:
+class _TrackedTrajectory:
     """One trajectory under way.
 
     ``marks`` holds ``MARKS`` numbers a return, ``prompt`` the class of its length (an eighth of a
@@ -116,7 +116,7 @@ class CausalEstimator:
         self._weights = [*[WEIGHT] * (len(VIEWS) - 1), SIBLING_WEIGHT]
         self._slopes = [0.01] * len(VIEWS)
         self._count = 0
-        self._flights: dict[TrajectoryId, _Flight] = {}
+        self._flights: dict[TrajectoryId, _TrackedTrajectory] = {}
         self._groups: dict[GroupId, _Group] = {}
 
     @property
@@ -219,7 +219,7 @@ class CausalEstimator:
         self._slopes = [a + b for a, b in zip(mine, theirs, strict=True)]
         self._count += int(state["count"])
 
-    def _flight(self, trajectory: TrajectoryId, prompt: Tokens) -> _Flight:
+    def _flight(self, trajectory: TrajectoryId, prompt: Tokens) -> _TrackedTrajectory:
         flight = self._flights.get(trajectory)
         if flight is not None:
             return flight
@@ -227,10 +227,10 @@ class CausalEstimator:
         # At the end of the order: the oldest idle group is the first to be forgotten.
         self._groups[trajectory.group] = group
         group.active += 1
-        flight = self._flights[trajectory] = _Flight(group, prompt)
+        flight = self._flights[trajectory] = _TrackedTrajectory(group, prompt)
         return flight
 
-    def _leave(self, trajectory: TrajectoryId) -> _Flight | None:
+    def _leave(self, trajectory: TrajectoryId) -> _TrackedTrajectory | None:
         flight = self._flights.pop(trajectory, None)
         if flight is None:
             return None
@@ -241,7 +241,7 @@ class CausalEstimator:
                 del self._groups[number]
         return flight
 
-    def _paths(self, flight: _Flight, turn: int) -> tuple[tuple[Key, ...], ...]:
+    def _paths(self, flight: _TrackedTrajectory, turn: int) -> tuple[tuple[Key, ...], ...]:
         """The five views as paths. The hundreds of a path's first key tell the views apart."""
         marks, states = flight.marks, flight.states
         at = MARKS * turn
@@ -259,7 +259,7 @@ class CausalEstimator:
             (300 + latest, attained, which),
         )
 
-    def _views(self, flight: _Flight, turn: int) -> list[Vector]:
+    def _views(self, flight: _TrackedTrajectory, turn: int) -> list[Vector]:
         """Every view's log odds less those of every return."""
         base = self._tree.log_odds(())
         paths = self._paths(flight, turn)
@@ -268,7 +268,7 @@ class CausalEstimator:
             self._siblings(flight, turn),
         ]
 
-    def _answer(self, flight: _Flight, turn: int) -> Vector:
+    def _answer(self, flight: _TrackedTrajectory, turn: int) -> Vector:
         """The law's log odds, without the views that weigh next to nothing."""
         told, kept = [], 1.0
         for weight, path in zip(self._weights, self._paths(flight, turn), strict=False):
@@ -282,7 +282,7 @@ class CausalEstimator:
             odds += self._weights[-1] * self._siblings(flight, turn)
         return odds
 
-    def _siblings(self, flight: _Flight, turn: int) -> Vector:
+    def _siblings(self, flight: _TrackedTrajectory, turn: int) -> Vector:
         """What is known of the siblings, less what would be thought without any."""
         generated, _, ended, squares = flight.marks[MARKS * turn : MARKS * turn + MARKS]
         if not squares:
@@ -307,7 +307,7 @@ class CausalEstimator:
         shares = weights / np.add.reduce(weights)
         return Estimate(tuple(shares.tolist()), float(shares @ CENTRES))
 
-    def _learn(self, flight: _Flight, generated: float, *, ended: bool) -> None:
+    def _learn(self, flight: _TrackedTrajectory, generated: float, *, ended: bool) -> None:
         """One AdaGrad step for some returns of a trajectory, spread over its length.
 
         Where it has not ended, only the bounds below what it reached have taught anything.

@@ -43,7 +43,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from libra_cli.core.scheduling.bins import BINS, bin_of
-from libra_cli.core.types import Outcome, ToolReturn
+from libra_cli.core.types import ToolOutcome, ToolReturn
 
 KAPPA = 16.0
 """Observations a parent counts for in its child."""
@@ -85,7 +85,7 @@ def state_of(returns: Sequence[ToolReturn]) -> str:
     return f"{last.tool}/{bisect_left(SIZES, size)}/{outcome.value}"
 
 
-_BADNESS = {Outcome.OK: 0, Outcome.ERROR: 1, Outcome.TIMEOUT: 2}
+_BADNESS = {ToolOutcome.OK: 0, ToolOutcome.ERROR: 1, ToolOutcome.TIMEOUT: 2}
 WARM: Vector = np.full(BINS, 1 / BINS)
 """What is thought before anything was observed: flat over the logarithm of tokens."""
 

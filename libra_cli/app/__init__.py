@@ -1,0 +1,1 @@
+"""One module per command: each wires recipe, core and runtime together and decides nothing."""

@@ -1,0 +1,90 @@
+"""What a user may order of a live run, as written on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from libra_cli.app import run as app
+from libra_cli.config.errors import LibraError, StateError
+from libra_cli.core.types import Role
+from libra_cli.report.status.summary import controller_alive, newest_run
+from libra_cli.runtime.order_files import give_order
+from libra_cli.runtime.store.reader import Reader
+
+ORDERED = {str(role): role for role in (Role.ROLLOUT, Role.GRADIENT, Role.TRAIN)}
+"""What a user may order and pin."""
+LET_GO = "auto"
+"""What a slot is pinned to that is not to be held any more."""
+_V = TypeVar("_V")
+
+
+class RebalanceError(LibraError):
+    """An argument of ``libra rebalance`` that means nothing, or not yet."""
+
+    exit_code = 2
+
+
+def refuse_explaining(*, as_json: bool, profile: str | None, trace: str | None) -> None:
+    """These belong to ``--dry-run``. Raises RebalanceError."""
+    given = {"--json": as_json, "--profile": profile, "--trace": trace}
+    flags = [flag for flag, value in given.items() if value]
+    if flags:
+        raise RebalanceError(
+            f"{flags[0]} is for explaining, and without --dry-run slots would move",
+            hint="libra rebalance RUN_DIR --dry-run " + " ".join(flags),
+        )
+
+
+def order(target: Path | None, *, to: str, pins: Sequence[str]) -> tuple[bool, str]:
+    """Ask a live run to plan now, or order a split; whether it was accepted, and what was said.
+
+    Raises:
+        LibraError: no live run there, or an argument that cannot be read.
+    """
+    run_dir = target or newest_run(app.RUNS)
+    if run_dir.is_file():
+        raise RebalanceError(
+            f"{run_dir} is a recipe: only a live run can move slots",
+            hint=f"libra rebalance {run_dir} --dry-run",
+        )
+    named = dict(_read_pair(part, _number) for part in to.split(",")) if to else {}
+    counts = {_role(name): number for name, number in named.items()}
+    pinned = dict(_read_pair(pin, _pin) for pin in pins)
+    with Reader(run_dir) as reader:
+        if not controller_alive(reader):
+            raise StateError(
+                f"{run_dir} is not running any more", hint=f"libra rebalance {run_dir} --dry-run"
+            )
+    return give_order(run_dir, counts, pinned)
+
+
+def _read_pair(text: str, read: Callable[[str], _V]) -> tuple[str, _V]:
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not name:
+        raise RebalanceError(
+            f"{text!r} is not NAME=VALUE",
+            hint='libra rebalance RUN_DIR --to "rollout=3,gradient=1" --pin gpu-01/0=rollout',
+        )
+    return name, read(value)
+
+
+def _number(text: str) -> int:
+    if not text.isdigit():
+        raise RebalanceError(f"{text!r} is not a number of slots", hint='--to "rollout=3"')
+    return int(text)
+
+
+def _role(text: str) -> Role:
+    if text not in ORDERED:
+        known = ", ".join(ORDERED)
+        raise RebalanceError(
+            f"{text!r} is no role; there are {known}",
+            hint=f"--pin SLOT={LET_GO} lets a pinned slot go",
+        )
+    return ORDERED[text]
+
+
+def _pin(text: str) -> Role | None:
+    return None if text == LET_GO else _role(text)

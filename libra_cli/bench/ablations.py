@@ -1,0 +1,92 @@
+"""libra's scheduler with one part removed, and two rivals with one part of it, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from libra_cli.core.scheduling.baseline_estimators import TurnIndexMean
+from libra_cli.core.scheduling.baselines import (
+    LeastLoaded,
+    SchedulingPolicy,
+    StickyLeastLoaded,
+    stay_or_least,
+)
+from libra_cli.core.scheduling.causal_estimator import CausalEstimator
+from libra_cli.core.scheduling.least_cost import LeastExpectedCost, caches_hold
+from libra_cli.core.scheduling.server_queues import Request, ServerQueue, ServerQueues
+from libra_cli.core.types import Seconds, Tokens
+
+
+class _NoAdmission(LeastExpectedCost):
+    """Seats alone admit; vLLM preempts when its cache is full."""
+
+    def admits(self, request: Request, lane: ServerQueue) -> bool:
+        """Anybody who finds a seat."""
+        return True
+
+
+class _NoBackPressure(LeastExpectedCost):
+    """More trajectories begin while there are seats."""
+
+    def has_room(self, contexts: Tokens, lanes: ServerQueues) -> bool:
+        """Always."""
+        return True
+
+
+class _NoMoves(LeastExpectedCost):
+    """A trajectory ends where it began."""
+
+    def choose(self, request: Request, lanes: ServerQueues, *, now: Seconds) -> ServerQueue | None:
+        """The server it was on, if it still serves."""
+        last = lanes.by_slot.get(request.last_slot or "")
+        return last or super().choose(request, lanes, now=now)
+
+    def lets_go(
+        self, request: Request, home: ServerQueue, thief: ServerQueue, *, now: Seconds
+    ) -> bool:
+        """Only one that has not begun."""
+        return not request.turns and super().lets_go(request, home, thief, now=now)
+
+
+class _NoCosts(LeastExpectedCost):
+    """Placement by seats: the server it was on, else the least loaded."""
+
+    def choose(self, request: Request, lanes: ServerQueues, *, now: Seconds) -> ServerQueue | None:
+        """Whatever a request may cost there."""
+        return stay_or_least(request, lanes, lanes.all)
+
+
+class _NoOrder(LeastExpectedCost):
+    """First come, first served in every queue."""
+
+    def rank(self, request: Request) -> float:
+        """The same for all."""
+        return 0.0
+
+
+class _LeastLoadedHeldBack(LeastLoaded):
+    """The rival, with libra's back-pressure."""
+
+    def has_room(self, contexts: Tokens, lanes: ServerQueues) -> bool:
+        """As libra."""
+        return caches_hold(contexts, lanes)
+
+
+class _StickyHeldBack(StickyLeastLoaded):
+    """The rival, with libra's back-pressure."""
+
+    def has_room(self, contexts: Tokens, lanes: ServerQueues) -> bool:
+        """As libra."""
+        return caches_hold(contexts, lanes)
+
+
+ABLATIONS: dict[str, Callable[[], SchedulingPolicy]] = {
+    "no estimates": lambda: LeastExpectedCost(TurnIndexMean()),
+    "no expected cost": lambda: _NoCosts(CausalEstimator()),
+    "no KV admission": lambda: _NoAdmission(CausalEstimator()),
+    "no back-pressure": lambda: _NoBackPressure(CausalEstimator()),
+    "no moves": lambda: _NoMoves(CausalEstimator()),
+    "least-loaded, held back": _LeastLoadedHeldBack,
+    "sticky, held back": _StickyHeldBack,
+    "no order": lambda: _NoOrder(CausalEstimator()),
+}

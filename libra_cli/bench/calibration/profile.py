@@ -1,0 +1,249 @@
+"""``libra bench --calibrate``: from what was measured to a profile, and what is said of it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from libra_cli.bench.calibration.survey import CalibrationMeasurement, Effort, calibrate
+from libra_cli.bench.fidelity.checks import CheckResult
+from libra_cli.bench.report.terminal import Sheet, amount
+from libra_cli.bench.results import FORMAT
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.cluster.placement import slots_of
+from libra_cli.core.costs.fitting import Fit
+from libra_cli.core.costs.loads import ServerFit, fit_server, fit_training
+from libra_cli.core.costs.observed import NETWORK_BANDWIDTH, NODE_BANDWIDTH
+from libra_cli.core.costs.profile import (
+    GIB,
+    Contention,
+    MemoryModel,
+    MoveCost,
+    Profile,
+    TrainingCost,
+)
+from libra_cli.core.launch.commands import dtype_of
+from libra_cli.runtime.recipes.loader import load_recipe
+
+BYTES = {"float32": 4, "bfloat16": 2}
+CPU_OVERHEAD_GIB = 1.0
+"""Of a server or a rank without a GPU, beside weights and KV cache: interpreter and libraries."""
+
+
+def calibrated(
+    recipe_path: Path, profile_path: Path | None, *, progress: Callable[[str], None]
+) -> CheckResult:
+    """Measure a recipe's servers and trainer and write the profile.
+
+    Raises:
+        LibraError: the recipe is wrong, or something could not be started or measured.
+    """
+    recipe = load_recipe(recipe_path)
+    measured = calibrate(recipe, Effort(), note=progress)
+    profile = profile_of(measured)
+    path = profile_path or Path(f"{profile.name}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(profile.to_json())
+    return told(profile, path)
+
+
+def profile_of(measured: CalibrationMeasurement) -> Profile:
+    """The prices that explain the measurements best.
+
+    Raises:
+        FittingError: they say too little.
+    """
+    facts = _facts(measured)
+    fits = {
+        shape.tensor_parallel: fit_server(
+            shape.turns,
+            tensor_parallel=shape.tensor_parallel,
+            kv_tokens=shape.facts.kv_tokens,
+            chunk_tokens=measured.chunk_tokens,
+        )
+        for shape in measured.shapes
+    }
+    training = fit_training(measured.batches, ranks=measured.ranks)
+    step_s, token_s, pair_s = training.prices
+    gpu, model = _gpu(measured), _model_name(measured.recipe)
+    return Profile(
+        name=_slug(f"{gpu}-{model}"),
+        gpu=gpu,
+        model=model,
+        servers={degree: fitted.cost for degree, fitted in fits.items()},
+        training=TrainingCost(
+            token_s=token_s,
+            pair_s=pair_s,
+            step_s=step_s,
+            facts=facts,
+            node_bandwidth=NODE_BANDWIDTH,
+            network_bandwidth=NETWORK_BANDWIDTH,
+            node_gpus=max(node.slots for node in measured.recipe.nodes),
+            micro_tokens=measured.recipe.training.micro_batch_tokens,
+        ),
+        moves=_moves(measured),
+        overhead_s=0.0,
+        provenance=_provenance(measured, fits, training),
+        surroundings=_surroundings(measured, fits),
+    )
+
+
+def _surroundings(measured: CalibrationMeasurement, fits: Mapping[int, ServerFit]) -> Contention:
+    serving = [max(1.0, one.turn_beside_s / one.turn_alone_s) for one in measured.sharing]
+    training = [max(1.0, one.step_beside_s / one.step_alone_s) for one in measured.sharing]
+    return Contention(
+        sync_s=median(sync.seconds for sync in measured.syncs),
+        stall_s=median(sync.stall_s for sync in measured.syncs),
+        turn_s=fmean(fitted.turn_s for fitted in fits.values()),
+        serving_slowdown=fmean(serving) if serving else 1.0,
+        training_slowdown=fmean(training) if training else 1.0,
+    )
+
+
+def _moves(measured: CalibrationMeasurement) -> MoveCost:
+    sync_s = median(sync.seconds for sync in measured.syncs)
+    starts = {shape.tensor_parallel: shape.start_s for shape in measured.shapes}
+    return MoveCost(
+        to_training_s=measured.stop_s + measured.trainer_start_s,
+        to_rollout_s=max(starts.values()) + sync_s,
+        resize_s=measured.stop_s + measured.trainer_start_s,
+        start_s=starts,
+    )
+
+
+# -- what the hosts and the model say ------------------------------------------------------------
+
+
+def _facts(measured: CalibrationMeasurement) -> MemoryModel:
+    """Sizes from config.json and the published version; memory as the hosts have it."""
+    config = measured.model.get("text_config") or measured.model
+    assert isinstance(config, dict)
+    recipe = measured.recipe
+    size = BYTES[dtype_of(recipe, slots_of(recipe))]
+    heads = config["num_attention_heads"]
+    head = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    layers = config["num_hidden_layers"]
+    on_gpus = any(slot.gpus for slot in slots_of(recipe))
+    overheads = (
+        {}
+        if on_gpus
+        else {
+            "server_overhead_gib": CPU_OVERHEAD_GIB,
+            "trainer_overhead_gib": CPU_OVERHEAD_GIB,
+        }
+    )
+    return MemoryModel(
+        parameters=measured.model_bytes / size,
+        layers=layers,
+        hidden=config["hidden_size"],
+        vocabulary=config["vocab_size"],
+        kv_bytes=2.0 * layers * kv_heads * head * size,
+        gpu_gib=_memory_gib(measured),
+        usable_share=recipe.rollout.gpu_memory if on_gpus else 0.9,
+        **overheads,
+    )
+
+
+def _memory_gib(measured: CalibrationMeasurement) -> float:
+    """Of the smallest GPU; without GPUs a slot's share of its host's memory."""
+    found: list[float] = []
+    for node in measured.recipe.nodes:
+        host = measured.hosts[node.name]
+        gpus = host["gpus"]
+        assert isinstance(gpus, list)
+        if node.gpus:
+            found += [gpu["mem_total"] / GIB for gpu in gpus[: node.gpus]]
+        else:
+            found.append(float(str(host["mem_total"])) / GIB / node.slots)
+    return min(found)
+
+
+def _gpu(measured: CalibrationMeasurement) -> str:
+    for node in measured.recipe.nodes:
+        gpus = measured.hosts[node.name]["gpus"]
+        if node.gpus and isinstance(gpus, list) and gpus:
+            return str(gpus[0]["name"])
+    return "CPU"
+
+
+def _model_name(recipe: Recipe) -> str:
+    if recipe.model.path is not None:
+        return recipe.model.path.rstrip("/").rpartition("/")[2]
+    assert recipe.model.build is not None
+    return f"built-{recipe.model.build.task}"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+
+
+def _provenance(
+    measured: CalibrationMeasurement, fits: Mapping[int, ServerFit], training: Fit
+) -> dict[str, str]:
+    day = time.strftime("%Y-%m-%d %H:%M", time.localtime(measured.at))
+    hosts = [
+        f"{name}: {facts['cpus']} cores, {float(str(facts['mem_total'])) / GIB:.0f} GiB"
+        for name, facts in measured.hosts.items()
+    ]
+    servers = [
+        f"TP{shape.tensor_parallel}, {shape.servers} at once: "
+        f"{fits[shape.tensor_parallel].fit.told()}"
+        for shape in measured.shapes
+    ]
+    sharing = [
+        f"{one.load}: turn {one.turn_alone_s * 1e3:.1f} ms alone, {one.turn_beside_s * 1e3:.1f} "
+        f"beside training; step {one.step_alone_s:.2f} s alone, {one.step_beside_s:.2f} beside"
+        for one in measured.sharing
+    ]
+    return {
+        "measured": f"libra bench --calibrate, {day}; nothing else may have run on the hosts",
+        "hosts": "; ".join(hosts),
+        "vllm": ", ".join(sorted({shape.facts.version for shape in measured.shapes})),
+        "servers": "; ".join(servers),
+        "training": f"{measured.ranks} ranks: {training.told()}",
+        "sharing": "; ".join(sharing),
+        "moves": "starts of servers and trainer as measured; a move is made up of them",
+        "bandwidths": "assumed, not measured",
+        "overhead": "not told apart from the kernels: 0",
+    }
+
+
+# -- what is said of it --------------------------------------------------------------------------
+
+
+def told(profile: Profile, path: Path) -> CheckResult:
+    """The profile's prices for people, and the object for ``--json``."""
+    around = profile.surroundings
+    rows: list[tuple[str, str, str]] = []
+    for degree, cost in sorted(profile.servers.items()):
+        rows += [
+            (f"TP{degree}: a step", amount(cost.step_s * 1e3), "ms"),
+            ("  a sequence in it", amount(cost.sequence_s * 1e6), "us"),
+            ("  a cached token of these", amount(cost.kv_token_s * 1e9), "ns"),
+            ("  a request", amount(cost.request_s * 1e6), "us"),
+            ("  a prompt token", amount(cost.prefill_token_s * 1e6), "us"),
+            ("  a pair of tokens", amount(cost.prefill_pair_s * 1e9), "ns"),
+            ("  KV cache", f"{cost.kv_tokens:,}", "tokens"),
+            ("  start", amount(profile.moves.start(degree)), "s"),
+        ]
+    training = profile.training
+    rows += [
+        ("training: a step", amount(training.step_s), "s"),
+        ("  a token", amount(training.token_s * 1e6), "us"),
+        ("  a pair of tokens", amount(training.pair_s * 1e9), "ns"),
+        ("weights: published to proved", amount(around.sync_s), "s"),
+        ("  of which the server stands still", amount(around.stall_s), "s"),
+        ("a turn outside the server", amount(around.turn_s * 1e3), "ms"),
+        ("a turn while the trainer works", f"x{around.serving_slowdown:.2f}", ""),
+        ("a step while servers work", f"x{around.training_slowdown:.2f}", ""),
+    ]
+    notes = [f"{key}: {profile.provenance[key]}" for key in ("servers", "training")]
+    sheet = Sheet(f"profile {profile.name}, written to {path}", ("", "", ""), rows, notes)
+    body: dict[str, Any] = {"format": FORMAT, "calibration": {"profile": str(path)}}
+    body["calibration"]["provenance"] = dict(profile.provenance)
+    return CheckResult((sheet,), body)

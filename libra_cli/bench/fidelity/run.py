@@ -1,0 +1,243 @@
+"""How near a simulated run is to one that really took place.
+
+The trajectories of a finished run are played again in virtual time: the same prompts, generated
+lengths, tool returns and tool times, the same recipe and plan, the machine and policy of
+production; servers, trainer and weight syncs cost what a profile says. Compared are the seconds
+from one optimizer step's end to the next, from the end of the first one on, since before it
+everything was starting.
+
+Guarantee: of the recorded run only what the policy and the environment did is used, never a time
+but those of tools; the profile must come from elsewhere (``libra bench --calibrate``), and nothing
+is fitted here. Limit: what was still being played when the run ended is completed with trajectories
+of the same run; failures, restarts and changes of plan are not played again. What the controller
+does for a turn is known only as far as the calibration did it too, and one number says how much
+sharing cores slows the trainer down, where it depends on the load: on a host of two cores without
+GPUs simulated steps are too short by a tenth to nearly a half.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count, pairwise
+from statistics import fmean
+
+from libra_cli.bench.fidelity.server import RunError
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.actions import TrainSample
+from libra_cli.core.cluster.placement import initial_plan, slots_of
+from libra_cli.core.costs.profile import Profile, ProfileError, TrainingShape
+from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.costs.workload import TrajectorySample as Size
+from libra_cli.core.costs.workload import Workload
+from libra_cli.core.machine import guessed_cost
+from libra_cli.core.records import StepRecord, TurnRecord
+from libra_cli.core.scheduling.least_cost import make_policy
+from libra_cli.core.types import Bucket, Seconds, Slot, ToolOutcome, TrajectoryId
+from libra_cli.sim.traces import RecordedEpisode, Turn
+from libra_cli.sim.world import Recording, SimConfig, World
+
+LEAST_STEPS = 3
+"""Of a run that says anything about the time of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What is used of a finished run: its recipe, and rows of its journal.
+
+    ``finished`` are the trajectories that came to their end.
+    """
+
+    name: str
+    recipe: Recipe
+    steps: tuple[StepRecord, ...]
+    turns: tuple[TurnRecord, ...]
+    finished: frozenset[TrajectoryId]
+
+
+@dataclass(frozen=True, slots=True)
+class Paces:
+    """Of one run, real or simulated: seconds of each step after the first, and of training."""
+
+    steps_s: tuple[Seconds, ...]
+    train_s: tuple[Seconds, ...]
+    tokens: int
+
+    @property
+    def step_s(self) -> Seconds:
+        """Mean seconds of a step."""
+        return fmean(self.steps_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated and trained tokens a second."""
+        return self.tokens / sum(self.steps_s)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveFidelity:
+    """A run beside its simulation. Errors are relative and signed: +0.05 is 5 % too slow."""
+
+    name: str
+    recorded: Paces
+    simulated: Paces
+
+    @property
+    def step_error(self) -> float:
+        """Of the mean seconds of a step."""
+        return self.simulated.step_s / self.recorded.step_s - 1
+
+    @property
+    def each_error(self) -> float:
+        """Of the seconds of single steps: the mean size, over the steps."""
+        pairs = zip(self.simulated.steps_s, self.recorded.steps_s, strict=False)
+        return fmean(abs(mine / real - 1) for mine, real in pairs)
+
+    @property
+    def train_error(self) -> float:
+        """Of the mean seconds of training in a step."""
+        return fmean(self.simulated.train_s) / fmean(self.recorded.train_s) - 1
+
+    @property
+    def tokens_error(self) -> float:
+        """Of the tokens a second."""
+        return self.simulated.tokens_per_s / self.recorded.tokens_per_s - 1
+
+
+def compared(recorded: Recorded, profile: Profile) -> LiveFidelity:
+    """Play a recorded run again and compare.
+
+    Raises:
+        RunError: the run has too few steps, or no trajectory that ended.
+        ProfileError: the profile has no server of a shape that the run has.
+    """
+    if len(recorded.steps) < LEAST_STEPS:
+        raise RunError(
+            f"{recorded.name}: {len(recorded.steps)} steps say too little of a step's time; "
+            f"at least {LEAST_STEPS} are needed"
+        )
+    tape = replayed(recorded, profile)
+    return LiveFidelity(recorded.name, paces(recorded.steps), paces(tape.steps))
+
+
+def paces(steps: Sequence[StepRecord]) -> Paces:
+    """From the rows of the steps, in order."""
+    return Paces(
+        tuple(after.ended_at - before.ended_at for before, after in pairwise(steps)),
+        tuple(step.ended_at - step.started_at for step in steps[1:]),
+        sum(step.generated_tokens for step in steps[1:]),
+    )
+
+
+def replayed(recorded: Recorded, profile: Profile) -> Recording:
+    """The run in virtual time. Raises as ``compared`` does."""
+    groups = _groups(recorded)
+    policy = make_policy(recorded.recipe.scheduler.policy)
+    return World(_scene(recorded, profile), policy, groups).run()
+
+
+def _scene(recorded: Recorded, profile: Profile) -> SimConfig:
+    recipe, around = recorded.recipe, profile.surroundings
+    plan = initial_plan(recipe)
+    missing = {b.tensor_parallel for _, b in plan.servers} - set(profile.servers)
+    if missing:
+        raise ProfileError(
+            f"profile {profile.name} has no server of {min(missing)} GPUs, and {recorded.name} has",
+            hint="libra bench --calibrate with that run's recipe",
+        )
+    beside = profile.scaled(around.serving_slowdown)
+    shape = TrainingShape(data_parallel=len(plan.train))
+    return SimConfig(
+        recipe=recipe,
+        plan=plan,
+        slots=_numbered(slots_of(recipe)),
+        cost_of=partial(_cost, profile),
+        guess_of=guessed_cost,
+        train_s=partial(_train_s, profile, shape),
+        start_s=lambda bucket: profile.moves.start(bucket.tensor_parallel),
+        sync_s=around.sync_s,
+        stall_s=around.stall_s,
+        turn_s=around.turn_s,
+        beside_of=partial(_cost, beside) if around.serving_slowdown > 1 else None,
+        training_slowdown=around.training_slowdown,
+    )
+
+
+def _numbered(slots: Iterable[Slot]) -> tuple[Slot, ...]:
+    """The world tells slots apart by their GPUs; those of hosts without any get a number."""
+    numbers = count(1_000_000)
+    return tuple(slot if slot.gpus else replace(slot, gpus=(next(numbers),)) for slot in slots)
+
+
+def _cost(profile: Profile, bucket: Bucket) -> ServerCost:
+    return profile.servers[bucket.tensor_parallel]
+
+
+def _train_s(
+    profile: Profile, shape: TrainingShape, samples: tuple[TrainSample, ...], gpus: int
+) -> Seconds:
+    sizes = tuple(
+        Size(
+            prompt=len(sample.trajectory.token_ids) - sample.trajectory.generated,
+            generated=max(1, sample.trajectory.generated),
+        )
+        for sample in samples
+    )
+    return profile.training.seconds(shape, Workload(sizes, len(sizes)))
+
+
+# -- the trajectories of the run -----------------------------------------------------------------
+
+
+def _groups(recorded: Recorded) -> Iterator[tuple[RecordedEpisode, ...]]:
+    """Group after group as they were played; unfinished members as finished ones of others."""
+    played = episodes(recorded)
+    if not played:
+        raise RunError(f"{recorded.name}: no trajectory came to its end")
+    size = recorded.recipe.rollout.group_size
+    spare = [episode for _, episode in sorted(played.items())]
+    for group in count():
+        yield tuple(
+            played.get((group, member), spare[(group * size + member) % len(spare)])
+            for member in range(size)
+        )
+
+
+def episodes(recorded: Recorded) -> dict[tuple[int, int], RecordedEpisode]:
+    """By group and member, the last attempt of every trajectory that ended."""
+    turns: dict[TrajectoryId, list[TurnRecord]] = defaultdict(list)
+    for row in recorded.turns:
+        turns[TrajectoryId(row.group_id, row.member, row.attempt)].append(row)
+    found: dict[tuple[int, int], RecordedEpisode] = {}
+    for who in sorted(recorded.finished):
+        rows = sorted(turns[who], key=lambda row: row.turn)
+        if rows:
+            found[who.group, who.member] = _episode(who, rows)
+    return found
+
+
+def _episode(who: TrajectoryId, rows: Sequence[TurnRecord]) -> RecordedEpisode:
+    """What was observed after a turn is what the next prompt has beyond the context so far."""
+    ends = [row.prompt_tokens + row.generated_tokens for row in rows]
+    observed = [after.prompt_tokens - end for after, end in zip(rows[1:], ends, strict=False)]
+    played = tuple(_turn(row, seen) for row, seen in zip(rows, [*observed, 0], strict=True))
+    return RecordedEpisode(str(who.group), rows[0].prompt_tokens, played, 0.0)
+
+
+def _turn(row: TurnRecord, observed: int) -> Turn:
+    """Several tool calls of a turn count as one that took as long as all of them."""
+    calls = json.loads(row.tools_json)
+    worst = max((call[1] for call in calls), key=_SEVERITY.index, default=None)
+    return Turn(
+        generated=max(1, row.generated_tokens),
+        observation=max(0, observed),
+        tool=str(calls[0][0]) if calls else "",
+        outcome=ToolOutcome(worst) if worst is not None else None,
+        tool_s=sum(float(call[2]) for call in calls),
+    )
+
+
+_SEVERITY = [ToolOutcome.OK, ToolOutcome.ERROR, ToolOutcome.TIMEOUT]

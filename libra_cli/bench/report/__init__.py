@@ -1,0 +1,1 @@
+"""What an experiment found, in a terminal and in ``bench.html``."""

@@ -1,0 +1,383 @@
+"""``bench.html``: what an experiment found, in one file that opens without a network.
+
+Drawings as SVG, a few lines of CSS, no script; light or dark as the reader's. It holds a table, a
+drawing of the contenders with their intervals for every comparison, and of the runs that were kept
+as stories the slots over time, the lengths, and how good the estimates were. Slots, bins and points
+are bounded, so a long experiment gives a file of the same size.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from libra_cli import __version__
+from libra_cli.bench.report import terminal as bench_view
+from libra_cli.report.html.run_report import Chart
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from libra_cli.bench.results import Comparison, ComparisonSummary, Interval, Timeline
+    from libra_cli.report.html.charts import TimelineRow as SlotRow
+
+_TEMPLATE = "bench.html.j2"
+_BINS = 240
+_MAX_SLOTS = 48
+_MAX_TIMELINES = 6
+_MAX_SMALL = 8
+_LENGTH_POINTS = 200
+_CLAIRVOYANT = "clairvoyant"
+_FEW_CALIBRATION = 20
+"""Estimates in a bin of the calibration, below which its dot is drawn small."""
+COLOURS = {
+    "serving": "a",
+    "training": "b",
+    "draining": "warn",
+    "starting": "warn",
+    "syncing": "warn",
+}
+"""Page variables of a slot's states; ``idle`` is left blank, what else there is drawn grey."""
+_METRIC_UNITS = {"makespan_s": "seconds", "throughput_tok_s": "generated tokens per second"}
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One experiment: its name, its comparisons, and sentences to show with them."""
+
+    title: str
+    comparisons: Sequence[Comparison]
+    notes: Sequence[str]
+
+
+def bench_page(
+    sections: Sequence[Section],
+    stories: Sequence[Timeline],
+    *,
+    about: str,
+    command: str,
+    told: Sequence[str] = (),
+) -> str:
+    """The page as text. ``about`` stands under the title, ``told`` are warnings above all else.
+
+    Raises:
+        StateError: this installation lacks the template.
+    """
+    import jinja2  # here, not above: a command that writes no report need not wait for it
+
+    from libra_cli.report.html.templates import template
+
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    page = environment.from_string(template(_TEMPLATE))
+    return page.render(
+        about=about,
+        command=command,
+        told=told,
+        tiles=_tiles(sections),
+        sections=[_section(number, section) for number, section in enumerate(sections)],
+        timelines=_timelines(stories),
+        charts=[*_lengths(stories), *_calibrations(stories)],
+        version=__version__,
+    )
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def _tiles(sections: Sequence[Section]) -> list[tuple[str, str, str]]:
+    """(name, value, what it says): of each first comparison that has libra in it."""
+    tiles: list[tuple[str, str, str]] = []
+    for section in sections:
+        found = next(((c, s) for c in section.comparisons if (s := _ours(c))), None)
+        if found is None:
+            continue
+        comparison, summary = found
+        what = "makespan" if summary.judged_by == "makespan_s" else "throughput"
+        if summary.baseline is not None:
+            name = bench_view.name_of(comparison, summary.baseline)
+            value = bench_view.change(summary.baseline)
+            tiles.append((f"{what} against {name}", value, bench_view.subject(comparison)))
+        if summary.rival is not None and summary.rival != summary.baseline:
+            name = bench_view.name_of(comparison, summary.rival)
+            doubt = "" if summary.significant else "not significant"
+            value = bench_view.change(summary.rival)
+            tiles.append((f"{what} against {name}", value, doubt or "the best other, significant"))
+        if summary.share_of_clairvoyant is not None:
+            value = bench_view.share(summary.share_of_clairvoyant, summary.share_ci95)
+            tiles.append(("of the clairvoyant's gain", value, "over least-loaded, by makespan"))
+    return tiles
+
+
+def _ours(comparison: Comparison) -> ComparisonSummary | None:
+    pairs = zip(comparison.names, comparison.summaries, strict=True)
+    return next((summary for name, summary in pairs if name == bench_view.OURS), None)
+
+
+def _section(number: int, section: Section) -> dict[str, object]:
+    return {
+        "title": section.title,
+        "notes": section.notes,
+        "comparisons": [
+            {
+                "subject": bench_view.subject(comparison),
+                "chart": _contenders(f"contenders-{number}-{index}", comparison),
+                "rows": _table(comparison),
+                "last": "of the gain" if bench_view.has_share(comparison) else "against",
+                "legend": bench_view.legend(comparison),
+                "verdicts": bench_view.verdicts(comparison),
+            }
+            for index, comparison in enumerate(section.comparisons)
+        ],
+    }
+
+
+def _table(comparison: Comparison) -> list[dict[str, object]]:
+    by_share = bench_view.has_share(comparison)
+    return [
+        {
+            "name": name,
+            "best": summary.best,
+            "mark": bench_view.mark(summary),
+            "cells": bench_view.cells(summary, by_share),
+        }
+        for name, summary in zip(comparison.names, comparison.summaries, strict=True)
+    ]
+
+
+# -- contenders ------------------------------------------------------------------------------------
+
+
+def _contenders(name: str, comparison: Comparison) -> Chart:
+    """A dot a contender, with the interval of its difference to the baseline around it."""
+    from libra_cli.report.html.charts import drawing
+
+    summaries, metric = comparison.summaries, comparison.summaries[0].judged_by
+    base = next((s for s in summaries if s.baseline is None), summaries[0])
+    zero = base.mean[metric]
+
+    def paint(axes: Axes) -> None:
+        axes.axvline(zero, color=_colour("muted"), linewidth=1.0, dashes=(4, 3))
+        for index, summary in enumerate(reversed(summaries)):
+            colour = _colour(_dot_colour(comparison, summary))
+            span = _paired(summary, zero)
+            if span is not None:
+                axes.plot(span, (index, index), color=colour, linewidth=2.2, alpha=0.6)
+            axes.plot(summary.mean[metric], index, "o", color=colour, markersize=6.5)
+        axes.set_yticks(range(len(summaries)))
+        axes.set_yticklabels(list(reversed(comparison.names)))
+        axes.set_ylim(-0.6, len(summaries) - 0.4)
+        axes.margins(x=0.05)
+        axes.xaxis.set_major_formatter(lambda value, _: bench_view.amount(value))
+        axes.grid(axis="x")
+
+    left = 24 + 6 * max(map(len, comparison.names))
+    height = 22 * len(summaries) + 36
+    svg = drawing(name, paint, width=1080, height=height, left=left)
+    base_name = comparison.names[summaries.index(base)]
+    colours = {_dot_colour(comparison, summary) for summary in summaries}
+    meanings = (
+        ("a", "dot", "libra"),
+        ("good", "dot", "the future known"),
+        ("ink", "dot", "others"),
+    )
+    keys = [key for key in meanings if key[0] in colours] + [("muted", "dash", base_name)]
+    title = "Makespan" if metric == "makespan_s" else "Throughput"
+    unit = _METRIC_UNITS[metric]
+    if any(_paired(summary, zero) for summary in summaries):
+        unit += f"; bars: 95 % interval of the difference to {base_name}, seed by seed"
+    return Chart(title, unit, svg, keys, wide=True)
+
+
+def _paired(summary: ComparisonSummary, zero: float) -> Interval | None:
+    """Where the contender's mean may lie if the baseline's is where it is."""
+    if summary.baseline is None or summary.baseline.ci95 is None:
+        return None
+    low, high = summary.baseline.ci95
+    return zero * (1 + low), zero * (1 + high)
+
+
+def _dot_colour(comparison: Comparison, summary: ComparisonSummary) -> str:
+    if summary is _ours(comparison):
+        return "a"
+    return "good" if _CLAIRVOYANT in (summary.policy, summary.planner) else "ink"
+
+
+def _colour(variable: str) -> str:
+    from libra_cli.report.html.charts import COLOURS as MARKERS
+
+    return MARKERS[variable]
+
+
+# -- slots over time -------------------------------------------------------------------------------
+
+
+def _timelines(stories: Sequence[Timeline]) -> list[Chart]:
+    """The first few, those of one trace on the same scale."""
+    from libra_cli.report.html.charts import timeline
+
+    shown = [story for story in stories if story.spans][:_MAX_TIMELINES]
+    keys = (
+        ("a", "box", "serving"),
+        ("b", "box", "training"),
+        ("warn", "box", "draining, starting, syncing"),
+    )
+    charts = []
+    for number, story in enumerate(shown):
+        seconds = max(
+            span[3] for other in shown if other.trace == story.trace for span in other.spans
+        )
+        states = {state for _, state, _, _ in story.spans}
+        rows, left_out = _slot_rows(story, seconds)
+        unit = "minutes:seconds; blank is idle"
+        if left_out:
+            unit += f"; {len(rows)} of {len(rows) + left_out} slots"
+        svg = timeline(
+            f"slots-{number}",
+            rows,
+            seconds=seconds,
+            row_height=max(9, min(26, 420 // max(1, len(rows)))),
+            colours={state: COLOURS.get(state, "muted") for state in states - {"idle"}},
+            opacity=0.6,
+        )
+        charts.append(Chart(f"Slots: {_who(story)}", unit, svg, keys, wide=True))
+    return charts
+
+
+def _slot_rows(story: Timeline, seconds: float) -> tuple[list[SlotRow], int]:
+    """The rows to draw, evenly spread over the slots, and how many were left out."""
+    from libra_cli.report.html.charts import TimelineRow as SlotRow
+
+    slots: dict[str, list[tuple[str, float, float]]] = {}
+    for slot, state, start, end in story.spans:
+        slots.setdefault(slot, []).append((state, start, end))
+    names = sorted(slots, key=_natural)
+    every = math.ceil(len(names) / _MAX_SLOTS)
+    chosen = names[::every] if names else []
+    rows = [SlotRow(name, _binned(slots[name], seconds)) for name in chosen]
+    return rows, len(names) - len(chosen)
+
+
+def _binned(
+    spans: Iterable[tuple[str, float, float]], seconds: float
+) -> list[tuple[float, float, str]]:
+    """The state that fills most of each bin, neighbours of one state joined."""
+    width = seconds / _BINS
+    shares: list[dict[str, float]] = [{} for _ in range(_BINS)]
+    for state, start, end in spans:
+        for at in range(max(0, int(start / width)), min(_BINS, math.ceil(end / width))):
+            inside = min(end, (at + 1) * width) - max(start, at * width)
+            shares[at][state] = shares[at].get(state, 0.0) + max(0.0, inside)
+    joined: list[tuple[float, float, str]] = []
+    for at, share in enumerate(shares):
+        state = _state_of_bin(share, width)
+        if joined and joined[-1][2] == state:
+            joined[-1] = (joined[-1][0], (at + 1) * width, state)
+        else:
+            joined.append((at * width, (at + 1) * width, state))
+    return joined
+
+
+def _state_of_bin(shares: dict[str, float], width: float) -> str:
+    """What is not told of a bin is idle."""
+    untold = max(0.0, width - sum(shares.values()))
+    whole = {**shares, "idle": shares.get("idle", 0.0) + untold}
+    return max(whole, key=lambda state: whole[state])
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts ``a/10`` behind ``a/9``."""
+    import re
+
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+def _who(story: Timeline) -> str:
+    parts = (story.policy, story.planner, story.trace, story.variant, f"seed {story.seed}")
+    return ", ".join(part for part in parts if part)
+
+
+# -- lengths and estimates -------------------------------------------------------------------------
+
+
+def _lengths(stories: Sequence[Timeline]) -> list[Chart]:
+    """One a trace and variant: all contenders of a seed play the same trajectories."""
+    from libra_cli.report.html.charts import drawing
+
+    firsts = {(s.trace, s.variant): s for s in reversed(stories) if len(s.lengths) > 1}
+    charts = []
+    for number, story in enumerate(list(reversed(firsts.values()))[:_MAX_SMALL]):
+        lengths = sorted(story.lengths)
+
+        def paint(axes: Axes, lengths: Sequence[int] = lengths) -> None:
+            xs, trajectories, tokens = _survival(lengths)
+            axes.plot(xs, trajectories, color=_colour("a"), linewidth=2.0)
+            axes.plot(xs, tokens, color=_colour("b"), linewidth=2.0)
+            axes.set_xscale("log")
+            axes.set_ylim(0, 1.02)
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+            axes.xaxis.set_major_formatter(lambda value, _: bench_view.amount(value))
+            axes.grid(axis="y")
+
+        mean = bench_view.amount(round(sum(lengths) / len(lengths)))
+        p99 = bench_view.amount(lengths[math.ceil(0.99 * len(lengths)) - 1])
+        unit = f"{story.trace}: generated tokens, mean {mean}, P99 {p99}"
+        keys = (
+            ("a", "line", "trajectories longer than this"),
+            ("b", "line", "tokens in them"),
+        )
+        svg = drawing(f"lengths-{number}", paint, width=520, height=230)
+        charts.append(Chart("Lengths", unit, svg, keys))
+    return charts
+
+
+def _survival(lengths: Sequence[int]) -> tuple[list[float], list[float], list[float]]:
+    """Lengths evenly spread on a logarithmic axis; the share of trajectories, and of all tokens,
+    in trajectories longer than each. ``lengths`` ascend."""
+    low, high = math.log(max(1, lengths[0])), math.log(max(2, lengths[-1]))
+    xs = [math.exp(low + (high - low) * at / _LENGTH_POINTS) for at in range(_LENGTH_POINTS + 1)]
+    below = [0]
+    for length in lengths:
+        below.append(below[-1] + length)
+    trajectories, tokens = [], []
+    for x in xs:
+        at = bisect.bisect_right(lengths, x)
+        trajectories.append(1 - at / len(lengths))
+        tokens.append(1 - below[at] / max(1, below[-1]))
+    return xs, trajectories, tokens
+
+
+def _calibrations(stories: Sequence[Timeline]) -> list[Chart]:
+    from libra_cli.report.html.charts import drawing
+
+    guessed = [s for s in stories if s.calibration and s.policy != _CLAIRVOYANT]
+    shown = {(s.trace, s.variant, s.policy, s.planner): s for s in guessed}
+    charts = []
+    for number, story in enumerate(list(shown.values())[:_MAX_SMALL]):
+
+        def paint(axes: Axes, story: Timeline = story) -> None:
+            axes.plot((0, 1), (0, 1), color=_colour("muted"), linewidth=1.0, dashes=(4, 3))
+            points = sorted(story.calibration)
+            axes.plot(
+                [p for p, _, _ in points], [o for _, o, _ in points], color=_colour("a"), lw=1.4
+            )
+            for predicted, observed, count in points:
+                size = 6.0 if count >= _FEW_CALIBRATION else 3.0
+                axes.plot(predicted, observed, "o", color=_colour("a"), markersize=size)
+            axes.set_xlim(-0.02, 1.02)
+            axes.set_ylim(-0.02, 1.05)
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_formatter(lambda value, _: f"{value:.0%}")
+            axes.grid(axis="y")
+
+        count = sum(point[2] for point in story.calibration)
+        unit = f"{story.trace}, {story.policy}: {count:,} predictions"
+        keys = (("a", "dot", "how often what was predicted came true"), ("muted", "dash", "ideal"))
+        svg = drawing(f"calibration-{number}", paint, width=520, height=230)
+        charts.append(Chart("Calibration", unit, svg, keys))
+    return charts

@@ -1,0 +1,422 @@
+"""What an experiment measured, and what may be concluded from it.
+
+A ``ResultRow`` is one run: a policy and a planner on one workload. The seed makes the workload,
+the same for every contender, so two contenders are compared by their differences **seed by
+seed**: how much harder one workload is than another cancels out. The law, for n seeds::
+
+    mean(d) +- t(n - 1, .975) * sd(d) / sqrt(n),  d[i] = x[i] - baseline[i]
+
+Guarantee: if the differences are normal, the interval holds the true mean in 95 of 100 experiments.
+Limits: with 3 seeds t is 4.3, so only large differences are significant; intervals are not widened
+for the number of contenders, so of 20 that are level with the best, one will look different.
+
+The share of the clairvoyant's gain is the ratio ``sum(base - x) / sum(base - clairvoyant)``; its
+interval is the delta method's, from the residuals ``(base - x) - share * (base - clairvoyant)``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import NormalDist, fmean, mode, stdev
+from typing import Any, TypeAlias
+
+from libra_cli.core.types import Seconds, Tokens
+
+FORMAT = 1
+CLAIRVOYANT = "clairvoyant"
+BASE_POLICY = "least-loaded"
+BASE_PLANNER = "static-best"
+USUAL_POLICY = "sticky-least-loaded"
+"""What a planner's baseline is run with, where it was: a static split, sticky routing."""
+AS_IT_IS = "as it is"
+METRICS = (
+    "throughput_tok_s",
+    "makespan_s",
+    "p50_s",
+    "p99_s",
+    "idle_rollout",
+    "idle_train",
+    "moves",
+    "reprefilled_tokens",
+)
+"""The numbers of a row, by the names they have in JSON."""
+
+# t quantiles at .975 for 1, 2, ... degrees of freedom (any statistics table); beyond, the expansion
+# of Abramowitz and Stegun 26.7.5 is right to 4 digits.
+_T975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
+
+Interval: TypeAlias = tuple[float, float]
+Contender: TypeAlias = tuple[str, str, str]
+"""Variant, planner and policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResultRow:
+    """One run: who decided, on what, and what came out.
+
+    ``idle_rollout`` and ``idle_train`` are shares of slot time between 0 and 1; ``p50_s`` and
+    ``p99_s`` the time of a trajectory from its start to its last token; ``moves`` counts what went
+    elsewhere; ``reprefilled_tokens`` are prompt tokens computed although they had been before.
+    ``variant`` says what was changed in the experiment; empty for nothing.
+    """
+
+    policy: str
+    planner: str
+    trace: str
+    seed: int
+    variant: str
+    throughput_tok_s: float
+    makespan_s: Seconds
+    p50_s: Seconds
+    p99_s: Seconds
+    idle_rollout: float
+    idle_train: float
+    moves: int
+    reprefilled_tokens: Tokens
+
+    @property
+    def contender(self) -> Contender:
+        """What is compared with others on the same workload."""
+        return self.variant, self.planner, self.policy
+
+    @property
+    def causal(self) -> bool:
+        """Whether it could be had: the clairvoyant reads the future."""
+        return CLAIRVOYANT not in (self.policy, self.planner)
+
+    def metric(self, name: str) -> float:
+        """One of ``METRICS``."""
+        return float(getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What the report draws of one run.
+
+    ``spans`` are (slot, state, start, end) in seconds; ``lengths`` the generated tokens of every
+    trajectory; ``calibration`` (predicted probability, observed share, count) of the estimates.
+    """
+
+    policy: str
+    planner: str
+    trace: str
+    seed: int
+    spans: tuple[tuple[str, str, Seconds, Seconds], ...]
+    lengths: tuple[Tokens, ...]
+    calibration: tuple[tuple[float, float, int], ...]
+    variant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentOutcome:
+    """What an experiment hands over. ``notes`` are sentences to show beside its table."""
+
+    rows: list[ResultRow]
+    stories: list[Timeline]
+    notes: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedRow:
+    """One measured speed. ``wanted`` is a limit from above, or from below if not ``at_most``."""
+
+    what: str
+    number: float
+    unit: str
+    wanted: float | None = None
+    at_most: bool = True
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether it is as wanted; None where nothing is wanted."""
+        if self.wanted is None:
+            return None
+        return self.number <= self.wanted if self.at_most else self.number >= self.wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One contender minus another, by seed, as shares of the other's mean (-0.1: a tenth less).
+
+    ``ci95`` is None with fewer than two seeds in common.
+    """
+
+    to: Contender
+    mean: float
+    ci95: Interval | None
+
+    @property
+    def significant(self) -> bool:
+        """Whether the interval leaves zero out; False where there is none."""
+        return self.ci95 is not None and not self.ci95[0] <= 0.0 <= self.ci95[1]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonSummary:
+    """One contender on one trace, over the seeds.
+
+    ``judged_by`` is the metric of the comparisons: the makespan where policies are compared, the
+    end-to-end throughput where planners are. ``rival`` is the best other causal contender. ``best``
+    marks the causal contender with the best mean. ``mean`` and ``ci95`` are by ``METRICS``.
+    """
+
+    policy: str
+    planner: str
+    trace: str
+    variant: str
+    seeds: int
+    mean: Mapping[str, float]
+    ci95: Mapping[str, Interval | None]
+    judged_by: str
+    best: bool
+    baseline: Difference | None
+    rival: Difference | None
+    share_of_clairvoyant: float | None
+    share_ci95: Interval | None
+
+    @property
+    def contender(self) -> Contender:
+        """As ``ResultRow.contender``."""
+        return self.variant, self.planner, self.policy
+
+    @property
+    def significant(self) -> bool:
+        """Whether it really differs from the best other causal contender."""
+        return self.rival is not None and self.rival.significant
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Contenders that were compared with one another on one trace, in the order of their first row.
+
+    ``variant`` is empty where variants are the contenders. ``names`` says of each one only what
+    tells it from the others.
+    """
+
+    trace: str
+    variant: str
+    names: tuple[str, ...]
+    summaries: tuple[ComparisonSummary, ...]
+
+
+def compare(rows: Sequence[ResultRow]) -> list[Comparison]:
+    """Every comparison of an experiment.
+
+    A comparison is all rows of one trace and variant. Variants that have one contender each (the
+    same thing, built up part by part) are compared with one another, and with the first of them.
+    Otherwise the baseline is ``least-loaded`` where policies are compared; where planners are, it
+    is ``static-best``, with ``sticky-least-loaded`` if it was run; and else the first contender.
+
+    Raises:
+        ValueError: two rows of the same contender, trace and seed.
+    """
+    return [
+        Comparison(trace, _variant(arena), _names(list(arena)), tuple(_summaries(arena)))
+        for (trace, _), arena in _arenas(rows).items()
+    ]
+
+
+def summarise(rows: Sequence[ResultRow]) -> list[ComparisonSummary]:
+    """The summaries of every comparison, one after the other; raises as ``compare``."""
+    return [summary for comparison in compare(rows) for summary in comparison.summaries]
+
+
+def to_json(rows: Iterable[ResultRow], summaries: Iterable[ComparisonSummary]) -> dict[str, Any]:
+    """The object of ``libra bench --json``, ready for ``json.dumps``; shares are 0 to 1."""
+    return {
+        "format": FORMAT,
+        "rows": [asdict(row) for row in rows],
+        "summary": [_summary_json(summary) for summary in summaries],
+    }
+
+
+def interval(values: Sequence[float]) -> Interval | None:
+    """The 95 % t-interval of the mean; None with fewer than two values."""
+    if len(values) < 2:
+        return None
+    middle, half = fmean(values), t975(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return middle - half, middle + half
+
+
+def t975(freedom: int) -> float:
+    """Student's t at .975 with that many degrees of freedom, at least one."""
+    if freedom <= len(_T975):
+        return _T975[freedom - 1]
+    z = NormalDist().inv_cdf(0.975)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
+
+
+# -- comparisons ---------------------------------------------------------------------------------
+
+_Runs: TypeAlias = dict[Contender, dict[int, ResultRow]]
+
+
+def _arenas(rows: Sequence[ResultRow]) -> dict[tuple[str, str | None], _Runs]:
+    """The comparisons, by trace and variant; variants of one contender each are under None."""
+    contenders: dict[tuple[str, str], set[Contender]] = {}
+    for row in rows:
+        contenders.setdefault((row.trace, row.variant), set()).add(row.contender)
+    arenas: dict[tuple[str, str | None], _Runs] = {}
+    for row in rows:
+        alone = len(contenders[row.trace, row.variant]) == 1
+        arena = arenas.setdefault((row.trace, None if alone else row.variant), {})
+        by_seed = arena.setdefault(row.contender, {})
+        if row.seed in by_seed:
+            raise ValueError(f"two rows of {row.contender} on {row.trace}, seed {row.seed}")
+        by_seed[row.seed] = row
+    return arenas
+
+
+def _variant(arena: _Runs) -> str:
+    variants = {variant for variant, _, _ in arena}
+    return variants.pop() if len(variants) == 1 else ""
+
+
+def _names(contenders: Sequence[Contender]) -> tuple[str, ...]:
+    """What differs first (variant, planner, policy), and only what it takes to tell them apart."""
+    varying = [at for at in range(3) if len({c[at] for c in contenders}) > 1] or [2]
+    usual = [mode(c[at] for c in contenders) for at in range(3)]
+    first = varying[0]
+    tries = (
+        tuple(c[first] or AS_IT_IS for c in contenders),
+        tuple(
+            ", ".join(c[at] or AS_IT_IS for at in varying if at == first or c[at] != usual[at])
+            for c in contenders
+        ),
+    )
+    whole = tuple(", ".join(c[at] or AS_IT_IS for at in varying) for c in contenders)
+    return next((names for names in tries if len(set(names)) == len(names)), whole)
+
+
+def _summaries(arena: _Runs) -> list[ComparisonSummary]:
+    judged_by = "makespan_s" if len({c[1] for c in arena}) == 1 else "throughput_tok_s"
+    base = _baseline(list(arena))
+    ranked = _ranked_causal(arena, judged_by)
+    return [_summary(arena, contender, base, ranked, judged_by) for contender in arena]
+
+
+def _baseline(contenders: Sequence[Contender]) -> Contender:
+    """The first of these that is there."""
+    variants, planners = ({c[at] for c in contenders} for at in (0, 1))
+    wanted: list[tuple[str | None, str | None]] = [(None, BASE_POLICY)]
+    if len(variants) > 1:
+        wanted = []
+    elif len(planners) > 1:
+        wanted = [(BASE_PLANNER, USUAL_POLICY), (BASE_PLANNER, None)]
+    for planner, policy in wanted:
+        for contender in contenders:
+            if planner in (None, contender[1]) and policy in (None, contender[2]):
+                return contender
+    return contenders[0]
+
+
+def _ranked_causal(arena: _Runs, judged_by: str) -> list[Contender]:
+    """The causal contenders, the best first."""
+    sign = 1.0 if judged_by == "makespan_s" else -1.0
+    causal = [name for name, runs in arena.items() if next(iter(runs.values())).causal]
+    return sorted(causal, key=lambda name: sign * _mean(arena[name].values(), judged_by))
+
+
+def _summary(
+    arena: _Runs, contender: Contender, base: Contender, ranked: list[Contender], judged_by: str
+) -> ComparisonSummary:
+    runs = arena[contender]
+    rival = next((other for other in ranked if other != contender), None)
+    share, share_ci95 = _share(arena, contender)
+    row = next(iter(runs.values()))
+    return ComparisonSummary(
+        policy=row.policy,
+        planner=row.planner,
+        trace=row.trace,
+        variant=row.variant,
+        seeds=len(runs),
+        mean={name: _mean(runs.values(), name) for name in METRICS},
+        ci95={name: interval([run.metric(name) for run in runs.values()]) for name in METRICS},
+        judged_by=judged_by,
+        best=len(ranked) > 1 and contender == ranked[0],
+        baseline=None if base == contender else _difference(arena, contender, base, judged_by),
+        rival=None if rival is None else _difference(arena, contender, rival, judged_by),
+        share_of_clairvoyant=share,
+        share_ci95=share_ci95,
+    )
+
+
+def _mean(runs: Iterable[ResultRow], metric: str) -> float:
+    return fmean(run.metric(metric) for run in runs)
+
+
+def _difference(arena: _Runs, one: Contender, other: Contender, metric: str) -> Difference | None:
+    """By seed, over the seeds both have; None where they have none, or nothing to relate to."""
+    pairs = _pairs(arena, (one, other), metric)
+    whole = fmean(pair[1] for pair in pairs) if pairs else 0.0
+    if whole == 0.0:
+        return None
+    differences = [(mine - theirs) / whole for mine, theirs in pairs]
+    return Difference(other, fmean(differences), interval(differences))
+
+
+def _pairs(arena: _Runs, contenders: Sequence[Contender], metric: str) -> list[tuple[float, ...]]:
+    """That metric of all of them, for every seed they have in common."""
+    runs = [arena[contender] for contender in contenders]
+    seeds = [seed for seed in runs[0] if all(seed in one for one in runs)]
+    return [tuple(one[seed].metric(metric) for one in runs) for seed in seeds]
+
+
+def _share(arena: _Runs, contender: Contender) -> tuple[float | None, Interval | None]:
+    """How far the makespan is on the way from least-loaded's to the clairvoyant's, and how sure.
+
+    Nothing where one of the two is missing, or where knowing the future does not help.
+    """
+    variant, planner, _ = contender
+    base, seer = (variant, planner, BASE_POLICY), (variant, planner, CLAIRVOYANT)
+    if base not in arena or seer not in arena:
+        return None, None
+    triples = _pairs(arena, (base, contender, seer), "makespan_s")
+    gains = [start - mine for start, mine, _ in triples]
+    possible = [start - best for start, _, best in triples]
+    if sum(possible) <= 0.0:
+        return None, None
+    share, whole = sum(gains) / sum(possible), fmean(possible)
+    spread = interval([(g - share * p) / whole for g, p in zip(gains, possible, strict=True)])
+    return share, None if spread is None else (share + spread[0], share + spread[1])
+
+
+# -- JSON ----------------------------------------------------------------------------------------
+
+
+def _summary_json(summary: ComparisonSummary) -> dict[str, Any]:
+    return {
+        "policy": summary.policy,
+        "planner": summary.planner,
+        "trace": summary.trace,
+        "variant": summary.variant,
+        "seeds": summary.seeds,
+        "mean": dict(summary.mean),
+        "ci95": {name: summary.ci95[name] for name in METRICS},
+        "share_of_clairvoyant": summary.share_of_clairvoyant,
+        "share_ci95": summary.share_ci95,
+        "judged_by": summary.judged_by,
+        "best": summary.best,
+        "baseline": _difference_json(summary.baseline),
+        "rival": _difference_json(summary.rival),
+        "significant": summary.significant,
+    }
+
+
+def _difference_json(difference: Difference | None) -> dict[str, Any] | None:
+    if difference is None:
+        return None
+    variant, planner, policy = difference.to
+    return {
+        "policy": policy,
+        "planner": planner,
+        "variant": variant,
+        "difference": difference.mean,
+        "ci95": difference.ci95,
+        "significant": difference.significant,
+    }

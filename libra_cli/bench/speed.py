@@ -1,0 +1,165 @@
+"""How fast the deciding parts are, on one core: measured, by the clock."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
+from random import Random
+
+from libra_cli.bench.jobs import Job, sample_of, world_of
+from libra_cli.bench.results import SpeedRow
+from libra_cli.core.costs.profile import Profile
+from libra_cli.core.costs.workload import Workload
+from libra_cli.core.planning.search import propose
+from libra_cli.core.scheduling.causal_estimator import CausalEstimator
+from libra_cli.core.scheduling.least_cost import LeastExpectedCost
+from libra_cli.core.scheduling.request_scheduler import RequestScheduler
+from libra_cli.core.scheduling.server_queues import Request, ServerQueue
+from libra_cli.core.types import Bucket, Seconds, ToolOutcome, ToolReturn, TrajectoryId
+from libra_cli.sim.traces import RecordedEpisode, Trace
+
+IN_FLIGHT = 100_000
+SERVERS = 256
+DECISIONS = 20_000
+GROUP = 16
+
+
+def speed(
+    trace: Trace, profile: Profile, *, turns: int, progress: Callable[[str], None]
+) -> list[SpeedRow]:
+    """Everything that is promised a speed."""
+    rows: list[SpeedRow] = []
+    for gpus, wanted in ((128, 0.1), (1024, 1.5)):
+        progress(f"planning {gpus} GPUs")
+        rows.append(SpeedRow(f"plan for {gpus} GPUs", _plan_s(trace, profile, gpus), "s", wanted))
+    progress(f"placing turns with {IN_FLIGHT:,} trajectories in flight")
+    rows += _decisions(trace, profile)
+    progress(f"simulating {turns:,} turns")
+    rows.append(_simulator(trace, profile, turns))
+    return rows
+
+
+def _plan_s(trace: Trace, profile: Profile, gpus: int) -> Seconds:
+    samples = tuple(sample_of(episode) for episode in trace.episodes[:1024])
+    workload = Workload(samples, trajectories=4 * gpus)
+    began = time.perf_counter()
+    propose(profile, workload, gpus)
+    return time.perf_counter() - began
+
+
+@dataclass(slots=True)
+class _TimedTrajectory:
+    who: TrajectoryId
+    episode: RecordedEpisode
+    turn: int = 0
+    generated: int = 0
+    context: int = 0
+
+
+def _decisions(trace: Trace, profile: Profile) -> list[SpeedRow]:
+    """A tool's return to a server's seat: the estimate, the choice, the queue and the way out."""
+    before = _resident_mib()
+    estimator = CausalEstimator()
+    gate = RequestScheduler(LeastExpectedCost(estimator))
+    gate.refresh(_lanes(profile), now=0.0)
+    flights = _take_off(trace, estimator)
+    random = Random(0)
+    took: list[Seconds] = []
+    for number in range(DECISIONS + DECISIONS // 10):
+        flight = random.choice(flights)
+        began = time.perf_counter()
+        _one_turn(flight, estimator, gate, number)
+        if number >= DECISIONS // 10:  # what came before warmed it up
+            took.append(time.perf_counter() - began)
+    took.sort()
+    middle, most = took[len(took) // 2], took[int(0.99 * len(took))]
+    label = f"a decision, {IN_FLIGHT:,} in flight, {SERVERS} servers"
+    return [
+        SpeedRow(f"{label}: median", middle * 1e6, "us", 100.0),
+        SpeedRow(f"{label}: P99", most * 1e6, "us", 1000.0),
+        SpeedRow("decisions", len(took) / sum(took), "1/s", None),
+        SpeedRow(f"memory of {IN_FLIGHT:,} in flight", _resident_mib() - before, "MiB", None),
+    ]
+
+
+def _lanes(profile: Profile) -> list[ServerQueue]:
+    degrees = sorted(profile.servers)
+    bounds = {degree: 2048 * 4**place for place, degree in enumerate(degrees)}
+    kinds = [Bucket(f"TP{d}", d, IN_FLIGHT, bounds[d]) for d in degrees]
+    chosen = [bucket for bucket, _ in zip(cycle(kinds), range(SERVERS), strict=False)]
+    return [
+        ServerQueue(f"node-{number}/0", bucket, profile.servers[bucket.tensor_parallel], (1, 0))
+        for number, bucket in enumerate(chosen)
+    ]
+
+
+def _take_off(trace: Trace, estimator: CausalEstimator) -> list[_TimedTrajectory]:
+    """The estimator has learned from the whole trace, and 100,000 trajectories have begun."""
+    for number, episode in enumerate(trace.episodes):
+        flight = _TimedTrajectory(TrajectoryId(-1 - number // GROUP, number % GROUP), episode)
+        estimator.begin(flight.who, prompt=episode.prompt)
+        while flight.turn < len(episode.turns):
+            _play(flight, estimator)
+        estimator.finished(flight.who, generated=max(1, flight.generated))
+    episodes = cycle(trace.episodes)
+    flights = [
+        _TimedTrajectory(TrajectoryId(number // GROUP, number % GROUP), episode)
+        for number, episode in zip(range(IN_FLIGHT), episodes, strict=False)
+    ]
+    for flight in flights:
+        estimator.begin(flight.who, prompt=flight.episode.prompt)
+    return flights
+
+
+def _play(flight: _TimedTrajectory, estimator: CausalEstimator) -> Request:
+    """One turn and its tool's return."""
+    turn = flight.episode.turns[flight.turn % len(flight.episode.turns)]
+    flight.turn += 1
+    flight.generated += turn.generated
+    flight.context = flight.episode.prompt + flight.generated + turn.observation
+    returned = ToolReturn(
+        turn.tool, turn.outcome or ToolOutcome.OK, turn.tool_s, turn.observation * 4
+    )
+    estimate = estimator.returned(
+        flight.who, generated=flight.generated, context=flight.context, returns=(returned,)
+    )
+    return Request(
+        trajectory=flight.who,
+        context=flight.context,
+        generated=flight.generated,
+        turns=flight.turn,
+        tools=flight.turn,
+        waiting_since=0.0,
+        last_slot=f"node-{flight.who.group % SERVERS}/0",
+        last_key=(1, 0),
+        estimate=estimate,
+        p90=estimate.quantile(0.9),
+    )
+
+
+def _one_turn(
+    flight: _TimedTrajectory, estimator: CausalEstimator, gate: RequestScheduler, number: int
+) -> None:
+    gate.submit(_play(flight, estimator), now=float(number))
+    for request, _ in gate.dispatch(now=float(number)):
+        gate.left(request.trajectory)
+
+
+def _simulator(trace: Trace, profile: Profile, turns: int) -> SpeedRow:
+    """Whole runs, machine and all, until so many turns have been played."""
+    played, took, seed = 0, 0.0, 0
+    while played < turns:
+        world, _ = world_of(Job(trace, profile, profile, 48, "libra", "static-best", seed))
+        began = time.perf_counter()
+        world.run()
+        took += time.perf_counter() - began
+        played += len(world.tape.turns)
+        seed += 1
+    return SpeedRow(f"a million simulated turns, by {played:,}", took / played * 1e6, "s", 60.0)
+
+
+def _resident_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

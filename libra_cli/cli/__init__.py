@@ -1,0 +1,1 @@
+"""The ``libra`` command: the only modules that print or pick an exit code."""

@@ -1,0 +1,387 @@
+"""``libra bench``: experiments in virtual time, on recorded trajectories.
+
+Options may stand before or after the experiment's name; one it does not know is refused.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from typer.core import TyperGroup
+
+from libra_cli.cli.terminal import err, errors_told, out
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from libra_cli.bench.experiments import ExperimentConfig, ExperimentResult, Progress
+
+bench = typer.Typer(
+    help="Measure policies and planners in a simulator, on real traces.",
+    invoke_without_command=True,
+)
+
+Traces = Annotated[
+    list[str] | None,
+    typer.Option("--trace", help="A file, or a shipped trace by the beginning of its name."),
+]
+Gpus = Annotated[int, typer.Option(min=1, help="The budget.")]
+ProfileName = Annotated[str, typer.Option("--profile", help="Costs of a GPU and model, or a file.")]
+Policies = Annotated[str, typer.Option(help="Only these, separated by commas.")]
+Planners = Annotated[str, typer.Option(help="Only these, separated by commas.")]
+PolicyName = Annotated[str, typer.Option("--policy", help="Under which planners are compared.")]
+Drift = Annotated[
+    str, typer.Option(help="Lengths over the run: 1,4 ends four times as long; none.")
+]
+Seeds = Annotated[int, typer.Option(min=1, help="Workloads; every contender gets the same ones.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", help="Where bench.html goes, instead of under runs/.")
+]
+Calibrate = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibrate",
+        metavar="RECIPE",
+        help="Start its servers and trainer, measure them, write a profile to --out.",
+    ),
+]
+Json = Annotated[Path | None, typer.Option("--json", help="One JSON object; - prints only that.")]
+
+GPUS, PROFILE, SEEDS, POLICY, DRIFT = 48, "a800-qwen3-14b", 3, "libra", "1,4"
+QUICK = "least-loaded,sticky-least-loaded,libra,clairvoyant"
+"""The policies of a bare ``libra bench``, which answers in under a minute."""
+
+
+@bench.callback()
+def _default(
+    context: typer.Context,
+    trace: Traces = None,
+    gpus: Gpus = GPUS,
+    profile: ProfileName = PROFILE,
+    policies: Policies = "",
+    planners: Planners = "",
+    policy: PolicyName = POLICY,
+    drift: Drift = DRIFT,
+    seeds: Seeds = SEEDS,
+    out_dir: Out = None,
+    json_file: Json = None,
+    calibrate: Calibrate = None,
+) -> None:
+    """Measure policies and planners in a simulator, on real traces.
+
+    Without an experiment: some policies, or what --policies and --planners name.
+    """
+    if context.invoked_subcommand is not None:
+        _hand_down(context, context.invoked_subcommand)
+        return
+    given = _given(context)
+    if calibrate is not None:
+        _calibrate(calibrate, out_dir, json_file, given - {"calibrate", "out_dir", "json_file"})
+        return
+    from libra_cli.bench import experiments
+
+    asked: list[Callable[[ExperimentConfig, Progress], ExperimentResult]] = []
+    planning = bool(given & {"planners", "policy", "drift"})
+    if "policies" in given or not planning:
+        asked.append(experiments.schedule)
+    if planning:
+        asked.append(experiments.plan)
+    _answer(asked, {**context.params, "policies": policies or QUICK})
+
+
+@bench.command()
+def schedule(
+    context: typer.Context,
+    trace: Traces = None,
+    gpus: Gpus = GPUS,
+    profile: ProfileName = PROFILE,
+    policies: Policies = "",
+    seeds: Seeds = SEEDS,
+    out_dir: Out = None,
+    json_file: Json = None,
+) -> None:
+    """Policies on a fixed plan: who places trajectories best."""
+    from libra_cli.bench import experiments
+
+    _answer([experiments.schedule], context.params)
+
+
+@bench.command()
+def plan(
+    context: typer.Context,
+    trace: Traces = None,
+    gpus: Gpus = GPUS,
+    profile: ProfileName = PROFILE,
+    planners: Planners = "",
+    policy: PolicyName = POLICY,
+    drift: Drift = DRIFT,
+    seeds: Seeds = SEEDS,
+    out_dir: Out = None,
+    json_file: Json = None,
+) -> None:
+    """Planners on a fixed policy, while the workload drifts."""
+    from libra_cli.bench import experiments
+
+    _answer([experiments.plan], context.params)
+
+
+@bench.command()
+def ablation(
+    context: typer.Context,
+    trace: Traces = None,
+    gpus: Gpus = GPUS,
+    profile: ProfileName = PROFILE,
+    drift: Drift = DRIFT,
+    seeds: Seeds = SEEDS,
+    out_dir: Out = None,
+    json_file: Json = None,
+) -> None:
+    """libra built up part by part, and its scheduler with each part removed."""
+    from libra_cli.bench import experiments
+
+    _answer([experiments.ablation], context.params)
+
+
+@bench.command()
+def sensitivities(
+    context: typer.Context,
+    trace: Traces = None,
+    gpus: Gpus = GPUS,
+    profile: ProfileName = PROFILE,
+    policies: Policies = "",
+    seeds: Seeds = SEEDS,
+    out_dir: Out = None,
+    json_file: Json = None,
+) -> None:
+    """Policies where a step costs more, and where costs are estimated wrongly."""
+    from libra_cli.bench import experiments
+
+    _answer([experiments.sensitivities], context.params)
+
+
+@bench.command()
+def speed(json_file: Json = None) -> None:
+    """Decisions a second, plan times, turns a second of the simulator."""
+    from libra_cli.bench.fidelity import checks as bench_checks
+    from libra_cli.bench.report.terminal import speed_view
+
+    with errors_told():
+        with _working() as progress:
+            rows, told = bench_checks.speed(progress)
+        _tell(speed_view(rows), told, json_file)
+
+
+@bench.command()
+def fidelity(
+    context: typer.Context,
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", help="A recorded run of a real server: its requests, JSON lines."),
+    ] = None,
+    run_dirs: Annotated[
+        list[Path] | None,
+        typer.Option("--run-dir", help="A finished run of libra's; more than one may be given."),
+    ] = None,
+    meta: Annotated[
+        Path | None, typer.Option("--meta", help="Its meta.json, if it is not beside it.")
+    ] = None,
+    profile: ProfileName = PROFILE,
+    layers: Annotated[
+        Path | None,
+        typer.Option("--layers", help="Per-layer measurements of that GPU, instead of a profile."),
+    ] = None,
+    gpu: Annotated[
+        str, typer.Option("--gpu", help="Its name there; else the run's file name says it.")
+    ] = "",
+    json_file: Json = None,
+) -> None:
+    """The simulator beside what was recorded: a server's requests, or whole runs of libra's."""
+    from libra_cli.bench.fidelity import checks as bench_checks
+    from libra_cli.bench.report.terminal import sheets_view
+
+    if (run is None) == (not run_dirs):
+        raise typer.BadParameter("give either --run or --run-dir")
+    if run is None:
+        _live_fidelity(run_dirs or [], profile, json_file, _given(context))
+        return
+    with errors_told():
+        with _working():
+            told = bench_checks.fidelity(run, meta, profile=profile, layers=layers, gpu=gpu)
+        _tell(sheets_view(told.sheets), told.as_json, json_file)
+
+
+@bench.command()
+def placement(
+    trace: Traces = None,
+    estimators: Annotated[
+        str, typer.Option("--estimators", help="Only these, separated by commas.")
+    ] = "",
+    apart: Annotated[
+        bool, typer.Option("--apart", help="Siblings play one after the other, not at once.")
+    ] = False,
+    seeds: Seeds = SEEDS,
+    json_file: Json = None,
+) -> None:
+    """Estimators: who puts a trajectory where it belongs, by folds over tasks."""
+    from libra_cli.bench.fidelity import checks as bench_checks
+    from libra_cli.bench.report.terminal import sheets_view
+
+    with errors_told():
+        with _working() as progress:
+            told = bench_checks.placement(
+                trace or (), estimators, seeds, apart=apart, progress=progress
+            )
+        _tell(sheets_view(told.sheets), told.as_json, json_file)
+
+
+@bench.command()
+def publication(profile: ProfileName = PROFILE, json_file: Json = None) -> None:
+    """With which constants the cost model says what was published."""
+    from libra_cli.bench.fidelity import checks as bench_checks
+    from libra_cli.bench.report.terminal import sheets_view
+
+    with errors_told():
+        with _working():
+            told = bench_checks.publication(profile)
+        _tell(sheets_view(told.sheets), told.as_json, json_file)
+
+
+# -- what concerns real servers --------------------------------------------------------------------
+
+
+def _calibrate(
+    recipe: Path, profile: Path | None, json_file: Path | None, foreign: set[str]
+) -> None:
+    from libra_cli.bench.calibration import profile as bench_calibrate
+    from libra_cli.bench.report.terminal import sheets_view
+
+    if foreign:
+        raise typer.BadParameter("--calibrate goes with --out and --json only")
+    with errors_told():
+        with _working() as progress:
+            # It takes minutes: where no line can be drawn over, lines are written.
+            note = progress if err.is_terminal else err.print
+            told = bench_calibrate.calibrated(recipe, profile, progress=note)
+        _tell(sheets_view(told.sheets), told.as_json, json_file)
+
+
+def _live_fidelity(
+    run_dirs: list[Path], profile: str, json_file: Path | None, given: set[str]
+) -> None:
+    from libra_cli.bench.fidelity import live as bench_live
+    from libra_cli.bench.report.terminal import sheets_view
+
+    if "profile" not in given:
+        raise typer.BadParameter("--run-dir needs --profile, of the hosts the run was on")
+    with errors_told():
+        with _working() as progress:
+            told = bench_live.live_fidelity(run_dirs, profile, progress=progress)
+        _tell(sheets_view(told.sheets), told.as_json, json_file)
+
+
+# -- the way of every experiment -------------------------------------------------------------------
+
+
+def _answer(
+    asked: Sequence[Callable[[ExperimentConfig, Progress], ExperimentResult]],
+    params: dict[str, Any],
+) -> None:
+    from libra_cli.bench import experiments
+
+    began = time.monotonic()
+    with errors_told():
+        given = experiments.setting(**_arguments(params))
+        for line in experiments.warnings(given):
+            err.print(line, style="yellow", markup=False, soft_wrap=True, highlight=False)
+        with _working() as progress:
+            answers = [ask(given, progress) for ask in asked]
+        # First what took long to find out, then the report, which could fail.
+        _write_json(params["json_file"], experiments.answers_json(answers))
+        quiet = _only_json(params["json_file"])
+        if not quiet:
+            _print(answers)
+        with _working() as progress:
+            progress("drawing the report")
+            directory = params["out_dir"] or experiments.new_directory()
+            command = f"libra {shlex.join(sys.argv[1:])}"
+            report = experiments.write_report(directory, answers, given, command)
+    if not quiet:
+        took = f"{time.monotonic() - began:.0f} s"
+        out.print(f"report: {report}  ({took})", markup=False, soft_wrap=True, highlight=False)
+
+
+def _print(answers: Sequence[ExperimentResult]) -> None:
+    from libra_cli.bench.report.terminal import comparison_view, notes_view
+
+    for answer in answers:
+        for comparison in answer.comparisons:
+            out.print(comparison_view(answer.title, comparison))
+            out.print()
+        if answer.outcome.notes:
+            out.print(notes_view(answer.outcome.notes))
+            out.print()
+
+
+def _arguments(params: dict[str, Any]) -> dict[str, Any]:
+    """What ``bench.setting`` takes; for what the experiment has no option, its default."""
+    defaults = {"policies": "", "planners": "", "policy": POLICY, "drift": DRIFT}
+    named = {name: params.get(name, default) for name, default in defaults.items()}
+    same = {name: params[name] for name in ("gpus", "profile", "seeds")}
+    return {"traces": params["trace"] or (), **same, **named}
+
+
+def _tell(view: RenderableType, told: dict[str, Any], json_file: Path | None) -> None:
+    _write_json(json_file, told)
+    if not _only_json(json_file):
+        out.print(view)
+
+
+@contextmanager
+def _working() -> Iterator[Progress]:
+    """A line on the terminal that says what is going on, gone at the end."""
+    with err.status("reading") as status:
+        yield lambda text: status.update(escape(text))
+
+
+def _write_json(path: Path | None, told: Any) -> None:
+    from libra_cli.bench import experiments
+
+    if path is None:
+        return
+    text = told if isinstance(told, str) else experiments.json_text(told)
+    if _only_json(path):
+        typer.echo(text, nl=False)
+    else:
+        experiments.write(path, text)
+
+
+def _only_json(path: Path | None) -> bool:
+    return path is not None and str(path) == "-"
+
+
+# -- options before the experiment's name ----------------------------------------------------------
+
+
+def _given(context: typer.Context) -> set[str]:
+    """The parameters the user gave, by name."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+
+
+def _hand_down(context: typer.Context, experiment: str) -> None:
+    """Make the options before an experiment's name its defaults; refuse what it does not know."""
+    assert isinstance(context.command, TyperGroup)
+    known = {parameter.name for parameter in context.command.commands[experiment].params}
+    flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    given = _given(context)
+    for name in sorted(given - known):
+        raise typer.BadParameter(f"libra bench {experiment} has no {flags[name]}")
+    context.default_map = {experiment: {name: context.params[name] for name in given}}

@@ -1,0 +1,256 @@
+"""The ``libra`` command. With ``bench_cli`` and ``screen`` all that prints or picks an exit code.
+
+Exit codes: 0 done, 1 the run failed, 2 a wrong recipe or argument, 3 a host problem, 4 stopped by
+the user.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from libra_cli import __version__
+from libra_cli.cli.bench import bench
+from libra_cli.cli.terminal import err, errors_told, out
+
+if TYPE_CHECKING:
+    from libra_cli.config.recipe import Recipe
+    from libra_cli.core.launch.commands import HostPlan, ProcessSpec
+
+STOPPED = 4
+app = typer.Typer(
+    help="Agentic RL post-training on plain GPU machines: a list of SSH hosts and one recipe.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.add_typer(bench, name="bench")
+
+RunDir = Annotated[
+    Path | None, typer.Argument(help="A run directory; the newest under runs/ if left out.")
+]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        out.print(__version__, highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """Agentic RL post-training on plain GPU machines."""
+
+
+@app.command()
+def run(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be started where; touch nothing.")
+    ] = False,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on from the last checkpoint of this run directory.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Instead of run.seed.")] = None,
+) -> None:
+    """Run a complete agentic RL job on the recipe's hosts."""
+    from libra_cli.app import run as commands
+
+    with errors_told():
+        loaded, plan, hosts = commands.plan_of(recipe)
+        if dry_run:
+            for reason in plan.reasons:
+                out.print(f"plan: {reason}", markup=False, soft_wrap=True, highlight=False)
+            for host in hosts:
+                _print_host(host)
+            return
+        if seed is not None:
+            spec = loaded.run.model_copy(update={"seed": seed})
+            loaded = loaded.model_copy(update={"run": spec})
+        run_dir = resume or commands.new_run_dir(loaded)
+        _run(loaded, recipe, run_dir, resume=resume is not None)
+
+
+def _run(recipe: Recipe, path: Path, run_dir: Path, *, resume: bool) -> None:
+    from libra_cli.app import run as commands
+    from libra_cli.app.rebalance import propose
+    from libra_cli.report.status.console import final_view
+    from libra_cli.report.status.progress import Progress
+    from libra_cli.runtime.store.reader import Reader
+
+    with Progress(out, name=run_dir.name) as progress:
+        report = commands.run(
+            recipe,
+            path,
+            run_dir,
+            resume=resume,
+            propose=partial(propose, run_dir),
+            watch=progress.on,
+            note=progress.note,
+        )
+    with Reader(run_dir) as reader:
+        told, steps = commands.status(run_dir), reader.steps()
+    out.print(final_view(told, steps, report=report))
+    if told["run"]["state"] == "stopped":
+        again = f" --resume {run_dir}" if told["checkpoint"] else ""
+        out.print(f"go on with: libra run {path}{again}", highlight=False, soft_wrap=True)
+        raise typer.Exit(STOPPED)
+
+
+def _print_host(host: HostPlan) -> None:
+    roles = ", ".join(f"{slot.id} {role}" for slot, role in host.slots)
+    out.print(f"\n[bold]{host.node.name}[/] ({host.node.reach}): {roles}", highlight=False)
+    for spec in host.processes:
+        _print_process(spec)
+
+
+def _print_process(spec: ProcessSpec) -> None:
+    ports = ", ".join(f"{what} {port}" for what, port in spec.ports.items())
+    title = f"  {spec.process}" + (f"  (ports, or the next free ones: {ports})" if ports else "")
+    out.print(title, style="bold", markup=False, soft_wrap=True, highlight=False)
+    for name, value in spec.env.items():
+        line = f"    {name}={shlex.quote(value)}"
+        out.print(line, style="dim", markup=False, soft_wrap=True, highlight=False)
+    out.print(f"    {shlex.join(spec.argv)}", markup=False, soft_wrap=True, highlight=False)
+
+
+@app.command()
+def status(
+    run_dir: RunDir = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object, documented in README.")
+    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep it live until Ctrl-C.")] = False,
+) -> None:
+    """Show a run: slots, servers, step, reward, who waits on whom."""
+    from libra_cli.app import run as commands
+    from libra_cli.report.status.console import status_view
+    from libra_cli.report.status.summary import to_json
+
+    with errors_told():
+        told = commands.status(run_dir)
+        if as_json:
+            typer.echo(to_json(told))
+        elif watch:
+            _watch(run_dir)
+        else:
+            out.print(status_view(told, now=time.time()))
+
+
+def _watch(run_dir: Path | None) -> None:
+    from rich.live import Live
+
+    from libra_cli.app import run as commands
+    from libra_cli.report.status.console import status_view
+
+    told = commands.status(run_dir)
+    with Live(status_view(told, now=time.time()), console=out, auto_refresh=False) as live:
+        try:
+            while told["run"]["state"] in ("starting", "running"):
+                time.sleep(1.0)
+                told = commands.status(run_dir)
+                live.update(status_view(told, now=time.time()), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+@app.command()
+def rebalance(
+    target: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN_DIR | RECIPE", help="The newest run under runs/ if left out."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only explain; nothing is moved.")
+    ] = False,
+    to: Annotated[
+        str, typer.Option(help='Order a split: slots by role, as in "rollout=3,gradient=1".')
+    ] = "",
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(help="Hold a slot: SLOT=rollout, gradient, train, or auto to let go."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object, documented in README.")
+    ] = False,
+    profile: Annotated[
+        str | None, typer.Option(help="Costs of a GPU and model, or a file.")
+    ] = None,
+    trace: Annotated[
+        str | None, typer.Option(help="With a recipe: a file, or a shipped trace's name.")
+    ] = None,
+) -> None:
+    """Ask a live run to plan now, order a split by hand, or only explain what would be done."""
+    from libra_cli.app import rebalance as commands
+    from libra_cli.app.rebalance import orders
+    from libra_cli.report.status.rebalance import rebalance_view
+    from libra_cli.report.status.summary import to_json
+
+    with errors_told():
+        if not dry_run:
+            orders.refuse_explaining(as_json=as_json, profile=profile, trace=trace)
+            accepted, text = orders.order(target, to=to, pins=pin or [])
+            (out if accepted else err).print(text, markup=False, highlight=False)
+            if not accepted:
+                raise typer.Exit(2)
+            return
+        told = commands.explain(target, trace=trace, profile=profile)
+        if as_json:
+            typer.echo(to_json(told))
+        else:
+            out.print(rebalance_view(told))
+
+
+@app.command()
+def logs(
+    node: Annotated[str, typer.Argument(help="A node of the recipe.")],
+    process: Annotated[str | None, typer.Argument(help="One process; all if left out.")] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Wait for more.")] = False,
+    lines: Annotated[int, typer.Option("-n", help="Lines from the end.")] = 100,
+    run_dir: Annotated[Path | None, typer.Option("--run", help="A run directory.")] = None,
+) -> None:
+    """Show what a process on a host has written."""
+    from libra_cli.app import run as commands
+
+    async def show() -> None:
+        async for line in commands.logs(node, process, run_dir, follow=follow, lines=lines):
+            typer.echo(line)
+
+    with errors_told():
+        try:
+            asyncio.run(show())
+        except KeyboardInterrupt:
+            return
+
+
+@app.command()
+def stop(
+    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
+    now: Annotated[bool, typer.Option("--now", help="No checkpoint, no drain.")] = False,
+) -> None:
+    """Stop a run and prove that nothing of it is left on any host."""
+    from libra_cli.app import run as commands
+
+    with errors_told():
+        left = commands.stop(run_dir, at_once=now, note=lambda text: err.print(text))
+    for line in left:
+        err.print(f"not proved gone: {line}", style="red", markup=False, soft_wrap=True)
+    if left:
+        raise typer.Exit(3)
+    out.print("nothing of this run is left on any host", highlight=False)
+
+
+def main() -> None:
+    """Entry point of the ``libra`` command."""
+    app()

@@ -1,0 +1,222 @@
+"""What fields of a recipe must have in common, and how ranges of hosts are written.
+
+Contract: no I/O. ``problems_between_fields`` reports every broken rule, each with all the values it
+is about; the models of ``config.recipe`` call it, so no ``Recipe`` that breaks one can exist.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from libra_cli.config.recipe import NodeSpec, Recipe, RolloutSpec
+
+MAX_RANGE = 4096
+"""Hosts one range may name; more is a typing error."""
+
+RESERVED_VLLM_FLAGS = frozenset(
+    {
+        "--api-key",
+        "--dtype",
+        "--enable-scale-out",
+        "--enforce-eager",
+        "--gpu-memory-utilization",
+        "--host",
+        "--logprobs-mode",
+        "--max-model-len",
+        "--max-num-seqs",
+        "--middleware",
+        "--model",
+        "--port",
+        "--scheduling-policy",
+        "--seed",
+        "--served-model-name",
+        "--ssl-keyfile",
+        "--tensor-parallel-size",
+        "--tokenizer",
+        "--uds",
+    }
+)
+"""Flags libra sets itself (or that would put a secret on a command line)."""
+
+_RANGE = re.compile(r"\[([^\[\]]*)\]")
+_PART = re.compile(r"^(\d+)(?:-(\d+))?$")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Fields that do not fit together. ``keys`` are all that are involved, the culprit first."""
+
+    keys: tuple[str, ...]
+    reason: str
+
+
+class RuleError(ValueError):
+    """Rules between fields are broken; holds every one of them."""
+
+    def __init__(self, problems: tuple[Problem, ...]) -> None:
+        super().__init__("; ".join(f"{problem.keys[0]}: {problem.reason}" for problem in problems))
+        self.problems = problems
+
+
+SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(^|_)KEY)(S|$|_)", re.I)
+"""Environment variables whose values are never shown."""
+
+
+def problems_between_fields(recipe: Recipe) -> Iterator[Problem]:
+    """Every broken rule that needs more than one field, with all the values in the reason."""
+    for index, node in enumerate(recipe.nodes):
+        yield from _node_problems(f"nodes[{index}]", node)
+    yield from _cluster_problems(recipe)
+    yield from _model_problems(recipe)
+    yield from _bucket_problems(recipe)
+    yield from _vllm_problems(recipe.rollout)
+
+
+def _node_problems(key: str, node: NodeSpec) -> Iterator[Problem]:
+    if len(node.pool) not in (1, node.slots):
+        yield Problem(
+            (f"{key}.pool", f"{key}.slots"),
+            f"lists {len(node.pool)} pools, but slots is {node.slots}: give one for all, or "
+            f"{node.slots}",
+        )
+    if node.gpus % node.slots:
+        yield Problem(
+            (f"{key}.slots", f"{key}.gpus"),
+            f"{node.gpus} GPUs do not split evenly into {node.slots} slots",
+        )
+    for name in node.env:
+        if SECRET_NAME.search(name) and not name.endswith("_FILE"):
+            yield Problem(
+                (f"{key}.env.{name}",),
+                "sounds like a secret, and this is no place for one; environment.secrets is, as "
+                f"${{{name}}}",
+            )
+    if node.is_local:
+        for field in ("user", "port", "identity", "jump"):
+            value = getattr(node, field)
+            if value is not None:
+                yield Problem(
+                    (f"{key}.{field}", f"{key}.host"),
+                    f"is {value!r}, but host is 'local', which is reached over pipes",
+                )
+
+
+def _cluster_problems(recipe: Recipe) -> Iterator[Problem]:
+    first: dict[str, int] = {}
+    for index, node in enumerate(recipe.nodes):
+        if node.name in first:
+            yield Problem(
+                (f"nodes[{index}].host", f"nodes[{first[node.name]}].host"),
+                f"{node.name!r} is named twice: use slots to split a host",
+            )
+        first.setdefault(node.name, index)
+    local = first.get("local")
+    if local is not None and len(recipe.nodes) > 1 and recipe.nodes[local].address is None:
+        yield Problem(
+            (f"nodes[{local}].address", "nodes"),
+            f"is null, but {len(recipe.nodes) - 1} other nodes must reach 'local': "
+            "give its address",
+        )
+
+
+def _model_problems(recipe: Recipe) -> Iterator[Problem]:
+    model, rollout, training = recipe.model, recipe.rollout, recipe.training
+    if (model.path is None) == (model.build is None):
+        given = "neither is" if model.path is None else "both are"
+        yield Problem(
+            ("model", "model.path", "model.build"),
+            f"needs exactly one of path and build, {given} given",
+        )
+    if rollout.max_turn_tokens >= model.max_len:
+        yield Problem(
+            ("rollout.max_turn_tokens", "model.max_len"),
+            f"is {rollout.max_turn_tokens}, but model.max_len is {model.max_len}: "
+            "no room for a prompt",
+        )
+    if training.micro_batch_tokens < model.max_len:
+        yield Problem(
+            ("training.micro_batch_tokens", "model.max_len"),
+            f"is {training.micro_batch_tokens}, but one trajectory may have model.max_len = "
+            f"{model.max_len}",
+        )
+
+
+def _bucket_problems(recipe: Recipe) -> Iterator[Problem]:
+    names: dict[str, int] = {}
+    open_shapes: dict[int, int] = {}
+    longest = 0
+    for index, bucket in enumerate(recipe.rollout.buckets):
+        key = f"rollout.buckets[{index}]"
+        if bucket.name in names:
+            yield Problem(
+                (f"{key}.name", f"rollout.buckets[{names[bucket.name]}].name"),
+                f"{bucket.name!r} is also the name of bucket {names[bucket.name]}",
+            )
+        names.setdefault(bucket.name, index)
+        if bucket.slots is None and bucket.tensor_parallel in open_shapes:
+            other = open_shapes[bucket.tensor_parallel]
+            yield Problem(
+                (f"{key}.slots", f"rollout.buckets[{other}].slots"),
+                f"is null, as in bucket {other} of the same tensor_parallel "
+                f"{bucket.tensor_parallel}: only one can take what is left",
+            )
+        if bucket.slots is None:
+            open_shapes.setdefault(bucket.tensor_parallel, index)
+        bound = bucket.up_to_tokens or recipe.model.max_len
+        if not longest <= bound <= recipe.model.max_len:
+            yield Problem(
+                (f"{key}.up_to_tokens", "model.max_len"),
+                f"is {bound}, but buckets are ordered short to long up to model.max_len: it must "
+                f"be within {longest} and {recipe.model.max_len}",
+            )
+        longest = max(longest, bound)
+
+
+def _vllm_problems(rollout: RolloutSpec) -> Iterator[Problem]:
+    for index, argument in enumerate(rollout.vllm_args):
+        flag = argument.split("=", 1)[0].replace("_", "-")
+        if flag in RESERVED_VLLM_FLAGS:
+            yield Problem(
+                (f"rollout.vllm_args[{index}]",), f"{flag} is set by libra from other fields"
+            )
+
+
+def expand_range(text: str) -> list[str]:
+    """``gpu-[01-03,07]`` -> gpu-01, gpu-02, gpu-03, gpu-07; several brackets multiply.
+
+    Raises ``ValueError`` with the reason for a malformed range.
+    """
+    if _RANGE.sub("", text).count("[") or _RANGE.sub("", text).count("]"):
+        raise ValueError(f"has a bracket without its partner: {text!r}")
+    literals = _RANGE.split(text)[::2]
+    choices = [_range_values(body) for body in _RANGE.findall(text)]
+    total = 1
+    for choice in choices:
+        total *= len(choice)
+    if total > MAX_RANGE:
+        raise ValueError(f"names {total} hosts, more than {MAX_RANGE}: {text!r}")
+    return [
+        literals[0] + "".join(v + tail for v, tail in zip(values, literals[1:], strict=True))
+        for values in product(*choices)
+    ]
+
+
+def _range_values(body: str) -> list[str]:
+    values: list[str] = []
+    for part in body.split(","):
+        match = _PART.match(part.strip())
+        if match is None:
+            raise ValueError(f"has a range that is not numbers: [{body}]; write it like [01-06]")
+        first, last = match[1], match[2] or match[1]
+        if int(last) < int(first):
+            raise ValueError(f"has a range that falls: {first} to {last}")
+        if int(last) - int(first) >= MAX_RANGE:
+            raise ValueError(f"has a range of {int(last) - int(first) + 1}, over {MAX_RANGE}")
+        width = len(first) if first.startswith("0") else 0
+        values += [str(number).zfill(width) for number in range(int(first), int(last) + 1)]
+    return values

@@ -1,0 +1,84 @@
+"""Who computes which groups of a step: the core and its gradient workers, each at its own speed.
+
+Groups go whole, since advantages are relative to the group; largest first, each to whoever would
+have it done first (longest-processing-time rule, Graham 1969: within 4/3 of the best makespan).
+Speeds are tokens a second, smoothed over steps. Nobody's speed is known before the first step: then
+a GPU counts as much as another. The core takes its part first where all are equal, since what it
+computes needs no transfer.
+
+Guarantee: every group is dealt exactly once, and the sum of gradients is the same however it is.
+Limit: seconds are counted as proportional to tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from libra_cli.core.actions import BatchPartition
+from libra_cli.core.cluster.replica import Replica
+from libra_cli.core.rollout.groups import Group
+from libra_cli.core.types import GroupId, Seconds, SlotId, Tokens
+
+KEEP = 0.5
+"""Weight of what was known before in a new speed."""
+MARGIN = 0.9
+"""A worker is dealt as if it were this much slower: the core should not be the one that waits."""
+
+
+class Speeds:
+    """Tokens a second of the core and of each worker; None until measured."""
+
+    def __init__(self, core_gpus: int) -> None:
+        self._core_gpus = max(1, core_gpus)
+        self._core: float | None = None
+        self._workers: dict[SlotId, float] = {}
+
+    def core(self, tokens: float, seconds: Seconds) -> None:
+        """The core computed its own part."""
+        if tokens > 0 and seconds > 0:
+            self._core = _blend(self._core, tokens / seconds)
+
+    def worker(self, slot: SlotId, tokens: Tokens, seconds: Seconds) -> None:
+        """A worker computed a share."""
+        if tokens > 0 and seconds > 0:
+            self._workers[slot] = _blend(self._workers.get(slot), tokens / seconds)
+
+    def of_core(self) -> float:
+        """Of the core, or its number of GPUs."""
+        return self._core or float(self._core_gpus)
+
+    def of(self, status: Replica) -> float:
+        """Of a worker, or the core's by the number of GPUs."""
+        guess = self.of_core() * (len(status.slot.gpus) or 1) / self._core_gpus
+        return MARGIN * self._workers.get(status.slot.id, guess)
+
+
+def deal_shares(
+    groups: Sequence[Group], workers: Iterable[Replica], speeds: Speeds
+) -> tuple[BatchPartition, ...]:
+    """The shares of the workers; a worker that would get nothing has none."""
+    ready = list(workers)
+    pace = [speeds.of_core(), *(speeds.of(status) for status in ready)]
+    load = [0.0] * len(pace)
+    dealt: list[list[GroupId]] = [[] for _ in pace]
+    for group in sorted(groups, key=lambda group: (-_tokens(group), group.id)):
+        tokens = _tokens(group)
+        ends = [(load[i] + tokens) / pace[i] for i in range(len(pace))]
+        first = ends.index(min(ends))
+        load[first] += tokens
+        dealt[first].append(group.id)
+    pairs = zip(ready, dealt[1:], strict=True)
+    return tuple(
+        BatchPartition(status.slot.id, status.epoch, tuple(sorted(ids)))
+        for status, ids in pairs
+        if ids
+    )
+
+
+def _tokens(group: Group) -> int:
+    """That a forward pass sees."""
+    return sum(len(member.token_ids) for member in group.members)
+
+
+def _blend(before: float | None, now: float) -> float:
+    return now if before is None else KEEP * before + (1 - KEEP) * now

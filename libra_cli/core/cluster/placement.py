@@ -1,0 +1,207 @@
+"""Which slot does what at first: the split the recipe gives.
+
+The control law of ``initial_plan``:
+
+- A slot of pool ``rollout`` serves, one of pool ``train`` trains. That is never changed.
+- ``auto`` and ``hybrid`` slots are free. They train, in the order of the nodes, until a third of
+  all slots (rounded up) trains; the rest serves. A third, because the two halves of an agentic step
+  are seldom equal: decoding reads every weight once a token while training reads them once a batch,
+  so rollout is the larger half at the usual lengths. It is a place to start from, not an optimum:
+  with short answers it gives rollout too much, with very long ones too little.
+- The trainer's launcher gives every machine the same number of processes. If a third would break
+  that, more free slots train, one at a time, and if no larger number works, fewer.
+- Buckets are filled in the order of the recipe: a bucket takes slots with exactly
+  ``tensor_parallel`` GPUs (a slot without GPUs counts as 1), first those with a ``slots`` count,
+  then the one without takes what is left of its shape. No slot may be left over.
+
+Guarantee: a plan has at least one server and one train slot, every slot has exactly one role, and
+the same recipe gives the same plan. Limit: it looks at no measurement and proposes no move; that
+is ``libra_cli.core.planning.search``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from libra_cli.config.errors import RecipeError
+from libra_cli.config.recipe import BucketSpec, NodeSpec, Recipe
+from libra_cli.config.rules import Problem
+from libra_cli.core.types import Bucket, Plan, Pool, Slot, SlotId
+
+
+class PlanError(RecipeError):
+    """No plan fits the recipe. ``problem`` names the fields; its reason has both numbers."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"{key}: {reason}")
+        self.problem = Problem((key, "nodes", "rollout.buckets"), reason)
+
+
+def slots_of(recipe: Recipe) -> tuple[Slot, ...]:
+    """Every slot, in the order of the recipe. A slot of pool ``auto`` is hybrid."""
+    return tuple(slot for node in recipe.nodes for slot in _slots_of_node(node))
+
+
+def initial_plan(recipe: Recipe) -> Plan:
+    """The first plan of a run; ``PlanError`` if there is none."""
+    slots = slots_of(recipe)
+    train, reason = _choose_train(slots)
+    return plan_with(recipe, slots, train, reason)
+
+
+def plan_with(
+    recipe: Recipe,
+    slots: tuple[Slot, ...],
+    train: frozenset[SlotId],
+    why: str,
+    *,
+    gradient: frozenset[SlotId] = frozenset(),
+) -> Plan:
+    """The plan in which exactly ``train`` is the core and ``gradient`` are workers beside it.
+
+    ``PlanError`` if the recipe has none.
+    """
+    serving = tuple(slot for slot in slots if slot.id not in train | gradient)
+    _check_halves(slots, train, serving)
+    servers = _fill_buckets(recipe, serving)
+    return Plan(
+        servers=servers,
+        train=tuple(slot.id for slot in slots if slot.id in train),
+        reasons=(why, _describe(servers)),
+        gradient=tuple(slot.id for slot in slots if slot.id in gradient),
+    )
+
+
+def processes_per_node(slots: tuple[Slot, ...], train: frozenset[SlotId]) -> dict[str, int]:
+    """Trainer processes of each node: one a GPU, or one a slot where there are none."""
+    counts: Counter[str] = Counter()
+    for slot in slots:
+        if slot.id in train:
+            counts[slot.node] += len(slot.gpus) or 1
+    return dict(counts)
+
+
+def _slots_of_node(node: NodeSpec) -> tuple[Slot, ...]:
+    share = node.gpus_per_slot
+    return tuple(
+        Slot(
+            id=f"{node.name}/{index}",
+            node=node.name,
+            gpus=tuple(range(index * share, (index + 1) * share)),
+            pool=Pool.HYBRID if pool == "auto" else Pool(pool),
+        )
+        for index, pool in enumerate(node.slot_pools)
+    )
+
+
+def _choose_train(slots: tuple[Slot, ...]) -> tuple[frozenset[SlotId], str]:
+    fixed = [slot.id for slot in slots if slot.pool is Pool.TRAIN]
+    free = [slot.id for slot in slots if slot.pool is Pool.HYBRID]
+    rollout = len(slots) - len(fixed) - len(free)
+    if not free:
+        train = frozenset(fixed)
+        return train, f"the pools of the recipe give {_count(len(train), 'slot')} to training"
+    target = -(-len(slots) // 3)
+    most = len(free) if rollout else len(free) - 1
+    wanted = min(max(target - len(fixed), 0 if fixed else 1), most)
+    order = [*range(wanted, most + 1), *range(wanted - 1, -1, -1)]
+    for number in order:
+        train = frozenset(fixed + free[:number])
+        if train and _is_even(slots, train):
+            return train, (
+                f"{_count(len(train), 'slot')} of {len(slots)} trains: a third of them to begin "
+                f"with, {len(fixed)} because the pool says so"
+            )
+    return frozenset(fixed + free[:wanted]), ""
+
+
+def _is_even(slots: tuple[Slot, ...], train: frozenset[SlotId]) -> bool:
+    return len(set(processes_per_node(slots, train).values())) <= 1
+
+
+def _check_halves(
+    slots: tuple[Slot, ...], train: frozenset[SlotId], serving: tuple[Slot, ...]
+) -> None:
+    if not train or not serving:
+        raise PlanError(
+            "nodes",
+            f"give {_count(len(slots), 'slot')}: {len(train)} would train and {len(serving)} would "
+            "serve, but at least one of each is needed (raise slots, or change pool)",
+        )
+    processes = processes_per_node(slots, train)
+    if len(set(processes.values())) > 1:
+        shares = ", ".join(f"{node} {number}" for node, number in processes.items())
+        raise PlanError(
+            "nodes",
+            "the launcher needs the same number of trainer processes on every node, "
+            f"but the train slots give {shares}",
+        )
+    with_gpus = {bool(slot.gpus) for slot in slots if slot.id in train}
+    if len(with_gpus) > 1:
+        raise PlanError("nodes", "train slots with GPUs and without cannot form one world")
+
+
+def _fill_buckets(recipe: Recipe, serving: tuple[Slot, ...]) -> tuple[tuple[SlotId, Bucket], ...]:
+    free = list(serving)
+    chosen: dict[SlotId, Bucket] = {}
+    order = sorted(enumerate(recipe.rollout.buckets), key=lambda item: item[1].slots is None)
+    for index, spec in order:
+        for slot in _take(index, spec, free):
+            free.remove(slot)
+            chosen[slot.id] = Bucket(
+                name=spec.name,
+                tensor_parallel=spec.tensor_parallel,
+                max_num_seqs=spec.max_num_seqs,
+                up_to_tokens=spec.up_to_tokens or recipe.model.max_len,
+            )
+    if free:
+        shape = len(free[0].gpus) or 1
+        given = ", ".join(f"{b.name} {b.tensor_parallel}" for b in recipe.rollout.buckets)
+        raise PlanError(
+            "rollout.buckets",
+            f"none is left for {_count(len(free), 'rollout slot')} such as {free[0].id}, which "
+            f"needs tensor_parallel {shape}; the buckets have {given}",
+        )
+    return tuple((slot.id, chosen[slot.id]) for slot in serving)
+
+
+def _take(index: int, spec: BucketSpec, free: list[Slot]) -> list[Slot]:
+    fitting = [slot for slot in free if (len(slot.gpus) or 1) == spec.tensor_parallel]
+    wanted = spec.slots or max(len(fitting), 1)
+    if len(fitting) < wanted:
+        key = "tensor_parallel" if spec.slots is None else "slots"
+        raise PlanError(
+            f"rollout.buckets[{index}].{key}",
+            f"bucket {spec.name!r} needs {_count(wanted, 'rollout slot')} with exactly "
+            f"{_count(spec.tensor_parallel, 'GPU')}, but there {_are(len(fitting))}; left over: "
+            f"{_sizes(free)}",
+        )
+    return fitting[:wanted]
+
+
+def _sizes(free: list[Slot]) -> str:
+    sizes = Counter(len(slot.gpus) for slot in free)
+    return (
+        "no slots"
+        if not free
+        else ", ".join(
+            f"{_count(number, 'slot')} with {_count(size, 'GPU')}"
+            for size, number in sorted(sizes.items())
+        )
+    )
+
+
+def _describe(servers: tuple[tuple[SlotId, Bucket], ...]) -> str:
+    counts = Counter((bucket.name, bucket.tensor_parallel) for _, bucket in servers)
+    parts = [
+        f"{number} x {name} (tensor parallel {degree})" for (name, degree), number in counts.items()
+    ]
+    return f"{_count(len(servers), 'server')}: {', '.join(parts)}"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")
+
+
+def _are(number: int) -> str:
+    return "is 1" if number == 1 else f"are {number}"

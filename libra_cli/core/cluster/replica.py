@@ -1,0 +1,190 @@
+"""The lifecycle of a slot: one table, and the status that moves along it.
+
+Rules for this file: everything that may change a slot's state lives here; an edge that is not in
+``MOVES`` is a bug and raises ``IllegalMove`` without changing anything; the text of an edge says
+what in the world causes it.
+
+An **epoch** is the generation number of a slot's assignment. It grows whenever a server is taken
+out, so that whatever the old process still has to say can be recognised and dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from json import dumps
+
+from libra_cli.config.errors import IllegalMove
+from libra_cli.core.events import PublishedVersion
+from libra_cli.core.records import SlotRecord
+from libra_cli.core.types import Bucket, Role, Seconds, Slot, Version
+
+
+class ReplicaState(StrEnum):
+    """Where a slot is in its life."""
+
+    IDLE = "idle"
+    STARTING = "starting"
+    JOINING = "joining"
+    SERVING = "serving"
+    DRAINING = "draining"
+    TRAINING = "training"
+    STOPPING = "stopping"
+    FAILED = "failed"
+
+
+S = ReplicaState
+
+MOVES: dict[ReplicaState, dict[ReplicaState, str]] = {
+    S.IDLE: {
+        S.STARTING: "the plan gives it a server, a gradient worker or a trainer rank",
+        S.FAILED: "its restarts are used up",
+    },
+    S.STARTING: {
+        S.JOINING: "the server has generated a token, or the worker's world is whole",
+        S.TRAINING: "every rank is there and the world has the asked size",
+        S.STOPPING: "the process ended, or was not ready in time, or the run ends",
+    },
+    S.JOINING: {
+        S.SERVING: "the server has the current version, proved on the probe",
+        S.TRAINING: "the gradient worker has the current version, proved on the probe",
+        S.STOPPING: "the version could not be loaded or does not verify, or the run ends",
+    },
+    S.SERVING: {
+        S.DRAINING: "a new plan has no server on it: turns under way may end, none begins",
+        S.STOPPING: "the server died, computes with wrong weights, or the run ends",
+    },
+    S.DRAINING: {
+        S.STOPPING: "its last turn or share has ended or is given up, or it died, or the run ends",
+    },
+    S.TRAINING: {
+        S.DRAINING: "a new plan has no gradient worker on it: its share may end, none begins",
+        S.STOPPING: "a rank died, a step failed, the core is resized, or the run ends",
+    },
+    S.STOPPING: {
+        S.IDLE: "no process with its marker is left on the node",
+    },
+    S.FAILED: {
+        S.IDLE: "a new plan has something on it: what failed there before is forgotten",
+    },
+}
+
+
+@dataclass(slots=True)
+class Replica:
+    """One slot, its state and what is known of the process on it."""
+
+    slot: Slot
+    since: Seconds
+    state: ReplicaState = S.IDLE
+    role: Role = Role.IDLE
+    epoch: int = 0
+    bucket: Bucket | None = None
+    #: The version the server has proved to compute with; None before the first proof.
+    verified: PublishedVersion | None = None
+    #: The version being loaded; None when no sync is under way.
+    syncing: PublishedVersion | None = None
+    #: Versions that it may have generated with, whose proof broke off: (trainer epoch, version).
+    unproved: set[tuple[int, Version]] = field(default_factory=set)
+    #: A server that never served has a wrong configuration: it is not started again.
+    has_served: bool = False
+    reachable: bool = True
+    #: Something failed, and it has not answered since: nothing is sent to it.
+    doubted: bool = False
+    restarts: int = 0
+    #: Times that something failed since anything succeeded.
+    failures: int = 0
+    running: int = 0
+    running_since: Seconds = 0.0
+    #: When it had the version that it then proved.
+    loaded_at: Seconds = 0.0
+    busy_s: Seconds = 0.0
+    #: Requests inside it, summed over time.
+    request_s: Seconds = 0.0
+    serving_s: Seconds = 0.0
+    detail: str = ""
+    story: list[str] = field(default_factory=list)
+
+    def move(self, to: ReplicaState, *, now: Seconds, why: str = "") -> None:
+        """Follow one edge of the table.
+
+        Raises:
+            IllegalMove: the table has no such edge; nothing was changed.
+        """
+        if to not in MOVES[self.state]:
+            told = "; ".join(self.story[-6:])
+            raise IllegalMove(
+                f"slot {self.slot.id}: {self.state} -> {to} "
+                f"({self.state} since {self.since:.1f} s; before: {told or 'nothing'})"
+            )
+        if self.serving:
+            self.count(0, now=now)
+            self.serving_s += now - self.since
+        self.story.append(f"{self.state} -> {to} at {now:.1f} s {why}".rstrip())
+        self.state, self.since, self.detail = to, now, why
+
+    def forgive(self, *, now: Seconds) -> None:
+        """A new plan hopes for it: a process that failed here before is no reason not to try."""
+        self.move(S.IDLE, now=now)
+        self.role, self.restarts, self.has_served = Role.IDLE, 0, False
+
+    def count(self, change: int, *, now: Seconds) -> None:
+        """Add to the number of our requests inside the server, and to its busy time."""
+        if self.running > 0:
+            self.busy_s += now - self.running_since
+            self.request_s += self.running * (now - self.running_since)
+        self.running += change
+        self.running_since = now
+
+    def retire(self) -> None:
+        """Make every answer still under way an old one."""
+        self.epoch += 1
+        self.running = self.failures = 0
+        self.verified = self.syncing = None
+        self.doubted = False
+        self.unproved.clear()
+
+    @property
+    def serving(self) -> bool:
+        """Whether requests may be inside it."""
+        return self.role is Role.ROLLOUT and self.state in (S.SERVING, S.DRAINING)
+
+    @property
+    def up(self) -> bool:
+        """Whether a process may hold its GPUs."""
+        return self.state not in (S.IDLE, S.FAILED)
+
+    @property
+    def routable(self) -> bool:
+        """Whether a request may be sent to it now."""
+        return self.state is S.SERVING and self.reachable and not self.doubted
+
+    def check(self) -> None:
+        """Invariants that hold between any two events."""
+        assert self.running >= 0, f"{self.slot.id} counts {self.running} requests"
+        assert self.state is not S.SERVING or self.verified is not None, self.slot.id
+        assert self.running == 0 or self.state in (S.SERVING, S.DRAINING), self.slot.id
+
+
+def slot_record(status: Replica, *, now: Seconds, waiting: int = 0) -> SlotRecord:
+    """The slot's row; ``now`` brings its serving time up to date."""
+    serving = now - status.since if status.serving else 0.0
+    return SlotRecord(
+        slot=status.slot.id,
+        node=status.slot.node,
+        gpus_json=dumps(status.slot.gpus),
+        pool=status.slot.pool,
+        role=status.role,
+        state=status.state if status.reachable else "unreachable",
+        since=status.since,
+        epoch=status.epoch,
+        bucket=status.bucket.name if status.bucket else "",
+        version=status.verified.version if status.verified else None,
+        verified=status.verified is not None,
+        running=status.running,
+        waiting=waiting,
+        busy_s=status.busy_s,
+        serving_s=status.serving_s + serving,
+        restarts=status.restarts,
+        detail=status.detail,
+    )

@@ -1,0 +1,205 @@
+"""The prices of a run whose GPU nobody has profiled, taken from what it has done so far.
+
+**Servers.** Of every turn it is known when it began and ended, on which server, and so how many
+others were there meanwhile. With B(t) requests and K(t) tokens of context on a server at t, g
+tokens generated and ``fresh`` prompt tokens computed there between begin and end::
+
+    seconds of a turn = g (a + b mean B + c mean K) + p1 fresh
+
+fitted as in ``refine``, to ``prior``'s proportions where the turns cannot tell. The KV cache is at
+least what has been in use; a server that never was full shows no limit.
+
+**Training.** ``seconds of a step = step_s + (token_s x tokens + pair_s x pairs) / ranks``.
+
+Limit: shapes that have not served or trained have no prices; memory is not known, so a plan priced
+here is not checked for it, other than by the shapes being those that run now.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from libra_cli.core.costs.online import FadingLine
+from libra_cli.core.costs.profile import MemoryModel, MoveCost, Profile, TrainingCost
+from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.types import Seconds, SlotId, Tokens
+
+UNCHECKED_GIB = 1e9
+"""Memory of a GPU that nobody has asked."""
+NODE_BANDWIDTH, NETWORK_BANDWIDTH = 1e11, 1e10
+"""Bytes a second, assumed."""
+CORRELATED = 1e-2
+"""What the prior's proportions weigh, in turns for each turn: turns side by side tell the same."""
+MOVE_S: Seconds = 60.0
+"""A server or a trainer started, where none has been seen to."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedTurn:
+    """One turn on one server. ``fresh`` are the tokens of its prompt that were not cached."""
+
+    slot: SlotId
+    began: Seconds
+    ended: Seconds
+    prompt: Tokens
+    fresh: Tokens
+    generated: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """One optimizer step. ``pairs``: of a token and one it attends to."""
+
+    seconds: Seconds
+    tokens: Tokens
+    pairs: float
+
+
+@dataclass(frozen=True, slots=True)
+class Starts:
+    """How long servers and trainers took to be ready, as seen; None for never.
+
+    ``to_training_s`` and ``to_rollout_s`` are the seconds in which a slot that moved did nothing.
+    """
+
+    server_s: Seconds | None
+    trainer_s: Seconds | None
+    to_training_s: Seconds | None = None
+    to_rollout_s: Seconds | None = None
+
+
+def server_cost(turns: Sequence[PlayedTurn], prior: ServerCost) -> ServerCost:
+    """Prices of the servers that played these turns; the prior without any."""
+    line = FadingLine(
+        (prior.step_s, prior.sequence_s, prior.kv_token_s, prior.prefill_token_s),
+        memory=max(1.0, len(turns)),
+        trust=len(turns) * CORRELATED,
+    )
+    most = 0.0
+    for played in _by_slot(turns):
+        load = _Load(played)
+        most = max(most, load.most)
+        for turn in played:
+            line.observe(load.amounts(turn), turn.ended - turn.began)
+    if not line.seen:
+        return prior
+    step_s, sequence_s, kv_token_s, prefill_token_s = line.prices()
+    return replace(
+        prior,
+        step_s=step_s,
+        sequence_s=sequence_s,
+        kv_token_s=kv_token_s,
+        prefill_token_s=prefill_token_s,
+        prefill_pair_s=prior.prefill_pair_s * line.level,
+        request_s=prior.request_s * line.level,
+        kv_tokens=max(prior.kv_tokens, int(most)),
+    )
+
+
+def training_cost(
+    steps: Sequence[TrainedStep], ranks: int, facts: MemoryModel, *, micro_tokens: Tokens
+) -> TrainingCost:
+    """Prices of a trainer with ``ranks`` ranks that took these steps; ValueError without any."""
+    if not steps:
+        raise ValueError("no step has been trained yet")
+    mean_s = sum(step.seconds for step in steps) / len(steps)
+    tokens = max(1.0, sum(step.tokens for step in steps) / len(steps))
+    pairs = max(1.0, sum(step.pairs for step in steps) / len(steps))
+    # Proportions to hold to where steps are too much alike: mostly the tokens.
+    prior = (0.15 * mean_s, 0.8 * mean_s / tokens, 0.05 * mean_s / pairs)
+    line = FadingLine(prior, memory=max(20.0, len(steps)))
+    for step in steps:
+        line.observe((1.0, step.tokens, step.pairs), step.seconds)
+    step_s, token_s, pair_s = line.prices()
+    return TrainingCost(
+        token_s=token_s * ranks,
+        pair_s=pair_s * ranks,
+        step_s=step_s,
+        facts=facts,
+        node_bandwidth=NODE_BANDWIDTH,
+        network_bandwidth=NETWORK_BANDWIDTH,
+        micro_tokens=micro_tokens,
+    )
+
+
+def measured_profile(
+    servers: Mapping[int, ServerCost],
+    training: TrainingCost,
+    starts: Starts,
+    *,
+    name: str,
+    gpu: str,
+    model: str,
+    provenance: Mapping[str, str],
+) -> Profile:
+    """All of it as a profile."""
+    server_s = MOVE_S if starts.server_s is None else starts.server_s
+    trainer_s = MOVE_S if starts.trainer_s is None else starts.trainer_s
+    moves = MoveCost(
+        to_training_s=trainer_s if starts.to_training_s is None else starts.to_training_s,
+        to_rollout_s=server_s if starts.to_rollout_s is None else starts.to_rollout_s,
+        resize_s=trainer_s,
+        start_s=dict.fromkeys(servers, server_s),
+    )
+    return Profile(name, gpu, model, dict(servers), training, moves, 0.0, dict(provenance))
+
+
+def unchecked_facts(parameters: float) -> MemoryModel:
+    """Of a model of which only the size is known, on GPUs of which nothing is: all of it fits."""
+    return MemoryModel(
+        parameters=parameters,
+        layers=1,
+        hidden=1,
+        vocabulary=1,
+        kv_bytes=1e-9,
+        gpu_gib=UNCHECKED_GIB,
+        server_overhead_gib=0.0,
+        trainer_overhead_gib=0.0,
+    )
+
+
+class _Load:
+    """What was on one server when: B, K and prompt tokens as running sums over time."""
+
+    def __init__(self, turns: Sequence[PlayedTurn]) -> None:
+        changes = [(turn.began, 1, _held(turn)) for turn in turns]
+        changes += [(turn.ended, -1, -_held(turn)) for turn in turns]
+        changes.sort()
+        self._times = [at for at, _, _ in changes]
+        running = list(accumulate(change for _, change, _ in changes))
+        held = list(accumulate(change for _, _, change in changes))
+        self.most = max(held)
+        lasted = [after - at for at, after in zip(self._times, self._times[1:], strict=False)]
+        self._request_s = [0.0, *accumulate(map(_product, running, lasted))]
+        self._token_s = [0.0, *accumulate(map(_product, held, lasted))]
+        began = sorted((turn.began, turn.fresh) for turn in turns)
+        self._began = [at for at, _ in began]
+        self._fresh = [0, *accumulate(fresh for _, fresh in began)]
+
+    def amounts(self, turn: PlayedTurn) -> tuple[float, float, float, float]:
+        """Steps, steps x requests, steps x tokens, prompt tokens: of this turn's time."""
+        begin, end = (bisect_left(self._times, at) for at in (turn.began, turn.ended))
+        seconds = max(turn.ended - turn.began, 1e-9)
+        running = (self._request_s[end] - self._request_s[begin]) / seconds
+        held = (self._token_s[end] - self._token_s[begin]) / seconds
+        first, last = (bisect_left(self._began, at) for at in (turn.began, turn.ended))
+        fresh = self._fresh[last] - self._fresh[first]
+        return turn.generated, turn.generated * running, turn.generated * held, float(fresh)
+
+
+def _held(turn: PlayedTurn) -> float:
+    return turn.prompt + turn.generated / 2
+
+
+def _product(one: float, other: float) -> float:
+    return one * other
+
+
+def _by_slot(turns: Iterable[PlayedTurn]) -> list[list[PlayedTurn]]:
+    slots: dict[SlotId, list[PlayedTurn]] = {}
+    for turn in turns:
+        slots.setdefault(turn.slot, []).append(turn)
+    return list(slots.values())

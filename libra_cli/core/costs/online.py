@@ -1,0 +1,164 @@
+"""Prices that a run corrects by what it sees: least squares that forgets, held to a prior.
+
+A law is ``seconds = sum(price x amount)``; here ``step = a + b x running + c x KV tokens``. Prices
+are learned as factors on a prior, from relative errors, so that microseconds a token and
+milliseconds a step weigh alike. With f the share of each price in what the prior predicts, y the
+seconds over that prediction, and weights w that fade by ``1 - 1 / MEMORY`` an observation::
+
+    (sum w f f' + TRUST I) z = sum w f y + TRUST s,    log s = sum w log y / (sum w + 1)
+
+So a prior that is wrong by one factor everywhere (s, the level) costs nothing, and what the
+observations cannot tell apart (a server always as full as now) keeps the proportions of the prior.
+Recursive: the sums are all that is kept. What is beyond ``OUTLIER`` times the level, either way,
+counts as that much. Readings of a server come at equal times, so one with longer steps stands for
+fewer of them and weighs that much less (w = level / y): a stall is not a thousand slow steps.
+
+Guarantee: constant memory and time an observation; prices are never negative, and 0 where the prior
+is 0; with no observation the prior. Limit: it learns what a step takes in use, the prefill of
+others and the way to the server included, and a machine that changes within ``MEMORY``
+observations is followed late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import exp, log
+
+from libra_cli.core.costs.fitting import solve
+from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.types import Bucket, Seconds
+
+MEMORY = 500.0
+"""Observations until one has faded to 1/e."""
+TRUST = 0.1
+"""What the prior's proportions weigh, in observations."""
+OUTLIER = 8.0
+SETTLED = 8
+"""Observations before one can be an outlier."""
+
+
+class FadingLine:
+    """Non-negative prices of a linear law, learned from (amounts, seconds)."""
+
+    def __init__(
+        self, prior: Sequence[float], *, memory: float = MEMORY, trust: float = TRUST
+    ) -> None:
+        self._prior = tuple(prior)
+        self._trust = trust
+        self._keep = 1.0 - 1.0 / memory
+        size = range(len(self._prior))
+        self._squares = [[0.0 for _ in size] for _ in size]
+        self._products = [0.0 for _ in size]
+        self._weight = 0.0
+        self._logs = 0.0
+        self.seen = 0
+
+    @property
+    def level(self) -> float:
+        """Seconds over what the prior predicts, a geometric mean; 1 before the first."""
+        return exp(self._logs / (self._weight + 1.0))
+
+    def observe(self, amounts: Sequence[float], seconds: Seconds, *, by_time: bool = False) -> None:
+        """Take one in; amounts that the prior gives no price for, or no time, say nothing.
+
+        ``by_time``: it stands for as much time as the others do, so for the fewer the longer it
+        took.
+        """
+        parts = [price * amount for price, amount in zip(self._prior, amounts, strict=True)]
+        predicted = sum(parts)
+        if not (0 < predicted < float("inf") and 0 < seconds < float("inf")):
+            return
+        shares = [part / predicted for part in parts]
+        ratio = seconds / predicted
+        if self.seen >= SETTLED:
+            ratio = min(max(ratio, self.level / OUTLIER), self.level * OUTLIER)
+        weight = min(max(self.level / ratio, 1 / OUTLIER), OUTLIER) if by_time else 1.0
+        self._add(shares, ratio, weight)
+
+    def _add(self, shares: Sequence[float], ratio: float, weight: float) -> None:
+        self.seen += 1
+        for row, share in zip(self._squares, shares, strict=True):
+            for column, other in enumerate(shares):
+                row[column] = row[column] * self._keep + weight * share * other
+        self._products = [
+            old * self._keep + weight * share * ratio
+            for old, share in zip(self._products, shares, strict=True)
+        ]
+        self._weight = self._weight * self._keep + weight
+        self._logs = self._logs * self._keep + weight * log(ratio)
+
+    def prices(self) -> tuple[float, ...]:
+        """The best ones, none below 0."""
+        factors = self._factors()
+        return tuple(price * factor for price, factor in zip(self._prior, factors, strict=True))
+
+    def _factors(self) -> list[float]:
+        free = list(range(len(self._prior)))
+        while free:
+            matrix = [[self._squares[i][j] + self._trust * (i == j) for j in free] for i in free]
+            found = solve(matrix, [self._products[i] + self._trust * self.level for i in free])
+            assert found is not None, "TRUST keeps it definite"
+            least = min(range(len(free)), key=found.__getitem__)
+            if found[least] >= 0:
+                factors = dict(zip(free, found, strict=True))
+                return [factors.get(i, 0.0) for i in range(len(self._prior))]
+            del free[least]
+        return [self.level for _ in self._prior]
+
+
+class Refiner:
+    """One server shape's decode prices. Those of prefill keep their proportion to them."""
+
+    def __init__(self, prior: ServerCost) -> None:
+        self._prior = prior
+        self._line = FadingLine((prior.step_s, prior.sequence_s, prior.kv_token_s))
+
+    @property
+    def seen(self) -> int:
+        """Observations so far."""
+        return self._line.seen
+
+    def observe(self, running: float, kv_tokens: float, step_s: Seconds) -> None:
+        """A step took ``step_s`` with so many sequences that hold so much context."""
+        self._line.observe((1.0, running, kv_tokens), step_s, by_time=True)
+
+    def cost(self) -> ServerCost:
+        """What such a server costs now."""
+        return self.applied_to(self._prior)
+
+    def applied_to(self, cost: ServerCost) -> ServerCost:
+        """The same shape with another KV cache."""
+        if not self._line.seen:
+            return cost
+        step_s, sequence_s, kv_token_s = self._line.prices()
+        return replace(
+            cost,
+            step_s=step_s,
+            sequence_s=sequence_s,
+            kv_token_s=kv_token_s,
+            prefill_token_s=self._prior.prefill_token_s * self._line.level,
+            prefill_pair_s=self._prior.prefill_pair_s * self._line.level,
+            request_s=self._prior.request_s * self._line.level,
+        )
+
+
+class LearnedCosts:
+    """What each shape of a run costs, as far as is known. ``cost_of`` gives the priors."""
+
+    def __init__(self, cost_of: Callable[[Bucket], ServerCost]) -> None:
+        self._cost_of = cost_of
+        self._refiners: dict[int, Refiner] = {}
+
+    def of(self, bucket: Bucket) -> ServerCost:
+        """Of one server of this bucket."""
+        refiner = self._refiners.get(bucket.tensor_parallel)
+        cost = self._cost_of(bucket)
+        return refiner.applied_to(cost) if refiner is not None else cost
+
+    def observe(self, bucket: Bucket, *, running: float, kv_tokens: float, step_s: Seconds) -> None:
+        """One of its servers took ``step_s`` a token at that load."""
+        degree = bucket.tensor_parallel
+        if degree not in self._refiners:
+            self._refiners[degree] = Refiner(self._cost_of(bucket))
+        self._refiners[degree].observe(running, kv_tokens, step_s)

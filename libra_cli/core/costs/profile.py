@@ -1,0 +1,366 @@
+"""What the planner prices with: servers, training steps, moves; one ``Profile`` of all.
+
+Training, for ``w`` ranks shaped TP x PP x DP, with ``T`` tokens and ``Q`` pairs of them a step::
+
+    compute = max((token_s x T + pair_s x Q) / w, the longest trajectory on one replica)
+    gather  = micro batches of a replica x 3 x parameters / (TP x PP) x (DP - 1) / DP / bandwidth
+    reduce  = T / DP x tp_bytes x 2 (TP - 1) / TP / bandwidth inside the node
+    seconds = step_s + (compute + exposed x gather + reduce) / (1 - bubble)
+    bubble  = (PP - 1) / (PP + micro batches - 1)
+
+``gather`` is sharded data parallelism (parameters gathered forward and backward, gradients
+scattered: three times the parameters each micro batch), most of it under the compute; ``reduce`` is
+tensor parallelism, all of it in the way. Memory of a rank: parameters, gradients and Adam's state
+over the whole world, one layer gathered, a micro batch's activations (one per layer boundary, the
+rest recomputed) and a chunk of logits.
+
+Guarantee: more tokens never cost less, and ``Profile.from_json`` undoes ``to_json``. Limit: work is
+spread evenly over the replicas but for the longest trajectory; padding is part of the utilisation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, TypeVar
+
+from libra_cli.config.errors import LibraError
+from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.costs.workload import Workload
+from libra_cli.core.types import Seconds, Tokens
+
+GIB = 2.0**30
+SHARD_BYTES = 16
+"""Of a parameter: bf16 weight and gradient, float32 master copy and Adam's two moments."""
+LOGIT_TOKENS = 8192
+"""Tokens whose logits are in memory at once: the loss is computed in chunks of at most these."""
+_Part = TypeVar("_Part")
+
+
+class NothingFits(LibraError):
+    """No plan can run. ``constraint`` is what fails first."""
+
+    exit_code = 2
+
+    def __init__(self, constraint: str, message: str, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.constraint = constraint
+
+
+class ProfileError(LibraError):
+    """A profile that is not valid, not known, or for another GPU or model."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingShape:
+    """How a trainer's ranks are arranged."""
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+
+    @property
+    def gpus(self) -> int:
+        """Ranks."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+    def __str__(self) -> str:
+        return f"TP {self.tensor_parallel} x PP {self.pipeline_parallel} x DP {self.data_parallel}"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """Of the model and the GPU: what memory is made of. ``kv_bytes`` is a token's, whole model."""
+
+    parameters: float
+    layers: int
+    hidden: int
+    vocabulary: int
+    kv_bytes: float
+    gpu_gib: float
+    usable_share: float = 0.9
+    """Of a GPU's memory, that an engine or a trainer may take."""
+    server_overhead_gib: float = 1.85
+    """A server's, on each GPU: CUDA graphs, activations, communication buffers."""
+    trainer_overhead_gib: float = 6.0
+    """A rank's: CUDA context, communication buffers, fragmentation."""
+
+    @property
+    def usable_gib(self) -> float:
+        """Of one GPU."""
+        return self.gpu_gib * self.usable_share
+
+    def weights_gib(self, tensor_parallel: int) -> float:
+        """bf16 weights on each GPU of a server."""
+        return 2 * self.parameters / tensor_parallel / GIB
+
+    def kv_room(self, tensor_parallel: int) -> Tokens:
+        """KV tokens of a server with this many GPUs; 0 if not even its weights fit."""
+        free = self.usable_gib - self.weights_gib(tensor_parallel) - self.server_overhead_gib
+        return max(0, int(free * GIB * tensor_parallel / self.kv_bytes))
+
+    def server_gib(self, tensor_parallel: int, kv_tokens: Tokens) -> float:
+        """Memory on each GPU of a server that holds ``kv_tokens``."""
+        kv = kv_tokens * self.kv_bytes / tensor_parallel / GIB
+        return self.weights_gib(tensor_parallel) + kv + self.server_overhead_gib
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingCost:
+    """Seconds of a training step; the formula is the module's.
+
+    ``token_s`` and ``pair_s`` are GPU-seconds of a token and of a pair of tokens (forward, backward
+    and recomputation); ``step_s`` what a step costs whatever is in it; the bandwidths are bytes a
+    second of a collective inside a node and across nodes of ``node_gpus``.
+    """
+
+    token_s: Seconds
+    pair_s: Seconds
+    step_s: Seconds
+    facts: MemoryModel
+    node_bandwidth: float
+    network_bandwidth: float
+    node_gpus: int = 8
+    micro_tokens: Tokens = 16384
+    exposed: float = 0.3
+
+    def seconds(self, shape: TrainingShape, workload: Workload) -> Seconds:
+        """A step of this workload."""
+        busy = self.compute_s(shape, workload) + self.exposed * self._gather_s(shape, workload)
+        busy += self._reduce_s(shape, workload)
+        return self.step_s + busy / (1 - self.bubble(shape, workload))
+
+    def compute_s(self, shape: TrainingShape, workload: Workload) -> Seconds:
+        """Arithmetic of a step: shared evenly, but no replica has less than a whole trajectory."""
+        even = (self.token_s * workload.tokens + self.pair_s * workload.pairs) / shape.gpus
+        context = workload.longest.context
+        longest = self.token_s * context + self.pair_s * context**2 / 2
+        return max(even, longest / (shape.tensor_parallel * shape.pipeline_parallel))
+
+    def communication_ratio(self, shape: TrainingShape, workload: Workload) -> float:
+        """Seconds of communication, hidden or not, for each second of arithmetic."""
+        moved = self._gather_s(shape, workload) + self._reduce_s(shape, workload)
+        return moved / self.compute_s(shape, workload)
+
+    def bubble(self, shape: TrainingShape, workload: Workload) -> float:
+        """Share of a pipeline's time that a stage waits."""
+        stages = shape.pipeline_parallel
+        return (stages - 1) / (stages + self._micro_batches(shape, workload) - 1)
+
+    def memory_gib(self, shape: TrainingShape, longest_context: Tokens) -> float:
+        """The most that a rank holds at once."""
+        facts, tokens = self.facts, max(self.micro_tokens, longest_context)
+        states = SHARD_BYTES * facts.parameters / shape.gpus
+        split = shape.tensor_parallel * shape.pipeline_parallel
+        layer = 2 * 2 * facts.parameters / facts.layers / shape.tensor_parallel
+        inside = 34 * facts.hidden * tokens / shape.tensor_parallel
+        boundaries = 2 * facts.hidden * facts.layers * tokens / split
+        logits = 6 * facts.vocabulary * min(tokens, LOGIT_TOKENS) / shape.tensor_parallel
+        held = states + layer + boundaries + max(inside, logits)
+        return held / GIB + facts.trainer_overhead_gib
+
+    def scaled(self, factor: float) -> TrainingCost:
+        """Every second ``factor`` times as long."""
+        return replace(
+            self,
+            token_s=self.token_s * factor,
+            pair_s=self.pair_s * factor,
+            step_s=self.step_s * factor,
+            node_bandwidth=self.node_bandwidth / factor,
+            network_bandwidth=self.network_bandwidth / factor,
+        )
+
+    def _micro_batches(self, shape: TrainingShape, workload: Workload) -> float:
+        return max(1.0, workload.tokens / shape.data_parallel / self.micro_tokens)
+
+    def _gather_s(self, shape: TrainingShape, workload: Workload) -> Seconds:
+        split, replicas = shape.tensor_parallel * shape.pipeline_parallel, shape.data_parallel
+        inside = shape.gpus <= self.node_gpus
+        bandwidth = self.node_bandwidth if inside else self.network_bandwidth
+        shard = 3 * 2 * self.facts.parameters / split * (replicas - 1) / replicas
+        return self._micro_batches(shape, workload) * shard / bandwidth
+
+    def _reduce_s(self, shape: TrainingShape, workload: Workload) -> Seconds:
+        """Six all-reduces a layer: two forward, two backward, two recomputed."""
+        degree = shape.tensor_parallel
+        moved = 6 * self.facts.layers * 2 * self.facts.hidden * 2 * (degree - 1) / degree
+        return workload.tokens / shape.data_parallel * moved / self.node_bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCost:
+    """Seconds that the GPUs of a move do nothing.
+
+    ``to_training_s``: a server drained and stopped until its GPUs hold a gradient worker with the
+    current weights. ``to_rollout_s``: back, until a verified server is routed to. ``start_s``: a
+    server of another shape on GPUs that serve, by its tensor-parallel degree. ``resize_s``: the
+    trainer's core stopped, saved, restarted with another world and loaded, everyone waiting.
+    """
+
+    to_training_s: Seconds
+    to_rollout_s: Seconds
+    resize_s: Seconds
+    start_s: Mapping[int, Seconds]
+
+    def start(self, tensor_parallel: int) -> Seconds:
+        """A server of this shape; the longest known where it is not."""
+        return self.start_s.get(tensor_parallel, max(self.start_s.values(), default=0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """What a run meets beside its engines and its trainer; measured where it runs, else nothing.
+
+    ``sync_s``: from a published version to a server that has proved it. ``stall_s``: of that, how
+    long its engine stands still. ``turn_s``: of a turn, what is spent outside the engine. Where
+    servers and the trainer share cores, a step of either takes longer while the other works:
+    ``serving_slowdown`` and ``training_slowdown`` times as long.
+    """
+
+    sync_s: Seconds = 1.0
+    stall_s: Seconds = 0.0
+    turn_s: Seconds = 0.0
+    serving_slowdown: float = 1.0
+    training_slowdown: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Every price of one model on one GPU.
+
+    ``servers`` maps a tensor-parallel degree to its prices; a degree that is missing cannot run.
+    ``overhead_s`` is the part of every server's ``step_s`` that is the engine's and not a kernel's.
+    ``provenance`` says, part by part, where the numbers come from.
+    """
+
+    name: str
+    gpu: str
+    model: str
+    servers: Mapping[int, ServerCost]
+    training: TrainingCost
+    moves: MoveCost
+    overhead_s: Seconds
+    provenance: Mapping[str, str]
+    surroundings: Contention = Contention()
+
+    @property
+    def facts(self) -> MemoryModel:
+        """Of the model and the GPU."""
+        return self.training.facts
+
+    def scaled(self, factor: float) -> Profile:
+        """Every server ``factor`` times as slow, training as it is: mis-estimated rollout costs."""
+        return replace(
+            self,
+            overhead_s=self.overhead_s * factor,
+            servers={degree: _slower(cost, factor) for degree, cost in self.servers.items()},
+        )
+
+    def with_overhead(self, seconds: Seconds) -> Profile:
+        """``seconds`` more on every engine step."""
+        servers = {
+            degree: replace(cost, step_s=cost.step_s + seconds)
+            for degree, cost in self.servers.items()
+        }
+        return replace(self, servers=servers, overhead_s=self.overhead_s + seconds)
+
+    def kernel_only(self) -> Profile:
+        """Without the engine's overhead: what the kernels alone take."""
+        return self.with_overhead(-self.overhead_s)
+
+    def with_kv_share(self, share: float) -> Profile:
+        """Servers with ``share`` of their KV cache."""
+        servers = {
+            degree: replace(cost, kv_tokens=max(1, int(cost.kv_tokens * share)))
+            for degree, cost in self.servers.items()
+        }
+        return replace(self, servers=servers)
+
+    def to_json(self) -> str:
+        """One JSON object; seconds, bytes and tokens."""
+        body = asdict(self)
+        body["servers"] = [asdict(cost) for _, cost in sorted(self.servers.items())]
+        body["moves"]["start_s"] = {str(k): v for k, v in self.moves.start_s.items()}
+        return json.dumps(body, indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """What ``to_json`` wrote. Raises ProfileError, naming the key, if it is not that."""
+        body = _object(text)
+        training = dict(_section(body, "training"))
+        training["facts"] = _part(MemoryModel, _section(training, "facts", "training."), "facts")
+        moves = dict(_section(body, "moves"))
+        starts = _section(moves, "start_s", "moves.")
+        moves["start_s"] = {int(degree): float(value) for degree, value in starts.items()}
+        costs = [_part(ServerCost, cost, "servers") for cost in _list(body, "servers")]
+        given = {
+            **body,
+            "servers": {cost.tensor_parallel: cost for cost in costs},
+            "training": _part(TrainingCost, training, "training"),
+            "moves": _part(MoveCost, moves, "moves"),
+        }
+        if "surroundings" in body:
+            found = _section(body, "surroundings")
+            given["surroundings"] = _part(Contention, found, "surroundings")
+        return _part(cls, given, "profile")
+
+
+def _slower(cost: ServerCost, factor: float) -> ServerCost:
+    return replace(
+        cost,
+        step_s=cost.step_s * factor,
+        sequence_s=cost.sequence_s * factor,
+        kv_token_s=cost.kv_token_s * factor,
+        prefill_token_s=cost.prefill_token_s * factor,
+        prefill_pair_s=cost.prefill_pair_s * factor,
+        request_s=cost.request_s * factor,
+    )
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        body = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ProfileError(f"line {error.lineno}: is not JSON ({error.msg})") from error
+    if not isinstance(body, dict):
+        raise ProfileError("is not a JSON object")
+    return body
+
+
+def _section(body: Mapping[str, Any], key: str, under: str = "") -> Mapping[str, Any]:
+    value = body.get(key)
+    if not isinstance(value, dict):
+        raise ProfileError(f"{under}{key}: must be an object")
+    return value
+
+
+def _list(body: Mapping[str, Any], key: str) -> list[Any]:
+    value = body.get(key)
+    if not isinstance(value, list) or not value:
+        raise ProfileError(f"{key}: must be a list with at least one entry")
+    return value
+
+
+def _part(kind: type[_Part], given: Any, where: str) -> _Part:
+    """``kind`` from a mapping, with every wrong key and value told by name."""
+    types = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
+    if not isinstance(given, Mapping):
+        raise ProfileError(f"{where}: must be an object")
+    unknown = sorted(set(given) - set(types))
+    if unknown:
+        raise ProfileError(f"{where}.{unknown[0]}: no such key; known: {', '.join(sorted(types))}")
+    for key, value in given.items():
+        if types[key] in ("float", "int", "Seconds", "Tokens") and not _is_amount(value):
+            raise ProfileError(f"{where}.{key}: must be a number that is not negative")
+    try:
+        return kind(**given)
+    except (TypeError, ValueError) as error:
+        raise ProfileError(f"{where}: {error}") from error
+
+
+def _is_amount(value: Any) -> bool:
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return known and 0 <= value < float("inf")

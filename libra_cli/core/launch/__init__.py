@@ -1,0 +1,1 @@
+"""From a plan to the argv, environment and files of every process."""

@@ -1,0 +1,230 @@
+"""When a run looks for a better plan, what becomes of one, and what it turned out to be worth.
+
+When to look is ``planning.looks``'; never while slots move. Where training did not wait, the
+staleness bound held rollout back, the more so the more groups lie ready: their share of all begun
+and not trained stands for rollout's waiting. Whether a plan pays is for the planner (``slot_plan``)
+to say; what it admits is carried out.
+
+A user's order comes before the planner: pins hold slots against both.
+
+Every plan is kept with its prediction. Observed are the mean seconds of up to ``WINDOW`` steps
+before it was chosen, and of the ``WINDOW`` steps after the last of its moves; steps while slots
+moved count for neither. Limit: what else has changed meanwhile (lengths drift) is in that
+comparison too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from json import dumps
+
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.actions import Action, AnswerOrder, Propose, Save
+from libra_cli.core.events import PlanChosen, PlanKept, PlanOrdered
+from libra_cli.core.planning.triggers import STARVED, ReplanTriggers
+from libra_cli.core.reconcile.manual_plan import OrderRefused, ordered_plan
+from libra_cli.core.reconcile.reconciler import Reconciler
+from libra_cli.core.records import PlanRecord, StepRecord
+from libra_cli.core.types import Bucket, Plan, Pool, Prediction, Role, Seconds, Slot, SlotId
+
+WINDOW = 5
+
+
+class PlanController:
+    """The plan of a run, and the eyes on it."""
+
+    def __init__(
+        self, recipe: Recipe, pool: Reconciler, plan: Plan, slots: tuple[Slot, ...]
+    ) -> None:
+        self._recipe = recipe
+        self._pool = pool
+        self._slots = slots
+        self.plan = plan
+        self.pins: dict[SlotId, Role] = {}
+        self._number = 0
+        #: The newest plan's row.
+        self._row = _record(0, plan, 0.0, "start", None)
+        #: Seconds of the last steps under the newest plan in which no slot moved.
+        self._periods: deque[Seconds] = deque(maxlen=WINDOW)
+        #: Whether all slots were where the plan has them when the last step ended.
+        self._arrived = True
+        self._ended_at: Seconds | None = None
+        overlap = 1.0 + recipe.training.max_staleness
+        self._looks = ReplanTriggers(recipe.planner.plan_interval, overlap)
+        #: Mean lengths of the last two steps.
+        self._lengths: deque[float] = deque(maxlen=2)
+        #: A planner's answer is awaited.
+        self._looking = False
+
+    def begin(self, *, now: Seconds) -> list[Action]:
+        """The first plan's row."""
+        self._row = replace(self._row, at=now)
+        return [Save(self._row)]
+
+    def mended(self) -> list[Action]:
+        """Moves that failed have changed the plan: tell the one that is."""
+        if not self._pool.differs():
+            return []
+        self.plan = self._pool.plan(self.plan.reasons)
+        told = _record(self._number, self.plan, 0.0, "", None)
+        self._row = replace(
+            self._row,
+            servers_json=told.servers_json,
+            train_json=told.train_json,
+            gradient_json=told.gradient_json,
+        )
+        return [Save(self._row)]
+
+    # -- looking --------------------------------------------------------------------------------
+
+    def stepped(self, step: StepRecord, ready: float, *, now: Seconds) -> list[Action]:
+        """A step is done, and ``ready`` of the groups that are not trained wait for training."""
+        before, self._ended_at = self._ended_at, now
+        if before is None or now <= before:
+            return []
+        period = now - before
+        waited = step.waited_s / period
+        idle = {"training": waited, "rollout": ready if waited < STARVED else 0.0}
+        self._lengths.append(step.mean_length)
+        may = self._may_look and not self._busy
+        why = self._looks.due(idle, sum(self._lengths) / len(self._lengths), may=may)
+        return self._observe(period) + (self._propose(why, "") if why else [])
+
+    @property
+    def _may_look(self) -> bool:
+        hybrid = any(slot.pool is Pool.HYBRID for slot in self._slots)
+        return hybrid and self._recipe.planner.kind != "fixed"
+
+    @property
+    def _busy(self) -> bool:
+        return self._looking or bool(self._pool.moves)
+
+    def _propose(self, why: str, order: str) -> list[Action]:
+        self._looks.rest()
+        self._looking = True
+        return [Propose(why, tuple(self.pins.items()), order)]
+
+    # -- what comes of it -----------------------------------------------------------------------
+
+    def chosen(self, event: PlanChosen, *, now: Seconds) -> list[Action]:
+        """The planner has a better plan: carry it out."""
+        self._looking = False
+        if _wants(event.plan) == _wants(self._pool.plan(())):
+            return self._answer(event.order, accepted=True, text="the plan is today's already")
+        held = [slot for slot, role in self.pins.items() if _role(event.plan, slot) is not role]
+        if held:
+            text = f"the plan moves slots that are pinned: {', '.join(sorted(held))}"
+            return self._answer(event.order, accepted=False, text=text)
+        self._pool.learn(event.slots)
+        cause = "order" if event.order else "planner"
+        actions = self._adopt(event.plan, cause, event.prediction, now)
+        return actions + self._answer(event.order, accepted=True, text=_words(event.plan))
+
+    def kept(self, event: PlanKept) -> list[Action]:
+        """The planner has looked, and today's plan stays."""
+        self._looking = False
+        return self._answer(event.order, accepted=True, text=f"no move: {event.why_not}")
+
+    def ordered(self, event: PlanOrdered, *, now: Seconds) -> list[Action]:
+        """A user orders a split, holds slots, or wants a look now."""
+        if self._busy:
+            under_way = ", ".join(sorted(self._pool.moves)) or "none yet, but the planner looks"
+            text = f"slots are moving ({under_way}); order again when they have arrived"
+            return self._answer(event.order, accepted=False, text=text)
+        pins = dict(self.pins)
+        for slot, role in event.pins:
+            pins.pop(slot, None)
+            if role is not None:
+                pins[slot] = role
+        if not event.to and not event.pins:
+            return self._propose("asked for", event.order)
+        try:
+            plan = self._plan(event, pins)
+        except OrderRefused as error:
+            return self._answer(event.order, accepted=False, text=str(error))
+        self.pins = pins
+        same = _wants(plan) == _wants(self._pool.plan(()))
+        actions = [] if same else self._adopt(plan, "order", None, now)
+        text = "nothing has to move" if same else _words(plan)
+        return actions + self._answer(event.order, accepted=True, text=text)
+
+    def _plan(self, event: PlanOrdered, pins: dict[SlotId, Role]) -> Plan:
+        known = {slot.id for slot in self._slots}
+        unknown = sorted({slot for slot, _ in event.pins} - known)
+        if unknown:
+            slots = ", ".join(sorted(known))
+            raise OrderRefused(f"there is no slot {unknown[0]}; the run has {slots}")
+        roles = {slot: self._pool.role_of(slot) for slot in known}
+        return ordered_plan(
+            self._recipe, self._slots, roles, self._pool.plan(()).train, dict(event.to), pins
+        )
+
+    def _answer(self, order: str, *, accepted: bool, text: str) -> list[Action]:
+        return [AnswerOrder(order, accepted, text)] if order else []
+
+    def _adopt(
+        self, plan: Plan, cause: str, promise: Prediction | None, now: Seconds
+    ) -> list[Action]:
+        self.plan, self._number = plan, self._number + 1
+        row = _record(self._number, plan, now, cause, promise)
+        self._row = replace(row, observed_before_s=_mean(self._periods))
+        self._periods.clear()
+        self._arrived = False
+        self._looks.rest()
+        return [Save(self._row), *self._pool.adopt(plan, self._number, now=now)]
+
+    # -- what it was worth ----------------------------------------------------------------------
+
+    def _observe(self, period: Seconds) -> list[Action]:
+        arrived, self._arrived = self._arrived, not self._pool.moves
+        if not (arrived and self._arrived):  # nor does the step count in which the last one arrived
+            return []
+        self._periods.append(period)
+        first = self._number > 0 and self._row.observed_after_s is None
+        if not first or len(self._periods) < WINDOW:
+            return []
+        self._row = replace(self._row, observed_after_s=_mean(self._periods))
+        return [Save(self._row)]
+
+
+def _record(
+    number: int, plan: Plan, now: Seconds, cause: str, promise: Prediction | None
+) -> PlanRecord:
+    return PlanRecord(
+        plan=number,
+        at=now,
+        servers_json=dumps([[slot, *_shape(bucket)] for slot, bucket in plan.servers]),
+        train_json=dumps(plan.train),
+        reasons_json=dumps(plan.reasons),
+        gradient_json=dumps(plan.gradient),
+        cause=cause,
+        predicted_before_s=promise.before_s if promise else None,
+        predicted_after_s=promise.after_s if promise else None,
+        cost_s=promise.cost_s if promise else None,
+    )
+
+
+def _shape(bucket: Bucket) -> tuple[str, int, int, int]:
+    return bucket.name, bucket.tensor_parallel, bucket.max_num_seqs, bucket.up_to_tokens
+
+
+def _wants(plan: Plan) -> tuple[dict[SlotId, Bucket], tuple[SlotId, ...], frozenset[SlotId]]:
+    return dict(plan.servers), plan.train, frozenset(plan.gradient)
+
+
+def _role(plan: Plan, slot: SlotId) -> Role:
+    if slot in dict(plan.servers):
+        return Role.ROLLOUT
+    if slot in plan.gradient:
+        return Role.GRADIENT
+    return Role.TRAIN if slot in plan.train else Role.IDLE
+
+
+def _words(plan: Plan) -> str:
+    counts = (len(plan.servers), len(plan.gradient), len(plan.train))
+    return "moving to rollout={}, gradient={}, train={}".format(*counts)
+
+
+def _mean(values: deque[Seconds]) -> Seconds | None:
+    return sum(values) / len(values) if values else None

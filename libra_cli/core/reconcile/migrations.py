@@ -1,0 +1,256 @@
+"""Following the moves under way: which phase each is in, and what becomes of one that fails.
+
+It starts and stops nothing by itself, save at a deadline: it looks at the states of the processes
+on a slot, which the pool brings about, and tells the phases of ``move.LIFECYCLE`` from them.
+"""
+
+from __future__ import annotations
+
+from libra_cli.core.actions import Action, Save, Wake
+from libra_cli.core.cluster.gradient_workers import GradientWorkers
+from libra_cli.core.cluster.replica import Replica, ReplicaState
+from libra_cli.core.cluster.rollout_servers import RolloutServers
+from libra_cli.core.cluster.trainer import TrainerGroup
+from libra_cli.core.reconcile.desired_state import DesiredState
+from libra_cli.core.reconcile.migration import (
+    DONE,
+    FAILED,
+    LIFECYCLE,
+    MigrationPhase,
+    SlotMigration,
+)
+from libra_cli.core.types import Bucket, Role, Seconds, SlotId
+
+WORKING = (ReplicaState.SERVING, ReplicaState.TRAINING)
+_COMING = {ReplicaState.STARTING: MigrationPhase.START, ReplicaState.JOINING: MigrationPhase.SYNC}
+_LEAVING = {ReplicaState.DRAINING: MigrationPhase.DRAIN, ReplicaState.STOPPING: MigrationPhase.STOP}
+
+
+class MigrationTracker:
+    """Every move under way. Methods return the actions they call for."""
+
+    def __init__(
+        self,
+        wanted: DesiredState,
+        fleet: RolloutServers,
+        workers: GradientWorkers,
+        training: TrainerGroup,
+    ) -> None:
+        self._wanted = wanted
+        self._fleet = fleet
+        self._workers = workers
+        self._training = training
+        self.moves: dict[SlotId, SlotMigration] = {}
+        self._number = 0
+        #: Whether something else is wanted since the pool last looked.
+        self.stirred = False
+
+    def begin(
+        self, slot: SlotId, before: Role, bucket: Bucket | None, plan: int, *, now: Seconds
+    ) -> list[Action]:
+        """The slot is to do something else from now on; a move that was under way there is over."""
+        actions: list[Action] = []
+        under_way = self.moves.pop(slot, None)
+        if under_way is not None:
+            under_way.end(FAILED, now=now, detail=f"plan {plan} has something else on the slot")
+            actions.append(Save(under_way.record()))
+        self._number += 1
+        after = self._wanted.role_of(slot)
+        elastic = {before, after} == {Role.ROLLOUT, Role.GRADIENT}
+        # On a host without GPUs two processes fit; on a GPU vLLM has taken the memory.
+        room = elastic and not self._wanted.slots[slot].gpus
+        move = SlotMigration(self._number, plan, slot, before, after, room, bucket, now)
+        self.moves[slot] = move
+        return [*actions, Save(move.record())]
+
+    def has_room(self, slot: SlotId) -> bool:
+        """Whether the slot's next process starts beside the one that is there."""
+        move = self.moves.get(slot)
+        return move is not None and move.room
+
+    def look(self, *, now: Seconds) -> list[Action]:
+        """Which phase every move is in now."""
+        actions = [a for move in list(self.moves.values()) for a in self._follow(move, now)]
+        servers = (self._fleet.slots[slot] for slot in self._wanted.servers)
+        if all(status.state is ReplicaState.FAILED for status in servers):
+            self._keep_a_server()
+        return actions
+
+    def end(self, why: str, *, now: Seconds) -> list[Action]:
+        """The run ends: so do the moves under way."""
+        actions: list[Action] = []
+        for move in self.moves.values():
+            move.end(FAILED, now=now, detail=why)
+            actions.append(Save(move.record()))
+        self.moves.clear()
+        return actions
+
+    def check(self) -> None:
+        """Invariants that hold between any two events."""
+        for slot, move in self.moves.items():
+            assert move.ended_at is None, f"the move of {slot} has ended and is kept"
+
+    # -- the phase it is in ---------------------------------------------------------------------
+
+    def _tenant(self, slot: SlotId, role: Role) -> Replica | None:
+        if role is Role.ROLLOUT:
+            return self._fleet.slots.get(slot)
+        if role is Role.GRADIENT:
+            return self._workers.slots.get(slot)
+        core = (status for status in self._training.slots if status.slot.id == slot)
+        return next(core, None) if role is Role.TRAIN else None
+
+    def _follow(self, move: SlotMigration, now: Seconds) -> list[Action]:
+        old, new = self._tenant(move.slot, move.before), self._tenant(move.slot, move.after)
+        if move.before is move.after or (move.before is Role.TRAIN and not self._training.resizing):
+            # The same status is drained, stopped and started again; or a core that only crashed.
+            old = None
+        broken = self._broken(move, new)
+        if broken:
+            return self._give_back(move, broken, now)
+        over = move.after is Role.IDLE and not (old and old.up)
+        phase = MigrationPhase.JOIN if over else _phase(move, old, new)
+        actions: list[Action] = []
+        if new is not None:
+            self._tell_sync(move, new, now)
+        if phase is not None and move.enter(phase, now=now):
+            actions += self._entered(move, phase, new)
+        if phase is MigrationPhase.JOIN and (over or self._has_joined(move, new)):
+            actions += self._done(move, now)
+        return actions
+
+    def _entered(
+        self, move: SlotMigration, phase: MigrationPhase, new: Replica | None
+    ) -> list[Action]:
+        if (
+            phase in (MigrationPhase.START, MigrationPhase.SYNC)
+            and new is not None
+            and move.epoch is None
+        ):
+            move.epoch, move.request_s = new.epoch, new.request_s
+        return [Wake(move.timer, LIFECYCLE[phase].deadline_s), Save(move.record())]
+
+    def _broken(self, move: SlotMigration, new: Replica | None) -> str:
+        """Why the new process is no more; empty while there is hope."""
+        if Role.TRAIN in (move.before, move.after):
+            kept = (move.after is Role.TRAIN) == (move.slot in self._wanted.core)
+            if not kept:
+                return self._wanted.refusal
+        if new is None or move.after is Role.TRAIN:
+            return ""
+        failed = new.state is ReplicaState.FAILED or move.epoch not in (None, new.epoch)
+        return (new.detail or "its process ended") if failed else ""
+
+    def _tell_sync(self, move: SlotMigration, new: Replica, now: Seconds) -> None:
+        """A sync is one reply; it says when the version was loaded, which ends phase ``sync``."""
+        if move.phase is MigrationPhase.SYNC and new.state in WORKING:
+            began = move.phases[-1][1]
+            # The host that loaded it has a clock of its own.
+            move.enter(MigrationPhase.VERIFY, now=min(max(new.loaded_at, began), now))
+
+    def _has_joined(self, move: SlotMigration, new: Replica | None) -> bool:
+        if move.after is Role.ROLLOUT and new is not None:
+            return new.running > 0 or new.request_s > move.request_s
+        return move.after is not Role.GRADIENT or move.slot in self._workers.used
+
+    def _done(self, move: SlotMigration, now: Seconds) -> list[Action]:
+        move.end(DONE, now=now)
+        del self.moves[move.slot]
+        return [Save(move.record())]
+
+    # -- when it fails --------------------------------------------------------------------------
+
+    def deadline(self, timer: str, *, now: Seconds) -> list[Action]:
+        """A phase has taken as long as it may."""
+        move = next((m for m in self.moves.values() if m.timer == timer), None)
+        if move is None or move.phase is None:
+            return []
+        if move.phase is MigrationPhase.JOIN:
+            return self._done(move, now)
+        why = f"{move.phase} took longer than {LIFECYCLE[move.phase].deadline_s:.0f} s"
+        if move.phase is MigrationPhase.DRAIN:
+            return self._end_drain(move.slot, why, now)
+        if move.phase is MigrationPhase.STOP:
+            return self._give_back(move, why, now) if self._is_stopping(move.slot) else []
+        return self._stop_new(move, why, now) or self._give_back(move, why, now)
+
+    def _end_drain(self, slot: SlotId, why: str, now: Seconds) -> list[Action]:
+        """The move goes on without what the old process has yet to say."""
+        server, worker = self._fleet.slots.get(slot), self._workers.slots.get(slot)
+        if server is not None and server.state is ReplicaState.DRAINING:
+            return self._fleet.take_out(server, why, now=now)
+        if worker is not None and worker.state is ReplicaState.DRAINING:
+            return self._workers.take_out(worker, why, now=now)
+        return []
+
+    def _is_stopping(self, slot: SlotId) -> bool:
+        """Whether a process there is not gone yet; else the slot waits for the core to be moved."""
+        roles = (Role.ROLLOUT, Role.GRADIENT, Role.TRAIN)
+        tenants = (self._tenant(slot, role) for role in roles)
+        return any(
+            status is not None and status.state is ReplicaState.STOPPING for status in tenants
+        )
+
+    def _stop_new(self, move: SlotMigration, why: str, now: Seconds) -> list[Action]:
+        """That it is being stopped then makes the move fail."""
+        if move.after is Role.TRAIN:
+            return self._training.failed(why, now=now)
+        new = self._tenant(move.slot, move.after)
+        if new is None:
+            return []
+        stop = self._fleet.take_out if move.after is Role.ROLLOUT else self._workers.take_out
+        return stop(new, why, now=now)
+
+    def _give_back(self, move: SlotMigration, why: str, now: Seconds) -> list[Action]:
+        """The move failed: the slot does again what it did before, or nothing."""
+        if move.after is Role.TRAIN and move.slot in self._wanted.core:
+            self._wanted.refuse_core(self._training.home, why)
+        self._wanted.give_back(move.slot, move.before, move.bucket)
+        self.stirred = True
+        role = self._wanted.role_of(move.slot)
+        status = self._tenant(move.slot, role)
+        left = "is free"
+        if role is not Role.IDLE:
+            works = status is not None and status.state in WORKING
+            left = f"goes on as {role}" if works else f"is given back to {role}"
+        move.end(FAILED, now=now, detail=f"{why}; the slot {left}")
+        del self.moves[move.slot]
+        return [Save(move.record())]
+
+    def _keep_a_server(self) -> None:
+        """No server is wanted that could serve: keep one that still does, or have one again."""
+        core = self._wanted.core
+        known = [
+            status
+            for status in self._fleet.slots.values()
+            if status.state is ReplicaState.SERVING
+            or (status.state is not ReplicaState.FAILED and status.slot.id not in core)
+        ]
+        if not known:
+            return
+        best = max(known, key=_hope)
+        if best.slot.id in core:
+            why = f"{best.slot.id} has the last server, and no other came up"
+            self._wanted.refuse_core(self._training.home, why)
+        if best.bucket is not None:
+            self._wanted.give_back(best.slot.id, Role.ROLLOUT, best.bucket)
+        self.stirred = True
+
+
+def _hope(status: Replica) -> tuple[bool, bool]:
+    """The greater, the likelier it is that the slot will have a server that works."""
+    return status.state is ReplicaState.SERVING, status.has_served
+
+
+def _phase(move: SlotMigration, old: Replica | None, new: Replica | None) -> MigrationPhase | None:
+    """Where the slot is, from the states of its processes; None before anything has happened."""
+    if new is not None and new.state in _COMING:
+        return _COMING[new.state]
+    if old is not None and old.state in _LEAVING:
+        return _LEAVING[old.state]
+    gone = old is None or not old.up
+    if new is not None and new.state in _LEAVING and gone:
+        return _LEAVING[new.state]  # of another shape than it is to be, or of a plan before
+    if new is not None and new.state in WORKING and gone:
+        return MigrationPhase.JOIN if move.phases else None
+    return None

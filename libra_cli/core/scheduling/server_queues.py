@@ -1,0 +1,167 @@
+"""A lane: one server as the gate sees it, what is inside and what waits for it.
+
+A lane's KV budget counts the contexts of the requests inside, as they were when they went in, plus
+what each is expected to add in one turn. Contexts between turns are not counted: vLLM keeps them
+as long as it has room and drops the oldest when it has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.scheduling.estimates import Estimate
+from libra_cli.core.types import Bucket, Seconds, SlotId, Tokens, TrajectoryId, Version
+
+PATIENCE_S: Seconds = 60.0
+"""A request that has waited longer leaves next, whatever its rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A trajectory that wants its next turn generated: all that a policy may know of it.
+
+    ``context`` are its tokens now, ``generated`` those the model produced, ``tools`` the finished
+    tool calls. ``last_key`` is the (trainer epoch, version) its last turn was generated with.
+    """
+
+    trajectory: TrajectoryId
+    context: Tokens
+    generated: Tokens
+    turns: int
+    tools: int
+    waiting_since: Seconds
+    last_slot: SlotId | None
+    last_key: tuple[int, Version] | None
+    estimate: Estimate
+    p90: float
+    """Of the estimate: it grows beyond this with probability 0.1."""
+
+
+@dataclass(slots=True)
+class ServerQueue:
+    """One routable server. ``key`` is the (trainer epoch, version) it generates with now."""
+
+    slot: SlotId
+    bucket: Bucket
+    cost: ServerCost
+    key: tuple[int, Version]
+    #: Requests inside the server, with the context each went in with.
+    inside: dict[TrajectoryId, Tokens] = field(default_factory=dict)
+    #: Their sum.
+    context: Tokens = 0
+    #: Requests that wait for this server, in the order they came.
+    queue: dict[TrajectoryId, Request] = field(default_factory=dict)
+    queued_context: Tokens = 0
+    #: Seconds a token would take a newcomer, with everybody who is inside or waits.
+    pace: Seconds = 0.0
+    _ranked: list[tuple[float, int, TrajectoryId]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._settle()
+
+    def reprice(self, cost: ServerCost) -> None:
+        """More is known of what it costs now."""
+        self.cost = cost
+        self._settle()
+
+    def _settle(self) -> None:
+        kv = self.context + self.queued_context
+        self.pace = self.cost.decode_step_s(len(self.inside) + len(self.queue) + 1, kv)
+
+    @property
+    def company(self) -> int:
+        """Requests inside and waiting."""
+        return len(self.inside) + len(self.queue)
+
+    @property
+    def running(self) -> int:
+        """Requests of ours inside the server."""
+        return len(self.inside)
+
+    @property
+    def load(self) -> float:
+        """Requests inside and waiting, per seat."""
+        return self.company / self.bucket.max_num_seqs
+
+    @property
+    def has_seat(self) -> bool:
+        """Whether one more request may enter, by number."""
+        return len(self.inside) < self.bucket.max_num_seqs
+
+    def holds_prefix_of(self, request: Request) -> bool:
+        """Whether the server has computed the request's context with the weights it has now."""
+        return self.slot == request.last_slot and self.key == request.last_key
+
+    def enqueue(self, request: Request, rank: float, order: int) -> None:
+        """Put a request in the queue; lower ranks leave first."""
+        self.queue[request.trajectory] = request
+        self.queued_context += request.context
+        heappush(self._ranked, (rank, order, request.trajectory))
+        self._settle()
+
+    def head(self, now: Seconds) -> Request | None:
+        """The request that leaves next: the first in rank, unless the oldest lost its patience.
+
+        So a request waits at most ``PATIENCE_S`` and then for those that came before it.
+        """
+        if not self.queue:
+            return None
+        oldest = next(iter(self.queue.values()))
+        if now - oldest.waiting_since > PATIENCE_S:
+            return oldest
+        while self._ranked[0][2] not in self.queue:
+            heappop(self._ranked)
+        return self.queue[self._ranked[0][2]]
+
+    def dequeue(self, trajectory: TrajectoryId) -> None:
+        """Take a request out of the queue."""
+        self.queued_context -= self.queue.pop(trajectory).context
+        if not self.queue:
+            self._ranked.clear()
+        self._settle()
+
+    def enter(self, request: Request) -> None:
+        """The request goes into the server."""
+        self.inside[request.trajectory] = request.context
+        self.context += request.context
+        self._settle()
+
+    def leave(self, trajectory: TrajectoryId) -> None:
+        """Its turn is over, one way or another."""
+        self.context -= self.inside.pop(trajectory)
+        self._settle()
+
+
+class ServerQueues:
+    """The routable servers, in plan order and by bucket, short buckets first.
+
+    ``newest`` are those that generate with the version ``latest``. A trajectory begins only there:
+    its age counts from its oldest token, and one that began a moment before its server was synced
+    would be a version older than the batch it was opened for.
+    """
+
+    def __init__(
+        self, lanes: Iterable[ServerQueue] = (), latest: tuple[int, Version] | None = None
+    ) -> None:
+        self.by_slot = {lane.slot: lane for lane in lanes}
+        self.all = tuple(self.by_slot.values())
+        self.bounds = sorted({lane.bucket.up_to_tokens for lane in self.all})
+        self.buckets = tuple(
+            tuple(lane for lane in self.all if lane.bucket.up_to_tokens == bound)
+            for bound in self.bounds
+        )
+        #: All seats of all lanes.
+        self.seats = sum(lane.bucket.max_num_seqs for lane in self.all)
+        newest = [lane for lane in self.all if lane.key == latest]
+        self.newest = (
+            self if latest is None or len(newest) == len(self.all) else ServerQueues(newest)
+        )
+
+    def __iter__(self) -> Iterator[ServerQueue]:
+        return iter(self.all)
+
+    def __len__(self) -> int:
+        return len(self.all)

@@ -1,0 +1,154 @@
+"""What /proc says about processes: which one, whose, and how to signal no other.
+
+A pid names nobody for long, since the kernel hands it out again; a pid together with its start time
+does. Whose a process is stands in its environment: everything libra starts inherits a marker of
+run, node and process name, which survives being orphaned, a new session and the death of the agent.
+
+Limit: a process that clears its environment *and* leaves its session is no longer recognised. That
+is the price of the guarantee that nothing of anybody else's is ever touched.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """One process for all time (until the next boot)."""
+
+    pid: int
+    started: int
+    """Clock ticks since boot; field 22 of ``/proc/<pid>/stat``."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs. A zombie does not: it holds neither memory nor a GPU."""
+        now = status(self.pid)
+        return now is not None and now.identity == self and now.state not in "ZX"
+
+    @property
+    def ignores_term(self) -> bool:
+        """Whether SIGTERM means nothing to it."""
+        now = status(self.pid)
+        return now is not None and now.identity == self and now.ignores_term
+
+    def __str__(self) -> str:
+        return f"{self.pid} ({command(self.pid)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The part of ``/proc/<pid>/stat`` that libra looks at."""
+
+    identity: ProcessIdentity
+    state: str
+    session: int
+    ignores_term: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """What every process of one run on one node carries in its environment."""
+
+    run: str
+    node: str
+
+    @classmethod
+    def of(cls, run_dir: Path) -> Marker:
+        """The marker of a run directory, ``<work directory>/runs/<run id>/<node>``."""
+        return cls(run_dir.parent.name, run_dir.name)
+
+    def environment(self, process: str) -> dict[str, str]:
+        """The marker as variables for a process of this name."""
+        return {"LIBRA_RUN": self.run, "LIBRA_NODE": self.node, "LIBRA_PROCESS": process}
+
+    def process_of(self, pid: int) -> str | None:
+        """The name this process carries, or None if it is not ours (or nobody may know)."""
+        environment = _environment(pid)
+        if (environment.get("LIBRA_RUN"), environment.get("LIBRA_NODE")) != (self.run, self.node):
+            return None
+        return environment.get("LIBRA_PROCESS")
+
+    def bearers(self) -> dict[ProcessIdentity, str]:
+        """Every living process with this marker but the one that asks, with its name."""
+        # The identity is read before the environment: if the pid changes hands in between, the
+        # identity is that of the dead owner, and a signal to it goes nowhere.
+        living = (one.identity for one in statuses() if one.state not in "ZX")
+        named = ((identity, self.process_of(identity.pid)) for identity in living)
+        return {one: name for one, name in named if name is not None and one.pid != os.getpid()}
+
+
+def status(pid: int) -> Status | None:
+    """What the kernel says about a process now, or None if there is none."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # The second field is the command in parentheses, which may hold blanks and parentheses itself.
+    state, *rest = text.rpartition(")")[2].split()
+    ignored = int(rest[29]) >> (signal.SIGTERM - 1) & 1
+    return Status(
+        ProcessIdentity(pid, int(rest[18])), state, session=int(rest[2]), ignores_term=bool(ignored)
+    )
+
+
+def statuses() -> Iterator[Status]:
+    """Every process this user can see, zombies included."""
+    for entry in os.listdir(PROC):
+        if entry.isdigit() and (one := status(int(entry))) is not None:
+            yield one
+
+
+def command(pid: int) -> str:
+    """The command line of a process, for people."""
+    with suppress(OSError):
+        words = (PROC / str(pid) / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        return b" ".join(words).decode(errors="replace")[:200]
+    return ""
+
+
+def send(identity: ProcessIdentity, signum: signal.Signals) -> None:
+    """Signal exactly this process, or nobody if it has gone."""
+    with suppress(ProcessLookupError, PermissionError):
+        handle = _handle(identity.pid)
+        try:
+            # Checked after the handle is taken: from here on the pid cannot change its meaning.
+            if identity.alive:
+                _kill(identity.pid, handle, signum)
+        finally:
+            if handle is not None:
+                os.close(handle)
+
+
+def _handle(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno == errno.ENOSYS:  # before Linux 5.3
+            return None
+        raise
+
+
+def _kill(pid: int, handle: int | None, signum: signal.Signals) -> None:
+    if handle is None:
+        os.kill(pid, signum)
+    else:
+        signal.pidfd_send_signal(handle, signum)
+
+
+def _environment(pid: int) -> dict[str, str]:
+    try:
+        block = (PROC / str(pid) / "environ").read_bytes()
+    except OSError:  # gone, or another user's: not ours either way
+        return {}
+    pairs = (entry.partition("=") for entry in block.decode(errors="replace").split("\0"))
+    return {name: value for name, _, value in pairs if name.startswith("LIBRA_")}

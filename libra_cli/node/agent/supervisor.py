@@ -1,0 +1,331 @@
+"""The processes of one run on one host: started apart, watched, and stopped without a trace.
+
+Guarantees
+    Own session    Each process leads its own session, writes to its own log and carries the marker.
+    Exited is gone An exit is reported only when nothing of the process is left: the orphans of a
+                   leader that died (vLLM's engine and workers outlive their server, memory held)
+                   are stopped first, so whoever hears of the exit may start anew at once.
+    Never others   Signalled is only what carries the marker, or is in the session of a leader that
+                   has not been reaped. Until then the kernel gives the leader's number to nobody,
+                   so the session is still ours even where a child has wiped its environment.
+
+What runs is also written to ``processes.json``: should the agent itself die, its successor takes
+over what it finds there. It is not the parent then, so it has to look once a second instead of
+being told, and cannot know the exit code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from libra_cli.node.agent import proc
+from libra_cli.node.agent.agent_errors import AgentRefused
+from libra_cli.node.agent.proc import Marker, ProcessIdentity
+
+POLL_S = 0.05
+ORPHANS_GRACE_S = 2.0
+KILL_S = 10.0
+"""How long to go on killing. Only a process stuck in the kernel outlives the first round."""
+CLEANERS_S = 1.0
+"""How much longer what ignores SIGTERM may live than those that are killed. It may be what clears
+up after them: Python's resource tracker unlinks the shared memory of vLLM's dead processes."""
+TAIL_BYTES = 64 * 1024
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """How a process went: which pids had to be killed, and what even that did not end."""
+
+    killed: tuple[int, ...] = ()
+    leftovers: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Child:
+    """One named process. ``popen`` is None when an earlier agent was its parent."""
+
+    name: str
+    identity: ProcessIdentity
+    log: Path
+    log_start: int
+    """Where in the log this process began to write; names are used again."""
+    digest: str
+    """Of the request that started it: the same request again is answered, not repeated."""
+    popen: subprocess.Popen[bytes] | None = None
+    exit_code: int | None = None
+    requested: bool = False
+    clearing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    buried: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def has_exited(self) -> bool:
+        """Whether the leader has ended. A child of ours stays unreaped, its number kept."""
+        if self.popen is None:
+            return not self.identity.alive
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.identity.pid, options) is not None
+
+    def describe(self) -> dict[str, object]:
+        """The process as the controller sees it."""
+        ended = self.buried.is_set()
+        return {
+            "process": self.name,
+            **asdict(self.identity),
+            "log": str(self.log),
+            "state": "exited" if ended else "running",
+            "exit_code": self.exit_code,
+            "requested": self.requested,
+            "tail": tail(self.log, 20, since=self.log_start) if ended else "",
+        }
+
+
+class Supervisor:
+    """Starts and stops the processes of one run. ``report`` is told of every exit."""
+
+    def __init__(
+        self, run_dir: Path, marker: Marker, report: Callable[[dict[str, object]], None]
+    ) -> None:
+        self._run_dir = run_dir
+        self._marker = marker
+        self._report = report
+        self._children: dict[str, Child] = {}
+        self._burials: dict[str, asyncio.Task[None]] = {}
+        self._watch: asyncio.Task[None] | None = None
+
+    def open(self) -> None:
+        """Take over what an earlier agent left behind, and listen for deaths."""
+        (self._run_dir / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._children = {child.name: child for child in self._recorded()}
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._bury_the_dead)
+        if self._children:
+            self._watch = asyncio.create_task(self._watch_adopted())
+
+    def start(
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str | None,
+        files: Mapping[str, str],
+    ) -> Child:
+        """Start a process. One that already runs from the very same request is simply returned."""
+        if not NAME.fullmatch(name):
+            raise AgentRefused("request", f"{name!r} is no name for a process")
+        digest = _digest(argv, env, cwd, files)
+        known = self._children.get(name)
+        if known is not None and not known.buried.is_set():
+            if known.digest == digest and not known.requested:
+                return known
+            raise AgentRefused("start", f"{name} is still running as pid {known.identity}")
+        try:
+            child = self._spawn(name, argv, {**env}, cwd or str(self._run_dir), files)
+        except OSError as error:
+            reason = f"{name}: {error.filename or argv[0]}: {error.strerror}"
+            raise AgentRefused(
+                "disk" if error.errno == errno.ENOSPC else "start", reason
+            ) from error
+        child.digest = digest
+        self._children[name] = child
+        self._record()
+        return child
+
+    async def stop(self, name: str, grace_s: float) -> Cleared:
+        """TERM, wait, KILL, and look again. A name that never ran may still have orphans."""
+        child = self._children.get(name)
+        if child is None or child.buried.is_set():
+            return await self._clear(lambda: self._bearers(name), grace_s)
+        child.requested = True
+        cleared = await self._clear_child(child, grace_s)
+        if not cleared.leftovers:
+            self._bury_the_dead()
+            await child.buried.wait()
+        return cleared
+
+    async def stop_all(self, grace_s: float) -> Cleared:
+        """Stop every process at once, then whatever else carries the marker."""
+        stops = [self.stop(name, grace_s) for name in self._children]
+        cleared = await asyncio.gather(*stops)
+        rest = await self._clear(lambda: set(self._marker.bearers()), grace_s)
+        killed = sorted({pid for one in (*cleared, rest) for pid in one.killed})
+        return Cleared(tuple(killed), rest.leftovers)
+
+    def describe(self) -> list[dict[str, object]]:
+        """Every process, running and ended, as the controller sees it."""
+        return [child.describe() for child in self._children.values()]
+
+    def tail(self, name: str, lines: int) -> str:
+        """The end of a process's log, across its earlier lives."""
+        return tail(self._log(name), lines)
+
+    def _spawn(
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: dict[str, str],
+        cwd: str,
+        files: Mapping[str, str],
+    ) -> Child:
+        for path, text in files.items():
+            self._write(path, text)
+        log = self._log(name)
+        with open(log, "ab", opener=_private) as output:
+            log_start = output.tell()
+            popen = subprocess.Popen(
+                argv,
+                cwd=cwd,
+                env={**os.environ, **env, **self._environment(name)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        born = proc.status(popen.pid)
+        assert born is not None, "an unreaped child has a status"
+        return Child(name, born.identity, log, log_start, digest="", popen=popen)
+
+    def _environment(self, name: str) -> dict[str, str]:
+        return {
+            **self._marker.environment(name),
+            "LIBRA_TOKEN_FILE": str(self._run_dir / "token"),
+            "PYTHONUNBUFFERED": "1",
+            # setproctitle, which vLLM calls, writes titles over the environment and so over the
+            # marker, unless told not to.
+            "SPT_NOENV": "1",
+        }
+
+    def _write(self, path: str, text: str) -> None:
+        target = (self._run_dir / path).resolve()
+        if not target.is_relative_to(self._run_dir.resolve()):
+            raise AgentRefused("request", f"{path} is outside the run directory")
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(target, "w", opener=_private) as file:
+            file.write(text)
+
+    def _log(self, name: str) -> Path:
+        return self._run_dir / "logs" / f"{name}.log"
+
+    # -- death ---------------------------------------------------------------------------------
+
+    def _bury_the_dead(self) -> None:
+        for child in self._children.values():
+            known = child.name in self._burials or child.buried.is_set()
+            if not known and child.has_exited:
+                self._burials[child.name] = asyncio.create_task(self._bury(child))
+
+    async def _bury(self, child: Child) -> None:
+        """End the orphans while the leader still holds its number; only then let it go."""
+        cleared = await self._clear_child(child, ORPHANS_GRACE_S)
+        if child.popen is not None:
+            child.exit_code = child.popen.wait()
+        child.buried.set()
+        del self._burials[child.name]
+        self._record()
+        self._report({"event": "exited", **child.describe(), "leftovers": cleared.leftovers})
+
+    async def _watch_adopted(self) -> None:
+        while any(one.popen is None and not one.buried.is_set() for one in self._children.values()):
+            self._bury_the_dead()
+            await asyncio.sleep(1.0)
+
+    async def _clear_child(self, child: Child, grace_s: float) -> Cleared:
+        # A stop that is under way has granted its own grace: a burial must not cut it short.
+        async with child.clearing:
+            return await self._clear(lambda: self._family(child), grace_s)
+
+    def _family(self, child: Child) -> set[ProcessIdentity]:
+        family = self._bearers(child.name)
+        if child.popen is not None and child.popen.returncode is None:
+            session = (one for one in proc.statuses() if one.session == child.identity.pid)
+            family |= {one.identity for one in session if one.state not in "ZX"}
+        return family
+
+    def _bearers(self, name: str) -> set[ProcessIdentity]:
+        return {one for one, process in self._marker.bearers().items() if process == name}
+
+    async def _clear(self, members: Callable[[], set[ProcessIdentity]], grace_s: float) -> Cleared:
+        deadline = time.monotonic() + grace_s
+        killed: set[int] = set()
+        seen: set[ProcessIdentity] = set()
+        # A dying process loses its environment before its GPU memory: who was seen once is waited
+        # for by identity, not by marker.
+        while present := members() | {one for one in seen if one.alive}:
+            overdue_s = time.monotonic() - deadline
+            if overdue_s >= KILL_S:
+                break
+            late, cleaned = overdue_s >= 0, overdue_s >= CLEANERS_S
+            doomed = {one for one in present if late and (cleaned or not one.ignores_term)}
+            for one in doomed:
+                proc.send(one, signal.SIGKILL)
+            for one in present - seen - doomed:
+                proc.send(one, signal.SIGTERM)
+            killed |= {one.pid for one in doomed}
+            seen |= present
+            await asyncio.sleep(POLL_S)
+        return Cleared(tuple(sorted(killed)), tuple(str(one) for one in present))
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def _record(self) -> None:
+        """Write down what runs, for the agent that may have to take over."""
+        rows = [
+            {
+                "name": child.name,
+                **asdict(child.identity),
+                "log_start": child.log_start,
+                "digest": child.digest,
+            }
+            for child in self._children.values()
+            if not child.buried.is_set()
+        ]
+        path = self._run_dir / "processes.json"
+        draft = path.with_suffix(".new")
+        with suppress(OSError):  # a full disk: only a successor would miss it
+            draft.write_text(json.dumps(rows))
+            draft.rename(path)
+
+    def _recorded(self) -> list[Child]:
+        path = self._run_dir / "processes.json"
+        rows = json.loads(path.read_text()) if path.exists() else []
+        return [
+            Child(
+                row["name"],
+                ProcessIdentity(row["pid"], row["started"]),
+                self._log(row["name"]),
+                row["log_start"],
+                row["digest"],
+            )
+            for row in rows
+        ]
+
+
+def tail(log: Path, lines: int, *, since: int = 0) -> str:
+    """The last lines of a log file, at most 64 KiB, from byte ``since`` on."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(since, size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def _digest(*request: object) -> str:
+    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, mode=0o600)

@@ -1,0 +1,1 @@
+"""A gradient worker: a whole replica that computes a share of a step beside the trainer."""

@@ -1,0 +1,225 @@
+"""A share's gradients on their way from a gradient worker to one rank of the core.
+
+A thread asks the worker's side channel what is finished and reads this rank's rows of it, while the
+rank computes its own part. What arrives lies in buffers of its own and counts only once it is
+complete, so a share is used whole or not at all. The thread tries again after a lost connection and
+gives up when nobody wants the share any more; whoever waits for it has a deadline of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra_cli.node.trainer.shares import WorkerShare
+
+POLL_S = 2.0
+"""How long the worker may hold back an answer that brings nothing new."""
+TIMEOUT_S = 5.0
+"""For a connection, and for the next bytes of an answer."""
+RETRY_S = 0.2
+BLOCK_BYTES = 64 * 1024**2
+"""Read with one request; the worker holds as much in memory for it."""
+DIGEST = "X-Sha256"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows ``[start, stop)`` of a tensor of this shape; of a scalar, row 0."""
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def width(self) -> int:
+        """Values in a row."""
+        return int(np.prod(self.shape[1:], dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """How it went on one rank."""
+
+    problem: str
+    """Empty: everything this rank needs is there."""
+    sums: tuple[float, ...] = ()
+    seconds: float | None = None
+    """What the worker computed for."""
+    bytes: int = 0
+    transfer_s: float = 0.0
+    waited_s: float = 0.0
+
+
+class _Unusable(Exception):
+    """The worker's answer rules the share out."""
+
+
+class GradientClient:
+    """One share, one rank."""
+
+    def __init__(
+        self, share: WorkerShare, step: int, *, tokens: int, wanted: Mapping[str, Rows], token: str
+    ) -> None:
+        """``tokens``: generated tokens of the share, which the worker must have counted too."""
+        self.share = share
+        self.rows: dict[str, NDArray[np.float32]] = {}
+        """Flat, by tensor; complete when ``settle`` finds no problem."""
+        self._step = step
+        self._tokens = tokens
+        self._wanted = wanted
+        self._line = _Line(share, step, token)
+        self._answer: dict[str, Any] = {}
+        self._bytes = 0
+        self._transfer_s = 0.0
+        self._problem = ""
+        self._trouble = ""
+        self._ended_at = 0.0
+        self._ended = threading.Event()
+        self._unwanted = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fetch", daemon=True)
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        self._thread.start()
+
+    def settle(self, since: float, patience_s: float) -> Arrival:
+        """Wait until ``since`` (of ``time.monotonic``) ``+ patience_s`` at most, and no longer."""
+        if not self._ended.wait(max(0.0, since + patience_s - time.monotonic())):
+            self._unwanted.set()
+            return Arrival(self._overdue(patience_s), waited_s=time.monotonic() - since)
+        return Arrival(
+            problem=self._problem,
+            sums=tuple(self._answer.get("sums") or ()),
+            seconds=self._answer.get("seconds"),
+            bytes=self._bytes,
+            transfer_s=self._transfer_s,
+            waited_s=max(0.0, self._ended_at - since),
+        )
+
+    def abandon(self) -> None:
+        """Nobody wants it any more; the thread ends within ``TIMEOUT_S``."""
+        self._unwanted.set()
+
+    def _overdue(self, patience_s: float) -> str:
+        state = self._answer.get("state", "no answer yet")
+        found = f"not done within {patience_s:.1f} s of the core's own part: {state}"
+        found += f", {len(self.rows)} of {len(self._wanted)} tensors"
+        return f"{found} ({self._trouble})" if self._trouble else found
+
+    def _run(self) -> None:
+        try:
+            self._fetch()
+        except _Unusable as error:
+            self._problem = str(error)
+        except Exception as error:  # noqa: BLE001  the share is computed by the core instead
+            self._problem = f"cannot be read: {error!r}"
+        finally:
+            self._line.close()
+            self._ended_at = time.monotonic()
+            self._ended.set()
+
+    def _fetch(self) -> None:
+        while True:
+            self._answer = self._ask()
+            if self._answer["state"] == "failed":
+                raise _Unusable(f"the worker failed: {self._answer['error']}")
+            for name, shape in self._answer["tensors"].items():
+                if name not in self.rows:
+                    self.rows[name] = self._tensor(name, tuple(shape))
+            if self._answer["state"] == "done":
+                return self._check()
+
+    def _ask(self) -> dict[str, Any]:
+        query = {"have": len(self.rows), "wait_s": POLL_S}
+        data, _ = self._persist("/share", query, TIMEOUT_S + POLL_S)
+        answer: dict[str, Any] = json.loads(data)
+        return answer
+
+    def _check(self) -> None:
+        if missing := sorted(self._wanted.keys() - self.rows.keys()):
+            raise _Unusable(f"done without {missing[0]} and {len(missing) - 1} other tensors")
+        if self._answer["tokens"] != self._tokens:
+            raise _Unusable(f"of {self._answer['tokens']} tokens instead of {self._tokens}")
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        rows = self._wanted.get(name)
+        if rows is None or rows.shape != shape:
+            mine = "no such tensor" if rows is None else f"it as {rows.shape}"
+            raise _Unusable(f"{name} is {shape} there, and the core has {mine}")
+        began = time.monotonic()
+        values: NDArray[np.float32] = np.empty((rows.stop - rows.start, rows.width), dtype="<f4")
+        block = max(1, BLOCK_BYTES // max(1, 4 * rows.width))
+        for start in range(rows.start, rows.stop, block):
+            stop = min(start + block, rows.stop)
+            values[start - rows.start : stop - rows.start] = self._block(name, start, stop, rows)
+        self._transfer_s += time.monotonic() - began
+        return values.reshape(-1)
+
+    def _block(self, name: str, start: int, stop: int, rows: Rows) -> NDArray[np.float32]:
+        query = {"tensor": name, "start": start, "stop": stop}
+        data, digest = self._persist("/gradient", query, TIMEOUT_S)
+        self._bytes += len(data)
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise _Unusable(f"rows {start} to {stop} of {name} are damaged")
+        return np.frombuffer(data, dtype="<f4").reshape(stop - start, rows.width)
+
+    def _persist(
+        self, path: str, query: Mapping[str, Any], timeout_s: float
+    ) -> tuple[bytes, str | None]:
+        """Ask until there is an answer, or nobody wants it."""
+        while not self._unwanted.is_set():
+            try:
+                return self._line.ask(path, query, timeout_s)
+            except ConnectionRefusedError as error:
+                raise _Unusable("nothing listens there any more") from error
+            except (OSError, http.client.HTTPException) as error:
+                self._line.close()
+                self._trouble = f"{type(error).__name__}: {error}"
+                self._unwanted.wait(RETRY_S)
+        raise _Unusable("given up")
+
+
+class _Line:
+    """A connection to the side channel, opened when it is needed."""
+
+    def __init__(self, share: WorkerShare, step: int, token: str) -> None:
+        url = urlsplit(share.url)
+        self._connection = http.client.HTTPConnection(
+            url.hostname or "", url.port, timeout=TIMEOUT_S
+        )
+        self._about = {"epoch": share.epoch, "step": step, "version": share.version}
+        self._headers = {"Authorization": f"Bearer {token}"}
+
+    def ask(
+        self, path: str, query: Mapping[str, Any], timeout_s: float
+    ) -> tuple[bytes, str | None]:
+        """The body and its digest; ``_Unusable`` if the worker refuses."""
+        # http.client, since a cluster's http_proxy is not meant for the host next door.
+        connection = self._connection
+        if connection.sock is None:
+            connection.connect()
+        connection.sock.settimeout(timeout_s)
+        url = f"{path}?{urlencode(self._about | dict(query))}"
+        connection.request("GET", url, headers=self._headers)
+        response = connection.getresponse()
+        data = response.read()
+        if response.status != HTTPStatus.OK:
+            reason = data[:300].decode(errors="replace")
+            raise _Unusable(f"{path} answered {response.status}: {reason}")
+        return data, response.headers.get(DIGEST)
+
+    def close(self) -> None:
+        """The next question opens it again."""
+        self._connection.close()

@@ -1,0 +1,196 @@
+"""The side channel of a gradient worker: the core's ranks read a share's gradients here.
+
+    GET /share?epoch=&step=&version=&have=0&wait_s=0
+        {"state": awaited | running | done | failed, "error", "tensors": {name: shape} so far,
+         "sums", "tokens", "seconds" when done}; waits at most wait_s for more than ``have`` tensors
+    GET /gradient?epoch=&step=&version=&tensor=&start=&stop=
+        rows [start, stop) as little-endian fp32, their SHA-256 in the header X-Sha256
+
+A share of a later step may be on its way and is awaited. Any other epoch, step or version than the
+one at hand is a 409, a tensor that is not finished a 404.
+Every route demands the run's bearer token. ``GradientStore`` is what the computing thread and the
+threads that answer share. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from libra_cli.node.gradient.client import DIGEST
+from libra_cli.node.http import Answer, BearerHandler, Blob, Reply, refusal, start
+
+MAX_WAIT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows ``[start, stop)`` of a gradient, in a file."""
+
+    path: Path
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class GradientsFinished:
+    """A tensor whose gradient is complete; its pieces are in order and leave nothing out."""
+
+    shape: tuple[int, ...]
+    pieces: Sequence[Piece]
+
+    def read(self, first: int, last: int) -> bytes:
+        """Rows ``[first, last)``.
+
+        Raises:
+            ValueError: there are no such rows.
+        """
+        rows = self.pieces[-1].stop
+        if not 0 <= first <= last <= rows:
+            raise ValueError(f"rows {first} to {last} of {rows}")
+        width = 4
+        for size in self.shape[1:]:
+            width *= size
+        found = []
+        for piece in self.pieces:
+            low, high = max(first, piece.start), min(last, piece.stop)
+            if low < high:
+                with piece.path.open("rb") as file:
+                    file.seek((low - piece.start) * width)
+                    found.append(file.read((high - low) * width))
+        return b"".join(found)
+
+
+@dataclass(slots=True)
+class GradientStore:
+    """The share at hand, or the last one."""
+
+    epoch: int
+    step: int = 0
+    version: str = ""
+    state: str = "failed"
+    """``running | done | failed``"""
+    error: str = "no share yet"
+    _finished: dict[str, GradientsFinished] = field(default_factory=dict)
+    _result: dict[str, Any] = field(default_factory=dict)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    # The computing side.
+
+    def begin(self, step: int, version: str) -> None:
+        """A share is taken; nothing of the one before is served any more."""
+        with self._changed:
+            self.step, self.version, self.state, self.error = step, version, "running", ""
+            self._finished, self._result = {}, {}
+            self._changed.notify_all()
+
+    def finish(self, name: str, tensor: GradientsFinished) -> None:
+        """A tensor's gradient is complete and can be read."""
+        with self._changed:
+            self._finished[name] = tensor
+            self._changed.notify_all()
+
+    def done(self, step: int, sums: Sequence[float], tokens: int, seconds: float) -> None:
+        """All of it is finished, if it is still wanted."""
+        with self._changed:
+            if self.state == "running" and self.step == step:
+                self.state = "done"
+                self._result = {"sums": list(sums), "tokens": tokens, "seconds": seconds}
+            self._changed.notify_all()
+
+    def drop(self, step: int, reason: str) -> None:
+        """The share of this step is not wanted any more, or cannot be had."""
+        with self._changed:
+            if step == self.step:
+                self.state, self.error = "failed", reason
+            self._changed.notify_all()
+
+    def wanted(self) -> bool:
+        """Whether to go on computing."""
+        with self._changed:
+            return self.state == "running"
+
+    def has(self, step: int, version: str) -> bool:
+        """Whether this share was taken, and not dropped since."""
+        with self._changed:
+            taken = (step, version) == (self.step, self.version)
+            return taken and self.state != "failed"
+
+    # The answering side.
+
+    def share(self, about: Mapping[str, str], have: int, wait_s: float) -> Answer:
+        """How far it is."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_news(about, have), min(wait_s, MAX_WAIT_S))
+            if self._is_awaited(about):
+                return HTTPStatus.OK, {"state": "awaited", "error": "", "tensors": {}}
+            if other := self._other(about):
+                return other
+            return HTTPStatus.OK, {
+                "state": self.state,
+                "error": self.error,
+                "tensors": {name: list(one.shape) for name, one in self._finished.items()},
+                **self._result,
+            }
+
+    def _has_news(self, about: Mapping[str, str], have: int) -> bool:
+        if self._is_awaited(about):
+            return False
+        going_on = self._other(about) is None and self.state == "running"
+        return not going_on or len(self._finished) > have
+
+    def _is_awaited(self, about: Mapping[str, str]) -> bool:
+        """The core hears of a share a moment before the worker has taken it."""
+        return int(about["epoch"]) == self.epoch and int(about["step"]) > self.step
+
+    def gradient(self, about: Mapping[str, str], name: str, first: int, last: int) -> Reply:
+        """Rows of a finished tensor."""
+        with self._changed:
+            if other := self._other(about):
+                return other
+            tensor = self._finished.get(name)
+        if tensor is None:
+            return refusal(HTTPStatus.NOT_FOUND, f"{name} is not finished")
+        try:
+            data = tensor.read(first, last)
+        except FileNotFoundError:
+            return refusal(HTTPStatus.CONFLICT, "the next share came while this was read")
+        return HTTPStatus.OK, Blob(data, {DIGEST: hashlib.sha256(data).hexdigest()})
+
+    def _other(self, about: Mapping[str, str]) -> Answer | None:
+        asked = int(about["epoch"]), int(about["step"]), about["version"]
+        here = self.epoch, self.step, self.version
+        if asked == here:
+            return None
+        return refusal(
+            HTTPStatus.CONFLICT,
+            f"epoch {asked[0]}, step {asked[1]}, version {asked[2]} was asked for, here is "
+            f"epoch {here[0]}, step {here[1]}, version {here[2] or 'none'}",
+        )
+
+
+def serve(board: GradientStore, *, bind: str, port: int, token: str) -> ThreadingHTTPServer:
+    """Answer until ``shutdown()``; returns at once."""
+    handler = type("Handler", (_GradientHandler,), {"board": board, "token": token})
+    return start(handler, bind=bind, port=port)
+
+
+class _GradientHandler(BearerHandler):
+    board: GradientStore
+
+    def get(self, path: str, query: Mapping[str, str]) -> Reply:
+        match path:
+            case "/share":
+                have, wait_s = int(query.get("have", "0")), float(query.get("wait_s", "0"))
+                return self.board.share(query, have, wait_s)
+            case "/gradient":
+                first, last = int(query["start"]), int(query["stop"])
+                return self.board.gradient(query, query["tensor"], first, last)
+            case _:
+                return self.no_route(path)

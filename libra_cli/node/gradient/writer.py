@@ -1,0 +1,116 @@
+"""From ``.grad`` to files that the side channel serves, one a tensor and rank.
+
+A worker of one rank hands over a tensor as soon as its gradient of the last micro-batch is
+accumulated, while the backward pass goes on below it, so the core fetches the upper layers while
+the lower ones are computed. With several ranks a gradient is whole only after their collectives,
+and everything is handed over at the end of the pass: each rank writes the rows it has, or for
+replicas its part of them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from libra_cli.node.gradient.server import GradientsFinished, GradientStore, Piece
+from libra_cli.node.model.policy import PolicyModel, local_gradient, row_count
+from libra_cli.node.trainer.shares import rows_of
+
+
+class GradientWriter:
+    """One rank's side. Only rank 0 has a board."""
+
+    def __init__(self, policy: PolicyModel, board: GradientStore | None, outbox: Path) -> None:
+        self._policy = policy
+        self._board = board
+        self._outbox = outbox
+        self._directory = outbox
+        self._last_pass = False
+        self._parameters = policy.parameters()
+        self._files = {name: f"{number:05d}" for number, name in enumerate(self._parameters)}
+        self._writer = ThreadPoolExecutor(1, "handover")
+        self._writes: dict[str, Future[None]] = {}
+        on_gpu = policy.device.type == "cuda"
+        self._stream = torch.cuda.Stream(policy.device) if on_gpu else None
+        if policy.world == 1:
+            for name, parameter in self._parameters.items():
+                parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))
+
+    def begin(self, step: int) -> None:
+        """*Collective.* Remove the files of the share before, make room for this one's."""
+        self._directory = self._outbox / f"step-{step:06d}"
+        self._last_pass = False
+        self._writes = {}
+        self._policy.clear_gradients()
+        if self._board is not None:
+            self.clear()
+            self._directory.mkdir(mode=0o700, parents=True)
+        self._policy.gather(None)  # until it is made
+
+    def before(self, last: bool) -> None:
+        """The next backward pass begins; after the last one gradients are handed over."""
+        self._last_pass = last
+
+    def finish(self) -> None:
+        """*Collective.* Whatever is not handed over yet; returns when everything is."""
+        for name, parameter in self._parameters.items():
+            if name not in self._writes:
+                self._writes[name] = self._writer.submit(self._write, name, parameter, None)
+        for write in self._writes.values():
+            write.result()
+        self._policy.gather(None)  # until the other ranks have written theirs
+        if self._policy.world > 1 and self._board is not None:
+            for name, parameter in self._parameters.items():
+                self._announce(name, parameter, range(self._policy.world))
+
+    def clear(self) -> None:
+        """Free the memory that the files take up."""
+        shutil.rmtree(self._outbox, ignore_errors=True)
+
+    def _accumulated(self, name: str, parameter: Tensor) -> None:
+        if self._last_pass:
+            event = None
+            if self._stream is not None:
+                event = torch.cuda.current_stream().record_event()
+            self._writes[name] = self._writer.submit(self._write, name, parameter, event)
+
+    def _write(self, name: str, parameter: nn.Parameter, ready: Any) -> None:
+        if self._stream is None:
+            self._rows(parameter).numpy().tofile(self._path(name, self._policy.rank))
+        else:
+            # Beside the kernels of the pass, which is still going on.
+            with torch.cuda.stream(self._stream):
+                if ready is None:
+                    self._stream.wait_stream(torch.cuda.default_stream())
+                else:
+                    self._stream.wait_event(ready)
+                self._rows(parameter).cpu().numpy().tofile(self._path(name, self._policy.rank))
+        if self._policy.world == 1:
+            self._announce(name, parameter, range(1))
+
+    def _rows(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's, of a gradient that is whole (a replica's) or only those (a shard's)."""
+        gradient = local_gradient(parameter).detach()
+        if isinstance(parameter, DTensor) or self._policy.world == 1:
+            return gradient.contiguous()
+        start, stop = self._policy.own_rows(parameter)
+        return gradient.reshape(row_count(parameter), -1)[start:stop].contiguous()
+
+    def _announce(self, name: str, parameter: Tensor, ranks: range) -> None:
+        if self._board is None:
+            return
+        rows, world = row_count(parameter), len(ranks)
+        pieces = [
+            Piece(self._path(name, rank), *rows_of(rows, rank=rank, world=world)) for rank in ranks
+        ]
+        self._board.finish(name, GradientsFinished(tuple(parameter.shape), pieces))
+
+    def _path(self, name: str, rank: int) -> Path:
+        return self._directory / f"{self._files[name]}.{rank}"

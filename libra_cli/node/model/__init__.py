@@ -1,0 +1,1 @@
+"""The policy model: built or found, loaded, warmed up and sampled."""

@@ -1,0 +1,306 @@
+"""One rank's part of the policy: the model, and the gradients of a loss on trajectories.
+
+The core's ranks and a gradient worker's compute with the same code. Methods marked *collective*
+must be called by all ranks, in the same order.
+
+Sums: a gradient here is that of the **sum** of the loss over generated tokens, of everything since
+the gradients were last cleared: parts of a step and shares of it add up, whoever computes them and
+in whatever order. Whoever takes the optimizer step divides by the number of tokens, once.
+
+Precision: parameters and gradients are fp32. With ``bfloat16`` the passes compute in bf16.
+Sharding: ``ddp`` keeps a replica a rank, ``fsdp2`` shards parameters and gradients. Both average
+gradients over the ranks, so each share's loss is multiplied by their number. The average of what
+all ranks hold alike is itself, so later passes leave earlier ones as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs, set_seed
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from libra_cli.config.errors import TrainerError
+from libra_cli.node.trainer.batching import MicroBatch, collate, deal
+from libra_cli.node.trainer.config import PolicyConfig
+from libra_cli.node.trainer.loss import LossSettings, group_advantages, grpo_loss, token_logprobs
+from libra_cli.node.trainer.samples import TokenSample
+from libra_cli.node.trainer.sharding import load_sharded
+from libra_cli.node.trainer.shares import rows_of
+from libra_cli.node.weights.versions import check_names
+
+COLLECTIVE_TIMEOUT_S = 1800.0
+"""No rank waits longer than this for another; a step or a checkpoint must fit in."""
+BUCKET_BYTES = 256 * 1024**2
+"""Rows that replicas put together with one collective."""
+SUMS = ("loss", "kl", "entropy", "clipped", "weight", "gap", "gap_tokens")
+"""What is summed over tokens, micro-batches and ranks."""
+T = TypeVar("T")
+
+
+class PolicyModel:
+    """The policy on this rank."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        """*Collective.* Join the world, check it, load the model."""
+        timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+        self._accelerator = Accelerator(kwargs_handlers=[timeout])
+        self.rank = self._accelerator.process_index
+        self.world = self._accelerator.num_processes
+        check_world(self.rank, self.world, config.world_size)
+        set_seed(config.seed)
+        self._config = config
+        # Commands and checkpoints are agreed on over gloo: an idle rank then burns no GPU, and a
+        # rank that died is noticed at once.
+        self.control = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+            if self.world > 1
+            else None
+        )
+        self.device = self._accelerator.device
+        on_gpu = self.device.type == "cuda"
+        sharding = config.training.sharding
+        self.sharded = self.world > 1 and (sharding == "fsdp2" or (sharding == "auto" and on_gpu))
+        self.model = self._load()
+        check_names(self.named_once(), Path(config.model_dir))
+        self._forward = self._wrap(self.model, checkpointing=on_gpu)
+        self._reference = self._frozen() if config.training.kl_coef > 0 else None
+
+    def broadcast(self, value: T | None) -> T:
+        """*Collective.* Rank 0's value; what the others give is ignored."""
+        message = [value]
+        if self.control is not None:
+            dist.broadcast_object_list(message, src=0, group=self.control)
+        return cast(T, message[0])
+
+    def gather(self, value: T) -> list[T]:
+        """*Collective.* Every rank's value, in rank order."""
+        if self.control is None:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def gradients_of(
+        self, samples: Sequence[TokenSample], *, before: Callable[[bool], bool] = lambda last: True
+    ) -> list[float] | None:
+        """*Collective.* Add the gradients of the loss's sum; the sums of ``SUMS`` over all ranks.
+
+        Every rank is given all samples, and all of each group. ``before`` is called ahead of each
+        micro-batch and told whether it is the last; None if it says to stop, and then what has been
+        added is of no use.
+        """
+        advantages = self._advantages(samples)
+        lengths = [len(sample.token_ids) for sample in samples]
+        budget = self._config.training.micro_batch_tokens
+        dealt = deal(lengths, shares=self.world, budget=budget)[self.rank]
+        sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        for number, indices in enumerate(dealt, 1):
+            last = number == len(dealt)
+            if not before(last):
+                return None
+            batch = collate(
+                [samples[i] for i in indices], [advantages[i] for i in indices], self.device
+            )
+            with self._sync_only(last=last):
+                sums += self._backward(batch)
+        by_rank: list[list[float]] = self.gather(sums.tolist())
+        return [sum(values) for values in zip(*by_rank, strict=True)]
+
+    def _advantages(self, samples: Sequence[TokenSample]) -> list[float]:
+        rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+        groups = torch.tensor([sample.group for sample in samples], dtype=torch.int64)
+        normalize_std = self._config.training.normalize_std
+        found: list[float] = group_advantages(rewards, groups, normalize_std=normalize_std).tolist()
+        return found
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those that are trained, by name; a tied one once.
+
+        Always this and never ``model.parameters()``: between a forward pass and the next backward
+        pass FSDP2 leaves whole copies, which have no gradients, in place of its outermost shards.
+        Asking for the state puts the shards back.
+        """
+        named = self.named_once()
+        return {name: cast(nn.Parameter, one) for name, one in named.items() if one.requires_grad}
+
+    def own_rows(self, tensor: Tensor) -> tuple[int, int]:
+        """``[start, stop)`` of the rows of ``tensor`` that are this rank's to read or to hold."""
+        return rows_of(row_count(tensor), rank=self.rank, world=self.world)
+
+    def add_gradients(self, rows: Mapping[str, NDArray[Any]]) -> None:
+        """*Collective.* Add gradients of which each rank has its ``own_rows``, flat, by name."""
+        parameters = self.parameters()
+        if self.world > 1 and not self.sharded:
+            for bucket in _buckets(parameters):
+                self._add_bucket(bucket, rows)
+            return
+        for name, parameter in parameters.items():
+            gradient = local_gradient(parameter)
+            gradient += torch.from_numpy(rows[name]).view(gradient.shape).to(gradient.device)
+
+    def _add_bucket(
+        self, bucket: Mapping[str, nn.Parameter], rows: Mapping[str, NDArray[Any]]
+    ) -> None:
+        """Each rank puts its rows among zeros, and the sum over the ranks is the whole."""
+        sizes = [parameter.numel() for parameter in bucket.values()]
+        whole = torch.zeros(sum(sizes), device=self.device)
+        parts = whole.split(sizes)
+        for (name, parameter), part in zip(bucket.items(), parts, strict=True):
+            start, _ = self.own_rows(parameter)
+            first = start * (parameter.numel() // row_count(parameter))
+            part[first : first + rows[name].size].copy_(torch.from_numpy(rows[name]))
+        dist.all_reduce(whole)
+        for parameter, part in zip(bucket.values(), parts, strict=True):
+            gradient = local_gradient(parameter)
+            gradient += part.view(gradient.shape)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply what has been added so far."""
+        for parameter in self.parameters().values():
+            local_gradient(parameter).mul_(factor)
+
+    def clear_gradients(self) -> None:
+        """Begin to add anew."""
+        for parameter in self.parameters().values():
+            parameter.grad = None
+
+    def logprobs_of(self, token_ids: Sequence[int]) -> list[float]:
+        """*Collective.* What the policy thinks of a sequence, at temperature 1; entry ``i`` belongs
+        to ``token_ids[i + 1]``."""
+        batch = torch.tensor([token_ids], device=self.device)
+        with torch.no_grad():
+            logits = self._forward(input_ids=batch, use_cache=False).logits[0, :-1]
+            logprobs, _ = token_logprobs(logits, batch[0, 1:], temperature=1.0)
+        values: list[float] = logprobs.tolist()
+        return values
+
+    def named_once(self) -> dict[str, Tensor]:
+        """Parameters and buffers. A tied tensor counts once, under its first name, as in Hugging
+        Face directories."""
+        named: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
+        first = {id(tensor): name for name, tensor in reversed(named.items())}
+        return {name: tensor for name, tensor in named.items() if first[id(tensor)] == name}
+
+    def close(self) -> None:
+        """*Collective.* Leave the world."""
+        self._accelerator.end_training()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _backward(self, batch: MicroBatch) -> Tensor:
+        current, entropy = self._logprobs(self._forward, batch)
+        reference = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference, _ = self._logprobs(self._reference, batch)
+        training = self._config.training
+        loss = grpo_loss(
+            current,
+            proximal=current.detach(),
+            rollout=batch.rollout,
+            advantages=batch.advantages,
+            settings=LossSettings(
+                training.clip_low, training.clip_high, training.tis_cap, training.kl_coef
+            ),
+            reference=reference,
+        )
+        self._accelerator.backward(loss.loss * self.world)
+        gap = (current.detach() - batch.rollout).abs()[batch.fresh]
+        values = [loss.loss.detach(), loss.kl, entropy.sum(), loss.clipped, loss.weight, gap.sum()]
+        return torch.tensor([*(float(value) for value in values), len(gap)], dtype=torch.float64)
+
+    def _logprobs(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        logits = model(input_ids=batch.token_ids, use_cache=False).logits
+        chosen = logits[batch.rows, batch.columns - 1]
+        return token_logprobs(chosen, batch.targets, temperature=self._config.temperature)
+
+    def _sync_only(self, *, last: bool) -> AbstractContextManager[None]:
+        """Replicas exchange gradients once a step. Shards do each time, or each rank would hold
+        whole gradients."""
+        if last or self.sharded:
+            return contextlib.nullcontext()
+        return cast(AbstractContextManager[None], self._accelerator.no_sync(self._forward))
+
+    def _load(self) -> nn.Module:
+        if not self.sharded:
+            return self._read()
+        description = AutoConfig.from_pretrained(self._config.model_dir)
+        return load_sharded(
+            self._read,
+            lambda: AutoModelForCausalLM.from_config(
+                description, dtype=torch.float32, attn_implementation="sdpa"
+            ),
+            device=self.device,
+            group=self.control,
+            bf16=self._accelerator.mixed_precision == "bf16",
+        )
+
+    def _read(self) -> nn.Module:
+        return cast(
+            nn.Module,
+            AutoModelForCausalLM.from_pretrained(
+                self._config.model_dir, dtype=torch.float32, attn_implementation="sdpa"
+            ),
+        )
+
+    def _wrap(self, model: nn.Module, *, checkpointing: bool) -> nn.Module:
+        """What to call: autocast and DDP come from accelerate, shards bring their own policy."""
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.sharded:
+            return model
+        return cast(nn.Module, self._accelerator.prepare_model(model))
+
+    def _frozen(self) -> nn.Module:
+        model = self._load().eval().requires_grad_(False)
+        if self.sharded:
+            return model
+        return cast(nn.Module, self._accelerator.prepare_model(model, evaluation_mode=True))
+
+
+def check_world(rank: int, world: int, wanted: int) -> None:
+    """``accelerate launch`` can make several small worlds out of one and say nothing."""
+    if world != wanted:
+        raise TrainerError(
+            f"rank {rank} is in a world of {world}, but the plan has {wanted} processes: "
+            "accelerate launch formed separate jobs, or another number of them"
+        )
+
+
+def row_count(tensor: Tensor) -> int:
+    """Length of the first axis; a scalar is one row."""
+    return int(tensor.shape[0]) if tensor.ndim else 1
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    """What this rank holds of the gradient: zeros, kept, where nothing was added yet."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    gradient = parameter.grad
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _buckets(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
+    bucket: dict[str, nn.Parameter] = {}
+    size = 0
+    for name, parameter in parameters.items():
+        bucket[name] = parameter
+        size += parameter.nbytes
+        if size >= BUCKET_BYTES:
+            yield bucket
+            bucket, size = {}, 0
+    if bucket:
+        yield bucket

@@ -1,0 +1,1 @@
+"""The rollout server: vLLM behind a bearer token."""

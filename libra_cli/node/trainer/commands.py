@@ -1,0 +1,382 @@
+"""What rank 0 answers to, and the desk where HTTP threads leave work for the training loop.
+
+    GET  /health                    state, world, step, published, checkpoint; always at once
+    POST /train                     msgpack; 202 taken (again: 202, nothing happens), 409 wrong step
+    GET  /train/<step>?wait_s=20    running | done | failed; waits at most wait_s for the end
+    POST /accumulate                msgpack; a part of the next step, before the rest of it is there
+    GET  /accumulate/<step>/<part>  running | done | failed, as above
+    POST /checkpoint                {"ledger": {}} -> {"path"}
+    POST /stop                      all ranks leave after what they are doing
+
+Every route demands the run's bearer token. A step is ``done`` as soon as its version is published;
+a checkpoint asked for with it is written after that, and then named in the same answer (asked for
+again) and in ``/health``. Torch releases the interpreter in its kernels, so these threads answer
+during a step. ``CommandQueue`` is the only thing that threads share.
+
+A step may come in parts: ``/accumulate`` with part 1, 2, ... and then ``/train`` with the last part
+and the number of those before it. All trajectories of a group come in the same part.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from http import HTTPStatus
+from http.server import ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import msgpack
+
+from libra_cli.config.errors import TrainerError
+from libra_cli.node.http import LOOPBACK, Answer, BearerHandler, refusal, start
+from libra_cli.node.trainer.samples import TokenSample, read_samples
+from libra_cli.node.trainer.shares import WorkerShare, read_shares
+
+if TYPE_CHECKING:
+    from libra_cli.node.weights.versions import VersionOnDisk
+
+MAX_WAIT_S = 60.0
+KEPT_RESULTS = 8
+_Key = TypeVar("_Key")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainCommand:
+    """Take optimizer step ``step``; with a ledger, write a checkpoint after it."""
+
+    step: int
+    samples: tuple[TokenSample, ...]
+    """Of the last part, those of shares too."""
+    ledger: Mapping[str, Any] | None = None
+    shares: tuple[WorkerShare, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AccumulateCommand:
+    """Add the gradients of a part of step ``step``, with the weights of the one before."""
+
+    step: int
+    part: int
+    samples: tuple[TokenSample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointCommand:
+    """Write one now."""
+
+    ledger: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StopCommand:
+    """Leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdleCommand:
+    """Nothing came; sent so that no rank waits long without hearing from rank 0."""
+
+
+Command: TypeAlias = (
+    TrainCommand | AccumulateCommand | CheckpointCommand | StopCommand | IdleCommand
+)
+
+
+@dataclass(slots=True)
+class CommandQueue:
+    """Commands in, results out, under one condition. Steps are taken in order, each once."""
+
+    world_size: int
+    trainer_epoch: int
+    max_len: int
+    checkpoint_timeout_s: float = 1800.0
+    state: str = "starting"
+    """``starting | ready | failed``"""
+    error: str = ""
+    step: int = 0
+    """The last step that is done; the version that is published."""
+    accepted: int = 0
+    """The last step that was taken; step or step + 1."""
+    parts: int = 0
+    """Parts of step ``accepted + 1`` that were taken."""
+    checkpoint: str = ""
+    """The last checkpoint that is complete."""
+    published: dict[str, Any] | None = None
+    """The newest version: name, version, bytes, published_at."""
+    stopping: bool = False
+    _checkpoints: int = 0
+    _commands: deque[Command] = field(default_factory=deque)
+    _results: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _accumulated: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    """By step and part, of the newest step that came in parts."""
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    # The training loop's side.
+
+    def next(self, timeout_s: float) -> Command:
+        """The oldest command, or ``IdleCommand`` after ``timeout_s``."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._commands), timeout_s)
+            return self._commands.popleft() if self._commands else IdleCommand()
+
+    def ready(self, version: VersionOnDisk, checkpoint: str) -> None:
+        """The version to start from is published."""
+        step = version.version
+        with self._changed:
+            self.state, self.step, self.accepted, self.checkpoint = "ready", step, step, checkpoint
+            self.published = asdict(version)
+            self._changed.notify_all()
+
+    def done(self, step: int, metrics: Mapping[str, Any], version: VersionOnDisk) -> None:
+        """Step ``step`` is taken and its version published."""
+        with self._changed:
+            self.step, self.published = step, asdict(version)
+            self._results[step] = {
+                "state": "done",
+                "metrics": dict(metrics),
+                "version": self.published,
+                "checkpoint": "",
+            }
+            self._results.pop(step - KEPT_RESULTS, None)
+            self._changed.notify_all()
+
+    def accumulated(self, step: int, part: int, metrics: Mapping[str, Any]) -> None:
+        """The gradients of a part are added."""
+        with self._changed:
+            for older in [key for key in self._accumulated if key[0] < step]:
+                del self._accumulated[older]
+            self._accumulated[step, part] = {"state": "done", "metrics": dict(metrics)}
+            self._changed.notify_all()
+
+    def saved(self, step: int, path: str) -> None:
+        """A checkpoint is complete."""
+        with self._changed:
+            self.checkpoint = path
+            self._checkpoints += 1
+            if step in self._results:
+                self._results[step]["checkpoint"] = path
+            self._changed.notify_all()
+
+    def fail(self, error: str) -> None:
+        """The trainer can do no more; everybody who waits is told."""
+        with self._changed:
+            self.state, self.error = "failed", error
+            self._changed.notify_all()
+
+    def wait_for_stop(self, timeout_s: float) -> bool:
+        """After a failure: until someone has read it and says stop."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.stopping, timeout_s)
+
+    # The HTTP threads' side.
+
+    def health(self) -> Answer:
+        """How it stands."""
+        with self._changed:
+            return HTTPStatus.OK, {
+                "state": self.state,
+                "world_size": self.world_size,
+                "step": self.step,
+                "published": self.published,
+                "trainer_epoch": self.trainer_epoch,
+                "checkpoint": self.checkpoint,
+                "error": self.error,
+            }
+
+    def train(self, message: Mapping[str, Any]) -> Answer:
+        """Take a step, unless it is not the next one.
+
+        Raises:
+            TrainerError: it says that another number of parts came before it than did.
+        """
+        step, parts = int(message["step"]), int(message.get("parts", 0))
+        refused = self._refusal_now(step, parts)
+        if refused:
+            return refused
+        samples = read_samples(message["trajectories"], self.max_len)
+        checkpoint = message.get("checkpoint")
+        ledger = checkpoint["ledger"] if checkpoint else None
+        command = TrainCommand(
+            step, samples, ledger, read_shares(message.get("shares", ()), samples)
+        )
+        with self._changed:
+            # Reading took time, and the same step may have come twice.
+            refused = self._refusal(step, parts)
+            if refused:
+                return refused
+            self.accepted, self.parts = step, 0
+            self._add(command)
+        return HTTPStatus.ACCEPTED, {"state": "running"}
+
+    def accumulate(self, message: Mapping[str, Any]) -> Answer:
+        """Take a part of the next step, unless it is not the next part."""
+        step, part = int(message["step"]), int(message["part"])
+        with self._changed:
+            refused = self._part_refusal(step, part)
+        if refused:
+            return refused
+        command = AccumulateCommand(step, part, read_samples(message["trajectories"], self.max_len))
+        with self._changed:
+            refused = self._part_refusal(step, part)
+            if refused:
+                return refused
+            self.parts = part
+            self._add(command)
+        return HTTPStatus.ACCEPTED, {"state": "running"}
+
+    def _add(self, command: Command) -> None:
+        self._commands.append(command)
+        self._changed.notify_all()
+
+    def _refusal_now(self, step: int, parts: int) -> Answer | None:
+        with self._changed:
+            return self._refusal(step, parts)
+
+    def _refusal(self, step: int, parts: int) -> Answer | None:
+        if unavailable := self._unavailable():
+            return unavailable
+        if step == self.accepted and step > 0:
+            return HTTPStatus.ACCEPTED, {"state": "running"}
+        if step != self.accepted + 1:
+            return self._wrong_step(step)
+        if parts != self.parts:
+            raise TrainerError(
+                f"step {step}: {parts} parts should be accumulated, {self.parts} are: "
+                "send the parts again, all of them"
+            )
+        return None
+
+    def _part_refusal(self, step: int, part: int) -> Answer | None:
+        if unavailable := self._unavailable():
+            return unavailable
+        if step != self.accepted + 1:
+            return self._wrong_step(step)
+        if 0 < part <= self.parts:
+            return HTTPStatus.ACCEPTED, {"state": "running"}
+        if part != self.parts + 1:
+            return refusal(
+                HTTPStatus.CONFLICT,
+                f"part {part} of step {step} was sent, the next one is {self.parts + 1}",
+            )
+        return None
+
+    def _unavailable(self) -> Answer | None:
+        if self.state == "ready" and not self.stopping:
+            return None
+        reason = self.error or f"trainer is {self.state}"
+        return refusal(HTTPStatus.SERVICE_UNAVAILABLE, reason)
+
+    def _wrong_step(self, step: int) -> Answer:
+        return refusal(
+            HTTPStatus.CONFLICT, f"step {step} was sent, the next one is {self.accepted + 1}"
+        )
+
+    def result(self, step: int, wait_s: float) -> Answer:
+        """How a step ended, waiting a while for it."""
+        with self._changed:
+            return self._wait(
+                self._results, step, wait_s, lambda: step == self.accepted, f"step {step}"
+            )
+
+    def part_result(self, step: int, part: int, wait_s: float) -> Answer:
+        """How a part ended, waiting a while for it."""
+        with self._changed:
+            return self._wait(
+                self._accumulated,
+                (step, part),
+                wait_s,
+                lambda: step == self.accepted + 1 and 0 < part <= self.parts,
+                f"part {part} of step {step}",
+            )
+
+    def _wait(
+        self,
+        results: Mapping[_Key, dict[str, Any]],
+        key: _Key,
+        wait_s: float,
+        sent: Callable[[], bool],
+        name: str,
+    ) -> Answer:
+        self._changed.wait_for(
+            lambda: key in results or self.state == "failed", min(wait_s, MAX_WAIT_S)
+        )
+        if key in results:
+            return HTTPStatus.OK, dict(results[key])
+        if self.state == "failed":
+            return HTTPStatus.OK, {"state": "failed", "error": self.error}
+        if sent():
+            return HTTPStatus.OK, {"state": "running"}
+        return refusal(HTTPStatus.NOT_FOUND, f"{name} was never sent")
+
+    def save(self, ledger: Mapping[str, Any]) -> Answer:
+        """A checkpoint of now; answers when it is complete."""
+        with self._changed:
+            if self.state != "ready":
+                return refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"trainer is {self.state}")
+            # Those already asked for come first.
+            queued = sum(
+                isinstance(command, CheckpointCommand)
+                or (isinstance(command, TrainCommand) and command.ledger is not None)
+                for command in self._commands
+            )
+            wanted = self._checkpoints + queued + 1
+            self._commands.append(CheckpointCommand(ledger))
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: self._checkpoints >= wanted or self.state == "failed",
+                self.checkpoint_timeout_s,
+            )
+            if self.state == "failed":
+                return refusal(HTTPStatus.INTERNAL_SERVER_ERROR, self.error)
+            if self._checkpoints < wanted:
+                return refusal(
+                    HTTPStatus.GATEWAY_TIMEOUT,
+                    f"no checkpoint within {self.checkpoint_timeout_s:.0f} s",
+                )
+            return HTTPStatus.OK, {"path": self.checkpoint}
+
+    def stop(self) -> Answer:
+        """Leave after what is being done."""
+        with self._changed:
+            self.stopping = True
+            self._commands.append(StopCommand())
+            self._changed.notify_all()
+        return HTTPStatus.ACCEPTED, {"state": "stopping"}
+
+
+def serve(desk: CommandQueue, *, port: int, token: str) -> ThreadingHTTPServer:
+    """Answer on the loopback until ``shutdown()``; returns at once."""
+    handler = type("Handler", (_TrainerHandler,), {"desk": desk, "token": token})
+    return start(handler, bind=LOOPBACK, port=port)
+
+
+class _TrainerHandler(BearerHandler):
+    desk: CommandQueue
+
+    def get(self, path: str, query: Mapping[str, str]) -> Answer:
+        wait_s = float(query.get("wait_s", "0"))
+        match path.split("/")[1:]:
+            case ["health"]:
+                return self.desk.health()
+            case ["train", step]:
+                return self.desk.result(int(step), wait_s)
+            case ["accumulate", step, part]:
+                return self.desk.part_result(int(step), int(part), wait_s)
+            case _:
+                return self.no_route(path)
+
+    def post(self, path: str, body: bytes) -> Answer:
+        match path:
+            case "/train":
+                return self.desk.train(msgpack.unpackb(body))
+            case "/accumulate":
+                return self.desk.accumulate(msgpack.unpackb(body))
+            case "/checkpoint":
+                return self.desk.save(json.loads(body)["ledger"])
+            case "/stop":
+                return self.desk.stop()
+            case _:
+                return self.no_route(path)

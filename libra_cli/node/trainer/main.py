@@ -1,0 +1,170 @@
+"""The trainer: ``accelerate launch ... -m libra_cli.node.trainer.main config.json``.
+
+One process a rank.
+
+Rank 0 answers HTTP on its host's loopback (``trainer_http``) and hands every command to the other
+ranks; all of them then do the same, in the same order:
+
+    wait for a command       at most IDLE_S, then all hear ``IdleCommand``: a dead rank is noticed
+    take the step            gradients of the dealt shares, one sum, one update
+    publish the version      rank 0 writes; the step is ``done`` from here
+    write the checkpoint     if it was asked for
+
+Gradients of a step that comes in parts are added part by part, with the weights of the step before.
+How a rank fails is told in ``rank``. No wait is without a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from libra_cli.config.errors import TrainerError
+from libra_cli.node.http import read_token
+from libra_cli.node.trainer.commands import (
+    AccumulateCommand,
+    CheckpointCommand,
+    Command,
+    CommandQueue,
+    IdleCommand,
+    StopCommand,
+    TrainCommand,
+    serve,
+)
+from libra_cli.node.trainer.config import TrainerConfig
+from libra_cli.node.trainer.rank import answering, attempt, start_logging
+
+if TYPE_CHECKING:
+    from libra_cli.node.trainer.trainer import Trainer
+    from libra_cli.node.weights.versions import VersionOnDisk
+
+IDLE_S = 10.0
+log = logging.getLogger("libra.trainer")
+
+
+def main() -> int:
+    """The exit code of this rank."""
+    start_logging()
+    config = TrainerConfig.from_json(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    if int(os.environ.get("RANK", "0")):
+        return attempt(lambda: _work(config, None), None)
+    # Before torch is imported, so that the controller hears "starting" within a second.
+    desk = CommandQueue(config.world_size, config.trainer_epoch, config.max_len)
+    server = serve(desk, port=config.port, token=read_token(os.environ["LIBRA_TOKEN_FILE"]))
+    with answering([server]):
+        return attempt(lambda: _work(config, desk), desk)
+
+
+def _work(config: TrainerConfig, desk: CommandQueue | None) -> None:
+    from transformers.utils.logging import disable_progress_bar
+
+    from libra_cli.node.trainer.trainer import Trainer
+
+    disable_progress_bar()
+    started = time.monotonic()
+    rank = Rank(config, desk, Trainer(config))
+    rank.begin()
+    log.info(
+        "rank %d of %d is ready after %.1f s%s",
+        rank.learner.rank,
+        rank.learner.world,
+        time.monotonic() - started,
+        " (sharded)" if rank.learner.sharded else "",
+    )
+    rank.serve()
+
+
+class Rank:
+    """One process of the world. Only rank 0 has a desk."""
+
+    def __init__(self, config: TrainerConfig, desk: CommandQueue | None, learner: Trainer) -> None:
+        if (desk is None) != (learner.rank > 0):
+            raise TrainerError(f"RANK says otherwise than accelerate: {learner.rank}")
+        self.config = config
+        self.desk = desk
+        self.learner = learner
+
+    def begin(self) -> None:
+        """Resume if asked to, and publish the version to start from."""
+        from libra_cli.node.trainer import checkpoint
+
+        if self.config.resume:
+            checkpoint.load(self.learner, Path(self.config.resume))
+        version = self._publish()
+        if self.desk is not None and version is not None:
+            self.desk.ready(version, self.config.resume or "")
+
+    def serve(self) -> None:
+        """Until told to stop."""
+        while True:
+            given: Command | None = self.desk.next(IDLE_S) if self.desk is not None else None
+            command = cast("Command", self.learner.broadcast(given))
+            if isinstance(command, StopCommand):
+                self.learner.close()
+                return
+            self._obey(command)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case TrainCommand():
+                self._train(command)
+                if command.ledger is not None:
+                    self._save(CheckpointCommand(command.ledger))
+            case AccumulateCommand():
+                metrics = self.learner.accumulate(command.samples)
+                if self.desk is not None:
+                    self.desk.accumulated(command.step, command.part, metrics)
+            case CheckpointCommand():
+                self._save(command)
+            case IdleCommand() | StopCommand():
+                pass
+
+    def _train(self, command: TrainCommand) -> None:
+        started = time.monotonic()
+        metrics = self.learner.train(command.step, command.samples, command.shares)
+        stepped = time.monotonic()
+        version = self._publish()
+        if self.desk is None or version is None:
+            return
+        ended = time.monotonic()
+        metrics |= {"publish_s": ended - stepped, "trainer_s": ended - started}
+        self.desk.done(command.step, metrics, version)
+        log.info("step %d: %s", command.step, json.dumps(metrics))
+
+    def _publish(self) -> VersionOnDisk | None:
+        from libra_cli.node.weights.versions import publish
+
+        probe = self.learner.probe()
+        if self.desk is None:
+            for _ in self.learner.tensors():
+                pass
+            return None
+        return publish(
+            self.learner.tensors(),
+            self.config.versions,
+            version=self.learner.step,
+            trainer_epoch=self.config.trainer_epoch,
+            probe=probe,
+            keep=self.config.keep_versions,
+        )
+
+    def _save(self, command: CheckpointCommand) -> None:
+        from libra_cli.node.trainer import checkpoint
+
+        path = checkpoint.save(
+            self.learner,
+            Path(self.config.checkpoint_dir),
+            ledger=command.ledger,
+            keep=self.config.training.keep_checkpoints,
+        )
+        if self.desk is not None:
+            self.desk.saved(self.learner.step, str(path))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

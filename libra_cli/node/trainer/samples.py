@@ -1,0 +1,72 @@
+"""A trajectory as it arrives at the trainer. Needs no torch, so rank 0 can answer at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libra_cli.config.errors import TrainerError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSample:
+    """One trajectory to train on."""
+
+    group: int
+    member: int
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    """Of the rollout policy; 0 where the mask is."""
+    loss_mask: NDArray[np.int8]
+    """1 on generated tokens; never on the first token, which nothing predicts."""
+    reward: float
+    fresh: bool
+    """Whether every generated token is of the version the trainer holds now."""
+
+    @property
+    def generated(self) -> int:
+        """Tokens that count in the loss."""
+        return int(self.loss_mask.sum())
+
+
+def read_sample(message: Mapping[str, Any], *, max_len: int) -> TokenSample:
+    """Decode one trajectory of ``POST /train``; ``TrainerError`` names what is wrong with it."""
+    name = f"trajectory {message.get('group')}.{message.get('member')}"
+    try:
+        sample = TokenSample(
+            group=int(message["group"]),
+            member=int(message["member"]),
+            token_ids=np.frombuffer(message["token_ids"], dtype="<i4"),
+            logprobs=np.frombuffer(message["logprobs"], dtype="<f4"),
+            loss_mask=np.frombuffer(message["loss_mask"], dtype="<i1"),
+            reward=float(message["reward"]),
+            fresh=bool(message["fresh"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise TrainerError(f"{name} cannot be read: {error!r}") from error
+    problem = _problem(sample, max_len)
+    if problem:
+        raise TrainerError(f"{name} {problem}")
+    return sample
+
+
+def read_samples(messages: Sequence[Mapping[str, Any]], max_len: int) -> tuple[TokenSample, ...]:
+    """Decode the trajectories of one message; ``TrainerError`` names the first that is wrong."""
+    return tuple(read_sample(message, max_len=max_len) for message in messages)
+
+
+def _problem(sample: TokenSample, max_len: int) -> str:
+    tokens, logprobs, mask = len(sample.token_ids), sample.logprobs, sample.loss_mask
+    if not tokens == len(logprobs) == len(mask):
+        return f"has {tokens} tokens, {len(logprobs)} log-probabilities, {len(mask)} mask entries"
+    if not 2 <= tokens <= max_len:
+        return f"has {tokens} tokens, allowed are 2 to {max_len}"
+    if not bool(np.isin(mask, (0, 1)).all()) or mask[0]:
+        return "has a loss mask with something other than 0 and 1, or a 1 on the first token"
+    if not bool(np.isfinite(logprobs).all()) or not np.isfinite(sample.reward):
+        return "has a reward or log-probabilities that are not finite"
+    return ""

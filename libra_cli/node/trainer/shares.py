@@ -1,0 +1,73 @@
+"""Shares of a step: what a gradient worker computes in place of the core.
+
+A share is named in ``POST /train`` by the groups it takes. The core is given their trajectories all
+the same, so that it can compute any share itself. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from libra_cli.config.errors import TrainerError
+from libra_cli.node.trainer.samples import TokenSample
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerShare:
+    """Groups of one step that a gradient worker was given."""
+
+    worker: str
+    """The worker's slot."""
+    epoch: int
+    """The generation number of that slot's assignment."""
+    url: str
+    """Of the worker's side channel."""
+    version: str
+    """Name of the weight version that the worker computes with."""
+    groups: frozenset[int]
+
+
+def read_shares(
+    messages: Sequence[Mapping[str, Any]], samples: Sequence[TokenSample]
+) -> tuple[WorkerShare, ...]:
+    """Decode the ``shares`` of ``POST /train``.
+
+    Raises:
+        TrainerError: a share names a group that is not in the message, or that another has; or its
+            URL leads nowhere.
+    """
+    shares = tuple(
+        WorkerShare(
+            worker=str(message["worker"]),
+            epoch=int(message["epoch"]),
+            url=str(message["url"]),
+            version=str(message["version"]),
+            groups=frozenset(int(group) for group in message["groups"]),
+        )
+        for message in messages
+    )
+    free = {sample.group for sample in samples}
+    for share in shares:
+        _check_url(share)
+        if missing := sorted(share.groups - free):
+            raise TrainerError(
+                f"the share of {share.worker} names group {missing[0]}, which is not among the "
+                "trajectories, or is in another share"
+            )
+        free -= share.groups
+    return shares
+
+
+def _check_url(share: WorkerShare) -> None:
+    url = urlsplit(share.url)
+    if url.scheme != "http" or not url.hostname or not url.port:
+        raise TrainerError(f"the share of {share.worker} is at {share.url!r}: no http://host:port")
+
+
+def rows_of(rows: int, *, rank: int, world: int) -> tuple[int, int]:
+    """``[start, stop)`` of a rank's rows, cut as ``torch.chunk`` and FSDP2 cut the first axis."""
+    size = -(-rows // world)
+    return min(rank * size, rows), min((rank + 1) * size, rows)

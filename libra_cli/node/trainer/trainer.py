@@ -1,0 +1,264 @@
+"""The core's part of the policy on one rank: its optimizer, and what one step does.
+
+A step's gradients come from three sides and are all sums over generated tokens: parts accumulated
+before (``accumulate``), the core's own pass, and shares that gradient workers computed meanwhile.
+Once they are together they are divided by the number of tokens, clipped, and applied::
+
+    fetch the workers' shares     in the background, each rank its own rows
+    compute what is in no share   and measure how fast that goes
+    wait for what is missing      no longer than computing it here would take
+    agree on what is used         all ranks have all their rows of a share, or none adds it
+    compute the rest              all ranks together
+
+So a worker that dies or stalls costs the step at most twice its share's time, and never its result.
+Parameters and optimizer state are fp32; with ``bfloat16`` versions are published in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from libra_cli.config.errors import TrainerError
+from libra_cli.node.gradient.client import Arrival, GradientClient, Rows
+from libra_cli.node.http import read_token
+from libra_cli.node.model.policy import SUMS, PolicyModel
+from libra_cli.node.trainer.config import TrainerConfig
+from libra_cli.node.trainer.samples import TokenSample
+from libra_cli.node.trainer.shares import WorkerShare
+from libra_cli.node.weights.versions import ProbeResult, probe_tokens, version_name
+
+MIN_PATIENCE_S = 1.0
+"""Under this, noise in the core's own speed would decide whether a worker's share is used."""
+UNMEASURED_PATIENCE_S = 10.0
+"""When the core has computed nothing yet that its speed could be known from."""
+
+
+class Trainer(PolicyModel):
+    """The policy and its optimizer. ``step`` is the number of optimizer steps taken so far."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        """*Collective.* Join the world, check it, load the model."""
+        super().__init__(config)
+        self.config = config
+        self.step = 0
+        self.optimizer = torch.optim.AdamW(
+            self.parameters().values(),
+            lr=config.training.learning_rate,
+            betas=config.training.betas,
+            weight_decay=config.training.weight_decay,
+        )
+        self._fill_optimizer()
+        self._tokens = 0
+        self._sums = np.zeros(len(SUMS))
+        self._tokens_per_s = 0.0
+        """Of all tokens, not only generated ones: what a pass costs."""
+
+    def accumulate(self, samples: Sequence[TokenSample]) -> dict[str, Any]:
+        """*Collective.* Add a part of the coming step; every rank is given all of it."""
+        seconds = self._compute(samples)
+        return {"tokens": _generated(samples), "accumulate_s": seconds}
+
+    def train(
+        self, step: int, samples: Sequence[TokenSample], shares: Sequence[WorkerShare] = ()
+    ) -> dict[str, Any]:
+        """*Collective.* One optimizer step on the parts and ``samples``; every rank is given all.
+
+        ``samples`` holds those of ``shares`` too.
+
+        Raises:
+            TrainerError: there is no generated token, or the gradient is not finite.
+        """
+        started = time.monotonic()
+        if self._tokens + _generated(samples) == 0:
+            raise TrainerError(f"step {step} has no generated token to learn from")
+        elsewhere = {group for share in shares for group in share.groups}
+        own = [sample for sample in samples if sample.group not in elsewhere]
+        with self._fetching(step, samples, shares) as fetches:
+            own_s = self._compute(own)
+            reports = self._settle(fetches, samples)
+        metrics = self._update(step)
+        return metrics | {
+            "shares": reports,
+            "own_tokens": _generated(own),
+            "own_s": own_s,
+            "update_s": time.monotonic() - started,
+        }
+
+    def _update(self, step: int) -> dict[str, Any]:
+        tokens, sums = self._tokens, dict(zip(SUMS, self._sums.tolist(), strict=True))
+        self.scale_gradients(1 / tokens)
+        norm = self._clip(self.config.training.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise TrainerError(f"step {step}: the gradient's norm is {norm.item()}")
+        rate = self.learning_rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.clear_gradients()
+        self.step = step
+        self._tokens, self._sums = 0, np.zeros(len(SUMS))
+        gap_tokens = int(sums["gap_tokens"])
+        return {
+            "loss": sums["loss"] / tokens,
+            "grad_norm": norm.item(),
+            "learning_rate": rate,
+            "kl": sums["kl"] / tokens if self.config.training.kl_coef > 0 else None,
+            "entropy": sums["entropy"] / tokens,
+            "clip_fraction": sums["clipped"] / tokens,
+            "tis_mean": sums["weight"] / tokens,
+            "logprob_gap": sums["gap"] / gap_tokens if gap_tokens else None,
+            "logprob_gap_tokens": gap_tokens,
+            "generated_tokens": tokens,
+        }
+
+    def _compute(self, samples: Sequence[TokenSample]) -> float:
+        """Add these to the step; the seconds it took."""
+        began = time.monotonic()
+        sums = self.gradients_of(samples) if samples else None
+        if sums is not None:
+            self._add(sums, _generated(samples))
+            taken = time.monotonic() - began
+            self._tokens_per_s = sum(len(one.token_ids) for one in samples) / taken
+        return time.monotonic() - began
+
+    def _add(self, sums: Sequence[float], tokens: int) -> None:
+        self._sums += np.asarray(sums)
+        self._tokens += tokens
+
+    @contextlib.contextmanager
+    def _fetching(
+        self, step: int, samples: Sequence[TokenSample], shares: Sequence[WorkerShare]
+    ) -> Iterator[list[GradientClient]]:
+        """This rank's rows of every share, from now until whoever asks for them is through."""
+        wanted = self._wanted() if shares else {}
+        token = read_token(os.environ["LIBRA_TOKEN_FILE"]) if shares else ""
+        fetches = [
+            GradientClient(
+                share,
+                step,
+                tokens=_generated(_of(share, samples)),
+                wanted=wanted,
+                token=token,
+            )
+            for share in shares
+        ]
+        try:
+            for fetch in fetches:
+                if fetch.share.version == self._version():
+                    fetch.start()
+            yield fetches
+        finally:
+            for fetch in fetches:
+                fetch.abandon()
+
+    def _wanted(self) -> dict[str, Rows]:
+        return {
+            name: Rows(tuple(parameter.shape), *self.own_rows(parameter))
+            for name, parameter in self.parameters().items()
+        }
+
+    def _version(self) -> str:
+        return version_name(self.step, self.config.trainer_epoch)
+
+    def _settle(
+        self, fetches: Sequence[GradientClient], samples: Sequence[TokenSample]
+    ) -> list[dict[str, Any]]:
+        """*Collective.* Add the shares that all ranks have whole, compute the others; report each.
+
+        Every rank decides for itself whether its rows came in time; a share is used if all say so.
+        """
+        since = time.monotonic()
+        here = [self._await(fetch, samples, since) for fetch in fetches]
+        by_rank = self.gather(here)
+        reports, rest = [], list[TokenSample]()
+        for number, fetch in enumerate(fetches):
+            arrivals = [rank[number] for rank in by_rank]
+            problem = next((arrival.problem for arrival in arrivals if arrival.problem), "")
+            theirs = _of(fetch.share, samples)
+            if problem:
+                rest += theirs
+            else:
+                self.add_gradients(fetch.rows)
+                self._add(arrivals[0].sums, _generated(theirs))
+            reports.append(_report(fetch.share, problem, _generated(theirs), arrivals))
+        self._compute(rest)
+        return reports
+
+    def _await(
+        self, fetch: GradientClient, samples: Sequence[TokenSample], since: float
+    ) -> Arrival:
+        if fetch.share.version != self._version():
+            return Arrival(f"of version {fetch.share.version}, the core has {self._version()}")
+        patience_s = UNMEASURED_PATIENCE_S
+        if self._tokens_per_s:
+            tokens = sum(len(sample.token_ids) for sample in _of(fetch.share, samples))
+            patience_s = max(MIN_PATIENCE_S, tokens / self._tokens_per_s)
+        return fetch.settle(since, patience_s)
+
+    def _fill_optimizer(self) -> None:
+        """What AdamW does at its first step. A checkpoint needs it before: torch would take a step
+        with a rate of 0 to get it, which counts, and would lose the gradients of parts."""
+        for parameter in self.parameters().values():
+            self.optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    def learning_rate(self, step: int) -> float:
+        """Of optimizer step ``step``, counted from 1: a linear ramp, then constant."""
+        training = self.config.training
+        ramp = min(1.0, step / training.warmup_steps) if training.warmup_steps else 1.0
+        return training.learning_rate * ramp
+
+    def probe(self) -> ProbeResult:
+        """*Collective.* The fixed sequence and what the current policy thinks of it."""
+        vocabulary = int(self.model.config.vocab_size)
+        token_ids = probe_tokens(vocabulary, self.config.probe_tokens)
+        return ProbeResult(token_ids, self.logprobs_of(token_ids))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """*Collective.* The weights to publish, whole, on the CPU; every rank must exhaust it."""
+        dtype = torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
+        for name, tensor in self.named_once().items():
+            whole = tensor.detach()
+            if isinstance(whole, DTensor):
+                whole = whole.full_tensor()
+            yield name, whole.to("cpu", dtype).contiguous()
+
+    def _clip(self, max_norm: float) -> Tensor:
+        norm = nn.utils.clip_grad_norm_(self.parameters().values(), max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _generated(samples: Sequence[TokenSample]) -> int:
+    return sum(sample.generated for sample in samples)
+
+
+def _of(share: WorkerShare, samples: Sequence[TokenSample]) -> list[TokenSample]:
+    return [sample for sample in samples if sample.group in share.groups]
+
+
+def _report(
+    share: WorkerShare, problem: str, tokens: int, arrivals: Sequence[Arrival]
+) -> dict[str, Any]:
+    """What ``/train`` says of a share; ``bytes`` are those of all ranks, times the longest."""
+    return {
+        "worker": share.worker,
+        "used": not problem,
+        "reason": problem,
+        "tokens": tokens,
+        "seconds": arrivals[0].seconds,
+        "waited_s": max(arrival.waited_s for arrival in arrivals),
+        "bytes": sum(arrival.bytes for arrival in arrivals),
+        "transfer_s": max(arrival.transfer_s for arrival in arrivals),
+    }

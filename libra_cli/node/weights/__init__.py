@@ -1,0 +1,1 @@
+"""Weight versions on disk and on their way between hosts."""

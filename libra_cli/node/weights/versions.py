@@ -1,0 +1,259 @@
+"""Weight versions as directories: written whole, named by version and epoch, never changed.
+
+    <root>/v000007-e0/
+      model-00000.safetensors ...   tensors under their Hugging Face names
+      model-00000.safetensors.delta ...   what makes each of them of version 6's (node.patch)
+      manifest.json                 names, shapes, dtypes, checksums, base of the deltas, the probe
+
+A directory appears by an atomic rename after everything in it is on disk, so whoever sees one sees
+all of it. The probe is a fixed token sequence with the log-probabilities that this version gives
+it: the only way to know that a server computes with these weights is to ask it the same question.
+
+There are deltas if the trainer's version before is still there and most of the bytes need not
+travel again. Everyone pulls a version as soon as it is there, so they are written before it is, and
+a step waits for that: at most as long as for the files themselves, or ``DELTA_S`` in a small model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from libra_cli.config.errors import WeightsError
+from libra_cli.node.weights import patch
+
+FILE_BYTES = 2 * 1024**3
+"""A file is closed once it is this large, so that files are hashed and pulled in parallel."""
+WRITERS = 4
+MANIFEST = "manifest.json"
+DELTA_SHARE = 0.5
+"""Of a file's size; a larger delta would cost its reader more time than it saves on the way."""
+DELTA_S = 1.0
+log = logging.getLogger("libra.weights")
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """``logprobs[i]`` belongs to ``token_ids[i + 1]`` given everything before it, temperature 1."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionOnDisk:
+    """A version that is complete on disk."""
+
+    name: str
+    version: int
+    bytes: int
+    published_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    name: str
+    bytes: int
+    sha256: str
+
+
+_Described: TypeAlias = dict[str, dict[str, object]]
+_Written: TypeAlias = tuple[_File, _File | None]
+"""A file of tensors, and its delta if there is one."""
+
+
+def version_name(version: int, trainer_epoch: int) -> str:
+    """The directory of a version. A restarted trainer may publish a number again, not a name."""
+    return f"v{version:06d}-e{trainer_epoch}"
+
+
+def probe_tokens(vocabulary: int, count: int) -> list[int]:
+    """The same sequence in every process: tokens from all over the vocabulary."""
+    generator = torch.Generator().manual_seed(20776)
+    tokens: list[int] = torch.randint(0, vocabulary, (count,), generator=generator).tolist()
+    return tokens
+
+
+def check_names(names: Iterable[str], model_dir: Path) -> None:
+    """Servers load a version by the names in the model's own files, so ours must be among them.
+
+    transformers renames or fuses tensors of some architectures while it loads them (experts of a
+    mixture, for example); a version of such a model could not be loaded.
+    """
+    known: set[str] = set()
+    for path in sorted(model_dir.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            known.update(file.keys())
+    unknown = sorted(set(names) - known)
+    if known and unknown:
+        raise WeightsError(
+            f"{len(unknown)} tensors are not called so in {model_dir}, for example {unknown[0]}: "
+            "transformers renames this architecture's weights, and servers could not load them"
+        )
+
+
+def publish(
+    tensors: Iterable[tuple[str, Tensor]],
+    root: Path,
+    *,
+    version: int,
+    trainer_epoch: int,
+    probe: ProbeResult,
+    keep: int,
+) -> VersionOnDisk:
+    """Write one version and remove all but the last ``keep``."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = version_name(version, trainer_epoch)
+    temporary = root / f".{name}.{os.getpid()}"
+    remove_unfinished(root)
+    temporary.mkdir(mode=0o700)
+    try:
+        base = root / version_name(version - 1, trainer_epoch)
+        described, written = _write_tensors(tensors, temporary, base)
+        files = [file for file, _ in written]
+        manifest = {
+            "version": version,
+            "trainer_epoch": trainer_epoch,
+            "name": name,
+            "tensors": described,
+            "files": _listed(files),
+            "delta": _delta(base, written, temporary),
+            "probe": {"token_ids": list(probe.token_ids), "logprobs": list(probe.logprobs)},
+        }
+        write_durably(temporary / MANIFEST, json.dumps(manifest).encode())
+        replace_directory(temporary, root / name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    remove_old(root, "v*-e*", keep=keep)
+    return VersionOnDisk(name, version, sum(file.bytes for file in files), time.time())
+
+
+def _delta(base: Path, written: Sequence[_Written], directory: Path) -> dict[str, object] | None:
+    """The manifest's word on it. One file without a delta makes those of the others useless."""
+    deltas = [delta for _, delta in written if delta is not None]
+    if len(deltas) == len(written):
+        return {"base": base.name, "files": _listed(deltas)}
+    for delta in deltas:
+        (directory / delta.name).unlink()
+    return None
+
+
+def _listed(files: Iterable[_File]) -> _Described:
+    return {file.name: {"bytes": file.bytes, "sha256": file.sha256} for file in files}
+
+
+def _write_tensors(
+    tensors: Iterable[tuple[str, Tensor]], directory: Path, base: Path
+) -> tuple[_Described, list[_Written]]:
+    described: _Described = {}
+    writes: list[Future[_Written]] = []
+    with ThreadPoolExecutor(WRITERS) as pool:
+        for number, part in enumerate(_parts(tensors)):
+            path = directory / f"model-{number:05d}.safetensors"
+            for name, tensor in part.items():
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                described[name] = {
+                    "shape": list(tensor.shape),
+                    "dtype": dtype,
+                    "file": path.name,
+                }
+            writes.append(pool.submit(_write_file, path, part, base))
+        return described, [write.result() for write in writes]
+
+
+def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        part[name] = tensor
+        size += tensor.nbytes
+        if size >= FILE_BYTES:
+            yield part
+            part, size = {}, 0
+    if part:
+        yield part
+
+
+def _write_file(path: Path, part: dict[str, Tensor], base: Path) -> _Written:
+    started = time.monotonic()
+    save_file(part, path, metadata={"format": "pt"})
+    file = _on_disk(path)
+    within_s = max(DELTA_S, time.monotonic() - started)
+    # Everything in a safetensors file begins at a multiple of its smallest element's size.
+    word_bytes = min(tensor.element_size() for tensor in part.values())
+    return file, _write_delta(base / path.name, path, word_bytes, within_s)
+
+
+def _write_delta(base: Path, path: Path, word_bytes: int, within_s: float) -> _File | None:
+    """None where it is not worth its bytes, and where it cannot be had: it is never needed."""
+    delta = path.with_name(path.name + patch.SUFFIX)
+    limit = int(DELTA_SHARE * path.stat().st_size)
+    try:
+        if base.is_file() and patch.encode(
+            base, path, delta, word_bytes=word_bytes, limit=limit, within_s=within_s
+        ):
+            return _on_disk(delta)
+    except OSError as error:  # a full disk, first of all
+        log.warning("%s is published without a delta: %s", path, error)
+    delta.unlink(missing_ok=True)
+    return None
+
+
+def _on_disk(path: Path) -> _File:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return _File(path.name, os.fstat(file.fileno()).st_size, digest)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write and wait for the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_directory(temporary: Path, final: Path) -> None:
+    """Give a complete directory its name, and wait for the disk to know it."""
+    _sync_directory(temporary)
+    if final.exists():
+        # A crash after the rename and before anyone heard of it; the new one is as good.
+        shutil.rmtree(final)
+    temporary.rename(final)
+    _sync_directory(final.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_unfinished(root: Path) -> None:
+    """What a writer that was killed left behind; there is one writer a directory."""
+    for leftover in root.glob(".*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def remove_old(root: Path, pattern: str, *, keep: int) -> None:
+    """Keep the last ``keep`` directories by time of writing."""
+    found = sorted(root.glob(pattern), key=lambda path: (path.stat().st_mtime_ns, path.name))
+    for path in found[:-keep]:
+        shutil.rmtree(path, ignore_errors=True)

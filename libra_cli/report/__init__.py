@@ -1,0 +1,1 @@
+"""What people and scripts are shown of runs and experiments."""

@@ -1,0 +1,1 @@
+"""``report.html`` and ``bench.html``: single files that open without a network."""

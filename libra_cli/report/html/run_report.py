@@ -1,0 +1,254 @@
+"""``report.html``: one run in one file that opens without a network.
+
+Everything is inside: drawings as SVG, a few lines of CSS, no script. It follows the reader's light
+or dark setting. It is made from the database alone, so it can be made again at any time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from libra_cli import __version__
+from libra_cli.config.errors import StateError
+from libra_cli.core.records import StepRecord, SyncRecord
+from libra_cli.report.html.slot_rows import SHADES, slot_rows
+from libra_cli.report.html.templates import template
+from libra_cli.report.status.console import duration, number, shorter, took
+from libra_cli.report.status.migration_impact import bystanders
+from libra_cli.report.status.plans import PHASES, MovePart, PlanPart, changes, phase_seconds
+from libra_cli.report.status.summary import RunSummary, smooth, summary, sync_times
+from libra_cli.runtime.store.reader import Reader
+
+REPORT = "report.html"
+_TEMPLATE = "report.html.j2"
+_MAX_ROWS = 200
+"""Rows of the step table; a longer run shows evenly spread ones."""
+_NEWEST = 40
+"""Rows of the tables of plans and of moves; a longer run shows the newest ones."""
+SMOOTHED = (("a", "dot", "one step"), ("a", "line", "smoothed"))
+"""The key of a chart with a point for every step and a line through them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One drawing with the words around it. ``keys`` are (colour variable, shape, meaning)."""
+
+    title: str
+    unit: str
+    svg: str
+    keys: Sequence[tuple[str, str, str]] = ()
+    wide: bool = False
+
+
+def write_report(run_dir: Path, *, now: float, tolerance: float = 1e-3) -> Path:
+    """Write ``report.html`` into the run directory. ``tolerance`` is ``weight_sync.tolerance``.
+
+    Raises:
+        StateError: there is no run to read, or no room to write.
+    """
+    import jinja2  # here, not above: a command that writes no report need not wait for it
+
+    with Reader(run_dir) as reader:
+        told = summary(reader, now=now)
+        steps = reader.steps()
+        context: dict[str, Any] = {
+            "told": told,
+            "charts": _charts(reader, told, steps, tolerance),
+            "tiles": _tiles(told, tolerance),
+            "steps": _spread(steps),
+            "plans": _plan_rows(told["plans"])[-_NEWEST:],
+            "moves": told["moves"][-_NEWEST:],
+            "phases": _phases(told["moves"][-_NEWEST:]),
+            "others": bystanders(reader, told["moves"][-_NEWEST:]),
+            "phase_seconds": phase_seconds,
+            "shorter": shorter,
+            "took": took,
+            "tools": reader.tool_outcomes(),
+            "when": lambda at: (
+                datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+            ),
+            "duration": duration,
+            "number": number,
+            "version": __version__,
+        }
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    page = environment.from_string(template(_TEMPLATE)).render(context)
+    path, unfinished = run_dir / REPORT, run_dir / f".{REPORT}.tmp"
+    try:
+        unfinished.write_text(page, encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise StateError(f"cannot write {path}: {error}") from error
+    return path
+
+
+def _tiles(told: RunSummary, tolerance: float) -> list[tuple[str, str, str]]:
+    """(name, value, what it says) of the row of numbers on top."""
+    reward, staleness, sync = told["reward"], told["staleness"], told["sync"]
+    idle, gap = told["idle"], told["logprob_gap"]
+    verdict = f"{sync['failed']} not verified" if sync["failed"] else "every one verified"
+    return [
+        (
+            "reward",
+            f"{number(reward['first'], '.2f')} → {number(reward['last'], '.2f')}",
+            "first and last 10 steps",
+        ),
+        (
+            "speed",
+            number(told["tokens_per_s"], ",.0f"),
+            f"tokens/s, {number(told['step_s'], '.2g')} s a step",
+        ),
+        (
+            "staleness",
+            number(staleness["mean"], ".2f"),
+            f"versions behind, at most {number(staleness['max'])}",
+        ),
+        (
+            "log-probability gap",
+            number(gap, ".1e"),
+            f"rollout to trainer, tolerance {tolerance:g}",
+        ),
+        (
+            "weight sync",
+            number(sync["mean_s"], ".2f", " s"),
+            f"{sync['versions']} versions, {verdict}",
+        ),
+        (
+            "idle",
+            f"{number(idle['rollout'], '.0%')} · {number(idle['training'], '.0%')}",
+            "of rollout · of training",
+        ),
+    ]
+
+
+def _charts(
+    reader: Reader, told: RunSummary, steps: Sequence[StepRecord], tolerance: float
+) -> list[Chart]:
+    charts = [*_step_charts(steps, tolerance), *_sync_chart(reader.syncs())] if steps else []
+    return charts + _slot_chart(reader, told, steps)
+
+
+def _slot_chart(reader: Reader, told: RunSummary, steps: Sequence[StepRecord]) -> list[Chart]:
+    began, seconds = told["run"]["started_at"], told["run"]["elapsed_s"]
+    rows = slot_rows(reader, steps, began=began, seconds=seconds)
+    if not rows:
+        return []
+    from libra_cli.report.html.charts import timeline
+
+    seen = {state for row in rows for _, _, state in row.states}
+    keys = [(name, "box", meaning) for name, meaning in SHADES.items() if name in seen]
+    marks = [(plan["at"] - began, str(plan["plan"])) for plan in told["plans"][1:]]
+    svg = timeline(
+        "slots",
+        rows,
+        seconds=seconds,
+        colours={name: name for name in SHADES},
+        marks=marks,
+        opacity=1.0,
+        band=0.36,
+    )
+    unit = "minutes:seconds since the start; above a band: seats taken, time in a step"
+    if marks:
+        unit += "; a dashed line: another plan, with its number"
+    return [Chart("Slots", unit, svg, keys, wide=True)]
+
+
+def _plan_rows(plans: Sequence[PlanPart]) -> list[tuple[PlanPart, list[str]]]:
+    """Each plan with what it changed."""
+    before = [None, *plans]
+    return [(plan, changes(old, plan)) for old, plan in zip(before, plans, strict=False)]
+
+
+def _phases(moves: Sequence[MovePart]) -> list[str]:
+    """The phases that any of the moves went through, in their order."""
+    seen = dict.fromkeys(phase["phase"] for move in moves for phase in move["phases"])
+    return [*(name for name in PHASES if name in seen), *(n for n in seen if n not in PHASES)]
+
+
+def _step_charts(steps: Sequence[StepRecord], tolerance: float) -> list[Chart]:
+    from libra_cli.report.html.charts import Series, over_steps
+
+    xs = [float(step.step) for step in steps]
+
+    def both(values: Sequence[float], colour: str = "a") -> list[Series]:
+        return [Series(xs, values, colour, "points"), Series(xs, smooth(values), colour)]
+
+    rewards = [step.reward for step in steps]
+    means, p99s = [step.mean_length for step in steps], [step.p99_length for step in steps]
+    speeds = [step.tokens_per_s for step in steps]
+    stale = [step.staleness_mean for step in steps]
+    oldest = [float(step.staleness_max) for step in steps]
+    waits, works = [s.waited_s for s in steps], [s.ended_at - s.started_at for s in steps]
+    charts = [
+        Chart(
+            "Reward",
+            "mean over the trajectories of a step",
+            over_steps("reward", both(rewards), width=1080, height=270),
+            SMOOTHED,
+            wide=True,
+        ),
+        Chart(
+            "Trajectory length",
+            "generated tokens",
+            over_steps("length", [*both(means), Series(xs, smooth(p99s), "b")], floor=1.0),
+            (("a", "line", "mean"), ("b", "line", "99th percentile")),
+        ),
+        Chart(
+            "Speed",
+            "generated tokens per second",
+            over_steps("speed", both(speeds), floor=1.0),
+            SMOOTHED,
+        ),
+        Chart(
+            "Staleness",
+            "versions behind the trainer",
+            over_steps("staleness", [*both(stale), Series(xs, oldest, "b", "dashes")], floor=1.2),
+            (("a", "line", "mean"), ("b", "dash", "largest")),
+        ),
+        Chart(
+            "Time of a step",
+            "seconds",
+            over_steps("time", [*both(works), *both(waits, "b")], floor=0.1),
+            (("a", "line", "the trainer works"), ("b", "line", "the trainer waits")),
+        ),
+    ]
+    return charts + _gap_chart(steps, tolerance)
+
+
+def _gap_chart(steps: Sequence[StepRecord], tolerance: float) -> list[Chart]:
+    from libra_cli.report.html.charts import Series, over_steps
+
+    gaps = [(float(step.step), step.logprob_gap) for step in steps if step.logprob_gap]
+    if not gaps:
+        return []
+    xs, ys = [step for step, _ in gaps], [gap for _, gap in gaps]
+    series = [Series(xs, ys, "a", "points"), Series(xs, smooth(ys), "a")]
+    svg = over_steps("gap", series, log=True, limit=tolerance)
+    keys = (*SMOOTHED, ("bad", "dash", f"tolerance {tolerance:g}"))
+    return [Chart("Log-probability gap", "mean |rollout - trainer|", svg, keys)]
+
+
+def _sync_chart(syncs: Sequence[SyncRecord]) -> list[Chart]:
+    from libra_cli.report.html.charts import Series, over_steps
+
+    times = sync_times(syncs)
+    if not times:
+        return []
+    xs, ys = [float(version) for version in times], list(times.values())
+    series = [Series(xs, ys, "a", "points"), Series(xs, smooth(ys), "a")]
+    unit = "seconds until the last server has it"
+    keys = (("a", "dot", "one version"), ("a", "line", "smoothed"))
+    return [Chart("Weight sync", unit, over_steps("sync", series, floor=0.1), keys)]
+
+
+def _spread(steps: Sequence[StepRecord]) -> list[StepRecord]:
+    every = max(1, math.ceil(len(steps) / _MAX_ROWS))
+    return [step for index, step in enumerate(steps) if index % every == 0 or step is steps[-1]]

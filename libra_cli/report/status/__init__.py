@@ -1,0 +1,1 @@
+"""A run as one object, and that object in a terminal."""

@@ -1,0 +1,189 @@
+"""Which plans were adopted, what they changed and what they gained: their part of a summary.
+
+What each key means is told in ``monitors``. Guarantee: what is not known is null. Limit: a gain is
+observed over the few steps around the moves, so whatever else changed then is in it too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import TypedDict
+
+from libra_cli.core.records import MoveRecord, PlanRecord
+from libra_cli.core.types import Role
+from libra_cli.runtime.store.reader import Reader
+
+PHASES = ("drain", "stop", "start", "sync", "verify", "join")
+"""Of a move, in the order they come in; which of them it has depends on the two roles."""
+
+
+class PhasePart(TypedDict):
+    phase: str
+    began: float
+    ended: float | None
+    seconds: float
+
+
+MovePart = TypedDict(
+    "MovePart",
+    {
+        "move": int,
+        "plan": int,
+        "slot": str,
+        "from": str,
+        "to": str,
+        "state": str,
+        "phases": list[PhasePart],
+        "predicted_gain": float | None,
+        "observed_gain": float | None,
+        "started_at": float,
+        "ended_at": float | None,
+        "detail": str,
+    },
+)
+
+
+class PlannedServer(TypedDict):
+    slot: str
+    bucket: str
+    tensor_parallel: int
+    max_num_seqs: int
+    up_to_tokens: int
+
+
+class PlanPart(TypedDict):
+    plan: int
+    at: float
+    cause: str
+    reasons: list[str]
+    train: list[str]
+    gradient: list[str]
+    servers: list[PlannedServer]
+    predicted_before_s: float | None
+    predicted_after_s: float | None
+    cost_s: float | None
+    observed_before_s: float | None
+    observed_after_s: float | None
+    predicted_gain: float | None
+    observed_gain: float | None
+
+
+def plans(reader: Reader) -> list[PlanPart]:
+    """Every plan that was adopted, the newest last."""
+    return [_plan(plan) for plan in reader.plans()]
+
+
+def moves(reader: Reader, adopted: Iterable[PlanPart], *, now: float) -> list[MovePart]:
+    """Every move, the newest last, with what its plan gained; a phase under way lasts till now."""
+    asked_for = {plan["plan"]: plan for plan in adopted}
+    return [_move(move, asked_for.get(move.plan), now=now) for move in reader.moves()]
+
+
+def changes(before: PlanPart | None, after: PlanPart) -> list[str]:
+    """What the plan gives other slots to do than the one before, a few words a slot."""
+    if before is None:
+        return []
+    old, new = _tasks(before), _tasks(after)
+    slots = sorted(old.keys() | new.keys())
+    pairs = [(slot, old.get(slot, _IDLE), new.get(slot, _IDLE)) for slot in slots]
+    return [f"{slot} {_told(*then)} → {_told(*now)}" for slot, then, now in _shortened(pairs)]
+
+
+_Task = tuple[str, str]
+"""A role, and for a server its shape."""
+_IDLE: _Task = (Role.IDLE, "")
+
+
+def _tasks(plan: PlanPart) -> dict[str, _Task]:
+    tasks: dict[str, _Task] = dict.fromkeys(plan["train"], (Role.TRAIN, ""))
+    tasks |= dict.fromkeys(plan["gradient"], (Role.GRADIENT, ""))
+    return tasks | {server["slot"]: (Role.ROLLOUT, _shape(server)) for server in plan["servers"]}
+
+
+def _shape(server: PlannedServer) -> str:
+    degree, seats = server["tensor_parallel"], server["max_num_seqs"]
+    return f"{server['bucket']}, TP {degree}, {seats} seats"
+
+
+def _shortened(
+    pairs: Iterable[tuple[str, _Task, _Task]],
+) -> Iterable[tuple[str, _Task, _Task]]:
+    """Those that differ; a server's shape only where that is what differs."""
+    for slot, then, now in pairs:
+        if then[0] != now[0]:
+            yield slot, (then[0], ""), (now[0], "")
+        elif then != now:
+            yield slot, then, now
+
+
+def _told(role: str, shape: str) -> str:
+    return f"{role} ({shape})" if shape else role
+
+
+def _plan(plan: PlanRecord) -> PlanPart:
+    return {
+        "plan": plan.plan,
+        "at": plan.at,
+        "cause": plan.cause,
+        "reasons": json.loads(plan.reasons_json or "[]"),
+        "train": json.loads(plan.train_json or "[]"),
+        "gradient": json.loads(plan.gradient_json or "[]"),
+        "servers": [_server(*row) for row in json.loads(plan.servers_json or "[]")],
+        "predicted_before_s": plan.predicted_before_s,
+        "predicted_after_s": plan.predicted_after_s,
+        "cost_s": plan.cost_s,
+        "observed_before_s": plan.observed_before_s,
+        "observed_after_s": plan.observed_after_s,
+        "predicted_gain": _gain(plan.predicted_before_s, plan.predicted_after_s),
+        "observed_gain": _gain(plan.observed_before_s, plan.observed_after_s),
+    }
+
+
+def _server(slot: str, bucket: str, degree: int, seats: int, up_to: int) -> PlannedServer:
+    return {
+        "slot": slot,
+        "bucket": bucket,
+        "tensor_parallel": degree,
+        "max_num_seqs": seats,
+        "up_to_tokens": up_to,
+    }
+
+
+def _gain(before: float | None, after: float | None) -> float | None:
+    if before is None or after is None or before <= 0:
+        return None
+    gain = 1 - after / before
+    return gain if math.isfinite(gain) else None
+
+
+def _move(move: MoveRecord, plan: PlanPart | None, *, now: float) -> MovePart:
+    phases = json.loads(move.phases_json or "[]")
+    return {
+        "move": move.move,
+        "plan": move.plan,
+        "slot": move.slot,
+        "from": move.from_role,
+        "to": move.to_role,
+        "state": move.state,
+        "phases": [_phase(*phase, now=now) for phase in phases],
+        "predicted_gain": plan["predicted_gain"] if plan else None,
+        "observed_gain": plan["observed_gain"] if plan else None,
+        "started_at": move.started_at,
+        "ended_at": move.ended_at,
+        "detail": move.detail,
+    }
+
+
+def _phase(phase: str, began: float, ended: float | None, *, now: float) -> PhasePart:
+    seconds = max(0.0, (now if ended is None else ended) - began)
+    return {"phase": phase, "began": began, "ended": ended, "seconds": seconds}
+
+
+def phase_seconds(move: MovePart) -> Mapping[str, float]:
+    """Phase -> its seconds; one that was gone through twice counts twice."""
+    seconds: dict[str, float] = {}
+    for phase in move["phases"]:
+        seconds[phase["phase"]] = seconds.get(phase["phase"], 0.0) + phase["seconds"]
+    return seconds

@@ -1,0 +1,1 @@
+"""The environments' side of trajectories: tokens in, tokens and typed outcomes out."""

@@ -1,0 +1,374 @@
+"""Playing the environments' side of the trajectories: tokens in, tokens and typed outcomes out.
+
+One environment object a trajectory, one daemon thread a running call. Environments are somebody's
+synchronous code, which may block for ever; a pool of threads would fill up with such calls until
+nobody was served, so a call that takes longer than ``tool_timeout_s`` is abandoned together with
+its thread, and gives up its place among the ``concurrency`` calls that may run at once.
+
+    what happens                        what the model reads        recorded as
+    the tool returns                    its text                    ok
+    it raises ToolFailed                the message                 error
+    the call cannot be read, or does    why                         error, tool "invalid"
+    not fit the tool's schema
+    it takes too long                   "tool timed out"            timeout
+    it raises anything else, reset or   nothing                     EnvironmentBroken: the
+    score fails, hangs or is not a                                  trajectory is tried again from
+    finite number                                                   the start, and never scored
+
+**After a time-out** the abandoned thread may still be inside the environment, and two threads must
+never be. So as long as it is, further tool calls of that trajectory time out at once, without
+being run: the model keeps its turn and can answer with what it has, and nobody waits a second time
+for the same hung call. Should the call come back after all (its result is dropped), the
+environment is used again. The score needs the environment, so it waits for the hung call up to
+``tool_timeout_s``; then it is an EnvironmentBroken.
+
+**Where an episode ends.** A turn without a tool call is the answer: score it. So is a turn that was
+cut by its length, unless a complete call is in it: then that is run, the unfinished rest of the
+turn stays in the trajectory as generated, and the turn is closed for the model.
+
+Latency counts from the start of the thread by a monotonic clock; size is the length of the text
+the tool gave, in characters, before it is shortened to ``LONGEST_OBSERVATION``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from libra_cli.config.errors import EnvironmentBroken
+from libra_cli.config.recipe import EnvironmentSpec
+from libra_cli.core.types import Seconds, ToolOutcome, ToolReturn, TrajectoryId
+from libra_cli.envs import registry
+from libra_cli.envs.protocol import Environment, Message, Task, ToolCall, ToolFailed, ToolSchema
+from libra_cli.envs.tools import Malformed, answer_of, objection, parse_tool_calls
+from libra_cli.runtime.episodes.renderer import Renderer
+from libra_cli.runtime.hosts.threads import Threads
+
+LONGEST_OBSERVATION = 100_000
+"""Characters of one tool's text that the model is shown; encoding more would hold up everyone."""
+MOST_HUNG = 1_000
+"""Abandoned calls that may be alive. Each keeps a thread; more means that the tool is broken."""
+_TIMED_OUT = "tool timed out"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Advanced:
+    """What a turn led to. ``reward`` is set exactly if ``done``."""
+
+    observation_ids: array[int]
+    returns: tuple[ToolReturn, ...]
+    done: bool
+    reward: float | None
+
+
+@dataclass(slots=True)
+class _Episode:
+    environment: Environment = field(init=False)
+    """Made by the first call, in its thread; not there before."""
+    tools: list[ToolSchema] = field(default_factory=list)
+    said: str = ""
+    """The text of the last turn."""
+    call: _Call[Any] | None = None
+    """The last call into the environment; no other starts before it is finished."""
+
+
+@dataclass(slots=True)
+class _Call(Generic[T]):
+    """One function running in a thread of its own."""
+
+    function: Callable[[], T]
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[T]
+    seconds: Seconds = 0.0
+    finished: bool = False
+    """Nothing of it runs any more. Set by the thread, so a late return is seen as well."""
+    after: list[Callable[[], object]] = field(default_factory=list)
+
+    def run(self) -> None:
+        started = time.monotonic()
+        result: T | None = None
+        failure: BaseException | None = None
+        try:
+            result = self.function()
+        except BaseException as error:  # noqa: BLE001  SystemExit too: it is the environment's
+            failure = error
+        self.seconds = time.monotonic() - started
+        self.finished = True
+        # RuntimeError: the loop is closed, the run has ended, and nobody waits for this.
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self._settle, result, failure)
+
+    def _settle(self, result: Any, failure: BaseException | None) -> None:
+        for function in self.after:
+            function()
+        if self.future.done():
+            return  # abandoned, or the trajectory was cancelled
+        if failure is None:
+            self.future.set_result(result)
+        else:
+            # A future refuses StopIteration, and would hand SystemExit to the event loop.
+            self.future.set_exception(_Raised(failure))
+
+
+class _Raised(Exception):
+    """Carries what the environment raised across the thread boundary."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.error = error
+
+
+class EnvironmentFactory:
+    """The recipe's environment, found, with its arguments and its tasks."""
+
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        """Find the environment and read the tasks; EnvironmentBroken if that fails."""
+        self._name = spec.name
+        self._factory = registry.find(spec.name)
+        self._tasks = registry.load_tasks(Path(spec.tasks)) if spec.tasks else None
+        self._arguments: dict[str, Any] = dict(spec.args)
+        if spec.secrets:
+            self._arguments["secrets"] = {
+                name: secret.get_secret_value() for name, secret in spec.secrets.items()
+            }
+
+    def make(self) -> Environment:
+        """A new one; EnvironmentBroken if its arguments do not fit."""
+        return registry.make(self._name, self._factory, self._arguments)
+
+    def task(self, environment: Environment, index: int, seed: int) -> Task:
+        """Task ``index``: of the recipe's file, over and over, or of the environment's own."""
+        if self._tasks is None:
+            return environment.task(index, seed)
+        return self._tasks[index % len(self._tasks)]
+
+
+class Episodes:
+    """The environments of all trajectories in flight. Not thread-safe: one event loop owns it."""
+
+    def __init__(self, spec: EnvironmentSpec, renderer: Renderer) -> None:
+        """Find the environment and read the tasks; EnvironmentBroken if that fails."""
+        self._spec = spec
+        self._renderer = renderer
+        self._maker = EnvironmentFactory(spec)
+        self._threads = Threads("libra-environment")
+        self._places = asyncio.Semaphore(spec.concurrency)
+        self._episodes: dict[TrajectoryId, _Episode] = {}
+        self._hung = 0
+
+    @property
+    def running(self) -> int:
+        """Episodes begun and not forgotten."""
+        return len(self._episodes)
+
+    @property
+    def hung(self) -> int:
+        """Abandoned calls that have not come back."""
+        return self._hung
+
+    async def check(self, seed: int) -> int:
+        """Begin the first task and forget it: the length of its prompt in tokens, or an error.
+
+        For start-up: an environment that cannot work is found before the GPUs are busy.
+        """
+        probe = TrajectoryId(group=-1, member=0)
+        try:
+            return len(await self.start(probe, 0, task_seed=seed, seed=seed))
+        finally:
+            self.forget(probe)
+
+    async def start(
+        self, trajectory: TrajectoryId, task_index: int, *, task_seed: int, seed: int
+    ) -> array[int]:
+        """Make an environment, reset it to a task, and give the prompt's tokens.
+
+        ``task_seed`` is the run's, so that siblings get one task; ``seed`` is the trajectory's own,
+        so that their tools do not all fail at the same moment.
+        """
+        if self._hung >= MOST_HUNG:
+            raise EnvironmentBroken(
+                f"environment {self._spec.name!r}: {self._hung} calls hang and do not come back",
+                hint="find out which tool hangs; raise environment.tool_timeout_s if it is slow",
+            )
+        episode = self._episodes[trajectory] = _Episode()
+        try:
+            messages = await self._must(
+                episode, "reset", lambda: self._begin(episode, task_index, task_seed, seed)
+            )
+            return array("i", self._renderer.prompt(messages, episode.tools))
+        except BaseException:  # cancelled as well: what reset has opened must be closed
+            self.forget(trajectory)
+            raise
+
+    async def advance(
+        self, trajectory: TrajectoryId, generated_ids: Sequence[int], finish_reason: str
+    ) -> Advanced:
+        """Act on one generated turn: run its tool calls, or score its answer."""
+        episode = self._episodes[trajectory]
+        episode.said = self._renderer.decode_turn(generated_ids)
+        calls = parse_tool_calls(episode.said)
+        if finish_reason == "length":
+            calls = _complete(calls)
+        if not calls:
+            return _done(await self._score(episode))
+        texts: list[str] = []
+        returns: list[ToolReturn] = []
+        for call in calls:
+            text, returned = await self._step(episode, call)
+            texts.append(text)
+            returns.append(returned)
+        closed = bool(generated_ids) and generated_ids[-1] == self._renderer.end_of_turn
+        tokens = self._renderer.extend(texts, closed=closed)
+        return Advanced(array("i", tokens), tuple(returns), done=False, reward=None)
+
+    async def finish(self, trajectory: TrajectoryId) -> Advanced:
+        """A limit is reached: score what the last turn says, without its tool calls."""
+        return _done(await self._score(self._episodes[trajectory]))
+
+    def forget(self, trajectory: TrajectoryId) -> None:
+        """Drop the episode, if there is one, and let its environment close itself."""
+        episode = self._episodes.pop(trajectory, None)
+        if episode is None:
+            return
+        if episode.call is not None and not episode.call.finished:
+            episode.call.after.append(lambda: self._close(episode))
+        else:
+            self._close(episode)
+
+    def close(self) -> None:
+        """Forget everything and end the threads, except those that hang."""
+        for trajectory in list(self._episodes):
+            self.forget(trajectory)
+        self._threads.close()
+
+    def _begin(
+        self, episode: _Episode, task_index: int, task_seed: int, seed: int
+    ) -> list[Message]:
+        environment = episode.environment = self._maker.make()
+        task = self._maker.task(environment, task_index, task_seed)
+        messages = _messages(environment.reset(task, seed))
+        episode.tools = list(environment.tools)
+        return messages
+
+    async def _step(self, episode: _Episode, call: ToolCall | Malformed) -> tuple[str, ToolReturn]:
+        refused = _refusal(call, episode.tools)
+        if refused is not None or isinstance(call, Malformed):
+            text = refused or ""
+            return text, ToolReturn("invalid", ToolOutcome.ERROR, 0.0, len(text))
+        if episode.call is not None and not episode.call.finished:
+            return _TIMED_OUT, ToolReturn(call.name, ToolOutcome.TIMEOUT, 0.0, len(_TIMED_OUT))
+        environment = episode.environment
+        try:
+            text, outcome = await self._run(episode, lambda: environment.step(call)), ToolOutcome.OK
+        except TimeoutError:
+            limit = self._spec.tool_timeout_s
+            return _TIMED_OUT, ToolReturn(call.name, ToolOutcome.TIMEOUT, limit, len(_TIMED_OUT))
+        except _Raised as raised:
+            if not isinstance(raised.error, ToolFailed):
+                raise self._broke(f"step({call.name})", raised) from raised.error
+            text, outcome = str(raised.error), ToolOutcome.ERROR
+        if not isinstance(text, str):
+            raise self._broke(f"step({call.name})", f"it returned {type(text).__name__}, not str")
+        latency_s = episode.call.seconds if episode.call else 0.0
+        return _shortened(text), ToolReturn(call.name, outcome, latency_s, len(text))
+
+    async def _score(self, episode: _Episode) -> float:
+        answer = answer_of(episode.said)
+        environment = episode.environment
+        reward = await self._must(episode, "score", lambda: float(environment.score(answer)))
+        if not math.isfinite(reward):
+            raise self._broke("score", f"it returned {reward}")
+        return reward
+
+    async def _must(self, episode: _Episode, name: str, function: Callable[[], T]) -> T:
+        """Run a part of the environment that may not fail."""
+        try:
+            await self._returned(episode)
+            return await self._run(episode, function)
+        except TimeoutError as error:
+            limit = self._spec.tool_timeout_s
+            raise self._broke(name, f"it did not end within {limit:g} s") from error
+        except _Raised as raised:
+            if isinstance(raised.error, EnvironmentBroken):
+                raise raised.error from raised.error.__cause__
+            raise self._broke(name, raised) from raised.error
+
+    async def _returned(self, episode: _Episode) -> None:
+        """Wait for a call that may be hung, for as long as a call may take."""
+        if episode.call is None or episode.call.finished:
+            return
+        back = asyncio.Event()
+        episode.call.after.append(back.set)
+        async with asyncio.timeout(self._spec.tool_timeout_s):
+            await back.wait()
+
+    async def _run(self, episode: _Episode, function: Callable[[], T]) -> T:
+        """Run a call, within its time and the places there are; abandon it on TimeoutError."""
+        async with self._places:
+            loop = asyncio.get_running_loop()
+            call: _Call[T] = _Call(function, loop, loop.create_future())
+            episode.call = call
+            self._threads.run(call.run)
+            try:
+                async with asyncio.timeout(self._spec.tool_timeout_s):
+                    return await call.future
+            finally:
+                if not call.finished:  # too late, or cancelled
+                    self._hung += 1
+                    call.after.append(self._came_back)
+
+    def _close(self, episode: _Episode) -> None:
+        close = getattr(getattr(episode, "environment", None), "close", None)
+        if close is not None:
+            self._threads.run(lambda: _quietly(close))
+
+    def _came_back(self) -> None:
+        self._hung -= 1
+
+    def _broke(self, where: str, why: object) -> EnvironmentBroken:
+        return EnvironmentBroken(f"environment {self._spec.name!r} broke in {where}: {why}")
+
+
+def _refusal(call: ToolCall | Malformed, tools: Sequence[ToolSchema]) -> str | None:
+    """Why a call is not even tried, for the model; None if it is."""
+    if isinstance(call, Malformed):
+        return f"invalid tool call: {call.reason}"
+    return objection(call, tools)
+
+
+def _complete(calls: Iterable[ToolCall | Malformed]) -> list[ToolCall | Malformed]:
+    """Of a turn cut by its length, the calls that are all there."""
+    return [call for call in calls if isinstance(call, ToolCall) or not call.cut]
+
+
+def _done(reward: float) -> Advanced:
+    return Advanced(array("i"), (), done=True, reward=reward)
+
+
+def _shortened(text: str) -> str:
+    surplus = len(text) - LONGEST_OBSERVATION
+    return text if surplus <= 0 else f"{text[:-surplus]}\n[{surplus} characters left out]"
+
+
+def _messages(messages: object) -> list[Message]:
+    """What ``reset`` returned, if it is a conversation; the template's errors are less kind."""
+    if not isinstance(messages, list) or not messages:
+        raise TypeError("reset must return a list of messages")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+            raise TypeError(f"a message is {{'role': ..., 'content': str}}, not {message!r}")
+    return messages
+
+
+def _quietly(close: Callable[[], object]) -> None:
+    # The episode is over and its reward counted: there is nobody left whom this would help.
+    with contextlib.suppress(BaseException):
+        close()

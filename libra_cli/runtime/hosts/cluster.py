@@ -1,0 +1,347 @@
+"""The hosts of a run, from the first connection to the proof that nothing of ours is left.
+
+Start-up goes host by host in parallel, and each phase reports *every* problem of every host at
+once, before a single GPU is busy:
+
+    connect     reach, trust, upload our code, start the agent
+    check       python packages, GPUs and who holds them, model directory, memory, clock
+    ports       probed and reserved on the host, for everything the plan will start there
+    model       built on the first train node if the recipe says so, and copied to the others
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from libra_cli.config.errors import HostError, HostLost, LibraError, ProcessError
+from libra_cli.config.recipe import NodeSpec, Recipe
+from libra_cli.core.launch.commands import HostFacts, ProcessSpec, model_process, ports_needed
+from libra_cli.core.records import NodeRecord, ProcessRecord, Record
+from libra_cli.core.types import Plan, Seconds
+from libra_cli.runtime.hosts.agent_messages import NodeFacts
+from libra_cli.runtime.hosts.host import Back, Exited, Gone, Host, HostEvent, Lost
+from libra_cli.runtime.hosts.local import LocalTransport
+from libra_cli.runtime.hosts.preflight import PACKAGES, problems
+from libra_cli.runtime.hosts.ssh import SshTransport
+from libra_cli.runtime.hosts.transport import Transport
+
+STOP_GRACE_S = 10.0
+MODEL_TIMEOUT_S = 3600.0
+COMMAND_TIMEOUT_S = 30.0
+T = TypeVar("T")
+
+
+def transport_to(node: NodeSpec) -> Transport:
+    """Pipes for this machine, SSH for any other."""
+    if node.is_local:
+        return LocalTransport()
+    return SshTransport(
+        node.host, user=node.user, port=node.port, identity=node.identity, jump=node.jump
+    )
+
+
+def host_of(node: NodeSpec) -> Host:
+    """The controller's handle of a node; nothing is opened yet."""
+    return Host(node.name, transport_to(node), workdir=node.workdir, python=node.python)
+
+
+_ERROR = re.compile(
+    r"^(?!subprocess\.CalledProcessError)[\w.]*(Error|Exception|Interrupt)\b.*", re.M
+)
+
+
+def how_it_ended(event: Exited) -> str:
+    """In words, with the line of its log that most likely says why: the last error, or the last."""
+    if event.exit_code is None or event.exit_code < 0:
+        by = "by nobody knows what" if event.exit_code is None else f"by signal {-event.exit_code}"
+        return f"was ended {by}"
+    errors = [match[0] for match in _ERROR.finditer(event.tail)]
+    lines = [line for line in event.tail.splitlines() if line.strip()]
+    why = (errors or lines or ["it wrote nothing"])[-1].strip()[:500]
+    return f"ended with exit code {event.exit_code}: {why}"
+
+
+class Cluster:
+    """Every host of a run. ``facts``, ``ports`` and ``model_dirs`` are complete after ``open``."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        *,
+        run_id: str,
+        token: str,
+        save: Callable[[Record], None],
+        clock: Callable[[], Seconds],
+    ) -> None:
+        self.recipe = recipe
+        self.plan = plan
+        self.run_id = run_id
+        self.token = token
+        self.clock = clock
+        self.hosts: dict[str, Host] = {node.name: host_of(node) for node in recipe.nodes}
+        self.facts: dict[str, HostFacts] = {}
+        self.ports: dict[str, dict[str, int]] = {}
+        self.model_dirs: dict[str, str] = {}
+        #: Called with every later event of a host; set before the machine starts.
+        self.on_event: Callable[[HostEvent], None] = lambda event: None
+        self._save = save
+        self._seen: dict[str, NodeFacts] = {}
+        #: Nodes that do not answer at the moment; and those that did not within their lease.
+        self.lost: set[str] = set()
+        self._gone: set[str] = set()
+        self._changed = asyncio.Event()
+        self._waiting: dict[tuple[str, str], asyncio.Future[Exited]] = {}
+
+    # -- opening --------------------------------------------------------------------------------
+
+    async def open(self, model_copy: Path) -> None:
+        """All four phases; ``model_copy`` receives the tokenizer's files.
+
+        Raises:
+            HostError: one line a problem, of all hosts.
+        """
+        await self._on_all(self._connect)
+        await self._on_all(self._check)
+        await self._on_all(self._reserve)
+        await self._place_model()
+        await self._fetch_tokenizer(model_copy)
+
+    async def _on_all(self, phase: Callable[[NodeSpec], Coroutine[Any, Any, None]]) -> None:
+        nodes = self.recipe.nodes
+        results = await asyncio.gather(*(phase(node) for node in nodes), return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        for failure in failures:
+            if not isinstance(failure, LibraError):
+                raise failure
+        known = [failure for failure in failures if isinstance(failure, LibraError)]
+        if len(known) == 1:
+            raise known[0]
+        if known:
+            raise _joined(known)
+
+    async def _connect(self, node: NodeSpec) -> None:
+        self._save_node(node.name, "connecting")
+        host = self.hosts[node.name]
+        try:
+            await host.open(
+                self.run_id,
+                token=self.token,
+                lease_s=self.recipe.run.lease_s,
+                weights_dir=self.recipe.weight_sync.directory or "",
+                on_event=self._happened,
+            )
+        except LibraError as error:
+            self._save_node(node.name, "failed", detail=str(error))
+            raise
+
+    async def _check(self, node: NodeSpec) -> None:
+        host, path = self.hosts[node.name], self.recipe.model.path
+        peers = [other.reach for other in self.recipe.nodes if other.name != node.name]
+        packages = sorted({name for names in PACKAGES.values() for name in names})
+        seen = await host.facts(peers, packages=packages, paths=[path] if path else [])
+        self._seen[node.name] = seen
+        found = problems(self.recipe, self.plan, node, seen, now=time.time())
+        if found:
+            self._save_node(node.name, "failed", detail="; ".join(found))
+            raise HostError("\n".join(f"{node.name}: {problem}" for problem in found))
+        self.facts[node.name] = HostFacts(
+            node=node.name,
+            python=host.python,
+            workdir=host.workdir,
+            run_dir=host.run_dir,
+            weights_dir=host.weights_dir,
+            address=node.address or (seen.address if peers else "127.0.0.1"),
+            interface=seen.interface,
+            cpus=seen.cpus,
+        )
+        self._save_node(node.name, "ready")
+
+    async def _reserve(self, node: NodeSpec) -> None:
+        names = ports_needed(self.recipe, self.plan).get(node.name, ())
+        first, last = node.port_range
+        ports = await self.hosts[node.name].ports(first, last, len(names))
+        self.ports[node.name] = dict(zip(names, ports, strict=True))
+
+    # -- the model ------------------------------------------------------------------------------
+
+    async def _place_model(self) -> None:
+        path = self.recipe.model.path
+        if path is not None:
+            self.model_dirs = {name: host.expand(path) for name, host in self.hosts.items()}
+            return
+        head = self.plan.train[0].rpartition("/")[0]
+        spec = model_process(self.recipe, self.facts[head])
+        await self.run_to_end(spec, timeout_s=MODEL_TIMEOUT_S)
+        host = self.hosts[head]
+        result = json.loads(await host.transport.get(f"{host.run_dir}/model.json"))
+        source = str(result["model_dir"])
+        self.model_dirs[head] = source
+        others = [name for name in self.hosts if name != head]
+        files = await self._read_directory(head, source) if others else {}
+        for name in others:
+            target = f"{self.hosts[name].workdir}/models/{Path(source).name}"
+            await self.hosts[name].transport.put_tree(files, target)
+            self.model_dirs[name] = target
+
+    async def _read_directory(self, node: str, directory: str) -> dict[str, bytes]:
+        transport = self.hosts[node].transport
+        listed = await transport.run(["ls", "-1", directory], timeout_s=COMMAND_TIMEOUT_S)
+        names = listed.stdout.decode().split()
+        return {name: await transport.get(f"{directory}/{name}") for name in names}
+
+    async def _fetch_tokenizer(self, model_copy: Path) -> None:
+        """The controller speaks tokens too; it needs the tokenizer, not the weights."""
+        head = self.plan.train[0].rpartition("/")[0]
+        transport, source = self.hosts[head].transport, self.model_dirs[head]
+        listed = await transport.run(["ls", "-1", source], timeout_s=COMMAND_TIMEOUT_S)
+        await asyncio.to_thread(model_copy.mkdir, parents=True, exist_ok=True)
+        for name in listed.stdout.decode().split():
+            if name.endswith((".json", ".jinja")) and not name.endswith(".index.json"):
+                data = await transport.get(f"{source}/{name}")
+                await asyncio.to_thread((model_copy / name).write_bytes, data)
+
+    # -- processes ------------------------------------------------------------------------------
+
+    async def start(self, spec: ProcessSpec) -> None:
+        """Start a process; its exit will be an event."""
+        host = self.hosts[spec.node]
+        started = await host.start(
+            spec.process, spec.argv, env=dict(spec.env), files=dict(spec.files)
+        )
+        self._save(
+            ProcessRecord(
+                node=spec.node,
+                process=spec.process,
+                pid=started.pid,
+                state="running",
+                since=self.clock(),
+                exit_code=None,
+                log=started.log,
+            )
+        )
+
+    async def run_to_end(self, spec: ProcessSpec, *, timeout_s: float) -> None:
+        """Start a process and wait until it has ended well.
+
+        Raises:
+            ProcessError: it ended with an error, or not in time; with the end of its log.
+        """
+        key = (spec.node, spec.process)
+        ended = self._waiting[key] = asyncio.get_running_loop().create_future()
+        try:
+            await self.start(spec)
+            event = await asyncio.wait_for(ended, timeout_s)
+        except TimeoutError as error:
+            raise ProcessError(f"{spec.node}: {spec.process} ran over {timeout_s:.0f} s") from error
+        finally:
+            del self._waiting[key]
+        if event.exit_code != 0:
+            raise ProcessError(
+                f"{spec.node}: {spec.process} ended with {event.exit_code}:\n{event.tail}"
+            )
+
+    async def stop(self, node: str, process: str) -> None:
+        """Stop a process and all it started. An unreachable host's lease does it for us, and has
+        done it on a host that was given up."""
+        give_up = time.monotonic() + self.recipe.run.lease_s + STOP_GRACE_S
+        while time.monotonic() < give_up and node not in self._gone:
+            try:
+                await self.hosts[node].stop(process, grace_s=STOP_GRACE_S)
+                return
+            except HostError:
+                await asyncio.sleep(1.0)
+
+    # -- what hosts report ----------------------------------------------------------------------
+
+    def _happened(self, event: HostEvent) -> None:
+        if isinstance(event, Exited):
+            self._exited(event)
+        elif isinstance(event, Lost):
+            self.lost.add(event.node)
+            self._save_node(event.node, "unreachable", detail=event.reason)
+        elif isinstance(event, Back):
+            self.lost.discard(event.node)
+            self._save_node(event.node, "ready", detail=f"was away for {event.seconds:.0f} s")
+        elif isinstance(event, Gone):
+            self.lost.discard(event.node)
+            self._gone.add(event.node)
+            self._give_up_waiting(event)
+            self._save_node(event.node, "failed", detail=event.reason)
+        self._changed.set()
+        self._changed.clear()
+        self.on_event(event)
+
+    def _give_up_waiting(self, event: Gone) -> None:
+        for (node, process), ended in self._waiting.items():
+            if node == event.node and not ended.done():
+                ended.set_exception(HostLost(f"{node}: {process}: {event.reason}"))
+
+    def _exited(self, event: Exited) -> None:
+        host = self.hosts[event.node]
+        self._save(
+            ProcessRecord(
+                node=event.node,
+                process=event.process,
+                pid=event.pid,
+                state="exited",
+                since=self.clock(),
+                exit_code=event.exit_code,
+                log=f"{host.run_dir}/logs/{event.process}.log",
+            )
+        )
+        waiting = self._waiting.get((event.node, event.process))
+        if waiting is not None and not waiting.done():
+            waiting.set_result(event)
+
+    def _save_node(self, name: str, state: str, *, detail: str = "") -> None:
+        seen = self._seen.get(name)
+        self._save(
+            NodeRecord(
+                node=name,
+                host=self.recipe.node(name).reach,
+                state=state,
+                since=self.clock(),
+                facts_json=json.dumps(asdict(seen)) if seen else "",
+                detail=detail,
+            )
+        )
+
+    async def until_back(self, node: str) -> None:
+        """Wait while the node is lost; its lease bounds that."""
+        while node in self.lost:
+            await self._changed.wait()
+
+    # -- closing --------------------------------------------------------------------------------
+
+    async def close(self) -> list[str]:
+        """End every agent with all it has started; returns what could not be proved gone."""
+        results = await asyncio.gather(
+            *(self._release(name, host) for name, host in self.hosts.items())
+        )
+        return [line for lines in results for line in lines]
+
+    async def _release(self, name: str, host: Host) -> list[str]:
+        try:
+            left = await host.shutdown(grace_s=STOP_GRACE_S)
+        except LibraError as error:
+            return [f"{name}: {error}; its lease ends what runs there"]
+        if name in self.facts:
+            self._save_node(name, "released")
+        return [f"{name}: {line}" for line in left]
+
+
+def _joined(failures: Sequence[LibraError]) -> HostError:
+    """One error for all hosts; every failure with its own next step, unless they have the same."""
+    hints = {failure.hint for failure in failures if failure.hint}
+    if len(hints) < 2:
+        return HostError("\n".join(map(str, failures)), hint=next(iter(hints), ""))
+    lines = [f"{each}\n  next: {each.hint}" if each.hint else str(each) for each in failures]
+    return HostError("\n".join(lines))

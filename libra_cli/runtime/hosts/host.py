@@ -1,0 +1,346 @@
+"""A host and the processes libra runs on it.
+
+``Host.open`` connects, puts this very package there (once per content), starts or finds the agent
+of the run, and then keeps the line up: when it breaks, ``Lost`` is reported, requests wait, and it
+is joined again with growing pauses. Within the lease that ends in ``Back``, with the same processes
+as before; otherwise in ``Gone``, since by then the agent has stopped everything.
+
+Every exit is reported exactly once, as ``Exited``, even if it happened while the line was down, and
+never before the ``start`` that it belongs to has returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from libra_cli.config.errors import HostError, HostKeyError, HostLost
+from libra_cli.runtime.hosts.agent_connection import AgentConnection, Message
+from libra_cli.runtime.hosts.agent_messages import (
+    Back,
+    Exited,
+    Gone,
+    Gpu,
+    GpuHolder,
+    HostEvent,
+    Lost,
+    NodeFacts,
+    ProcessState,
+    PulledVersion,
+    Started,
+    Stopped,
+)
+from libra_cli.runtime.hosts.transport import Endpoint, Transport
+from libra_cli.runtime.hosts.upload import check_python, last_line, package
+
+__all__ = [
+    "Back",
+    "Exited",
+    "Gone",
+    "Gpu",
+    "GpuHolder",
+    "Host",
+    "HostEvent",
+    "Lost",
+    "NodeFacts",
+    "ProcessState",
+    "PulledVersion",
+    "Started",
+    "Stopped",
+]
+
+ANSWER_S = 30.0
+STOP_EXTRA_S = 20.0
+"""What a stop may take beyond its grace: the killing, the verifying, and the way there and back."""
+STOP_S = 90.0
+PULSE_S = 5.0
+BEATS_A_LEASE = 5
+"""So that a dead connection is noticed, and can be replaced, before the lease is over."""
+RECONNECT_S = 10.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
+
+
+class Host:
+    """One node of a run. The paths are absolute ones on the host, known once it is open."""
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        *,
+        workdir: str = "~/.libra",
+        python: str | None = None,
+        pulse_s: float = PULSE_S,
+    ) -> None:
+        if not NAME.fullmatch(name):
+            raise HostError(f"{name!r} is no name for a node: use letters, digits, '.', '_', '-'")
+        self.name = name
+        self.transport = transport
+        self.workdir = workdir
+        self.python = python or transport.default_python
+        self.code_dir = ""
+        self.run_dir = ""
+        self.weights_dir = ""
+        self._pulse_s = pulse_s
+        self._hello: Message = {}
+        self._exits: dict[tuple[str, int], bool] = {}
+        """Every process heard of, by name and pid, and whether its exit has been reported."""
+        self._line = AgentConnection(name, self._hear)
+        self._keeper: asyncio.Task[None] | None = None
+        self._on_event: Callable[[HostEvent], None] = lambda event: None
+
+    # -- the connection ------------------------------------------------------------------------
+
+    async def open(
+        self,
+        run_id: str,
+        *,
+        token: str,
+        lease_s: float,
+        weights_dir: str,
+        on_event: Callable[[HostEvent], None],
+    ) -> None:
+        """Connect, upload, and attach to the agent of this run; from now on events are reported."""
+        self._on_event = on_event
+        try:
+            await self._prepare(run_id)
+            home = self.transport.home.rstrip("/").rpartition("/")[2]
+            self.weights_dir = self.expand(weights_dir) if weights_dir else f"/dev/shm/libra-{home}"
+            self._hello = {"token": token, "lease_s": lease_s, "weights_dir": self.weights_dir}
+            rows = await self._attach()
+        except BaseException:
+            await self.close()
+            raise
+        self._exits = {_key(row): row["state"] == "exited" for row in rows}
+        self._keeper = asyncio.create_task(self._keep(lease_s))
+
+    async def close(self) -> None:
+        """Hang up. What runs there goes on until the lease is over."""
+        await self._hang_up()
+        self._line.fail(HostLost(f"{self.name}: closed"))
+        await self.transport.close()
+
+    async def shutdown(self, *, grace_s: float = 10.0) -> tuple[str, ...]:
+        """Stop everything of the run there and hang up. Returns what is left: nothing, verified.
+
+        The agent stops and looks; once it has said so a fresh process looks again, since the agent
+        itself has to be gone too.
+        """
+        try:
+            if self._keeper is None:  # never open: nothing was started
+                return ()
+            limit_s = 2 * grace_s + STOP_EXTRA_S
+            await self._line.ask("shutdown", timeout_s=limit_s, grace_s=grace_s)
+            await self._hang_up()
+            return await self._stop_and_look()
+        finally:
+            await self.close()
+
+    async def stop_remains(self, run_id: str) -> tuple[str, ...]:
+        """Stop what a run has left there, without its controller, its token or even its agent."""
+        try:
+            await self._prepare(run_id)
+            return await self._stop_and_look()
+        finally:
+            await self.close()
+
+    def expand(self, path: str) -> str:
+        """A path of the recipe as an absolute one there."""
+        return f"{self.transport.home}{path[1:]}" if path.partition("/")[0] == "~" else path
+
+    # -- operations ----------------------------------------------------------------------------
+
+    async def facts(
+        self,
+        peers: Sequence[str] = (),
+        *,
+        packages: Sequence[str] = (),
+        paths: Sequence[str] = (),
+    ) -> NodeFacts:
+        """What the host is, and which of the packages and paths it has."""
+        found = await self._ask("facts", peers=[*peers], packages=[*packages], paths=[*paths])
+        gpus = (
+            Gpu(**{**gpu, "holders": tuple(GpuHolder(**one) for one in gpu["holders"])})
+            for gpu in found.pop("gpus")
+        )
+        packages, paths = tuple(found.pop("packages")), tuple(found.pop("paths"))
+        return NodeFacts(**found, gpus=tuple(gpus), packages=packages, paths=paths)
+
+    async def ports(
+        self, first: int, last: int, count: int, taken: Collection[int] = ()
+    ) -> list[int]:
+        """Free ports, kept free for servers that bind with ``SO_REUSEADDR`` until the run ends."""
+        answer = await self._ask("ports", first=first, last=last, count=count, taken=[*taken])
+        return [int(port) for port in answer]
+
+    async def start(
+        self,
+        process: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        files: Mapping[str, str] | None = None,
+    ) -> Started:
+        """Start a process in its own session, with the marker of the run in its environment.
+
+        ``files`` are written first, private, at paths below the run directory, which is also where
+        it runs by default. Starting what already runs in exactly this way changes nothing.
+        """
+        # A connection that drops now must not look like a process that cannot start.
+        row = await self._line.ask(
+            "start",
+            timeout_s=self._hello["lease_s"] + ANSWER_S,
+            process=process,
+            argv=[*argv],
+            env=env or {},
+            cwd=cwd,
+            files=files or {},
+        )
+        self._exits.setdefault(_key(row), False)
+        return Started(row["pid"], row["started"], row["log"])
+
+    async def stop(self, process: str, *, grace_s: float = 10.0) -> Stopped:
+        """TERM, wait, KILL, verify. Nothing happens if there is nothing of that name."""
+        limit_s = grace_s + STOP_EXTRA_S
+        answer = await self._line.ask("stop", timeout_s=limit_s, process=process, grace_s=grace_s)
+        return Stopped(tuple(answer["killed"]), tuple(answer["leftovers"]))
+
+    async def processes(self) -> list[ProcessState]:
+        """Everything the agent runs or has run."""
+        return [ProcessState(**row) for row in await self._ask("list")]
+
+    async def tail(self, process: str, lines: int = 20) -> str:
+        """The end of a process's log."""
+        return str(await self._ask("tail", process=process, lines=lines))
+
+    async def serve_weights(self, bind: str = "0.0.0.0", port: int = 0) -> int:
+        """Serve this host's weight versions to peers that know the token; the port (0: any)."""
+        return int(await self._ask("weights_serve", bind=bind, port=port))
+
+    async def pull(
+        self, name: str, sources: Sequence[str], *, timeout_s: float = 120.0
+    ) -> PulledVersion:
+        """Fetch a weight version from the first source (``http://host:port``) that has it whole."""
+        # The host is told to give up first: its answer says which source failed in what way.
+        limit_s = timeout_s + ANSWER_S
+        answer = await self._line.ask(
+            "pull", timeout_s=limit_s, name=name, sources=[*sources], limit_s=timeout_s
+        )
+        return PulledVersion(**answer)
+
+    async def forget(self, keep: Collection[str]) -> list[str]:
+        """Remove every other weight version of the run; their names."""
+        return [str(name) for name in await self._ask("forget", keep=[*keep])]
+
+    async def dial(self, port: int) -> Endpoint:
+        """A way from here to a port of the host's loopback."""
+        return await self.transport.dial(port)
+
+    async def _ask(self, operation: str, **arguments: object) -> Any:
+        return await self._line.ask(operation, timeout_s=ANSWER_S, **arguments)
+
+    # -- getting there -------------------------------------------------------------------------
+
+    async def _prepare(self, run_id: str) -> None:
+        await self.transport.connect()
+        code, digest = package()
+        self.workdir, self.python = self.expand(self.workdir), self.expand(self.python)
+        self.code_dir = f"{self.workdir}/code/{digest}"
+        self.run_dir = f"{self.workdir}/runs/{run_id}/{self.name}"
+        await check_python(self.transport, self.name, self.python, self.workdir)
+        await self.transport.put_tree(code, self.code_dir)
+
+    async def _hang_up(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+
+    async def _stop_and_look(self) -> tuple[str, ...]:
+        done = await self.transport.run(self._agent("stop"), timeout_s=STOP_S)
+        return tuple(last_line(self.name, done)["leftovers"])
+
+    def _agent(self, command: str) -> list[str]:
+        python = [self.python, "-P", "-m", "libra_cli.node.agent.main"]
+        return ["env", f"PYTHONPATH={self.code_dir}", *python, command, self.run_dir]
+
+    async def _attach(self) -> list[Message]:
+        """Take up the line; every process the agent knows of."""
+        stream = await self.transport.open_stream(self._agent("attach"))
+        answer = await self._line.join(stream, self._hello)
+        return list(answer["processes"])
+
+    async def _keep(self, lease_s: float) -> None:
+        """Hold the line; when it is lost, take it up again while the lease lasts."""
+        loop = asyncio.get_running_loop()
+        pulse_s = min(self._pulse_s, lease_s / BEATS_A_LEASE)
+        while True:
+            reason = await self._line.until_lost(pulse_s)
+            lost_at = loop.time()
+            self._report(Lost(self.name, reason))
+            try:
+                rows = await self._return(lost_at + lease_s)
+            except HostError as error:
+                self._line.fail(HostLost(f"{self.name}: given up after {reason}: {error}"))
+                self._report(Gone(self.name, str(error)))
+                return
+            self._report(Back(self.name, loop.time() - lost_at))
+            self._reconcile(rows)
+
+    async def _return(self, deadline: float) -> list[Message]:
+        loop = asyncio.get_running_loop()
+        pause_s = FIRST_PAUSE_S
+        while True:
+            left_s = max(deadline - loop.time(), FIRST_PAUSE_S)
+            try:
+                await self.transport.connect(timeout_s=min(left_s, RECONNECT_S))
+                return await self._attach()
+            except HostKeyError:
+                raise  # another machine answers now: no use in asking again
+            except HostError:
+                if loop.time() + pause_s > deadline:
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    # -- what is heard -------------------------------------------------------------------------
+
+    def _report(self, event: HostEvent) -> None:
+        # Not at once: whoever waits for an answer that came before the event shall go first.
+        asyncio.get_running_loop().call_soon(self._on_event, event)
+
+    def _hear(self, event: Message) -> None:
+        if event["event"] == "exited":
+            self._exited(event)
+
+    def _reconcile(self, rows: Sequence[Message]) -> None:
+        """Report the exits that happened while nobody listened."""
+        for row in rows:
+            if row["state"] == "exited":
+                self._exited(row)
+        known = {_key(row) for row in rows}
+        for process, pid in [key for key, reported in self._exits.items() if not reported]:
+            if (process, pid) not in known:  # not even the agent is the one that started it
+                self._exited({"process": process, "pid": pid})
+
+    def _exited(self, row: Message) -> None:
+        if self._exits.get(_key(row)):
+            return
+        self._exits[_key(row)] = True
+        self._report(
+            Exited(
+                node=self.name,
+                process=row["process"],
+                pid=row["pid"],
+                exit_code=row.get("exit_code"),
+                tail=row.get("tail", ""),
+                requested=row.get("requested", False),
+            )
+        )
+
+
+def _key(row: Message) -> tuple[str, int]:
+    return row["process"], row["pid"]

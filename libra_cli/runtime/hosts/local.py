@@ -1,0 +1,145 @@
+"""The transport to this very machine: subprocesses and plain files."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from libra_cli.config.errors import HostError, HostLost
+from libra_cli.runtime.hosts.transport import CONNECT_S, LINE_LIMIT, Completed, Endpoint
+
+ERRORS_KEPT = 16 * 1024
+
+
+class LocalTransport:
+    """This machine as a host. Its commands survive a Ctrl-C meant for the controller."""
+
+    target = "local"
+    default_python = sys.executable
+
+    @property
+    def home(self) -> str:
+        """The home directory of whoever runs libra."""
+        return str(Path.home())
+
+    async def connect(self, *, timeout_s: float = CONNECT_S) -> None:
+        """Nothing to do: this machine is always there."""
+
+    async def close(self) -> None:
+        """Nothing to do."""
+
+    async def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float) -> Completed:
+        """Run a command to its end; it is killed if it does not come in time."""
+        try:
+            process = await _spawn(argv)
+        except FileNotFoundError as error:  # what a shell makes of it
+            return Completed(127, b"", f"{argv[0]}: {error.strerror}".encode())
+        try:
+            async with asyncio.timeout(timeout_s):
+                stdout, stderr = await process.communicate(stdin)
+        except TimeoutError as error:
+            raise HostLost(f"local: {argv[0]}: no answer within {timeout_s:g} s") from error
+        finally:
+            _kill(process)
+        return Completed(process.returncode or 0, stdout, stderr)
+
+    async def open_stream(self, argv: Sequence[str]) -> ProcessStream:
+        """Start a command and talk to it over pipes."""
+        return ProcessStream(await _spawn(argv))
+
+    async def put_tree(self, files: Mapping[str, bytes], directory: str) -> None:
+        """Write files into a new directory, visible all at once."""
+        try:
+            await asyncio.to_thread(_put_tree, files, Path(directory))
+        except OSError as error:
+            raise HostError(f"local: {error.filename}: {error.strerror}") from error
+
+    async def get(self, path: str) -> bytes:
+        """The contents of a file."""
+        try:
+            return await asyncio.to_thread(Path(path).read_bytes)
+        except OSError as error:
+            raise HostError(f"local: {path}: {error.strerror}") from error
+
+    async def dial(self, port: int) -> Endpoint:
+        """The port itself."""
+        return Endpoint("tcp", f"127.0.0.1:{port}", port)
+
+
+class ProcessStream:
+    """The pipes of a subprocess."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._errors = b""
+        self._listening = asyncio.create_task(self._listen())
+
+    @property
+    def errors(self) -> str:
+        """The end of what it has written to standard error."""
+        return self._errors.decode(errors="replace").strip()
+
+    async def readline(self) -> bytes:
+        """The next line of standard output."""
+        assert self._process.stdout is not None
+        return await self._process.stdout.readline()
+
+    async def write(self, data: bytes) -> None:
+        """Write to standard input."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(data)
+            await self._process.stdin.drain()
+        except ConnectionError as error:
+            raise HostLost(f"local: process {self._process.pid} does not read any more") from error
+
+    async def close(self) -> None:
+        """End the process."""
+        _kill(self._process)
+        await self._process.wait()
+        await self._listening
+
+    async def _listen(self) -> None:
+        assert self._process.stderr is not None
+        while data := await self._process.stderr.read(ERRORS_KEPT):
+            self._errors = (self._errors + data)[-ERRORS_KEPT:]
+
+
+async def _spawn(argv: Sequence[str]) -> Process:
+    return await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+        limit=LINE_LIMIT,
+        # A Ctrl-C in the terminal goes to the controller alone: it has processes to stop.
+        start_new_session=True,
+    )
+
+
+def _kill(process: Process) -> None:
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            process.kill()
+
+
+def _put_tree(files: Mapping[str, bytes], directory: Path) -> None:
+    if directory.exists():
+        return
+    draft = directory.with_name(f"{directory.name}.{secrets.token_hex(4)}")
+    for name, data in files.items():
+        (draft / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (draft / name).write_bytes(data)
+    try:
+        os.rename(draft, directory)
+    except OSError:
+        shutil.rmtree(draft, ignore_errors=True)
+        if not directory.exists():  # somebody else was faster otherwise, with the same files
+            raise

@@ -1,0 +1,95 @@
+"""What can be known to be wrong with a host before anything is started on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from libra_cli.config.recipe import NodeSpec, Recipe
+from libra_cli.core.cluster.placement import slots_of
+from libra_cli.core.types import Plan
+from libra_cli.runtime.hosts.agent_messages import NodeFacts
+from libra_cli.runtime.hosts.host import Gpu
+
+PACKAGES = {
+    "rollout": ("vllm", "torch", "transformers"),
+    "train": ("accelerate", "torch", "transformers", "msgpack", "safetensors"),
+}
+"""Python packages each half needs on its hosts."""
+
+MAX_CLOCK_SKEW_S = 5.0
+MIN_SHM_BYTES = 256 * 2**20
+
+
+def problems(
+    recipe: Recipe, plan: Plan, node: NodeSpec, seen: NodeFacts, *, now: float
+) -> list[str]:
+    """Every reason why this host cannot do its part, each with what to do about it."""
+    return [
+        *_packages(plan, node, seen),
+        *_gpus(recipe, node, seen),
+        *_model(recipe, seen),
+        *_room(seen),
+        *_clock(seen, now),
+    ]
+
+
+def _halves(plan: Plan, node: NodeSpec) -> list[str]:
+    """Of a run, that it takes part in now or may later."""
+    elastic = bool({"hybrid", "auto"} & set(node.slot_pools))
+    serves = elastic or any(slot.rpartition("/")[0] == node.name for slot, _ in plan.servers)
+    trains = elastic or any(slot.rpartition("/")[0] == node.name for slot in plan.train)
+    return [half for half, used in (("rollout", serves), ("train", trains)) if used]
+
+
+def _packages(plan: Plan, node: NodeSpec, seen: NodeFacts) -> Iterator[str]:
+    needed = {name for half in _halves(plan, node) for name in PACKAGES[half]}
+    missing = sorted(needed - set(seen.packages))
+    if missing:
+        extra = "gpu" if node.gpus else "cpu"
+        yield (
+            f"its python has no {', '.join(missing)}; install them there: "
+            f"pip install 'libra-rl[{extra}]'"
+        )
+
+
+def _gpus(recipe: Recipe, node: NodeSpec, seen: NodeFacts) -> Iterator[str]:
+    if len(seen.gpus) < node.gpus:
+        yield f"the recipe wants {node.gpus} GPUs, nvidia-smi shows {len(seen.gpus)}"
+    used = {gpu for slot in slots_of(recipe) if slot.node == node.name for gpu in slot.gpus}
+    for gpu in seen.gpus:
+        if gpu.index in used and gpu.holders:
+            yield (
+                f"GPU {gpu.index} is in use by {_holders(gpu)}; libra never stops what is not its "
+                "own: wait, ask, or leave that GPU out"
+            )
+
+
+def _holders(gpu: Gpu) -> str:
+    told = (f"{holder.command} (pid {holder.pid}, {holder.user})" for holder in gpu.holders)
+    return ", ".join(told)
+
+
+def _model(recipe: Recipe, seen: NodeFacts) -> Iterator[str]:
+    path = recipe.model.path
+    if path is not None and path not in seen.paths:
+        if path.startswith(("/", "~")):
+            yield f"there is no {path}; put the model there, or correct model.path"
+        else:
+            yield (
+                f"model.path {path} is no absolute path, and libra downloads nothing; on the host: "
+                f"hf download {path} --local-dir /models/{path.rpartition('/')[2]}"
+            )
+
+
+def _room(seen: NodeFacts) -> Iterator[str]:
+    if seen.shm_free < MIN_SHM_BYTES:
+        yield (
+            f"/dev/shm has {seen.shm_free / 2**20:.0f} MiB free, weight versions need "
+            f"{MIN_SHM_BYTES / 2**20:.0f}; free some or set weight_sync.directory"
+        )
+
+
+def _clock(seen: NodeFacts, now: float) -> Iterator[str]:
+    skew = abs(seen.clock - now)
+    if skew > MAX_CLOCK_SKEW_S:
+        yield f"its clock is {skew:.0f} s off the controller's; synchronise them (ntp)"

@@ -1,0 +1,289 @@
+"""The transport over SSH: paramiko for the wire, asyncio for everything else.
+
+One connection a host (and one for each jump host before it), a handful of threads for what blocks,
+and descriptors for what does not. A lost connection is not repaired here: calls raise ``HostLost``
+until somebody calls ``connect`` again. Endpoints given out by ``dial`` stay the same throughout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import posixpath
+import secrets
+import shlex
+import shutil
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+import paramiko
+
+from libra_cli.config.errors import HostError, HostLost
+from libra_cli.runtime.hosts import ssh_target as hops
+from libra_cli.runtime.hosts.ssh_channels import ChannelStream, Forward
+from libra_cli.runtime.hosts.transport import CONNECT_S, COPY_S, OPEN_S, Completed, Endpoint
+
+T = TypeVar("T")
+
+THREADS = 8
+WINDOW = 16 * 1024**2
+"""What the host may send on a channel before it hears from us. An acknowledgement is the one thing
+the loop itself sends, so it should be rare."""
+FORBIDDEN = 1
+"""SSH_OPEN_ADMINISTRATIVELY_PROHIBITED (RFC 4254, 5.1)."""
+
+# It logs every lost connection with a traceback; what matters of that is in our own errors.
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
+
+
+class SshTransport:
+    """One host, reached by SSH."""
+
+    default_python = "~/.libra/venv/bin/python"
+
+    def __init__(
+        self,
+        host: str,
+        *,
+        user: str | None = None,
+        port: int | None = None,
+        identity: str | None = None,
+        jump: str | None = None,
+        config: str = "~/.ssh/config",
+        known_hosts: str | None = None,
+    ) -> None:
+        self.target = f"{user}@{host}" if user else host
+        self.home = ""
+        self._wish = hops.SshTarget(host, user, port, identity, jump)
+        self._config = config
+        self._known_hosts = known_hosts
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix=f"ssh {host}")
+        self._is_closed = False
+        self._clients: list[paramiko.SSHClient] = []
+        self._guard = threading.Lock()
+        self._attempt = 0
+        """Counts calls of ``connect`` and ``close``; a connection that comes up after its attempt
+        was given up is closed again by the thread that made it."""
+        self._forwards: dict[int, Forward] = {}
+        self._sockets = ""
+
+    async def connect(self, *, timeout_s: float = CONNECT_S) -> None:
+        """Connect through every hop and look up the home directory."""
+        attempt = await self._hang_up()
+        # The deadline is that of each step of each hop; the outer one is for what has none.
+        await self._call(self._connect, attempt, timeout_s, timeout_s=3 * timeout_s)
+        self.home = await self._call(self._find_home)
+
+    async def close(self) -> None:
+        """Hang up, and remove the sockets of ``dial``."""
+        for forward in self._forwards.values():
+            await forward.close()
+        self._forwards.clear()
+        self._is_closed = True
+        await self._hang_up()
+        self._threads.shutdown(wait=False)
+        if self._sockets:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+
+    async def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float) -> Completed:
+        """Run a command to its end. On a timeout it only loses its channel, not its life."""
+        async with self._deadline(argv[0], timeout_s), self._session(argv) as stream:
+            # Both at once: a command may say a lot before it has read everything.
+            writing = asyncio.create_task(_feed(stream, stdin))
+            stdout = bytearray()
+            while data := await stream.read():
+                stdout += data
+            await writing
+            exit_code = await stream.exit_code()
+        if exit_code < 0:
+            raise HostLost(f"{self.target}: {argv[0]}: the connection broke")
+        return Completed(exit_code, bytes(stdout), stream.errors.encode())
+
+    async def open_stream(self, argv: Sequence[str]) -> ChannelStream:
+        """Start a command and talk to it."""
+        channel = await self._call(self._execute, shlex.join(argv), timeout_s=OPEN_S)
+        return ChannelStream(channel, self._call)
+
+    async def put_tree(self, files: Mapping[str, bytes], directory: str) -> None:
+        """Upload files into a new directory over SFTP, visible all at once."""
+        await self._call(self._put_tree, files, directory, timeout_s=COPY_S)
+
+    async def get(self, path: str) -> bytes:
+        """The contents of a file, over SFTP."""
+        return await self._call(self._get, path, timeout_s=COPY_S)
+
+    async def dial(self, port: int) -> Endpoint:
+        """A socket in a private directory that leads to the port."""
+        if port not in self._forwards:
+            self._sockets = self._sockets or tempfile.mkdtemp(prefix="libra-")
+            forward = Forward(Path(self._sockets, f"{port}.sock"), port, self._open_port)
+            self._forwards[port] = forward
+            await forward.open()
+        return self._forwards[port].endpoint
+
+    # -- on the loop ---------------------------------------------------------------------------
+
+    async def _call(
+        self, function: Callable[..., T], *arguments: object, timeout_s: float = OPEN_S
+    ) -> T:
+        """Run something that blocks on a thread of this transport, with a deadline."""
+        name = function.__name__.strip("_").replace("_", " ")
+        if self._is_closed:
+            raise HostLost(f"{self.target}: {name}: closed")
+        loop = asyncio.get_running_loop()
+        async with self._deadline(name, timeout_s):
+            try:
+                return await loop.run_in_executor(self._threads, function, *arguments)
+            except (paramiko.SSHException, EOFError, OSError) as error:
+                reason = f"{name}: {error}" if str(error) else name
+                raise HostLost(f"{self.target}: the connection broke: {reason}") from error
+
+    @asynccontextmanager
+    async def _deadline(self, doing: str, timeout_s: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield
+        except TimeoutError as error:
+            raise HostLost(f"{self.target}: {doing}: no answer within {timeout_s:g} s") from error
+
+    @asynccontextmanager
+    async def _session(self, argv: Sequence[str]) -> AsyncIterator[ChannelStream]:
+        stream = await self.open_stream(argv)
+        try:
+            yield stream
+        finally:
+            await stream.close()
+
+    async def _open_port(self, port: int) -> ChannelStream:
+        return ChannelStream(await self._call(self._open_channel, port), self._call)
+
+    async def _hang_up(self) -> int:
+        with self._guard:
+            self._attempt += 1
+            clients, self._clients = self._clients, []
+            attempt = self._attempt
+        # Not on our own threads, which a dead connection may have stuck: closing it frees them.
+        await asyncio.to_thread(hops.close, clients)
+        return attempt
+
+    # -- on a thread ---------------------------------------------------------------------------
+
+    def _connect(self, attempt: int, timeout_s: float) -> None:
+        clients = hops.connect(hops.way(self._wish, self._config, self._known_hosts), timeout_s)
+        with self._guard:
+            if attempt == self._attempt:
+                self._clients = clients
+                return
+        hops.close(clients)
+
+    def _wire(self) -> paramiko.Transport:
+        with self._guard:
+            if not self._clients:
+                raise HostLost(f"{self.target}: not connected")
+            return hops.transport_of(self._clients[-1])
+
+    def _execute(self, command: str) -> paramiko.Channel:
+        channel = self._wire().open_session(window_size=WINDOW, timeout=OPEN_S)
+        channel.exec_command(command.encode())
+        return channel
+
+    def _open_channel(self, port: int) -> paramiko.Channel:
+        place, origin = ("127.0.0.1", port), ("127.0.0.1", 0)
+        try:
+            return self._wire().open_channel("direct-tcpip", place, origin, WINDOW, timeout=OPEN_S)
+        except paramiko.ChannelException as error:
+            if error.code != FORBIDDEN:
+                raise
+            raise HostError(
+                f"{self.target}: its sshd forbids forwarding to port {port}",
+                hint="AllowTcpForwarding yes, in the host's sshd_config",
+            ) from error
+
+    def _sftp(self) -> paramiko.SFTPClient:
+        try:
+            client = paramiko.SFTPClient.from_transport(self._wire())
+        except (paramiko.SSHException, EOFError) as error:
+            raise HostError(
+                f"{self.target}: it does not speak SFTP ({error})",
+                hint="Subsystem sftp internal-sftp, in the host's sshd_config",
+            ) from error
+        assert client is not None, "only an inactive transport gives none"
+        return client
+
+    def _find_home(self) -> str:
+        with self._sftp() as sftp:
+            return sftp.normalize(".")
+
+    def _get(self, path: str) -> bytes:
+        with self._sftp() as sftp:
+            try:
+                with sftp.open(path, "rb") as file:
+                    file.prefetch()
+                    return file.read()
+            except FileNotFoundError as error:
+                raise HostError(f"{self.target}: {path}: no such file") from error
+
+    def _put_tree(self, files: Mapping[str, bytes], directory: str) -> None:
+        with self._sftp() as sftp:
+            if _exists(sftp, directory):
+                return
+            draft = f"{directory}.{secrets.token_hex(4)}"
+            try:
+                _upload(sftp, files, draft)
+                sftp.posix_rename(draft, directory)
+            except OSError as error:
+                _discard(sftp, files, draft)
+                if not _exists(sftp, directory):  # somebody else was faster otherwise
+                    raise HostError(f"{self.target}: cannot write {draft}: {error}") from error
+
+
+def _exists(sftp: paramiko.SFTPClient, path: str) -> bool:
+    try:
+        sftp.stat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _upload(sftp: paramiko.SFTPClient, files: Mapping[str, bytes], directory: str) -> None:
+    made: set[str] = set()
+    for name, data in files.items():
+        path = posixpath.join(directory, name)
+        _make_directories(sftp, posixpath.dirname(path), made)
+        with sftp.open(path, "wb") as file:
+            file.set_pipelined(True)
+            file.write(data)
+
+
+def _make_directories(sftp: paramiko.SFTPClient, path: str, made: set[str]) -> None:
+    if path in made or _exists(sftp, path):
+        return
+    _make_directories(sftp, posixpath.dirname(path), made)
+    try:
+        sftp.mkdir(path, 0o700)
+    except OSError:
+        if not _exists(sftp, path):  # somebody else was faster otherwise
+            raise
+    made.add(path)
+
+
+def _discard(sftp: paramiko.SFTPClient, files: Iterable[str], directory: str) -> None:
+    folders = {directory}
+    for name in files:
+        folders |= {posixpath.join(directory, str(one)) for one in PurePosixPath(name).parents}
+        with suppress(OSError):
+            sftp.remove(posixpath.join(directory, name))
+    for folder in sorted(folders, key=len, reverse=True):
+        with suppress(OSError):
+            sftp.rmdir(folder)
+
+
+async def _feed(stream: ChannelStream, data: bytes) -> None:
+    with suppress(HostError):  # a command need not read what it is given
+        await stream.write(data)
+        await stream.end_input()

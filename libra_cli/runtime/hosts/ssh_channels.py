@@ -1,0 +1,170 @@
+"""paramiko's channels in asyncio, with no thread a channel.
+
+Reading  A channel has a descriptor that is readable while it has data, so the loop waits for that.
+         Then ``recv`` does not block.
+Sending  It may block: on the other side's window, on a rekey, on a dead link. So everything that
+         sends, including a close, is handed to the few threads of the transport (``Call``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import paramiko
+
+from libra_cli.config.errors import HostError, HostLost
+from libra_cli.runtime.hosts.transport import Endpoint
+
+log = logging.getLogger(__name__)
+
+CHUNK = 64 * 1024
+ERRORS_KEPT = 16 * 1024
+SEND_S = 30.0
+"""How long the other side may leave its window shut."""
+
+Call: TypeAlias = Callable[..., Awaitable[Any]]
+"""Run a blocking function on the transport's threads; its failures become ``HostLost``."""
+Dial: TypeAlias = "Callable[[int], Awaitable[ChannelStream]]"
+"""Open a channel to a port of the host's loopback."""
+
+
+class ChannelStream:
+    """One channel, read by the loop."""
+
+    def __init__(self, channel: paramiko.Channel, call: Call) -> None:
+        self._channel = channel
+        self._call = call
+        self._unread = bytearray()
+        self._errors = bytearray()
+        channel.settimeout(SEND_S)
+
+    @property
+    def errors(self) -> str:
+        """The end of what came on standard error."""
+        return self._errors.decode(errors="replace").strip()
+
+    async def read(self) -> bytes:
+        """Whatever has come, or nothing at the end."""
+        while True:
+            # In this order: what came before the end is in the buffer when the end is seen.
+            has_ended = self._channel.eof_received or self._channel.closed
+            self._keep_errors()
+            if self._channel.recv_ready():
+                return self._channel.recv(CHUNK)
+            if has_ended:
+                return b""
+            await self._readable()
+
+    async def readline(self) -> bytes:
+        """The next line, or what is left of one at the end."""
+        searched = 0
+        while (end := self._unread.find(b"\n", searched)) < 0:
+            searched = len(self._unread)
+            data = await self.read()
+            if not data:
+                end = searched - 1
+                break
+            self._unread += data
+        line = bytes(self._unread[: end + 1])
+        del self._unread[: end + 1]
+        return line
+
+    async def write(self, data: bytes) -> None:
+        """Hand over all of it."""
+        await self._call(self._channel.sendall, data)
+
+    async def end_input(self) -> None:
+        """Tell the other side that nothing more will come."""
+        await self._call(self._channel.shutdown_write)
+
+    async def exit_code(self) -> int:
+        """What the command ended with, once it has; -1 if the connection broke instead."""
+        return int(await self._call(self._channel.recv_exit_status))
+
+    async def close(self) -> None:
+        """Hang up."""
+        with suppress(HostError):
+            await self._call(self._channel.close)
+
+    def _keep_errors(self) -> None:
+        while self._channel.recv_stderr_ready():
+            self._errors += self._channel.recv_stderr(CHUNK)
+            del self._errors[:-ERRORS_KEPT]
+
+    async def _readable(self) -> None:
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
+        descriptor = self._channel.fileno()
+        loop.add_reader(descriptor, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(descriptor)
+
+
+class Forward:
+    """A socket on this machine that leads to one port of a host's loopback.
+
+    Clients keep their connections to it across requests, so a channel is opened rarely. While the
+    host cannot be reached a new connection is closed at once, as if the port were shut.
+    """
+
+    def __init__(self, path: Path, port: int, dial: Dial) -> None:
+        self.endpoint = Endpoint("unix", str(path), port)
+        self._dial = dial
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        """Listen."""
+        self._server = await asyncio.start_unix_server(self._accept, self.endpoint.address)
+
+    async def close(self) -> None:
+        """Stop listening and hang up on everybody."""
+        if self._server is not None:
+            self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        Path(self.endpoint.address).unlink(missing_ok=True)  # noqa: ASYNC240 - one system call
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = asyncio.create_task(self._join(reader, writer))
+        self._connections.add(connection)
+        connection.add_done_callback(self._connections.discard)
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            channel = await self._dial(self.endpoint.port)
+        except HostError as error:
+            # That nobody answers is everyday life; that nobody may ask is not.
+            level = logging.INFO if isinstance(error, HostLost) else logging.WARNING
+            log.log(level, "%s", error)
+            writer.close()
+            return
+        upward = asyncio.create_task(_carry_up(reader, channel))
+        try:
+            await _carry_down(channel, writer)
+        finally:
+            upward.cancel()
+            writer.close()
+            await channel.close()
+
+
+async def _carry_up(reader: asyncio.StreamReader, channel: ChannelStream) -> None:
+    with suppress(HostError, ConnectionError):
+        while data := await reader.read(CHUNK):
+            await channel.write(data)
+        await channel.end_input()
+
+
+async def _carry_down(channel: ChannelStream, writer: asyncio.StreamWriter) -> None:
+    with suppress(ConnectionError):
+        while data := await channel.read():
+            writer.write(data)
+            await writer.drain()

@@ -1,0 +1,229 @@
+"""The way to an SSH host: what ``~/.ssh/config`` says about it, and one connection a hop.
+
+Blocking code, for a thread. A host key is trusted only if a known-hosts file has it. Every failure
+names the hop that failed, who is to blame, and a command that shows or fixes it.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import paramiko
+
+from libra_cli.config.errors import HostError, HostKeyError
+
+KEEPALIVE_S = 15
+UNACKNOWLEDGED_MS = 30_000
+"""After this long without a sign of life the kernel ends the connection, and with it whatever
+thread is stuck in sending."""
+SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One SSH server on the way, as the configuration describes it."""
+
+    address: str
+    port: int
+    user: str
+    identities: tuple[str, ...]
+    known_hosts: tuple[str, ...]
+    """Files with trusted keys; the first is the user's own."""
+    use_agent: bool
+
+    def __str__(self) -> str:
+        return f"{self.user}@{self.address}" + (f":{self.port}" if self.port != 22 else "")
+
+    @property
+    def command(self) -> str:
+        """How to reach it by hand."""
+        port = f"-p {self.port} " if self.port != 22 else ""
+        return f"ssh {port}{self.user}@{self.address}"
+
+    @property
+    def known_as(self) -> str:
+        """Its name in a known-hosts file."""
+        return self.address if self.port == 22 else f"[{self.address}]:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class SshTarget:
+    """What the recipe says about a host. None leaves it to the configuration."""
+
+    host: str
+    user: str | None = None
+    port: int | None = None
+    identity: str | None = None
+    jump: str | None = None
+
+
+def way(wish: SshTarget, config_path: str, known_hosts: str | None) -> list[Hop]:
+    """Every server on the way to a host, the host last."""
+    path = Path(config_path).expanduser()
+    config = paramiko.SSHConfig.from_path(str(path)) if path.exists() else paramiko.SSHConfig()
+    entry = config.lookup(wish.host)
+    if entry.get("proxycommand", "none") != "none" and wish.jump is None:
+        raise HostError(
+            f"{wish.host}: {path} has a ProxyCommand for it, which libra does not run",
+            hint="use ProxyJump in the configuration, or `jump` in the recipe",
+        )
+    hops = []
+    for jump in _jumps(wish.jump or entry.get("proxyjump", "none")):
+        # The identity is offered to jump hosts too: a recipe has no other place to name one.
+        hops += way(_parse_jump(jump, wish.identity), config_path, known_hosts)
+    identities = [wish.identity] if wish.identity else entry.get("identityfile", [])
+    trusted = [known_hosts] if known_hosts else _known_hosts(entry)
+    hop = Hop(
+        address=entry["hostname"],
+        port=wish.port or int(entry.get("port", 22)),
+        user=wish.user or entry.get("user") or getpass.getuser(),
+        identities=tuple(os.path.expanduser(one) for one in identities),
+        known_hosts=tuple(os.path.expanduser(one) for one in trusted),
+        use_agent=entry.get("identitiesonly", "no") != "yes",
+    )
+    return [*hops, hop]
+
+
+def connect(hops: Sequence[Hop], timeout_s: float) -> list[paramiko.SSHClient]:
+    """A connection through every hop; the last one is to the host. All of them or none."""
+    clients: list[paramiko.SSHClient] = []
+    try:
+        for hop in hops:
+            wire = _wire(hop, clients, timeout_s)
+            clients.append(_login(hop, wire, is_reached_by_jump=bool(clients), timeout_s=timeout_s))
+    except BaseException:
+        close(clients)
+        raise
+    return clients
+
+
+def close(clients: Sequence[paramiko.SSHClient]) -> None:
+    """Hang up, the far end first."""
+    for client in reversed(clients):
+        client.close()
+
+
+def transport_of(client: paramiko.SSHClient) -> paramiko.Transport:
+    """The connection of a client that has been connected."""
+    transport = client.get_transport()
+    assert transport is not None, "a client of ours is connected or forgotten"
+    return transport
+
+
+def _wire(
+    hop: Hop, clients: Sequence[paramiko.SSHClient], timeout_s: float
+) -> socket.socket | paramiko.Channel:
+    place = (hop.address, hop.port)
+    try:
+        if clients:
+            before = transport_of(clients[-1])
+            return before.open_channel("direct-tcpip", place, ("127.0.0.1", 0), timeout=timeout_s)
+        wire = socket.create_connection(place, timeout=timeout_s)
+    except socket.gaierror as error:
+        raise HostError(
+            f"{hop}: no host of this name is known", hint=f"getent hosts {hop.address}"
+        ) from error
+    except TimeoutError as error:
+        raise _unreachable(hop, f"no answer within {timeout_s:g} s") from error
+    except (OSError, paramiko.SSHException) as error:
+        raise _unreachable(hop, getattr(error, "strerror", None) or str(error)) from error
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
+    return wire
+
+
+def _login(
+    hop: Hop,
+    wire: socket.socket | paramiko.Channel,
+    *,
+    is_reached_by_jump: bool,
+    timeout_s: float,
+) -> paramiko.SSHClient:
+    client = paramiko.SSHClient()
+    try:
+        for file in filter(os.path.exists, hop.known_hosts):
+            client.load_system_host_keys(file)
+        client.set_missing_host_key_policy(_Refuse(hop, is_reached_by_jump))
+        client.connect(
+            hop.address,
+            hop.port,
+            hop.user,
+            key_filename=list(filter(os.path.exists, hop.identities)),  # type: ignore[arg-type] # one or many
+            look_for_keys=not hop.identities,
+            allow_agent=hop.use_agent,
+            sock=wire,
+            timeout=timeout_s,
+            banner_timeout=timeout_s,
+            auth_timeout=timeout_s,
+        )
+    except BaseException as error:
+        client.close()
+        wire.close()
+        if isinstance(error, (paramiko.SSHException, OSError, EOFError)):
+            raise _explain(hop, error) from error
+        raise
+    transport_of(client).set_keepalive(KEEPALIVE_S)
+    return client
+
+
+class _Refuse(paramiko.MissingHostKeyPolicy):
+    """An unknown key is an error, with the command that makes it known."""
+
+    def __init__(self, hop: Hop, is_reached_by_jump: bool) -> None:
+        self._hop = hop
+        self._is_reached_by_jump = is_reached_by_jump
+
+    def missing_host_key(
+        self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey
+    ) -> None:
+        hop = self._hop
+        scan = f"ssh-keyscan -p {hop.port} {hop.address} >> {hop.known_hosts[0]}"
+        if self._is_reached_by_jump:  # a scan cannot take the jump
+            scan = f"{hop.command}   # through the jump host, and answer yes"
+        raise HostKeyError(
+            f"{hop}: its host key is unknown ({key.get_name()} {key.fingerprint})",
+            hint=f"compare the fingerprint with the host's own, then: {scan}",
+        )
+
+
+def _explain(hop: Hop, error: Exception) -> HostError:
+    if isinstance(error, paramiko.BadHostKeyException):
+        return HostKeyError(
+            f"{hop}: its host key has changed (now {error.key.get_name()} {error.key.fingerprint});"
+            " it was set up anew, or somebody pretends to be it",
+            hint=f"if you know why: ssh-keygen -R '{hop.known_as}' -f {hop.known_hosts[0]}",
+        )
+    if isinstance(error, paramiko.PasswordRequiredException):
+        keys = " ".join(hop.identities)
+        return HostError(f"{hop}: the key needs a passphrase", hint=f"ssh-add {keys}".strip())
+    if isinstance(error, paramiko.AuthenticationException):
+        tried = ", ".join(hop.identities) or "the agent's and ~/.ssh/id_*"
+        return HostError(
+            f"{hop}: it accepts none of the keys tried ({tried})",
+            hint=f"{hop.command.replace('ssh', 'ssh-copy-id', 1)}, or set `identity` or `user`",
+        )
+    return _unreachable(hop, str(error) or type(error).__name__)
+
+
+def _unreachable(hop: Hop, reason: str) -> HostError:
+    return HostError(f"{hop} cannot be reached: {reason}", hint=f"{hop.command} true")
+
+
+def _jumps(text: str) -> list[str]:
+    return [] if text == "none" else text.split(",")
+
+
+def _parse_jump(text: str, identity: str | None) -> SshTarget:
+    user, _, place = text.strip().rpartition("@")
+    host, _, port = place.rpartition(":") if ":" in place else (place, "", "")
+    return SshTarget(host, user or None, int(port) if port else None, identity)
+
+
+def _known_hosts(entry: paramiko.SSHConfigDict) -> list[str]:
+    own = entry.get("userknownhostsfile", "~/.ssh/known_hosts").split()
+    return [*own, SYSTEM_KNOWN_HOSTS]

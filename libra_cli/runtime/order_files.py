@@ -1,0 +1,108 @@
+"""Orders to a live run, as files: whoever may write the run directory may give them.
+
+    <run dir>/orders/<id>.json           {"to": {"rollout": 3}, "pins": {"a/0": "gradient"}}
+    <run dir>/orders/<id>.answer.json    {"accepted": true, "text": "..."}
+
+Both appear by a rename, so nobody reads half of one. A Unix socket was weighed: its path may have
+107 characters, and run directories are often longer; a port would need a token of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from libra_cli.config.errors import StateError
+from libra_cli.core.actions import AnswerOrder
+from libra_cli.core.events import PlanOrdered
+from libra_cli.core.types import Role, SlotId
+
+POLL_S = 0.5
+ANSWER_S = 90.0
+"""A planner looks at a long run for seconds."""
+_ANSWER = ".answer.json"
+
+
+class Orders:
+    """The controller's side: reads orders, writes answers."""
+
+    def __init__(self, run_dir: Path, *, post: Callable[[PlanOrdered], None]) -> None:
+        self._directory = run_dir / "orders"
+        self._post = post
+
+    async def watch(self) -> None:
+        """Hand on every order that comes, for ever; those of an earlier controller are void."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir(mode=0o700)
+        while True:
+            for path in sorted(self._directory.glob("*.json")):
+                if not path.name.endswith(_ANSWER):
+                    self._take(path)
+            await asyncio.sleep(POLL_S)
+
+    def _take(self, path: Path) -> None:
+        order = path.stem
+        try:
+            message = json.loads(path.read_text())
+            event = _event(order, message)
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            self._write(order, accepted=False, text=f"the order cannot be read: {error}")
+        else:
+            self._post(event)
+        path.unlink(missing_ok=True)
+
+    async def answer(self, action: AnswerOrder) -> None:
+        """Tell whoever gave the order."""
+        self._write(action.order, accepted=action.accepted, text=action.text)
+
+    def _write(self, order: str, *, accepted: bool, text: str) -> None:
+        _put(self._directory / f"{order}{_ANSWER}", {"accepted": accepted, "text": text})
+
+
+def _event(order: str, message: Mapping[str, Any]) -> PlanOrdered:
+    to = tuple((Role(role), int(number)) for role, number in message["to"].items())
+    pins = tuple((slot, Role(role) if role else None) for slot, role in message["pins"].items())
+    return PlanOrdered(order, to, pins)
+
+
+def give_order(
+    run_dir: Path, to: Mapping[Role, int], pins: Mapping[SlotId, Role | None]
+) -> tuple[bool, str]:
+    """The user's side: give an order to a live run; whether it was accepted, and what was said.
+
+    Raises:
+        StateError: the controller does not take it, or does not answer.
+    """
+    directory, order = run_dir / "orders", f"{time.time_ns()}-{secrets.token_hex(2)}"
+    if not directory.is_dir():
+        raise StateError(
+            f"{run_dir} takes no orders yet: its hosts are being prepared",
+            hint=f"libra status {run_dir}",
+        )
+    message = {"to": {str(role): n for role, n in to.items()}, "pins": dict(pins)}
+    _put(directory / f"{order}.json", message)
+    answer = directory / f"{order}{_ANSWER}"
+    give_up = time.monotonic() + ANSWER_S
+    while not answer.exists():
+        if time.monotonic() > give_up:
+            (directory / f"{order}.json").unlink(missing_ok=True)
+            raise StateError(
+                f"the controller of {run_dir} has not answered in {ANSWER_S:.0f} s",
+                hint=f"libra status {run_dir}",
+            )
+        time.sleep(POLL_S / 5)
+    said = json.loads(answer.read_text())
+    answer.unlink(missing_ok=True)
+    return bool(said["accepted"]), str(said["text"])
+
+
+def _put(path: Path, message: Mapping[str, object]) -> None:
+    draft = path.with_name(f".{path.name}")
+    draft.write_text(json.dumps(message))
+    draft.rename(path)

@@ -1,0 +1,56 @@
+"""Work that makes sense only while a process lives: waiting for it to start, asking it for a step.
+
+A process that ends by itself is reported by its host's agent at once, long before a request to it
+times out. So work on it is kept by name, and whoever hears of the end cancels it. The cancelled
+work then answers None, since the end itself has been told. Whoever is cancelled *while waiting* for
+work is another matter, and is told so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from libra_cli.config.errors import LibraError
+from libra_cli.core.events import Event
+
+
+class ProcessTasks:
+    """What goes on with each process, by a name of the owner's choice."""
+
+    def __init__(self) -> None:
+        self._work: defaultdict[str, set[asyncio.Task[Event]]] = defaultdict(set)
+
+    async def during(
+        self, name: str, work: Coroutine[Any, Any, Event], failed: Callable[[str], Event]
+    ) -> Event | None:
+        """Do it. An error of ours is ``failed`` with its text; None if the process ended first."""
+        task: asyncio.Task[Event] = asyncio.create_task(work)
+        self._work[name].add(task)
+        try:
+            return await task
+        except LibraError as error:
+            return failed(str(error))
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            return None
+        finally:
+            self._work[name].discard(task)
+
+    def goes_on(self, name: str) -> bool:
+        """Whether there is any with that process."""
+        return bool(self._work[name])
+
+    def end(self, name: str) -> None:
+        """The process has ended, or is about to."""
+        for task in self._work[name]:
+            task.cancel()
+
+
+def _is_cancelled() -> bool:
+    """Whether the task that asks is to end, and not only something it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,389 @@
+"""A recipe file in, a ``Recipe`` out, or every problem at once as ``path:line: key: reason``.
+
+The steps, each of which adds to one list of problems instead of stopping:
+
+1. YAML to plain values plus the line of every key (``show.positions``).
+2. ``${NAME}`` is replaced, in ``environment.secrets`` only; there nothing else is accepted, so that
+   no secret is ever written in a recipe.
+3. Ranges of hosts are expanded; a problem keeps the line of the range.
+4. The models of ``config.recipe`` check types, ranges and unknown keys, strictly: ``"8"`` is not a
+   number.
+5. What was wrong is put aside and the rules between fields are checked on the rest, so that a
+   typing error does not hide a rule that is broken elsewhere. A rule that involves a field already
+   found wrong stays silent.
+6. The initial plan is made once, so that a bucket no slot can serve has a line too.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import os
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+import libra_cli
+from libra_cli.config.errors import RecipeError
+from libra_cli.config.recipe import Recipe
+from libra_cli.config.rules import Problem, RuleError, expand_range
+from libra_cli.core.cluster.placement import PlanError, initial_plan
+from libra_cli.runtime.recipes.yaml_lines import Loc, NotYaml, read_yaml
+
+_SECRETS: Loc = ("environment", "secrets")
+_SECRET = re.compile(r"^\$\{([A-Za-z_][A-Za-z0-9_]*)\}$")
+_LIKE_A_SECRET = re.compile(r"\$\{[^}]*\}")
+_STAND_INS: dict[str, Any] = {"model": {"path": "x"}, "nodes": [{"host": "x", "slots": 2}]}
+"""In place of what is missing or wrong and has no default, while the rest is checked."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """What is known of a file so far. ``lines`` maps the place of a key to where it was written."""
+
+    path: str
+    lines: dict[Loc, int] = field(default_factory=dict)
+    problems: dict[tuple[int, str, str], None] = field(default_factory=dict)
+    origin: list[int] = field(default_factory=list)
+    """The position in the file of each node, after ranges were expanded."""
+    wrong: list[Loc] = field(default_factory=list)
+    """Places already found wrong, after expansion."""
+
+    def line(self, loc: Loc) -> int:
+        """The line of that place, or of the nearest thing around it that was written."""
+        while loc and loc not in self.lines:
+            loc = loc[:-1]
+        return self.lines.get(loc, 1)
+
+    def written(self, loc: Loc) -> Loc:
+        """The same place in the file, before ranges were expanded."""
+        if len(loc) > 1 and loc[0] == "nodes" and isinstance(loc[1], int) and self.origin:
+            return ("nodes", self.origin[loc[1]], *loc[2:])
+        return loc
+
+    def add(self, loc: Loc, reason: str) -> None:
+        """Note a problem once; ``loc`` is a place in the file."""
+        self.problems.setdefault((self.line(loc), _key(loc), reason))
+
+    def note(self, loc: Loc, reason: str) -> None:
+        """Add a problem at a place after expansion, and remember that the place is wrong."""
+        self.add(self.written(loc), reason)
+        self.wrong.append(loc)
+
+    def error(self) -> RecipeError:
+        """All of it, in the order of the file."""
+        lines = [
+            f"{self.path}:{line}: {key}: {reason}" if key else f"{self.path}:{line}: {reason}"
+            for line, key, reason in sorted(self.problems, key=lambda problem: problem[:2])
+        ]
+        what = "the problem" if len(lines) == 1 else f"the {len(lines)} problems"
+        return RecipeError(
+            "\n".join(lines), hint=f"fix {what}, then: libra run --dry-run {self.path}"
+        )
+
+
+def load_recipe(path: Path, environ: Mapping[str, str] | None = None) -> Recipe:
+    """The recipe in that file; ``RecipeError`` with a line for every problem.
+
+    ``recipes/...`` that is not there is looked up among the recipes that came with libra.
+    """
+    shipped = Path(libra_cli.__file__).parent / path
+    if path.parts[:1] == ("recipes",) and not path.exists() and shipped.is_file():
+        path = shipped
+    draft = _Draft(str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(
+            f"{path}: cannot be read: {error.strerror}", hint="libra run recipes/quickstart.yaml"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: is not UTF-8 text (byte {error.start})") from error
+    data = _parse(text, draft)
+    _read_secrets(data, draft, os.environ if environ is None else environ)
+    _expand_nodes(data, draft)
+    _resolve_tasks(data, draft, path)
+    recipe = _validate(data, draft)
+    if recipe is None or draft.problems:
+        raise draft.error()
+    return recipe
+
+
+def _parse(text: str, draft: _Draft) -> dict[str, Any]:
+    try:
+        document = read_yaml(text)
+    except NotYaml as error:
+        draft.lines[()] = error.line
+        draft.add((), str(error))
+        raise draft.error() from error
+    draft.lines = document.lines
+    for line, place, reason in document.problems:
+        draft.problems.setdefault((line, _key(place), reason))
+    if not isinstance(document.value, dict):
+        draft.add((), f"must hold keys such as run, nodes and model, got {_show(document.value)}")
+        raise draft.error()
+    return document.value
+
+
+def _read_secrets(data: dict[str, Any], draft: _Draft, environ: Mapping[str, str]) -> None:
+    for loc, text in list(_strings(data, ())):
+        if loc[:2] == _SECRETS and len(loc) == 3:
+            _read_secret(data, loc, text, draft, environ)
+        elif found := _LIKE_A_SECRET.search(text):
+            draft.add(loc, f"{found[0]} is only replaced in environment.secrets")
+
+
+def _read_secret(
+    data: dict[str, Any], loc: Loc, text: str, draft: _Draft, environ: Mapping[str, str]
+) -> None:
+    match = _SECRET.match(text)
+    secrets = data["environment"]["secrets"]
+    # Whatever is wrong with it, the text itself never reaches a model, a message or a log.
+    secrets[loc[2]] = ""
+    if match is None:
+        draft.add(loc, "must be ${VARIABLE}: a secret does not belong in a recipe")
+    elif match[1] not in environ:
+        draft.add(loc, f"the environment has no {match[1]}; type: export {match[1]}=...")
+    elif not environ[match[1]]:
+        draft.add(loc, f"{match[1]} is empty in the environment; type: export {match[1]}=...")
+    else:
+        secrets[loc[2]] = environ[match[1]]
+
+
+def _strings(value: Any, loc: Loc) -> Iterator[tuple[Loc, str]]:
+    if isinstance(value, str):
+        yield loc, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _strings(item, (*loc, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _strings(item, (*loc, index))
+
+
+def _expand_nodes(data: dict[str, Any], draft: _Draft) -> None:
+    nodes = data.get("nodes")
+    if not isinstance(nodes, list):
+        return
+    expanded: list[Any] = []
+    for index, node in enumerate(nodes):
+        draft.origin.append(index)
+        copies = [node]
+        if isinstance(node, dict):
+            try:
+                copies = _expand_node(node)
+            except _BadRange as error:
+                draft.note(("nodes", len(expanded), error.key), str(error))
+                draft.wrong.append(("nodes", len(expanded), "host"))
+                copies = [node | {"host": f"range-{index}", "address": None}]
+        expanded += copies
+        draft.origin += [index] * (len(copies) - 1)
+    data["nodes"] = expanded
+
+
+class _BadRange(ValueError):
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(reason)
+        self.key = key
+
+
+def _expand_node(node: dict[str, Any]) -> list[dict[str, Any]]:
+    hosts = _expand(node, "host")
+    addresses = _expand(node, "address")
+    if addresses == [node.get("address")]:
+        addresses *= len(hosts)
+        if len(hosts) > 1 and addresses[0] is not None:
+            raise _BadRange("address", f"is one address, but host names {len(hosts)} hosts")
+    if len(addresses) != len(hosts):
+        raise _BadRange("address", f"names {len(addresses)} addresses, but host names {len(hosts)}")
+    if len(hosts) == 1 and hosts == [node.get("host")] and addresses == [node.get("address")]:
+        return [node]
+    return [
+        copy.deepcopy(node) | {"host": host, "address": address}
+        for host, address in zip(hosts, addresses, strict=True)
+    ]
+
+
+def _expand(node: dict[str, Any], key: str) -> list[Any]:
+    text = node.get(key)
+    if not isinstance(text, str) or not ("[" in text or "]" in text):
+        return [text]
+    try:
+        return [*expand_range(text)]
+    except ValueError as error:
+        raise _BadRange(key, str(error)) from error
+
+
+def _resolve_tasks(data: dict[str, Any], draft: _Draft, path: Path) -> None:
+    environment = data.get("environment")
+    tasks = environment.get("tasks") if isinstance(environment, dict) else None
+    if not isinstance(tasks, str):
+        return
+    file = path.parent / Path(tasks).expanduser()
+    if not file.is_file():
+        draft.add(("environment", "tasks"), f"there is no file {file}")
+    data["environment"]["tasks"] = str(file.resolve())
+
+
+def _validate(data: dict[str, Any], draft: _Draft) -> Recipe | None:
+    """Check, put aside what is wrong, check again: at most one pass a layer of the models."""
+    data = copy.deepcopy(data)
+    recipe: Recipe | None = None
+    for _ in range(4):
+        try:
+            # JSON because pydantic's strict mode still takes a list for a tuple there.
+            recipe = Recipe.model_validate_json(json.dumps(data), strict=True)
+            break
+        except ValidationError as error:
+            if not _note(error, data, draft):
+                return None
+    if recipe is not None:
+        try:
+            initial_plan(recipe)
+        except PlanError as error:
+            _note_rules((error.problem,), draft)
+    return recipe
+
+
+def _note(error: ValidationError, data: dict[str, Any], draft: _Draft) -> bool:
+    """Add what pydantic found; whether another pass over the rest makes sense."""
+    removed = False
+    for details in error.errors(include_url=False):
+        cause = details.get("ctx", {}).get("error")
+        if isinstance(cause, RuleError):
+            _note_rules(cause.problems, draft)
+            continue
+        loc = details["loc"]
+        if not any(_overlap(loc, wrong) for wrong in draft.wrong):
+            draft.note(loc, _reason(details))
+        removed = _put_aside(data, loc) or removed
+    return removed
+
+
+def _note_rules(problems: tuple[Problem, ...], draft: _Draft) -> None:
+    for problem in problems:
+        places = [_parse_key(key) for key in problem.keys]
+        if any(_overlap(place, wrong) for place in places for wrong in draft.wrong):
+            continue
+        draft.add(draft.written(places[0]), problem.reason)
+
+
+def _overlap(one: Loc, other: Loc) -> bool:
+    shorter = min(len(one), len(other))
+    return one[:shorter] == other[:shorter]
+
+
+def _put_aside(data: dict[str, Any], loc: Loc) -> bool:
+    """Let the default, or a stand-in, take the place of what is wrong; False if nothing can."""
+    while loc and isinstance(loc[-1], int):
+        loc = loc[:-1]
+    if not loc:
+        return False
+    parent: Any = data
+    for part in loc[:-1]:
+        parent = parent[part]
+    key = loc[-1]
+    if key in _STAND_INS and len(loc) == 1:
+        parent[key] = copy.deepcopy(_STAND_INS[str(key)])
+    elif key == "host":
+        parent[key] = f"node-{loc[1]}"
+    elif key in parent:
+        del parent[key]
+    else:
+        return False
+    return True
+
+
+def _reason(details: ErrorDetails) -> str:
+    kind, loc, context = details["type"], details["loc"], details.get("ctx", {})
+    # A secret that has the wrong type is still a secret.
+    got = "" if loc[:2] == _SECRETS else f", got {_show(details['input'])}"
+    if kind == "extra_forbidden":
+        return "unknown key" + _did_you_mean(str(loc[-1]), _fields_at(loc[:-1]))
+    if kind == "literal_error":
+        choices = str(context["expected"])
+        close = _did_you_mean(str(details["input"]), re.findall(r"'([^']*)'", choices))
+        return f"must be {choices}{got}{close}"
+    if kind == "string_pattern_mismatch":
+        user = "; a user goes in the key user" if "@" in str(details["input"]) else ""
+        return f"must be a word of letters, digits and . _ -{got}{user}"
+    if kind in _PLAIN_REASONS:
+        return _PLAIN_REASONS[kind].format(**context, got=got)
+    message = details["msg"]
+    if not message.startswith("Input should be "):
+        return message[0].lower() + message[1:]
+    return f"must be {message.removeprefix('Input should be ')}{got}"
+
+
+_PLAIN_REASONS = {
+    "missing": "is missing",
+    "value_error": "{error}",
+    "int_type": "must be an integer{got}",
+    "float_type": "must be a number{got}",
+    "bool_type": "must be true or false{got}",
+    "string_type": "must be a string{got}",
+    "tuple_type": "must be a list{got}",
+    "dict_type": "must be a mapping of keys to values{got}",
+    "model_type": "must be a mapping of keys to values{got}",
+    "model_attributes_type": "must be a mapping of keys to values{got}",
+    "too_short": "must have at least {min_length} of them{got}",
+    "too_long": "must have at most {max_length} of them{got}",
+}
+
+
+def _fields_at(loc: Loc) -> list[str]:
+    """The keys that may stand at that place."""
+    model: Any = Recipe
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        model = _model_in(model.model_fields[part].annotation)
+        if model is None:
+            return []
+    return list(model.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in typing.get_args(annotation):
+        found = _model_in(argument)
+        if found is not None:
+            return found
+    return None
+
+
+def _did_you_mean(word: str, choices: list[str]) -> str:
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return ""
+
+
+def _key(loc: Loc) -> str:
+    key = ""
+    for part in loc:
+        key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else part
+    return key
+
+
+def _parse_key(key: str) -> Loc:
+    return tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", key))
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return f"a list of {len(value)}" if value else "an empty list"
+    if value is None:
+        return "nothing"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,1 @@
+"""The run's database: one writer, many readers."""

@@ -1,0 +1,394 @@
+"""A run directory, read: one consistent snapshot, while the controller goes on writing.
+
+A ``Reader`` opens the database read-only and holds one read transaction, so that every number of
+a view belongs to the same instant. It is meant to be short-lived: open, ask, close.
+
+    guarantee  nothing in the run directory is created, changed or locked for the writer.
+    limit      what the controller saved in the last quarter of a second may not be there yet.
+
+SQLite itself would create ``-shm`` beside a database in WAL mode. So a file without ``-wal`` (a
+finished run) is opened as immutable, and one that has ``-wal`` but lost its ``-shm`` (a killed run
+that somebody copied) is read from a private copy.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+from libra_cli.config.errors import StateError
+from libra_cli.core.costs.workload import TrajectorySample
+from libra_cli.core.records import (
+    MoveRecord,
+    NodeRecord,
+    PlanRecord,
+    ProcessRecord,
+    Record,
+    RunRecord,
+    SampleRecord,
+    SlotRecord,
+    StepRecord,
+    SyncRecord,
+    TurnRecord,
+    VersionRecord,
+)
+from libra_cli.runtime.store.journal import COLUMNS, DATABASE, Column, check_schema
+
+R = TypeVar("R", bound=Record)
+
+
+@dataclass(frozen=True, slots=True)
+class EventRow:
+    """One thing that happened."""
+
+    seq: int
+    at: float
+    kind: str
+    payload: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStateRow:
+    """From ``since`` on, until the next row of this slot, it was this."""
+
+    slot: str
+    since: float
+    role: str
+    state: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryCounts:
+    """How many attempts are where. ``trained`` are those of ``finished`` whose group was used."""
+
+    finished: int
+    trained: int
+    running: int
+    retried: int
+    failed: int
+    dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """One finished trajectory, as far as lengths are concerned."""
+
+    ended_at: float
+    generated_tokens: int
+    turns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One turn of a finished trajectory: where it was played, what was expected, what came.
+
+    ``remaining`` are the tokens the trajectory generated from this turn on.
+    """
+
+    slot: str
+    remaining: int
+    expected: float
+    p10: float
+    p50: float
+    p90: float
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """``turns`` on ``slot`` whose trajectory came from ``moved_from``; empty if it had been there,
+    or had been nowhere (``first``)."""
+
+    slot: str
+    moved_from: str
+    first: bool
+    turns: int
+
+
+_NEWEST = (
+    "SELECT group_id, member, attempt FROM trajectories WHERE state = 'finished'"
+    " AND ended_at IS NOT NULL ORDER BY ended_at DESC LIMIT ?"
+)
+
+_LAST = (
+    "NOT EXISTS (SELECT 1 FROM trajectories n WHERE n.group_id = t.group_id"
+    " AND n.member = t.member AND n.attempt > t.attempt)"
+)
+"""Of a group that was played again, only the last attempts were trained on."""
+
+
+class Reader:
+    """A snapshot of one run. StateError, with a hint, if there is none or it is of another schema.
+
+    >>> with Reader(Path("runs/quickstart-1")) as reader:  # doctest: +SKIP
+    ...     reader.run().step
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        path = run_dir / DATABASE
+        if not path.is_file():
+            raise StateError(
+                f"{run_dir} is not a run directory: it has no {DATABASE}",
+                hint="libra status (without an argument it takes the newest run)",
+            )
+        with ExitStack() as stack:
+            try:
+                self._connection = _connect(path, stack)
+                stack.callback(self._connection.close)
+                self._connection.execute("BEGIN")
+                self.meta = check_schema(self._connection, path)
+            except sqlite3.Error as error:
+                raise StateError(f"cannot read {path}: {error}") from error
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def rows(
+        self, kind: type[R], where: str = "1", parameters: Sequence[object] = (), order: str = ""
+    ) -> list[R]:
+        """The rows of one record class, in the order of its key unless told otherwise."""
+        columns = COLUMNS[kind]
+        names = ", ".join(f'"{column.name}"' for column in columns)
+        keys = ", ".join(kind.KEY)
+        query = f"SELECT {names} FROM {kind.TABLE} WHERE {where} ORDER BY {order or keys}"
+        rows = self._all(query, parameters)
+        return [kind(*map(_value, columns, row)) for row in rows]
+
+    def run(self) -> RunRecord:
+        runs = self.rows(RunRecord)
+        if not runs:
+            raise StateError(
+                f"{self.run_dir}: the run has not written anything yet", hint="try again"
+            )
+        return runs[-1]
+
+    def steps(self) -> list[StepRecord]:
+        return self.rows(StepRecord)
+
+    def slots(self) -> list[SlotRecord]:
+        return self.rows(SlotRecord)
+
+    def nodes(self) -> list[NodeRecord]:
+        return self.rows(NodeRecord)
+
+    def processes(self) -> list[ProcessRecord]:
+        return self.rows(ProcessRecord)
+
+    def samples(self, since: float = 0.0) -> list[SampleRecord]:
+        return self.rows(SampleRecord, "at >= ?", (since,), order="at, slot")
+
+    def latest_samples(self) -> dict[str, SampleRecord]:
+        """The newest sample of every slot."""
+        newest = "(slot, at) IN (SELECT slot, max(at) FROM samples GROUP BY slot)"
+        return {sample.slot: sample for sample in self.rows(SampleRecord, newest)}
+
+    def syncs(self) -> list[SyncRecord]:
+        return self.rows(SyncRecord, order="served_at, slot")
+
+    def versions(self) -> list[VersionRecord]:
+        return self.rows(VersionRecord, order="published_at")
+
+    def plans(self) -> list[PlanRecord]:
+        return self.rows(PlanRecord)
+
+    def moves(self) -> list[MoveRecord]:
+        return self.rows(MoveRecord)
+
+    def events(
+        self, *, after: int = 0, kinds: Sequence[str] = (), limit: int = 1000
+    ) -> list[EventRow]:
+        """Events in order, those with a ``seq`` above ``after``; all kinds, or only those named."""
+        among = f"AND kind IN ({', '.join('?' * len(kinds))})" if kinds else ""
+        query = f"SELECT seq, at, kind, payload_json FROM events WHERE seq > ? {among}"
+        rows = self._all(f"{query} ORDER BY seq LIMIT ?", (after, *kinds, limit))
+        return [EventRow(seq, at, kind, json.loads(payload)) for seq, at, kind, payload in rows]
+
+    def slot_history(self) -> list[SlotStateRow]:
+        """Every state every slot was in, by slot, in order."""
+        rows = self._all("SELECT slot, since, role, state, epoch FROM slot_states")
+        history = [SlotStateRow(*row) for row in rows]
+        return sorted(history, key=lambda state: (state.slot, state.since))
+
+    def trajectory_counts(self) -> TrajectoryCounts:
+        query = "SELECT state, count(*), sum(attempt > 0) FROM trajectories GROUP BY state"
+        rows = self._all(query)
+        states = {state: count for state, count, _ in rows}
+        trained = self._all(
+            "SELECT count(*) FROM trajectories t WHERE state = 'finished'"
+            f" AND group_id IN (SELECT group_id FROM groups WHERE state = 'trained') AND {_LAST}"
+        )
+        return TrajectoryCounts(
+            finished=states.get("finished", 0),
+            trained=trained[0][0],
+            running=states.get("running", 0),
+            retried=sum(retried for _, _, retried in rows),
+            failed=states.get("failed", 0),
+            dropped=states.get("dropped", 0),
+        )
+
+    def staleness_histogram(self) -> dict[int, int]:
+        """Staleness -> trained trajectories whose oldest token had it when they were trained.
+
+        The trainer of step s holds version s - 1; the trajectory's oldest token is of
+        ``min_version``.
+        """
+        rows = self._all(
+            "SELECT max(0, g.step - 1 - t.min_version) AS staleness, count(*)"
+            " FROM groups g JOIN trajectories t USING (group_id)"
+            " WHERE g.state = 'trained' AND g.step IS NOT NULL"
+            f" AND t.state = 'finished' AND t.min_version IS NOT NULL AND {_LAST}"
+            " GROUP BY staleness ORDER BY staleness"
+        )
+        return {staleness: count for staleness, count in rows}  # noqa: C416 - the row is a tuple
+
+    def lengths(self, limit: int = 5000) -> list[Length]:
+        """The newest finished trajectories, oldest first."""
+        rows = self._all(
+            "SELECT ended_at, generated_tokens, turns FROM trajectories"
+            " WHERE state = 'finished' AND ended_at IS NOT NULL ORDER BY ended_at DESC LIMIT ?",
+            (limit,),
+        )
+        return [Length(*row) for row in reversed(rows)]
+
+    def tool_outcomes(self) -> dict[str, int]:
+        """Outcome -> tool calls that ended so."""
+        rows = self._all(
+            "SELECT json_extract(call.value, '$[1]'), count(*)"
+            " FROM turns, json_each(turns.tools_json) AS call GROUP BY 1"
+        )
+        return {str(outcome): count for outcome, count in rows}
+
+    def ways(self) -> list[Way]:
+        """All turns by where they were played and where their trajectory had been before."""
+        rows = self._all(
+            "SELECT slot, moved_from, turn = 0, count(*) FROM turns GROUP BY 1, 2, 3"
+            " ORDER BY 1, 2, 3"
+        )
+        return [Way(slot, before, bool(first), turns) for slot, before, first, turns in rows]
+
+    def placed(self, trajectories: int = 2000) -> list[Placed]:
+        """The turns of the newest finished trajectories for which something was expected."""
+        rows = self._all(
+            "SELECT slot, sum(generated_tokens) OVER ("
+            " PARTITION BY group_id, member, attempt ORDER BY turn DESC),"
+            " expected_tokens, expected_p10, expected_p50, expected_p90"
+            f" FROM turns WHERE (group_id, member, attempt) IN ({_NEWEST})",
+            (trajectories,),
+        )
+        return [Placed(*row) for row in rows if row[2]]
+
+    def recent_turns(self, limit: int = 20_000) -> list[TurnRecord]:
+        """The turns that ended last, by trajectory and in order."""
+        newest = "rowid IN (SELECT rowid FROM turns ORDER BY ended_at DESC LIMIT ?)"
+        return self.rows(TurnRecord, newest, (limit,))
+
+    def in_play(self, since: float, until: float) -> list[tuple[float, float]]:
+        """When the trajectories that were in play at any moment of that time began and ended."""
+        query = (
+            "SELECT started_at, coalesce(ended_at, ?1) FROM trajectories"
+            " WHERE started_at < ?1 AND coalesce(ended_at, ?1) > ?2"
+        )
+        return [(float(began), float(ended)) for began, ended in self._all(query, (until, since))]
+
+    def turns_between(self, since: float, until: float) -> list[TurnRecord]:
+        """The turns of which any part lies in that time."""
+        return self.rows(TurnRecord, "ended_at > ? AND started_at < ?", (since, until))
+
+    def played(self, trajectories: int = 1024) -> list[TrajectorySample]:
+        """The newest finished trajectories as the planner takes them.
+
+        Their time in tools is from the end of a turn until the next one is asked for.
+        """
+        lengths = self._all(
+            "SELECT group_id, member, attempt, generated_tokens, context_tokens FROM trajectories"
+            f" WHERE (group_id, member, attempt) IN ({_NEWEST}) ORDER BY ended_at",
+            (trajectories,),
+        )
+        members = f"(group_id, member, attempt) IN ({_NEWEST})"
+        turns: dict[tuple[int, int, int], list[TurnRecord]] = {}
+        for turn in self.rows(TurnRecord, members, (trajectories,)):
+            turns.setdefault((turn.group_id, turn.member, turn.attempt), []).append(turn)
+        return [
+            _sample(turns[group, member, attempt], generated, context)
+            for group, member, attempt, generated, context in lengths
+            if (group, member, attempt) in turns and generated > 0
+        ]
+
+    def step_pairs(self) -> dict[int, float]:
+        """Step -> pairs of a token and one it attends to, over its trajectories."""
+        rows = self._all(
+            "SELECT g.step, sum(1.0 * t.context_tokens * t.context_tokens) / 2"
+            " FROM groups g JOIN trajectories t USING (group_id)"
+            " WHERE g.state = 'trained' AND g.step IS NOT NULL AND t.state = 'finished'"
+            f" AND {_LAST} GROUP BY g.step"
+        )
+        return {step: pairs for step, pairs in rows}  # noqa: C416 - the row is a tuple
+
+    def last_written(self) -> float | None:
+        """The newest time in the run: the best guess at when a killed one ended."""
+        times = self._all(
+            "SELECT max(at) FROM events UNION ALL SELECT max(ended_at) FROM steps"
+            " UNION ALL SELECT max(at) FROM samples UNION ALL SELECT max(since) FROM slot_states"
+        )
+        return max((at for (at,) in times if at is not None), default=None)
+
+    def _all(self, query: str, parameters: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        try:
+            return self._connection.execute(query, tuple(parameters)).fetchall()
+        except sqlite3.Error as error:
+            raise StateError(f"cannot read {self.run_dir / DATABASE}: {error}") from error
+
+
+def _sample(turns: list[TurnRecord], generated: int, context: int) -> TrajectorySample:
+    prompt = min(turns[0].prompt_tokens, context - generated)
+    waits = [after.queued_at - turn.ended_at for turn, after in pairwise(turns)]
+    last = sum(call[2] for call in json.loads(turns[-1].tools_json or "[]"))
+    return TrajectorySample(
+        prompt=max(0, prompt),
+        generated=generated,
+        observed=max(0, context - generated - max(0, prompt)),
+        turns=len(turns),
+        tool_s=sum(max(0.0, wait) for wait in waits) + last,
+    )
+
+
+def _value(column: Column, value: Any) -> Any:
+    if column.kind is bool:
+        return None if value is None else bool(value)
+    if value is None and not column.optional:
+        return float("nan")  # how SQLite stored it
+    return value
+
+
+def _connect(path: Path, stack: ExitStack) -> sqlite3.Connection:
+    wal, shm = (path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))
+    options = "mode=ro"
+    if not wal.exists():
+        options += "&immutable=1"
+    elif not shm.exists():
+        path = _private_copy(path, wal, stack)
+    quoted = str(path.resolve()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+    return sqlite3.connect(f"file:{quoted}?{options}", uri=True, isolation_level=None, timeout=2.0)
+
+
+def _private_copy(path: Path, wal: Path, stack: ExitStack) -> Path:
+    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="libra-read-")))
+    shutil.copy(path, directory / path.name)
+    shutil.copy(wal, directory / wal.name)
+    return directory / path.name

@@ -1,0 +1,1 @@
+"""The controller's side of the trainer and of gradient workers."""

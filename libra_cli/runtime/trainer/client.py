@@ -1,0 +1,180 @@
+"""The HTTP side of the trainer's first rank: ready, train, checkpoint.
+
+A step is handed over once and then asked for until it is done; both requests may be repeated, so a
+connection that drops in between loses nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+from libra_cli.config.errors import TrainerError
+from libra_cli.core.actions import Accumulate, BatchPartition, Train, TrainSample
+from libra_cli.core.events import Accumulated, PublishedVersion, ShareDone, StepDone
+from libra_cli.runtime.trainer.rank_client import CALL_TIMEOUT_S, POLL_S, RankClient, Unreachable
+
+RETRY_S = 0.5
+LONG_POLL_S = 20
+CHECKPOINT_TIMEOUT_S = 1800.0
+
+
+class TrainerClient(RankClient):
+    """The trainer, seen from the controller."""
+
+    who = "trainer"
+
+    async def _persist(
+        self, ask: Callable[[], Awaitable[dict[str, Any]]], *, patience_s: float
+    ) -> dict[str, Any]:
+        """Repeat a request while the connection is down, but not for ever."""
+        give_up = time.monotonic() + patience_s
+        while True:
+            try:
+                return await ask()
+            except Unreachable:
+                if time.monotonic() > give_up:
+                    raise
+            await asyncio.sleep(RETRY_S)
+
+    async def wait_ready(self, *, timeout_s: float) -> PublishedVersion:
+        """Every rank is there; returns the version it starts from, published.
+
+        Raises:
+            TrainerError: a rank failed, or not ready in time.
+        """
+        health = await self._ready(timeout_s=timeout_s)
+        return self._published(health["published"])
+
+    async def train(
+        self, action: Train, shares: Sequence[Mapping[str, object]], *, patience_s: float
+    ) -> StepDone:
+        """Hand over a batch and wait for its step.
+
+        Raises:
+            TrainerError: the step failed, or the trainer was out of reach for ``patience_s``.
+        """
+        body = pack_batch(action, shares)
+        result = f"/train/{action.step}"
+        answer = await self._hand_over("/train", body, result, patience_s=patience_s)
+        metrics = answer["metrics"]
+        done = tuple(_share_done(row, action.shares) for row in metrics.pop("shares", ()))
+        published = self._published(answer["version"])
+        return StepDone(self.epoch, action.step, published, metrics, done)
+
+    async def accumulate(self, action: Accumulate, *, patience_s: float) -> Accumulated:
+        """Hand over a part of a batch and wait until its gradients are in.
+
+        Raises:
+            TrainerError: it failed, or the trainer was out of reach for ``patience_s``.
+        """
+        result = f"/accumulate/{action.step}/{action.part}"
+        body = pack_part(action)
+        await self._hand_over("/accumulate", body, result, patience_s=patience_s)
+        return Accumulated(self.epoch, action.step, action.part)
+
+    async def _hand_over(
+        self, path: str, body: bytes, result: str, *, patience_s: float
+    ) -> dict[str, Any]:
+        async def give() -> dict[str, Any]:
+            return await self._call("POST", path, body, timeout_s=CALL_TIMEOUT_S)
+
+        async def ask() -> dict[str, Any]:
+            asked = f"{result}?wait_s={LONG_POLL_S}"
+            return await self._call("GET", asked, timeout_s=CALL_TIMEOUT_S)
+
+        await self._persist(give, patience_s=patience_s)
+        while True:
+            answer = await self._persist(ask, patience_s=patience_s)
+            if answer["state"] == "failed":
+                raise TrainerError(f"{result[1:]}: {answer['error']}")
+            if answer["state"] == "done":
+                return answer
+
+    async def wait_checkpoint(self, step: int, *, patience_s: float) -> str:
+        """The path of the checkpoint that was asked for with a step, when it is written."""
+
+        async def ask() -> dict[str, Any]:
+            return await self._call("GET", f"/train/{step}", timeout_s=CALL_TIMEOUT_S)
+
+        while True:
+            answer = await self._persist(ask, patience_s=patience_s)
+            if answer["state"] == "failed":
+                raise TrainerError(f"checkpoint of step {step}: {answer['error']}")
+            if answer["checkpoint"]:
+                return str(answer["checkpoint"])
+            await asyncio.sleep(POLL_S)
+
+    async def checkpoint(self, ledger: dict[str, Any]) -> str:
+        """Write a checkpoint now; returns its path on the trainer's host."""
+        body = json.dumps({"ledger": ledger}).encode()
+        timeout_s = CHECKPOINT_TIMEOUT_S
+        answer = await self._call("POST", "/checkpoint", body, timeout_s=timeout_s)
+        return str(answer["path"])
+
+    def _published(self, answer: dict[str, Any]) -> PublishedVersion:
+        return PublishedVersion(
+            version=int(answer["version"]),
+            trainer_epoch=self.epoch,
+            name=str(answer["name"]),
+            bytes=int(answer["bytes"]),
+            at=float(answer["published_at"]),
+        )
+
+
+def _share_done(row: Mapping[str, Any], shares: Sequence[BatchPartition]) -> ShareDone:
+    epochs = {share.slot: share.epoch for share in shares}
+    slot, seconds = str(row["worker"]), row["seconds"]
+    return ShareDone(
+        slot=slot,
+        epoch=epochs[slot],
+        used=bool(row["used"]),
+        reason=str(row["reason"]),
+        tokens=int(row["tokens"]),
+        seconds=None if seconds is None else float(seconds),
+        waited_s=float(row["waited_s"]),
+        bytes=int(row["bytes"]),
+        transfer_s=float(row["transfer_s"]),
+    )
+
+
+def pack_part(action: Accumulate) -> bytes:
+    """The wire form of a part of a batch."""
+    samples = [pack_sample(sample) for sample in action.samples]
+    part = {"step": action.step, "part": action.part, "trajectories": samples}
+    return bytes(msgpack.packb(part))
+
+
+def pack_batch(action: Train, shares: Sequence[Mapping[str, object]] = ()) -> bytes:
+    """The wire form of a batch: msgpack, token arrays as little-endian bytes."""
+    return bytes(
+        msgpack.packb(
+            {
+                "step": action.step,
+                "checkpoint": None if action.ledger is None else {"ledger": action.ledger},
+                "trajectories": [pack_sample(sample) for sample in action.samples],
+                "parts": action.parts,
+                "shares": list(shares),
+            }
+        )
+    )
+
+
+def pack_sample(sample: TrainSample) -> dict[str, Any]:
+    """The wire form of one trajectory."""
+    trajectory = sample.trajectory
+    return {
+        "group": trajectory.id.group,
+        "member": trajectory.id.member,
+        "token_ids": trajectory.token_ids.tobytes(),
+        "logprobs": trajectory.logprobs.tobytes(),
+        "loss_mask": trajectory.loss_mask.tobytes(),
+        "reward": trajectory.reward,
+        "fresh": int(sample.fresh),
+        "staleness": sample.staleness,
+    }

@@ -1,0 +1,172 @@
+"""Carries out what the machine wants of the trainer: its ranks on their hosts, and its steps.
+
+Every method answers with an event; a rank that ends by itself is reported as TrainerFailed with the
+end of its log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from libra_cli.config.errors import LibraError
+from libra_cli.core.actions import Accumulate, Checkpoint, StartTrainer, StopTrainer, Train
+from libra_cli.core.events import (
+    CheckpointSaved,
+    Event,
+    StepDone,
+    TrainerFailed,
+    TrainerStarted,
+    TrainerStopped,
+)
+from libra_cli.core.launch.commands import trainer_processes
+from libra_cli.core.types import Slot, SlotId
+from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
+from libra_cli.runtime.hosts.host import Exited
+from libra_cli.runtime.process_tasks import ProcessTasks
+from libra_cli.runtime.trainer.client import TrainerClient
+
+STARTUP_TIMEOUT_S = 1800.0
+TRAINER = "trainer"
+"""All its ranks live and die together."""
+
+
+class TrainerProcesses:
+    """The trainer's processes, one launcher a node, and the first rank's HTTP endpoint."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        slots: Mapping[SlotId, Slot],
+        *,
+        head: str,
+        post: Callable[[Event], None],
+    ) -> None:
+        """``head`` is the node of rank 0, which publishes weight versions."""
+        self._cluster = cluster
+        self._slots = slots
+        self.head = head
+        self._post = post
+        self._patience_s = cluster.recipe.run.lease_s
+        self._trainer: TrainerClient | None = None
+        self._epoch = 0
+        self._running: dict[str, str] = {}
+        self._lives = ProcessTasks()
+        self._reports: set[asyncio.Task[None]] = set()
+
+    async def start(self, action: StartTrainer) -> Event | None:
+        """Start every rank and wait until the world is whole."""
+        self._epoch = action.epoch
+        return await self._while_alive(action.epoch, self._start(action))
+
+    async def _start(self, action: StartTrainer) -> Event:
+        cluster = self._cluster
+        ports = cluster.ports[self.head]
+        train = [self._slots[slot] for slot in action.train]
+        nodes = dict.fromkeys(slot.node for slot in train)
+        specs = trainer_processes(
+            cluster.recipe,
+            train,
+            cluster.facts,
+            run_id=cluster.run_id,
+            http_port=ports["trainer"],
+            rendezvous_port=ports["rendezvous"],
+            model_dirs=cluster.model_dirs,
+            trainer_epoch=action.epoch,
+            resume=dict.fromkeys(nodes, action.resume) if action.resume else None,
+        )
+        for spec in specs:
+            self._running[spec.node] = spec.process
+            await cluster.start(spec)
+        endpoint = await cluster.hosts[self.head].dial(ports["trainer"])
+        await self._hang_up()
+        self._trainer = TrainerClient(action.epoch, endpoint, cluster.token)
+        published = await self._trainer.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
+        return TrainerStarted(action.epoch, published)
+
+    async def _while_alive(self, epoch: int, work: Coroutine[Any, Any, Event]) -> Event | None:
+        return await self._lives.during(TRAINER, work, partial(TrainerFailed, epoch))
+
+    async def stop(self, action: StopTrainer) -> Event:
+        """Ask the ranks to leave, then make sure."""
+        self._lives.end(TRAINER)
+        if self._trainer is not None:
+            with contextlib.suppress(LibraError):  # it may be gone already; the agents find out
+                await self._trainer.stop()
+        await self._hang_up()
+        stops = [self._cluster.stop(node, name) for node, name in self._running.items()]
+        await asyncio.gather(*stops)
+        self._running.clear()
+        return TrainerStopped(action.epoch)
+
+    def exited(self, event: Exited) -> None:
+        """A launcher ended; if nobody asked for that, the trainer has failed."""
+        if self._running.get(event.node) != event.process or event.requested:
+            return
+        self._lives.end(TRAINER)
+        reason = f"{event.process} on {event.node} {how_it_ended(event)}"
+        self._post(TrainerFailed(self._epoch, reason))
+
+    def returned(self, node: str, alive: frozenset[str]) -> None:
+        """A lost node answers again, or is given up; a rank that died there was never reported."""
+        process = self._running.get(node)
+        if process is not None and process not in alive:
+            self._lives.end(TRAINER)
+            self._post(TrainerFailed(self._epoch, f"{process} on {node} died while unreachable"))
+
+    async def accumulate(self, action: Accumulate) -> Event | None:
+        """The gradients of a part of a step's batch."""
+        if self._trainer is None:
+            return TrainerFailed(action.epoch, "the trainer is not connected")
+        work = self._trainer.accumulate(action, patience_s=self._patience_s)
+        return await self._while_alive(action.epoch, work)
+
+    async def train(
+        self, action: Train, shares: Sequence[Mapping[str, object]] = ()
+    ) -> Event | None:
+        """One optimizer step; ``shares`` say where the workers' gradients come from.
+
+        Its checkpoint, if it has one, is an event of its own, later.
+        """
+        if self._trainer is None:
+            return TrainerFailed(action.epoch, "the trainer is not connected")
+        work = self._trainer.train(action, shares, patience_s=self._patience_s)
+        done = await self._while_alive(action.epoch, work)
+        if isinstance(done, StepDone) and action.ledger is not None:
+            task = asyncio.create_task(self._report_checkpoint(action.epoch, action.step))
+            self._reports.add(task)
+            task.add_done_callback(self._reports.discard)
+        return done
+
+    async def _report_checkpoint(self, epoch: int, step: int) -> None:
+        event = await self._while_alive(epoch, self._written(epoch, step))
+        if event is not None:
+            self._post(event)
+
+    async def _written(self, epoch: int, step: int) -> Event:
+        if self._trainer is None:
+            return TrainerFailed(epoch, "the trainer is not connected")
+        path = await self._trainer.wait_checkpoint(step, patience_s=self._patience_s)
+        return CheckpointSaved(epoch, step, path)
+
+    async def checkpoint(self, action: Checkpoint) -> Event | None:
+        """Write a checkpoint between two steps."""
+        return await self._while_alive(action.epoch, self._checkpoint(action))
+
+    async def _checkpoint(self, action: Checkpoint) -> Event:
+        if self._trainer is None:
+            return TrainerFailed(action.epoch, "the trainer is not connected")
+        path = await self._trainer.checkpoint(action.ledger)
+        return CheckpointSaved(action.epoch, action.step, path)
+
+    async def _hang_up(self) -> None:
+        if self._trainer is not None:
+            await self._trainer.close()
+            self._trainer = None
+
+    async def close(self) -> None:
+        """Drop the connection."""
+        await self._hang_up()

@@ -1,0 +1,70 @@
+"""The HTTP side of a gradient worker's first rank: ready, load a version, take a share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+
+import msgpack
+
+from libra_cli.core.actions import TrainSample
+from libra_cli.core.events import PublishedVersion
+from libra_cli.runtime.trainer.client import pack_sample
+from libra_cli.runtime.trainer.rank_client import CALL_TIMEOUT_S, POLL_S, Conflict, RankClient
+
+
+class WorkerClient(RankClient):
+    """A gradient worker, seen from the controller."""
+
+    who = "gradient worker"
+
+    async def wait_ready(self, *, timeout_s: float) -> None:
+        """Every rank is there. Raises TrainerError."""
+        await self._ready(timeout_s=timeout_s)
+
+    async def load(self, directory: str, published: PublishedVersion, *, timeout_s: float) -> float:
+        """Load a version; returns the gap of its probe to the trainer's, in nats.
+
+        A share under way, which nobody can want any more, is dropped first.
+
+        Raises:
+            TrainerError: it does not fit, or was not loaded in time.
+        """
+        body = {
+            "directory": directory,
+            "name": published.name,
+            "version": published.version,
+            "trainer_epoch": published.trainer_epoch,
+        }
+        give_up = time.monotonic() + timeout_s
+        while True:
+            try:
+                data = json.dumps(body).encode()
+                answer = await self._call("POST", "/load", data, timeout_s=timeout_s)
+                return float(answer["gap"])
+            except Conflict:
+                if time.monotonic() > give_up:
+                    raise
+            await self._drop()
+            await asyncio.sleep(POLL_S)
+
+    async def _drop(self) -> None:
+        health = await self._call("GET", "/health", timeout_s=CALL_TIMEOUT_S)
+        body = json.dumps({"step": health["step"]}).encode()
+        await self._call("POST", "/drop", body, timeout_s=CALL_TIMEOUT_S)
+
+    async def share(
+        self, step: int, held: PublishedVersion, samples: Sequence[TrainSample]
+    ) -> None:
+        """Hand over a share of a step; the core fetches what comes of it. Raises TrainerError."""
+        message = {
+            "step": step,
+            "trainer_epoch": held.trainer_epoch,
+            "epoch": self.epoch,
+            "version": held.name,
+            "trajectories": [pack_sample(sample) for sample in samples],
+        }
+        body = bytes(msgpack.packb(message))
+        await self._call("POST", "/share", body, timeout_s=CALL_TIMEOUT_S)

@@ -1,0 +1,227 @@
+"""Carries out what the machine wants of the gradient workers, on their hosts.
+
+Every method answers with an event and none raises for something a host, a worker or a network may
+do. What goes wrong with a share is not told here: the core sees it, computes the share itself and
+says so in the step's metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from libra_cli.config.errors import HostError, LibraError, WeightsError
+from libra_cli.core.actions import BatchPartition, StartWorker, StopWorker, SyncWorker, Train
+from libra_cli.core.events import (
+    Event,
+    PublishedVersion,
+    WorkerFailed,
+    WorkerStarted,
+    WorkerStopped,
+    WorkerSynced,
+    WorkerSyncFailed,
+)
+from libra_cli.core.launch.commands import worker_of, worker_process
+from libra_cli.core.types import Slot, SlotId
+from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
+from libra_cli.runtime.hosts.host import Exited
+from libra_cli.runtime.process_tasks import ProcessTasks
+from libra_cli.runtime.trainer.rank_client import Unreachable
+from libra_cli.runtime.trainer.worker_client import WorkerClient
+from libra_cli.runtime.weights import Weights
+
+_log = logging.getLogger(__name__)
+
+STARTUP_TIMEOUT_S = 1800.0
+ROOM = 3.0
+"""Memory a worker needs on a host without GPUs, in sizes of the fp32 model: parameters, gradients,
+and what waits to be fetched; activations come on top and are small beside a server's."""
+
+
+class WorkerProcesses:
+    """The gradient workers of a run, as processes and as HTTP endpoints."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        weights: Weights,
+        slots: Mapping[SlotId, Slot],
+        *,
+        post: Callable[[Event], None],
+    ) -> None:
+        self._cluster = cluster
+        self._weights = weights
+        self._slots = slots
+        self._post = post
+        self._spec = cluster.recipe.weight_sync
+        self._workers: dict[SlotId, WorkerClient] = {}
+        #: The epoch of the process on each slot, from before it starts until it is stopped.
+        self._epochs: dict[SlotId, int] = {}
+        self._lives = ProcessTasks()
+        #: Set once the worker of a slot has proved a version, by name.
+        self._proved: defaultdict[tuple[SlotId, str], asyncio.Event] = defaultdict(asyncio.Event)
+
+    # -- coming and going -----------------------------------------------------------------------
+
+    async def start(self, action: StartWorker) -> Event | None:
+        """Start the process and wait until its world is whole."""
+        self._forget_versions(action.slot)
+        self._epochs[action.slot] = action.epoch
+        return await self._while_alive(action.slot, action.epoch, self._start(action))
+
+    async def _start(self, action: StartWorker) -> Event:
+        slot, cluster = self._slots[action.slot], self._cluster
+        await self._check_room(slot)
+        ports = cluster.ports[slot.node]
+        spec = worker_process(
+            cluster.recipe,
+            slot,
+            cluster.facts[slot.node],
+            run_id=cluster.run_id,
+            epoch=action.epoch,
+            ports=ports,
+            model_dir=cluster.model_dirs[slot.node],
+        )
+        await cluster.start(spec)
+        endpoint = await cluster.hosts[slot.node].dial(ports[worker_of(slot.id)])
+        await self._forget(slot.id)
+        worker = self._workers[slot.id] = WorkerClient(action.epoch, endpoint, cluster.token)
+        await worker.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
+        return WorkerStarted(action.slot, action.epoch)
+
+    async def _check_room(self, slot: Slot) -> None:
+        """Refuse before anything starts what a host's memory cannot hold. GPUs say so themselves.
+
+        Raises:
+            LibraError: too little memory is free.
+        """
+        size = self._weights.newest_bytes
+        if slot.gpus or not size:
+            return
+        free = (await self._cluster.hosts[slot.node].facts()).mem_free
+        needed = int(size * ROOM)
+        if free < needed:
+            raise LibraError(
+                f"{slot.node} has {free / 2**30:.1f} GiB of memory free, a gradient worker needs "
+                f"about {needed / 2**30:.1f}"
+            )
+
+    async def _while_alive(
+        self, slot: SlotId, epoch: int, work: Coroutine[Any, Any, Event]
+    ) -> Event | None:
+        return await self._lives.during(slot, work, partial(WorkerFailed, slot, epoch))
+
+    async def stop(self, action: StopWorker) -> Event:
+        """Stop the process and everything it started."""
+        self._lives.end(action.slot)
+        self._epochs.pop(action.slot, None)
+        await self._forget(action.slot)
+        slot = self._slots[action.slot]
+        await self._cluster.stop(slot.node, worker_of(slot.id))
+        return WorkerStopped(action.slot, action.epoch)
+
+    async def _forget(self, slot: SlotId) -> None:
+        worker = self._workers.pop(slot, None)
+        if worker is not None:
+            await worker.close()
+
+    def exited(self, event: Exited) -> None:
+        """The agent reports that a worker's process is gone."""
+        for slot, epoch in list(self._epochs.items()):
+            if self._slots[slot].node == event.node and worker_of(slot) == event.process:
+                if event.requested:
+                    continue
+                self._lives.end(slot)
+                self._post(WorkerFailed(slot, epoch, f"its process {how_it_ended(event)}"))
+
+    # -- versions and shares --------------------------------------------------------------------
+
+    async def sync(self, action: SyncWorker) -> Event | None:
+        """Fetch the version, load it, compare the probe with the trainer's."""
+        return await self._while_alive(action.slot, action.epoch, self._try_sync(action))
+
+    async def _try_sync(self, action: SyncWorker) -> Event:
+        try:
+            return await self._sync(action)
+        except (Unreachable, HostError, WeightsError) as error:
+            # A network, a disk or the publishing host: not the worker's own answer.
+            return WorkerSyncFailed(action.slot, action.epoch, action.published, str(error))
+
+    async def _sync(self, action: SyncWorker) -> Event:
+        worker, published = self._workers[action.slot], action.published
+        place = await self._weights.on(self._slots[action.slot].node, published)
+        began = time.monotonic()
+        timeout_s = self._spec.timeout_s
+        gap = await worker.load(place.directory, published, timeout_s=timeout_s)
+        if gap > self._spec.tolerance:
+            allowed = self._spec.tolerance
+            reason = f"the probe differs by {gap:.2g} a token, allowed is {allowed:g}"
+            return WorkerFailed(action.slot, action.epoch, reason)
+        self._forget_versions(action.slot)
+        self._proved[action.slot, published.name].set()
+        return WorkerSynced(
+            action.slot,
+            action.epoch,
+            published,
+            gap=gap,
+            pull_s=place.pull_s,
+            load_s=time.monotonic() - began,
+            loaded_at=self._cluster.clock(),
+        )
+
+    def _forget_versions(self, slot: SlotId) -> None:
+        """What the slot's worker has proved before counts no more; who waits goes on waiting."""
+        for key in [key for key, proved in self._proved.items() if proved.is_set()]:
+            if key[0] == slot:
+                del self._proved[key]
+
+    @asynccontextmanager
+    async def handing_out(self, action: Train) -> AsyncIterator[list[dict[str, object]]]:
+        """Give every worker its share of a step, once it has proved the version the core holds.
+
+        Yields what the core must know to fetch the results. The core is not kept waiting for it:
+        it begins with its own part, and computes a share that nobody took in time.
+        """
+        tasks = [asyncio.create_task(self._give(action, share)) for share in action.shares]
+        try:
+            yield [self._described(share, action.held) for share in action.shares]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _give(self, action: Train, share: BatchPartition) -> None:
+        await self._proved[share.slot, action.held.name].wait()
+        worker, groups = self._workers.get(share.slot), set(share.groups)
+        if worker is None or worker.epoch != share.epoch:
+            return
+        samples = [s for s in action.samples if s.trajectory.id.group in groups]
+        try:
+            await worker.share(action.step, action.held, samples)
+        except LibraError as error:
+            _log.debug("no share of step %d for %s: %s", action.step, share.slot, error)
+
+    def _described(self, share: BatchPartition, held: PublishedVersion) -> dict[str, object]:
+        return {
+            "worker": share.slot,
+            "epoch": share.epoch,
+            "url": self._url(share.slot),
+            "version": held.name,
+            "groups": list(share.groups),
+        }
+
+    def _url(self, slot: SlotId) -> str:
+        node = self._slots[slot].node
+        port = self._cluster.ports[node][f"side-{worker_of(slot)}"]
+        return f"http://{self._cluster.facts[node].address}:{port}"
+
+    async def close(self) -> None:
+        """Drop every connection."""
+        for slot in list(self._workers):
+            await self._forget(slot)

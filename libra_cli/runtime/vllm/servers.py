@@ -1,0 +1,212 @@
+"""Carries out what the machine wants of the rollout servers, on their hosts.
+
+Every method answers with an event and none raises for something a host, a server or a network may
+do. A server is known from the moment its process starts, so that an exit report that comes while it
+is still loading ends the wait at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from libra_cli.config.errors import HostError, LibraError, WeightsError
+from libra_cli.core.actions import (
+    AbortTurn,
+    CheckServer,
+    Generate,
+    StartServer,
+    StopServer,
+    SyncServer,
+)
+from libra_cli.core.events import (
+    Event,
+    ServerChecked,
+    ServerFailed,
+    ServerStarted,
+    ServerStopped,
+    ServerSynced,
+    SyncFailed,
+    TurnFailed,
+    TurnGenerated,
+)
+from libra_cli.core.launch.commands import process_of, server_process
+from libra_cli.core.types import Slot, SlotId
+from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
+from libra_cli.runtime.hosts.host import Exited
+from libra_cli.runtime.process_tasks import ProcessTasks
+from libra_cli.runtime.vllm.client import Sampling, ServerClient, ServerFacts, Silent, turn_failed
+from libra_cli.runtime.weights import Weights, probe_gap
+
+STARTUP_TIMEOUT_S = 1800.0
+"""A large model on a cold file system; a server that dies is noticed at once whatever this is."""
+SAMPLE_EVERY_S = 2.0
+CHECK_EVERY_S = 0.5
+CHECK_TIMEOUT_S = 30.0
+"""Longer than it takes to notice that a host is lost."""
+
+_log = logging.getLogger(__name__)
+
+
+class Servers:
+    """The rollout servers of a run, as processes and as HTTP endpoints."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        weights: Weights,
+        slots: Mapping[SlotId, Slot],
+        sampling: Sampling,
+        *,
+        post: Callable[[Event], None],
+    ) -> None:
+        self._cluster = cluster
+        self._weights = weights
+        self._slots = slots
+        self._sampling = sampling
+        self._post = post
+        self._spec = cluster.recipe.weight_sync
+        self._servers: dict[SlotId, ServerClient] = {}
+        self._lives = ProcessTasks()
+
+    async def facts(self, slot: SlotId) -> ServerFacts:
+        """What the server of a slot says of itself. Raises ServerError."""
+        return await self._servers[slot].facts()
+
+    async def start(self, action: StartServer) -> Event | None:
+        """Start the process and wait until it generates."""
+        failed = partial(ServerFailed, action.slot, action.epoch)
+        return await self._lives.during(action.slot, self._start(action), failed)
+
+    async def _start(self, action: StartServer) -> Event:
+        slot, cluster = self._slots[action.slot], self._cluster
+        process = process_of(slot.id)
+        port = cluster.ports[slot.node][process]
+        spec = server_process(
+            cluster.recipe,
+            slot,
+            action.bucket,
+            cluster.facts[slot.node],
+            port=port,
+            model_dir=cluster.model_dirs[slot.node],
+        )
+        await cluster.start(spec)
+        endpoint = await cluster.hosts[slot.node].dial(port)
+        await self._forget(slot.id)
+        server = self._servers[slot.id] = ServerClient(
+            slot.id, action.epoch, endpoint, cluster.token
+        )
+        await server.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
+        return ServerStarted(action.slot, action.epoch)
+
+    async def stop(self, action: StopServer) -> Event:
+        """Stop the process and everything it started."""
+        self._lives.end(action.slot)
+        await self._forget(action.slot)
+        slot = self._slots[action.slot]
+        await self._cluster.stop(slot.node, process_of(slot.id))
+        return ServerStopped(action.slot, action.epoch)
+
+    async def _forget(self, slot: SlotId) -> None:
+        server = self._servers.pop(slot, None)
+        if server is not None:
+            await server.close()
+
+    def exited(self, event: Exited) -> None:
+        """The agent reports that a server's process is gone; ``_servers`` knows its epoch."""
+        for slot, server in self._servers.items():
+            if self._slots[slot].node == event.node and process_of(slot) == event.process:
+                self._lives.end(slot)
+                self._post(ServerFailed(slot, server.epoch, f"its process {how_it_ended(event)}"))
+
+    async def sync(self, action: SyncServer) -> Event:
+        """Fetch, load in flight, verify against the trainer's own probe."""
+        gap: float | None = None
+        answered = True
+        try:
+            server = self._servers[action.slot]
+            node = self._slots[action.slot].node
+            place = await self._weights.on(node, action.published)
+            timeout_s = self._spec.timeout_s
+            load_s = await server.load(place.directory, action.published, timeout_s=timeout_s)
+            served_at = self._cluster.clock()
+            probe = await self._weights.probe(action.published)
+            measured = await server.probe(probe.token_ids, action.published)
+            gap = probe_gap(probe.logprobs, measured)
+            if gap <= self._spec.tolerance:
+                return ServerSynced(
+                    action.slot,
+                    action.epoch,
+                    action.published,
+                    gap=gap,
+                    pull_s=place.pull_s,
+                    load_s=load_s,
+                    served_at=served_at,
+                    sent_bytes=place.sent_bytes,
+                    kind=place.kind,
+                )
+            reason = f"the probe differs by {gap:.2g} a token, allowed is {self._spec.tolerance:g}"
+        except KeyError:
+            reason = "the server was stopped meanwhile"
+        except (Silent, HostError, WeightsError) as error:
+            # A network, a disk or the publishing host: not the server's own answer. Not at once
+            # again, and not before that host is back.
+            reason, answered = str(error), False
+            await asyncio.sleep(CHECK_EVERY_S)
+            await self._cluster.until_back(self._weights.origin)
+        except LibraError as error:
+            reason = str(error)
+        return SyncFailed(action.slot, action.epoch, action.published, reason, answered, gap)
+
+    async def check(self, action: CheckServer) -> Event | None:
+        """Ask until it answers; time counts only while its host can be reached."""
+        server, node = self._servers.get(action.slot), self._slots[action.slot].node
+        left_s = CHECK_TIMEOUT_S
+        while server is not None:
+            try:
+                await server.check()
+                return ServerChecked(action.slot, action.epoch)
+            except LibraError as error:
+                if left_s <= 0:
+                    return ServerFailed(action.slot, action.epoch, str(error))
+            await asyncio.sleep(CHECK_EVERY_S)
+            left_s -= 0.0 if node in self._cluster.lost else CHECK_EVERY_S
+        return None
+
+    async def generate(self, action: Generate) -> TurnGenerated | TurnFailed:
+        """One turn on the server the machine chose."""
+        server = self._servers.get(action.slot)
+        if server is None:
+            return turn_failed(action, "the server was stopped meanwhile")
+        return await server.generate(action, self._sampling)
+
+    async def abort(self, action: AbortTurn) -> None:
+        """End a generation; its own reply comes with what there is."""
+        server = self._servers.get(action.slot)
+        if server is None or server.epoch != action.epoch:
+            return
+        try:
+            await server.abort(action.request)
+        except LibraError as error:
+            # Whoever drains the server has a deadline; the turn is generated again then.
+            _log.debug("no abort of %d on %s: %s", action.request, action.slot, error)
+
+    async def sample(self) -> None:
+        """Read every running server's counters, for ever."""
+        while True:
+            await asyncio.sleep(SAMPLE_EVERY_S)
+            for slot, server in list(self._servers.items()):
+                if self._lives.goes_on(slot):  # it is starting
+                    continue
+                try:
+                    self._post(await server.sample())
+                except LibraError as error:
+                    # Whether the server is well is for its exit report and its answers to say.
+                    _log.debug("no reading of %s: %s", slot, error)
+
+    async def close(self) -> None:
+        """Drop every connection."""
+        for slot in list(self._servers):
+            await self._forget(slot)

@@ -1,0 +1,157 @@
+"""Where weight versions are, and how a host gets one.
+
+The trainer publishes a version as a directory on its own host. Another host pulls it over HTTP,
+with the run's token, from the trainer's host or from any peer that already has it; every file is
+checked against the manifest before the directory gets its name. Each host pulls a version once,
+however many servers it has. A host that has the version before gets only what changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from libra_cli.config.errors import WeightsError
+from libra_cli.core.events import PublishedVersion
+from libra_cli.runtime.hosts.host import Host
+
+if TYPE_CHECKING:
+    from libra_cli.runtime.hosts.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a version lies on a host, and what it took to get there."""
+
+    directory: str
+    pull_s: float
+    kind: str
+    """``full | delta | local``"""
+    sent_bytes: int
+    """What travelled on behalf of whoever asked; nothing for the second server of a host."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedProbe:
+    """A fixed sequence, and the trainer's log-probabilities of all its tokens but the first."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+class Weights:
+    """Weight versions on all hosts of a run."""
+
+    def __init__(
+        self,
+        hosts: Mapping[str, Host],
+        addresses: Mapping[str, str],
+        directories: Mapping[str, str],
+        ports: Mapping[str, int],
+        *,
+        origin: str,
+        keep: int,
+        timeout_s: float,
+    ) -> None:
+        """``directories``: per node, where version directories of this run are.
+
+        ``addresses`` and ``ports``: per node, where its peers reach it. ``origin``: the node that
+        publishes.
+        """
+        self._hosts = hosts
+        self._addresses = addresses
+        self._directories = directories
+        self._ports = ports
+        self.origin = origin
+        self._keep = keep
+        self._timeout_s = timeout_s
+        self._urls: dict[str, str] = {}
+        self._pulls: dict[tuple[str, str], asyncio.Task[Place]] = {}
+        self._have: dict[str, list[str]] = {}
+        #: Size of the newest version that was asked for.
+        self.newest_bytes = 0
+
+    async def on(self, node: str, published: PublishedVersion) -> Place:
+        """The version on that node, fetched if it is not there yet.
+
+        Raises:
+            WeightsError: no source had it whole.
+            HostLost: the node does not answer.
+        """
+        self.newest_bytes = published.bytes
+        if node == self.origin:
+            # At once, without a look: requests that this version sets free must not overtake it.
+            return Place(f"{self._directories[node]}/{published.name}", 0.0, "local", 0)
+        key = (node, published.name)
+        task = self._pulls.get(key)
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            task = self._pulls[key] = asyncio.create_task(self._pull(node, published.name))
+            return await asyncio.shield(task)
+        return replace(await asyncio.shield(task), kind="local", sent_bytes=0)
+
+    async def _pull(self, node: str, name: str) -> Place:
+        host = self._hosts[node]
+        try:
+            pulled = await host.pull(name, await self._sources(name), timeout_s=self._timeout_s)
+        except WeightsError:
+            self._urls.clear()  # a replaced agent must be asked to serve again
+            raise
+        held = self._have[node] = [*self._have.get(node, []), name][-self._keep :]
+        await host.forget(held)
+        for old in [key for key in self._pulls if key[0] == node][: -self._keep]:
+            del self._pulls[old]
+        return Place(pulled.path, pulled.seconds, pulled.kind, pulled.sent_bytes)
+
+    async def probe(self, published: PublishedVersion) -> ExpectedProbe:
+        """What every server that has loaded the version must agree with.
+
+        Raises:
+            WeightsError: the manifest is damaged.
+            HostLost: the origin does not answer.
+        """
+        path = f"{self._directories[self.origin]}/{published.name}/manifest.json"
+        raw = await self._hosts[self.origin].transport.get(path)
+        try:
+            probe = json.loads(raw)["probe"]
+            return ExpectedProbe(tuple(probe["token_ids"]), tuple(probe["logprobs"]))
+        except (ValueError, KeyError) as error:
+            raise WeightsError(f"{self.origin}: {path} is damaged: {error}") from error
+
+    async def _sources(self, name: str) -> list[str]:
+        """Peers first (they share the load), the origin last (it surely has it)."""
+        peers = [node for node, names in self._have.items() if name in names]
+        return [await self._url(node) for node in [*peers, self.origin]]
+
+    async def _url(self, node: str) -> str:
+        if node not in self._urls:
+            port = await self._hosts[node].serve_weights(port=self._ports[node])
+            self._urls[node] = f"http://{self._addresses[node]}:{port}"
+        return self._urls[node]
+
+
+def weights_of(cluster: Cluster, *, origin: str) -> Weights:
+    """The weight versions of an open cluster's run, published by the trainer on ``origin``."""
+    facts, spec = cluster.facts, cluster.recipe.weight_sync
+    return Weights(
+        cluster.hosts,
+        {name: fact.address for name, fact in facts.items()},
+        {name: f"{fact.weights_dir}/{cluster.run_id}" for name, fact in facts.items()},
+        {name: ports.get("weights", 0) for name, ports in cluster.ports.items()},
+        origin=origin,
+        keep=spec.keep_versions,
+        timeout_s=spec.timeout_s,
+    )
+
+
+def probe_gap(expected: tuple[float, ...], measured: list[float]) -> float:
+    """Mean absolute difference of log-probabilities, in nats.
+
+    Raises:
+        WeightsError: the probe came back with another length.
+    """
+    if len(expected) != len(measured) or not expected:
+        raise WeightsError(f"the probe has {len(expected)} tokens, the answer {len(measured)}")
+    return sum(abs(a - b) for a, b in zip(expected, measured, strict=True)) / len(expected)
