@@ -71,7 +71,7 @@ def slot_record(slot: str, role: str, state: str, since: float, **changes: objec
         role=role,
         state=state,
         since=since,
-        epoch=1,
+        incarnation=1,
         bucket="short" if role == "rollout" else "",
         version=None,
         verified=False,
@@ -213,9 +213,9 @@ def _sync(world: _World, slot: str, version: int, published_at: float) -> None:
     world.emit(
         r.SyncRecord(
             slot=slot,
-            epoch=1,
+            incarnation=1,
             version=version,
-            trainer_epoch=0,
+            trainer_incarnation=0,
             published_at=published_at,
             served_at=world.now,
             verified_at=world.now + 0.1,
@@ -394,7 +394,7 @@ def _turns(world: _World, trajectory: r.TrajectoryRecord, slot: str, *, failed: 
                 attempt=trajectory.attempt,
                 turn=turn,
                 slot=slot,
-                epoch=1,
+                incarnation=1,
                 queued_at=began,
                 started_at=began + seconds * 0.05,
                 ended_at=began + seconds * 0.9,
@@ -460,12 +460,12 @@ def _move(
     for phase, seconds, role, state in phases:
         under_way = json.dumps([*told, [phase, at, None]])
         out.append((at, replace(record, state=phase, phases_json=under_way)))
-        out.append((at, slot_record(HYBRID, role, state, at, pool="hybrid", epoch=move)))
+        out.append((at, slot_record(HYBRID, role, state, at, pool="hybrid", incarnation=move)))
         told.append([phase, at, at + seconds])
         at += seconds
     out.append((at, replace(record, state="done", ended_at=at, phases_json=json.dumps(told))))
     state = "training" if target == "gradient" else "serving"
-    arrived = slot_record(HYBRID, target, state, at, pool="hybrid", epoch=move + 1)
+    arrived = slot_record(HYBRID, target, state, at, pool="hybrid", incarnation=move + 1)
     return [*out, (at, arrived)]
 
 
@@ -510,8 +510,8 @@ def _without_hybrid(record: r.Record, away: tuple[float, float]) -> r.Record | N
     began, ended = away
     if isinstance(record, r.SlotRecord) and record.slot == HYBRID:
         kept = not began <= record.since < ended
-        epoch = 3 if record.since >= ended else 1
-        return replace(record, pool="hybrid", epoch=epoch) if kept else None
+        incarnation = 3 if record.since >= ended else 1
+        return replace(record, pool="hybrid", incarnation=incarnation) if kept else None
     if isinstance(record, r.SampleRecord) and record.slot == HYBRID:
         return None if began <= record.at < ended else record
     if isinstance(record, r.SyncRecord) and record.slot == HYBRID:

@@ -129,17 +129,17 @@ class Trainer(World):
 
 @dataclass(frozen=True)
 class Worker(World):
-    """A gradient worker of slot ``gpu-01/0``, epoch 3."""
+    """A gradient worker of slot ``gpu-01/0``, incarnation 3."""
 
     side_port: int
     outbox: Path
 
-    def load(self, directory: Path, *, trainer_epoch: int = 0) -> tuple[int, dict[str, Any]]:
+    def load(self, directory: Path, *, trainer_incarnation: int = 0) -> tuple[int, dict[str, Any]]:
         message = {
             "directory": str(directory),
             "name": directory.name,
             "version": int(directory.name[1:7]),
-            "trainer_epoch": trainer_epoch,
+            "trainer_incarnation": trainer_incarnation,
         }
         return self.ask("POST", "/load", json.dumps(message).encode())
 
@@ -148,8 +148,8 @@ class Worker(World):
     ) -> tuple[int, dict[str, Any]]:
         message = {
             "step": step,
-            "trainer_epoch": 0,
-            "epoch": 3,
+            "trainer_incarnation": 0,
+            "incarnation": 3,
             "version": f"v{step - 1:06d}-e0",
             "trajectories": trajectories,
             **changes,
@@ -160,7 +160,7 @@ class Worker(World):
         """What the core is told of the share."""
         share = {
             "worker": "gpu-01/0",
-            "epoch": 3,
+            "incarnation": 3,
             "url": f"http://127.0.0.1:{self.side_port}",
             "version": f"v{step - 1:06d}-e0",
             "groups": list(groups),
@@ -211,7 +211,7 @@ def trainer(
     processes: int = 1,
     world_size: int | None = None,
     resume: Path | None = None,
-    epoch: int = 0,
+    incarnation: int = 0,
     keep_versions: int = 10,
     **training: Any,
 ) -> Iterator[Trainer]:
@@ -224,7 +224,7 @@ def trainer(
         "checkpoint_dir": str(directory / "checkpoints"),
         "port": port,
         "world_size": world_size or processes,
-        "trainer_epoch": epoch,
+        "trainer_incarnation": incarnation,
         "seed": 0,
         "dtype": "float32",
         "temperature": 0.9,
@@ -246,7 +246,7 @@ def worker(
     config = {
         "run_id": "run",
         "slot": "gpu-01/0",
-        "epoch": 3,
+        "incarnation": 3,
         "model_dir": str(model_dir),
         "port": port,
         "side_bind": "127.0.0.1",

@@ -145,7 +145,7 @@ class World:
         self.now = 1000.0
         self._label: dict[str, tuple[int, int]] = {}
         self._unproved: dict[str, tuple[int, int]] = {}
-        self._trainer_epoch = 0
+        self._trainer_incarnation = 0
         self._step = 0
         self._lost: set[str] = set()
         self._generating: dict[int, e.TurnGenerated] = {}
@@ -191,9 +191,9 @@ class World:
         fleet = self.machine.fleet
         if self._chance("server_dies"):
             status = self.random.choice(list(fleet.slots.values()))
-            self.later(e.ServerFailed(status.slot.id, status.epoch, "died"))
+            self.later(e.ServerFailed(status.slot.id, status.incarnation, "died"))
         if self._chance("trainer_dies"):
-            self.later(e.TrainerFailed(self.machine.training.epoch, "died"))
+            self.later(e.TrainerFailed(self.machine.training.incarnation, "died"))
         if self._chance("node_lost") and not self._lost:
             self._lost.add("a")
             self.give(e.NodeLost("a", "cable"))
@@ -207,7 +207,7 @@ class World:
     def _orders(self) -> None:
         if self._chance("worker_dies"):
             for status in self.machine.workers.slots.values():
-                self.later(e.WorkerFailed(status.slot.id, status.epoch, "died"))
+                self.later(e.WorkerFailed(status.slot.id, status.incarnation, "died"))
         if self._chance("replanned"):
             self.later(e.PlanChosen(self._some_plan(), self._slots))
         if self._chance("ordered"):
@@ -258,23 +258,25 @@ class World:
     def _do_start_server(self, action: a.StartServer) -> None:
         self._label.pop(action.slot, None)
         if self._chance("start_fails"):
-            self.later(e.ServerFailed(action.slot, action.epoch, "no memory"))
+            self.later(e.ServerFailed(action.slot, action.incarnation, "no memory"))
         else:
-            self.later(e.ServerStarted(action.slot, action.epoch), 0.5, 5.0)
+            self.later(e.ServerStarted(action.slot, action.incarnation), 0.5, 5.0)
 
     def _do_check_server(self, action: a.CheckServer) -> None:
         if self._chance("server_dies"):
-            self.later(e.ServerFailed(action.slot, action.epoch, "no answer"))
+            self.later(e.ServerFailed(action.slot, action.incarnation, "no answer"))
         else:
-            self.later(e.ServerChecked(action.slot, action.epoch))
+            self.later(e.ServerChecked(action.slot, action.incarnation))
 
     def _do_stop_server(self, action: a.StopServer) -> None:
-        self.later(e.ServerStopped(action.slot, action.epoch))
+        self.later(e.ServerStopped(action.slot, action.incarnation))
 
     def _do_sync_server(self, action: a.SyncServer) -> None:
         if self._chance("sync_fails"):
             answered = self.random.random() < 0.5
-            failed = e.SyncFailed(action.slot, action.epoch, action.published, "gap", answered, 3.0)
+            failed = e.SyncFailed(
+                action.slot, action.incarnation, action.published, "gap", answered, 3.0
+            )
             self.later(failed)
             self._unproved[action.slot] = action.published.key
             return
@@ -285,7 +287,9 @@ class World:
             self._unproved[action.slot] = action.published.key
         new = action.published
         self.later(
-            e.ServerSynced(action.slot, action.epoch, new, 1e-6, 0, 0.04, self.now, 100, "delta")
+            e.ServerSynced(
+                action.slot, action.incarnation, new, 1e-6, 0, 0.04, self.now, 100, "delta"
+            )
         )
 
     def _do_generate(self, action: a.Generate) -> None:
@@ -294,7 +298,12 @@ class World:
             refused = self._chance("refused")
             self.later(
                 e.TurnFailed(
-                    action.request, action.trajectory, action.slot, action.epoch, "reset", refused
+                    action.request,
+                    action.trajectory,
+                    action.slot,
+                    action.incarnation,
+                    "reset",
+                    refused,
                 )
             )
             return
@@ -308,7 +317,7 @@ class World:
             request=action.request,
             trajectory=action.trajectory,
             slot=action.slot,
-            epoch=action.epoch,
+            incarnation=action.incarnation,
             prompt_ids=action.prompt_ids,
             token_ids=array("i", [self.random.randint(3, 99) for _ in range(count)]),
             logprobs=array("f", [-1.0] * count),
@@ -366,37 +375,43 @@ class World:
     def _do_forget_episode(self, action: a.ForgetEpisode) -> None:
         return
 
-    def _publish(self, epoch: int, step: int) -> e.PublishedVersion:
-        return e.PublishedVersion(step, epoch, f"v{step:06d}-e{epoch}", 100, self.now)
+    def _publish(self, incarnation: int, step: int) -> e.PublishedVersion:
+        return e.PublishedVersion(step, incarnation, f"v{step:06d}-e{incarnation}", 100, self.now)
 
     def _do_start_trainer(self, action: a.StartTrainer) -> None:
         self._step = self.ledgers[action.resume]["step"] if action.resume else 0
-        started = e.TrainerStarted(action.epoch, self._publish(action.epoch, self._step))
+        started = e.TrainerStarted(
+            action.incarnation, self._publish(action.incarnation, self._step)
+        )
         self.later(started, 0.5, 5.0)
 
     def _do_stop_trainer(self, action: a.StopTrainer) -> None:
-        self.later(e.TrainerStopped(action.epoch))
+        self.later(e.TrainerStopped(action.incarnation))
 
     def _do_start_worker(self, action: a.StartWorker) -> None:
         if self._chance("start_fails"):
-            self.later(e.WorkerFailed(action.slot, action.epoch, "no memory"))
+            self.later(e.WorkerFailed(action.slot, action.incarnation, "no memory"))
         else:
-            self.later(e.WorkerStarted(action.slot, action.epoch), 0.5, 5.0)
+            self.later(e.WorkerStarted(action.slot, action.incarnation), 0.5, 5.0)
 
     def _do_sync_worker(self, action: a.SyncWorker) -> None:
         if self._chance("sync_fails"):
             of_worker = self.random.random() < 0.5
             self.later(
-                e.WorkerFailed(action.slot, action.epoch, "the probe differs")
+                e.WorkerFailed(action.slot, action.incarnation, "the probe differs")
                 if of_worker
-                else e.WorkerSyncFailed(action.slot, action.epoch, action.published, "no answer")
+                else e.WorkerSyncFailed(
+                    action.slot, action.incarnation, action.published, "no answer"
+                )
             )
             return
         now = self.now
-        self.later(e.WorkerSynced(action.slot, action.epoch, action.published, 0.0, 0.1, 0.1, now))
+        self.later(
+            e.WorkerSynced(action.slot, action.incarnation, action.published, 0.0, 0.1, 0.1, now)
+        )
 
     def _do_stop_worker(self, action: a.StopWorker) -> None:
-        self.later(e.WorkerStopped(action.slot, action.epoch))
+        self.later(e.WorkerStopped(action.slot, action.incarnation))
 
     def _do_propose(self, action: a.Propose) -> None:
         if self.random.random() < 0.5:
@@ -412,12 +427,12 @@ class World:
         if action.part == 1:
             self._parts = []
         self._parts += action.samples
-        self.later(e.Accumulated(action.epoch, action.step, action.part), 0.01, 1.0)
+        self.later(e.Accumulated(action.incarnation, action.step, action.part), 0.01, 1.0)
 
     def _share_done(self, share: a.BatchPartition) -> e.ShareDone:
         lost = self._chance("share_lost")
         why = "silent" if lost else ""
-        return e.ShareDone(share.slot, share.epoch, not lost, why, 10, 0.5, 0.1, 100, 0.1)
+        return e.ShareDone(share.slot, share.incarnation, not lost, why, 10, 0.5, 0.1, 100, 0.1)
 
     def _do_train(self, action: a.Train) -> None:
         samples = [*(self._parts if action.parts else ()), *action.samples]
@@ -436,22 +451,22 @@ class World:
             assert sample.trajectory.reward is not None
         path = ""
         if action.ledger is not None:
-            path = f"/checkpoint/{action.epoch}-{action.step}"
+            path = f"/checkpoint/{action.incarnation}-{action.step}"
             self.ledgers[path] = action.ledger
         groups = {sample.trajectory.id.group for sample in samples}
         self.trained += [(group, action.step) for group in sorted(groups)]
-        published = self._publish(action.epoch, action.step)
+        published = self._publish(action.incarnation, action.step)
         shares = tuple(self._share_done(share) for share in action.shares)
         metrics: dict[str, float | None] = {"loss": 0.1, "own_tokens": 100.0, "own_s": 1.0}
-        done = e.StepDone(action.epoch, action.step, published, metrics, shares)
+        done = e.StepDone(action.incarnation, action.step, published, metrics, shares)
         self.later(done, 0.01, 1.0)
         if path:
-            self.later(e.CheckpointSaved(action.epoch, action.step, path), 1.0, 2.0)
+            self.later(e.CheckpointSaved(action.incarnation, action.step, path), 1.0, 2.0)
 
     def _do_checkpoint(self, action: a.Checkpoint) -> None:
-        path = f"/checkpoint/{action.epoch}-{action.step}-stop"
+        path = f"/checkpoint/{action.incarnation}-{action.step}-stop"
         self.ledgers[path] = action.ledger
-        self.later(e.CheckpointSaved(action.epoch, action.step, path))
+        self.later(e.CheckpointSaved(action.incarnation, action.step, path))
 
     # -- what was seen ----------------------------------------------------------------------------
 

@@ -81,16 +81,16 @@ def run(
     """
     run_dir = run_dir.absolute()
     first = _first_row(recipe, recipe_path, run_dir)
-    checkpoint, trainer_epoch = "", 0
+    checkpoint, trainer_incarnation = "", 0
     if resume:
-        checkpoint, trainer_epoch = last_checkpoint(run_dir)
+        checkpoint, trainer_incarnation = last_checkpoint(run_dir)
         first = _continued(first, recipe, run_dir)
     # Found and made once before any host is asked for anything; begun later, with a deadline.
     EnvironmentFactory(recipe.environment).make()
     with Journal(run_dir, on_error=lambda error: note(f"{error}; {error.hint}")) as journal:
         _write_private(run_dir / RESOLVED, recipe.model_dump_json(indent=2))
         session = Session(recipe, run_dir, journal, first, propose=propose, watch=watch, note=note)
-        last = asyncio.run(session.run(checkpoint, trainer_epoch))
+        last = asyncio.run(session.run(checkpoint, trainer_incarnation))
     if last.state == "failed":
         raise LibraError(
             f"the run failed: {last.error}",
@@ -152,12 +152,12 @@ def last_checkpoint(run_dir: Path) -> tuple[str, int]:
                 f"{run_dir} is still running", hint=f"libra stop {run_dir}, then try again"
             )
         saved = [step.checkpoint for step in reader.steps() if step.checkpoint]
-        epochs = [version.trainer_epoch for version in reader.versions()]
+        incarnations = [version.trainer_incarnation for version in reader.versions()]
     if not saved:
         raise StateError(
             f"{run_dir} has no checkpoint to go on from", hint="start it anew: libra run RECIPE"
         )
-    return saved[-1], max(epochs, default=0)
+    return saved[-1], max(incarnations, default=0)
 
 
 def status(run_dir: Path | None) -> RunSummary:

@@ -26,7 +26,7 @@ class StartServer:
     """Ends in ServerStarted or ServerFailed."""
 
     slot: SlotId
-    epoch: int
+    incarnation: int
     bucket: Bucket
 
 
@@ -35,7 +35,7 @@ class CheckServer:
     """Something failed: does it still answer? Ends in ServerChecked or ServerFailed."""
 
     slot: SlotId
-    epoch: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class StopServer:
     """Ends in ServerStopped, when no process of it is left."""
 
     slot: SlotId
-    epoch: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class SyncServer:
     """Fetch, load in place, label, resume, verify. Ends in ServerSynced or SyncFailed."""
 
     slot: SlotId
-    epoch: int
+    incarnation: int
     published: PublishedVersion
 
 
@@ -59,7 +59,7 @@ class SyncServer:
 class StartTrainer:
     """Start every rank; ``resume`` is a checkpoint, or empty. Ends in TrainerStarted or -Failed."""
 
-    epoch: int
+    incarnation: int
     train: tuple[SlotId, ...]
     resume: str
 
@@ -68,7 +68,7 @@ class StartTrainer:
 class StopTrainer:
     """Ends in TrainerStopped."""
 
-    epoch: int
+    incarnation: int
     train: tuple[SlotId, ...]
 
 
@@ -86,7 +86,7 @@ class BatchPartition:
     """Whole groups of a step whose gradients a worker computes; the core can always do it too."""
 
     slot: SlotId
-    epoch: int
+    incarnation: int
     groups: tuple[GroupId, ...]
 
 
@@ -99,7 +99,7 @@ class Train:
     after StepDone, a checkpoint ends in CheckpointSaved.
     """
 
-    epoch: int
+    incarnation: int
     step: int
     samples: tuple[TrainSample, ...]
     ledger: dict[str, Any] | None
@@ -112,7 +112,7 @@ class Train:
 class Accumulate:
     """Gradients of a part (from 1) of a step's batch. Ends in Accumulated or TrainerFailed."""
 
-    epoch: int
+    incarnation: int
     step: int
     part: int
     samples: tuple[TrainSample, ...]
@@ -123,7 +123,7 @@ class StartWorker:
     """A gradient worker on the slot. Ends in WorkerStarted or WorkerFailed."""
 
     slot: SlotId
-    epoch: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class SyncWorker:
     """Fetch, load, verify. Ends in WorkerSynced, WorkerSyncFailed or WorkerFailed."""
 
     slot: SlotId
-    epoch: int
+    incarnation: int
     published: PublishedVersion
 
 
@@ -140,7 +140,7 @@ class StopWorker:
     """Ends in WorkerStopped, when no process of it is left."""
 
     slot: SlotId
-    epoch: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class AbortTurn:
 
     request: int
     slot: SlotId
-    epoch: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class AnswerOrder:
 class Checkpoint:
     """Ends in CheckpointSaved or TrainerFailed."""
 
-    epoch: int
+    incarnation: int
     step: int
     ledger: dict[str, Any]
 
@@ -194,7 +194,7 @@ class Generate:
     """Never used twice in a run, so that a reply that comes twice or late is recognised."""
     trajectory: TrajectoryId
     slot: SlotId
-    epoch: int
+    incarnation: int
     prompt_ids: array[int]
     max_tokens: Tokens
     cache_key: tuple[int, Version]

@@ -1,7 +1,8 @@
 """What has happened outside, in the past tense. ``edge`` makes them; ``machine.handle`` eats them.
 
-Events that answer an action about a slot carry the slot's ``epoch`` at the time of the action; the
-machine drops an answer of an old epoch. The same holds for the trainer's epoch.
+Events that answer an action about a slot carry the slot's ``incarnation`` at the time of the
+action; the machine drops an answer of an old incarnation. The same holds for the trainer's
+incarnation.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from libra_cli.core.types import (
 
 @dataclass(frozen=True, slots=True)
 class PublishedVersion:
-    """A weight version that can be fetched: version ``version`` of trainer number ``epoch``."""
+    """A weight version that can be fetched: version ``version`` of trainer number
+    ``incarnation``.
+    """
 
     version: Version
-    trainer_epoch: int
+    trainer_incarnation: int
     name: str
     bytes: int
     at: Seconds
@@ -38,7 +41,7 @@ class PublishedVersion:
     @property
     def key(self) -> tuple[int, Version]:
         """Orders versions: a restarted trainer's are newer, whatever their number."""
-        return (self.trainer_epoch, self.version)
+        return (self.trainer_incarnation, self.version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class ServerStarted:
     """The server is healthy and has generated a token (of no version we know)."""
 
     slot: SlotId
-    epoch: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class ServerFailed:
     """The server did not start, or its process ended, or it stopped answering."""
 
     slot: SlotId
-    epoch: int
+    incarnation: int
     reason: str
 
 
@@ -84,7 +87,7 @@ class ServerChecked:
     """The server answers after all."""
 
     slot: SlotId
-    epoch: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class ServerStopped:
     """No process of the server is left on the node."""
 
     slot: SlotId
-    epoch: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ class ServerSynced:
     """The server computes with ``published``, proved on the probe: ``gap`` is within tolerance."""
 
     slot: SlotId
-    epoch: int
+    incarnation: int
     published: PublishedVersion
     gap: float
     pull_s: Seconds
@@ -119,7 +122,7 @@ class SyncFailed:
     """
 
     slot: SlotId
-    epoch: int
+    incarnation: int
     published: PublishedVersion
     reason: str
     answered: bool
@@ -130,14 +133,14 @@ class SyncFailed:
 class TurnGenerated:
     """One generation ended. ``request`` and ``prompt_ids`` are those of the Generate action.
 
-    ``spans`` count from the first generated token; ``newest`` is the newest (trainer epoch,
+    ``spans`` count from the first generated token; ``newest`` is the newest (trainer incarnation,
     version) among them; ``cache_key`` is the one whose KV cache the request might reuse.
     """
 
     request: int
     trajectory: TrajectoryId
     slot: SlotId
-    epoch: int
+    incarnation: int
     prompt_ids: array[int]
     token_ids: array[int]
     logprobs: array[float]
@@ -155,7 +158,7 @@ class TurnFailed:
     request: int
     trajectory: TrajectoryId
     slot: SlotId
-    epoch: int
+    incarnation: int
     reason: str
     refused: bool = False
 
@@ -191,7 +194,7 @@ class EpisodeFailed:
 class TrainerStarted:
     """Every rank is there, the world has the asked size, and ``published`` can be fetched."""
 
-    epoch: int
+    incarnation: int
     published: PublishedVersion
 
 
@@ -199,7 +202,7 @@ class TrainerStarted:
 class TrainerFailed:
     """A rank ended, a step failed or the trainer stopped answering."""
 
-    epoch: int
+    incarnation: int
     reason: str
 
 
@@ -207,7 +210,7 @@ class TrainerFailed:
 class TrainerStopped:
     """No process of the trainer is left on any node."""
 
-    epoch: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +222,7 @@ class ShareDone:
     """
 
     slot: SlotId
-    epoch: int
+    incarnation: int
     used: bool
     reason: str
     tokens: Tokens
@@ -233,7 +236,7 @@ class ShareDone:
 class StepDone:
     """An optimizer step is done and its weights are published."""
 
-    epoch: int
+    incarnation: int
     step: int
     published: PublishedVersion
     metrics: dict[str, float | None] = field(default_factory=dict)
@@ -244,7 +247,7 @@ class StepDone:
 class Accumulated:
     """The gradients of a part of a step's batch are in the trainer; nothing is updated yet."""
 
-    epoch: int
+    incarnation: int
     step: int
     part: int
 
@@ -254,7 +257,7 @@ class WorkerStarted:
     """The gradient worker's world is whole; it has no version that we know."""
 
     slot: SlotId
-    epoch: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +265,7 @@ class WorkerSynced:
     """The worker computes with ``published``: ``gap`` to the core, on the probe, is tolerable."""
 
     slot: SlotId
-    epoch: int
+    incarnation: int
     published: PublishedVersion
     gap: float
     pull_s: Seconds
@@ -275,7 +278,7 @@ class WorkerSyncFailed:
     """The version did not reach the worker; nothing is said against the worker itself."""
 
     slot: SlotId
-    epoch: int
+    incarnation: int
     published: PublishedVersion
     reason: str
 
@@ -285,7 +288,7 @@ class WorkerFailed:
     """The worker did not start, its process ended, or it does not compute what the core does."""
 
     slot: SlotId
-    epoch: int
+    incarnation: int
     reason: str
 
 
@@ -294,14 +297,14 @@ class WorkerStopped:
     """No process of the worker is left on the node."""
 
     slot: SlotId
-    epoch: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
     """The trainer wrote the checkpoint that was asked for, with a step or by itself."""
 
-    epoch: int
+    incarnation: int
     step: int
     path: str
 
@@ -311,7 +314,7 @@ class ServerSampled:
     """One reading of a server's metrics."""
 
     slot: SlotId
-    epoch: int
+    incarnation: int
     running: int
     waiting: int
     kv_use: float

@@ -76,12 +76,12 @@ class RunIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Where a run continues: a checkpoint, the ledger position in it, and the last trainer epoch,
-    so that no version of the continued run bears a name that was given before."""
+    """Where a run continues: a checkpoint, the ledger position in it, and the last trainer
+    incarnation, so that no version of the continued run bears a name that was given before."""
 
     checkpoint: str
     position: dict[str, Any]
-    trainer_epoch: int = 0
+    trainer_incarnation: int = 0
 
 
 Handler: TypeAlias = Callable[[Any, Seconds], list[Action]]
@@ -142,7 +142,7 @@ class Machine:
         if resume is not None:
             self.ledger.restore(resume.position)
             self.training.remember(resume.checkpoint, int(resume.position["step"]))
-            self.training.epoch = resume.trainer_epoch
+            self.training.incarnation = resume.trainer_incarnation
             self.training.step = self.training.checkpoint_step
         self._handlers = self._routes()
 
@@ -220,12 +220,12 @@ class Machine:
         return [*servers, *self.workers.back(event.node, event.alive, now=now)]
 
     def _server_stopped(self, event: e.ServerStopped, now: Seconds) -> list[Action]:
-        status = self.fleet.current(event.slot, event.epoch)
+        status = self.fleet.current(event.slot, event.incarnation)
         again = self._going and status is not None and self.pool.wants_back(status)
         return self.fleet.gone(event, now=now, again=again)
 
     def _worker_stopped(self, event: e.WorkerStopped, now: Seconds) -> list[Action]:
-        status = self.workers.current(event.slot, event.epoch)
+        status = self.workers.current(event.slot, event.incarnation)
         again = self._going and status is not None and self.pool.wants_back(status)
         return self.workers.gone(event, now=now, again=again)
 
@@ -235,7 +235,7 @@ class Machine:
 
     def _trainer_started(self, event: e.TrainerStarted, now: Seconds) -> list[Action]:
         starting = self.training.state is TrainerState.STARTING
-        if event.epoch != self.training.epoch or not starting:
+        if event.incarnation != self.training.incarnation or not starting:
             return []
         actions = self.training.started(event, now=now)
         return actions + self._publish(event.published)
@@ -244,24 +244,28 @@ class Machine:
         return [*self.fleet.publish(published), *self.workers.publish(published)]
 
     def _accumulated(self, event: e.Accumulated, now: Seconds) -> list[Action]:
-        if event.epoch != self.training.epoch or event.step != self.training.step + 1:
+        if event.incarnation != self.training.incarnation or event.step != self.training.step + 1:
             return []
         return self.training.accumulated(event)
 
     def _trainer_failed(self, event: e.TrainerFailed, now: Seconds) -> list[Action]:
-        if event.epoch != self.training.epoch:
+        if event.incarnation != self.training.incarnation:
             return []
         return self.training.failed(event.reason, now=now)
 
     def _trainer_stopped(self, event: e.TrainerStopped, now: Seconds) -> list[Action]:
         stopping = self.training.state is TrainerState.STOPPING
-        if event.epoch != self.training.epoch or not stopping:
+        if event.incarnation != self.training.incarnation or not stopping:
             return []
         return self.training.gone(now=now, again=self._going)
 
     def _step_done(self, event: e.StepDone, now: Seconds) -> list[Action]:
         busy = self.training.state is TrainerState.BUSY
-        if event.epoch != self.training.epoch or not busy or event.step <= self.training.step:
+        if (
+            event.incarnation != self.training.incarnation
+            or not busy
+            or event.step <= self.training.step
+        ):
             return []
         actions = self.training.done(event, now=now)
         actions += [Save(group_record(group, now)) for group in self.training.trained]
@@ -288,7 +292,7 @@ class Machine:
         return self.lookout.plan
 
     def _checkpoint_saved(self, event: e.CheckpointSaved, now: Seconds) -> list[Action]:
-        if event.epoch != self.training.epoch or event.step > self.training.step:
+        if event.incarnation != self.training.incarnation or event.step > self.training.step:
             return []
         return self.training.saved(event)
 

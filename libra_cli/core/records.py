@@ -75,7 +75,7 @@ class SlotRecord:
     state: str
     """A state of ``core.slots``."""
     since: float
-    epoch: int
+    incarnation: int
     bucket: str
     version: int | None
     verified: bool
@@ -158,7 +158,7 @@ class TurnRecord:
     attempt: int
     turn: int
     slot: str
-    epoch: int
+    incarnation: int
     queued_at: float
     started_at: float
     ended_at: float
@@ -228,9 +228,9 @@ class StepRecord:
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
     TABLE: ClassVar[str] = "versions"
-    KEY: ClassVar[tuple[str, ...]] = ("version", "trainer_epoch")
+    KEY: ClassVar[tuple[str, ...]] = ("version", "trainer_incarnation")
     version: int
-    trainer_epoch: int
+    trainer_incarnation: int
     published_at: float
     bytes: int
 
@@ -240,11 +240,11 @@ class SyncRecord:
     """One server taking one version."""
 
     TABLE: ClassVar[str] = "syncs"
-    KEY: ClassVar[tuple[str, ...]] = ("slot", "epoch", "version", "trainer_epoch")
+    KEY: ClassVar[tuple[str, ...]] = ("slot", "incarnation", "version", "trainer_incarnation")
     slot: str
-    epoch: int
+    incarnation: int
     version: int
-    trainer_epoch: int
+    trainer_incarnation: int
     published_at: float
     served_at: float
     """When the server resumed with the version."""

@@ -126,8 +126,8 @@ class Trajectory:
 
     ``token_ids``, ``logprobs`` and ``loss_mask`` have one entry a token; prompt and tool tokens
     have log-probability 0 and mask 0. ``spans`` cover exactly the generated tokens, in order.
-    ``pure`` is the (trainer epoch, version) that produced every token so far, from a KV cache of
-    its own, so that log-probabilities can be compared with the trainer's; None when mixed.
+    ``pure`` is the (trainer incarnation, version) that produced every token so far, from a KV
+    cache of its own, so that log-probabilities can be compared with the trainer's; None when mixed.
     """
 
     id: TrajectoryId

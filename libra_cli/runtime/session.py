@@ -89,10 +89,11 @@ class Session:
         self._journal.save(record)
         self._watch(record)
 
-    async def run(self, resume_from: str = "", trainer_epoch: int = 0) -> RunRecord:
+    async def run(self, resume_from: str = "", trainer_incarnation: int = 0) -> RunRecord:
         """Run to the end; returns the run's last row.
 
-        ``resume_from`` is a checkpoint, ``trainer_epoch`` the last one of the run that goes on.
+        ``resume_from`` is a checkpoint, ``trainer_incarnation`` the last one of the run that goes
+        on.
 
         Raises:
             LibraError: it could not be started, or failed in a way only a user can mend.
@@ -100,7 +101,7 @@ class Session:
         self._catch_signals()
         self._save(self._run)
         try:
-            end = await self._whole(resume_from, trainer_epoch)
+            end = await self._whole(resume_from, trainer_incarnation)
             self._ended(end.state, end.error)
         except asyncio.CancelledError:
             self._ended("stopped", "stopped while starting")
@@ -141,24 +142,24 @@ class Session:
 
     # -- the parts ------------------------------------------------------------------------------
 
-    async def _whole(self, resume_from: str, trainer_epoch: int) -> End:
+    async def _whole(self, resume_from: str, trainer_incarnation: int) -> End:
         recipe, cluster = self._recipe, self._cluster
         await cluster.open(self._run_dir / "model")
         renderer = Renderer(self._run_dir / "model")
         episodes = Episodes(recipe.environment, renderer)
         try:
             await episodes.check(recipe.run.seed)
-            resume = await self._find_resume(resume_from, trainer_epoch)
+            resume = await self._find_resume(resume_from, trainer_incarnation)
             return await self._drive(renderer, episodes, resume)
         finally:
             episodes.close()
 
-    async def _find_resume(self, checkpoint: str, trainer_epoch: int) -> Resume | None:
+    async def _find_resume(self, checkpoint: str, trainer_incarnation: int) -> Resume | None:
         if not checkpoint:
             return None
         head = self._cluster.hosts[self._plan.train[0].rpartition("/")[0]]
         position = json.loads(await head.transport.get(f"{checkpoint}/ledger.json"))
-        return Resume(checkpoint, position, trainer_epoch)
+        return Resume(checkpoint, position, trainer_incarnation)
 
     async def _drive(self, renderer: Renderer, episodes: Episodes, resume: Resume | None) -> End:
         recipe, cluster, run = self._recipe, self._cluster, self._run

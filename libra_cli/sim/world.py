@@ -347,7 +347,7 @@ class World:
                 request=asked.request,
                 trajectory=asked.trajectory,
                 slot=asked.slot,
-                epoch=asked.epoch,
+                incarnation=asked.incarnation,
                 prompt_ids=asked.prompt_ids,
                 token_ids=_ids(done.generated),
                 logprobs=cast("array[float]", FakeTokens(done.generated)),
@@ -396,14 +396,14 @@ class World:
         busy = not self._sharing.isdisjoint(gpus)
         wait = max(0.0, self._training_until - self.now) if busy else 0.0
         start_s = self.scene.start_s(action.bucket) if self.now else 0.0
-        self._later(e.ServerStarted(action.slot, action.epoch), wait + start_s)
+        self._later(e.ServerStarted(action.slot, action.incarnation), wait + start_s)
 
     def _stop_server(self, action: a.StopServer) -> None:
         engine = self.engines.pop(action.slot)
         self.retired.append((action.slot, engine))
         for gpu in set(self._slots[action.slot].gpus) & set(self._trainer_gpus()):
             self._trains_from.setdefault(gpu, self.now + self.scene.to_training_s)
-        self._later(e.ServerStopped(action.slot, action.epoch), 0.0)
+        self._later(e.ServerStopped(action.slot, action.incarnation), 0.0)
 
     def _sync_server(self, action: a.SyncServer) -> None:
         took = self.scene.sync_s if action.published.version else 0.0
@@ -414,12 +414,20 @@ class World:
             self._dirty[action.slot] = engine
         new = action.published
         event = e.ServerSynced(
-            action.slot, action.epoch, new, 0.0, took, 0.0, at, sent_bytes=new.bytes, kind="full"
+            action.slot,
+            action.incarnation,
+            new,
+            0.0,
+            took,
+            0.0,
+            at,
+            sent_bytes=new.bytes,
+            kind="full",
         )
         self._later(event, took)
 
     def _check_server(self, action: a.CheckServer) -> None:
-        self._later(e.ServerChecked(action.slot, action.epoch), 0.0)
+        self._later(e.ServerChecked(action.slot, action.incarnation), 0.0)
 
     def _reprice(self, cost_of: Callable[[Bucket], ServerCost]) -> None:
         """Servers cost something else from now on."""
@@ -433,10 +441,12 @@ class World:
         return tuple(gpu for slot in self.scene.plan.train for gpu in self._slots[slot].gpus)
 
     def _start_trainer(self, action: a.StartTrainer) -> None:
-        self._later(e.TrainerStarted(action.epoch, self._published(action.epoch, 0)), 0.0)
+        self._later(
+            e.TrainerStarted(action.incarnation, self._published(action.incarnation, 0)), 0.0
+        )
 
     def _stop_trainer(self, action: a.StopTrainer) -> None:
-        self._later(e.TrainerStopped(action.epoch), 0.0)
+        self._later(e.TrainerStopped(action.incarnation), 0.0)
 
     def _train(self, action: a.Train) -> None:
         ready = [at for at in self._trains_from.values() if at <= self.now]
@@ -451,9 +461,9 @@ class World:
     def _schedule_step(self, step: _Step) -> None:
         took = step.left / step.rate
         self._training_until = self.now + took
-        epoch, number = step.action.epoch, step.action.step
-        published = self._published(epoch, number, self._training_until)
-        self._due = e.StepDone(epoch, number, published)
+        incarnation, number = step.action.incarnation, step.action.step
+        published = self._published(incarnation, number, self._training_until)
+        self._due = e.StepDone(incarnation, number, published)
         self._later(self._due, took)
 
     def _pace_step(self) -> None:
@@ -473,16 +483,16 @@ class World:
         assert step is not None
         self.tape.trained.append((step.began, self.now))
         if step.action.ledger is not None:
-            saved = e.CheckpointSaved(step.action.epoch, step.action.step, "simulated")
+            saved = e.CheckpointSaved(step.action.incarnation, step.action.step, "simulated")
             self._later(saved, 0.0)
         if self.scene.beside_of is not None:
             self._reprice(self.scene.cost_of)
 
-    def _published(self, epoch: int, step: int, at: Seconds = 0.0) -> e.PublishedVersion:
-        return e.PublishedVersion(step, epoch, f"v{step}", 0, at)
+    def _published(self, incarnation: int, step: int, at: Seconds = 0.0) -> e.PublishedVersion:
+        return e.PublishedVersion(step, incarnation, f"v{step}", 0, at)
 
     def _checkpoint(self, action: a.Checkpoint) -> None:
-        self._later(e.CheckpointSaved(action.epoch, action.step, "simulated"), 0.0)
+        self._later(e.CheckpointSaved(action.incarnation, action.step, "simulated"), 0.0)
 
     def _wake(self, action: a.Wake) -> None:
         self._later(e.TimerFired(action.name), action.after_s)

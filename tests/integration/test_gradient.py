@@ -99,7 +99,7 @@ def wait_done(helper: Worker, step: int) -> None:
     """These steps take milliseconds, so on a busy machine a worker may well be later than the
     core's least patience."""
     side = replace(helper, port=helper.side_port)
-    about = f"epoch=3&step={step}&version=v{step - 1:06d}-e0"
+    about = f"incarnation=3&step={step}&version=v{step - 1:06d}-e0"
     deadline = time.monotonic() + STEP_S
     while side.ask("GET", f"/share?{about}&have=999&wait_s=5")[1]["state"] != "done":
         assert time.monotonic() < deadline
@@ -172,9 +172,9 @@ def test_parts_and_shares_add_up_to_the_step_whatever_the_worlds(
         report = help_with(core, helper, 2, [0, 2])
         assert (report["used"], report["reason"]) == (True, "")
         part_and_share(core, helper, 3)
-        refused = help_with(core, helper, 4, [0, 1, 2, 3], epoch=2)
+        refused = help_with(core, helper, 4, [0, 1, 2, 3], incarnation=2)
         assert not refused["used"]
-        assert "epoch 2, step 4" in refused["reason"]
+        assert "incarnation 2, step 4" in refused["reason"]
         assert help_with(core, helper, 5, [0, 1, 2, 3])["used"]
         losses = [core.result(number)["metrics"]["loss"] for number in range(1, 6)]
         assert losses == pytest.approx(alone.losses[1:6], rel=1e-4, abs=1e-6)
@@ -233,7 +233,9 @@ def test_a_checkpoint_amid_the_parts_of_the_first_step_holds_the_step_before(
         core.step(1, trajectories=of_groups(batch(1), 1, 2, 3), parts=1)
         assert alone.difference(core, [1]) <= 1e-5
         assert core.stop() == 0
-    with trainer(tmp_path / "again", model_dir, resume=Path(answer["path"]), epoch=1) as again:
+    with trainer(
+        tmp_path / "again", model_dir, resume=Path(answer["path"]), incarnation=1
+    ) as again:
         assert again.wait_ready()["step"] == 0
         again.step(1)
         assert alone.difference(again, [1]) <= 1e-5

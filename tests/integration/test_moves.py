@@ -257,11 +257,11 @@ def test_steps_follow_one_another_through_every_move(moved):
 
 
 def test_a_resized_core_goes_on_from_a_checkpoint_of_its_last_step(moved):
-    epochs = moved.run.query(
-        "SELECT trainer_epoch, min(version), max(version) FROM versions GROUP BY 1 ORDER BY 1"
+    incarnations = moved.run.query(
+        "SELECT trainer_incarnation, min(version), max(version) FROM versions GROUP BY 1 ORDER BY 1"
     )
-    assert [epoch for epoch, _, _ in epochs] == [1, 2, 3]
-    for (_, _, last), (_, first, _) in pairwise(epochs):
+    assert [incarnation for incarnation, _, _ in incarnations] == [1, 2, 3]
+    for (_, _, last), (_, first, _) in pairwise(incarnations):
         assert first == last, "no step is lost"
 
 
@@ -385,7 +385,7 @@ def troubled(tmp_path_factory: pytest.TempPathFactory, workdir: Path) -> Iterato
         run.kill("trainer-0", scene.core)
         scene.net.heal(scene.net.hosts[1])
         scene.arrive()
-        again = "SELECT 1 FROM versions WHERE trainer_epoch = 2"
+        again = "SELECT 1 FROM versions WHERE trainer_incarnation = 2"
         run.wait("another core", lambda: run.query(again), timeout_s=START_S)
         scene.more_steps(3)
         scene.stop()
@@ -422,10 +422,10 @@ def _kill_in_mid_step(scene: Scene) -> None:
 
 def _wait_used_by_another(scene: Scene) -> None:
     """Until a worker that was started after the killed one has been of use."""
-    killed = max(share["epoch"] for _, share in scene.shares())
+    killed = max(share["incarnation"] for _, share in scene.shares())
     scene.run.wait(
         "a share of another worker",
-        lambda: [s for _, s in scene.shares() if s["used"] and s["epoch"] > killed],
+        lambda: [s for _, s in scene.shares() if s["used"] and s["incarnation"] > killed],
         timeout_s=START_S,
     )
 
@@ -449,7 +449,7 @@ def test_the_step_of_a_killed_worker_is_done_without_it(troubled):
 
 
 def test_a_killed_worker_is_started_again_and_used_again(troubled):
-    used = {share["epoch"] for _, share in troubled.shares() if share["used"]}
+    used = {share["incarnation"] for _, share in troubled.shares() if share["used"]}
     assert len(used) == 2
 
 
@@ -458,8 +458,10 @@ def test_a_move_goes_on_when_its_host_is_back_and_while_the_core_restarts(troubl
     assert told[1:] == [("rollout", "gradient", "done"), ("gradient", "rollout", "done")]
     seen = {kind for (kind,) in troubled.run.query("SELECT DISTINCT kind FROM events")}
     assert {"NodeLost", "NodeBack", "TrainerFailed"} <= seen
-    epochs = troubled.run.query("SELECT DISTINCT trainer_epoch FROM versions ORDER BY 1")
-    assert epochs == [(1,), (2,)]
+    incarnations = troubled.run.query(
+        "SELECT DISTINCT trainer_incarnation FROM versions ORDER BY 1"
+    )
+    assert incarnations == [(1,), (2,)]
 
 
 def test_a_troubled_run_goes_on_to_its_end(troubled):

@@ -116,9 +116,9 @@ def test_the_pulled_cable_cost_no_restart(run):
 
 def test_the_trainer_went_on_from_its_checkpoint(run):
     started, _ = run
-    epochs = started.query("SELECT DISTINCT trainer_epoch FROM versions ORDER BY 1")
-    assert epochs == [(1,), (2,)]
-    ((first,),) = started.query("SELECT min(version) FROM versions WHERE trainer_epoch = 2")
+    incarnations = started.query("SELECT DISTINCT trainer_incarnation FROM versions ORDER BY 1")
+    assert incarnations == [(1,), (2,)]
+    ((first,),) = started.query("SELECT min(version) FROM versions WHERE trainer_incarnation = 2")
     assert first >= 6, "the checkpoint after step 6 was written before the trainer was killed"
 
 

@@ -35,8 +35,8 @@ SAMPLING = Sampling(temperature=1.0, top_p=1.0, stop_token_ids=())
 START_S = 240.0
 
 
-def published(version: int, epoch: int = 1) -> PublishedVersion:
-    return PublishedVersion(version, epoch, f"v{version:06d}-e{epoch}", 0, 0.0)
+def published(version: int, incarnation: int = 1) -> PublishedVersion:
+    return PublishedVersion(version, incarnation, f"v{version:06d}-e{incarnation}", 0, 0.0)
 
 
 @dataclass
@@ -168,7 +168,7 @@ def turn(prompt: list[int], *, max_tokens: int = 24, version: int = 1) -> Genera
         request=1,
         trajectory=TrajectoryId(0, 0),
         slot="local/0",
-        epoch=0,
+        incarnation=0,
         prompt_ids=array("i", prompt),
         max_tokens=max_tokens,
         cache_key=(1, version),

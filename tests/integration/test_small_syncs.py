@@ -54,7 +54,7 @@ def learner(
         checkpoint_dir=str(tmp_path / "checkpoints"),
         port=0,
         world_size=1,
-        trainer_epoch=0,
+        trainer_incarnation=0,
         seed=1,
         dtype="bfloat16",
         temperature=1.0,
@@ -100,7 +100,7 @@ def test_every_step_of_the_real_trainer_arrives_bit_for_bit_in_few_bytes(
                 learner.tensors(),
                 there.root,
                 version=step,
-                trainer_epoch=0,
+                trainer_incarnation=0,
                 probe=learner.probe(),
                 keep=2,
             )

@@ -77,9 +77,9 @@ def test_resuming_gives_exactly_what_going_on_would_have(
         "position": [2, "groups"]
     }
     again = tmp_path / "again"
-    with trainer(again, model_dir, resume=reference.checkpoint, epoch=1) as resumed:
+    with trainer(again, model_dir, resume=reference.checkpoint, incarnation=1) as resumed:
         health = resumed.wait_ready()
-        assert (health["state"], health["step"], health["trainer_epoch"]) == ("ready", 2, 1)
+        assert (health["state"], health["step"], health["trainer_incarnation"]) == ("ready", 2, 1)
         resumed.step(3)
         resumed.step(4)
         assert largest_difference(resumed.parameters(4), reference.last) == 0

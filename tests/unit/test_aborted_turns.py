@@ -64,7 +64,7 @@ class Broken:
                 request=asked.request,
                 trajectory=asked.trajectory,
                 slot=asked.slot,
-                epoch=asked.epoch,
+                incarnation=asked.incarnation,
                 prompt_ids=asked.prompt_ids,
                 token_ids=array("i", tokens),
                 logprobs=array("f", [-token / 8 for token in tokens]),
@@ -171,7 +171,7 @@ def test_what_was_said_survives_the_death_of_the_server_it_goes_on_at():
     turn = Broken()
     turn.reply(11, 12, reason="abort")
     second = turn.go_on()
-    turn.world.give(e.ServerFailed(second.slot, second.epoch, "killed"))
+    turn.world.give(e.ServerFailed(second.slot, second.incarnation, "killed"))
     turn.world.until(lambda: turn.asked().request > second.request)
     assert turn.asked().prompt_ids == second.prompt_ids
     turn.reply(13, reason="stop")

@@ -63,7 +63,7 @@ def processes(case: dict[str, Any]) -> list[ProcessSpec]:
         http_port=21100,
         rendezvous_port=21101,
         model_dirs={slot.node: "/models/m" for slot in train},
-        trainer_epoch=2,
+        trainer_incarnation=2,
         resume={slot.node: f"/checkpoints/{slot.node}" for slot in train},
     )
     return specs

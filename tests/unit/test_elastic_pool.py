@@ -85,7 +85,7 @@ def test_a_server_that_does_not_come_up_in_another_shape_is_given_its_old_one():
     world.choose(replace(plan, servers=tuple({**shape, B1: smaller}.items())))
     in_phase(world, P.START)
     world.silent = lambda event: False
-    world.give(e.ServerFailed(B1, world.machine.fleet.slots[B1].epoch, "no memory"))
+    world.give(e.ServerFailed(B1, world.machine.fleet.slots[B1].incarnation, "no memory"))
     row = world.moved(B1)
     assert (row.state, row.detail) == ("failed", "no memory; the slot is given back to rollout")
     world.until(lambda: world.state(B1)[0] is S.SERVING)
@@ -128,7 +128,7 @@ def test_turns_that_do_not_end_are_aborted_and_then_left_behind():
     world.silent = of((e.TurnGenerated, e.TurnFailed), B1)
     world.until(lambda: world.machine.fleet.slots[B1].running)
     world.order(gradient=1)
-    timer = f"drain {B1} {world.machine.fleet.slots[B1].epoch}"
+    timer = f"drain {B1} {world.machine.fleet.slots[B1].incarnation}"
     assert {w.name for w in world.did(a.Wake)} >= {f"{timer} abort", f"{timer} out"}
     world.give(e.TimerFired(f"{timer} abort"))
     inside = world.machine.fleet.slots[B1].running
@@ -296,7 +296,7 @@ def test_a_core_that_does_not_come_up_in_time_is_stopped_and_the_old_one_comes_b
 
 
 def die(world: Scene, why: str = "killed") -> None:
-    world.give(e.WorkerFailed(B1, world.machine.workers.slots[B1].epoch, why))
+    world.give(e.WorkerFailed(B1, world.machine.workers.slots[B1].incarnation, why))
 
 
 @pytest.mark.parametrize("gpus", [True, False])
@@ -359,7 +359,7 @@ def test_a_core_that_dies_during_a_move_delays_it_only(phase):
     world = scene()
     world.order(gradient=1)
     in_phase(world, phase)
-    world.give(e.TrainerFailed(world.machine.training.epoch, "killed"))
+    world.give(e.TrainerFailed(world.machine.training.incarnation, "killed"))
     world.arrive()
     assert world.moved(B1).state == "done"
     world.steps_on()
@@ -400,7 +400,7 @@ def test_the_server_that_serves_is_kept_when_no_other_comes_up():
     in_phase(world, P.START, "a/1")
     assert world.state(B1)[0] is S.SERVING
     world.silent = lambda event: False
-    world.give(e.ServerFailed("a/1", world.machine.fleet.slots["a/1"].epoch, "no memory"))
+    world.give(e.ServerFailed("a/1", world.machine.fleet.slots["a/1"].incarnation, "no memory"))
     world.arrive()
     assert world.state(B1)[0] is S.SERVING
     assert world.machine.pool.plan(()) == replace(plan, servers=((B1, shape[B1]),), reasons=())
@@ -424,7 +424,7 @@ def test_when_the_only_server_cannot_be_started_again_another_slot_serves():
     (slot,) = dict(world.machine.pool.plan(()).servers)
     fleet = world.machine.fleet
     for _ in range(4):  # one more than it may be started again
-        world.give(e.ServerFailed(slot, fleet.slots[slot].epoch, "killed"))
+        world.give(e.ServerFailed(slot, fleet.slots[slot].incarnation, "killed"))
         world.until(lambda: fleet.slots[slot].state in (S.SERVING, S.FAILED))
     assert fleet.slots[slot].state is S.FAILED
     world.until(lambda: any(s.state is S.SERVING for s in fleet.slots.values()))

@@ -19,9 +19,9 @@ DEADLINE_S = 10.0
 @pytest.fixture
 def desk() -> WorkerCommandQueue:
     """Ready, with version v000006-e1 loaded."""
-    desk = WorkerCommandQueue(world_size=1, max_len=16, board=GradientStore(epoch=3))
+    desk = WorkerCommandQueue(world_size=1, max_len=16, board=GradientStore(incarnation=3))
     desk.ready()
-    desk.version, desk.trainer_epoch = "v000006-e1", 1
+    desk.version, desk.trainer_incarnation = "v000006-e1", 1
     return desk
 
 
@@ -35,12 +35,17 @@ def share(**changes: Any) -> dict[str, Any]:
         "reward": 1.0,
         "fresh": 1,
     }
-    message = {"step": 7, "trainer_epoch": 1, "epoch": 3, "version": "v000006-e1"}
+    message = {"step": 7, "trainer_incarnation": 1, "incarnation": 3, "version": "v000006-e1"}
     return message | {"trajectories": [trajectory]} | changes
 
 
 def load(desk: WorkerCommandQueue) -> tuple[threading.Thread, list[Any]]:
-    message = {"directory": "/versions", "name": "v000007-e1", "version": 7, "trainer_epoch": 1}
+    message = {
+        "directory": "/versions",
+        "name": "v000007-e1",
+        "version": 7,
+        "trainer_incarnation": 1,
+    }
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(desk.load(message)), daemon=True)
     thread.start()
@@ -59,13 +64,15 @@ def test_a_share_is_taken_once_however_often_it_is_sent(desk: WorkerCommandQueue
     assert desk.health()[1]["step"] == 7
 
 
-@pytest.mark.parametrize("changes", [{"epoch": 2}, {"trainer_epoch": 0}, {"version": "v000005-e1"}])
+@pytest.mark.parametrize(
+    "changes", [{"incarnation": 2}, {"trainer_incarnation": 0}, {"version": "v000005-e1"}]
+)
 def test_a_share_for_other_weights_or_an_earlier_worker_is_a_conflict(
     desk: WorkerCommandQueue, changes: dict[str, Any]
 ):
     status, body = desk.share(share(**changes))
     assert status == HTTPStatus.CONFLICT
-    assert "here is epoch 3, trainer epoch 1, version 'v000006-e1'" in body["error"]
+    assert "here is incarnation 3, trainer incarnation 1, version 'v000006-e1'" in body["error"]
     assert not desk.board.wanted()
 
 

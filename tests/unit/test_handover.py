@@ -57,7 +57,7 @@ class Gate(torch.autograd.Function):  # type: ignore[misc,name-defined]
 
 @pytest.fixture
 def board() -> GradientStore:
-    return GradientStore(epoch=3)
+    return GradientStore(incarnation=3)
 
 
 @pytest.fixture

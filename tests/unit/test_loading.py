@@ -42,7 +42,7 @@ def version(tmp_path: Path) -> Path:
         [(name, tensor.bfloat16()) for name, tensor in tensors.items()],
         tmp_path,
         version=6,
-        trainer_epoch=1,
+        trainer_incarnation=1,
         probe=ProbeResult([5, 6, 7], [-1.0, -1.5]),
         keep=2,
     )

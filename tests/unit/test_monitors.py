@@ -104,7 +104,7 @@ def turn(
         attempt=0,
         turn=number,
         slot=slot,
-        epoch=1,
+        incarnation=1,
         queued_at=0.0,
         started_at=0.0,
         ended_at=1.0,

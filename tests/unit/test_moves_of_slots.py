@@ -70,7 +70,8 @@ class Watched(World):
         self.history: dict[int, list[int]] = {}
         self.batches: dict[int, list[int]] = {}
         self.prompts: dict[TrajectoryId, array[int]] = {}
-        #: Processes that may hold a slot, by kind; those asked to stop, with the epoch asked for.
+        #: Processes that may hold a slot, by kind; those asked to stop, with the incarnation asked
+        #: for.
         self.processes: dict[tuple[str, SlotId], int | None] = {}
 
     def give(self, event: e.Event) -> None:
@@ -102,7 +103,7 @@ class Watched(World):
     def _must_count(self, event: e.TurnGenerated) -> bool:
         """Whether somebody waits for exactly this reply, and all of it is of a proved version."""
         flight = self.machine.rollout.flights.get(event.trajectory)
-        status = self.machine.fleet.current(event.slot, event.epoch)
+        status = self.machine.fleet.current(event.slot, event.incarnation)
         if flight is None or status is None or status.verified is None:
             return False
         waited_for = flight.stage is Stage.GENERATING and flight.request == event.request
@@ -121,11 +122,11 @@ class Watched(World):
     def _gone(self, event: e.Event) -> None:
         if isinstance(event, (e.ServerStopped, e.WorkerStopped)):
             key = ("server" if isinstance(event, e.ServerStopped) else "worker", event.slot)
-            if self.processes.get(key) == event.epoch:
+            if self.processes.get(key) == event.incarnation:
                 del self.processes[key]
         if isinstance(event, e.TrainerStopped):
             for key in [key for key in self.processes if key[0] == "rank"]:
-                if self.processes[key] == event.epoch:
+                if self.processes[key] == event.incarnation:
                     del self.processes[key]
 
     def _do_start_server(self, action: a.StartServer) -> None:
@@ -133,7 +134,7 @@ class Watched(World):
         super()._do_start_server(action)
 
     def _do_stop_server(self, action: a.StopServer) -> None:
-        self.processes["server", action.slot] = action.epoch
+        self.processes["server", action.slot] = action.incarnation
         super()._do_stop_server(action)
 
     def _do_start_worker(self, action: a.StartWorker) -> None:
@@ -141,7 +142,7 @@ class Watched(World):
         super()._do_start_worker(action)
 
     def _do_stop_worker(self, action: a.StopWorker) -> None:
-        self.processes["worker", action.slot] = action.epoch
+        self.processes["worker", action.slot] = action.incarnation
         super()._do_stop_worker(action)
 
     def _do_start_trainer(self, action: a.StartTrainer) -> None:
@@ -152,7 +153,7 @@ class Watched(World):
 
     def _do_stop_trainer(self, action: a.StopTrainer) -> None:
         for slot in action.train:
-            self.processes["rank", slot] = action.epoch
+            self.processes["rank", slot] = action.incarnation
         super()._do_stop_trainer(action)
 
     # -- trajectories and moves -----------------------------------------------------------------

@@ -112,7 +112,7 @@ def turns_of_step(step: int, slots: list[str], began: float) -> Iterator[r.Recor
                 attempt=0,
                 turn=turn,
                 slot=slot,
-                epoch=1,
+                incarnation=1,
                 queued_at=at,
                 started_at=at,
                 ended_at=at + 12,

@@ -148,7 +148,7 @@ def test_a_run_teaches_its_lanes_what_its_servers_do() -> None:
         _advance(world)
         for slot, status in fleet.slots.items():
             tokens[slot] += 50
-            reading = e.ServerSampled(slot, status.epoch, 1, 0, 0.1, None, 0, tokens[slot])
+            reading = e.ServerSampled(slot, status.incarnation, 1, 0, 0.1, None, 0, tokens[slot])
             world.give(reading)
         prices = {lane.cost.step_s for lane in world.machine.gate.lanes}
         learned = max((price for price in prices if price != PRIOR.step_s), default=0.0)

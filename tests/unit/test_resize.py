@@ -18,7 +18,7 @@ def leave_core(world: Scene) -> None:
 
 def test_a_resize_saves_first_and_goes_on_with_the_same_step():
     world = scene()
-    epoch = world.machine.training.epoch
+    incarnation = world.machine.training.incarnation
     leave_core(world)
     world.arrive()
     kinds = (a.Checkpoint, a.StopTrainer, a.StartTrainer, a.Train)
@@ -27,8 +27,8 @@ def test_a_resize_saves_first_and_goes_on_with_the_same_step():
     saved, stopped, started = done[stop - 1 : stop + 2]
     assert isinstance(saved, a.Checkpoint)
     assert isinstance(started, a.StartTrainer)
-    assert stopped == a.StopTrainer(epoch, ("c/0", A0))
-    assert (started.epoch, started.train) == (epoch + 1, ("c/0",))
+    assert stopped == a.StopTrainer(incarnation, ("c/0", A0))
+    assert (started.incarnation, started.train) == (incarnation + 1, ("c/0",))
     assert world.ledgers[started.resume]["step"] == saved.step
     world.until(lambda: world.machine.training.step > saved.step)
     steps = [action.step for action in world.did(a.Train)]
@@ -74,7 +74,7 @@ def test_a_new_core_that_fails_to_start_brings_the_old_one_back():
     leave_core(world)
     world.until(lambda: world.kept)
     world.silent = lambda event: False
-    world.give(e.TrainerFailed(world.machine.training.epoch, "out of memory"))
+    world.give(e.TrainerFailed(world.machine.training.incarnation, "out of memory"))
     world.until(lambda: world.machine.training.state is TrainerState.READY)
     assert world.machine.training.core == ("c/0", A0)
     assert world.machine.training.step >= step_before

@@ -26,8 +26,8 @@ def slot(index: int, gpus: int = 1) -> Slot:
     return Slot(f"w/{index}", "w", tuple(range(index, index + gpus)), Pool.HYBRID)
 
 
-def version(step: int, epoch: int = 1) -> e.PublishedVersion:
-    return e.PublishedVersion(step, epoch, f"v{step}-e{epoch}", 1, 0.0)
+def version(step: int, incarnation: int = 1) -> e.PublishedVersion:
+    return e.PublishedVersion(step, incarnation, f"v{step}-e{incarnation}", 1, 0.0)
 
 
 @given(
@@ -75,14 +75,14 @@ def ready(workers: GradientWorkers, at: Slot, published: e.PublishedVersion) -> 
     status = workers.of(at, now=0.0)
     workers.publish(published)
     workers.start(status, now=0.0)
-    workers.started(e.WorkerStarted(at.id, status.epoch), now=0.0)
+    workers.started(e.WorkerStarted(at.id, status.incarnation), now=0.0)
     prove(workers, status, published)
     return status
 
 
 def prove(workers: GradientWorkers, status: Replica, published: e.PublishedVersion) -> None:
     workers.synced(
-        e.WorkerSynced(status.slot.id, status.epoch, published, 0.0, 0.1, 0.1, 1.0), now=1.0
+        e.WorkerSynced(status.slot.id, status.incarnation, published, 0.0, 0.1, 0.1, 1.0), now=1.0
     )
 
 
@@ -115,16 +115,16 @@ def test_a_worker_that_proves_an_old_version_goes_on_to_the_newest_first():
     workers.publish(version(2))
     workers.publish(version(3))
     actions = workers.synced(
-        e.WorkerSynced(status.slot.id, status.epoch, version(2), 0.0, 0.1, 0.1, 1.0), now=1.0
+        e.WorkerSynced(status.slot.id, status.incarnation, version(2), 0.0, 0.1, 0.1, 1.0), now=1.0
     )
-    assert a.SyncWorker("w/0", status.epoch, version(3)) in actions
+    assert a.SyncWorker("w/0", status.incarnation, version(3)) in actions
 
 
 def test_the_same_step_of_another_trainer_is_another_version():
     workers = GradientWorkers(1)
-    ready(workers, slot(0), version(1, epoch=1))
-    workers.publish(version(1, epoch=2))
-    workers.publish(version(1, epoch=3))
+    ready(workers, slot(0), version(1, incarnation=1))
+    workers.publish(version(1, incarnation=2))
+    workers.publish(version(1, incarnation=3))
     assert workers.shares(BATCH) == ()
 
 
@@ -137,13 +137,13 @@ def test_only_a_worker_that_works_and_can_be_reached_has_a_share(what):
     else:
         workers.leave(status, "the plan", now=2.0)
         if what == "starting":
-            workers.gone(e.WorkerStopped("w/0", status.epoch), now=2.0, again=True)
+            workers.gone(e.WorkerStopped("w/0", status.incarnation), now=2.0, again=True)
     assert workers.shares(BATCH) == ()
 
 
 def done(status: Replica, *, used: bool) -> e.ShareDone:
     return e.ShareDone(
-        status.slot.id, status.epoch, used, "" if used else "late", 10, 1.0, 0.0, 1, 0.1
+        status.slot.id, status.incarnation, used, "" if used else "late", 10, 1.0, 0.0, 1, 0.1
     )
 
 
@@ -164,7 +164,7 @@ def test_what_a_worker_of_before_says_changes_nothing():
     status = ready(workers, slot(0), version(1))
     old = done(status, used=True)
     workers.take_out(status, "died", now=2.0)
-    workers.gone(e.WorkerStopped("w/0", status.epoch), now=2.0, again=True)
+    workers.gone(e.WorkerStopped("w/0", status.incarnation), now=2.0, again=True)
     workers.step_over([old], (0.0, 0.0), now=3.0)
     assert not workers.used
 
@@ -175,7 +175,7 @@ def test_a_leaving_worker_goes_when_the_step_with_its_share_is_over():
     workers.shares(BATCH)
     assert not any(isinstance(x, a.StopWorker) for x in workers.leave(status, "the plan", now=2.0))
     actions = workers.step_over([done(status, used=True)], (10.0, 1.0), now=3.0)
-    assert a.StopWorker("w/0", status.epoch) in actions
+    assert a.StopWorker("w/0", status.incarnation) in actions
     workers.check()
 
 
@@ -183,8 +183,8 @@ def test_a_worker_that_never_worked_is_not_started_again():
     workers = GradientWorkers(1)
     status = workers.of(slot(0), now=0.0)
     workers.start(status, now=0.0)
-    workers.failed(e.WorkerFailed("w/0", status.epoch, "no memory"), now=1.0)
-    workers.gone(e.WorkerStopped("w/0", status.epoch), now=2.0, again=True)
+    workers.failed(e.WorkerFailed("w/0", status.incarnation, "no memory"), now=1.0)
+    workers.gone(e.WorkerStopped("w/0", status.incarnation), now=2.0, again=True)
     assert status.state is ReplicaState.FAILED
     workers.expect(slot(0), now=3.0)
     assert str(status.state) == "idle", "a new plan hopes for it"

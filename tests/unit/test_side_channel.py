@@ -28,7 +28,7 @@ from libra_cli.node.trainer.shares import WorkerShare, read_shares, rows_of
 
 TOKEN = "of-this-run"
 DEADLINE_S = 10.0
-ABOUT = {"epoch": "3", "step": "7", "version": "v000006-e1"}
+ABOUT = {"incarnation": "3", "step": "7", "version": "v000006-e1"}
 VALUES: NDArray[np.float32] = np.arange(15, dtype="<f4").reshape(5, 3)
 BIAS: NDArray[np.float32] = np.array(0.5, dtype="<f4")
 
@@ -36,7 +36,7 @@ BIAS: NDArray[np.float32] = np.array(0.5, dtype="<f4")
 @pytest.fixture
 def board(tmp_path: Path) -> GradientStore:
     """A share of step 7 that is under way; of its two tensors the scalar is not finished."""
-    board = GradientStore(epoch=3)
+    board = GradientStore(incarnation=3)
     board.begin(7, "v000006-e1")
     board.finish("weight", in_pieces(tmp_path, world=2))
     return board
@@ -102,7 +102,7 @@ def test_every_route_demands_the_token(port: int, path: str):
 @pytest.mark.parametrize(
     ("changes", "status"),
     [
-        ({"epoch": "2"}, HTTPStatus.CONFLICT),
+        ({"incarnation": "2"}, HTTPStatus.CONFLICT),
         ({"step": "6"}, HTTPStatus.CONFLICT),
         ({"version": "v000006-e0"}, HTTPStatus.CONFLICT),
         ({"tensor": "bias"}, HTTPStatus.NOT_FOUND),
@@ -194,7 +194,7 @@ class Damaging(GradientStore):
 
 
 def test_a_damaged_gradient_is_not_used(tmp_path: Path):
-    board = Damaging(epoch=3)
+    board = Damaging(incarnation=3)
     board.begin(7, "v000006-e1")
     board.finish("weight", in_pieces(tmp_path, world=1))
     server = serve(board, bind="127.0.0.1", port=0, token=TOKEN)
@@ -285,7 +285,13 @@ def test_a_wait_over_since_the_core_was_busy_counts_for_nothing(
 
 
 def share(groups: list[int], url: str = "http://10.0.0.3:21007") -> dict[str, Any]:
-    return {"worker": "b/0", "epoch": 1, "url": url, "version": "v000000-e0", "groups": groups}
+    return {
+        "worker": "b/0",
+        "incarnation": 1,
+        "url": url,
+        "version": "v000000-e0",
+        "groups": groups,
+    }
 
 
 @pytest.mark.parametrize(

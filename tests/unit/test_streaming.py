@@ -47,7 +47,7 @@ def trainer(book: GroupLedger, *, stream: bool) -> TrainerGroup:
 def answer(training: TrainerGroup, actions: list[a.Action]) -> None:
     for action in actions:
         if isinstance(action, a.Accumulate):
-            training.accumulated(e.Accumulated(action.epoch, action.step, action.part))
+            training.accumulated(e.Accumulated(action.incarnation, action.step, action.part))
 
 
 def groups_of(samples: tuple[a.TrainSample, ...]) -> list[int]:
@@ -124,7 +124,7 @@ def test_parts_of_a_trainer_that_dies_are_trained_by_the_next():
     claimed = {g.id for g in world.machine.ledger.groups.values() if g.state is GroupState.CLAIMED}
     assert claimed
     step = world.machine.training.step
-    world.give(e.TrainerFailed(world.machine.training.epoch, "killed"))
+    world.give(e.TrainerFailed(world.machine.training.incarnation, "killed"))
     world.until(lambda: world.machine.training.step > step)
     trained = {group for group, at in world.trained if at <= step + 1}
     assert claimed <= trained
@@ -139,8 +139,10 @@ def test_shares_are_of_the_last_part_only():
     status = workers.of(Slot("w/0", "w", (), Pool.HYBRID), now=0.0)
     workers.publish(published)
     workers.start(status, now=0.0)
-    workers.started(e.WorkerStarted("w/0", status.epoch), now=0.0)
-    workers.synced(e.WorkerSynced("w/0", status.epoch, published, 0.0, 0.1, 0.1, 1.0), now=1.0)
+    workers.started(e.WorkerStarted("w/0", status.incarnation), now=0.0)
+    workers.synced(
+        e.WorkerSynced("w/0", status.incarnation, published, 0.0, 0.1, 0.1, 1.0), now=1.0
+    )
     groups = [book.open(version=0, now=0.0) for _ in range(GROUPS)]
     for group in groups[:2]:
         end(book, group)

@@ -44,7 +44,7 @@ def trajectory(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def desk() -> CommandQueue:
-    desk = CommandQueue(world_size=1, trainer_epoch=2, max_len=16)
+    desk = CommandQueue(world_size=1, trainer_incarnation=2, max_len=16)
     desk.state = "ready"
     return desk
 

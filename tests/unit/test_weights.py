@@ -40,19 +40,26 @@ def _time_for_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "DELTA_S", 20.0)
 
 
-def write(root: Path, version: int, *, epoch: int = 0, keep: int = 2) -> weights.VersionOnDisk:
+def write(
+    root: Path, version: int, *, incarnation: int = 0, keep: int = 2
+) -> weights.VersionOnDisk:
     return publish(
-        TENSORS.items(), root, version=version, trainer_epoch=epoch, probe=PROBE, keep=keep
+        TENSORS.items(),
+        root,
+        version=version,
+        trainer_incarnation=incarnation,
+        probe=PROBE,
+        keep=keep,
     )
 
 
 def test_the_manifest_describes_what_is_on_disk(tmp_path: Path):
-    published = write(tmp_path / "run", 7, epoch=2)
+    published = write(tmp_path / "run", 7, incarnation=2)
     directory = tmp_path / "run" / "v000007-e2"
     assert published.name == directory.name
     manifest = json.loads((directory / MANIFEST).read_text())
     assert manifest["version"] == 7
-    assert manifest["trainer_epoch"] == 2
+    assert manifest["trainer_incarnation"] == 2
     assert manifest["probe"] == {"token_ids": [1, 2, 3], "logprobs": [-0.5, -1.5]}
     loaded: dict[str, Any] = {}
     for name, file in manifest["files"].items():
@@ -81,7 +88,7 @@ def test_a_failure_half_way_leaves_nothing(tmp_path: Path):
         raise OSError("no space left on device")
 
     with pytest.raises(OSError, match="no space left"):
-        publish(broken(), tmp_path, version=1, trainer_epoch=0, probe=PROBE, keep=2)
+        publish(broken(), tmp_path, version=1, trainer_incarnation=0, probe=PROBE, keep=2)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -105,8 +112,8 @@ def test_only_the_last_versions_are_kept(tmp_path: Path):
 
 
 def test_a_restarted_trainer_publishes_under_another_name(tmp_path: Path):
-    write(tmp_path, 3, epoch=0)
-    write(tmp_path, 3, epoch=1)
+    write(tmp_path, 3, incarnation=0)
+    write(tmp_path, 3, incarnation=1)
     assert {path.name for path in tmp_path.iterdir()} == {version_name(3, 0), version_name(3, 1)}
 
 
@@ -133,11 +140,11 @@ def advance(root: Path, version: int, **changes: Any) -> dict[str, Any]:
         tensors.items(),
         root,
         version=version,
-        trainer_epoch=changes.get("epoch", 0),
+        trainer_incarnation=changes.get("incarnation", 0),
         probe=PROBE,
         keep=2,
     )
-    name = version_name(version, changes.get("epoch", 0))
+    name = version_name(version, changes.get("incarnation", 0))
     manifest: dict[str, Any] = json.loads((root / name / MANIFEST).read_text())
     return manifest
 
@@ -180,9 +187,9 @@ def test_one_file_that_changed_too_much_leaves_no_delta_at_all(
 def test_without_the_same_trainers_version_before_there_is_no_delta(tmp_path: Path, change: str):
     advance(tmp_path, 1)
     version = 3 if change == "a version is missing" else 2
-    epoch = int(change == "restarted")
+    incarnation = int(change == "restarted")
     tensors = {"a.weight": torch.ones(4, 4)} if change == "other shapes" else policy(2)
-    manifest = advance(tmp_path, version, epoch=epoch, tensors=tensors)
+    manifest = advance(tmp_path, version, incarnation=incarnation, tensors=tensors)
     assert manifest["delta"] is None
     assert deltas(tmp_path) == []
 

@@ -198,7 +198,7 @@ class MeasurementHarness:
             request=self._requests,
             trajectory=TrajectoryId(0, 0),
             slot=slot,
-            epoch=EPOCH,
+            incarnation=EPOCH,
             prompt_ids=prompt,
             max_tokens=tokens,
             cache_key=self._serving.key,

@@ -51,10 +51,10 @@ class GradientWorkers:
         self.used: set[SlotId] = set()
         self._missed: dict[SlotId, int] = {}
 
-    def current(self, slot: SlotId, epoch: int) -> Replica | None:
-        """The slot, if an answer of this epoch still counts."""
+    def current(self, slot: SlotId, incarnation: int) -> Replica | None:
+        """The slot, if an answer of this incarnation still counts."""
         status = self.slots.get(slot)
-        return status if status is not None and status.epoch == epoch else None
+        return status if status is not None and status.incarnation == incarnation else None
 
     @property
     def stopped(self) -> bool:
@@ -78,11 +78,11 @@ class GradientWorkers:
         status.move(ReplicaState.STARTING, now=now)
         status.role = Role.GRADIENT
         self.used.discard(status.slot.id)
-        return [StartWorker(status.slot.id, status.epoch), self.record(status, now)]
+        return [StartWorker(status.slot.id, status.incarnation), self.record(status, now)]
 
     def started(self, event: WorkerStarted, *, now: Seconds) -> list[Action]:
         """Its world is whole: give it the newest version, if there is one."""
-        status = self.current(event.slot, event.epoch)
+        status = self.current(event.slot, event.incarnation)
         if status is None or status.state is not ReplicaState.STARTING:
             return []
         status.move(ReplicaState.JOINING, now=now)
@@ -98,11 +98,11 @@ class GradientWorkers:
         if not up or self.latest is None or status.syncing or status.verified == self.latest:
             return []
         status.syncing = self.latest
-        return [SyncWorker(status.slot.id, status.epoch, self.latest)]
+        return [SyncWorker(status.slot.id, status.incarnation, self.latest)]
 
     def synced(self, event: WorkerSynced, *, now: Seconds) -> list[Action]:
         """Proved: it may have shares of the next step, or goes on to a version yet newer."""
-        status = self.current(event.slot, event.epoch)
+        status = self.current(event.slot, event.incarnation)
         if status is None or status.syncing != event.published:
             return []
         status.verified, status.syncing, status.loaded_at = event.published, None, event.loaded_at
@@ -114,7 +114,7 @@ class GradientWorkers:
 
     def sync_failed(self, event: WorkerSyncFailed, *, now: Seconds) -> list[Action]:
         """It has no share until it has a version yet newer."""
-        status = self.current(event.slot, event.epoch)
+        status = self.current(event.slot, event.incarnation)
         if status is None or status.syncing != event.published:
             return []
         status.syncing = None
@@ -125,7 +125,7 @@ class GradientWorkers:
 
     def failed(self, event: WorkerFailed, *, now: Seconds) -> list[Action]:
         """The process is gone, or may as well be."""
-        status = self.current(event.slot, event.epoch)
+        status = self.current(event.slot, event.incarnation)
         return [] if status is None else self.take_out(status, event.reason, now=now)
 
     def leave(self, status: Replica, why: str, *, now: Seconds) -> list[Action]:
@@ -145,11 +145,11 @@ class GradientWorkers:
         status.retire()
         self._sharing.discard(status.slot.id)
         self._missed.pop(status.slot.id, None)
-        return [StopWorker(status.slot.id, status.epoch), self.record(status, now)]
+        return [StopWorker(status.slot.id, status.incarnation), self.record(status, now)]
 
     def gone(self, event: WorkerStopped, *, now: Seconds, again: bool) -> list[Action]:
         """Verified gone. Start it again if the plan has it there and it deserves it."""
-        status = self.current(event.slot, event.epoch)
+        status = self.current(event.slot, event.incarnation)
         if status is None or status.state is not ReplicaState.STOPPING:
             return []
         why = status.detail
@@ -214,7 +214,7 @@ class GradientWorkers:
         self._speeds.core(*core)
         self._sharing.clear()
         for share in done:
-            status = self.current(share.slot, share.epoch)
+            status = self.current(share.slot, share.incarnation)
             if status is not None:
                 actions += self._judge(status, share, now)
         for status in self.slots.values():

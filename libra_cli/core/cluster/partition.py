@@ -69,7 +69,7 @@ def deal_shares(
         dealt[first].append(group.id)
     pairs = zip(ready, dealt[1:], strict=True)
     return tuple(
-        BatchPartition(status.slot.id, status.epoch, tuple(sorted(ids)))
+        BatchPartition(status.slot.id, status.incarnation, tuple(sorted(ids)))
         for status, ids in pairs
         if ids
     )

@@ -4,8 +4,8 @@ Rules for this file: everything that may change a slot's state lives here; an ed
 ``MOVES`` is a bug and raises ``IllegalMove`` without changing anything; the text of an edge says
 what in the world causes it.
 
-An **epoch** is the generation number of a slot's assignment. It grows whenever a server is taken
-out, so that whatever the old process still has to say can be recognised and dropped.
+An **incarnation** is the generation number of a slot's assignment. It grows whenever a server is
+taken out, so that whatever the old process still has to say can be recognised and dropped.
 """
 
 from __future__ import annotations
@@ -78,13 +78,14 @@ class Replica:
     since: Seconds
     state: ReplicaState = S.IDLE
     role: Role = Role.IDLE
-    epoch: int = 0
+    incarnation: int = 0
     bucket: Bucket | None = None
     #: The version the server has proved to compute with; None before the first proof.
     verified: PublishedVersion | None = None
     #: The version being loaded; None when no sync is under way.
     syncing: PublishedVersion | None = None
-    #: Versions that it may have generated with, whose proof broke off: (trainer epoch, version).
+    #: Versions that it may have generated with, whose proof broke off: (trainer incarnation,
+    #: version).
     unproved: set[tuple[int, Version]] = field(default_factory=set)
     #: A server that never served has a wrong configuration: it is not started again.
     has_served: bool = False
@@ -138,7 +139,7 @@ class Replica:
 
     def retire(self) -> None:
         """Make every answer still under way an old one."""
-        self.epoch += 1
+        self.incarnation += 1
         self.running = self.failures = 0
         self.verified = self.syncing = None
         self.doubted = False
@@ -177,7 +178,7 @@ def slot_record(status: Replica, *, now: Seconds, waiting: int = 0) -> SlotRecor
         role=status.role,
         state=status.state if status.reachable else "unreachable",
         since=status.since,
-        epoch=status.epoch,
+        incarnation=status.incarnation,
         bucket=status.bucket.name if status.bucket else "",
         version=status.verified.version if status.verified else None,
         verified=status.verified is not None,

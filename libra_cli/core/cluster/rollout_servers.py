@@ -3,9 +3,9 @@
 A server is routed to only while it is SERVING, and it is SERVING only after it has *proved*, on a
 probe sequence, that it computes with a version the trainer published. From then on it is kept at
 the newest version by syncs in flight, one at a time, always to the newest. A server that dies, does
-not take a version or computes something else is taken out (its epoch grows, so whatever it still
-says is dropped), stopped, verified gone, and started again: at most ``MAX_RESTARTS`` times, and
-only if it has served before; one that never served has a configuration error, and trying again
+not take a version or computes something else is taken out (its incarnation grows, so whatever it
+still says is dropped), stopped, verified gone, and started again: at most ``MAX_RESTARTS`` times,
+and only if it has served before; one that never served has a configuration error, and trying again
 would hide it.
 
 A request that breaks off may be the server's fault or the network's. The server is *doubted*, and
@@ -130,10 +130,10 @@ class RolloutServers:
                 return ""
         return "; ".join(f"{s.slot.id}: {s.detail}" for s in self.slots.values() if _counts(s))
 
-    def current(self, slot: SlotId, epoch: int) -> Replica | None:
-        """The slot, if an answer of this epoch still counts."""
+    def current(self, slot: SlotId, incarnation: int) -> Replica | None:
+        """The slot, if an answer of this incarnation still counts."""
         status = self.slots.get(slot)
-        return status if status is not None and status.epoch == epoch else None
+        return status if status is not None and status.incarnation == incarnation else None
 
     # -- what happens ---------------------------------------------------------------------------
 
@@ -153,11 +153,11 @@ class RolloutServers:
         """Start a server of this shape on the slot."""
         status.move(ReplicaState.STARTING, now=now)
         status.role, status.bucket = Role.ROLLOUT, bucket
-        return [StartServer(status.slot.id, status.epoch, bucket), self.record(status, now)]
+        return [StartServer(status.slot.id, status.incarnation, bucket), self.record(status, now)]
 
     def started(self, event: ServerStarted, *, now: Seconds) -> list[Action]:
         """Healthy: give it the newest version, if there is one yet."""
-        status = self.current(event.slot, event.epoch)
+        status = self.current(event.slot, event.incarnation)
         if status is None or status.state is not ReplicaState.STARTING:
             return []
         status.move(ReplicaState.JOINING, now=now)
@@ -165,7 +165,7 @@ class RolloutServers:
 
     def failed(self, event: ServerFailed, *, now: Seconds) -> list[Action]:
         """The process is gone, or may as well be."""
-        status = self.current(event.slot, event.epoch)
+        status = self.current(event.slot, event.incarnation)
         return [] if status is None else self.take_out(status, event.reason, now=now)
 
     def take_out(self, status: Replica, why: str, *, now: Seconds) -> list[Action]:
@@ -176,11 +176,11 @@ class RolloutServers:
         status.retire()
         self._lanes.pop(status.slot.id, None)
         self.retired.append(status.slot.id)
-        return [StopServer(status.slot.id, status.epoch), self.record(status, now)]
+        return [StopServer(status.slot.id, status.incarnation), self.record(status, now)]
 
     def gone(self, event: ServerStopped, *, now: Seconds, again: bool) -> list[Action]:
         """Verified gone. Start it again if the run goes on and it deserves it."""
-        status = self.current(event.slot, event.epoch)
+        status = self.current(event.slot, event.incarnation)
         if status is None or status.state is not ReplicaState.STOPPING:
             return []
         why = status.detail
@@ -207,11 +207,11 @@ class RolloutServers:
         if not ready or self.latest is None or status.syncing or status.verified == self.latest:
             return []
         status.syncing = self.latest
-        return [SyncServer(status.slot.id, status.epoch, self.latest)]
+        return [SyncServer(status.slot.id, status.incarnation, self.latest)]
 
     def synced(self, event: ServerSynced, *, now: Seconds) -> list[Action]:
         """Proved. Route to it, and go on to the next version if there is one already."""
-        status = self.current(event.slot, event.epoch)
+        status = self.current(event.slot, event.incarnation)
         if status is None or status.syncing != event.published:
             return []
         status.verified, status.syncing, status.failures = event.published, None, 0
@@ -224,7 +224,7 @@ class RolloutServers:
 
     def sync_failed(self, event: SyncFailed, *, now: Seconds) -> list[Action]:
         """Not proved: out, unless only the connection is to blame; then try when it is back."""
-        status = self.current(event.slot, event.epoch)
+        status = self.current(event.slot, event.incarnation)
         if status is None or status.syncing != event.published:
             return []
         status.syncing = None
@@ -242,11 +242,11 @@ class RolloutServers:
         if status.failures > MAX_FAILURES:
             return self.take_out(status, f"failed {status.failures} times: {reason}", now=now)
         status.doubted = self._changed = True
-        return [CheckServer(status.slot.id, status.epoch)]
+        return [CheckServer(status.slot.id, status.incarnation)]
 
     def checked(self, event: ServerChecked, *, now: Seconds) -> list[Action]:
         """It answers: go on, with the newest version if that was what failed."""
-        status = self.current(event.slot, event.epoch)
+        status = self.current(event.slot, event.incarnation)
         if status is None or not status.doubted:
             return []
         status.doubted = False
@@ -285,7 +285,7 @@ class RolloutServers:
 
     def sampled(self, event: ServerSampled, *, now: Seconds) -> list[Action]:
         """Turn a reading of the server's counters into a rate, and keep it."""
-        status = self.current(event.slot, event.epoch)
+        status = self.current(event.slot, event.incarnation)
         if status is None:
             return []
         status.count(0, now=now)
@@ -347,9 +347,9 @@ def _sync_record(event: ServerSynced | SyncFailed, now: Seconds) -> SyncRecord:
     done = event if isinstance(event, ServerSynced) else None
     return SyncRecord(
         slot=event.slot,
-        epoch=event.epoch,
+        incarnation=event.incarnation,
         version=event.published.version,
-        trainer_epoch=event.published.trainer_epoch,
+        trainer_incarnation=event.published.trainer_incarnation,
         published_at=event.published.at,
         served_at=done.served_at if done else now,
         verified_at=now,

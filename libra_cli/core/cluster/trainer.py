@@ -1,9 +1,9 @@
 """The trainer: one accelerate world on the train slots, one optimizer step at a time.
 
 A trainer that dies is started again from the last checkpoint: at most once a minute, three times a
-run. It comes back as a new trainer *epoch*; what the ledger had given it since that checkpoint is
-given to it again, and the servers go back to its version. A trainer that never started has a
-configuration error and is not tried again.
+run. It comes back as a new trainer *incarnation*; what the ledger had given it since that
+checkpoint is given to it again, and the servers go back to its version. A trainer that never
+started has a configuration error and is not tried again.
 
 With ``stream`` a step begins on the groups that are READY while others are still played: their
 gradients are sums, divided once at the end, so what comes out does not depend on it.
@@ -84,7 +84,7 @@ class TrainerGroup:
         self._stream = stream
         self.slots = [Replica(slot, since=0.0, role=Role.TRAIN) for slot in slots]
         self.state = TrainerState.DOWN
-        self.epoch = 0
+        self.incarnation = 0
         self.step = 0
         self.published: PublishedVersion | None = None
         self.checkpoint = ""
@@ -116,9 +116,9 @@ class TrainerGroup:
     def start(self, *, now: Seconds) -> list[Action]:
         """Start every rank, from the last checkpoint if there is one."""
         self.state, self._started_at = TrainerState.STARTING, now
-        self.epoch += 1
+        self.incarnation += 1
         return [
-            StartTrainer(self.epoch, self.core, self.checkpoint),
+            StartTrainer(self.incarnation, self.core, self.checkpoint),
             *self._move(ReplicaState.STARTING, now=now),
         ]
 
@@ -185,7 +185,7 @@ class TrainerGroup:
         self.published = published
         row = VersionRecord(
             version=published.version,
-            trainer_epoch=published.trainer_epoch,
+            trainer_incarnation=published.trainer_incarnation,
             published_at=published.at,
             bytes=published.bytes,
         )
@@ -203,7 +203,7 @@ class TrainerGroup:
             return []
         self.state, self.detail = TrainerState.STOPPING, why
         actions = [
-            StopTrainer(self.epoch, self.core),
+            StopTrainer(self.incarnation, self.core),
             *self._move(ReplicaState.STOPPING, now=now, why=why),
         ]
         return [*actions, *self._workers.step_over((), (0.0, 0.0), now=now)]
@@ -238,7 +238,7 @@ class TrainerGroup:
         self.stirred = True
         for status in self.slots:
             status.move(to, now=now, why=why)
-            status.epoch = self.epoch
+            status.incarnation = self.incarnation
             status.restarts = self._restarts
             status.role = _ROLES.get(to, Role.TRAIN)
         return [Save(slot_record(status, now=now)) for status in self.slots]
@@ -265,7 +265,7 @@ class TrainerGroup:
         self._begin(groups, now)
         self._parts += 1
         self._awaited = self._parts
-        return [Accumulate(self.epoch, step, self._parts, self._samples(groups))]
+        return [Accumulate(self.incarnation, step, self._parts, self._samples(groups))]
 
     def accumulated(self, event: Accumulated) -> list[Action]:
         """A part is in: go on with the next, or with the step."""
@@ -298,7 +298,7 @@ class TrainerGroup:
         if save:
             self._asked_step = step
         train = Train(
-            self.epoch,
+            self.incarnation,
             step,
             self._samples(rest),
             ledger,
@@ -350,7 +350,7 @@ class TrainerGroup:
         if self.state is not TrainerState.READY or self.step <= newest:
             return []
         self._asked_step = self.step
-        return [Checkpoint(self.epoch, self.step, self._ledger.position(self.step))]
+        return [Checkpoint(self.incarnation, self.step, self._ledger.position(self.step))]
 
     @property
     def at_work(self) -> bool:

@@ -193,7 +193,7 @@ def trainer_processes(
     http_port: int,
     rendezvous_port: int,
     model_dirs: Mapping[str, str],
-    trainer_epoch: int,
+    trainer_incarnation: int,
     resume: Mapping[str, str] | None = None,
 ) -> tuple[ProcessSpec, ...]:
     """One launcher a node, in rank order; the first node's rank 0 answers on ``http_port``.
@@ -213,7 +213,7 @@ def trainer_processes(
             # One path for all: shards of one checkpoint must come together.
             "checkpoint_dir": f"{head.run_dir}/checkpoints",
             "port": http_port,
-            "trainer_epoch": trainer_epoch,
+            "trainer_incarnation": trainer_incarnation,
             "dtype": dtype,
             "keep_versions": recipe.weight_sync.keep_versions,
             "resume": resume[node] if resume else None,
@@ -277,7 +277,7 @@ def worker_process(
     facts: HostFacts,
     *,
     run_id: str,
-    epoch: int,
+    incarnation: int,
     ports: Mapping[str, int],
     model_dir: str,
 ) -> ProcessSpec:
@@ -286,7 +286,7 @@ def worker_process(
     world_size = len(slot.gpus) or 1
     config = _policy_config(recipe, run_id, model_dir, world_size) | {
         "slot": slot.id,
-        "epoch": epoch,
+        "incarnation": incarnation,
         "port": ports[process],
         "side_bind": "0.0.0.0" if len(recipe.nodes) > 1 else "127.0.0.1",
         "side_port": ports[f"side-{process}"],
@@ -406,7 +406,7 @@ def dry_run(recipe: Recipe, facts: Mapping[str, HostFacts] | None = None) -> tup
         http_port=head["trainer"],
         rendezvous_port=head["rendezvous"],
         model_dirs=model_dirs,
-        trainer_epoch=1,
+        trainer_incarnation=1,
     )
     roles = {slot: f"rollout: {bucket.name}" for slot, bucket in plan.servers}
     roles |= dict.fromkeys(plan.train, "train")

@@ -96,7 +96,7 @@ class SlotMigration:
     started_at: Seconds
     phases: list[tuple[MigrationPhase, Seconds]] = field(default_factory=list)
     #: Of the new process's assignment, once it has been started.
-    epoch: int | None = None
+    incarnation: int | None = None
     #: Requests inside the slot's server, summed over time, when the new process was started.
     request_s: Seconds = 0.0
     state: str = ""

@@ -125,9 +125,9 @@ class MigrationTracker:
         if (
             phase in (MigrationPhase.START, MigrationPhase.SYNC)
             and new is not None
-            and move.epoch is None
+            and move.incarnation is None
         ):
-            move.epoch, move.request_s = new.epoch, new.request_s
+            move.incarnation, move.request_s = new.incarnation, new.request_s
         return [Wake(move.timer, LIFECYCLE[phase].deadline_s), Save(move.record())]
 
     def _broken(self, move: SlotMigration, new: Replica | None) -> str:
@@ -138,7 +138,7 @@ class MigrationTracker:
                 return self._wanted.refusal
         if new is None or move.after is Role.TRAIN:
             return ""
-        failed = new.state is ReplicaState.FAILED or move.epoch not in (None, new.epoch)
+        failed = new.state is ReplicaState.FAILED or move.incarnation not in (None, new.incarnation)
         return (new.detail or "its process ended") if failed else ""
 
     def _tell_sync(self, move: SlotMigration, new: Replica, now: Seconds) -> None:

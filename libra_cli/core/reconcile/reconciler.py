@@ -178,7 +178,7 @@ class Reconciler:
             return self._fleet.take_out(status, WHY, now=now)
         status.move(ReplicaState.DRAINING, now=now, why=WHY)
         self._draining.add(status.slot.id)
-        timer = f"{TIMER}{status.slot.id} {status.epoch}"
+        timer = f"{TIMER}{status.slot.id} {status.incarnation}"
         times = [Wake(f"{timer} {ABORT}", GRACE_S), Wake(f"{timer} {OUT}", DRAIN_S)]
         return [self._fleet.record(status, now), *times]
 
@@ -195,8 +195,8 @@ class Reconciler:
 
     def overdue(self, timer: str, *, now: Seconds) -> tuple[SlotId | None, list[Action]]:
         """A draining server's time is up: the slot whose turns are to be aborted, or it is out."""
-        slot, epoch, what = timer.removeprefix(TIMER).rsplit(" ", 2)
-        status = self._fleet.current(slot, int(epoch))
+        slot, incarnation, what = timer.removeprefix(TIMER).rsplit(" ", 2)
+        status = self._fleet.current(slot, int(incarnation))
         if status is None or status.state is not ReplicaState.DRAINING:
             return None, []
         if what == ABORT:

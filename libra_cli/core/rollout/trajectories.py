@@ -198,7 +198,7 @@ class Trajectories:
             request=self._requests,
             trajectory=flight.trajectory.id,
             slot=slot,
-            epoch=status.epoch,
+            incarnation=status.incarnation,
             prompt_ids=tokens[:],
             max_tokens=self._room(flight),
             cache_key=status.verified.key,
@@ -339,8 +339,8 @@ class Trajectories:
         if event.newest > status.verified.key:
             self._parked.setdefault(event.slot, {})[event.request] = event
             return []
-        epoch = event.newest[0]
-        if any((epoch, span.version) in status.unproved for span in event.spans):
+        incarnation = event.newest[0]
+        if any((incarnation, span.version) in status.unproved for span in event.spans):
             return self._again(flight, now)
         status.failures = 0
         self._left(flight, now)
@@ -359,7 +359,7 @@ class Trajectories:
     def abort(self, slot: SlotId) -> list[Action]:
         """Break off every turn on a server; what it has said so far is kept."""
         return [
-            AbortTurn(flight.request, slot, self._fleet.slots[slot].epoch)
+            AbortTurn(flight.request, slot, self._fleet.slots[slot].incarnation)
             for flight in self.flights.values()
             if flight.stage is Stage.GENERATING and flight.slot == slot
         ]
@@ -375,7 +375,7 @@ class Trajectories:
         flight = self.flights.get(event.trajectory)
         if flight is None or flight.stage is not Stage.GENERATING:
             return None
-        current = self._fleet.current(event.slot, event.epoch) is not None
+        current = self._fleet.current(event.slot, event.incarnation) is not None
         return flight if current and flight.request == event.request else None
 
     def _append(self, flight: ActiveTrajectory, event: TurnGenerated) -> None:
@@ -456,7 +456,7 @@ class Trajectories:
             attempt=who.attempt,
             turn=flight.trajectory.turns - 1,
             slot=turn.slot,
-            epoch=turn.epoch,
+            incarnation=turn.incarnation,
             queued_at=flight.queued_at,
             started_at=turn.started_at,
             ended_at=flight.ended_at,

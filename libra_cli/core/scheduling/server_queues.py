@@ -24,7 +24,7 @@ class Request:
     """A trajectory that wants its next turn generated: all that a policy may know of it.
 
     ``context`` are its tokens now, ``generated`` those the model produced, ``tools`` the finished
-    tool calls. ``last_key`` is the (trainer epoch, version) its last turn was generated with.
+    tool calls. ``last_key`` is the (trainer incarnation, version) its last turn was generated with.
     """
 
     trajectory: TrajectoryId
@@ -42,7 +42,7 @@ class Request:
 
 @dataclass(slots=True)
 class ServerQueue:
-    """One routable server. ``key`` is the (trainer epoch, version) it generates with now."""
+    """One routable server. ``key`` is the (trainer incarnation, version) it generates with now."""
 
     slot: SlotId
     bucket: Bucket

@@ -199,7 +199,7 @@ class _Line:
         self._connection = http.client.HTTPConnection(
             url.hostname or "", url.port, timeout=TIMEOUT_S
         )
-        self._about = {"epoch": share.epoch, "step": step, "version": share.version}
+        self._about = {"incarnation": share.incarnation, "step": step, "version": share.version}
         self._headers = {"Authorization": f"Bearer {token}"}
 
     def ask(

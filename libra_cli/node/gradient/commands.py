@@ -1,7 +1,9 @@
 """What rank 0 of a gradient worker answers to the controller, on its host's loopback.
 
-    GET  /health    state, version, epoch, step (of the last share taken), world; always at once
-    POST /load      {"directory", "name", "version", "trainer_epoch"}; answers when it is loaded
+    GET  /health    state, version, incarnation, step (of the last share taken), world; always at
+    once
+    POST /load      {"directory", "name", "version", "trainer_incarnation"}; answers when it is
+    loaded
     POST /share     msgpack; 202 taken (again: 202), 409 if something else is loaded or being done
     POST /drop      {"step"}: its share is not wanted any more
     POST /stop      all ranks leave, dropping what is under way
@@ -36,7 +38,7 @@ class LoadCommand:
 
     directory: str
     name: str
-    trainer_epoch: int
+    trainer_incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class WorkerCommandQueue:
     error: str = ""
     version: str = ""
     """Name of the version that is loaded; empty: none is, or not wholly."""
-    trainer_epoch: int = -1
+    trainer_incarnation: int = -1
     """That published it."""
     stopping: bool = False
     busy: str = ""
@@ -101,7 +103,7 @@ class WorkerCommandQueue:
     def loaded(self, load: LoadCommand, gap: float, load_s: float) -> None:
         """The version is in place."""
         with self._changed:
-            self.version, self.trainer_epoch = load.name, load.trainer_epoch
+            self.version, self.trainer_incarnation = load.name, load.trainer_incarnation
             self._loaded = HTTPStatus.OK, {"gap": gap, "load_s": load_s}
             self._rest()
 
@@ -129,15 +131,15 @@ class WorkerCommandQueue:
                 "state": self.state,
                 "error": self.error,
                 "version": self.version,
-                "epoch": self.board.epoch,
+                "incarnation": self.board.incarnation,
                 "step": self.board.step,
                 "world_size": self.world_size,
             }
 
     def load(self, message: Mapping[str, Any]) -> Answer:
         """Load a version; answers when that is done."""
-        name, trainer_epoch = str(message["name"]), int(message["trainer_epoch"])
-        command = LoadCommand(str(message["directory"]), name, trainer_epoch)
+        name, trainer_incarnation = str(message["name"]), int(message["trainer_incarnation"])
+        command = LoadCommand(str(message["directory"]), name, trainer_incarnation)
         with self._changed:
             if refused := self._refusal():
                 return refused
@@ -156,7 +158,7 @@ class WorkerCommandQueue:
     def share(self, message: Mapping[str, Any]) -> Answer:
         """Take a share, if the version it is for is loaded and nothing else is being done."""
         step, version = int(message["step"]), str(message["version"])
-        wanted = int(message["epoch"]), int(message["trainer_epoch"]), version
+        wanted = int(message["incarnation"]), int(message["trainer_incarnation"]), version
         with self._changed:
             refused = self._share_refusal(step, wanted)
         if refused:
@@ -173,12 +175,12 @@ class WorkerCommandQueue:
         return HTTPStatus.ACCEPTED, {"state": "running"}
 
     def _share_refusal(self, step: int, wanted: tuple[int, int, str]) -> Answer | None:
-        here = self.board.epoch, self.trainer_epoch, self.version
+        here = self.board.incarnation, self.trainer_incarnation, self.version
         if wanted != here:
             return refusal(
                 HTTPStatus.CONFLICT,
-                "wanted is epoch {}, trainer epoch {}, version {}; ".format(*wanted)
-                + "here is epoch {}, trainer epoch {}, version {!r}".format(*here),
+                "wanted is incarnation {}, trainer incarnation {}, version {}; ".format(*wanted)
+                + "here is incarnation {}, trainer incarnation {}, version {!r}".format(*here),
             )
         if self.board.has(step, self.version):
             return HTTPStatus.ACCEPTED, {"state": "running"}

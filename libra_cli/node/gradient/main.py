@@ -52,7 +52,7 @@ def main() -> int:
     # An exit like any other, so that the memory-backed files are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     token = read_token(os.environ["LIBRA_TOKEN_FILE"])
-    desk = WorkerCommandQueue(config.world_size, config.max_len, GradientStore(config.epoch))
+    desk = WorkerCommandQueue(config.world_size, config.max_len, GradientStore(config.incarnation))
     servers = [
         serve(desk, port=config.port, token=token),
         serve_side(desk.board, bind=config.side_bind, port=config.side_port, token=token),

@@ -1,13 +1,13 @@
 """The side channel of a gradient worker: the core's ranks read a share's gradients here.
 
-    GET /share?epoch=&step=&version=&have=0&wait_s=0
+    GET /share?incarnation=&step=&version=&have=0&wait_s=0
         {"state": awaited | running | done | failed, "error", "tensors": {name: shape} so far,
          "sums", "tokens", "seconds" when done}; waits at most wait_s for more than ``have`` tensors
-    GET /gradient?epoch=&step=&version=&tensor=&start=&stop=
+    GET /gradient?incarnation=&step=&version=&tensor=&start=&stop=
         rows [start, stop) as little-endian fp32, their SHA-256 in the header X-Sha256
 
-A share of a later step may be on its way and is awaited. Any other epoch, step or version than the
-one at hand is a 409, a tensor that is not finished a 404.
+A share of a later step may be on its way and is awaited. Any other incarnation, step or version
+than the one at hand is a 409, a tensor that is not finished a 404.
 Every route demands the run's bearer token. ``GradientStore`` is what the computing thread and the
 threads that answer share. Needs no torch.
 """
@@ -71,7 +71,7 @@ class GradientsFinished:
 class GradientStore:
     """The share at hand, or the last one."""
 
-    epoch: int
+    incarnation: int
     step: int = 0
     version: str = ""
     state: str = "failed"
@@ -147,7 +147,7 @@ class GradientStore:
 
     def _is_awaited(self, about: Mapping[str, str]) -> bool:
         """The core hears of a share a moment before the worker has taken it."""
-        return int(about["epoch"]) == self.epoch and int(about["step"]) > self.step
+        return int(about["incarnation"]) == self.incarnation and int(about["step"]) > self.step
 
     def gradient(self, about: Mapping[str, str], name: str, first: int, last: int) -> Reply:
         """Rows of a finished tensor."""
@@ -164,14 +164,14 @@ class GradientStore:
         return HTTPStatus.OK, Blob(data, {DIGEST: hashlib.sha256(data).hexdigest()})
 
     def _other(self, about: Mapping[str, str]) -> Answer | None:
-        asked = int(about["epoch"]), int(about["step"]), about["version"]
-        here = self.epoch, self.step, self.version
+        asked = int(about["incarnation"]), int(about["step"]), about["version"]
+        here = self.incarnation, self.step, self.version
         if asked == here:
             return None
         return refusal(
             HTTPStatus.CONFLICT,
-            f"epoch {asked[0]}, step {asked[1]}, version {asked[2]} was asked for, here is "
-            f"epoch {here[0]}, step {here[1]}, version {here[2] or 'none'}",
+            f"incarnation {asked[0]}, step {asked[1]}, version {asked[2]} was asked for, here is "
+            f"incarnation {here[0]}, step {here[1]}, version {here[2] or 'none'}",
         )
 
 

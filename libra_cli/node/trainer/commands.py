@@ -90,7 +90,7 @@ class CommandQueue:
     """Commands in, results out, under one condition. Steps are taken in order, each once."""
 
     world_size: int
-    trainer_epoch: int
+    trainer_incarnation: int
     max_len: int
     checkpoint_timeout_s: float = 1800.0
     state: str = "starting"
@@ -181,7 +181,7 @@ class CommandQueue:
                 "world_size": self.world_size,
                 "step": self.step,
                 "published": self.published,
-                "trainer_epoch": self.trainer_epoch,
+                "trainer_incarnation": self.trainer_incarnation,
                 "checkpoint": self.checkpoint,
                 "error": self.error,
             }

@@ -38,7 +38,7 @@ class TrainerConfig:
     """With ``fsdp2`` every rank writes there, so several hosts must share it."""
     port: int
     world_size: int
-    trainer_epoch: int
+    trainer_incarnation: int
     """Generation number of the trainer process; part of every version's name."""
     seed: int
     dtype: str
@@ -68,7 +68,7 @@ class WorkerConfig:
 
     run_id: str
     slot: str
-    epoch: int
+    incarnation: int
     """Generation number of the slot's assignment; every answer to the core carries it."""
     model_dir: str
     port: int

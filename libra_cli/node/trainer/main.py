@@ -54,7 +54,7 @@ def main() -> int:
     if int(os.environ.get("RANK", "0")):
         return attempt(lambda: _work(config, None), None)
     # Before torch is imported, so that the controller hears "starting" within a second.
-    desk = CommandQueue(config.world_size, config.trainer_epoch, config.max_len)
+    desk = CommandQueue(config.world_size, config.trainer_incarnation, config.max_len)
     server = serve(desk, port=config.port, token=read_token(os.environ["LIBRA_TOKEN_FILE"]))
     with answering([server]):
         return attempt(lambda: _work(config, desk), desk)
@@ -148,7 +148,7 @@ class Rank:
             self.learner.tensors(),
             self.config.versions,
             version=self.learner.step,
-            trainer_epoch=self.config.trainer_epoch,
+            trainer_incarnation=self.config.trainer_incarnation,
             probe=probe,
             keep=self.config.keep_versions,
         )

@@ -21,7 +21,7 @@ class WorkerShare:
 
     worker: str
     """The worker's slot."""
-    epoch: int
+    incarnation: int
     """The generation number of that slot's assignment."""
     url: str
     """Of the worker's side channel."""
@@ -42,7 +42,7 @@ def read_shares(
     shares = tuple(
         WorkerShare(
             worker=str(message["worker"]),
-            epoch=int(message["epoch"]),
+            incarnation=int(message["incarnation"]),
             url=str(message["url"]),
             version=str(message["version"]),
             groups=frozenset(int(group) for group in message["groups"]),

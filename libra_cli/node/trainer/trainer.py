@@ -167,7 +167,7 @@ class Trainer(PolicyModel):
         }
 
     def _version(self) -> str:
-        return version_name(self.step, self.config.trainer_epoch)
+        return version_name(self.step, self.config.trainer_incarnation)
 
     def _settle(
         self, fetches: Sequence[GradientClient], samples: Sequence[TokenSample]

@@ -1,4 +1,4 @@
-"""Weight versions as directories: written whole, named by version and epoch, never changed.
+"""Weight versions as directories: written whole, named by version and incarnation, never changed.
 
     <root>/v000007-e0/
       model-00000.safetensors ...   tensors under their Hugging Face names
@@ -76,9 +76,9 @@ _Written: TypeAlias = tuple[_File, _File | None]
 """A file of tensors, and its delta if there is one."""
 
 
-def version_name(version: int, trainer_epoch: int) -> str:
+def version_name(version: int, trainer_incarnation: int) -> str:
     """The directory of a version. A restarted trainer may publish a number again, not a name."""
-    return f"v{version:06d}-e{trainer_epoch}"
+    return f"v{version:06d}-e{trainer_incarnation}"
 
 
 def probe_tokens(vocabulary: int, count: int) -> list[int]:
@@ -111,23 +111,23 @@ def publish(
     root: Path,
     *,
     version: int,
-    trainer_epoch: int,
+    trainer_incarnation: int,
     probe: ProbeResult,
     keep: int,
 ) -> VersionOnDisk:
     """Write one version and remove all but the last ``keep``."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    name = version_name(version, trainer_epoch)
+    name = version_name(version, trainer_incarnation)
     temporary = root / f".{name}.{os.getpid()}"
     remove_unfinished(root)
     temporary.mkdir(mode=0o700)
     try:
-        base = root / version_name(version - 1, trainer_epoch)
+        base = root / version_name(version - 1, trainer_incarnation)
         described, written = _write_tensors(tensors, temporary, base)
         files = [file for file, _ in written]
         manifest = {
             "version": version,
-            "trainer_epoch": trainer_epoch,
+            "trainer_incarnation": trainer_incarnation,
             "name": name,
             "tensors": described,
             "files": _listed(files),

@@ -77,7 +77,7 @@ class SlotPart(TypedDict):
     role: str
     state: str
     since: float
-    epoch: int
+    incarnation: int
     bucket: str
     version: int | None
     verified: bool

@@ -2,7 +2,7 @@
 
 Other tools read this object, so its keys stay. A key may be added; one that goes or changes its
 meaning raises ``FORMAT``. A number nobody knows yet is null, never 0. Times are seconds since the
-epoch, durations are seconds, shares lie between 0 and 1.
+incarnation, durations are seconds, shares lie between 0 and 1.
 
 How the numbers are made (``RECENT`` = 10):
 
@@ -356,12 +356,12 @@ def sync_times(syncs: Iterable[SyncRecord]) -> dict[int, float]:
     """Version -> seconds from its publication until the last server that took it served it.
 
     A server that was only starting when a version came out takes it late, and nobody waited for
-    it: only the first ``served_at`` of a slot within its epoch says how fast the sync is.
+    it: only the first ``served_at`` of a slot within its incarnation says how fast the sync is.
     """
-    joined = {(s.slot, s.epoch): s.version for s in sorted(syncs, key=lambda s: -s.served_at)}
+    joined = {(s.slot, s.incarnation): s.version for s in sorted(syncs, key=lambda s: -s.served_at)}
     times: dict[int, float] = {}
     for sync in syncs:
-        if joined[sync.slot, sync.epoch] != sync.version:
+        if joined[sync.slot, sync.incarnation] != sync.version:
             seconds = sync.served_at - sync.published_at
             times[sync.version] = max(seconds, times.get(sync.version, 0.0))
     return dict(sorted(times.items()))
@@ -370,7 +370,7 @@ def sync_times(syncs: Iterable[SyncRecord]) -> dict[int, float]:
 def _sync(syncs: Sequence[SyncRecord]) -> Sync:
     times = list(sync_times(syncs).values())
     return {
-        "versions": len({(sync.version, sync.trainer_epoch) for sync in syncs}),
+        "versions": len({(sync.version, sync.trainer_incarnation) for sync in syncs}),
         "verified": sum(sync.verified for sync in syncs),
         "failed": sum(not sync.verified for sync in syncs),
         "mean_s": _mean(times),
@@ -394,7 +394,7 @@ def _slot(slot: SlotRecord) -> SlotPart:
         "role": slot.role,
         "state": slot.state,
         "since": slot.since,
-        "epoch": slot.epoch,
+        "incarnation": slot.incarnation,
         "bucket": slot.bucket,
         "version": slot.version,
         "verified": slot.verified,

@@ -86,7 +86,7 @@ _EXTRA_DDL = (
         seq INTEGER PRIMARY KEY, at REAL, kind TEXT NOT NULL, payload_json TEXT NOT NULL)""",
     """CREATE TABLE slot_states (
         slot TEXT NOT NULL, since REAL, role TEXT NOT NULL, state TEXT NOT NULL,
-        epoch INTEGER NOT NULL, PRIMARY KEY (slot, since, role, state, epoch))""",
+        incarnation INTEGER NOT NULL, PRIMARY KEY (slot, since, role, state, incarnation))""",
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
     "CREATE INDEX sample_times ON samples (at)",
     # `libra status --watch` counts trajectories by state, again and again, beside megabytes of ids.
@@ -196,7 +196,7 @@ class Journal:
                 self._save_slot_state(record)
 
     def _save_slot_state(self, record: SlotRecord) -> None:
-        state = (record.role, record.state, record.epoch)
+        state = (record.role, record.state, record.incarnation)
         last_since, last = self._slots.get(record.slot, (-1.0, None))
         if last == state:
             return
@@ -359,8 +359,12 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> dict[str, str]:
 
 def _present(connection: sqlite3.Connection) -> dict[str, _SlotState]:
     """The newest state of every slot, for a controller that comes back to its run."""
-    rows = connection.execute("SELECT slot, since, role, state, epoch FROM slot_states ORDER BY 2")
-    return {slot: (since, (role, state, epoch)) for slot, since, role, state, epoch in rows}
+    rows = connection.execute(
+        "SELECT slot, since, role, state, incarnation FROM slot_states ORDER BY 2"
+    )
+    return {
+        slot: (since, (role, state, incarnation)) for slot, since, role, state, incarnation in rows
+    }
 
 
 def _fold(connection: sqlite3.Connection) -> None:

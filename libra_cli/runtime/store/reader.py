@@ -63,7 +63,7 @@ class SlotStateRow:
     since: float
     role: str
     state: str
-    epoch: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class Reader:
 
     def slot_history(self) -> list[SlotStateRow]:
         """Every state every slot was in, by slot, in order."""
-        rows = self._all("SELECT slot, since, role, state, epoch FROM slot_states")
+        rows = self._all("SELECT slot, since, role, state, incarnation FROM slot_states")
         history = [SlotStateRow(*row) for row in rows]
         return sorted(history, key=lambda state: (state.slot, state.since))
 

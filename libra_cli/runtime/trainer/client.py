@@ -65,7 +65,7 @@ class TrainerClient(RankClient):
         metrics = answer["metrics"]
         done = tuple(_share_done(row, action.shares) for row in metrics.pop("shares", ()))
         published = self._published(answer["version"])
-        return StepDone(self.epoch, action.step, published, metrics, done)
+        return StepDone(self.incarnation, action.step, published, metrics, done)
 
     async def accumulate(self, action: Accumulate, *, patience_s: float) -> Accumulated:
         """Hand over a part of a batch and wait until its gradients are in.
@@ -76,7 +76,7 @@ class TrainerClient(RankClient):
         result = f"/accumulate/{action.step}/{action.part}"
         body = pack_part(action)
         await self._hand_over("/accumulate", body, result, patience_s=patience_s)
-        return Accumulated(self.epoch, action.step, action.part)
+        return Accumulated(self.incarnation, action.step, action.part)
 
     async def _hand_over(
         self, path: str, body: bytes, result: str, *, patience_s: float
@@ -120,7 +120,7 @@ class TrainerClient(RankClient):
     def _published(self, answer: dict[str, Any]) -> PublishedVersion:
         return PublishedVersion(
             version=int(answer["version"]),
-            trainer_epoch=self.epoch,
+            trainer_incarnation=self.incarnation,
             name=str(answer["name"]),
             bytes=int(answer["bytes"]),
             at=float(answer["published_at"]),
@@ -128,11 +128,11 @@ class TrainerClient(RankClient):
 
 
 def _share_done(row: Mapping[str, Any], shares: Sequence[BatchPartition]) -> ShareDone:
-    epochs = {share.slot: share.epoch for share in shares}
+    incarnations = {share.slot: share.incarnation for share in shares}
     slot, seconds = str(row["worker"]), row["seconds"]
     return ShareDone(
         slot=slot,
-        epoch=epochs[slot],
+        incarnation=incarnations[slot],
         used=bool(row["used"]),
         reason=str(row["reason"]),
         tokens=int(row["tokens"]),

@@ -52,15 +52,15 @@ class TrainerProcesses:
         self._post = post
         self._patience_s = cluster.recipe.run.lease_s
         self._trainer: TrainerClient | None = None
-        self._epoch = 0
+        self._incarnation = 0
         self._running: dict[str, str] = {}
         self._lives = ProcessTasks()
         self._reports: set[asyncio.Task[None]] = set()
 
     async def start(self, action: StartTrainer) -> Event | None:
         """Start every rank and wait until the world is whole."""
-        self._epoch = action.epoch
-        return await self._while_alive(action.epoch, self._start(action))
+        self._incarnation = action.incarnation
+        return await self._while_alive(action.incarnation, self._start(action))
 
     async def _start(self, action: StartTrainer) -> Event:
         cluster = self._cluster
@@ -75,7 +75,7 @@ class TrainerProcesses:
             http_port=ports["trainer"],
             rendezvous_port=ports["rendezvous"],
             model_dirs=cluster.model_dirs,
-            trainer_epoch=action.epoch,
+            trainer_incarnation=action.incarnation,
             resume=dict.fromkeys(nodes, action.resume) if action.resume else None,
         )
         for spec in specs:
@@ -83,12 +83,14 @@ class TrainerProcesses:
             await cluster.start(spec)
         endpoint = await cluster.hosts[self.head].dial(ports["trainer"])
         await self._hang_up()
-        self._trainer = TrainerClient(action.epoch, endpoint, cluster.token)
+        self._trainer = TrainerClient(action.incarnation, endpoint, cluster.token)
         published = await self._trainer.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
-        return TrainerStarted(action.epoch, published)
+        return TrainerStarted(action.incarnation, published)
 
-    async def _while_alive(self, epoch: int, work: Coroutine[Any, Any, Event]) -> Event | None:
-        return await self._lives.during(TRAINER, work, partial(TrainerFailed, epoch))
+    async def _while_alive(
+        self, incarnation: int, work: Coroutine[Any, Any, Event]
+    ) -> Event | None:
+        return await self._lives.during(TRAINER, work, partial(TrainerFailed, incarnation))
 
     async def stop(self, action: StopTrainer) -> Event:
         """Ask the ranks to leave, then make sure."""
@@ -100,7 +102,7 @@ class TrainerProcesses:
         stops = [self._cluster.stop(node, name) for node, name in self._running.items()]
         await asyncio.gather(*stops)
         self._running.clear()
-        return TrainerStopped(action.epoch)
+        return TrainerStopped(action.incarnation)
 
     def exited(self, event: Exited) -> None:
         """A launcher ended; if nobody asked for that, the trainer has failed."""
@@ -108,21 +110,23 @@ class TrainerProcesses:
             return
         self._lives.end(TRAINER)
         reason = f"{event.process} on {event.node} {how_it_ended(event)}"
-        self._post(TrainerFailed(self._epoch, reason))
+        self._post(TrainerFailed(self._incarnation, reason))
 
     def returned(self, node: str, alive: frozenset[str]) -> None:
         """A lost node answers again, or is given up; a rank that died there was never reported."""
         process = self._running.get(node)
         if process is not None and process not in alive:
             self._lives.end(TRAINER)
-            self._post(TrainerFailed(self._epoch, f"{process} on {node} died while unreachable"))
+            self._post(
+                TrainerFailed(self._incarnation, f"{process} on {node} died while unreachable")
+            )
 
     async def accumulate(self, action: Accumulate) -> Event | None:
         """The gradients of a part of a step's batch."""
         if self._trainer is None:
-            return TrainerFailed(action.epoch, "the trainer is not connected")
+            return TrainerFailed(action.incarnation, "the trainer is not connected")
         work = self._trainer.accumulate(action, patience_s=self._patience_s)
-        return await self._while_alive(action.epoch, work)
+        return await self._while_alive(action.incarnation, work)
 
     async def train(
         self, action: Train, shares: Sequence[Mapping[str, object]] = ()
@@ -132,35 +136,35 @@ class TrainerProcesses:
         Its checkpoint, if it has one, is an event of its own, later.
         """
         if self._trainer is None:
-            return TrainerFailed(action.epoch, "the trainer is not connected")
+            return TrainerFailed(action.incarnation, "the trainer is not connected")
         work = self._trainer.train(action, shares, patience_s=self._patience_s)
-        done = await self._while_alive(action.epoch, work)
+        done = await self._while_alive(action.incarnation, work)
         if isinstance(done, StepDone) and action.ledger is not None:
-            task = asyncio.create_task(self._report_checkpoint(action.epoch, action.step))
+            task = asyncio.create_task(self._report_checkpoint(action.incarnation, action.step))
             self._reports.add(task)
             task.add_done_callback(self._reports.discard)
         return done
 
-    async def _report_checkpoint(self, epoch: int, step: int) -> None:
-        event = await self._while_alive(epoch, self._written(epoch, step))
+    async def _report_checkpoint(self, incarnation: int, step: int) -> None:
+        event = await self._while_alive(incarnation, self._written(incarnation, step))
         if event is not None:
             self._post(event)
 
-    async def _written(self, epoch: int, step: int) -> Event:
+    async def _written(self, incarnation: int, step: int) -> Event:
         if self._trainer is None:
-            return TrainerFailed(epoch, "the trainer is not connected")
+            return TrainerFailed(incarnation, "the trainer is not connected")
         path = await self._trainer.wait_checkpoint(step, patience_s=self._patience_s)
-        return CheckpointSaved(epoch, step, path)
+        return CheckpointSaved(incarnation, step, path)
 
     async def checkpoint(self, action: Checkpoint) -> Event | None:
         """Write a checkpoint between two steps."""
-        return await self._while_alive(action.epoch, self._checkpoint(action))
+        return await self._while_alive(action.incarnation, self._checkpoint(action))
 
     async def _checkpoint(self, action: Checkpoint) -> Event:
         if self._trainer is None:
-            return TrainerFailed(action.epoch, "the trainer is not connected")
+            return TrainerFailed(action.incarnation, "the trainer is not connected")
         path = await self._trainer.checkpoint(action.ledger)
-        return CheckpointSaved(action.epoch, action.step, path)
+        return CheckpointSaved(action.incarnation, action.step, path)
 
     async def _hang_up(self) -> None:
         if self._trainer is not None:

@@ -30,8 +30,8 @@ class RankClient:
 
     who = "rank"
 
-    def __init__(self, epoch: int, endpoint: Endpoint, token: str) -> None:
-        self.epoch = epoch
+    def __init__(self, incarnation: int, endpoint: Endpoint, token: str) -> None:
+        self.incarnation = incarnation
         self._session = open_session(endpoint, token)
 
     async def close(self) -> None:

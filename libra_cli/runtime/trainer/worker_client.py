@@ -36,7 +36,7 @@ class WorkerClient(RankClient):
             "directory": directory,
             "name": published.name,
             "version": published.version,
-            "trainer_epoch": published.trainer_epoch,
+            "trainer_incarnation": published.trainer_incarnation,
         }
         give_up = time.monotonic() + timeout_s
         while True:
@@ -61,8 +61,8 @@ class WorkerClient(RankClient):
         """Hand over a share of a step; the core fetches what comes of it. Raises TrainerError."""
         message = {
             "step": step,
-            "trainer_epoch": held.trainer_epoch,
-            "epoch": self.epoch,
+            "trainer_incarnation": held.trainer_incarnation,
+            "incarnation": self.incarnation,
             "version": held.name,
             "trajectories": [pack_sample(sample) for sample in samples],
         }

@@ -61,8 +61,8 @@ class WorkerProcesses:
         self._post = post
         self._spec = cluster.recipe.weight_sync
         self._workers: dict[SlotId, WorkerClient] = {}
-        #: The epoch of the process on each slot, from before it starts until it is stopped.
-        self._epochs: dict[SlotId, int] = {}
+        #: The incarnation of the process on each slot, from before it starts until it is stopped.
+        self._incarnations: dict[SlotId, int] = {}
         self._lives = ProcessTasks()
         #: Set once the worker of a slot has proved a version, by name.
         self._proved: defaultdict[tuple[SlotId, str], asyncio.Event] = defaultdict(asyncio.Event)
@@ -72,8 +72,8 @@ class WorkerProcesses:
     async def start(self, action: StartWorker) -> Event | None:
         """Start the process and wait until its world is whole."""
         self._forget_versions(action.slot)
-        self._epochs[action.slot] = action.epoch
-        return await self._while_alive(action.slot, action.epoch, self._start(action))
+        self._incarnations[action.slot] = action.incarnation
+        return await self._while_alive(action.slot, action.incarnation, self._start(action))
 
     async def _start(self, action: StartWorker) -> Event:
         slot, cluster = self._slots[action.slot], self._cluster
@@ -84,16 +84,16 @@ class WorkerProcesses:
             slot,
             cluster.facts[slot.node],
             run_id=cluster.run_id,
-            epoch=action.epoch,
+            incarnation=action.incarnation,
             ports=ports,
             model_dir=cluster.model_dirs[slot.node],
         )
         await cluster.start(spec)
         endpoint = await cluster.hosts[slot.node].dial(ports[worker_of(slot.id)])
         await self._forget(slot.id)
-        worker = self._workers[slot.id] = WorkerClient(action.epoch, endpoint, cluster.token)
+        worker = self._workers[slot.id] = WorkerClient(action.incarnation, endpoint, cluster.token)
         await worker.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
-        return WorkerStarted(action.slot, action.epoch)
+        return WorkerStarted(action.slot, action.incarnation)
 
     async def _check_room(self, slot: Slot) -> None:
         """Refuse before anything starts what a host's memory cannot hold. GPUs say so themselves.
@@ -113,18 +113,18 @@ class WorkerProcesses:
             )
 
     async def _while_alive(
-        self, slot: SlotId, epoch: int, work: Coroutine[Any, Any, Event]
+        self, slot: SlotId, incarnation: int, work: Coroutine[Any, Any, Event]
     ) -> Event | None:
-        return await self._lives.during(slot, work, partial(WorkerFailed, slot, epoch))
+        return await self._lives.during(slot, work, partial(WorkerFailed, slot, incarnation))
 
     async def stop(self, action: StopWorker) -> Event:
         """Stop the process and everything it started."""
         self._lives.end(action.slot)
-        self._epochs.pop(action.slot, None)
+        self._incarnations.pop(action.slot, None)
         await self._forget(action.slot)
         slot = self._slots[action.slot]
         await self._cluster.stop(slot.node, worker_of(slot.id))
-        return WorkerStopped(action.slot, action.epoch)
+        return WorkerStopped(action.slot, action.incarnation)
 
     async def _forget(self, slot: SlotId) -> None:
         worker = self._workers.pop(slot, None)
@@ -133,25 +133,25 @@ class WorkerProcesses:
 
     def exited(self, event: Exited) -> None:
         """The agent reports that a worker's process is gone."""
-        for slot, epoch in list(self._epochs.items()):
+        for slot, incarnation in list(self._incarnations.items()):
             if self._slots[slot].node == event.node and worker_of(slot) == event.process:
                 if event.requested:
                     continue
                 self._lives.end(slot)
-                self._post(WorkerFailed(slot, epoch, f"its process {how_it_ended(event)}"))
+                self._post(WorkerFailed(slot, incarnation, f"its process {how_it_ended(event)}"))
 
     # -- versions and shares --------------------------------------------------------------------
 
     async def sync(self, action: SyncWorker) -> Event | None:
         """Fetch the version, load it, compare the probe with the trainer's."""
-        return await self._while_alive(action.slot, action.epoch, self._try_sync(action))
+        return await self._while_alive(action.slot, action.incarnation, self._try_sync(action))
 
     async def _try_sync(self, action: SyncWorker) -> Event:
         try:
             return await self._sync(action)
         except (Unreachable, HostError, WeightsError) as error:
             # A network, a disk or the publishing host: not the worker's own answer.
-            return WorkerSyncFailed(action.slot, action.epoch, action.published, str(error))
+            return WorkerSyncFailed(action.slot, action.incarnation, action.published, str(error))
 
     async def _sync(self, action: SyncWorker) -> Event:
         worker, published = self._workers[action.slot], action.published
@@ -162,12 +162,12 @@ class WorkerProcesses:
         if gap > self._spec.tolerance:
             allowed = self._spec.tolerance
             reason = f"the probe differs by {gap:.2g} a token, allowed is {allowed:g}"
-            return WorkerFailed(action.slot, action.epoch, reason)
+            return WorkerFailed(action.slot, action.incarnation, reason)
         self._forget_versions(action.slot)
         self._proved[action.slot, published.name].set()
         return WorkerSynced(
             action.slot,
-            action.epoch,
+            action.incarnation,
             published,
             gap=gap,
             pull_s=place.pull_s,
@@ -199,7 +199,7 @@ class WorkerProcesses:
     async def _give(self, action: Train, share: BatchPartition) -> None:
         await self._proved[share.slot, action.held.name].wait()
         worker, groups = self._workers.get(share.slot), set(share.groups)
-        if worker is None or worker.epoch != share.epoch:
+        if worker is None or worker.incarnation != share.incarnation:
             return
         samples = [s for s in action.samples if s.trajectory.id.group in groups]
         try:
@@ -210,7 +210,7 @@ class WorkerProcesses:
     def _described(self, share: BatchPartition, held: PublishedVersion) -> dict[str, object]:
         return {
             "worker": share.slot,
-            "epoch": share.epoch,
+            "incarnation": share.incarnation,
             "url": self._url(share.slot),
             "version": held.name,
             "groups": list(share.groups),

@@ -64,27 +64,27 @@ class Silent(ServerError):
 
 def label(published: PublishedVersion) -> str:
     """How a server names a version: ``e1v7`` is version 7 of trainer number 1."""
-    return f"e{published.trainer_epoch}v{published.version}"
+    return f"e{published.trainer_incarnation}v{published.version}"
 
 
 def parse_label(text: str) -> tuple[int, Version]:
-    """The (trainer epoch, version) of a label.
+    """The (trainer incarnation, version) of a label.
 
     Raises:
         ServerError: the server generated with weights libra did not give it.
     """
-    epoch, _, version = text.removeprefix("e").partition("v")
-    if not (text.startswith("e") and epoch.isdigit() and version.isdigit()):
+    incarnation, _, version = text.removeprefix("e").partition("v")
+    if not (text.startswith("e") and incarnation.isdigit() and version.isdigit()):
         raise ServerError(f"tokens of the unknown weight version {text!r}")
-    return int(epoch), int(version)
+    return int(incarnation), int(version)
 
 
 class ServerClient:
     """One vLLM server, seen from the controller."""
 
-    def __init__(self, slot: SlotId, epoch: int, endpoint: Endpoint, token: str) -> None:
+    def __init__(self, slot: SlotId, incarnation: int, endpoint: Endpoint, token: str) -> None:
         self.slot = slot
-        self.epoch = epoch
+        self.incarnation = incarnation
         self._session = open_session(endpoint, token)
 
     async def close(self) -> None:
@@ -135,14 +135,14 @@ class ServerClient:
 
     async def generate(self, action: Generate, sampling: Sampling) -> TurnGenerated | TurnFailed:
         """One turn. Never raises: a failure is an event of its own."""
-        epoch, version = action.cache_key
+        incarnation, version = action.cache_key
         body = {
             "request_id": f"libra-{action.request}",
             "token_ids": action.prompt_ids.tolist(),
             "priority": action.priority,
             # KV of one version is never reused under another. (vLLM's /reset_prefix_cache does
             # nothing, silently, while any request is running.)
-            "cache_salt": f"e{epoch}v{version}",
+            "cache_salt": f"e{incarnation}v{version}",
             "sampling_params": {
                 "max_tokens": action.max_tokens,
                 "temperature": sampling.temperature,
@@ -209,7 +209,7 @@ class ServerClient:
         hits = counters.get("vllm:prefix_cache_hits_total", 0.0)
         return ServerSampled(
             slot=self.slot,
-            epoch=self.epoch,
+            incarnation=self.incarnation,
             running=int(counters.get("vllm:num_requests_running", 0)),
             waiting=int(counters.get("vllm:num_requests_waiting", 0)),
             kv_use=counters.get("vllm:kv_cache_usage_perc", 0.0),
@@ -259,7 +259,7 @@ def _turn(action: Generate, choice: dict[str, Any], started_at: float) -> TurnGe
         request=action.request,
         trajectory=action.trajectory,
         slot=action.slot,
-        epoch=action.epoch,
+        incarnation=action.incarnation,
         prompt_ids=action.prompt_ids,
         token_ids=token_ids,
         logprobs=array("f", [entry["logprob"] for entry in content]),
@@ -273,7 +273,9 @@ def _turn(action: Generate, choice: dict[str, Any], started_at: float) -> TurnGe
 
 def turn_failed(action: Generate, reason: str, *, refused: bool = False) -> TurnFailed:
     """The failure of this very request."""
-    return TurnFailed(action.request, action.trajectory, action.slot, action.epoch, reason, refused)
+    return TurnFailed(
+        action.request, action.trajectory, action.slot, action.incarnation, reason, refused
+    )
 
 
 def _reason(raw: bytes) -> str:

@@ -77,7 +77,7 @@ class Servers:
 
     async def start(self, action: StartServer) -> Event | None:
         """Start the process and wait until it generates."""
-        failed = partial(ServerFailed, action.slot, action.epoch)
+        failed = partial(ServerFailed, action.slot, action.incarnation)
         return await self._lives.during(action.slot, self._start(action), failed)
 
     async def _start(self, action: StartServer) -> Event:
@@ -96,10 +96,10 @@ class Servers:
         endpoint = await cluster.hosts[slot.node].dial(port)
         await self._forget(slot.id)
         server = self._servers[slot.id] = ServerClient(
-            slot.id, action.epoch, endpoint, cluster.token
+            slot.id, action.incarnation, endpoint, cluster.token
         )
         await server.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
-        return ServerStarted(action.slot, action.epoch)
+        return ServerStarted(action.slot, action.incarnation)
 
     async def stop(self, action: StopServer) -> Event:
         """Stop the process and everything it started."""
@@ -107,7 +107,7 @@ class Servers:
         await self._forget(action.slot)
         slot = self._slots[action.slot]
         await self._cluster.stop(slot.node, process_of(slot.id))
-        return ServerStopped(action.slot, action.epoch)
+        return ServerStopped(action.slot, action.incarnation)
 
     async def _forget(self, slot: SlotId) -> None:
         server = self._servers.pop(slot, None)
@@ -115,11 +115,13 @@ class Servers:
             await server.close()
 
     def exited(self, event: Exited) -> None:
-        """The agent reports that a server's process is gone; ``_servers`` knows its epoch."""
+        """The agent reports that a server's process is gone; ``_servers`` knows its incarnation."""
         for slot, server in self._servers.items():
             if self._slots[slot].node == event.node and process_of(slot) == event.process:
                 self._lives.end(slot)
-                self._post(ServerFailed(slot, server.epoch, f"its process {how_it_ended(event)}"))
+                self._post(
+                    ServerFailed(slot, server.incarnation, f"its process {how_it_ended(event)}")
+                )
 
     async def sync(self, action: SyncServer) -> Event:
         """Fetch, load in flight, verify against the trainer's own probe."""
@@ -138,7 +140,7 @@ class Servers:
             if gap <= self._spec.tolerance:
                 return ServerSynced(
                     action.slot,
-                    action.epoch,
+                    action.incarnation,
                     action.published,
                     gap=gap,
                     pull_s=place.pull_s,
@@ -158,7 +160,7 @@ class Servers:
             await self._cluster.until_back(self._weights.origin)
         except LibraError as error:
             reason = str(error)
-        return SyncFailed(action.slot, action.epoch, action.published, reason, answered, gap)
+        return SyncFailed(action.slot, action.incarnation, action.published, reason, answered, gap)
 
     async def check(self, action: CheckServer) -> Event | None:
         """Ask until it answers; time counts only while its host can be reached."""
@@ -167,10 +169,10 @@ class Servers:
         while server is not None:
             try:
                 await server.check()
-                return ServerChecked(action.slot, action.epoch)
+                return ServerChecked(action.slot, action.incarnation)
             except LibraError as error:
                 if left_s <= 0:
-                    return ServerFailed(action.slot, action.epoch, str(error))
+                    return ServerFailed(action.slot, action.incarnation, str(error))
             await asyncio.sleep(CHECK_EVERY_S)
             left_s -= 0.0 if node in self._cluster.lost else CHECK_EVERY_S
         return None
@@ -185,7 +187,7 @@ class Servers:
     async def abort(self, action: AbortTurn) -> None:
         """End a generation; its own reply comes with what there is."""
         server = self._servers.get(action.slot)
-        if server is None or server.epoch != action.epoch:
+        if server is None or server.incarnation != action.incarnation:
             return
         try:
             await server.abort(action.request)
