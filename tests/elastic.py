@@ -74,7 +74,7 @@ class Scene(World):
 
     def move(self, slot: SlotId) -> SlotMigration:
         """The one under way there."""
-        return self.machine.pool.moves[slot]
+        return self.machine.reconciler.moves[slot]
 
     def time_is_up(self, slot: SlotId) -> None:
         """The phase that the slot's move is in has taken as long as it may."""
@@ -82,11 +82,11 @@ class Scene(World):
 
     def arrive(self) -> None:
         """Every move under way ends."""
-        self.until(lambda: not self.machine.pool.moves)
+        self.until(lambda: not self.machine.reconciler.moves)
 
     def state(self, slot: SlotId) -> tuple[ReplicaState | None, ReplicaState | None]:
         """Of the server and of the worker there."""
-        server = self.machine.fleet.slots.get(slot)
+        server = self.machine.servers.slots.get(slot)
         worker = self.machine.workers.slots.get(slot)
         return server.state if server else None, worker.state if worker else None
 
@@ -122,8 +122,8 @@ def scene(*, gpus: bool = True, steps: int = 1000, kind: str = "fixed", **traini
     )
     world.later(e.RunStarted())
     serving = [ReplicaState.SERVING] * 3
-    fleet = world.machine.fleet
-    world.until(lambda: [status.state for status in fleet.slots.values()] == serving)
+    servers = world.machine.servers
+    world.until(lambda: [status.state for status in servers.slots.values()] == serving)
     world.steps_on(1)
     return world
 

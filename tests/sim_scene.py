@@ -108,8 +108,8 @@ def world(
 
     def checked(event: e.Event, *, now: float) -> Any:
         actions = handle(event, now=now)
-        made.machine.gate.check()
-        made.machine.fleet.check()
+        made.machine.scheduler.check()
+        made.machine.servers.check()
         return actions
 
     made.machine.handle = checked  # type: ignore[method-assign]

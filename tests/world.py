@@ -188,9 +188,9 @@ class World:
         return bool(self.random.random() < getattr(self.faults, name))
 
     def _mishaps(self) -> None:
-        fleet = self.machine.fleet
+        servers = self.machine.servers
         if self._chance("server_dies"):
-            status = self.random.choice(list(fleet.slots.values()))
+            status = self.random.choice(list(servers.slots.values()))
             self.later(e.ServerFailed(status.slot.id, status.incarnation, "died"))
         if self._chance("trainer_dies"):
             self.later(e.TrainerFailed(self.machine.training.incarnation, "died"))

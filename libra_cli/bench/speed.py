@@ -63,15 +63,15 @@ def _decisions(trace: Trace, profile: Profile) -> list[SpeedRow]:
     """A tool's return to a server's seat: the estimate, the choice, the queue and the way out."""
     before = _resident_mib()
     estimator = CausalEstimator()
-    gate = RequestScheduler(LeastExpectedCost(estimator))
-    gate.refresh(_lanes(profile), now=0.0)
+    scheduler = RequestScheduler(LeastExpectedCost(estimator))
+    scheduler.refresh(_lanes(profile), now=0.0)
     flights = _take_off(trace, estimator)
     random = Random(0)
     took: list[Seconds] = []
     for number in range(DECISIONS + DECISIONS // 10):
         flight = random.choice(flights)
         began = time.perf_counter()
-        _one_turn(flight, estimator, gate, number)
+        _one_turn(flight, estimator, scheduler, number)
         if number >= DECISIONS // 10:  # what came before warmed it up
             took.append(time.perf_counter() - began)
     took.sort()
@@ -141,11 +141,11 @@ def _play(flight: _TimedTrajectory, estimator: CausalEstimator) -> Request:
 
 
 def _one_turn(
-    flight: _TimedTrajectory, estimator: CausalEstimator, gate: RequestScheduler, number: int
+    flight: _TimedTrajectory, estimator: CausalEstimator, scheduler: RequestScheduler, number: int
 ) -> None:
-    gate.submit(_play(flight, estimator), now=float(number))
-    for request, _ in gate.dispatch(now=float(number)):
-        gate.left(request.trajectory)
+    scheduler.submit(_play(flight, estimator), now=float(number))
+    for request, _ in scheduler.dispatch(now=float(number)):
+        scheduler.left(request.trajectory)
 
 
 def _simulator(trace: Trace, profile: Profile, turns: int) -> SpeedRow:

@@ -8,7 +8,8 @@ and the property tests all drive this very object.
 
     what        consumes                      waits for                     unblocked by
     pool        plans                         turns, shares, processes      ServerStopped, StepDone
-    fleet       servers, versions             a version to prove            TrainerStarted, StepDone
+    servers       servers, versions             a version to prove            TrainerStarted,
+    StepDone
     workers     gradient workers, versions    a version to prove            TrainerStarted, StepDone
     rollout     prompts, seats                a free seat; the staleness    TurnGenerated; StepDone
                                               bound
@@ -118,12 +119,12 @@ class Machine:
             retries=recipe.environment.retries,
             make=make,
         )
-        self.gate = RequestScheduler(policy or make_policy(recipe.scheduler.policy))
-        self.fleet = RolloutServers(plan, slots, self.gate, cost_of or guessed_cost)
+        self.scheduler = RequestScheduler(policy or make_policy(recipe.scheduler.policy))
+        self.servers = RolloutServers(plan, slots, self.scheduler, cost_of or guessed_cost)
         self.rollout = Trajectories(
             self.ledger,
-            self.fleet,
-            self.gate,
+            self.servers,
+            self.scheduler,
             Limits(rollout.max_turns, rollout.max_turn_tokens, recipe.model.max_len),
         )
         by_id = {slot.id: slot for slot in slots}
@@ -136,9 +137,9 @@ class Machine:
             checkpoint_every=training.checkpoint_every,
             stream=training.stream,
         )
-        self.pool = Reconciler(self.fleet, self.workers, self.training, plan)
-        self.pool.learn(slots)
-        self.lookout = PlanController(recipe, self.pool, plan, tuple(slots))
+        self.reconciler = Reconciler(self.servers, self.workers, self.training, plan)
+        self.reconciler.learn(slots)
+        self.controller = PlanController(recipe, self.reconciler, plan, tuple(slots))
         if resume is not None:
             self.ledger.restore(resume.position)
             self.training.remember(resume.checkpoint, int(resume.position["step"]))
@@ -152,13 +153,13 @@ class Machine:
             e.RunStarted: self._run_started,
             e.NodeLost: self._node_lost,
             e.NodeBack: self._node_back,
-            e.ServerStarted: lambda event, now: self.fleet.started(event, now=now),
-            e.ServerFailed: lambda event, now: self.fleet.failed(event, now=now),
-            e.ServerChecked: lambda event, now: self.fleet.checked(event, now=now),
+            e.ServerStarted: lambda event, now: self.servers.started(event, now=now),
+            e.ServerFailed: lambda event, now: self.servers.failed(event, now=now),
+            e.ServerChecked: lambda event, now: self.servers.checked(event, now=now),
             e.ServerStopped: self._server_stopped,
             e.ServerSynced: self._server_synced,
-            e.SyncFailed: lambda event, now: self.fleet.sync_failed(event, now=now),
-            e.ServerSampled: lambda event, now: self.fleet.sampled(event, now=now),
+            e.SyncFailed: lambda event, now: self.servers.sync_failed(event, now=now),
+            e.ServerSampled: lambda event, now: self.servers.sampled(event, now=now),
             e.TurnGenerated: lambda event, now: self.rollout.generated(event, now=now),
             e.TurnFailed: lambda event, now: self.rollout.turn_failed(event, now=now),
             e.EpisodeStarted: lambda event, now: self.rollout.episode_started(event, now=now),
@@ -176,7 +177,7 @@ class Machine:
             e.WorkerStopped: self._worker_stopped,
             e.CheckpointSaved: self._checkpoint_saved,
             e.PlanChosen: self._plan_chosen,
-            e.PlanKept: lambda event, now: self.lookout.kept(event),
+            e.PlanKept: lambda event, now: self.controller.kept(event),
             e.PlanOrdered: self._plan_ordered,
             e.TimerFired: self._timer_fired,
             e.StopRequested: self._stop_requested,
@@ -192,7 +193,7 @@ class Machine:
             return []
         actions = self._handlers[type(event)](event, now)
         actions += self._settle(now)
-        actions = self.pool.told(actions, now=now)
+        actions = self.reconciler.told(actions, now=now)
         waiting = self._waiting()
         told = (self.phase, self._outcome, self._error, self.training.published, waiting)
         if told != self._told:
@@ -209,28 +210,28 @@ class Machine:
 
     def _run_started(self, event: e.RunStarted, now: Seconds) -> list[Action]:
         self._started_at = now
-        return [*self.lookout.begin(now=now), *self.training.start(now=now)]
+        return [*self.controller.begin(now=now), *self.training.start(now=now)]
 
     def _node_lost(self, event: e.NodeLost, now: Seconds) -> list[Action]:
-        servers = self.fleet.lost(event.node, now=now)
+        servers = self.servers.lost(event.node, now=now)
         return [*servers, *self.workers.lost(event.node, now=now)]
 
     def _node_back(self, event: e.NodeBack, now: Seconds) -> list[Action]:
-        servers = self.fleet.back(event.node, event.alive, now=now)
+        servers = self.servers.back(event.node, event.alive, now=now)
         return [*servers, *self.workers.back(event.node, event.alive, now=now)]
 
     def _server_stopped(self, event: e.ServerStopped, now: Seconds) -> list[Action]:
-        status = self.fleet.current(event.slot, event.incarnation)
-        again = self._going and status is not None and self.pool.wants_back(status)
-        return self.fleet.gone(event, now=now, again=again)
+        status = self.servers.current(event.slot, event.incarnation)
+        again = self._going and status is not None and self.reconciler.wants_back(status)
+        return self.servers.gone(event, now=now, again=again)
 
     def _worker_stopped(self, event: e.WorkerStopped, now: Seconds) -> list[Action]:
         status = self.workers.current(event.slot, event.incarnation)
-        again = self._going and status is not None and self.pool.wants_back(status)
+        again = self._going and status is not None and self.reconciler.wants_back(status)
         return self.workers.gone(event, now=now, again=again)
 
     def _server_synced(self, event: e.ServerSynced, now: Seconds) -> list[Action]:
-        actions = self.fleet.synced(event, now=now)
+        actions = self.servers.synced(event, now=now)
         return actions + self.rollout.proved(event.slot, now=now)
 
     def _trainer_started(self, event: e.TrainerStarted, now: Seconds) -> list[Action]:
@@ -241,7 +242,7 @@ class Machine:
         return actions + self._publish(event.published)
 
     def _publish(self, published: e.PublishedVersion) -> list[Action]:
-        return [*self.fleet.publish(published), *self.workers.publish(published)]
+        return [*self.servers.publish(published), *self.workers.publish(published)]
 
     def _accumulated(self, event: e.Accumulated, now: Seconds) -> list[Action]:
         if event.incarnation != self.training.incarnation or event.step != self.training.step + 1:
@@ -273,10 +274,14 @@ class Machine:
         return actions + (self._stepped(now) if self._going else [])
 
     def _plan_chosen(self, event: e.PlanChosen, now: Seconds) -> list[Action]:
-        return self.lookout.chosen(event, now=now) if self._going else self._too_late(event.order)
+        return (
+            self.controller.chosen(event, now=now) if self._going else self._too_late(event.order)
+        )
 
     def _plan_ordered(self, event: e.PlanOrdered, now: Seconds) -> list[Action]:
-        return self.lookout.ordered(event, now=now) if self._going else self._too_late(event.order)
+        return (
+            self.controller.ordered(event, now=now) if self._going else self._too_late(event.order)
+        )
 
     def _too_late(self, order: str) -> list[Action]:
         """No slot moves any more."""
@@ -284,12 +289,12 @@ class Machine:
 
     def _stepped(self, now: Seconds) -> list[Action]:
         ready, played = self.ledger.count(GroupState.READY), self.ledger.count(GroupState.OPEN)
-        return self.lookout.stepped(self.training.last, ready / max(1, ready + played), now=now)
+        return self.controller.stepped(self.training.last, ready / max(1, ready + played), now=now)
 
     @property
     def plan(self) -> Plan:
         """The newest."""
-        return self.lookout.plan
+        return self.controller.plan
 
     def _checkpoint_saved(self, event: e.CheckpointSaved, now: Seconds) -> list[Action]:
         if event.incarnation != self.training.incarnation or event.step > self.training.step:
@@ -300,7 +305,7 @@ class Machine:
         if event.name == TIMER and self._going:
             return self.training.restart(now=now)
         if event.name.startswith(move.TIMER):
-            return self.pool.deadline(event.name, now=now) if self._going else []
+            return self.reconciler.deadline(event.name, now=now) if self._going else []
         if event.name.startswith(pool.TIMER):
             return self._drain_overdue(event.name, now)
         if event.name == DRAIN_TIMER and self.phase is Phase.DRAINING:
@@ -308,7 +313,7 @@ class Machine:
         return []
 
     def _drain_overdue(self, timer: str, now: Seconds) -> list[Action]:
-        slot, actions = self.pool.overdue(timer, now=now)
+        slot, actions = self.reconciler.overdue(timer, now=now)
         return actions + (self.rollout.abort(slot) if slot is not None else [])
 
     def _drain_over(self, now: Seconds) -> list[Action]:
@@ -329,9 +334,11 @@ class Machine:
 
     def _settle(self, now: Seconds) -> list[Action]:
         """Whatever can go on now, goes on."""
-        actions = [*self.pool.settle(now=now), *self.lookout.mended()] if self._going else []
-        self.rollout.evacuate(now=now)
-        self.fleet.refresh(now=now)
+        actions = (
+            [*self.reconciler.settle(now=now), *self.controller.mended()] if self._going else []
+        )
+        self.rollout.requeue_lost(now=now)
+        self.servers.refresh(now=now)
         actions += self._go_on(now) if self._going else []
         if self.phase is Phase.DRAINING:
             actions += self.training.save()
@@ -349,7 +356,7 @@ class Machine:
         target = self.recipe.run.steps
         if self.training.state is TrainerState.READY and self.training.step >= target:
             return self._wind_down("finished", "", now)
-        if self.phase is Phase.STARTING and self.gate.lanes.seats:
+        if self.phase is Phase.STARTING and self.scheduler.lanes.seats:
             self.phase = Phase.RUNNING
         actions: list[Action] = []
         if self.phase is Phase.RUNNING:
@@ -371,8 +378,8 @@ class Machine:
             return f"the trainer failed: {self.training.detail}"
         if self.rollout.dropped_in_a_row > MAX_DROPPED:
             return f"the environment breaks every time: {self.rollout.last_failure}"
-        hopeless = self.fleet.hopeless
-        return f"no server is left: {hopeless}" if hopeless else ""
+        all_failed = self.servers.all_failed
+        return f"no server is left: {all_failed}" if all_failed else ""
 
     def _wind_down(self, outcome: str, error: str, now: Seconds) -> list[Action]:
         self.phase, self._outcome, self._error = Phase.DRAINING, outcome, error
@@ -381,20 +388,20 @@ class Machine:
     @property
     def _drained(self) -> bool:
         generating = any(f.stage is Stage.GENERATING for f in self.rollout.flights.values())
-        return not (generating or self.training.at_work or self.fleet.syncing)
+        return not (generating or self.training.at_work or self.servers.syncing)
 
     def _stop_all(self, now: Seconds) -> list[Action]:
         self.phase = Phase.STOPPING
         why = f"the run {self._outcome}"
         actions = self.rollout.abandon(now=now)
-        actions += self.pool.end(why, now=now)
-        actions += [*self.fleet.stop(why, now=now), *self.workers.stop(why, now=now)]
+        actions += self.reconciler.end(why, now=now)
+        actions += [*self.servers.stop(why, now=now), *self.workers.stop(why, now=now)]
         return [*actions, *self.training.stop(why, now=now)]
 
     @property
     def _all_gone(self) -> bool:
         down = self.training.state in (TrainerState.DOWN, TrainerState.FAILED)
-        return down and self.fleet.stopped and self.workers.stopped
+        return down and self.servers.stopped and self.workers.stopped
 
     # -- telling ----------------------------------------------------------------------------------
 
@@ -426,7 +433,7 @@ class Machine:
         trainer = self.training.state
         if trainer in (TrainerState.DOWN, TrainerState.STARTING, TrainerState.STOPPING):
             return "rollout goes on up to the staleness bound; the trainer is starting again"
-        if not self.gate.lanes.seats:
+        if not self.scheduler.lanes.seats:
             return "training waits for rollout: no server is serving"
         if trainer is TrainerState.BUSY and not self.ledger.may_open and not self.ledger.playing:
             return "rollout waits for training: the staleness bound is reached"
@@ -439,12 +446,12 @@ class Machine:
     def check(self) -> None:
         """Invariants that hold between any two events."""
         self.ledger.check()
-        self.fleet.check()
+        self.servers.check()
         self.rollout.check()
         self.training.check()
-        self.gate.check()
+        self.scheduler.check()
         self.workers.check()
-        self.pool.check()
+        self.reconciler.check()
         claimed = self.ledger.count(GroupState.CLAIMED)
         ready = self.training.state is TrainerState.READY
         assert claimed == 0 or not ready or self.training.streaming

@@ -126,8 +126,9 @@ class Trajectory:
 
     ``token_ids``, ``logprobs`` and ``loss_mask`` have one entry a token; prompt and tool tokens
     have log-probability 0 and mask 0. ``spans`` cover exactly the generated tokens, in order.
-    ``pure`` is the (trainer incarnation, version) that produced every token so far, from a KV
-    cache of its own, so that log-probabilities can be compared with the trainer's; None when mixed.
+    ``single_version`` is the (trainer incarnation, version) that produced every token so far, from
+    a KV cache of its own, so that log-probabilities can be compared with the trainer's; None when
+    mixed.
     """
 
     id: TrajectoryId
@@ -140,7 +141,7 @@ class Trajectory:
     """Tokens the policy produced."""
     tools: int = 0
     """Tool calls that have come back."""
-    pure: tuple[int, Version] | None = None
+    single_version: tuple[int, Version] | None = None
     reward: float | None = None
     started_at: Seconds = 0.0
 

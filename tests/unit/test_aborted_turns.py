@@ -133,20 +133,20 @@ def test_the_trajectory_has_the_spans_and_logprobs_of_both_halves():
 def test_halves_of_one_version_are_pure_and_of_two_are_not():
     turn = Broken()
     turn.reply(11, 12, reason="abort")
-    assert turn.trajectory.pure == turn.first.cache_key
+    assert turn.trajectory.single_version == turn.first.cache_key
     turn.go_on()
     turn.reply(13, reason="stop")
     same = turn.asked().cache_key == turn.first.cache_key
-    assert (turn.trajectory.pure == turn.first.cache_key) is same
+    assert (turn.trajectory.single_version == turn.first.cache_key) is same
 
     other = Broken()
     other.reply(11, reason="abort")
     rest = other.go_on()
-    status = other.world.machine.fleet.slots[rest.slot]
+    status = other.world.machine.servers.slots[rest.slot]
     assert status.verified is not None
     status.verified = replace(status.verified, version=rest.cache_key[1] + 1)
     other.reply(13, reason="stop", key=(rest.cache_key[0], rest.cache_key[1] + 1))
-    assert other.trajectory.pure is None
+    assert other.trajectory.single_version is None
 
 
 def test_a_turn_broken_off_at_its_limit_has_ended_by_length():
@@ -164,7 +164,7 @@ def test_a_turn_broken_off_before_its_first_token_is_asked_for_as_it_was():
     assert rest.prompt_ids == turn.first.prompt_ids
     assert rest.max_tokens == turn.first.max_tokens
     turn.reply(13, reason="stop")
-    assert turn.trajectory.pure == rest.cache_key
+    assert turn.trajectory.single_version == rest.cache_key
 
 
 def test_what_was_said_survives_the_death_of_the_server_it_goes_on_at():

@@ -45,7 +45,7 @@ class Scripted:
         World.entered.add(name)
         self.log.append(name)
         if self.hang == name:
-            World.gate.wait(DEADLINE_S)
+            World.scheduler.wait(DEADLINE_S)
         if self.fail == name:
             raise RuntimeError(f"no {name} today")
 
@@ -75,7 +75,7 @@ class Scripted:
             case "refuse":
                 raise ToolFailed("no")
             case "hang":
-                World.gate.wait(DEADLINE_S)
+                World.scheduler.wait(DEADLINE_S)
                 return "late"
             case "break":
                 raise KeyError("gone")
@@ -101,7 +101,7 @@ class World:
 
     made: list[Scripted]
     entered: set[str]
-    gate: threading.Event
+    scheduler: threading.Event
     closed: threading.Event
     lock = threading.Lock()
     inside = 0
@@ -116,10 +116,10 @@ def world(monkeypatch):
     module.NUMBER = 3  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     World.made, World.entered = [], set()
-    World.gate, World.closed = threading.Event(), threading.Event()
+    World.scheduler, World.closed = threading.Event(), threading.Event()
     World.inside = World.most_inside = 0
     yield
-    World.gate.set()  # let go of whatever still hangs
+    World.scheduler.set()  # let go of whatever still hangs
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +259,7 @@ def test_an_environment_that_comes_back_is_used_again(play, turn):
     async def scene(episodes):
         await episodes.start(ONE, 0, task_seed=0, seed=0)
         await episodes.advance(ONE, turn(("hang", {})), "stop")
-        World.gate.set()
+        World.scheduler.set()
         await until(lambda: episodes.hung == 0)
         return await episodes.advance(ONE, turn(say("x")), "stop")
 
@@ -272,7 +272,7 @@ def test_the_score_waits_for_a_hung_call_and_then_counts(play, turn):
         await episodes.advance(ONE, turn(("hang", {})), "stop")
         scoring = asyncio.create_task(episodes.advance(ONE, turn("done"), "stop"))
         await asyncio.sleep(0)
-        World.gate.set()
+        World.scheduler.set()
         return await scoring
 
     assert play(scene, timeout_s=0.5).reward == 1.0
@@ -369,7 +369,7 @@ def test_no_more_calls_run_at_once_than_there_are_places(play, turn):
         await until(lambda: World.inside == 2)
         for _ in range(20):
             await asyncio.sleep(0.001)
-        World.gate.set()
+        World.scheduler.set()
         await asyncio.gather(*turns)
 
     play(scene, concurrency=2)
@@ -395,7 +395,7 @@ def test_a_cancelled_turn_leaves_its_environment_to_the_thread_in_it(play, turn)
         await asyncio.gather(task, return_exceptions=True)
         episodes.forget(ONE)
         assert not World.closed.is_set()
-        World.gate.set()
+        World.scheduler.set()
         await until(World.closed.is_set)
         return episodes.running
 
@@ -407,7 +407,7 @@ def test_an_environment_whose_reset_came_too_late_is_closed(play):
     async def scene(episodes):
         with pytest.raises(EnvironmentBroken, match="broke in reset"):
             await episodes.start(ONE, 0, task_seed=0, seed=0)
-        World.gate.set()
+        World.scheduler.set()
         await until(World.closed.is_set)
         return episodes.running
 

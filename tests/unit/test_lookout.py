@@ -25,9 +25,9 @@ class Steps:
         self.world = scene(kind=kind)
         recipe = self.world.recipe
         planner = recipe.planner.model_copy(update={"plan_interval": interval})
-        self.lookout = lookout.PlanController(
+        self.controller = lookout.PlanController(
             recipe.model_copy(update={"planner": planner}),
-            self.world.machine.pool,
+            self.world.machine.reconciler,
             self.world.machine.plan,
             self.world._slots,
         )
@@ -39,10 +39,10 @@ class Steps:
         why it looks, if so."""
         self.now += PERIOD
         step = replace(self.world.machine.training.last, waited_s=train_idle * PERIOD)
-        actions = self.lookout.stepped(step, ready, now=self.now)
+        actions = self.controller.stepped(step, ready, now=self.now)
         looks = [action for action in actions if isinstance(action, a.Propose)]
         if looks:
-            self.lookout.kept(e.PlanKept("it pays nothing"))
+            self.controller.kept(e.PlanKept("it pays nothing"))
         return looks[0].why if looks else ""
 
     def tell_all(self, idle: Iterable[tuple[float, float]]) -> list[str]:
@@ -109,7 +109,7 @@ def test_a_look_that_slots_on_their_way_prevent_is_made_when_they_have_arrived()
 
 
 def order(world: Scene) -> None:
-    if not world.machine.lookout._looking:
+    if not world.machine.controller._looking:
         assert world.order(gradient=1).accepted
 
 
@@ -120,7 +120,7 @@ def plans(world: Scene) -> list[PlanRecord]:
 
 def chosen(world: Scene, promise: Prediction | None) -> None:
     """One server less, one worker more."""
-    plan = world.machine.pool.plan(())
+    plan = world.machine.reconciler.plan(())
     (slot, _), *rest = plan.servers
     plan = replace(plan, servers=tuple(rest), gradient=(*plan.gradient, slot))
     world.give(e.PlanChosen(plan, world._slots, promise))

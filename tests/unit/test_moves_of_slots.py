@@ -91,9 +91,9 @@ class Watched(World):
         self._watch()
 
     def _watch(self) -> None:
-        serving = (s.state is ReplicaState.SERVING for s in self.machine.fleet.slots.values())
+        serving = (s.state is ReplicaState.SERVING for s in self.machine.servers.slots.values())
         self.has_served = self.has_served or any(serving)
-        wanted = self.machine.pool.plan(())
+        wanted = self.machine.reconciler.plan(())
         assert wanted.servers or not self.has_served, "no server is wanted any more"
 
     def _tokens(self, event: e.TurnGenerated) -> array[int]:
@@ -103,7 +103,7 @@ class Watched(World):
     def _must_count(self, event: e.TurnGenerated) -> bool:
         """Whether somebody waits for exactly this reply, and all of it is of a proved version."""
         flight = self.machine.rollout.flights.get(event.trajectory)
-        status = self.machine.fleet.current(event.slot, event.incarnation)
+        status = self.machine.servers.current(event.slot, event.incarnation)
         if flight is None or status is None or status.verified is None:
             return False
         waited_for = flight.stage is Stage.GENERATING and flight.request == event.request
@@ -179,8 +179,8 @@ class Watched(World):
         assert row.detail
         if "has something else" in row.detail or row.detail.startswith("the run "):
             return
-        role = self.machine.pool.role_of(row.slot)
-        kept = role is Role.ROLLOUT and len(self.machine.pool.plan(()).servers) == 1
+        role = self.machine.reconciler.role_of(row.slot)
+        kept = role is Role.ROLLOUT and len(self.machine.reconciler.plan(()).servers) == 1
         assert role in (row.from_role, Role.IDLE, Role.TRAIN) or kept, row
 
     def check_books(self) -> None:

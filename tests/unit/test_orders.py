@@ -19,13 +19,13 @@ def test_slots_that_already_do_what_is_asked_stay():
     answer = world.order(gradient=1)
     assert answer.accepted
     assert answer.text == "moving to rollout=2, gradient=1, train=2"
-    assert set(world.machine.pool.moves) == {B1}
+    assert set(world.machine.reconciler.moves) == {B1}
 
 
 def test_an_order_while_slots_move_is_refused_with_their_names():
     world = scene()
     world.order(gradient=2)
-    moving = ", ".join(sorted(world.machine.pool.moves))
+    moving = ", ".join(sorted(world.machine.reconciler.moves))
     answer = world.order(gradient=1)
     assert not answer.accepted
     assert answer.text == f"slots are moving ({moving}); order again when they have arrived"
@@ -44,13 +44,13 @@ def test_the_last_rollout_server_cannot_be_ordered_away():
     answer = world.order(rollout=0, gradient=3)
     assert not answer.accepted
     assert "planner.min_rollout is 1" in answer.text
-    assert not world.machine.pool.moves
+    assert not world.machine.reconciler.moves
 
 
 def test_a_split_that_is_todays_moves_nothing():
     world = scene()
     assert world.order(rollout=3, train=2).text == "nothing has to move"
-    assert not world.machine.pool.moves
+    assert not world.machine.reconciler.moves
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_counts_that_do_not_add_up_are_refused(to, why):
     answer = world.order(**to)
     assert not answer.accepted
     assert why in answer.text
-    assert not world.machine.pool.moves
+    assert not world.machine.reconciler.moves
 
 
 def test_a_slot_that_does_not_exist_is_refused_with_those_that_do():
@@ -90,7 +90,7 @@ def test_a_slot_cannot_be_pinned_to_do_nothing():
 def test_the_slot_with_the_cores_first_rank_stays():
     world = scene()
     slots = slots_of(world.recipe)
-    roles = {slot.id: world.machine.pool.role_of(slot.id) for slot in slots}
+    roles = {slot.id: world.machine.reconciler.role_of(slot.id) for slot in slots}
     with pytest.raises(OrderRefused, match="publishes the weights: it stays on a"):
         ordered_plan(world.recipe, slots, roles, ("a/0", "c/0"), {Role.TRAIN: 1}, {})
 
@@ -98,7 +98,7 @@ def test_the_slot_with_the_cores_first_rank_stays():
 def test_a_pin_decides_which_slot_moves():
     world = scene()
     world.order(("a/1", Role.GRADIENT))
-    assert set(world.machine.pool.moves) == {"a/1"}
+    assert set(world.machine.reconciler.moves) == {"a/1"}
     world.arrive()
     assert world.moved("a/1").state == "done"
 
@@ -107,7 +107,7 @@ def test_pins_survive_later_orders_and_reach_the_planner():
     world = scene()
     world.order((B1, Role.ROLLOUT))
     world.order(gradient=1)
-    assert set(world.machine.pool.moves) == {"b/0"}
+    assert set(world.machine.reconciler.moves) == {"b/0"}
     world.arrive()
     world.give(e.PlanOrdered("look"))
     assert world.did(a.Propose)[-1] == a.Propose("asked for", ((B1, Role.ROLLOUT),), "look")
@@ -118,7 +118,7 @@ def test_a_pin_is_let_go():
     world.order((B1, Role.ROLLOUT))
     world.order((B1, None))
     world.order(gradient=1)
-    assert set(world.machine.pool.moves) == {B1}
+    assert set(world.machine.reconciler.moves) == {B1}
 
 
 def test_an_order_against_its_own_pins_is_refused_and_pins_nothing():
@@ -126,7 +126,7 @@ def test_an_order_against_its_own_pins_is_refused_and_pins_nothing():
     answer = world.order(*((slot, Role.ROLLOUT) for slot in ("a/1", "b/0", B1)), rollout=2)
     assert not answer.accepted
     assert "rollout=2 is asked for, and pools and pins hold 3 slots there" in answer.text
-    assert not world.machine.lookout.pins
+    assert not world.machine.controller.pins
 
 
 def test_a_plan_that_moves_a_pinned_slot_is_not_carried_out():
@@ -135,8 +135,8 @@ def test_a_plan_that_moves_a_pinned_slot_is_not_carried_out():
     plan = world.machine.plan
     servers = tuple((slot, bucket) for slot, bucket in plan.servers if slot != B1)
     world.choose(Plan(servers, plan.train, gradient=(B1,)))
-    assert not world.machine.pool.moves
-    assert world.machine.pool.role_of(B1) is Role.ROLLOUT
+    assert not world.machine.reconciler.moves
+    assert world.machine.reconciler.role_of(B1) is Role.ROLLOUT
 
 
 def test_a_planners_answer_with_todays_plan_moves_nothing():
@@ -146,6 +146,6 @@ def test_a_planners_answer_with_todays_plan_moves_nothing():
     plan = world.machine.plan
     world.give(e.PlanChosen(plan, world._slots, Prediction(2.0, 1.0, 5.0), "look"))
     assert world.answers[-1] == a.AnswerOrder("look", True, "the plan is today's already")
-    assert not world.machine.pool.moves
+    assert not world.machine.reconciler.moves
     world.answers.clear()
     assert world.order(gradient=1).accepted, "nobody looks any more"

@@ -58,7 +58,7 @@ def test_freed_slots_serve_only_after_the_new_core_has_started():
     leave_core(world)
     world.until(lambda: world.kept)
     assert A0 not in {start.slot for start in world.did(a.StartServer)}
-    serving = [s for s in world.machine.fleet.slots.values() if s.state is ReplicaState.SERVING]
+    serving = [s for s in world.machine.servers.slots.values() if s.state is ReplicaState.SERVING]
     assert len(serving) == 3, "servers go on all the while"
     world.speak()
     assert A0 in {start.slot for start in world.did(a.StartServer)}
@@ -82,7 +82,7 @@ def test_a_new_core_that_fails_to_start_brings_the_old_one_back():
     assert world.moved(A0).detail == (
         "the resized core did not start: out of memory; the slot is given back to train"
     )
-    assert dict(world.machine.pool.plan(()).servers).keys() == {"a/1", "b/0", "b/1"}
+    assert dict(world.machine.reconciler.plan(()).servers).keys() == {"a/1", "b/0", "b/1"}
     world.steps_on()
 
 

@@ -71,7 +71,7 @@ class GradientWorkers:
         """A plan has a worker there; one that failed there before is forgotten."""
         status = self.of(slot, now=now)
         if status.state is ReplicaState.FAILED:
-            status.forgive(now=now)
+            status.reset(now=now)
 
     def start(self, status: Replica, *, now: Seconds) -> list[Action]:
         """Start a worker on the slot."""

@@ -1,8 +1,8 @@
 """The lifecycle of a slot: one table, and the status that moves along it.
 
 Rules for this file: everything that may change a slot's state lives here; an edge that is not in
-``MOVES`` is a bug and raises ``IllegalMove`` without changing anything; the text of an edge says
-what in the world causes it.
+``TRANSITIONS`` is a bug and raises ``IllegalMove`` without changing anything; the text of an edge
+says what in the world causes it.
 
 An **incarnation** is the generation number of a slot's assignment. It grows whenever a server is
 taken out, so that whatever the old process still has to say can be recognised and dropped.
@@ -35,7 +35,7 @@ class ReplicaState(StrEnum):
 
 S = ReplicaState
 
-MOVES: dict[ReplicaState, dict[ReplicaState, str]] = {
+TRANSITIONS: dict[ReplicaState, dict[ReplicaState, str]] = {
     S.IDLE: {
         S.STARTING: "the plan gives it a server, a gradient worker or a trainer rank",
         S.FAILED: "its restarts are used up",
@@ -91,7 +91,7 @@ class Replica:
     has_served: bool = False
     reachable: bool = True
     #: Something failed, and it has not answered since: nothing is sent to it.
-    doubted: bool = False
+    suspect: bool = False
     restarts: int = 0
     #: Times that something failed since anything succeeded.
     failures: int = 0
@@ -112,7 +112,7 @@ class Replica:
         Raises:
             IllegalMove: the table has no such edge; nothing was changed.
         """
-        if to not in MOVES[self.state]:
+        if to not in TRANSITIONS[self.state]:
             told = "; ".join(self.story[-6:])
             raise IllegalMove(
                 f"slot {self.slot.id}: {self.state} -> {to} "
@@ -124,7 +124,7 @@ class Replica:
         self.story.append(f"{self.state} -> {to} at {now:.1f} s {why}".rstrip())
         self.state, self.since, self.detail = to, now, why
 
-    def forgive(self, *, now: Seconds) -> None:
+    def reset(self, *, now: Seconds) -> None:
         """A new plan hopes for it: a process that failed here before is no reason not to try."""
         self.move(S.IDLE, now=now)
         self.role, self.restarts, self.has_served = Role.IDLE, 0, False
@@ -142,7 +142,7 @@ class Replica:
         self.incarnation += 1
         self.running = self.failures = 0
         self.verified = self.syncing = None
-        self.doubted = False
+        self.suspect = False
         self.unproved.clear()
 
     @property
@@ -158,7 +158,7 @@ class Replica:
     @property
     def routable(self) -> bool:
         """Whether a request may be sent to it now."""
-        return self.state is S.SERVING and self.reachable and not self.doubted
+        return self.state is S.SERVING and self.reachable and not self.suspect
 
     def check(self) -> None:
         """Invariants that hold between any two events."""

@@ -8,7 +8,7 @@ still says is dropped), stopped, verified gone, and started again: at most ``MAX
 and only if it has served before; one that never served has a configuration error, and trying again
 would hide it.
 
-A request that breaks off may be the server's fault or the network's. The server is *doubted*, and
+A request that breaks off may be the server's fault or the network's. The server is *suspect*, and
 gets nothing more, until it has answered a check; a cable that is pulled costs no restart.
 """
 
@@ -65,7 +65,7 @@ class RolloutServers:
         self,
         plan: Plan,
         slots: Iterable[Slot],
-        gate: RequestScheduler,
+        scheduler: RequestScheduler,
         cost_of: Callable[[Bucket], ServerCost],
     ) -> None:
         by_id = {slot.id: slot for slot in slots}
@@ -74,9 +74,9 @@ class RolloutServers:
             status = Replica(by_id[slot_id], since=0.0, role=Role.ROLLOUT, bucket=bucket)
             self.slots[slot_id] = status
         self.latest: PublishedVersion | None = None
-        self._gate = gate
+        self._scheduler = scheduler
         self._costs = LearnedCosts(cost_of)
-        #: Whether the gate has yet to hear which servers are routable now.
+        #: Whether the scheduler has yet to hear which servers are routable now.
         self._changed = False
         #: Whether a slot's row has been told since the pool last looked.
         self.stirred = True
@@ -89,13 +89,13 @@ class RolloutServers:
     # -- what is --------------------------------------------------------------------------------
 
     def refresh(self, *, now: Seconds) -> None:
-        """Tell the gate which servers a request may be sent to, if that has changed."""
+        """Tell the scheduler which servers a request may be sent to, if that has changed."""
         if self._changed:
             self._changed = False
             routable = [status for status in self.slots.values() if status.routable]
             lanes = [self._lane(status) for status in routable]
             latest = self.latest.key if self.latest else None
-            self._gate.refresh(lanes, latest=latest, now=now)
+            self._scheduler.refresh(lanes, latest=latest, now=now)
 
     def _lane(self, status: Replica) -> ServerQueue:
         assert status.bucket is not None
@@ -123,7 +123,7 @@ class RolloutServers:
         return all(status.state in gone for status in self.slots.values())
 
     @property
-    def hopeless(self) -> str:
+    def all_failed(self) -> str:
         """Why no server will ever serve again; empty while one may."""
         for status in self.slots.values():  # asked after every event; the first mostly answers
             if status.state is not ReplicaState.FAILED and _counts(status):
@@ -143,7 +143,7 @@ class RolloutServers:
         if status is None:
             status = self.slots[slot.id] = Replica(slot, since=now)
         elif status.state is ReplicaState.FAILED:
-            status.forgive(now=now)
+            status.reset(now=now)
         if status.bucket is None or not status.bucket.has_shape_of(bucket):
             return []
         status.bucket = bucket
@@ -203,7 +203,7 @@ class RolloutServers:
 
     def _sync(self, status: Replica) -> list[Action]:
         up = status.state in (ReplicaState.JOINING, ReplicaState.SERVING)
-        ready = up and status.reachable and not status.doubted
+        ready = up and status.reachable and not status.suspect
         if not ready or self.latest is None or status.syncing or status.verified == self.latest:
             return []
         status.syncing = self.latest
@@ -232,24 +232,24 @@ class RolloutServers:
         if event.answered:
             return [record, *self.take_out(status, event.reason, now=now)]
         status.unproved.add(event.published.key)
-        return [record, *self.stumbled(status, event.reason, now=now)]
+        return [record, *self.request_failed(status, event.reason, now=now)]
 
-    def stumbled(self, status: Replica, reason: str, *, now: Seconds) -> list[Action]:
-        """Something broke off on this server; what breaks while it is doubted is the same."""
-        if status.doubted or status.state is ReplicaState.STOPPING:
+    def request_failed(self, status: Replica, reason: str, *, now: Seconds) -> list[Action]:
+        """Something broke off on this server; what breaks while it is suspect is the same."""
+        if status.suspect or status.state is ReplicaState.STOPPING:
             return []
         status.failures += 1
         if status.failures > MAX_FAILURES:
             return self.take_out(status, f"failed {status.failures} times: {reason}", now=now)
-        status.doubted = self._changed = True
+        status.suspect = self._changed = True
         return [CheckServer(status.slot.id, status.incarnation)]
 
     def checked(self, event: ServerChecked, *, now: Seconds) -> list[Action]:
         """It answers: go on, with the newest version if that was what failed."""
         status = self.current(event.slot, event.incarnation)
-        if status is None or not status.doubted:
+        if status is None or not status.suspect:
             return []
-        status.doubted = False
+        status.suspect = False
         return [*self._sync(status), self.record(status, now)]
 
     def lost(self, node: str, *, now: Seconds) -> list[Action]:
@@ -324,9 +324,9 @@ class RolloutServers:
         lane.reprice(self._costs.of(lane.bucket))
 
     def record(self, status: Replica, now: Seconds) -> Save:
-        """The slot's row. Whatever is told of a slot may concern the gate, and the pool."""
+        """The slot's row. Whatever is told of a slot may concern the scheduler, and the pool."""
         self._changed = self.stirred = True
-        return Save(slot_record(status, now=now, waiting=self._gate.waiting(status.slot.id)))
+        return Save(slot_record(status, now=now, waiting=self._scheduler.waiting(status.slot.id)))
 
     def check(self) -> None:
         """Invariants that hold between any two events."""
@@ -335,7 +335,9 @@ class RolloutServers:
             lane = self._lanes.get(status.slot.id)
             assert lane is None or lane.running == status.running, status.slot.id
         routable = [status.slot.id for status in self.slots.values() if status.routable]
-        assert self._changed or routable == list(self._gate.lanes.by_slot), "the gate is behind"
+        assert self._changed or routable == list(self._scheduler.lanes.by_slot), (
+            "the scheduler is behind"
+        )
 
 
 def _counts(status: Replica) -> bool:

@@ -310,7 +310,7 @@ class TrainerGroup:
 
     def _sample(self, trajectory: Trajectory) -> TrainSample:
         assert self.published is not None
-        fresh = trajectory.pure == self.published.key
+        fresh = trajectory.single_version == self.published.key
         return TrainSample(trajectory, self._staleness(trajectory), fresh)
 
     def _staleness(self, trajectory: Trajectory) -> int:

@@ -32,12 +32,12 @@ class MigrationTracker:
     def __init__(
         self,
         wanted: DesiredState,
-        fleet: RolloutServers,
+        servers: RolloutServers,
         workers: GradientWorkers,
         training: TrainerGroup,
     ) -> None:
         self._wanted = wanted
-        self._fleet = fleet
+        self._servers = servers
         self._workers = workers
         self._training = training
         self.moves: dict[SlotId, SlotMigration] = {}
@@ -71,7 +71,7 @@ class MigrationTracker:
     def look(self, *, now: Seconds) -> list[Action]:
         """Which phase every move is in now."""
         actions = [a for move in list(self.moves.values()) for a in self._follow(move, now)]
-        servers = (self._fleet.slots[slot] for slot in self._wanted.servers)
+        servers = (self._servers.slots[slot] for slot in self._wanted.servers)
         if all(status.state is ReplicaState.FAILED for status in servers):
             self._keep_a_server()
         return actions
@@ -94,7 +94,7 @@ class MigrationTracker:
 
     def _tenant(self, slot: SlotId, role: Role) -> Replica | None:
         if role is Role.ROLLOUT:
-            return self._fleet.slots.get(slot)
+            return self._servers.slots.get(slot)
         if role is Role.GRADIENT:
             return self._workers.slots.get(slot)
         core = (status for status in self._training.slots if status.slot.id == slot)
@@ -176,9 +176,9 @@ class MigrationTracker:
 
     def _end_drain(self, slot: SlotId, why: str, now: Seconds) -> list[Action]:
         """The move goes on without what the old process has yet to say."""
-        server, worker = self._fleet.slots.get(slot), self._workers.slots.get(slot)
+        server, worker = self._servers.slots.get(slot), self._workers.slots.get(slot)
         if server is not None and server.state is ReplicaState.DRAINING:
-            return self._fleet.take_out(server, why, now=now)
+            return self._servers.take_out(server, why, now=now)
         if worker is not None and worker.state is ReplicaState.DRAINING:
             return self._workers.take_out(worker, why, now=now)
         return []
@@ -198,7 +198,7 @@ class MigrationTracker:
         new = self._tenant(move.slot, move.after)
         if new is None:
             return []
-        stop = self._fleet.take_out if move.after is Role.ROLLOUT else self._workers.take_out
+        stop = self._servers.take_out if move.after is Role.ROLLOUT else self._workers.take_out
         return stop(new, why, now=now)
 
     def _give_back(self, move: SlotMigration, why: str, now: Seconds) -> list[Action]:
@@ -222,7 +222,7 @@ class MigrationTracker:
         core = self._wanted.core
         known = [
             status
-            for status in self._fleet.slots.values()
+            for status in self._servers.slots.values()
             if status.state is ReplicaState.SERVING
             or (status.state is not ReplicaState.FAILED and status.slot.id not in core)
         ]

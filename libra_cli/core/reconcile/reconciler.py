@@ -55,13 +55,13 @@ class Reconciler:
     """What the plan wants of every slot, and how far it is. Methods return actions."""
 
     def __init__(
-        self, fleet: RolloutServers, workers: GradientWorkers, training: TrainerGroup, plan: Plan
+        self, servers: RolloutServers, workers: GradientWorkers, training: TrainerGroup, plan: Plan
     ) -> None:
-        self._fleet = fleet
+        self._servers = servers
         self._workers = workers
         self._training = training
         self._wanted = DesiredState(plan)
-        self._following = MigrationTracker(self._wanted, fleet, workers, training)
+        self._following = MigrationTracker(self._wanted, servers, workers, training)
         self._draining: set[SlotId] = set()
 
     @property
@@ -103,7 +103,7 @@ class Reconciler:
         wanted.adopt(plan)
         actions: list[Action] = []
         for slot, bucket in wanted.servers.items():
-            actions += self._fleet.expect(wanted.slots[slot], bucket, now=now)
+            actions += self._servers.expect(wanted.slots[slot], bucket, now=now)
         for slot in sorted(wanted.gradient):
             self._workers.expect(wanted.slots[slot], now=now)
         for slot, (role, bucket_before) in before.items():
@@ -112,7 +112,7 @@ class Reconciler:
         return actions
 
     def _keeps_shape(self, slot: SlotId) -> bool:
-        status, wanted = self._fleet.slots.get(slot), self._wanted.servers.get(slot)
+        status, wanted = self._servers.slots.get(slot), self._wanted.servers.get(slot)
         return status is None or wanted is None or status.bucket in (None, wanted)
 
     # -- one step, whenever something has changed -----------------------------------------------
@@ -120,7 +120,7 @@ class Reconciler:
     def settle(self, *, now: Seconds) -> list[Action]:
         """Whatever can be done now for the plan is done."""
         actions = self._drained(now)
-        parts = (self._fleet, self._workers, self._training, self._following)
+        parts = (self._servers, self._workers, self._training, self._following)
         settled = self._training.aim == self._wanted.core and not self.moves
         if settled and not any(part.stirred for part in parts):
             return actions
@@ -135,21 +135,21 @@ class Reconciler:
 
     def _label_idle(self) -> None:
         """A slot without a process is still a server's, if one is to come."""
-        for status in self._fleet.slots.values():
+        for status in self._servers.slots.values():
             if status.state is ReplicaState.IDLE:
                 wanted = status.slot.id in self._wanted.servers
                 status.role = Role.ROLLOUT if wanted else Role.IDLE
 
     def _stop_unwanted(self, now: Seconds) -> list[Action]:
         actions: list[Action] = []
-        for status in self._fleet.slots.values():
+        for status in self._servers.slots.values():
             wrong = status.up and self._wanted.servers.get(status.slot.id) != status.bucket
             kept = self._waits_for(status.slot.id, self._workers.slots) or self._is_last(status)
             if wrong and not kept:
                 actions += self._drain(status, now)
         for status in self._workers.slots.values():
             wrong = status.up and status.slot.id not in self._wanted.gradient
-            if wrong and not self._waits_for(status.slot.id, self._fleet.slots):
+            if wrong and not self._waits_for(status.slot.id, self._servers.slots):
                 actions += self._workers.leave(status, WHY, now=now)
         return actions
 
@@ -157,7 +157,7 @@ class Reconciler:
         """Whether nobody else serves yet, and another server can come up without its GPUs."""
         if status.state is not ReplicaState.SERVING:
             return False
-        others = (other for other in self._fleet.slots.values() if other is not status)
+        others = (other for other in self._servers.slots.values() if other is not status)
         if any(other.state is ReplicaState.SERVING and other.reachable for other in others):
             return False
         mine = _gpus(status.slot)
@@ -175,41 +175,41 @@ class Reconciler:
         if status.state in (ReplicaState.DRAINING, ReplicaState.STOPPING):
             return []
         if status.state is not ReplicaState.SERVING:
-            return self._fleet.take_out(status, WHY, now=now)
+            return self._servers.take_out(status, WHY, now=now)
         status.move(ReplicaState.DRAINING, now=now, why=WHY)
         self._draining.add(status.slot.id)
         timer = f"{TIMER}{status.slot.id} {status.incarnation}"
         times = [Wake(f"{timer} {ABORT}", GRACE_S), Wake(f"{timer} {OUT}", DRAIN_S)]
-        return [self._fleet.record(status, now), *times]
+        return [self._servers.record(status, now), *times]
 
     def _drained(self, now: Seconds) -> list[Action]:
         """Stop every draining server whose last turn has ended."""
         actions: list[Action] = []
         for slot in sorted(self._draining) if self._draining else ():
-            status = self._fleet.slots[slot]
+            status = self._servers.slots[slot]
             if status.state is not ReplicaState.DRAINING or not status.running:
                 self._draining.discard(slot)
             if status.state is ReplicaState.DRAINING and not status.running:
-                actions += self._fleet.take_out(status, WHY, now=now)
+                actions += self._servers.take_out(status, WHY, now=now)
         return actions
 
     def overdue(self, timer: str, *, now: Seconds) -> tuple[SlotId | None, list[Action]]:
         """A draining server's time is up: the slot whose turns are to be aborted, or it is out."""
         slot, incarnation, what = timer.removeprefix(TIMER).rsplit(" ", 2)
-        status = self._fleet.current(slot, int(incarnation))
+        status = self._servers.current(slot, int(incarnation))
         if status is None or status.state is not ReplicaState.DRAINING:
             return None, []
         if what == ABORT:
             return slot, []
-        return None, self._fleet.take_out(status, WHY, now=now)
+        return None, self._servers.take_out(status, WHY, now=now)
 
     def _start_free(self, now: Seconds) -> list[Action]:
         """Start what the plan has on slots whose GPUs no process holds, or that have room."""
         actions: list[Action] = []
         for slot, bucket in self._wanted.servers.items():
-            status = self._fleet.slots[slot]
+            status = self._servers.slots[slot]
             if status.state is ReplicaState.IDLE and self._is_free(status.slot):
-                actions += self._fleet.start(status, bucket, now=now)
+                actions += self._servers.start(status, bucket, now=now)
         for slot_id in sorted(self._wanted.gradient):
             status = self._workers.of(self._wanted.slots[slot_id], now=now)
             if status.state is ReplicaState.IDLE and self._is_free(status.slot):
@@ -231,7 +231,7 @@ class Reconciler:
         return all(wanted.isdisjoint(_gpus(other)) for other in held)
 
     def _all(self) -> Iterator[Replica]:
-        yield from self._fleet.slots.values()
+        yield from self._servers.slots.values()
         yield from self._workers.slots.values()
         yield from self._training.slots
 
@@ -247,7 +247,7 @@ class Reconciler:
             return self._training.resize([], now=now)
         core = [self._wanted.slots[slot] for slot in self._wanted.core]
         joining = [slot for slot in core if slot.id not in self._training.core]
-        others = [*self._fleet.slots.values(), *self._workers.slots.values()]
+        others = [*self._servers.slots.values(), *self._workers.slots.values()]
         held = {gpu for status in others if status.up for gpu in _gpus(status.slot)}
         if any(not held.isdisjoint(_gpus(slot)) for slot in joining):
             return self._training.resize([], now=now)

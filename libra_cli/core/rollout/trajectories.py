@@ -129,12 +129,16 @@ class Trajectories:
     """Every trajectory in flight. Methods return the actions they call for."""
 
     def __init__(
-        self, ledger: GroupLedger, fleet: RolloutServers, gate: RequestScheduler, limits: Limits
+        self,
+        ledger: GroupLedger,
+        servers: RolloutServers,
+        scheduler: RequestScheduler,
+        limits: Limits,
     ) -> None:
         self._ledger = ledger
-        self._fleet = fleet
-        self._gate = gate
-        self._estimator = gate.policy.estimator
+        self._servers = servers
+        self._scheduler = scheduler
+        self._estimator = scheduler.policy.estimator
         self._limits = limits
         self.flights: dict[TrajectoryId, ActiveTrajectory] = {}
         self._parked: dict[SlotId, dict[int, TurnGenerated]] = {}
@@ -153,7 +157,7 @@ class Trajectories:
         actions: list[Action] = []
         size = self._ledger.group_size
         while self._ledger.may_open and self._ledger.playing + size <= max(
-            self._gate.lanes.seats, size
+            self._scheduler.lanes.seats, size
         ):
             if self.flights and not self._fits_beside():
                 break
@@ -167,7 +171,7 @@ class Trajectories:
         """Whether the policy has room for the contexts in play and those of one more group."""
         playing = len(self.flights) + self._ledger.group_size
         expected = max(self._contexts, int(playing * self._usual.value))
-        return self._gate.policy.has_room(expected, self._gate.lanes)
+        return self._scheduler.policy.has_room(expected, self._scheduler.lanes)
 
     def _begin(self, trajectory: Trajectory) -> list[Action]:
         self.flights[trajectory.id] = ActiveTrajectory(trajectory)
@@ -179,7 +183,7 @@ class Trajectories:
     def dispatch(self, *, now: Seconds) -> list[Action]:
         """Send every waiting request that has a seat."""
         actions: list[Action] = []
-        for request, lane in self._gate.dispatch(now=now):
+        for request, lane in self._scheduler.dispatch(now=now):
             actions.append(self._send(self.flights[request.trajectory], request, lane, now))
         return actions
 
@@ -187,7 +191,7 @@ class Trajectories:
         self, flight: ActiveTrajectory, request: Request, lane: ServerQueue, now: Seconds
     ) -> Generate:
         slot = lane.slot
-        status = self._fleet.slots[slot]
+        status = self._servers.slots[slot]
         assert status.verified is not None, f"{slot} is routed to but has proved no version"
         status.count(+1, now=now)
         self._requests += 1
@@ -226,7 +230,7 @@ class Trajectories:
             estimate=flight.estimate,
             p90=flight.estimate.quantile(0.9),
         )
-        self._gate.submit(request, now=now)
+        self._scheduler.submit(request, now=now)
 
     # -- the environment ------------------------------------------------------------------------
 
@@ -321,7 +325,7 @@ class Trajectories:
         self._forget(trajectory)
         if self._estimator is not None and flight.stage is not Stage.RESETTING:
             self._estimator.withdrawn(trajectory.id)
-        self._gate.withdraw(trajectory.id)
+        self._scheduler.withdraw(trajectory.id)
         if flight.stage is Stage.GENERATING:
             self._left(flight, now)
         row = trajectory_record(trajectory, state, ended_at=now, detail=why)
@@ -334,7 +338,7 @@ class Trajectories:
         flight = self._sent(event)
         if flight is None:
             return []
-        status = self._fleet.slots[event.slot]
+        status = self._servers.slots[event.slot]
         assert status.verified is not None, f"{event.slot} answered before it proved a version"
         if event.newest > status.verified.key:
             self._parked.setdefault(event.slot, {})[event.request] = event
@@ -359,7 +363,7 @@ class Trajectories:
     def abort(self, slot: SlotId) -> list[Action]:
         """Break off every turn on a server; what it has said so far is kept."""
         return [
-            AbortTurn(flight.request, slot, self._fleet.slots[slot].incarnation)
+            AbortTurn(flight.request, slot, self._servers.slots[slot].incarnation)
             for flight in self.flights.values()
             if flight.stage is Stage.GENERATING and flight.slot == slot
         ]
@@ -367,15 +371,15 @@ class Trajectories:
     def _left(self, flight: ActiveTrajectory, now: Seconds) -> None:
         """The flight's request is no longer inside its server."""
         assert flight.slot is not None, flight.trajectory.id
-        self._fleet.slots[flight.slot].count(-1, now=now)
-        self._gate.left(flight.trajectory.id)
+        self._servers.slots[flight.slot].count(-1, now=now)
+        self._scheduler.left(flight.trajectory.id)
 
     def _sent(self, event: TurnGenerated | TurnFailed) -> ActiveTrajectory | None:
         """The flight this reply is for; None for one that nobody waits for any more."""
         flight = self.flights.get(event.trajectory)
         if flight is None or flight.stage is not Stage.GENERATING:
             return None
-        current = self._fleet.current(event.slot, event.incarnation) is not None
+        current = self._servers.current(event.slot, event.incarnation) is not None
         return flight if current and flight.request == event.request else None
 
     def _append(self, flight: ActiveTrajectory, event: TurnGenerated) -> None:
@@ -395,7 +399,9 @@ class Trajectories:
         ]
         same = all(span.version == event.cache_key[1] for span in event.spans)
         key = event.cache_key if same and event.newest == event.cache_key else None
-        trajectory.pure = key if trajectory.generated == 0 or trajectory.pure == key else None
+        trajectory.single_version = (
+            key if trajectory.generated == 0 or trajectory.single_version == key else None
+        )
         trajectory.generated += len(event.token_ids)
 
     def proved(self, slot: SlotId, *, now: Seconds) -> list[Action]:
@@ -410,11 +416,11 @@ class Trajectories:
         flight = self._sent(event)
         if flight is None:
             return []
-        status = self._fleet.slots[event.slot]
+        status = self._servers.slots[event.slot]
         if event.refused:
             return self._break(flight, event.reason, now)
         self._again(flight, now)
-        return self._fleet.stumbled(status, event.reason, now=now)
+        return self._servers.request_failed(status, event.reason, now=now)
 
     def _again(self, flight: ActiveTrajectory, now: Seconds) -> list[Action]:
         """Ask for the same turn again, wherever there is a seat."""
@@ -423,16 +429,16 @@ class Trajectories:
         self._wait(flight, now)
         return []
 
-    def evacuate(self, *, now: Seconds) -> None:
+    def requeue_lost(self, *, now: Seconds) -> None:
         """Queue again whatever was generating on a server that has been taken out."""
-        retired = set(self._fleet.retired)
+        retired = set(self._servers.retired)
         if not retired:
             return
-        self._fleet.retired.clear()
+        self._servers.retired.clear()
         self._parked = {k: parked for k, parked in self._parked.items() if k not in retired}
         for flight in self.flights.values():
             if flight.stage is Stage.GENERATING and flight.slot in retired:
-                self._gate.left(flight.trajectory.id)
+                self._scheduler.left(flight.trajectory.id)
                 flight.slot = None
                 self._wait(flight, now)
 
@@ -485,7 +491,7 @@ class Trajectories:
         total = sum(len(flight.trajectory.token_ids) for flight in self.flights.values())
         assert total == self._contexts, f"{total} tokens in play, {self._contexts} counted"
         inside = Counter(f.slot for f in self.flights.values() if f.stage is Stage.GENERATING)
-        for slot, status in self._fleet.slots.items():
+        for slot, status in self._servers.slots.items():
             assert inside[slot] == status.running, f"{slot}: {inside[slot]} in, {status.running}"
 
 
