@@ -159,8 +159,8 @@ class PlannerAdapter:
     ) -> MeasuredStep:
         began, now = self._ended_at, record.ended_at
         spans = [(row.started_at, row.ended_at or now) for row in ended]
-        flights = world.machine.rollout.flights.values()
-        spans += [(flight.trajectory.started_at, now) for flight in flights]
+        active = world.machine.rollout.active.values()
+        spans += [(one.trajectory.started_at, now) for one in active]
         in_play_s, beside = crowd(spans, began, now)
         return MeasuredStep(
             step_s=max(now - began, 1e-9),

@@ -28,9 +28,10 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.machine import Machine, RunIdentity
+from libra_cli.core.machine import Machine
 from libra_cli.core.records import Record, SlotRecord, StepRecord, TrajectoryRecord, TurnRecord
-from libra_cli.core.rollout.trajectories import ABORTED
+from libra_cli.core.rollout.turns import ABORTED
+from libra_cli.core.run_state import RunIdentity
 from libra_cli.core.scheduling.baselines import SchedulingPolicy
 from libra_cli.core.types import (
     Bucket,

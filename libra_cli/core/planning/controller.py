@@ -20,8 +20,9 @@ from dataclasses import replace
 from json import dumps
 
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.actions import Action, AnswerOrder, Propose, Save
+from libra_cli.core.actions import AnswerOrder, Propose, Save
 from libra_cli.core.events import PlanChosen, PlanKept, PlanOrdered
+from libra_cli.core.notices import Result
 from libra_cli.core.planning.triggers import STARVED, ReplanTriggers
 from libra_cli.core.reconcile.manual_plan import OrderRefused, ordered_plan
 from libra_cli.core.reconcile.reconciler import Reconciler
@@ -57,15 +58,13 @@ class PlanController:
         #: A planner's answer is awaited.
         self._looking = False
 
-    def begin(self, *, now: Seconds) -> list[Action]:
+    def begin(self, *, now: Seconds) -> list[Result]:
         """The first plan's row."""
         self._row = replace(self._row, at=now)
         return [Save(self._row)]
 
-    def mended(self) -> list[Action]:
+    def mended(self) -> list[Result]:
         """Moves that failed have changed the plan: tell the one that is."""
-        if not self._pool.differs():
-            return []
         self.plan = self._pool.plan(self.plan.reasons)
         told = _record(self._number, self.plan, 0.0, "", None)
         self._row = replace(
@@ -78,7 +77,7 @@ class PlanController:
 
     # -- looking --------------------------------------------------------------------------------
 
-    def stepped(self, step: StepRecord, ready: float, *, now: Seconds) -> list[Action]:
+    def stepped(self, step: StepRecord, ready: float, *, now: Seconds) -> list[Result]:
         """A step is done, and ``ready`` of the groups that are not trained wait for training."""
         before, self._ended_at = self._ended_at, now
         if before is None or now <= before:
@@ -100,14 +99,14 @@ class PlanController:
     def _busy(self) -> bool:
         return self._looking or bool(self._pool.moves)
 
-    def _propose(self, why: str, order: str) -> list[Action]:
+    def _propose(self, why: str, order: str) -> list[Result]:
         self._looks.rest()
         self._looking = True
         return [Propose(why, tuple(self.pins.items()), order)]
 
     # -- what comes of it -----------------------------------------------------------------------
 
-    def chosen(self, event: PlanChosen, *, now: Seconds) -> list[Action]:
+    def chosen(self, event: PlanChosen, *, now: Seconds) -> list[Result]:
         """The planner has a better plan: carry it out."""
         self._looking = False
         if _wants(event.plan) == _wants(self._pool.plan(())):
@@ -121,12 +120,12 @@ class PlanController:
         actions = self._adopt(event.plan, cause, event.prediction, now)
         return actions + self._answer(event.order, accepted=True, text=_words(event.plan))
 
-    def kept(self, event: PlanKept) -> list[Action]:
+    def kept(self, event: PlanKept) -> list[Result]:
         """The planner has looked, and today's plan stays."""
         self._looking = False
         return self._answer(event.order, accepted=True, text=f"no move: {event.why_not}")
 
-    def ordered(self, event: PlanOrdered, *, now: Seconds) -> list[Action]:
+    def ordered(self, event: PlanOrdered, *, now: Seconds) -> list[Result]:
         """A user orders a split, holds slots, or wants a look now."""
         if self._busy:
             under_way = ", ".join(sorted(self._pool.moves)) or "none yet, but the planner looks"
@@ -145,7 +144,7 @@ class PlanController:
             return self._answer(event.order, accepted=False, text=str(error))
         self.pins = pins
         same = _wants(plan) == _wants(self._pool.plan(()))
-        actions = [] if same else self._adopt(plan, "order", None, now)
+        actions: list[Result] = [] if same else self._adopt(plan, "order", None, now)
         text = "nothing has to move" if same else _words(plan)
         return actions + self._answer(event.order, accepted=True, text=text)
 
@@ -160,12 +159,12 @@ class PlanController:
             self._recipe, self._slots, roles, self._pool.plan(()).train, dict(event.to), pins
         )
 
-    def _answer(self, order: str, *, accepted: bool, text: str) -> list[Action]:
+    def _answer(self, order: str, *, accepted: bool, text: str) -> list[Result]:
         return [AnswerOrder(order, accepted, text)] if order else []
 
     def _adopt(
         self, plan: Plan, cause: str, promise: Prediction | None, now: Seconds
-    ) -> list[Action]:
+    ) -> list[Result]:
         self.plan, self._number = plan, self._number + 1
         row = _record(self._number, plan, now, cause, promise)
         self._row = replace(row, observed_before_s=_mean(self._periods))
@@ -176,7 +175,7 @@ class PlanController:
 
     # -- what it was worth ----------------------------------------------------------------------
 
-    def _observe(self, period: Seconds) -> list[Action]:
+    def _observe(self, period: Seconds) -> list[Result]:
         arrived, self._arrived = self._arrived, not self._pool.moves
         if not (arrived and self._arrived):  # nor does the step count in which the last one arrived
             return []
