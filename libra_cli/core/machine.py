@@ -129,7 +129,7 @@ class Machine:
         )
         by_id = {slot.id: slot for slot in slots}
         core = [by_id[slot_id] for slot_id in plan.train]
-        self.workers = GradientWorkers(sum(len(slot.gpus) or 1 for slot in core))
+        self.workers = GradientWorkers(sum(slot.num_devices for slot in core))
         self.training = TrainerGroup(
             self.ledger,
             self.workers,
