@@ -13,13 +13,13 @@ from libra_cli.app import run as app
 from libra_cli.app.rebalance.cases import case_of_recipe, case_of_run
 from libra_cli.app.rebalance.decision import decide, told
 from libra_cli.app.rebalance.orders import RebalanceError
-from libra_cli.bench.experiments import DEFAULT_TRACE
 from libra_cli.core.actions import Propose
 from libra_cli.core.cluster.placement import slots_of
 from libra_cli.core.events import PlanChosen, PlanKept
 from libra_cli.core.types import Prediction
 from libra_cli.report.status.rebalance import RebalanceResult
 from libra_cli.report.status.summary import newest_run
+from libra_cli.sim.traces import DEFAULT_TRACE
 
 
 def propose(run_dir: Path, look: Propose) -> PlanChosen | PlanKept:

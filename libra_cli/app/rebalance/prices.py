@@ -1,8 +1,8 @@
 """Which prices a run or a recipe is judged by.
 
 The profile that is named, if it is of the GPUs there; else the shipped one of the run's model and
-GPU; else what the run itself has shown (``pricing.measured``). A recipe does not say which GPUs its
-hosts have, so before anything has run a profile must be named.
+GPU; else what the run itself has shown (``core.costs.observed``). A recipe does not say which GPUs
+its hosts have, so before anything has run a profile must be named.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from libra_cli.bench.experiments import profile_of
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import slots_of
@@ -51,7 +50,7 @@ def profile_of_recipe(recipe: Recipe, path: Path, profile: str | None) -> Profil
     """Only a named one: a recipe does not say which GPUs its hosts have."""
     gpus = any(node.gpus for node in recipe.nodes)
     if profile is not None:
-        found = profile_of(profile)
+        found = load_profile(profile)
         if gpus == _is_for_cpus(found):
             what = "GPUs" if gpus else "no GPUs"
             raise ProfileError(
@@ -77,7 +76,7 @@ def profile_of_run(
     """The prices, where they come from, and what there is to say about that."""
     gpus = _gpus(reader, recipe)
     if name is not None:
-        profile = profile_of(name)
+        profile = load_profile(name)
         _require(profile, gpus, recipe)
         notes = [] if _is_of(profile, recipe) else [_other_model(profile, recipe)]
         return profile, "given", notes

@@ -11,8 +11,8 @@ servers and what the controller does for a turn are part of them. Rewards of the
 equal, so nothing is learned from them.
 
 Everything is measured in several rounds, and the median counts. A turn ends with a tool call that
-does nothing: on its way to a thread and back it meets the same crowd for cores as in a run. The
-trainer is measured beside idle servers that have just worked, since vLLM looks for work without
+does nothing: on its way to a thread and back it meets the same competition for cores as in a run.
+The trainer is measured beside idle servers that have just worked, since vLLM looks for work without
 sleeping for a second after the last.
 
 Guarantee: nothing is left running, Ctrl-C included. Limit: a host that is busy with other things
@@ -36,6 +36,7 @@ from random import Random
 from statistics import fmean, median
 
 from libra_cli.bench.calibration.harness import MeasurementHarness, Synced
+from libra_cli.bench.config import Progress
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import TrainSample
@@ -62,8 +63,6 @@ CHUNK_TOKENS: Tokens = 2048
 CHUNK_FLAG = "--max-num-batched-tokens"
 BESIDE_STEPS = 6
 """Training steps that must end beside a load."""
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +116,16 @@ class CalibrationMeasurement:
     at: Seconds
 
 
-def calibrate(recipe: Recipe, effort: Effort, *, note: Progress) -> CalibrationMeasurement:
+def measure(recipe: Recipe, effort: Effort, *, note: Progress) -> CalibrationMeasurement:
     """Bring everything up, measure, and take it down again.
 
     Raises:
         LibraError: a host, a server or the trainer failed; nothing of it is left.
     """
-    return asyncio.run(_calibrate(recipe, effort, note))
+    return asyncio.run(_measure(recipe, effort, note))
 
 
-async def _calibrate(recipe: Recipe, effort: Effort, note: Progress) -> CalibrationMeasurement:
+async def _measure(recipe: Recipe, effort: Effort, note: Progress) -> CalibrationMeasurement:
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
@@ -221,8 +220,8 @@ class _Survey:
     ) -> tuple[ServerLoad, Seconds]:
         """Seconds of a turn, mean over the servers with room for the load, and what it was."""
         seats = self._seats(degree)
-        crowds = {
-            slot: _Crowd(
+        playing = {
+            slot: _Players(
                 self._rig,
                 slot,
                 replace(load, players=min(load.players, room)),
@@ -232,12 +231,12 @@ class _Survey:
             for slot, room in seats.items()
         }
         window_s = max(window_s, self._effort.window_s)
-        async with _playing(crowds.values()):
-            await asyncio.gather(*(crowd.warm() for crowd in crowds.values()))
-            full = [crowd for crowd in crowds.values() if crowd.load.players == load.players]
-            await asyncio.gather(*(crowd.watch(window_s, enough) for crowd in full))
-        generate = fmean(crowd.generated for crowd in full)
-        return replace(load, generate=generate), fmean(crowd.turn_s for crowd in full)
+        async with _playing(playing.values()):
+            await asyncio.gather(*(players.warm() for players in playing.values()))
+            full = [players for players in playing.values() if players.load.players == load.players]
+            await asyncio.gather(*(players.watch(window_s, enough) for players in full))
+        generate = fmean(players.generated for players in full)
+        return replace(load, generate=generate), fmean(players.turn_s for players in full)
 
     # -- training -------------------------------------------------------------------------------
 
@@ -330,7 +329,7 @@ def _median(rounds: Sequence[tuple[ServerLoad, Seconds]]) -> tuple[ServerLoad, S
     return ordered[(len(ordered) - 1) // 2]
 
 
-class _Crowd:
+class _Players:
     """The players of one load at one server."""
 
     def __init__(
@@ -402,19 +401,19 @@ class _Crowd:
 
 
 @asynccontextmanager
-async def _playing(crowds: Iterable[_Crowd]) -> AsyncIterator[None]:
+async def _playing(playing: Iterable[_Players]) -> AsyncIterator[None]:
     """Players at work; a failure of one ends the measurement, and none is left behind."""
-    chosen = list(crowds)
+    chosen = list(playing)
     try:
         async with asyncio.TaskGroup() as group:
-            for crowd in chosen:
-                for _ in range(crowd.load.players):
-                    group.create_task(crowd.play())
+            for players in chosen:
+                for _ in range(players.load.players):
+                    group.create_task(players.play())
             try:
                 yield
             finally:
-                for crowd in chosen:
-                    crowd.stop()
+                for players in chosen:
+                    players.stop()
     except BaseExceptionGroup as several:
         raise several.exceptions[0] from None
 
