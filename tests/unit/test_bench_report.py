@@ -235,13 +235,11 @@ def test_json_to_standard_output_is_nothing_but_json(runs: Runs) -> None:
     assert json.loads(done.stdout)["format"] == 1
 
 
-def test_speed_has_a_table_and_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, number in (("SIMULATED_TURNS", 1), ("IN_FLIGHT", 50), ("DECISIONS", 20)):
-        monkeypatch.setattr(speed, name, number)
-    path = tmp_path / "speed.json"
-    assert "plan for 128 GPUs" in libra("speed", "--json", str(path)).output
-    rows = json.loads(path.read_text())["speed"]
-    assert [row["reached"] for row in rows if row["wanted"] is None] == [None, None]
+def test_speed_has_a_table_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invented speeds: measuring real ones takes most of a minute."""
+    monkeypatch.setattr(speed, "speed", lambda progress: [SpeedRow("a plan", 0.05, "s", 0.1)])
+    assert "a plan" in libra("speed").output
+    assert json.loads(libra("speed", "--json", "-").stdout)["speed"][0]["reached"] is True
 
 
 @pytest.mark.parametrize(
