@@ -417,7 +417,7 @@ class Machine:
             ended_at=self._ended_at,
             target_steps=self.recipe.run.steps,
             step=self.training.step,
-            version=self.training.published.version if self.training.published else 0,
+            version=self.training.published.version.step if self.training.published else 0,
             waiting=waiting,
             error=self._error,
             controller_pid=self.identity.controller_pid,

@@ -176,7 +176,7 @@ class TrainerGroup:
         self.state, self._ever_started = TrainerState.READY, True
         self.held = []
         self._idle_since = self._step_ended = now
-        self.step = event.published.version
+        self.step = event.published.version.step
         self._asked_step = self.checkpoint_step
         self._ledger.rollback(self.step)
         self._batch, self._parts, self._awaited = [], 0, 0
@@ -185,8 +185,8 @@ class TrainerGroup:
     def _publish(self, published: PublishedVersion) -> list[Action]:
         self.published = published
         row = VersionRecord(
-            version=published.version,
-            trainer_incarnation=published.trainer_incarnation,
+            version=published.version.step,
+            trainer_incarnation=published.version.trainer_incarnation,
             published_at=published.at,
             bytes=published.bytes,
         )
@@ -311,7 +311,7 @@ class TrainerGroup:
 
     def _sample(self, trajectory: Trajectory) -> TrainSample:
         assert self.published is not None
-        fresh = trajectory.single_version == self.published.key
+        fresh = trajectory.single_version == self.published.version
         return TrainSample(trajectory, self._staleness(trajectory), fresh)
 
     def _staleness(self, trajectory: Trajectory) -> int:
