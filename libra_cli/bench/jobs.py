@@ -23,7 +23,7 @@ from libra_cli.core.costs.profile import Profile, TrainingShape
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.costs.workload import TrajectorySample, Window, Workload
 from libra_cli.core.planning.observation import Observation, Replanner, moves_between
-from libra_cli.core.planning.recalibration import MeasuredStep, crowd
+from libra_cli.core.planning.recalibration import MeasuredStep, concurrency
 from libra_cli.core.planning.search import Layout, PlannerSettings
 from libra_cli.core.planning.sim_replanner import replanner
 from libra_cli.core.records import StepRecord, TrajectoryRecord
@@ -161,7 +161,7 @@ class PlannerAdapter:
         spans = [(row.started_at, row.ended_at or now) for row in ended]
         flights = world.machine.rollout.flights.values()
         spans += [(flight.trajectory.started_at, now) for flight in flights]
-        in_play_s, beside = crowd(spans, began, now)
+        in_play_s, beside = concurrency(spans, began, now)
         return MeasuredStep(
             step_s=max(now - began, 1e-9),
             train_s=record.ended_at - record.started_at,

@@ -14,8 +14,8 @@ from libra_cli.core.planning.recalibration import (
     MOST,
     MeasuredStep,
     Recalibration,
+    concurrency,
     corrected,
-    crowd,
     mean,
 )
 from libra_cli.core.planning.rollout_dp import PlannedBucket
@@ -62,12 +62,12 @@ def test_the_same_trajectories_times_tell_the_same_speed_however_long_the_steps(
     assert slower[1].rollout == pytest.approx(2 * once[1].rollout)
 
 
-def test_those_that_took_as_long_in_a_smaller_crowd_are_slower_in_a_full_one() -> None:
-    alone, crowded = (
+def test_those_that_took_as_long_beside_fewer_others_are_slower_in_a_full_one() -> None:
+    alone, beside_many = (
         prices_after(MeasuredStep(500.0, 500.0, 0.0, 256 * 60.0, beside))[1].rollout
         for beside in (50.0, 400.0)
     )
-    assert alone > crowded
+    assert alone > beside_many
 
 
 def test_rollout_takes_no_longer_than_the_step_it_was_seen_in() -> None:
@@ -108,16 +108,16 @@ def test_no_correction_is_beyond_belief(seconds: float, factor: float) -> None:
 
 
 @given(SPANS)
-def test_a_crowd_is_what_counting_every_second_says(starts: list[tuple[int, int]]) -> None:
+def test_concurrency_is_what_counting_every_second_says(starts: list[tuple[int, int]]) -> None:
     spans = [(float(begin), float(begin + length)) for begin, length in starts]
     playing = [sum(b <= second < e for b, e in spans) for second in range(30)]
-    in_play_s, beside = crowd(spans, 0.0, 30.0)
+    in_play_s, beside = concurrency(spans, 0.0, 30.0)
     assert in_play_s == pytest.approx(sum(playing))
     if in_play_s:
         assert beside == pytest.approx(sum(n * n for n in playing) / sum(playing))
 
 
-def test_the_mean_of_steps_counts_a_crowd_for_as_long_as_it_lasted() -> None:
+def test_the_mean_of_steps_counts_concurrency_for_as_long_as_it_lasted() -> None:
     found = mean([MeasuredStep(10, 4, 6, 90, 9), MeasuredStep(30, 8, 2, 10, 1)])
     assert (found.step_s, found.train_s, found.waited_s, found.in_play_s) == (20, 6, 4, 50)
     assert found.beside == pytest.approx(8.2)

@@ -57,8 +57,9 @@ def observed(step: int, layout: Layout, load: Workload) -> Observation:
     step_s = times.step_s
     measured = MeasuredStep(step_s, times.train_s, step_s - times.train_s, 0.0, 0.0)
     if not measured.starved:
-        # In play as long as makes ``unheld_s``, which is proportional to it, the predicted time.
-        second = search.table.unheld_s(layout.buckets, 1.0, 100.0)
+        # In play as long as makes ``saturated_step_s``, which is proportional to it, the predicted
+        # time.
+        second = search.table.saturated_step_s(layout.buckets, 1.0, 100.0)
         measured = replace(measured, in_play_s=times.rollout_s / second, beside=100.0)
     return Observation(step, layout, load, measured, 1 - times.rollout_s / step_s, 0.5, GPUS)
 

@@ -24,7 +24,7 @@ from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.planning.admission import Admission, horizon
-from libra_cli.core.planning.recalibration import MeasuredStep, crowd
+from libra_cli.core.planning.recalibration import MeasuredStep, concurrency
 from libra_cli.core.planning.slot_placement import held
 from libra_cli.core.planning.triggers import FILLING, steps_to_average
 from libra_cli.core.records import StepRecord
@@ -191,7 +191,7 @@ def _plan_of(reader: Reader, recipe: Recipe) -> Plan:
 def _measured(reader: Reader, steps: Sequence[StepRecord]) -> Iterator[MeasuredStep]:
     began = steps[0].started_at - steps[0].waited_s if steps else 0.0
     for step in steps:
-        in_play_s, beside = crowd(reader.in_play(began, step.ended_at), began, step.ended_at)
+        in_play_s, beside = concurrency(reader.in_play(began, step.ended_at), began, step.ended_at)
         yield MeasuredStep(
             step_s=step.ended_at - began,
             train_s=step.ended_at - step.started_at,
