@@ -55,7 +55,7 @@ from libra_cli.sim.traces import DEFAULT_TRACE, RecordedEpisode, Trace, Turn, lo
 
 FOLDS = 5
 IN_FLIGHT = 16
-"""Groups under way at once."""
+"""Groups under way at once; this and what follows chosen, not measured."""
 TOKEN_S: Seconds = 1 / 50
 CHARACTERS = 4
 """Characters a token, for the size of a payload."""

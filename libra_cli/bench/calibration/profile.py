@@ -28,7 +28,8 @@ from libra_cli.runtime.recipes.loader import load_recipe
 
 BYTES = {"float32": 4, "bfloat16": 2}
 CPU_OVERHEAD_GIB = 1.0
-"""Of a server or a rank without a GPU, beside weights and KV cache: interpreter and libraries."""
+"""GiB of a server or a rank without a GPU, beside weights and KV cache, for the interpreter and
+libraries; chosen."""
 
 
 def calibrate(
@@ -147,7 +148,7 @@ def _facts(measured: CalibrationMeasurement) -> MemoryModel:
 
 
 def _memory_gib(measured: CalibrationMeasurement) -> float:
-    """Of the smallest GPU; without GPUs a slot's share of its host's memory."""
+    """GiB of the smallest GPU; without GPUs a slot's share of its host's memory."""
     found: list[float] = []
     for node in measured.recipe.nodes:
         host = measured.hosts[node.name]

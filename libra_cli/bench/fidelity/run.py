@@ -44,9 +44,9 @@ from libra_cli.sim.traces import RecordedEpisode, Turn
 from libra_cli.sim.world import Recording, SimConfig, World
 
 LEAST_STEPS = 3
-"""Of a run that says anything about the time of a step."""
+"""Steps of a run that say anything about the time of a step."""
 WANTED_ERROR = 0.08
-"""Mean size of the relative error of a run's step time; what was promised."""
+"""Mean size of the relative error of a run's step time that counts as near enough; chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Paces:
-    """Of one run, real or simulated: seconds of each step after the first, and of training."""
+    """Seconds of each step of a run after the first, real or simulated, and of its training."""
 
     steps_s: tuple[Seconds, ...]
     train_s: tuple[Seconds, ...]
@@ -92,18 +92,18 @@ class LiveFidelity:
 
     @property
     def step_error(self) -> float:
-        """Of the mean seconds of a step."""
+        """The relative error of the mean seconds of a step."""
         return self.simulated.step_s / self.recorded.step_s - 1
 
     @property
     def each_error(self) -> float:
-        """Of the seconds of single steps: the mean size, over the steps."""
+        """The mean size of the relative errors of single steps."""
         pairs = zip(self.simulated.steps_s, self.recorded.steps_s, strict=False)
         return fmean(abs(mine / real - 1) for mine, real in pairs)
 
     @property
     def train_error(self) -> float:
-        """Of the mean seconds of training in a step."""
+        """The relative error of the mean seconds of training in a step."""
         return fmean(self.simulated.train_s) / fmean(self.recorded.train_s) - 1
 
 
@@ -159,7 +159,7 @@ def compared(recorded: Recorded, profile: Profile) -> LiveFidelity:
 
 
 def paces(steps: Sequence[StepRecord]) -> Paces:
-    """From the rows of the steps, in order."""
+    """The seconds of the steps, from their rows in order."""
     return Paces(
         tuple(after.ended_at - before.ended_at for before, after in pairwise(steps)),
         tuple(step.ended_at - step.started_at for step in steps[1:]),
@@ -228,7 +228,7 @@ def _train_s(
 
 
 def _groups(recorded: Recorded) -> Iterator[tuple[RecordedEpisode, ...]]:
-    """Group after group as they were played; unfinished members as finished ones of others."""
+    """Group after group as they were played; for unfinished members finished ones of others."""
     played = episodes(recorded)
     if not played:
         raise RunError(f"{recorded.name}: no trajectory came to its end")

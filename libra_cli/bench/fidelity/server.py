@@ -28,7 +28,8 @@ from libra_cli.sim.profiles import load_profile
 
 REQUESTS, META = "requests.jsonl", "meta.json"
 WANTED_ERROR, WANTED_CORRELATION = 0.1, 0.98
-"""Of mean, P99 and makespan, and of the latencies request by request; what was promised."""
+"""The largest relative error of mean, P99 and makespan, and the least correlation of latencies,
+with which the simulator counts as near enough; chosen."""
 
 
 class RunError(LibraError):
@@ -50,7 +51,7 @@ class RecordedRequest:
 
     @property
     def latency_s(self) -> Seconds:
-        """From the queue to the last token."""
+        """Seconds from the queue to the last token."""
         return self.finished_at - self.queued_at
 
 
