@@ -108,7 +108,9 @@ class TrainingCost:
 
     ``token_s`` and ``pair_s`` are GPU-seconds of a token and of a pair of tokens (forward, backward
     and recomputation); ``step_s`` what a step costs whatever is in it; the bandwidths are bytes a
-    second of a collective inside a node and across nodes of ``node_gpus``.
+    second of a collective inside a node and across nodes of ``node_gpus``. ``micro_tokens`` are the
+    most of a micro batch; ``exposed`` is the share of the gathering that no arithmetic hides
+    (chosen, not measured).
     """
 
     token_s: Seconds

@@ -2,8 +2,10 @@
 
 All but ``colocated`` and ``static-best`` have equal servers, as their authors do: ``uniform`` gives
 half the GPUs to each side in servers of four GPUs; the others begin with the best equal servers for
-the initial workload. Limit: what a rule leaves open is filled in here in its favour; none of them
-counts what a move costs, and that is how they are published.
+the initial workload. Published are ``streamrl`` (StreamRL, arXiv 2504.15930) and ``dynarl``
+(DynaRL, OSDI 2026, with the thresholds of Libra's artifact, NetX-lab/Libra). Limit: what a rule
+leaves open is filled in here in its favour; none of them counts what a move costs, and that is how
+they are published.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.types import Seconds
 
 GREEDY_PERIOD = 5
-"""Steps between two moves of the greedy planner."""
+"""Steps between two moves of the greedy planner; chosen."""
 QUEUE_PRESSURE, ACTIVE_PRESSURE, ROLLOUT_STARVES = 0.75, 0.85, 1.25
 BORROW, NEVER_BORROW = 1.15, 0.80
-"""Thresholds of the authors' artifact, see ``Rule``."""
+"""Thresholds of Libra's artifact (NetX-lab/Libra), see ``Rule``."""
 
 
 @dataclass(slots=True)
