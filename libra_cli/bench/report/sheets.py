@@ -83,10 +83,10 @@ def _mark(error: float, wanted: float) -> str:
 def runs_report(found: Sequence[LiveFidelity], profile: Profile) -> Report:
     """Finished runs beside their simulations."""
     error = fmean(abs(one.step_error) for one in found)
-    mean = f"{error:.1%} {_mark(error, WANTED_STEP_ERROR)}"
+    mean, wanted = f"{error:.1%} {_mark(error, WANTED_STEP_ERROR)}", f"{WANTED_STEP_ERROR:.0%}"
     rows = [*map(_run_row, found), ("mean size of the errors", "", "", mean, "", "")]
     notes = [
-        f"wanted: a mean error of a step's time of at most {WANTED_STEP_ERROR:.0%}; + is too slow",
+        f"wanted: a mean error of the step time of at most {wanted}; + is simulated too slow",
         f"profile {profile.name}: {profile.provenance.get('measured', 'not measured here')}",
     ]
     columns = ("run", "step\nmeasured", "step\nsimulated", "error", "each\nstep", "tokens/s")
