@@ -10,7 +10,7 @@ from typing import TypeAlias
 from libra_cli.bench.oracles import ORACLES
 from libra_cli.config.errors import LibraError, did_you_mean
 from libra_cli.core.costs.profile import Profile
-from libra_cli.core.planning.sim_replanner import PLANNERS
+from libra_cli.core.planning.baselines import PLANNERS
 from libra_cli.core.scheduling import least_cost
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import DEFAULT_TRACE, Trace, load_trace
