@@ -25,14 +25,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from libra_cli.config.errors import TrainerError
+from libra_cli.node.command_queue import IdleCommand, StopCommand
 from libra_cli.node.http import read_token
 from libra_cli.node.trainer.commands import (
     AccumulateCommand,
     CheckpointCommand,
     Command,
     CommandQueue,
-    IdleCommand,
-    StopCommand,
     TrainCommand,
     serve,
 )
@@ -54,58 +53,58 @@ def main() -> int:
     if int(os.environ.get("RANK", "0")):
         return attempt(lambda: _work(config, None), None)
     # Before torch is imported, so that the controller hears "starting" within a second.
-    desk = CommandQueue(config.world_size, config.trainer_incarnation, config.max_len)
-    server = serve(desk, port=config.port, token=read_token(os.environ["LIBRA_TOKEN_FILE"]))
+    queue = CommandQueue(config.world_size, config.trainer_incarnation, config.max_len)
+    server = serve(queue, port=config.port, token=read_token(os.environ["LIBRA_TOKEN_FILE"]))
     with answering([server]):
-        return attempt(lambda: _work(config, desk), desk)
+        return attempt(lambda: _work(config, queue), queue)
 
 
-def _work(config: TrainerConfig, desk: CommandQueue | None) -> None:
+def _work(config: TrainerConfig, queue: CommandQueue | None) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from libra_cli.node.trainer.trainer import Trainer
 
     disable_progress_bar()
     started = time.monotonic()
-    rank = Rank(config, desk, Trainer(config))
+    rank = Rank(config, queue, Trainer(config))
     rank.begin()
     log.info(
         "rank %d of %d is ready after %.1f s%s",
-        rank.learner.rank,
-        rank.learner.world,
+        rank.trainer.rank,
+        rank.trainer.world,
         time.monotonic() - started,
-        " (sharded)" if rank.learner.sharded else "",
+        " (sharded)" if rank.trainer.sharded else "",
     )
     rank.serve()
 
 
 class Rank:
-    """One process of the world. Only rank 0 has a desk."""
+    """One process of the world. Only rank 0 has a queue."""
 
-    def __init__(self, config: TrainerConfig, desk: CommandQueue | None, learner: Trainer) -> None:
-        if (desk is None) != (learner.rank > 0):
-            raise TrainerError(f"RANK says otherwise than accelerate: {learner.rank}")
+    def __init__(self, config: TrainerConfig, queue: CommandQueue | None, trainer: Trainer) -> None:
+        if (queue is None) != (trainer.rank > 0):
+            raise TrainerError(f"RANK says otherwise than accelerate: {trainer.rank}")
         self.config = config
-        self.desk = desk
-        self.learner = learner
+        self.queue = queue
+        self.trainer = trainer
 
     def begin(self) -> None:
         """Resume if asked to, and publish the version to start from."""
         from libra_cli.node.trainer import checkpoint
 
         if self.config.resume:
-            checkpoint.load(self.learner, Path(self.config.resume))
+            checkpoint.load(self.trainer, Path(self.config.resume))
         version = self._publish()
-        if self.desk is not None and version is not None:
-            self.desk.ready(version, self.config.resume or "")
+        if self.queue is not None and version is not None:
+            self.queue.ready(version, self.config.resume or "")
 
     def serve(self) -> None:
         """Until told to stop."""
         while True:
-            given: Command | None = self.desk.next(IDLE_S) if self.desk is not None else None
-            command = cast("Command", self.learner.broadcast(given))
+            given: Command | None = self.queue.next(IDLE_S) if self.queue is not None else None
+            command = cast("Command", self.trainer.broadcast(given))
             if isinstance(command, StopCommand):
-                self.learner.close()
+                self.trainer.close()
                 return
             self._obey(command)
 
@@ -116,9 +115,9 @@ class Rank:
                 if command.ledger is not None:
                     self._save(CheckpointCommand(command.ledger))
             case AccumulateCommand():
-                metrics = self.learner.accumulate(command.samples)
-                if self.desk is not None:
-                    self.desk.accumulated(command.step, command.part, metrics)
+                metrics = self.trainer.accumulate(command.samples)
+                if self.queue is not None:
+                    self.queue.accumulated(command.step, command.part, metrics)
             case CheckpointCommand():
                 self._save(command)
             case IdleCommand() | StopCommand():
@@ -126,28 +125,28 @@ class Rank:
 
     def _train(self, command: TrainCommand) -> None:
         started = time.monotonic()
-        metrics = self.learner.train(command.step, command.samples, command.shares)
+        metrics = self.trainer.train(command.step, command.samples, command.shares)
         stepped = time.monotonic()
         version = self._publish()
-        if self.desk is None or version is None:
+        if self.queue is None or version is None:
             return
         ended = time.monotonic()
         metrics |= {"publish_s": ended - stepped, "trainer_s": ended - started}
-        self.desk.done(command.step, metrics, version)
+        self.queue.done(command.step, metrics, version)
         log.info("step %d: %s", command.step, json.dumps(metrics))
 
     def _publish(self) -> VersionOnDisk | None:
         from libra_cli.node.weights.versions import publish
 
-        probe = self.learner.probe()
-        if self.desk is None:
-            for _ in self.learner.tensors():
+        probe = self.trainer.probe()
+        if self.queue is None:
+            for _ in self.trainer.tensors():
                 pass
             return None
         return publish(
-            self.learner.tensors(),
+            self.trainer.tensors(),
             self.config.versions,
-            version=self.learner.step,
+            version=self.trainer.step,
             trainer_incarnation=self.config.trainer_incarnation,
             probe=probe,
             keep=self.config.keep_versions,
@@ -157,13 +156,13 @@ class Rank:
         from libra_cli.node.trainer import checkpoint
 
         path = checkpoint.save(
-            self.learner,
+            self.trainer,
             Path(self.config.checkpoint_dir),
             ledger=command.ledger,
             keep=self.config.training.keep_checkpoints,
         )
-        if self.desk is not None:
-            self.desk.saved(self.learner.step, str(path))
+        if self.queue is not None:
+            self.queue.saved(self.trainer.step, str(path))
 
 
 if __name__ == "__main__":

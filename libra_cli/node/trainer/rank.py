@@ -21,8 +21,8 @@ LINGER_S = 30.0
 log = logging.getLogger("libra.rank")
 
 
-class Listener(Protocol):
-    """The desk of rank 0."""
+class FailureListener(Protocol):
+    """The queue of rank 0."""
 
     def fail(self, error: str) -> None:
         """Everybody who waits is told."""
@@ -38,7 +38,7 @@ def start_logging() -> None:
     )
 
 
-def attempt(work: Callable[[], None], desk: Listener | None) -> int:
+def attempt(work: Callable[[], None], queue: FailureListener | None) -> int:
     """Do this rank's work; its exit code."""
     try:
         work()
@@ -46,9 +46,9 @@ def attempt(work: Callable[[], None], desk: Listener | None) -> int:
         if not isinstance(error, LibraError):
             traceback.print_exc()
         log.error("failed: %s", last_line(error))  # noqa: TRY400  printed above
-        if desk is not None:
-            desk.fail(last_line(error))
-            desk.wait_for_stop(LINGER_S)
+        if queue is not None:
+            queue.fail(last_line(error))
+            queue.wait_for_stop(LINGER_S)
         return 1
     return 0
 
