@@ -1,7 +1,7 @@
-"""Finding an environment by name, and the tasks it is given.
+"""Finds environments by name, makes them, and reads their tasks.
 
-A name is an entry point of group ``libra.environments`` (how a package adds one), the name of one
-that ships with libra, or an import path ``package.module:attribute``. Whatever goes wrong is an
+A name is an entry point of group ``libra.environments`` (with which a package adds one), the name
+of one that ships with libra, or an import path ``package.module:attribute``. Every failure is an
 ``EnvironmentBroken`` that names what exists and what was probably meant.
 """
 
@@ -24,26 +24,30 @@ SHIPPED: Mapping[str, str] = {
     "calculator": "libra_cli.envs.calculator:Calculator",
     "pointer-chase": "libra_cli.envs.pointer_chase:PointerChase",
 }
-"""Also entry points in ``pyproject.toml`` (a test compares them); here, so that a checkout that is
-only on PYTHONPATH, and so has no entry points, finds them."""
+"""The entry points of ``pyproject.toml`` (a test compares them), for a checkout that is only on
+PYTHONPATH and so has none."""
 _MEMBERS = ("tools", "task", "reset", "step", "score")
 
 
 class Factory(Protocol):
-    """Makes one environment, for one trajectory."""
+    """Makes the environment of one trajectory."""
 
     def __call__(self, **arguments: Any) -> Environment:
-        """The keywords are ``environment.args``, and ``secrets`` if the recipe has any."""
+        """Make one from ``environment.args``, and ``secrets`` if the recipe has any."""
 
 
 def available() -> dict[str, str]:
-    """Every name that can be used, and where it leads."""
+    """Return every name that can be used, with its import path."""
     installed = {entry.name: entry.value for entry in entry_points(group=GROUP)}
     return dict(sorted({**SHIPPED, **installed}.items()))
 
 
 def find(name: str) -> Factory:
-    """The factory of the environment ``name``."""
+    """Import the factory of an environment.
+
+    Raises:
+        EnvironmentBroken: there is none of this name, or it cannot be imported.
+    """
     known = available()
     target = name if ":" in name else known.get(name)
     if target is None:
@@ -64,7 +68,11 @@ def find(name: str) -> Factory:
 
 
 def make(name: str, factory: Factory, arguments: Mapping[str, Any]) -> Environment:
-    """One environment; says which argument is wrong instead of how Python put it."""
+    """Make one environment.
+
+    Raises:
+        EnvironmentBroken: the arguments do not fit, or it lacks a member of the protocol.
+    """
     try:
         inspect.signature(factory).bind(**arguments)
     except TypeError as error:
@@ -73,7 +81,7 @@ def make(name: str, factory: Factory, arguments: Mapping[str, Any]) -> Environme
             hint=f"it takes: {inspect.signature(factory)}",
         ) from error
     except ValueError:
-        pass  # some callables have no signature; then the call itself will tell
+        pass  # some callables have no signature; then the call itself shows what is wrong
     environment = factory(**arguments)
     missing = [member for member in _MEMBERS if not hasattr(environment, member)]
     if missing:
@@ -85,7 +93,11 @@ def make(name: str, factory: Factory, arguments: Mapping[str, Any]) -> Environme
 
 
 def load_tasks(path: Path) -> Sequence[Task]:
-    """The tasks of a JSONL file, one object a line; empty lines are skipped."""
+    """Read the tasks of a JSONL file, one object a line; empty lines are skipped.
+
+    Raises:
+        EnvironmentBroken: the file cannot be read, is malformed, or has no task.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

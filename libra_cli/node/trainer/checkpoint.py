@@ -1,9 +1,10 @@
-"""Checkpoints as directories: ``step-000010/`` appears by an atomic rename, complete or not at all.
+"""Writes and loads checkpoints as directories, which appear by an atomic rename when complete.
 
-    .metadata, *.distcp    model and optimizer (torch.distributed.checkpoint; fp32, by name)
-    rng.pt                 random states, one a rank
-    ledger.json            the controller's position, exactly as it was given
-    checkpoint.json        step, world size; written last
+    step-000010/
+      .metadata, *.distcp    model and optimizer (torch.distributed.checkpoint; fp32, by name)
+      rng.pt                 random states, one for each rank
+      ledger.json            the controller's position in the data, as it was given
+      checkpoint.json        step and world size; written last
 
 The format is the same for replicas and shards, so a checkpoint can be resumed by a world of another
 size or sharding. Replicas are written and read by rank 0 alone, so no shared directory is needed;
@@ -37,7 +38,11 @@ from libra_cli.node.weights.versions import (
 def save(trainer: Trainer, root: Path, *, ledger: Mapping[str, Any], keep: int) -> Path:
     """*Collective.* Write the checkpoint of ``trainer.step`` and remove all but the last ``keep``.
 
-    The path, which exists on rank 0's host when this returns.
+    Returns:
+        Its path, which exists on rank 0's host.
+
+    Raises:
+        TrainerError: a sharded checkpoint needs a directory that all hosts share.
     """
     final = root / f"step-{trainer.step:06d}"
     temporary = root / f".{final.name}"
@@ -70,7 +75,11 @@ def save(trainer: Trainer, root: Path, *, ledger: Mapping[str, Any], keep: int) 
 
 
 def load(trainer: Trainer, path: Path) -> None:
-    """*Collective.* Put the trainer where it was when ``path`` was saved."""
+    """*Collective.* Restore the state that the trainer had when ``path`` was saved.
+
+    Raises:
+        TrainerError: there is no complete checkpoint.
+    """
     about: dict[str, Any] | None = None
     states: list[dict[str, Any]] | None = None
     if trainer.rank == 0:
@@ -96,7 +105,7 @@ def load(trainer: Trainer, path: Path) -> None:
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    """References to its tensors, by name; loading into it fills them in place."""
+    """Return references to its tensors by name; loading into them fills them in place."""
     model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
     return {"model": model, "optimizer": optimizer}
 

@@ -1,17 +1,17 @@
-"""The trainer: ``accelerate launch ... -m libra_cli.node.trainer.main config.json``.
+"""The entry point of the trainer, one process for each rank.
 
-One process a rank.
+    accelerate launch ... -m libra_cli.node.trainer.main config.json
 
-Rank 0 answers HTTP on its host's loopback (``trainer_http``) and hands every command to the other
-ranks; all of them then do the same, in the same order:
+Rank 0 answers HTTP on its host's loopback (``commands``) and broadcasts every command to the other
+ranks; all of them then carry it out, in the same order:
 
     wait for a command       at most IDLE_S, then all hear ``IdleCommand``: a dead rank is noticed
-    take the step            gradients of the dealt shares, one sum, one update
-    publish the version      rank 0 writes; the step is ``done`` from here
+    take the step            gradients of each rank's samples, one sum, one update
+    publish the version      rank 0 writes it; from then on the step is ``done``
     write the checkpoint     if it was asked for
 
 Gradients of a step that comes in parts are added part by part, with the weights of the step before.
-How a rank fails is told in ``rank``. No wait is without a deadline.
+``rank`` describes how a rank fails. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ log = logging.getLogger("libra.trainer")
 
 
 def main() -> int:
-    """The exit code of this rank."""
+    """Run this rank and return its exit code."""
     start_logging()
     config = TrainerConfig.from_json(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     if int(os.environ.get("RANK", "0")):
@@ -66,7 +66,7 @@ def _work(config: TrainerConfig, queue: CommandQueue | None) -> None:
 
     disable_progress_bar()
     started = time.monotonic()
-    rank = Rank(config, queue, Trainer(config))
+    rank = TrainerRank(config, queue, Trainer(config))
     rank.begin()
     log.info(
         "rank %d of %d is ready after %.1f s%s",
@@ -78,8 +78,8 @@ def _work(config: TrainerConfig, queue: CommandQueue | None) -> None:
     rank.serve()
 
 
-class Rank:
-    """One process of the world. Only rank 0 has a queue."""
+class TrainerRank:
+    """One rank of the trainer. Only rank 0 has a queue."""
 
     def __init__(self, config: TrainerConfig, queue: CommandQueue | None, trainer: Trainer) -> None:
         if (queue is None) != (trainer.rank > 0):
@@ -89,7 +89,7 @@ class Rank:
         self.trainer = trainer
 
     def begin(self) -> None:
-        """Resume if asked to, and publish the version to start from."""
+        """Resume from a checkpoint if the config names one, and publish the first version."""
         from libra_cli.node.trainer import checkpoint
 
         if self.config.resume:
@@ -99,7 +99,7 @@ class Rank:
             self.queue.ready(version, self.config.resume or "")
 
     def serve(self) -> None:
-        """Until told to stop."""
+        """Carry out commands until told to stop."""
         while True:
             given: Command | None = self.queue.next(IDLE_S) if self.queue is not None else None
             command = cast("Command", self.trainer.broadcast(given))

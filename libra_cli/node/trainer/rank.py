@@ -1,8 +1,8 @@
-"""What every rank's ``main`` does around its work, in the trainer and in a gradient worker.
+"""Runs a rank of the trainer or of a gradient worker, and reports its failure.
 
-A rank that fails says why on stderr and exits with 1; its launcher and the broken connections take
-the others down. If rank 0 fails, it first answers ``failed`` for LINGER_S or until told to stop, so
-that whoever waits learns why.
+A rank that fails says why on stderr and exits with 1; its launcher and the broken connections end
+the others. If rank 0 fails, it first answers ``failed`` for LINGER_S or until told to stop, so that
+whoever waits learns why.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ log = logging.getLogger("libra.rank")
 
 
 class FailureListener(Protocol):
-    """The queue of rank 0."""
+    """The part of rank 0's queue that hears of a failure."""
 
     def fail(self, error: str) -> None:
-        """Everybody who waits is told."""
+        """Tell everybody who waits."""
 
     def wait_for_stop(self, timeout_s: float) -> bool:
-        """Until someone has read it and says stop."""
+        """Wait until somebody has read the failure and sends a stop."""
 
 
 def start_logging() -> None:
-    """To stderr, which the host's agent keeps in a file."""
+    """Log to stderr, which the host's agent keeps in a file."""
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
 
 
 def attempt(work: Callable[[], None], queue: FailureListener | None) -> int:
-    """Do this rank's work; its exit code."""
+    """Do this rank's work and return its exit code."""
     try:
         work()
-    except Exception as error:  # noqa: BLE001  whatever it is, who waits must be told
+    except Exception as error:  # noqa: BLE001  who waits must be told of any failure
         if not isinstance(error, LibraError):
             traceback.print_exc()
         log.error("failed: %s", last_line(error))  # noqa: TRY400  printed above
@@ -54,13 +54,13 @@ def attempt(work: Callable[[], None], queue: FailureListener | None) -> int:
 
 
 def last_line(error: BaseException) -> str:
-    """What went wrong, in one line."""
+    """Return an error's type and message in one line."""
     return traceback.format_exception_only(error)[-1].strip()
 
 
 @contextmanager
 def answering(servers: Sequence[ThreadingHTTPServer]) -> Iterator[None]:
-    """Take the servers down afterwards, whatever happens."""
+    """Shut the servers down at the end."""
     try:
         yield
     finally:

@@ -297,7 +297,7 @@ class _WeightHandler(BearerHandler):
     timeout: ClassVar[float | None] = 60.0
     root: Path
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802  http.server calls it
         if not self.is_trusted():
             self._refuse(HTTPStatus.UNAUTHORIZED)
         elif (path := self._wanted()) is None:
