@@ -224,8 +224,6 @@ class RolloutSpec(_Model):
 class TrainingSpec(_Model):
     """Asynchronous GRPO (arXiv 2402.03300)."""
 
-    algorithm: Literal["grpo"] = "grpo"
-    """The policy-gradient algorithm."""
     groups_per_step: _Positive = 16
     """Prompts in the global batch, each with a group of trajectories."""
     learning_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 1e-6
