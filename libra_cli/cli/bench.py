@@ -331,7 +331,7 @@ def _print(answers: Sequence[ExperimentResult]) -> None:
 
 
 def _arguments(params: dict[str, Any]) -> dict[str, Any]:
-    """What ``bench.setting`` takes; for what the experiment has no option, its default."""
+    """The settings of an experiment; where it has no option, the default."""
     defaults = {"policies": "", "planners": "", "policy": POLICY, "drift": DRIFT}
     named = {name: params.get(name, default) for name, default in defaults.items()}
     same = {name: params[name] for name in ("gpus", "profile", "seeds")}
