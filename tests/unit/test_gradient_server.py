@@ -150,7 +150,7 @@ def test_any_rows_are_read_whatever_the_worker_s_world(
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_ranks_of_the_core_get_their_rows_and_together_everything(
+def test_the_ranks_of_the_trainer_get_their_rows_and_together_everything(
     store: GradientStore, port: int, tmp_path: Path, world: int
 ):
     complete(store, tmp_path)
@@ -211,7 +211,7 @@ def test_a_damaged_gradient_is_not_used(tmp_path: Path):
         ({"token": "of-another-run"}, "/share answered 401"),
         ({"tokens": 19}, "of 20 tokens instead of 19"),
         ({"wanted": {"weight": Rows((5, 4), 0, 5)}}, r"weight is \(5, 3\) there"),
-        ({"wanted": {}}, "the core has no such tensor"),
+        ({"wanted": {}}, "the trainer has no such tensor"),
         (
             {
                 "wanted": {
@@ -258,13 +258,15 @@ def test_a_worker_that_is_gone_is_known_to_be_at_once():
     assert arrival.waited_s < DEADLINE_S / 2
 
 
-def test_a_silent_worker_is_waited_for_no_longer_than_the_core_is_patient():
+def test_a_silent_worker_is_waited_for_no_longer_than_the_trainer_is_patient():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         since = time.monotonic()
         one = fetch(listener.getsockname()[1])
         arrival = one.settle(since, 0.2)
         assert time.monotonic() - since < DEADLINE_S / 2
-    assert arrival.problem.startswith("not done within 0.2 s of the core's own part: no answer yet")
+    assert arrival.problem.startswith(
+        "not done within 0.2 s of the trainer's own part: no answer yet"
+    )
     assert arrival.waited_s >= 0.2
 
 
@@ -275,7 +277,7 @@ def test_a_slow_worker_is_told_from_a_silent_one(store: GradientStore, port: int
     assert "running, 1 of 2 tensors" in problem
 
 
-def test_a_wait_over_since_the_core_was_busy_counts_for_nothing(
+def test_a_wait_over_since_the_trainer_was_busy_counts_for_nothing(
     store: GradientStore, port: int, tmp_path: Path
 ):
     complete(store, tmp_path)

@@ -117,7 +117,7 @@ class GradientClient:
 
     def _overdue(self, patience_s: float) -> str:
         state = self._answer.get("state", "no answer yet")
-        found = f"not done within {patience_s:.1f} s of the core's own part: {state}"
+        found = f"not done within {patience_s:.1f} s of the trainer's own part: {state}"
         found += f", {len(self.rows)} of {len(self._wanted)} tensors"
         return f"{found} ({self._trouble})" if self._trouble else found
 
@@ -126,7 +126,7 @@ class GradientClient:
             self._fetch()
         except _Unusable as error:
             self._problem = str(error)
-        except Exception as error:  # noqa: BLE001  the share is computed by the core instead
+        except Exception as error:  # noqa: BLE001  the trainer computes the share instead
             self._problem = f"cannot be read: {error!r}"
         finally:
             self._connection.close()
@@ -160,7 +160,7 @@ class GradientClient:
         rows = self._wanted.get(name)
         if rows is None or rows.shape != shape:
             mine = "no such tensor" if rows is None else f"it as {rows.shape}"
-            raise _Unusable(f"{name} is {shape} there, and the core has {mine}")
+            raise _Unusable(f"{name} is {shape} there, and the trainer has {mine}")
         began = time.monotonic()
         values: NDArray[np.float32] = np.empty((rows.stop - rows.start, rows.width), dtype="<f4")
         block = max(1, BLOCK_BYTES // max(1, 4 * rows.width))

@@ -37,7 +37,7 @@ from libra_cli.node.gradient.server import GradientStore
 from libra_cli.node.gradient.server import serve as serve_gradients
 from libra_cli.node.http import read_token
 from libra_cli.node.trainer.config import WorkerConfig
-from libra_cli.node.trainer.rank import answering, attempt, start_logging
+from libra_cli.node.trainer.rank import answering, attempt, log_ready, start_logging
 
 if TYPE_CHECKING:
     from libra_cli.node.model.policy import PolicyModel
@@ -72,13 +72,7 @@ def _work(config: WorkerConfig, queue: WorkerCommandQueue | None) -> None:
     disable_progress_bar()
     started = time.monotonic()
     policy = PolicyModel(config)
-    log.info(
-        "rank %d of %d is ready after %.1f s%s",
-        policy.rank,
-        policy.world,
-        time.monotonic() - started,
-        " (sharded)" if policy.sharded else "",
-    )
+    log_ready(log, policy, started)
     WorkerRank(config, queue, policy).serve()
 
 

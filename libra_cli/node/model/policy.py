@@ -18,7 +18,7 @@ leaves the sums of earlier ones as they are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -40,7 +40,7 @@ from libra_cli.node.trainer.loss import LossSettings, group_advantages, grpo_los
 from libra_cli.node.trainer.samples import TokenSample
 from libra_cli.node.trainer.sharding import load_sharded
 from libra_cli.node.trainer.shares import rows_of
-from libra_cli.node.weights.versions import check_names
+from libra_cli.node.weights.versions import check_names, in_chunks
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """No rank waits longer than this for another; a step or a checkpoint must fit in."""
@@ -156,7 +156,7 @@ class PolicyModel:
         """
         parameters = self.parameters()
         if self.world > 1 and not self.sharded:
-            for bucket in _buckets(parameters):
+            for bucket in in_chunks(parameters.items(), BUCKET_BYTES):
                 self._add_bucket(bucket, rows)
             return
         for name, parameter in parameters.items():
@@ -314,16 +314,3 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
         parameter.grad = torch.zeros_like(parameter)
     gradient = parameter.grad
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def _buckets(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
-    bucket: dict[str, nn.Parameter] = {}
-    size = 0
-    for name, parameter in parameters.items():
-        bucket[name] = parameter
-        size += parameter.nbytes
-        if size >= BUCKET_BYTES:
-            yield bucket
-            bucket, size = {}, 0
-    if bucket:
-        yield bucket

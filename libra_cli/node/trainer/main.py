@@ -36,7 +36,7 @@ from libra_cli.node.trainer.commands import (
     serve,
 )
 from libra_cli.node.trainer.config import TrainerConfig
-from libra_cli.node.trainer.rank import answering, attempt, start_logging
+from libra_cli.node.trainer.rank import answering, attempt, log_ready, start_logging
 
 if TYPE_CHECKING:
     from libra_cli.node.trainer.trainer import Trainer
@@ -68,13 +68,7 @@ def _work(config: TrainerConfig, queue: CommandQueue | None) -> None:
     started = time.monotonic()
     rank = TrainerRank(config, queue, Trainer(config))
     rank.begin()
-    log.info(
-        "rank %d of %d is ready after %.1f s%s",
-        rank.trainer.rank,
-        rank.trainer.world,
-        time.monotonic() - started,
-        " (sharded)" if rank.trainer.sharded else "",
-    )
+    log_ready(log, rank.trainer, started)
     rank.serve()
 
 

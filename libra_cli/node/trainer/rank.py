@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from libra_cli.config.errors import LibraError
+
+if TYPE_CHECKING:
+    from libra_cli.node.model.policy import PolicyModel
 
 LINGER_S = 30.0
 log = logging.getLogger("libra.rank")
@@ -51,6 +55,17 @@ def attempt(work: Callable[[], None], queue: FailureListener | None) -> int:
             queue.wait_for_stop(LINGER_S)
         return 1
     return 0
+
+
+def log_ready(log: logging.Logger, policy: PolicyModel, started: float) -> None:
+    """Log how long a rank took to become ready since ``started`` (of ``time.monotonic``)."""
+    log.info(
+        "rank %d of %d is ready after %.1f s%s",
+        policy.rank,
+        policy.world,
+        time.monotonic() - started,
+        " (sharded)" if policy.sharded else "",
+    )
 
 
 def last_line(error: BaseException) -> str:

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -45,6 +45,7 @@ DELTA_SHARE = 0.5
 more time than the smaller transfer saves."""
 DELTA_S = 1.0
 log = logging.getLogger("libra.weights")
+TensorT = TypeVar("TensorT", bound=Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,7 @@ def _write_tensors(
     described: _Described = {}
     writes: list[Future[_Written]] = []
     with ThreadPoolExecutor(WRITERS) as pool:
-        for number, part in enumerate(_parts(tensors)):
+        for number, part in enumerate(in_chunks(tensors, FILE_BYTES)):
             path = directory / f"model-{number:05d}.safetensors"
             for name, tensor in part.items():
                 dtype = str(tensor.dtype).removeprefix("torch.")
@@ -191,17 +192,18 @@ def _write_tensors(
         return described, [write.result() for write in writes]
 
 
-def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    part: dict[str, Tensor] = {}
-    size = 0
+def in_chunks(tensors: Iterable[tuple[str, TensorT]], size: int) -> Iterator[dict[str, TensorT]]:
+    """Cut a sequence of named tensors after every ``size`` bytes, at the ends of tensors."""
+    chunk: dict[str, TensorT] = {}
+    filled = 0
     for name, tensor in tensors:
-        part[name] = tensor
-        size += tensor.nbytes
-        if size >= FILE_BYTES:
-            yield part
-            part, size = {}, 0
-    if part:
-        yield part
+        chunk[name] = tensor
+        filled += tensor.nbytes
+        if filled >= size:
+            yield chunk
+            chunk, filled = {}, 0
+    if chunk:
+        yield chunk
 
 
 def _write_file(path: Path, part: dict[str, Tensor], base: Path) -> _Written:

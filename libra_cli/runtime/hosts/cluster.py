@@ -223,17 +223,7 @@ class Cluster:
         started = await host.start(
             spec.process, spec.argv, env=dict(spec.env), files=dict(spec.files)
         )
-        self._save(
-            ProcessRecord(
-                node=spec.node,
-                process=spec.process,
-                pid=started.pid,
-                state="running",
-                since=self.clock(),
-                exit_code=None,
-                log=started.log,
-            )
-        )
+        self._save_process(spec.node, spec.process, started.pid, "running", log=started.log)
 
     async def run_to_end(self, spec: ProcessSpec, *, timeout_s: float) -> None:
         """Start a process and wait until it has succeeded.
@@ -295,21 +285,26 @@ class Cluster:
                 ended.set_exception(HostLost(f"{node}: {process}: {event.reason}"))
 
     def _exited(self, event: Exited) -> None:
-        host = self.hosts[event.node]
-        self._save(
-            ProcessRecord(
-                node=event.node,
-                process=event.process,
-                pid=event.pid,
-                state="exited",
-                since=self.clock(),
-                exit_code=event.exit_code,
-                log=f"{host.run_dir}/logs/{event.process}.log",
-            )
+        log = f"{self.hosts[event.node].run_dir}/logs/{event.process}.log"
+        self._save_process(
+            event.node, event.process, event.pid, "exited", exit_code=event.exit_code, log=log
         )
         waiting = self._waiting.get((event.node, event.process))
         if waiting is not None and not waiting.done():
             waiting.set_result(event)
+
+    def _save_process(
+        self,
+        node: str,
+        process: str,
+        pid: int,
+        state: str,
+        *,
+        exit_code: int | None = None,
+        log: str,
+    ) -> None:
+        since = self.clock()
+        self._save(ProcessRecord(node, process, pid, state, since, exit_code, log))
 
     def _save_node(self, name: str, state: str, *, detail: str = "") -> None:
         seen = self._seen.get(name)
