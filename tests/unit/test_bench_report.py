@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-import libra_cli.sim
+import libra_cli.bench
 from libra_cli.bench import experiments as bench
 from libra_cli.bench.report import html as bench_report
 from libra_cli.bench.report.html import Section, bench_page
@@ -32,7 +32,7 @@ LIMIT_BYTES = 2_000_000
 
 @dataclass
 class Experiments:
-    """Stands for ``sim.bench``: answers at once, and remembers what it was asked."""
+    """Stands for ``bench.runs``: answers at once, and remembers what it was asked."""
 
     POLICIES: tuple[str, ...] = tuple(MAKESPANS)
     PLANNERS: tuple[str, ...] = tuple(PLANNERS)
@@ -69,7 +69,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Experiments:
     monkeypatch.setattr(bench_report, "_calibrations", lambda stories: [])
     monkeypatch.setitem(sys.modules, "libra_cli.bench.runs", experiments)
     monkeypatch.setitem(sys.modules, "libra_cli.bench.speed", experiments)
-    monkeypatch.setattr(libra_cli.sim, "bench", experiments, raising=False)
+    monkeypatch.setattr(libra_cli.bench, "runs", experiments, raising=False)
     return experiments
 
 
@@ -410,7 +410,7 @@ def test_an_unknown_estimator_is_told_with_those_there_are() -> None:
 
 
 def test_every_shipped_trace_is_read_and_documented() -> None:
-    readme = (Path(bench.__file__).parent / "traces/README.md").read_text()
+    readme = (Path(bench.__file__).parents[1] / "traces/README.md").read_text()
     shipped = bench.shipped_traces()
     assert sum(path.stat().st_size for path in shipped.values()) < 700_000
     for name, path in shipped.items():
