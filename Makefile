@@ -42,7 +42,7 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/codespell
 
 unit: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest -n $(JOBS) -m "$(FAST)"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 10 --durations-min 2 -m "$(FAST)"
 
 fmt: $(VENV)/.stamp-dev ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .
