@@ -1,8 +1,9 @@
 """With which constants the cost model says what was published, and how far the shipped ones are.
 
-Published for 8 A800, Qwen3-14B, 512 trajectories a batch: at 0 to 2K generated tokens 8 servers of
-one GPU give 3.1 times the tokens a second of one server of 8, at 16 to 32K one of 8 gives 2.8 times
-those of 8; from 1K to 32K tokens rollout time grows 95 times and training time 3.9 times.
+Published for Libra (arXiv 2606.03077) on 8 A800, with Qwen3-14B and 512 trajectories a batch: at 0
+to 2K generated tokens 8 servers of one GPU give 3.1 times the tokens a second of one server of 8,
+at 16 to 32K one of 8 gives 2.8 times those of 8; from 1K to 32K tokens rollout time grows 95 times
+and training time 3.9 times.
 
 The sweep puts an engine's overhead on kernel times, per step and per sequence, and bounds what a
 server holds, by ``max_num_seqs`` and by a share of its KV cache. A batch is played alone, with an
@@ -13,7 +14,6 @@ It is a check of the law and not a fit: the shipped constants are not taken from
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import log
@@ -75,6 +75,27 @@ class PublicationRow:
         return sum(abs(log(ours / theirs)) for ours, theirs in pairs) / len(pairs)
 
 
+@dataclass(frozen=True, slots=True)
+class PublicationResult:
+    """The profile as it is shipped, and the sweep, the nearest to the published ratios first.
+
+    ``training_growth`` is of training time from 1K to 32K; ``needed_step_s`` the seconds a step
+    would have to take, whatever is in it, for that to be as published.
+    """
+
+    profile: str
+    shipped: PublicationRow
+    rows: list[PublicationRow]
+    training_growth: float
+    needed_step_s: float
+
+
+def publication(profile: Profile) -> PublicationResult:
+    """With which constants the cost model says what was published, and what it says as shipped."""
+    shipped, rows = shipped_row(profile), publication_table(profile)
+    return PublicationResult(profile.name, shipped, rows, *training_growth(profile))
+
+
 def publication_table(profile: Profile) -> list[PublicationRow]:
     """Every combination of the sweep, the nearest to the published ratios first."""
     grid = product(STEPS_S, SEQUENCES_S, SEATS, KV_SHARES)
@@ -111,22 +132,6 @@ def training_growth(profile: Profile, gpus: int = 24) -> tuple[float, float]:
     fixed = profile.training.step_s
     needed = (large - TRAINING_GROWTH * small) / (TRAINING_GROWTH - 1)
     return (large + fixed) / (small + fixed), needed
-
-
-def format_rows(rows: Iterable[PublicationRow]) -> Iterator[str]:
-    """The table, a line a row, with what was published first."""
-    yield "step ms  sequence us  seats  KV share   short  long   growth  tok/s: short TP1 TP8, long"
-    yield (
-        f"{'published':33}{SHORT_RATIO:8.1f}{LONG_RATIO:6.1f}{ROLLOUT_GROWTH:9.0f}"
-        "  1852 591, 430 1220"
-    )
-    for row in rows:
-        given, speeds = row.constants, row.tokens_s
-        yield (
-            f"{given.step_s * 1e3:7.1f}{given.sequence_s * 1e6:13.0f}{given.max_num_seqs:7d}"
-            f"{given.kv_share:10.2f}{row.short_ratio:10.2f}{row.long_ratio:6.2f}{row.growth:9.1f}"
-            f"  {speeds[0]:.0f} {speeds[1]:.0f}, {speeds[2]:.0f} {speeds[3]:.0f}"
-        )
 
 
 def _spread(least: int, most: int) -> Workload:

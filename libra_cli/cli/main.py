@@ -1,4 +1,4 @@
-"""The ``libra`` command. With ``bench_cli`` and ``screen`` all that prints or picks an exit code.
+"""The ``libra`` command. With the rest of this folder, all that prints or picks an exit code.
 
 Exit codes: 0 done, 1 the run failed, 2 a wrong recipe or argument, 3 a host problem, 4 stopped by
 the user.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,7 +83,6 @@ def run(
 
 def _run(recipe: Recipe, path: Path, run_dir: Path, *, resume: bool) -> None:
     from libra_cli.app import run as commands
-    from libra_cli.app.rebalance import propose
     from libra_cli.report.status.console import final_view
     from libra_cli.report.status.progress import Progress
     from libra_cli.runtime.store.reader import Reader
@@ -95,7 +93,6 @@ def _run(recipe: Recipe, path: Path, run_dir: Path, *, resume: bool) -> None:
             path,
             run_dir,
             resume=resume,
-            propose=partial(propose, run_dir),
             watch=progress.on,
             note=progress.note,
         )

@@ -41,8 +41,10 @@ from libra_cli.core.actions import Action, AnswerOrder, End, Save, Wake
 from libra_cli.core.cluster.gradient_workers import GradientWorkers
 from libra_cli.core.cluster.rollout_servers import RolloutServers
 from libra_cli.core.cluster.trainer import TIMER, TrainerGroup, TrainerState
-from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.costs.server import ServerCost, guessed_cost
+from libra_cli.core.observation import Observation
 from libra_cli.core.planning.controller import PlanController
+from libra_cli.core.planning.observer import RunObserver
 from libra_cli.core.reconcile import migration, reconciler
 from libra_cli.core.reconcile.reconciler import Reconciler
 from libra_cli.core.rollout.active import Limits, Stage
@@ -51,8 +53,7 @@ from libra_cli.core.rollout.rows import group_record
 from libra_cli.core.rollout.trajectories import Trajectories
 from libra_cli.core.router import NoticeRouter
 from libra_cli.core.run_state import Phase, Resume, RunIdentity, RunState
-from libra_cli.core.scheduling.baselines import SchedulingPolicy
-from libra_cli.core.scheduling.least_cost import make_policy
+from libra_cli.core.scheduling.policy import SchedulingPolicy, make_policy
 from libra_cli.core.scheduling.request_scheduler import RequestScheduler
 from libra_cli.core.types import Bucket, Plan, Seconds, Slot, Trajectory, TrajectoryId
 
@@ -97,7 +98,7 @@ class Machine:
         )
         by_id = {slot.id: slot for slot in slots}
         train = [by_id[slot_id] for slot_id in plan.train]
-        self.workers = GradientWorkers(sum(len(slot.gpus) or 1 for slot in train))
+        self.workers = GradientWorkers(sum(slot.num_devices for slot in train))
         self.training = TrainerGroup(
             self.ledger,
             train,
@@ -111,6 +112,10 @@ class Machine:
         )
         self._agenda = self._router.agenda
         self.controller = PlanController(recipe, self.reconciler, plan, tuple(slots))
+        self._observer = RunObserver(
+            trajectories_per_step=recipe.trajectories_per_step,
+            overlap=1.0 + training.max_staleness,
+        )
         if resume is not None:
             self.ledger.restore(resume.position)
             self.training.remember(resume.checkpoint, int(resume.position["step"]))
@@ -129,6 +134,10 @@ class Machine:
         self._router.route(self._take_in(event, now), actions, now)
         self._router.route(self._settle(now), actions, now)
         actions += self._router.slot_rows(now, self.scheduler.waiting)
+        for action in actions:
+            if isinstance(action, Save):
+                self._observer.saw(action.record)
+        self._router.route(self.controller.look(self._observe), actions, now)
         row = self.run.changed_row(self.training.step, self.training.published, self._waiting())
         if row is not None:
             actions.insert(0, Save(row))
@@ -275,9 +284,32 @@ class Machine:
         yield from (Save(group_record(group, now)) for group in self.training.trained)
         yield from self._publish(event.published)
         if self._going:
-            ready, played = self.ledger.count(GroupState.READY), self.ledger.count(GroupState.OPEN)
-            starved = ready / max(1, ready + played)
-            yield from self.controller.stepped(self.training.last, starved, now=now)
+            yield from self.controller.stepped(self.training.last, self._ready_share, now=now)
+
+    @property
+    def _ready_share(self) -> float:
+        """The share of the groups begun and not trained that wait for training."""
+        ready, played = self.ledger.count(GroupState.READY), self.ledger.count(GroupState.OPEN)
+        return ready / max(1, ready + played)
+
+    def _observe(self) -> Observation | None:
+        """What a planner may know now; None before a trajectory has finished."""
+        workload, measured = self._observer.workload, self._observer.measured
+        if workload is None:
+            return None
+        starved = bool(measured) and measured[-1].starved
+        return Observation(
+            step=self.training.step,
+            plan=self.plan,
+            slots=(),
+            workload=workload,
+            measured=measured,
+            lengths=self._observer.lengths,
+            evidence=self._observer.evidence,
+            rollout_idle=0.0 if starved else self._ready_share,
+            queue=len(self.scheduler) / max(1, self.scheduler.queues.seats),
+            steps_left=self.recipe.run.steps - self.training.step,
+        )
 
     def _publish(self, published: e.PublishedVersion) -> Iterator[n.Result]:
         yield from self.servers.publish(published)
@@ -286,7 +318,7 @@ class Machine:
     def _plan_event(self, event: e.PlanEvent, now: Seconds) -> Iterable[n.Result]:
         match event:
             case e.PlanKept():
-                return self.controller.kept(event)
+                return self.controller.kept(event, now=now)
             case e.PlanChosen() if self._going:
                 return self.controller.chosen(event, now=now)
             case e.PlanOrdered() if self._going:
@@ -389,7 +421,7 @@ class Machine:
             yield from self._wind_down("failed", broken)
         elif ready and self.training.step >= target:
             yield from self._wind_down("finished", "")
-        elif self.phase is Phase.STARTING and self.scheduler.lanes.seats:
+        elif self.phase is Phase.STARTING and self.scheduler.queues.seats:
             self.run.enter(Phase.RUNNING)
         if self.phase is not Phase.RUNNING:
             return
@@ -446,7 +478,7 @@ class Machine:
         trainer = self.training.state
         if trainer in (TrainerState.DOWN, TrainerState.STARTING, TrainerState.STOPPING):
             return "rollout goes on up to the staleness bound; the trainer is starting again"
-        if not self.scheduler.lanes.seats:
+        if not self.scheduler.queues.seats:
             return "training waits for rollout: no server is serving"
         if trainer is TrainerState.BUSY and not self.ledger.may_open and not self.ledger.playing:
             return "rollout waits for training: the staleness bound is reached"
@@ -466,21 +498,8 @@ class Machine:
         self.workers.check()
         self.reconciler.check()
         routable = [slot for slot, server in self.servers.replicas.items() if server.routable]
-        known = list(self.scheduler.lanes.by_slot)
+        known = list(self.scheduler.queues.by_slot)
         assert self._agenda.reroute or routable == known, "the scheduler is behind"
         claimed = self.ledger.count(GroupState.CLAIMED)
         ready = self.training.state is TrainerState.READY
         assert claimed == 0 or not ready or self.training.streaming
-
-
-def guessed_cost(bucket: Bucket) -> ServerCost:
-    """A server of unknown speed: prices of a mid-sized model, only their ratios matter."""
-    return ServerCost(
-        tensor_parallel=bucket.tensor_parallel,
-        step_s=0.02,
-        sequence_s=1e-4,
-        kv_token_s=1e-7,
-        prefill_token_s=1e-4,
-        prefill_pair_s=0.0,
-        kv_tokens=bucket.max_num_seqs * bucket.up_to_tokens,
-    )

@@ -12,9 +12,14 @@ Tokens: TypeAlias = int
 Version: TypeAlias = int
 """The optimizer steps behind some weights; ``WeightVersion`` says of which trainer."""
 SlotId: TypeAlias = str
-"""``<node>/<index>``, for example ``gpu-01/0``."""
+"""``<node>/<index>``, for example ``gpu-01/0``; ``node_of`` gives the node."""
 GroupId: TypeAlias = int
 """The position of the group's prompt in the run's prompt stream; never reused."""
+
+
+def node_of(slot: SlotId) -> str:
+    """The name of the node that a slot is on."""
+    return slot.rpartition("/")[0]
 
 
 class Pool(StrEnum):
@@ -101,6 +106,11 @@ class Slot:
     node: str
     gpus: tuple[int, ...]
     pool: Pool
+
+    @property
+    def num_devices(self) -> int:
+        """GPUs of the slot; 1 on a host without any, where the CPU is the device."""
+        return len(self.gpus) or 1
 
 
 @dataclass(frozen=True, slots=True)

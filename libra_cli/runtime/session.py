@@ -25,14 +25,21 @@ from libra_cli.core import actions, events
 from libra_cli.core.actions import End
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.machine import Machine
+from libra_cli.core.planning.planner import DecisionMaker, answer
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.run_state import Resume, RunIdentity
-from libra_cli.core.types import TrajectoryId
+from libra_cli.core.types import TrajectoryId, node_of
 from libra_cli.runtime.driver import QUIET, Driver, Perform, describe
-from libra_cli.runtime.episodes.player import Advanced, Episodes
+from libra_cli.runtime.episodes.player import Episodes, TurnResult
 from libra_cli.runtime.episodes.renderer import Renderer
+from libra_cli.runtime.hosts.agent_messages import (
+    ConnectionLost,
+    Exited,
+    HostEvent,
+    LeaseExpired,
+    Reconnected,
+)
 from libra_cli.runtime.hosts.cluster import Cluster
-from libra_cli.runtime.hosts.host import Back, Exited, Gone, HostEvent, Lost
 from libra_cli.runtime.order_files import Orders
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.trainer.processes import TrainerProcesses
@@ -52,12 +59,12 @@ class Session:
         journal: Journal,
         first: RunRecord,
         *,
-        propose: Callable[[actions.Propose], events.Event],
+        plan_with: Callable[[frozenset[str]], DecisionMaker],
         watch: Callable[[Record], None],
         note: Callable[[str], None],
     ) -> None:
-        """``propose`` looks for a better plan; it is called in a thread."""
-        self._propose = propose
+        """``plan_with`` makes the planner of a run on GPUs of these names."""
+        self._plan_with = plan_with
         self._recipe = recipe
         self._run_dir = run_dir
         self._journal = journal
@@ -158,7 +165,7 @@ class Session:
     async def _find_resume(self, checkpoint: str, trainer_incarnation: int) -> Resume | None:
         if not checkpoint:
             return None
-        head = self._cluster.hosts[self._plan.train[0].rpartition("/")[0]]
+        head = self._cluster.hosts[node_of(self._plan.train[0])]
         position = json.loads(await head.transport.get(f"{checkpoint}/ledger.json"))
         return Resume(checkpoint, position, trainer_incarnation)
 
@@ -170,6 +177,7 @@ class Session:
         performers: dict[type, Perform] = {}
         driver = Driver(machine, performers, clock=self._clock, save=self._save, tell=self._tell)
         head = self._slots[self._plan.train[0]].node
+        planner = self._plan_with(cluster.gpu_names)
         weights = weights_of(cluster, origin=head)
         ranks = TrainerProcesses(cluster, self._slots, head=head, post=driver.post)
         workers = WorkerProcesses(cluster, weights, self._slots, post=driver.post)
@@ -184,7 +192,7 @@ class Session:
             post=driver.post,
         )
         performers |= _performers(servers, ranks, episodes, recipe.run.seed)
-        performers |= _elastic(workers, ranks, servers, orders, self._propose)
+        performers |= _elastic(workers, ranks, servers, orders, planner)
         cluster.on_event = _Reporter(cluster, servers, ranks, workers, driver).happened
         background = [asyncio.create_task(work) for work in (servers.sample(), orders.watch())]
         self._driver = driver
@@ -227,11 +235,11 @@ class _Reporter:
             self._servers.exited(event)
             self._ranks.exited(event)
             self._workers.exited(event)
-        elif isinstance(event, Lost):
+        elif isinstance(event, ConnectionLost):
             self._driver.post(events.NodeLost(event.node, event.reason))
-        elif isinstance(event, Gone):
+        elif isinstance(event, LeaseExpired):
             self._returned(event.node, frozenset())
-        elif isinstance(event, Back):
+        elif isinstance(event, Reconnected):
             task = asyncio.create_task(self._take_stock(event.node))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -240,7 +248,7 @@ class _Reporter:
         try:
             states = await self._cluster.hosts[node].processes()
         except LibraError:
-            return  # lost again; there will be another Back, or a Gone
+            return  # lost again; there will be another Reconnected, or a LeaseExpired
         alive = frozenset(state.process for state in states if state.state == "running")
         self._returned(node, alive)
 
@@ -277,7 +285,7 @@ def _elastic(
     ranks: TrainerProcesses,
     servers: Servers,
     orders: Orders,
-    propose: Callable[[actions.Propose], events.Event],
+    planner: DecisionMaker,
 ) -> Mapping[type, Perform]:
     """What the elastic pool adds to that."""
 
@@ -286,10 +294,7 @@ def _elastic(
             return await ranks.train(action, shares)
 
     async def look(action: actions.Propose) -> events.Event:
-        try:
-            return await asyncio.to_thread(propose, action)
-        except LibraError as error:
-            return events.PlanKept(str(error), action.order)
+        return await asyncio.to_thread(answer, planner, action)
 
     return {
         actions.Train: train,
@@ -343,7 +348,7 @@ class _Players:
         self._episodes.forget(action.trajectory)
 
 
-def _advanced(who: TrajectoryId, answer: Advanced) -> events.EpisodeAdvanced:
+def _advanced(who: TrajectoryId, answer: TurnResult) -> events.EpisodeAdvanced:
     return events.EpisodeAdvanced(
         who, answer.observation_ids, answer.returns, answer.done, answer.reward
     )

@@ -14,12 +14,16 @@ from typing import Any
 import pytest
 
 from libra_cli.bench.ablations import ABLATIONS
-from libra_cli.core.planning.sim_replanner import PLANNERS
+from libra_cli.core.planning.baselines import PLANNERS
 from libra_cli.core.scheduling.least_cost import POLICIES
 
 CHECKOUT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TERM": "dumb"}
-SHORT = "from libra_cli.sim import bench; bench.LONG_STEPS = 12; "
+# A quarter of a real experiment's groups, and of the steps of one whose plan may change. The
+# processes that simulate are forks, and inherit that.
+SHORT = (
+    "from libra_cli.bench import experiments, jobs; jobs.GROUPS = 8; experiments.LONG_STEPS = 12; "
+)
 LIBRA = [sys.executable, "-c", f"{SHORT} from libra_cli.cli.main import main; main()"]
 SMALL = ("--trace", "tau2", "--gpus", "16", "--seeds", "1")
 

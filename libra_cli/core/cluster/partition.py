@@ -49,7 +49,7 @@ class Speeds:
 
     def of(self, replica: Replica) -> float:
         """Of a worker, or the trainer group's by the number of GPUs."""
-        guess = self.of_trainer() * (len(replica.slot.gpus) or 1) / self._trainer_gpus
+        guess = self.of_trainer() * replica.slot.num_devices / self._trainer_gpus
         return MARGIN * self._workers.get(replica.slot.id, guess)
 
 

@@ -16,10 +16,11 @@ they were; those slots are held free until then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from enum import StrEnum
 from json import dumps
+from statistics import fmean
 
 from libra_cli.core.actions import (
     Accumulate,
@@ -409,7 +410,7 @@ class TrainerGroup:
             started_at=self._batch_at,
             ended_at=now,
             waited_s=self._batch_at - self._idle_since,
-            reward=_mean([member.reward or 0.0 for member in members]),
+            reward=fmean(member.reward or 0.0 for member in members),
             loss=metrics.get("loss") or 0.0,
             grad_norm=metrics.get("grad_norm") or 0.0,
             learning_rate=metrics.get("learning_rate") or 0.0,
@@ -421,9 +422,9 @@ class TrainerGroup:
             logprob_gap_tokens=int(metrics.get("logprob_gap_tokens") or 0),
             generated_tokens=sum(lengths),
             context_tokens=sum(len(member.token_ids) for member in members),
-            mean_length=_mean(lengths),
+            mean_length=fmean(lengths),
             p99_length=float(lengths[int(0.99 * (len(lengths) - 1))]),
-            staleness_mean=_mean(staleness),
+            staleness_mean=fmean(staleness),
             staleness_max=max(staleness),
             tokens_per_s=sum(lengths) / seconds,
             trainer_s=metrics.get("trainer_s") or 0.0,
@@ -435,7 +436,3 @@ class TrainerGroup:
         busy = self.state is TrainerState.BUSY
         assert not busy or self.published is not None, "busy before the first version"
         assert self.step >= self.checkpoint_step, f"step {self.step} < {self.checkpoint_step}"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

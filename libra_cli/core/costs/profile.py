@@ -1,12 +1,11 @@
 """What the planner prices with: servers, training steps, moves; one ``Profile`` of all.
 
-Training, for ``w`` ranks shaped TP x PP x DP, with ``T`` tokens and ``Q`` pairs of them a step::
+Training, for ``w`` ranks shaped TP x DP, with ``T`` tokens and ``Q`` pairs of them a step::
 
     compute = max((token_s x T + pair_s x Q) / w, the longest trajectory on one replica)
-    gather  = micro batches of a replica x 3 x parameters / (TP x PP) x (DP - 1) / DP / bandwidth
+    gather  = micro batches of a replica x 3 x parameters / TP x (DP - 1) / DP / bandwidth
     reduce  = T / DP x tp_bytes x 2 (TP - 1) / TP / bandwidth inside the node
-    seconds = step_s + (compute + exposed x gather + reduce) / (1 - bubble)
-    bubble  = (PP - 1) / (PP + micro batches - 1)
+    seconds = step_s + compute + exposed x gather + reduce
 
 ``gather`` is sharded data parallelism (parameters gathered forward and backward, gradients
 scattered: three times the parameters each micro batch), most of it under the compute; ``reduce`` is
@@ -23,6 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from math import sqrt
 from typing import Any, TypeVar
 
 from libra_cli.config.errors import LibraError
@@ -32,7 +32,8 @@ from libra_cli.core.types import Seconds, Tokens
 
 GIB = 2.0**30
 SHARD_BYTES = 16
-"""Of a parameter: bf16 weight and gradient, float32 master copy and Adam's two moments."""
+"""Bytes of a parameter: bf16 weight and gradient (2 + 2), float32 master copy and Adam's moments
+(4 + 4 + 4), as in ZeRO (arXiv 1910.02054)."""
 LOGIT_TOKENS = 8192
 """Tokens whose logits are in memory at once: the loss is computed in chunks of at most these."""
 _Part = TypeVar("_Part")
@@ -59,21 +60,20 @@ class TrainingShape:
     """How a trainer's ranks are arranged."""
 
     tensor_parallel: int = 1
-    pipeline_parallel: int = 1
     data_parallel: int = 1
 
     @property
     def gpus(self) -> int:
-        """Ranks."""
-        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+        """The number of ranks, one a GPU."""
+        return self.tensor_parallel * self.data_parallel
 
     def __str__(self) -> str:
-        return f"TP {self.tensor_parallel} x PP {self.pipeline_parallel} x DP {self.data_parallel}"
+        return f"TP {self.tensor_parallel} x DP {self.data_parallel}"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
-    """Of the model and the GPU: what memory is made of. ``kv_bytes`` is a token's, whole model."""
+    """What memory is made of, by model and GPU; ``kv_bytes`` is of one token in all layers."""
 
     parameters: float
     layers: int
@@ -82,28 +82,23 @@ class MemoryModel:
     kv_bytes: float
     gpu_gib: float
     usable_share: float = 0.9
-    """Of a GPU's memory, that an engine or a trainer may take."""
+    """Share of a GPU's memory that an engine or a trainer may take; vLLM's default."""
     server_overhead_gib: float = 1.85
-    """A server's, on each GPU: CUDA graphs, activations, communication buffers."""
+    """GiB a server takes on each GPU for CUDA graphs, activations and communication buffers."""
     trainer_overhead_gib: float = 6.0
-    """A rank's: CUDA context, communication buffers, fragmentation."""
+    """GiB a rank takes for the CUDA context, communication buffers and fragmentation."""
 
     @property
     def usable_gib(self) -> float:
-        """Of one GPU."""
+        """GiB of one GPU that may be taken."""
         return self.gpu_gib * self.usable_share
 
     def weights_gib(self, tensor_parallel: int) -> float:
         """bf16 weights on each GPU of a server."""
         return 2 * self.parameters / tensor_parallel / GIB
 
-    def kv_room(self, tensor_parallel: int) -> Tokens:
-        """KV tokens of a server with this many GPUs; 0 if not even its weights fit."""
-        free = self.usable_gib - self.weights_gib(tensor_parallel) - self.server_overhead_gib
-        return max(0, int(free * GIB * tensor_parallel / self.kv_bytes))
-
     def server_gib(self, tensor_parallel: int, kv_tokens: Tokens) -> float:
-        """Memory on each GPU of a server that holds ``kv_tokens``."""
+        """GiB on each GPU of a server whose KV cache holds ``kv_tokens``."""
         kv = kv_tokens * self.kv_bytes / tensor_parallel / GIB
         return self.weights_gib(tensor_parallel) + kv + self.server_overhead_gib
 
@@ -114,7 +109,9 @@ class TrainingCost:
 
     ``token_s`` and ``pair_s`` are GPU-seconds of a token and of a pair of tokens (forward, backward
     and recomputation); ``step_s`` what a step costs whatever is in it; the bandwidths are bytes a
-    second of a collective inside a node and across nodes of ``node_gpus``.
+    second of a collective inside a node and across nodes of ``node_gpus``. ``micro_tokens`` are the
+    most of a micro batch; ``exposed`` is the share of the gathering that no arithmetic hides
+    (chosen, not measured).
     """
 
     token_s: Seconds
@@ -128,42 +125,37 @@ class TrainingCost:
     exposed: float = 0.3
 
     def seconds(self, shape: TrainingShape, workload: Workload) -> Seconds:
-        """A step of this workload."""
+        """Seconds of a step on this workload."""
         busy = self.compute_s(shape, workload) + self.exposed * self._gather_s(shape, workload)
         busy += self._reduce_s(shape, workload)
-        return self.step_s + busy / (1 - self.bubble(shape, workload))
+        return self.step_s + busy
 
     def compute_s(self, shape: TrainingShape, workload: Workload) -> Seconds:
-        """Arithmetic of a step: shared evenly, but no replica has less than a whole trajectory."""
+        """Seconds of arithmetic of a step: shared evenly, but a trajectory stays on one replica."""
         even = (self.token_s * workload.tokens + self.pair_s * workload.pairs) / shape.gpus
         context = workload.longest.context
         longest = self.token_s * context + self.pair_s * context**2 / 2
-        return max(even, longest / (shape.tensor_parallel * shape.pipeline_parallel))
+        return max(even, longest / shape.tensor_parallel)
 
     def communication_ratio(self, shape: TrainingShape, workload: Workload) -> float:
         """Seconds of communication, hidden or not, for each second of arithmetic."""
         moved = self._gather_s(shape, workload) + self._reduce_s(shape, workload)
         return moved / self.compute_s(shape, workload)
 
-    def bubble(self, shape: TrainingShape, workload: Workload) -> float:
-        """Share of a pipeline's time that a stage waits."""
-        stages = shape.pipeline_parallel
-        return (stages - 1) / (stages + self._micro_batches(shape, workload) - 1)
-
     def memory_gib(self, shape: TrainingShape, longest_context: Tokens) -> float:
-        """The most that a rank holds at once."""
+        """The most GiB that a rank holds at once. Activations are those of Korthikanti et al.
+        (arXiv 2205.05198): 34 bytes a token and hidden unit inside a layer."""
         facts, tokens = self.facts, max(self.micro_tokens, longest_context)
         states = SHARD_BYTES * facts.parameters / shape.gpus
-        split = shape.tensor_parallel * shape.pipeline_parallel
         layer = 2 * 2 * facts.parameters / facts.layers / shape.tensor_parallel
         inside = 34 * facts.hidden * tokens / shape.tensor_parallel
-        boundaries = 2 * facts.hidden * facts.layers * tokens / split
+        boundaries = 2 * facts.hidden * facts.layers * tokens / shape.tensor_parallel
         logits = 6 * facts.vocabulary * min(tokens, LOGIT_TOKENS) / shape.tensor_parallel
         held = states + layer + boundaries + max(inside, logits)
         return held / GIB + facts.trainer_overhead_gib
 
     def scaled(self, factor: float) -> TrainingCost:
-        """Every second ``factor`` times as long."""
+        """The same trainer with every second ``factor`` times as long."""
         return replace(
             self,
             token_s=self.token_s * factor,
@@ -177,14 +169,14 @@ class TrainingCost:
         return max(1.0, workload.tokens / shape.data_parallel / self.micro_tokens)
 
     def _gather_s(self, shape: TrainingShape, workload: Workload) -> Seconds:
-        split, replicas = shape.tensor_parallel * shape.pipeline_parallel, shape.data_parallel
+        degree, replicas = shape.tensor_parallel, shape.data_parallel
         inside = shape.gpus <= self.node_gpus
         bandwidth = self.node_bandwidth if inside else self.network_bandwidth
-        shard = 3 * 2 * self.facts.parameters / split * (replicas - 1) / replicas
+        shard = 3 * 2 * self.facts.parameters / degree * (replicas - 1) / replicas
         return self._micro_batches(shape, workload) * shard / bandwidth
 
     def _reduce_s(self, shape: TrainingShape, workload: Workload) -> Seconds:
-        """Six all-reduces a layer: two forward, two backward, two recomputed."""
+        """Seconds of all-reduces: six a layer, two forward, two backward, two recomputed."""
         degree = shape.tensor_parallel
         moved = 6 * self.facts.layers * 2 * self.facts.hidden * 2 * (degree - 1) / degree
         return workload.tokens / shape.data_parallel * moved / self.node_bandwidth
@@ -206,7 +198,7 @@ class MoveCost:
     start_s: Mapping[int, Seconds]
 
     def start(self, tensor_parallel: int) -> Seconds:
-        """A server of this shape; the longest known where it is not."""
+        """Seconds to start a server of this shape; the longest known where it was not measured."""
         return self.start_s.get(tensor_parallel, max(self.start_s.values(), default=0.0))
 
 
@@ -248,11 +240,11 @@ class Profile:
 
     @property
     def facts(self) -> MemoryModel:
-        """Of the model and the GPU."""
+        """The memory model of the model and the GPU."""
         return self.training.facts
 
     def scaled(self, factor: float) -> Profile:
-        """Every server ``factor`` times as slow, training as it is: mis-estimated rollout costs."""
+        """The same with every server ``factor`` times as slow, and training as it is."""
         return replace(
             self,
             overhead_s=self.overhead_s * factor,
@@ -268,11 +260,11 @@ class Profile:
         return replace(self, servers=servers, overhead_s=self.overhead_s + seconds)
 
     def kernel_only(self) -> Profile:
-        """Without the engine's overhead: what the kernels alone take."""
+        """The same without the engine's overhead: what the kernels alone take."""
         return self.with_overhead(-self.overhead_s)
 
     def with_kv_share(self, share: float) -> Profile:
-        """Servers with ``share`` of their KV cache."""
+        """The same with ``share`` of every server's KV cache."""
         servers = {
             degree: replace(cost, kv_tokens=max(1, int(cost.kv_tokens * share)))
             for degree, cost in self.servers.items()
@@ -280,7 +272,7 @@ class Profile:
         return replace(self, servers=servers)
 
     def to_json(self) -> str:
-        """One JSON object; seconds, bytes and tokens."""
+        """The profile as one JSON object, in seconds, bytes, GiB and tokens."""
         body = asdict(self)
         body["servers"] = [asdict(cost) for _, cost in sorted(self.servers.items())]
         body["moves"]["start_s"] = {str(k): v for k, v in self.moves.start_s.items()}
@@ -306,6 +298,24 @@ class Profile:
             found = _section(body, "surroundings")
             given["surroundings"] = _part(Contention, found, "surroundings")
         return _part(cls, given, "profile")
+
+
+@dataclass(frozen=True, slots=True)
+class Recalibration:
+    """The factors by which measured seconds of a step differ from predicted ones, for each half."""
+
+    rollout: float = 1.0
+    training: float = 1.0
+
+    def of(self, profile: Profile) -> Profile:
+        """These costs times the factors."""
+        slower = profile.scaled(self.rollout)
+        return replace(slower, training=profile.training.scaled(self.training))
+
+    def blended(self, before: Recalibration) -> Recalibration:
+        """The geometric mean with one that was found before."""
+        rollout = sqrt(self.rollout * before.rollout)
+        return Recalibration(rollout, sqrt(self.training * before.training))
 
 
 def _slower(cost: ServerCost, factor: float) -> ServerCost:

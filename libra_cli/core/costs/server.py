@@ -13,7 +13,8 @@ It is 0 in prices made of kernels, and most of a short turn where the model is t
 weights and whatever a step costs before it does anything. Reading the weights takes as long as
 multiplying them by one or two hundred tokens, so the first ``free`` tokens of a step ride on that
 reading and only the rest is paid for: measured GEMMs (RTX PRO 6000, A100, H100) are flat up to
-there and linear after. The decode law is the usual one (vidur, splitwise-sim).
+there and linear after. The decode law is the usual one (Vidur, arXiv 2405.05465; Splitwise,
+arXiv 2311.18677).
 
 Guarantee: every price is non-negative, and grows with every argument. Limit: straight lines through
 measurements that have steps in them: for dense models 1 to 4 % off the kernel data on average, 14 %
@@ -25,6 +26,8 @@ is not in here either: ``sim.layer_times`` has both.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from libra_cli.core.types import Bucket
 
 ENDLESS = 1 << 62
 """More steps than any request has."""
@@ -81,10 +84,6 @@ class ServerCost:
         """Seconds of one step that decodes ``batch`` sequences holding ``kv_tokens`` in all."""
         return self.step_s + self.sequence_s * batch + self.kv_token_s * kv_tokens
 
-    def decode_s(self, tokens: float, *, batch: float, kv_tokens: float) -> float:
-        """Seconds until a sequence has ``tokens`` more, at that load all the while."""
-        return tokens * self.decode_step_s(batch, kv_tokens)
-
     def decode_line(self, batch: int, kv_tokens: int) -> tuple[float, float, int]:
         """Time of the next decode step, its growth a step, and for how many steps that holds."""
         step = self.step_s + self.sequence_s * batch + self.kv_token_s * kv_tokens
@@ -115,3 +114,16 @@ class ServerCost:
 
     def _chunk_s(self, chunk: int, batch: float) -> float:
         return self.prefill_token_s * max(0.0, chunk - max(0.0, self.free_tokens - batch))
+
+
+def guessed_cost(bucket: Bucket) -> ServerCost:
+    """The costs of a server of unknown speed: chosen for a mid-sized model; only ratios matter."""
+    return ServerCost(
+        tensor_parallel=bucket.tensor_parallel,
+        step_s=0.02,
+        sequence_s=1e-4,
+        kv_token_s=1e-7,
+        prefill_token_s=1e-4,
+        prefill_pair_s=0.0,
+        kv_tokens=bucket.max_num_seqs * bucket.up_to_tokens,
+    )

@@ -111,7 +111,7 @@ class Trajectories:
         actions: list[Result] = []
         size = self._ledger.group_size
         while self._ledger.may_open and self._ledger.playing + size <= max(
-            self._scheduler.lanes.seats, size
+            self._scheduler.queues.seats, size
         ):
             if self.active and not self._has_room():
                 break
@@ -125,7 +125,7 @@ class Trajectories:
         """Whether the policy has room for the contexts in play and those of one more group."""
         playing = len(self.active) + self._ledger.group_size
         expected = max(self._context_tokens, int(playing * self._mean_context.value))
-        return self._scheduler.policy.has_room(expected, self._scheduler.lanes)
+        return self._scheduler.policy.has_room(expected, self._scheduler.queues)
 
     def _begin(self, trajectory: Trajectory) -> list[Result]:
         self.active[trajectory.id] = ActiveTrajectory(trajectory)

@@ -31,8 +31,6 @@ GENERATE_TIMEOUT_S = 1800.0
 CONTROL_TIMEOUT_S = 30.0
 POLL_S = 0.25
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-TESTED_VLLM = "0.32"
-"""The release whose routes this file was written against; others may move them."""
 
 
 @dataclass(frozen=True, slots=True)
