@@ -42,11 +42,11 @@ class PluginGroup:
     def available(self) -> dict[str, str]:
         """Every name that can be used, and the import path it stands for."""
         installed = {entry.name: entry.value for entry in entry_points(group=self.name)}
-        return dict(sorted({**self.shipped, **installed}.items()))
+        return dict(sorted({**installed, **self.shipped}.items()))
 
     def find(self, name: str) -> Any:
         """Import what ``name`` stands for; raises ``error`` if that cannot be done."""
-        target = name if ":" in name else self.shipped.get(name) or self.available().get(name)
+        target = name if ":" in name else self.available().get(name)
         if target is None:
             raise self._unknown(name)
         module = target.partition(":")[0]

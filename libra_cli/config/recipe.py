@@ -195,6 +195,8 @@ class BucketSpec(_Model):
 class RolloutSpec(_Model):
     """How trajectories are played."""
 
+    backend: str = "vllm"
+    """What serves them: ``vllm``, an entry point of ``libra.rollout_backends``, or module:attr."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Trajectories of one prompt, compared with one another."""
     temperature: Annotated[float, Field(gt=0.0, le=5.0)] = 1.0
@@ -214,6 +216,8 @@ class RolloutSpec(_Model):
 class TrainingSpec(_Model):
     """Asynchronous GRPO."""
 
+    backend: str = "accelerate"
+    """What trains: ``accelerate``, an entry point of ``libra.trainer_backends``, or module:attr."""
     algorithm: Literal["grpo"] = "grpo"
     groups_per_step: _Positive = 16
     learning_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 1e-6

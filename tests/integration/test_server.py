@@ -20,7 +20,8 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import Generate
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.events import PublishedVersion, TurnFailed, TurnGenerated
-from libra_cli.core.launch.commands import HostFacts, server_process
+from libra_cli.core.launch.process import HostFacts
+from libra_cli.core.launch.rollout_backend import server_process
 from libra_cli.core.types import TrajectoryId, VersionSpan
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.local import LocalTransport

@@ -26,7 +26,7 @@ from libra_cli.core.costs.profile import (
     Profile,
     TrainingCost,
 )
-from libra_cli.core.launch.commands import dtype_of
+from libra_cli.core.launch.process import dtype_of
 from libra_cli.runtime.recipes.loader import load_recipe
 
 BYTES = {"float32": 4, "bfloat16": 2}

@@ -38,7 +38,7 @@ from libra_cli.core.events import (
     ServerSynced,
     SyncFailed,
 )
-from libra_cli.core.launch.commands import process_of
+from libra_cli.core.launch.process import process_of
 from libra_cli.core.records import SampleRecord, SyncRecord
 from libra_cli.core.scheduling.request_scheduler import RequestScheduler
 from libra_cli.core.scheduling.server_queues import ServerQueue

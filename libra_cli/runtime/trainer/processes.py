@@ -22,7 +22,7 @@ from libra_cli.core.events import (
     TrainerStarted,
     TrainerStopped,
 )
-from libra_cli.core.launch.commands import trainer_processes
+from libra_cli.core.launch.trainer_backend import TrainerLaunch, trainer_processes
 from libra_cli.core.types import Slot, SlotId
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
 from libra_cli.runtime.hosts.host import Exited
@@ -65,12 +65,11 @@ class TrainerProcesses:
     async def _start(self, action: StartTrainer) -> Event:
         cluster = self._cluster
         ports = cluster.ports[self.head]
-        train = [self._slots[slot] for slot in action.train]
+        train = tuple(self._slots[slot] for slot in action.train)
         nodes = dict.fromkeys(slot.node for slot in train)
-        specs = trainer_processes(
-            cluster.recipe,
-            train,
-            cluster.facts,
+        launch = TrainerLaunch(
+            train=train,
+            facts=cluster.facts,
             run_id=cluster.run_id,
             http_port=ports["trainer"],
             rendezvous_port=ports["rendezvous"],
@@ -78,6 +77,7 @@ class TrainerProcesses:
             trainer_incarnation=action.incarnation,
             resume=dict.fromkeys(nodes, action.resume) if action.resume else None,
         )
+        specs = trainer_processes(cluster.recipe, launch)
         for spec in specs:
             self._running[spec.node] = spec.process
             await cluster.start(spec)

@@ -27,7 +27,8 @@ from libra_cli.core.events import (
     WorkerSynced,
     WorkerSyncFailed,
 )
-from libra_cli.core.launch.commands import worker_of, worker_process
+from libra_cli.core.launch.process import worker_of
+from libra_cli.core.launch.trainer_backend import WorkerLaunch, worker_process
 from libra_cli.core.types import Slot, SlotId
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
 from libra_cli.runtime.hosts.host import Exited
@@ -79,15 +80,15 @@ class WorkerProcesses:
         slot, cluster = self._slots[action.slot], self._cluster
         await self._check_room(slot)
         ports = cluster.ports[slot.node]
-        spec = worker_process(
-            cluster.recipe,
-            slot,
-            cluster.facts[slot.node],
+        launch = WorkerLaunch(
+            slot=slot,
+            facts=cluster.facts[slot.node],
             run_id=cluster.run_id,
             incarnation=action.incarnation,
             ports=ports,
             model_dir=cluster.model_dirs[slot.node],
         )
+        spec = worker_process(cluster.recipe, launch)
         await cluster.start(spec)
         endpoint = await cluster.hosts[slot.node].dial(ports[worker_of(slot.id)])
         await self._forget(slot.id)

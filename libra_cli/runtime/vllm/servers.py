@@ -32,7 +32,8 @@ from libra_cli.core.events import (
     TurnFailed,
     TurnGenerated,
 )
-from libra_cli.core.launch.commands import process_of, server_process
+from libra_cli.core.launch.process import process_of
+from libra_cli.core.launch.rollout_backend import server_process
 from libra_cli.core.types import Slot, SlotId
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
 from libra_cli.runtime.hosts.host import Exited
