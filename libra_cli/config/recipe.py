@@ -218,7 +218,6 @@ class TrainingSpec(_Model):
 
     backend: str = "accelerate"
     """What trains: ``accelerate``, an entry point of ``libra.trainer_backends``, or module:attr."""
-    algorithm: Literal["grpo"] = "grpo"
     groups_per_step: _Positive = 16
     learning_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 1e-6
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)

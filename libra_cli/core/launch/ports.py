@@ -5,7 +5,7 @@ from __future__ import annotations
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import slots_of
 from libra_cli.core.launch.process import process_of, worker_of
-from libra_cli.core.types import Plan, Pool
+from libra_cli.core.types import Plan, Pool, node_of
 
 
 def ports_needed(recipe: Recipe, plan: Plan) -> dict[str, tuple[str, ...]]:
@@ -25,7 +25,7 @@ def ports_needed(recipe: Recipe, plan: Plan) -> dict[str, tuple[str, ...]]:
         if hybrid:
             worker = worker_of(slot.id)
             names[slot.node] += [worker, f"side-{worker}", f"rendezvous-{worker}"]
-    names[plan.train[0].rpartition("/")[0]] += ["trainer", "rendezvous"]
+    names[node_of(plan.train[0])] += ["trainer", "rendezvous"]
     if len(recipe.nodes) > 1:
         for entries in names.values():
             entries.append("weights")

@@ -114,7 +114,7 @@ class NativeTrainer(ABC):
     def gradient_worker(self, recipe: Recipe, launch: WorkerLaunch) -> ProcessSpec:
         """The gradient worker of a slot."""
         slot, process, ports = launch.slot, worker_of(launch.slot.id), launch.ports
-        ranks = len(slot.gpus) or 1
+        ranks = slot.num_devices
         world = World(
             machine=0,
             machines=1,

@@ -97,7 +97,7 @@ def ranks_per_node(train: Iterable[Slot]) -> dict[str, int]:
     """Ranks of a trainer on each node of its slots: one a GPU, one a slot where there are none."""
     counts: Counter[str] = Counter()
     for slot in train:
-        counts[slot.node] += len(slot.gpus) or 1
+        counts[slot.node] += slot.num_devices
     return dict(counts)
 
 

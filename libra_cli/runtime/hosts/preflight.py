@@ -8,7 +8,7 @@ from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.cluster.placement import slots_of
 from libra_cli.core.launch.rollout_backend import rollout_backend
 from libra_cli.core.launch.trainer_backend import trainer_backend
-from libra_cli.core.types import Plan
+from libra_cli.core.types import Plan, node_of
 from libra_cli.runtime.hosts.agent_messages import NodeFacts
 from libra_cli.runtime.hosts.host import Gpu
 
@@ -40,8 +40,8 @@ def packages_needed(recipe: Recipe) -> dict[str, tuple[str, ...]]:
 def _halves(plan: Plan, node: NodeSpec) -> list[str]:
     """Of a run, that it takes part in now or may later."""
     elastic = bool({"hybrid", "auto"} & set(node.slot_pools))
-    serves = elastic or any(slot.rpartition("/")[0] == node.name for slot, _ in plan.servers)
-    trains = elastic or any(slot.rpartition("/")[0] == node.name for slot in plan.train)
+    serves = elastic or any(node_of(slot) == node.name for slot, _ in plan.servers)
+    trains = elastic or any(node_of(slot) == node.name for slot in plan.train)
     return [half for half, used in (("rollout", serves), ("train", trains)) if used]
 
 
