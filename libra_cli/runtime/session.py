@@ -33,11 +33,11 @@ from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.hosts.host import Back, Exited, Gone, HostEvent, Lost
 from libra_cli.runtime.order_files import Orders
+from libra_cli.runtime.rollout.connection import Sampling
+from libra_cli.runtime.rollout.servers import Servers
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.trainer.processes import TrainerProcesses
 from libra_cli.runtime.trainer.worker_processes import WorkerProcesses
-from libra_cli.runtime.vllm.client import Sampling
-from libra_cli.runtime.vllm.servers import Servers
 from libra_cli.runtime.weights import weights_of
 
 

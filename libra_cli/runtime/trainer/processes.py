@@ -27,7 +27,7 @@ from libra_cli.core.types import Slot, SlotId
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
 from libra_cli.runtime.hosts.host import Exited
 from libra_cli.runtime.process_tasks import ProcessTasks
-from libra_cli.runtime.trainer.client import TrainerClient
+from libra_cli.runtime.trainer.connection import TrainerConnection, connect_trainer_with
 
 STARTUP_TIMEOUT_S = 1800.0
 TRAINER = "trainer"
@@ -50,8 +50,9 @@ class TrainerProcesses:
         self._slots = slots
         self.head = head
         self._post = post
+        self._connect = connect_trainer_with(cluster.recipe.training.backend)
         self._patience_s = cluster.recipe.run.lease_s
-        self._trainer: TrainerClient | None = None
+        self._trainer: TrainerConnection | None = None
         self._incarnation = 0
         self._running: dict[str, str] = {}
         self._lives = ProcessTasks()
@@ -83,7 +84,7 @@ class TrainerProcesses:
             await cluster.start(spec)
         endpoint = await cluster.hosts[self.head].dial(ports["trainer"])
         await self._hang_up()
-        self._trainer = TrainerClient(action.incarnation, endpoint, cluster.token)
+        self._trainer = self._connect(action.incarnation, endpoint, cluster.token)
         published = await self._trainer.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
         return TrainerStarted(action.incarnation, published)
 

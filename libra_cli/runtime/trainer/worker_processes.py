@@ -33,8 +33,7 @@ from libra_cli.core.types import Slot, SlotId
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
 from libra_cli.runtime.hosts.host import Exited
 from libra_cli.runtime.process_tasks import ProcessTasks
-from libra_cli.runtime.trainer.rank_client import Unreachable
-from libra_cli.runtime.trainer.worker_client import WorkerClient
+from libra_cli.runtime.trainer.connection import Unreachable, WorkerConnection, connect_worker_with
 from libra_cli.runtime.weights import Weights
 
 _log = logging.getLogger(__name__)
@@ -61,7 +60,8 @@ class WorkerProcesses:
         self._slots = slots
         self._post = post
         self._spec = cluster.recipe.weight_sync
-        self._workers: dict[SlotId, WorkerClient] = {}
+        self._connect = connect_worker_with(cluster.recipe.training.backend)
+        self._workers: dict[SlotId, WorkerConnection] = {}
         #: The incarnation of the process on each slot, from before it starts until it is stopped.
         self._incarnations: dict[SlotId, int] = {}
         self._lives = ProcessTasks()
@@ -92,7 +92,7 @@ class WorkerProcesses:
         await cluster.start(spec)
         endpoint = await cluster.hosts[slot.node].dial(ports[worker_of(slot.id)])
         await self._forget(slot.id)
-        worker = self._workers[slot.id] = WorkerClient(action.incarnation, endpoint, cluster.token)
+        worker = self._workers[slot.id] = self._connect(action.incarnation, endpoint, cluster.token)
         await worker.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
         return WorkerStarted(action.slot, action.incarnation)
 

@@ -38,7 +38,14 @@ from libra_cli.core.types import Slot, SlotId
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
 from libra_cli.runtime.hosts.host import Exited
 from libra_cli.runtime.process_tasks import ProcessTasks
-from libra_cli.runtime.vllm.client import Sampling, ServerClient, ServerFacts, Silent, turn_failed
+from libra_cli.runtime.rollout.connection import (
+    Sampling,
+    ServerConnection,
+    ServerFacts,
+    ServerUnreachable,
+    connect_with,
+    turn_failed,
+)
 from libra_cli.runtime.weights import Weights, probe_gap
 
 STARTUP_TIMEOUT_S = 1800.0
@@ -69,7 +76,8 @@ class Servers:
         self._sampling = sampling
         self._post = post
         self._spec = cluster.recipe.weight_sync
-        self._servers: dict[SlotId, ServerClient] = {}
+        self._connect = connect_with(cluster.recipe.rollout.backend)
+        self._servers: dict[SlotId, ServerConnection] = {}
         self._lives = ProcessTasks()
 
     async def facts(self, slot: SlotId) -> ServerFacts:
@@ -96,7 +104,7 @@ class Servers:
         await cluster.start(spec)
         endpoint = await cluster.hosts[slot.node].dial(port)
         await self._forget(slot.id)
-        server = self._servers[slot.id] = ServerClient(
+        server = self._servers[slot.id] = self._connect(
             slot.id, action.incarnation, endpoint, cluster.token
         )
         await server.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
@@ -153,7 +161,7 @@ class Servers:
             reason = f"the probe differs by {gap:.2g} a token, allowed is {self._spec.tolerance:g}"
         except KeyError:
             reason = "the server was stopped meanwhile"
-        except (Silent, HostError, WeightsError) as error:
+        except (ServerUnreachable, HostError, WeightsError) as error:
             # A network, a disk or the publishing host: not the server's own answer. Not at once
             # again, and not before that host is back.
             reason, answered = str(error), False
