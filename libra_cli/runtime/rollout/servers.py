@@ -11,12 +11,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import assert_never
 
 from libra_cli.config.errors import HostError, LibraError, WeightsError
 from libra_cli.core.actions import (
     AbortTurn,
     CheckServer,
     Generate,
+    ServerAction,
     StartServer,
     StopServer,
     SyncServer,
@@ -83,6 +85,25 @@ class Servers:
     async def facts(self, slot: SlotId) -> ServerFacts:
         """What the server of a slot says of itself. Raises ServerError."""
         return await self._servers[slot].facts()
+
+    async def perform(self, action: ServerAction) -> Event | None:
+        """Carry out whatever the machine wants of a server."""
+        match action:
+            case StartServer():
+                return await self.start(action)
+            case CheckServer():
+                return await self.check(action)
+            case StopServer():
+                return await self.stop(action)
+            case SyncServer():
+                return await self.sync(action)
+            case Generate():
+                return await self.generate(action)
+            case AbortTurn():
+                await self.abort(action)
+                return None
+            case _:
+                assert_never(action)
 
     async def start(self, action: StartServer) -> Event | None:
         """Start the process and wait until it generates."""

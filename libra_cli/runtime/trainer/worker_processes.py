@@ -14,10 +14,17 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 from libra_cli.config.errors import HostError, LibraError, WeightsError
-from libra_cli.core.actions import BatchPartition, StartWorker, StopWorker, SyncWorker, Train
+from libra_cli.core.actions import (
+    BatchPartition,
+    StartWorker,
+    StopWorker,
+    SyncWorker,
+    Train,
+    WorkerAction,
+)
 from libra_cli.core.events import (
     Event,
     PublishedVersion,
@@ -69,6 +76,18 @@ class WorkerProcesses:
         self._proved: defaultdict[tuple[SlotId, str], asyncio.Event] = defaultdict(asyncio.Event)
 
     # -- coming and going -----------------------------------------------------------------------
+
+    async def perform(self, action: WorkerAction) -> Event | None:
+        """Carry out whatever the machine wants of a gradient worker."""
+        match action:
+            case StartWorker():
+                return await self.start(action)
+            case SyncWorker():
+                return await self.sync(action)
+            case StopWorker():
+                return await self.stop(action)
+            case _:
+                assert_never(action)
 
     async def start(self, action: StartWorker) -> Event | None:
         """Start the process and wait until its world is whole."""
