@@ -10,7 +10,7 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core import events as e
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.records import StepRecord
-from libra_cli.core.scheduling.baselines import SchedulingPolicy
+from libra_cli.core.scheduling.policy import SchedulingPolicy
 from libra_cli.core.types import Bucket, Plan, Pool, Slot, ToolOutcome
 from libra_cli.sim.traces import RecordedEpisode, Trace, Turn
 from libra_cli.sim.world import SimConfig, World

@@ -183,7 +183,7 @@ class PlannerAdapter:
             recent=seen,
             measured=measured,
             rollout_idle=0.0 if measured.starved else ready / max(1, played + ready),
-            queue=len(world.machine.scheduler) / max(1, world.machine.scheduler.lanes.seats),
+            queue=len(world.machine.scheduler) / max(1, world.machine.scheduler.queues.seats),
             gpus=self._job.gpus,
             steps_left=self._job.steps - step,
         )

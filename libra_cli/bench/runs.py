@@ -17,11 +17,11 @@ from libra_cli.bench.results import ExperimentOutcome, ResultRow, Timeline
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.planning.search import PlannerSettings, propose
 from libra_cli.core.planning.sim_replanner import PLANNERS
-from libra_cli.core.scheduling.least_cost import POLICIES as HONEST
+from libra_cli.core.scheduling.policy import POLICIES as SCHEDULING_POLICIES
 from libra_cli.sim.traces import Trace
 
 Progress: TypeAlias = Callable[[str], None]
-POLICIES = (*HONEST, *ORACLES)
+POLICIES = (*SCHEDULING_POLICIES.available(), *ORACLES)
 LONG_STEPS = 48
 """Optimizer steps of a run whose plan may change: some ten times as many as may be in flight, so
 that filling the pipeline at first and emptying it at last count for little."""

@@ -31,7 +31,7 @@ from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.machine import Machine, RunIdentity
 from libra_cli.core.records import Record, SlotRecord, StepRecord, TrajectoryRecord, TurnRecord
 from libra_cli.core.rollout.trajectories import ABORTED
-from libra_cli.core.scheduling.baselines import SchedulingPolicy
+from libra_cli.core.scheduling.policy import SchedulingPolicy
 from libra_cli.core.types import (
     Bucket,
     Plan,

@@ -35,7 +35,7 @@ from libra_cli.core.costs.workload import TrajectorySample as Size
 from libra_cli.core.costs.workload import Workload
 from libra_cli.core.machine import guessed_cost
 from libra_cli.core.records import StepRecord, TurnRecord
-from libra_cli.core.scheduling.least_cost import make_policy
+from libra_cli.core.scheduling.policy import make_policy
 from libra_cli.core.types import Bucket, Seconds, Slot, ToolOutcome, TrajectoryId
 from libra_cli.sim.traces import RecordedEpisode, Turn
 from libra_cli.sim.world import Recording, SimConfig, World

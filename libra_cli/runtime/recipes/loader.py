@@ -38,12 +38,17 @@ from libra_cli.config.rules import Problem, RuleError, expand_range
 from libra_cli.core.cluster.placement import PlanError, initial_plan
 from libra_cli.core.launch.rollout_backend import ROLLOUT_BACKENDS
 from libra_cli.core.launch.trainer_backend import TRAINER_BACKENDS
+from libra_cli.core.scheduling.policy import POLICIES
 from libra_cli.runtime.recipes.yaml_lines import Loc, NotYaml, read_yaml
 
 _SECRETS: Loc = ("environment", "secrets")
 _SECRET = re.compile(r"^\$\{([A-Za-z_][A-Za-z0-9_]*)\}$")
 _LIKE_A_SECRET = re.compile(r"\$\{[^}]*\}")
-_PLUGINS = {"rollout.backend": ROLLOUT_BACKENDS, "training.backend": TRAINER_BACKENDS}
+_PLUGINS = {
+    "rollout.backend": ROLLOUT_BACKENDS,
+    "training.backend": TRAINER_BACKENDS,
+    "scheduler.policy": POLICIES,
+}
 """Fields that name a plug-in, with the group it is looked up in."""
 _STAND_INS: dict[str, Any] = {"model": {"path": "x"}, "nodes": [{"host": "x", "slots": 2}]}
 """In place of what is missing or wrong and has no default, while the rest is checked."""
