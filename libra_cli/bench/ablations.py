@@ -1,4 +1,4 @@
-"""libra's scheduler with one part removed, and two rivals with one part of it, by name."""
+"""libra's scheduler with one part removed, and two baselines with one part of it, by name."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _NoOrder(LeastExpectedCost):
 
 
 class _LeastLoadedHeldBack(LeastLoaded):
-    """The rival, with libra's back-pressure."""
+    """The baseline, with libra's back-pressure."""
 
     def has_room(self, contexts: Tokens, queues: ServerQueues) -> bool:
         """As libra."""
@@ -69,7 +69,7 @@ class _LeastLoadedHeldBack(LeastLoaded):
 
 
 class _StickyHeldBack(StickyLeastLoaded):
-    """The rival, with libra's back-pressure."""
+    """The baseline, with libra's back-pressure."""
 
     def has_room(self, contexts: Tokens, queues: ServerQueues) -> bool:
         """As libra."""

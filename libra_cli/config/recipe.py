@@ -185,7 +185,7 @@ class BucketSpec(_Model):
     tensor_parallel: _Positive = 1
     """GPUs of one server; the slots that serve it have exactly as many (without GPUs: 1)."""
     max_num_seqs: _Positive = 32
-    """Requests a server runs at the same time; the gate of admission."""
+    """Requests a server runs at the same time; libra admits no more."""
     slots: _Positive | None = None
     """How many slots serve it. Null, in one bucket at most a shape: those that are left."""
     up_to_tokens: _Positive | None = None

@@ -8,7 +8,7 @@ of its own; every run makes a fresh one.
 libra's own is in ``least_cost``, the baselines it is measured against in ``baselines``. To add one:
 a module with a class that needs no argument, and an entry point of group
 ``libra.scheduling_policies`` that names it. A recipe chooses it with ``scheduler: {policy: NAME}``,
-and so does ``libra bench schedule --policy NAME``.
+and so does ``libra bench schedule --policies NAME``.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from libra_cli.core.scheduling.estimates import Estimate
 from libra_cli.core.types import Bucket, Seconds, SlotId, Tokens, TrajectoryId, WeightVersion
 
 STARVATION_LIMIT_S: Seconds = 60.0
-"""A request that has waited longer leaves next, whatever its rank."""
+"""A request that has waited longer leaves its queue next, whatever its rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class ServerQueue:
         self._settle()
 
     def head(self, now: Seconds) -> Request | None:
-        """The request that leaves next: the first in rank, unless the oldest lost its patience.
+        """The request that leaves next: the first in rank, unless the oldest starves.
 
         So a request waits at most ``STARVATION_LIMIT_S`` and then for those that came before it.
         """

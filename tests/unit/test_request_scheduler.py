@@ -1,4 +1,4 @@
-"""The gate, and libra's own placement."""
+"""The request scheduler, and libra's own policy."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from tests.sim_scene import COSTS
 KEY = WeightVersion(1, 0)
 
 
-def queue(slot: str, degree: int = 1, *, seats: int = 2, kv: int = 12_000) -> ServerQueue:
+def server(slot: str, degree: int = 1, *, seats: int = 2, kv: int = 12_000) -> ServerQueue:
     cost = replace(COSTS[degree], kv_tokens=kv)
     return ServerQueue(slot, Bucket(f"TP{degree}", degree, seats, 400 * 4**degree), cost, KEY)
 
@@ -40,7 +40,7 @@ def request(number: int, *, left: float = 100.0, context: int = 500, **more: obj
     return Request(**{**fields, **more})  # type: ignore[arg-type]
 
 
-def gate(*queues: ServerQueue, policy: SchedulingPolicy | None = None) -> RequestScheduler:
+def scheduler(*queues: ServerQueue, policy: SchedulingPolicy | None = None) -> RequestScheduler:
     made = RequestScheduler(policy or LeastExpectedCost(CausalEstimator()))
     made.refresh(queues, latest=KEY, now=0.0)
     return made
@@ -53,21 +53,21 @@ def sent(made: RequestScheduler, now: float = 0.0) -> dict[int, str]:
 
 
 def test_a_long_remainder_goes_to_the_fast_server_and_a_short_one_does_not_wait_for_it() -> None:
-    made = gate(queue("slow", 1), queue("fast", 4))
+    made = scheduler(server("slow", 1), server("fast", 4))
     made.submit(request(1, left=5000), now=0.0)
     assert sent(made) == {1: "fast"}
 
 
 def test_a_request_stays_with_its_prefix_cache_unless_moving_gains_more_than_it_costs() -> None:
     queued = {"last_slot": "slow", "last_key": KEY}
-    made = gate(queue("slow", 1, kv=100_000), queue("fast", 4, kv=100_000))
+    made = scheduler(server("slow", 1, kv=100_000), server("fast", 4, kv=100_000))
     made.submit(request(1, left=20, context=9_000, **queued), now=0.0)
     made.submit(request(2, left=8000, context=500, **queued), now=0.0)
     assert sent(made) == {1: "slow", 2: "fast"}
 
 
 def test_a_prefix_of_other_weights_holds_nobody() -> None:
-    made = gate(queue("slow", 1), queue("fast", 4))
+    made = scheduler(server("slow", 1), server("fast", 4))
     made.submit(
         request(1, left=20, context=9_000, last_slot="slow", last_key=WeightVersion(1, -1)), now=0.0
     )
@@ -75,13 +75,13 @@ def test_a_prefix_of_other_weights_holds_nobody() -> None:
 
 
 def test_what_may_outgrow_a_server_goes_where_it_fits() -> None:
-    made = gate(queue("small", 4, kv=1_000), queue("large", 1, kv=50_000))
+    made = scheduler(server("small", 4, kv=1_000), server("large", 1, kv=50_000))
     made.submit(request(1, left=900, context=800), now=0.0)
     assert sent(made) == {1: "large"}
 
 
 def test_admission_stops_at_the_seats_and_at_the_kv_budget() -> None:
-    made = gate(queue("only", seats=2, kv=2_000))
+    made = scheduler(server("only", seats=2, kv=2_000))
     for number in range(3):
         made.submit(request(number, context=700), now=0.0)
     assert sent(made) == {0: "only", 1: "only"}
@@ -91,13 +91,13 @@ def test_admission_stops_at_the_seats_and_at_the_kv_budget() -> None:
 
 
 def test_an_empty_server_takes_even_what_exceeds_its_budget() -> None:
-    made = gate(queue("only", kv=600))
+    made = scheduler(server("only", kv=600))
     made.submit(request(1, context=5_000), now=0.0)
     assert sent(made) == {1: "only"}
 
 
 def test_older_groups_leave_first_and_in_a_group_the_longest() -> None:
-    made = gate(queue("only", seats=1))
+    made = scheduler(server("only", seats=1))
     made.submit(request(0), now=0.0)
     assert sent(made) == {0: "only"}
     long = replace(request(5, left=900), trajectory=TrajectoryId(5, 1))
@@ -110,8 +110,8 @@ def test_older_groups_leave_first_and_in_a_group_the_longest() -> None:
     assert order == [TrajectoryId(5, 1), TrajectoryId(5, 0), TrajectoryId(7, 0)]
 
 
-def test_who_has_waited_longer_than_the_patience_is_overtaken_by_nobody() -> None:
-    made = gate(queue("only", seats=1))
+def test_who_has_waited_longer_than_the_starvation_limit_is_overtaken_by_nobody() -> None:
+    made = scheduler(server("only", seats=1))
     made.submit(request(0), now=0.0)
     sent(made)
     made.submit(request(9, waiting_since=0.0), now=0.0)
@@ -121,7 +121,7 @@ def test_who_has_waited_longer_than_the_patience_is_overtaken_by_nobody() -> Non
 
 
 def test_a_free_server_takes_over_what_waits_for_a_full_one() -> None:
-    made = gate(queue("a", seats=1), queue("b", seats=1), policy=StickyLeastLoaded())
+    made = scheduler(server("a", seats=1), server("b", seats=1), policy=StickyLeastLoaded())
     made.submit(request(1), now=0.0)
     made.submit(request(2), now=0.0)
     made.submit(request(3, last_slot="a", last_key=KEY), now=0.0)
@@ -131,18 +131,18 @@ def test_a_free_server_takes_over_what_waits_for_a_full_one() -> None:
 
 
 def test_requests_of_a_server_that_goes_away_choose_again() -> None:
-    made = gate(queue("a", seats=1), policy=StickyLeastLoaded())
+    made = scheduler(server("a", seats=1), policy=StickyLeastLoaded())
     made.submit(request(1), now=0.0)
     made.submit(request(2), now=0.0)
     assert sent(made) == {1: "a"}
     made.refresh([], latest=KEY, now=1.0)
     assert len(made) == 1
-    made.refresh([queue("b")], latest=KEY, now=2.0)
+    made.refresh([server("b")], latest=KEY, now=2.0)
     assert sent(made, now=2.0) == {2: "b"}
 
 
 def test_a_trajectory_begins_only_where_the_newest_version_is() -> None:
-    old, new = queue("old"), replace(queue("new"), key=WeightVersion(1, 1))
+    old, new = server("old"), replace(server("new"), key=WeightVersion(1, 1))
     made = RequestScheduler(StickyLeastLoaded())
     made.refresh([old], latest=WeightVersion(1, 1), now=0.0)
     made.submit(request(1, turns=0), now=0.0)
@@ -155,7 +155,7 @@ def test_a_trajectory_begins_only_where_the_newest_version_is() -> None:
 @pytest.mark.parametrize("name", POLICIES.shipped)
 @given(data=st.data())
 def test_nothing_is_lost_and_nothing_sent_twice(name: str, data: st.DataObject) -> None:
-    made = gate(queue("a"), queue("b", 2), queue("c", 4), policy=make_policy(name))
+    made = scheduler(server("a"), server("b", 2), server("c", 4), policy=make_policy(name))
     policy, now = made.policy, 0.0
     waiting: set[TrajectoryId] = set()
     inside: set[TrajectoryId] = set()
