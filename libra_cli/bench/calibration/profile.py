@@ -123,7 +123,7 @@ def _facts(measured: CalibrationMeasurement) -> MemoryModel:
     config = measured.model.get("text_config") or measured.model
     assert isinstance(config, dict)
     recipe = measured.recipe
-    size = BYTES[dtype_of(recipe, slots_of(recipe))]
+    size = BYTES[dtype_of(recipe.model, slots_of(recipe))]
     heads = config["num_attention_heads"]
     head = config.get("head_dim") or config["hidden_size"] // heads
     kv_heads = config.get("num_key_value_heads") or heads

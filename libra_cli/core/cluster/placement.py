@@ -72,7 +72,7 @@ def plan_with(
     _check_halves(len(slots), train, serving)
     training = [slot for slot in slots if slot.id in train]
     _check_trainer(training, trainer_backend(recipe.training.backend))
-    servers = _fill_buckets(recipe, serving)
+    servers = _fill_buckets(recipe.rollout.buckets, serving, max_len=recipe.model.max_len)
     return Plan(
         servers=servers,
         train=tuple(slot.id for slot in slots if slot.id in train),
@@ -134,10 +134,12 @@ def _check_trainer(train: list[Slot], backend: TrainerBackend) -> None:
         raise PlanError("nodes", "train slots with GPUs and without cannot form one world")
 
 
-def _fill_buckets(recipe: Recipe, serving: tuple[Slot, ...]) -> tuple[tuple[SlotId, Bucket], ...]:
+def _fill_buckets(
+    buckets: tuple[BucketSpec, ...], serving: tuple[Slot, ...], *, max_len: int
+) -> tuple[tuple[SlotId, Bucket], ...]:
     free = list(serving)
     chosen: dict[SlotId, Bucket] = {}
-    order = sorted(enumerate(recipe.rollout.buckets), key=lambda item: item[1].slots is None)
+    order = sorted(enumerate(buckets), key=lambda item: item[1].slots is None)
     for index, spec in order:
         for slot in _take(index, spec, free):
             free.remove(slot)
@@ -145,11 +147,11 @@ def _fill_buckets(recipe: Recipe, serving: tuple[Slot, ...]) -> tuple[tuple[Slot
                 name=spec.name,
                 tensor_parallel=spec.tensor_parallel,
                 max_num_seqs=spec.max_num_seqs,
-                up_to_tokens=spec.up_to_tokens or recipe.model.max_len,
+                up_to_tokens=spec.up_to_tokens or max_len,
             )
     if free:
         shape = free[0].num_devices
-        given = ", ".join(f"{b.name} {b.tensor_parallel}" for b in recipe.rollout.buckets)
+        given = ", ".join(f"{b.name} {b.tensor_parallel}" for b in buckets)
         raise PlanError(
             "rollout.buckets",
             f"none is left for {_count(len(free), 'rollout slot')} such as {free[0].id}, which "

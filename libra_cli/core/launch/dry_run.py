@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from libra_cli.config.recipe import NodeSpec, Recipe
+from libra_cli.config.recipe import NodeSpec, Recipe, WeightSyncSpec
 from libra_cli.config.rules import SECRET_NAME
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.launch.model import model_process
@@ -36,7 +36,8 @@ def dry_run(recipe: Recipe, facts: Mapping[str, HostFacts] | None = None) -> tup
     ``facts`` replace the guesses for the nodes that are known.
     """
     plan = initial_plan(recipe)
-    known = {node.name: guessed_facts(node, recipe) for node in recipe.nodes} | dict(facts or {})
+    guessed = {node.name: guessed_facts(node, recipe.weight_sync) for node in recipe.nodes}
+    known = guessed | dict(facts or {})
     specs = _processes(recipe, plan, known)
     roles = {slot: f"rollout: {bucket.name}" for slot, bucket in plan.servers}
     roles |= dict.fromkeys(plan.train, "train")
@@ -54,7 +55,7 @@ def dry_run(recipe: Recipe, facts: Mapping[str, HostFacts] | None = None) -> tup
     )
 
 
-def guessed_facts(node: NodeSpec, recipe: Recipe) -> HostFacts:
+def guessed_facts(node: NodeSpec, weight_sync: WeightSyncSpec) -> HostFacts:
     """What a host would probably say, without asking it."""
     workdir = node.workdir
     python = node.python or ("<this python>" if node.is_local else "~/.libra/venv/bin/python")
@@ -63,7 +64,7 @@ def guessed_facts(node: NodeSpec, recipe: Recipe) -> HostFacts:
         python=python,
         workdir=workdir,
         run_dir=f"{workdir}/runs/<run>/{node.name}",
-        weights_dir=recipe.weight_sync.directory or f"/dev/shm/libra-{node.user or '<user>'}",
+        weights_dir=weight_sync.directory or f"/dev/shm/libra-{node.user or '<user>'}",
         address=node.reach,
         interface="<interface to the peers>",
         cpus=None,

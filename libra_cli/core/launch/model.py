@@ -18,11 +18,12 @@ def model_process(recipe: Recipe, facts: HostFacts) -> ProcessSpec:
         else {"build": model.build.model_dump(mode="json"), "cache": f"{facts.workdir}/models"}
     )
     slots = [slot for slot in slots_of(recipe) if slot.node == facts.node]
-    env = common_env(recipe, facts.node, slots, facts)
+    node = recipe.node(facts.node)
+    env = common_env(node, slots, facts)
     # What libra builds is so small that a second thread makes it slower, and needs no GPU.
     env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return ProcessSpec(
-        node=facts.node,
+        node=node.name,
         process="model",
         argv=(
             facts.python,
@@ -31,6 +32,6 @@ def model_process(recipe: Recipe, facts: HostFacts) -> ProcessSpec:
             f"{facts.run_dir}/model-spec.json",
             f"{facts.run_dir}/model.json",
         ),
-        env=env | recipe.node(facts.node).env,
+        env=env | node.env,
         files={"model-spec.json": json.dumps(spec, indent=2)},
     )

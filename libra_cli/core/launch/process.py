@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from libra_cli.config.recipe import Recipe
+from libra_cli.config.recipe import ModelSpec, NodeSpec
 from libra_cli.core.types import Slot, SlotId
 
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
@@ -64,21 +64,21 @@ def worker_of(slot: SlotId) -> str:
     return f"gradient-{slot.rpartition('/')[2]}"
 
 
-def dtype_of(recipe: Recipe, slots: Iterable[Slot]) -> Dtype:
+def dtype_of(model: ModelSpec, slots: Iterable[Slot]) -> Dtype:
     """The number format on those slots: as the recipe says, else bfloat16 on GPUs."""
-    if recipe.model.dtype != "auto":
-        return recipe.model.dtype
+    if model.dtype != "auto":
+        return model.dtype
     return "bfloat16" if all(slot.gpus for slot in slots) else "float32"
 
 
 def common_env(
-    recipe: Recipe, node: str, slots: Sequence[Slot], facts: HostFacts, *, processes: int = 1
+    node: NodeSpec, slots: Sequence[Slot], facts: HostFacts, *, processes: int = 1
 ) -> dict[str, str]:
     """The environment of one of ``processes`` equal processes on ``slots`` of a node.
 
     They see the GPUs of these slots and no other, share their cores, and never go online.
     """
-    parts = recipe.node(node).slots * processes
+    parts = node.slots * processes
     threads = f"<cores * {len(slots)} / {parts}>"
     if len(slots) == parts:
         threads = "<cores>"

@@ -85,7 +85,7 @@ class NativeTrainer(ABC):
                 head_address=head.address,
                 rendezvous_port=launch.rendezvous_port,
                 gpus=bool(launch.train[0].gpus),
-                dtype=dtype_of(recipe, launch.train),
+                dtype=dtype_of(recipe.model, launch.train),
             )
             for machine, node in enumerate(ranks)
         ]
@@ -123,7 +123,7 @@ class NativeTrainer(ABC):
             head_address="127.0.0.1",
             rendezvous_port=ports[f"rendezvous-{process}"],
             gpus=bool(slot.gpus),
-            dtype=dtype_of(recipe, [slot]),
+            dtype=dtype_of(recipe.model, [slot]),
         )
         return self._process(
             recipe,
@@ -151,18 +151,18 @@ class NativeTrainer(ABC):
         ports: Mapping[str, int],
     ) -> ProcessSpec:
         """One machine's launcher; ``name`` is the file that ``config`` is written to."""
-        node = facts.node
+        node = recipe.node(facts.node)
         command = self.command(facts, world, module, f"{facts.run_dir}/{name}")
         interface = facts.interface if world.machines > 1 else "lo"
         return ProcessSpec(
-            node=node,
+            node=node.name,
             process=process,
             argv=command.argv,
             env={
-                **common_env(recipe, node, slots, facts, processes=world.ranks_here),
+                **common_env(node, slots, facts, processes=world.ranks_here),
                 **command.env,
                 **interface_env(interface),
-                **recipe.node(node).env,
+                **node.env,
             },
             files={name: json.dumps(config, indent=2), **command.files},
             ports=ports,

@@ -64,7 +64,7 @@ def _flags(recipe: Recipe, launch: ServerLaunch) -> Flags:
         "--host": "127.0.0.1",
         "--port": launch.port,
         "--served-model-name": SERVED_MODEL,
-        "--dtype": dtype_of(recipe, [slot]),
+        "--dtype": dtype_of(recipe.model, [slot]),
         "--max-model-len": recipe.model.max_len,
         "--max-num-seqs": bucket.max_num_seqs,
         "--tensor-parallel-size": bucket.tensor_parallel,
@@ -85,7 +85,7 @@ def _flags(recipe: Recipe, launch: ServerLaunch) -> Flags:
 
 def _env(recipe: Recipe, slot: Slot, facts: HostFacts) -> dict[str, str]:
     env = {
-        **common_env(recipe, slot.node, [slot], facts),
+        **common_env(recipe.node(slot.node), [slot], facts),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         **interface_env("lo"),

@@ -80,7 +80,7 @@ class Servers:
         self._spec = cluster.recipe.weight_sync
         self._connect = connect_with(cluster.recipe.rollout.backend)
         self._servers: dict[SlotId, ServerConnection] = {}
-        self._lives = ProcessTasks()
+        self._tasks = ProcessTasks()
 
     async def facts(self, slot: SlotId) -> ServerFacts:
         """What the server of a slot says of itself. Raises ServerError."""
@@ -108,7 +108,7 @@ class Servers:
     async def start(self, action: StartServer) -> Event | None:
         """Start the process and wait until it generates."""
         failed = partial(ServerFailed, action.slot, action.incarnation)
-        return await self._lives.during(action.slot, self._start(action), failed)
+        return await self._tasks.during(action.slot, self._start(action), failed)
 
     async def _start(self, action: StartServer) -> Event:
         slot, cluster = self._slots[action.slot], self._cluster
@@ -133,7 +133,7 @@ class Servers:
 
     async def stop(self, action: StopServer) -> Event:
         """Stop the process and everything it started."""
-        self._lives.end(action.slot)
+        self._tasks.end(action.slot)
         await self._forget(action.slot)
         slot = self._slots[action.slot]
         await self._cluster.stop(slot.node, process_of(slot.id))
@@ -148,7 +148,7 @@ class Servers:
         """The agent reports that a server's process is gone; ``_servers`` knows its incarnation."""
         for slot, server in self._servers.items():
             if self._slots[slot].node == event.node and process_of(slot) == event.process:
-                self._lives.end(slot)
+                self._tasks.end(slot)
                 self._post(
                     ServerFailed(slot, server.incarnation, f"its process {how_it_ended(event)}")
                 )
@@ -230,7 +230,7 @@ class Servers:
         while True:
             await asyncio.sleep(SAMPLE_EVERY_S)
             for slot, server in list(self._servers.items()):
-                if self._lives.goes_on(slot):  # it is starting
+                if self._tasks.is_busy(slot):  # it is starting
                     continue
                 try:
                     self._post(await server.sample())

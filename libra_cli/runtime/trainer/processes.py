@@ -31,7 +31,7 @@ from libra_cli.runtime.trainer.connection import TrainerConnection, connect_trai
 
 STARTUP_TIMEOUT_S = 1800.0
 TRAINER = "trainer"
-"""All its ranks live and die together."""
+"""The name of the work on it: its ranks start and end together."""
 
 
 class TrainerProcesses:
@@ -55,7 +55,7 @@ class TrainerProcesses:
         self._trainer: TrainerConnection | None = None
         self._incarnation = 0
         self._running: dict[str, str] = {}
-        self._lives = ProcessTasks()
+        self._tasks = ProcessTasks()
         self._reports: set[asyncio.Task[None]] = set()
 
     async def start(self, action: StartTrainer) -> Event | None:
@@ -83,7 +83,7 @@ class TrainerProcesses:
             self._running[spec.node] = spec.process
             await cluster.start(spec)
         endpoint = await cluster.hosts[self.head].dial(ports["trainer"])
-        await self._hang_up()
+        await self._disconnect()
         self._trainer = self._connect(action.incarnation, endpoint, cluster.token)
         published = await self._trainer.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
         return TrainerStarted(action.incarnation, published)
@@ -91,15 +91,15 @@ class TrainerProcesses:
     async def _while_alive(
         self, incarnation: int, work: Coroutine[Any, Any, Event]
     ) -> Event | None:
-        return await self._lives.during(TRAINER, work, partial(TrainerFailed, incarnation))
+        return await self._tasks.during(TRAINER, work, partial(TrainerFailed, incarnation))
 
     async def stop(self, action: StopTrainer) -> Event:
         """Ask the ranks to leave, then make sure."""
-        self._lives.end(TRAINER)
+        self._tasks.end(TRAINER)
         if self._trainer is not None:
             with contextlib.suppress(LibraError):  # it may be gone already; the agents find out
                 await self._trainer.stop()
-        await self._hang_up()
+        await self._disconnect()
         stops = [self._cluster.stop(node, name) for node, name in self._running.items()]
         await asyncio.gather(*stops)
         self._running.clear()
@@ -109,7 +109,7 @@ class TrainerProcesses:
         """A launcher ended; if nobody asked for that, the trainer has failed."""
         if self._running.get(event.node) != event.process or event.requested:
             return
-        self._lives.end(TRAINER)
+        self._tasks.end(TRAINER)
         reason = f"{event.process} on {event.node} {how_it_ended(event)}"
         self._post(TrainerFailed(self._incarnation, reason))
 
@@ -117,7 +117,7 @@ class TrainerProcesses:
         """A lost node answers again, or is given up; a rank that died there was never reported."""
         process = self._running.get(node)
         if process is not None and process not in alive:
-            self._lives.end(TRAINER)
+            self._tasks.end(TRAINER)
             self._post(
                 TrainerFailed(self._incarnation, f"{process} on {node} died while unreachable")
             )
@@ -167,11 +167,11 @@ class TrainerProcesses:
         path = await self._trainer.checkpoint(action.ledger)
         return CheckpointSaved(action.incarnation, action.step, path)
 
-    async def _hang_up(self) -> None:
+    async def _disconnect(self) -> None:
         if self._trainer is not None:
             await self._trainer.close()
             self._trainer = None
 
     async def close(self) -> None:
         """Drop the connection."""
-        await self._hang_up()
+        await self._disconnect()

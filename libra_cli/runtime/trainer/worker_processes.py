@@ -46,7 +46,7 @@ from libra_cli.runtime.weights import Weights
 _log = logging.getLogger(__name__)
 
 STARTUP_TIMEOUT_S = 1800.0
-ROOM = 3.0
+MEMORY_FACTOR = 3.0
 """Memory a worker needs on a host without GPUs, in sizes of the fp32 model: parameters, gradients,
 and what waits to be fetched; activations come on top and are small beside a server's."""
 
@@ -71,7 +71,7 @@ class WorkerProcesses:
         self._workers: dict[SlotId, WorkerConnection] = {}
         #: The incarnation of the process on each slot, from before it starts until it is stopped.
         self._incarnations: dict[SlotId, int] = {}
-        self._lives = ProcessTasks()
+        self._tasks = ProcessTasks()
         #: Set once the worker of a slot has proved a version, by name.
         self._proved: defaultdict[tuple[SlotId, str], asyncio.Event] = defaultdict(asyncio.Event)
 
@@ -97,7 +97,7 @@ class WorkerProcesses:
 
     async def _start(self, action: StartWorker) -> Event:
         slot, cluster = self._slots[action.slot], self._cluster
-        await self._check_room(slot)
+        await self._check_memory(slot)
         ports = cluster.ports[slot.node]
         launch = WorkerLaunch(
             slot=slot,
@@ -115,7 +115,7 @@ class WorkerProcesses:
         await worker.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
         return WorkerStarted(action.slot, action.incarnation)
 
-    async def _check_room(self, slot: Slot) -> None:
+    async def _check_memory(self, slot: Slot) -> None:
         """Refuse before anything starts what a host's memory cannot hold. GPUs say so themselves.
 
         Raises:
@@ -125,7 +125,7 @@ class WorkerProcesses:
         if slot.gpus or not size:
             return
         free = (await self._cluster.hosts[slot.node].facts()).mem_free
-        needed = int(size * ROOM)
+        needed = int(size * MEMORY_FACTOR)
         if free < needed:
             raise LibraError(
                 f"{slot.node} has {free / 2**30:.1f} GiB of memory free, a gradient worker needs "
@@ -135,11 +135,11 @@ class WorkerProcesses:
     async def _while_alive(
         self, slot: SlotId, incarnation: int, work: Coroutine[Any, Any, Event]
     ) -> Event | None:
-        return await self._lives.during(slot, work, partial(WorkerFailed, slot, incarnation))
+        return await self._tasks.during(slot, work, partial(WorkerFailed, slot, incarnation))
 
     async def stop(self, action: StopWorker) -> Event:
         """Stop the process and everything it started."""
-        self._lives.end(action.slot)
+        self._tasks.end(action.slot)
         self._incarnations.pop(action.slot, None)
         await self._forget(action.slot)
         slot = self._slots[action.slot]
@@ -157,7 +157,7 @@ class WorkerProcesses:
             if self._slots[slot].node == event.node and worker_of(slot) == event.process:
                 if event.requested:
                     continue
-                self._lives.end(slot)
+                self._tasks.end(slot)
                 self._post(WorkerFailed(slot, incarnation, f"its process {how_it_ended(event)}"))
 
     # -- versions and shares --------------------------------------------------------------------
