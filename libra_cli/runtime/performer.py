@@ -7,13 +7,12 @@ mypy and not of a run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
-from libra_cli.config.errors import LibraError
 from libra_cli.core import actions as a
-from libra_cli.core.events import Event, PlanKept, TimerFired
+from libra_cli.core.events import Event, TimerFired
+from libra_cli.core.planning.planner import DecisionMaker, answer
 from libra_cli.runtime.episodes.performer import EpisodePerformer
 from libra_cli.runtime.order_files import Orders
 from libra_cli.runtime.rollout.servers import Servers
@@ -30,8 +29,8 @@ class Performer:
     workers: WorkerProcesses
     episodes: EpisodePerformer
     orders: Orders
-    propose: Callable[[a.Propose], Event]
-    """Looks for a better plan; called in a thread."""
+    planner: DecisionMaker
+    """Looks for a better plan; called in a thread, since it may compute for seconds."""
 
     async def perform(self, action: a.RuntimeAction) -> Event | None:
         """Carry out one action; what comes of it is the machine's next event, if anything does."""
@@ -75,7 +74,7 @@ class Performer:
     async def _steer(self, action: a.Propose | a.AnswerOrder | a.Wake) -> Event | None:
         match action:
             case a.Propose():
-                return await self._propose(action)
+                return await asyncio.to_thread(answer, self.planner, action)
             case a.AnswerOrder():
                 await self.orders.answer(action)
                 return None
@@ -90,9 +89,3 @@ class Performer:
         await self.servers.close()
         await self.workers.close()
         await self.trainer.close()
-
-    async def _propose(self, action: a.Propose) -> Event:
-        try:
-            return await asyncio.to_thread(self.propose, action)
-        except LibraError as error:
-            return PlanKept(str(error), action.order)

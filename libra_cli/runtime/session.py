@@ -20,10 +20,11 @@ from pathlib import Path
 
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
-from libra_cli.core import actions, events
+from libra_cli.core import events
 from libra_cli.core.actions import End
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.machine import Machine, Resume, RunIdentity
+from libra_cli.core.planning.planner import DecisionMaker
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.types import node_of
 from libra_cli.runtime.driver import QUIET, Driver, describe
@@ -52,12 +53,12 @@ class Session:
         journal: Journal,
         first: RunRecord,
         *,
-        propose: Callable[[actions.Propose], events.Event],
+        plan_with: Callable[[frozenset[str]], DecisionMaker],
         watch: Callable[[Record], None],
         note: Callable[[str], None],
     ) -> None:
-        """``propose`` looks for a better plan; it is called in a thread."""
-        self._propose = propose
+        """``plan_with`` makes the planner of a run on GPUs of these names."""
+        self._plan_with = plan_with
         self._recipe = recipe
         self._run_dir = run_dir
         self._journal = journal
@@ -200,7 +201,7 @@ class Session:
             workers=WorkerProcesses(cluster, weights, slots, post=post),
             episodes=EpisodePerformer(episodes, run_seed=self._recipe.run.seed),
             orders=Orders(self._run_dir, post=post),
-            propose=self._propose,
+            planner=self._plan_with(cluster.gpu_names),
         )
 
     def _tell(self, now: float, event: events.Event) -> None:
