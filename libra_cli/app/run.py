@@ -21,7 +21,7 @@ from libra_cli.app.costs import live_planner
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import initial_plan
-from libra_cli.core.launch.commands import HostPlan, dry_run
+from libra_cli.core.launch.dry_run import HostPlan, dry_run
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.types import Plan
 from libra_cli.report.html.run_report import write_report

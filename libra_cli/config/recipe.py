@@ -201,6 +201,8 @@ class BucketSpec(_Model):
 class RolloutSpec(_Model):
     """How trajectories are generated."""
 
+    backend: str = "vllm"
+    """What serves them: ``vllm``, an entry point of ``libra.rollout_backends``, or module:attr."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Trajectories of one prompt, whose rewards are compared with one another."""
     temperature: Annotated[float, Field(gt=0.0, le=5.0)] = 1.0
@@ -224,6 +226,8 @@ class RolloutSpec(_Model):
 class TrainingSpec(_Model):
     """Asynchronous GRPO (arXiv 2402.03300)."""
 
+    backend: str = "accelerate"
+    """What trains: ``accelerate``, an entry point of ``libra.trainer_backends``, or module:attr."""
     groups_per_step: _Positive = 16
     """Prompts in the global batch, each with a group of trajectories."""
     learning_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 1e-6

@@ -82,7 +82,7 @@ class SlotRecord:
     running: int
     """Requests of ours now inside the server."""
     waiting: int
-    """Trajectories held back at the gate for this bucket."""
+    """Trajectories that wait for a server of this bucket."""
     busy_s: float
     """Seconds, while serving, with at least one request running."""
     serving_s: float

@@ -38,7 +38,7 @@ from libra_cli.core.events import (
     ServerSynced,
     SyncFailed,
 )
-from libra_cli.core.launch.commands import process_of
+from libra_cli.core.launch.process import process_of
 from libra_cli.core.records import SampleRecord, SyncRecord
 from libra_cli.core.scheduling.request_scheduler import RequestScheduler
 from libra_cli.core.scheduling.server_queues import ServerQueue
@@ -335,7 +335,7 @@ class RolloutServers:
             lane = self._lanes.get(status.slot.id)
             assert lane is None or lane.running == status.running, status.slot.id
         routable = [status.slot.id for status in self.slots.values() if status.routable]
-        assert self._changed or routable == list(self._scheduler.lanes.by_slot), (
+        assert self._changed or routable == list(self._scheduler.queues.by_slot), (
             "the scheduler is behind"
         )
 
