@@ -13,6 +13,7 @@ import re
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -212,9 +213,13 @@ class RolloutSpec(_Model):
 
 
 class TrainingSpec(_Model):
-    """Asynchronous GRPO."""
+    """Asynchronous, on groups of trajectories that are compared with one another."""
 
-    algorithm: Literal["grpo"] = "grpo"
+    loss: Annotated[str, Field(validation_alias=AliasChoices("loss", "algorithm"))] = "grpo"
+    """A shipped loss, an entry point of group ``libra.losses``, or module:attr; what one is and
+    where it must be installed is in ``node.losses.protocol``. The key's old name is algorithm."""
+    loss_args: dict[str, JsonValue] = {}
+    """Keyword arguments of the loss; those below reach it too."""
     groups_per_step: _Positive = 16
     learning_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 1e-6
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)

@@ -1,14 +1,14 @@
-"""Finding what a recipe names: an environment.
+"""Finding what a recipe names: an environment, a loss.
 
 A name is one that ships with libra (``shipped`` below), an entry point of the kind's group (how
 another package adds one), or an import path ``package.module:attribute``. To ship another one is a
 new file and a line here. Shipped names need no entry point, so a checkout that is only on
 PYTHONPATH finds them; so does a host, which is sent this package without its metadata.
 
-A package that adds an environment says so in its ``pyproject.toml``::
+A package that adds a loss says so in its ``pyproject.toml``::
 
-    [project.entry-points."libra.environments"]
-    browser = "my_package.browser:Browser"
+    [project.entry-points."libra.losses"]
+    cispo = "my_package.losses:cispo"
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from libra_cli.config.errors import EnvironmentBroken, LibraError
+from libra_cli.config.errors import EnvironmentBroken, LibraError, TrainerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +103,10 @@ ENVIRONMENTS = Registry(
     EnvironmentBroken,
 )
 """Imported by the controller; ``envs.protocol`` says what one is."""
+LOSSES = Registry(
+    "loss",
+    "libra.losses",
+    {"grpo": "libra_cli.node.losses.grpo:grpo"},
+    TrainerError,
+)
+"""Imported by the ranks on the train hosts only; ``node.losses.protocol`` says what one is."""

@@ -58,7 +58,7 @@ def test_a_share_is_taken_once_however_often_it_is_sent(desk: WorkerCommandQueue
     assert isinstance(desk.next(0), ComputeCommand)
     assert isinstance(desk.next(0), IdleCommand)
     desk.computed()
-    desk.board.done(7, [0.0] * 7, 1, 0.1)
+    desk.board.done(7, {"loss": 1.0}, 1, 0.1)
     assert desk.share(share())[0] == HTTPStatus.ACCEPTED
     assert isinstance(desk.next(0), IdleCommand)
     assert desk.health()[1]["step"] == 7

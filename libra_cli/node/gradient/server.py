@@ -96,12 +96,12 @@ class GradientStore:
             self._finished[name] = tensor
             self._changed.notify_all()
 
-    def done(self, step: int, sums: Sequence[float], tokens: int, seconds: float) -> None:
+    def done(self, step: int, sums: Mapping[str, float], tokens: int, seconds: float) -> None:
         """All of it is finished, if it is still wanted."""
         with self._changed:
             if self.state == "running" and self.step == step:
                 self.state = "done"
-                self._result = {"sums": list(sums), "tokens": tokens, "seconds": seconds}
+                self._result = {"sums": dict(sums), "tokens": tokens, "seconds": seconds}
             self._changed.notify_all()
 
     def drop(self, step: int, reason: str) -> None:

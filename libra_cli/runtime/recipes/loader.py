@@ -11,7 +11,8 @@ The steps, each of which adds to one list of problems instead of stopping:
 5. What was wrong is put aside and the rules between fields are checked on the rest, so that a
    typing error does not hide a rule that is broken elsewhere. A rule that involves a field already
    found wrong stays silent.
-6. The initial plan is made once, so that a bucket no slot can serve has a line too.
+6. The initial plan is made once, so that a bucket no slot can serve has a line too, and names are
+   looked up that other packages can add.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 import libra_cli
-from libra_cli.config.errors import RecipeError
+from libra_cli.config.errors import LibraError, RecipeError
 from libra_cli.config.recipe import Recipe
+from libra_cli.config.registry import LOSSES
 from libra_cli.config.rules import Problem, RuleError, expand_range
 from libra_cli.core.cluster.placement import PlanError, initial_plan
 from libra_cli.runtime.recipes.yaml_lines import Loc, NotYaml, read_yaml
@@ -245,11 +247,20 @@ def _validate(data: dict[str, Any], draft: _Draft) -> Recipe | None:
             if not _note(error, data, draft):
                 return None
     if recipe is not None:
+        _note_rules(tuple(_unknown_names(recipe)), draft)
         try:
             initial_plan(recipe)
         except PlanError as error:
             _note_rules((error.problem,), draft)
     return recipe
+
+
+def _unknown_names(recipe: Recipe) -> Iterator[Problem]:
+    """Nothing that is named is imported: a loss needs torch, which the controller may not have."""
+    try:
+        LOSSES.check(recipe.training.loss)
+    except LibraError as error:
+        yield Problem(("training.loss",), f"{error} ({error.hint})")
 
 
 def _note(error: ValidationError, data: dict[str, Any], draft: _Draft) -> bool:
