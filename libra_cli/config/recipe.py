@@ -63,6 +63,9 @@ class RunSpec(_Model):
     """Where run directories are made, relative to the working directory of ``libra``."""
     lease_s: Annotated[float, Field(ge=5.0)] = 120.0
     """A host that hears nothing from the controller for this long stops the run's processes."""
+    monitors: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    """Who is told of every step: jsonl (``metrics.jsonl`` in the run directory), entry points of
+    group ``libra.monitors``, or module:attr; what one is is in ``runtime.monitors.protocol``."""
 
 
 class NodeSpec(_Model):

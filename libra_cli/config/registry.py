@@ -1,4 +1,4 @@
-"""Finding what a recipe names: an environment, a loss.
+"""Finding what a recipe names: an environment, a loss, a monitor.
 
 A name is one that ships with libra (``shipped`` below), an entry point of the kind's group (how
 another package adds one), or an import path ``package.module:attribute``. To ship another one is a
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from libra_cli.config.errors import EnvironmentBroken, LibraError, TrainerError
+from libra_cli.config.errors import EnvironmentBroken, LibraError, RecipeError, TrainerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +110,10 @@ LOSSES = Registry(
     TrainerError,
 )
 """Imported by the ranks on the train hosts only; ``node.losses.protocol`` says what one is."""
+MONITORS = Registry(
+    "monitor",
+    "libra.monitors",
+    {"jsonl": "libra_cli.runtime.monitors.jsonl:JsonLines"},
+    RecipeError,
+)
+"""Imported by the controller; ``runtime.monitors.protocol`` says what one is."""

@@ -34,7 +34,7 @@ from pydantic_core import ErrorDetails
 import libra_cli
 from libra_cli.config.errors import LibraError, RecipeError
 from libra_cli.config.recipe import Recipe
-from libra_cli.config.registry import LOSSES
+from libra_cli.config.registry import LOSSES, MONITORS
 from libra_cli.config.rules import Problem, RuleError, expand_range
 from libra_cli.core.cluster.placement import PlanError, initial_plan
 from libra_cli.runtime.recipes.yaml_lines import Loc, NotYaml, read_yaml
@@ -257,10 +257,13 @@ def _validate(data: dict[str, Any], draft: _Draft) -> Recipe | None:
 
 def _unknown_names(recipe: Recipe) -> Iterator[Problem]:
     """Nothing that is named is imported: a loss needs torch, which the controller may not have."""
-    try:
-        LOSSES.check(recipe.training.loss)
-    except LibraError as error:
-        yield Problem(("training.loss",), f"{error} ({error.hint})")
+    named = [("training.loss", LOSSES, recipe.training.loss)]
+    named += [(f"run.monitors[{n}]", MONITORS, name) for n, name in enumerate(recipe.run.monitors)]
+    for key, registry, name in named:
+        try:
+            registry.check(name)
+        except LibraError as error:
+            yield Problem((key,), f"{error} ({error.hint})")
 
 
 def _note(error: ValidationError, data: dict[str, Any], draft: _Draft) -> bool:
