@@ -106,14 +106,18 @@ ENVIRONMENTS = Registry(
 LOSSES = Registry(
     "loss",
     "libra.losses",
-    {"grpo": "libra_cli.node.losses.grpo:grpo"},
+    {
+        "grpo": "libra_cli.node.losses.grpo:grpo",
+    },
     TrainerError,
 )
 """Imported by the ranks on the train hosts only; ``node.losses.protocol`` says what one is."""
 MONITORS = Registry(
     "monitor",
     "libra.monitors",
-    {"jsonl": "libra_cli.runtime.monitors.jsonl:JsonLines"},
+    {
+        "jsonl": "libra_cli.runtime.monitors.jsonl:JsonLines",
+    },
     RecipeError,
 )
 """Imported by the controller; ``runtime.monitors.protocol`` says what one is."""
