@@ -2,7 +2,7 @@
 
 An environment is any callable that, given the recipe's ``environment.args`` as keywords, returns an
 object with ``tools``, ``task``, ``reset``, ``step`` and ``score``. It is found by the entry point
-group ``libra.environments`` or by ``package.module:attribute`` (see ``config.registry``).
+group ``libra.environments`` or by ``package.module:attribute`` (see ``envs.registry``).
 
     class Echo:
         tools = (function("echo", "Repeat the text.", {"text": {"type": "string"}}),)

@@ -1,6 +1,7 @@
-"""Making an environment that a recipe names (``config.registry``), and reading its tasks.
+"""Finding an environment by name, and the tasks it is given.
 
-Whatever goes wrong is an ``EnvironmentBroken`` that names what exists and what was probably meant.
+A name is an entry point of group ``libra.environments``, the name of one that ships with libra, or
+an import path (``libra_cli.config.plugins``). Whatever goes wrong is an ``EnvironmentBroken``.
 """
 
 from __future__ import annotations
@@ -12,9 +13,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from libra_cli.config.errors import EnvironmentBroken
-from libra_cli.config.registry import ENVIRONMENTS
+from libra_cli.config.plugins import PluginGroup
 from libra_cli.envs.protocol import Environment, Task
 
+ENVIRONMENTS = PluginGroup(
+    "libra.environments",
+    "environment",
+    {
+        "calculator": "libra_cli.envs.calculator:Calculator",
+        "pointer-chase": "libra_cli.envs.pointer_chase:PointerChase",
+    },
+    error=EnvironmentBroken,
+)
 _MEMBERS = ("tools", "task", "reset", "step", "score")
 
 
@@ -26,8 +36,11 @@ class Factory(Protocol):
 
 
 def find(name: str) -> Factory:
-    """The factory of the environment ``name``; ``EnvironmentBroken`` if there is none."""
-    return ENVIRONMENTS.find(name)  # type: ignore[no-any-return]
+    """The factory of the environment ``name``."""
+    factory = ENVIRONMENTS.find(name)
+    if not callable(factory):
+        raise EnvironmentBroken(f"environment {name!r}: {factory!r} is not callable")
+    return factory  # type: ignore[no-any-return]
 
 
 def make(name: str, factory: Factory, arguments: Mapping[str, Any]) -> Environment:

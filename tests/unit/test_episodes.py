@@ -13,7 +13,6 @@ import pytest
 
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.config.recipe import EnvironmentSpec
-from libra_cli.config.registry import ENVIRONMENTS
 from libra_cli.core.types import ToolOutcome, TrajectoryId
 from libra_cli.envs import registry
 from libra_cli.envs.protocol import ToolFailed, function
@@ -496,7 +495,7 @@ def test_an_object_that_is_no_environment_is_refused():
         registry.make("incomplete", factory, {})
 
 
-@pytest.mark.parametrize("name", ENVIRONMENTS.shipped)
+@pytest.mark.parametrize("name", registry.ENVIRONMENTS.shipped)
 def test_the_shipped_environments_are_found_and_made(name):
     environment = registry.make(name, registry.find(name), {})
     task = environment.task(0, 1)

@@ -22,7 +22,7 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from libra_cli.config.errors import RecipeError, TrainerError
+from libra_cli.config.errors import PluginError, TrainerError
 from libra_cli.config.recipe import TrainingSpec
 from libra_cli.core import events as e
 from libra_cli.core.records import Record, SampleRecord, StepRecord
@@ -179,7 +179,7 @@ def test_a_loss_that_does_not_take_its_arguments_is_refused_before_the_model_is_
     with pytest.raises(TrainerError, match="missing a required argument: 'scale'") as caught:
         loss_of(TrainingSpec(loss="halved", loss_args={"scael": 1}))
     assert "scale" in caught.value.hint
-    with pytest.raises(TrainerError, match="importing not_here failed"):
+    with pytest.raises(PluginError, match="importing not_here failed"):
         loss_of(TrainingSpec(loss="not_here:loss"))
 
 
@@ -315,5 +315,5 @@ def test_a_monitor_that_hangs_holds_up_the_end_for_a_moment_only(
 
 
 def test_a_monitor_that_cannot_be_imported_is_an_error_of_the_recipe(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="importing not_here failed"):
+    with pytest.raises(PluginError, match="importing not_here failed"):
         monitored(tmp_path, "'not_here:Monitor'", notes=[])

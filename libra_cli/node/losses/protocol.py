@@ -23,7 +23,7 @@ would break that. It must name the same metrics every time.
 No list of names has to be extended. Names in ``RESERVED`` are those of libra's own metrics.
 
 **How a recipe names it.** ``training.loss`` is a name that ships with libra, an entry point of
-group ``libra.losses``, or ``package.module:attribute`` (``config.registry``). Hosts are sent
+group ``libra.losses``, or ``package.module:attribute`` (``config.plugins``). Hosts are sent
 libra's own code and nothing else: a package of yours must be installed for the Python of every
 train host (``nodes[].python``). The controller imports no loss. It refuses a name that is no entry
 point there, so install the package there too, or give the import path, which only the hosts need.
@@ -40,8 +40,8 @@ from typing import TypeAlias
 from torch import Tensor
 
 from libra_cli.config.errors import TrainerError
+from libra_cli.config.losses import LOSSES
 from libra_cli.config.recipe import TrainingSpec
-from libra_cli.config.registry import LOSSES
 
 RESERVED = frozenset({"loss", "entropy", "gap", "gap_tokens", "grad_norm", "learning_rate"})
 """Sums and metrics that libra adds to those of a loss."""
@@ -86,7 +86,8 @@ def loss_of(training: TrainingSpec) -> Callable[[LossInputs], LossOutputs]:
     """The loss that a recipe names, with everything but its inputs.
 
     Raises:
-        TrainerError: it is not installed on this host, or does not take ``training.loss_args``.
+        PluginError: it is not installed on this host.
+        TrainerError: it does not take ``training.loss_args``.
     """
     loss: Loss = LOSSES.find(training.loss)
     try:

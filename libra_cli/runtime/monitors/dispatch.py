@@ -9,9 +9,8 @@ from math import isfinite
 from queue import SimpleQueue
 from typing import Any
 
-from libra_cli.config.registry import MONITORS
 from libra_cli.core.records import Record, RunRecord, StepRecord
-from libra_cli.runtime.monitors.protocol import FINISH_S, Monitor, MonitoredRun
+from libra_cli.runtime.monitors.protocol import FINISH_S, MONITORS, Monitor, MonitoredRun
 
 
 class Monitors:
@@ -23,7 +22,7 @@ class Monitors:
         """``note`` gets a line for each monitor that fails.
 
         Raises:
-            RecipeError: there is no monitor of that name, or it cannot be imported.
+            PluginError: there is no monitor of that name, or it cannot be imported.
         """
         self._run = run
         self._state = "failed"

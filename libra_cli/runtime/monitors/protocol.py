@@ -11,7 +11,7 @@
             self._run.finish(exit_code=int(state == "failed"))
 
 **How a recipe names it.** ``run.monitors`` lists names: those that ship with libra, entry points of
-group ``libra.monitors``, or ``package.module:attribute`` (``config.registry``). Each leads to a
+group ``libra.monitors``, or ``package.module:attribute`` (``config.plugins``). Each leads to a
 callable without arguments that makes one monitor. It is imported by the controller, so its package
 must be installed there, and only there.
 
@@ -31,6 +31,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from libra_cli.config.plugins import PluginGroup
+
+MONITORS = PluginGroup(
+    "libra.monitors",
+    "monitor",
+    {
+        "jsonl": "libra_cli.runtime.monitors.jsonl:JsonLines",
+    },
+)
 FINISH_S = 10.0
 """Seconds that the end of a run waits for a monitor to take in the rest."""
 

@@ -33,10 +33,11 @@ from pydantic_core import ErrorDetails
 
 import libra_cli
 from libra_cli.config.errors import LibraError, RecipeError
+from libra_cli.config.losses import LOSSES
 from libra_cli.config.recipe import Recipe
-from libra_cli.config.registry import LOSSES, MONITORS
 from libra_cli.config.rules import Problem, RuleError, expand_range
 from libra_cli.core.cluster.placement import PlanError, initial_plan
+from libra_cli.runtime.monitors.protocol import MONITORS
 from libra_cli.runtime.recipes.yaml_lines import Loc, NotYaml, read_yaml
 
 _SECRETS: Loc = ("environment", "secrets")
