@@ -14,13 +14,13 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from libra_cli.app.costs import live_planner
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.actions import Propose
 from libra_cli.core.cluster.placement import initial_plan
-from libra_cli.core.events import Event
 from libra_cli.core.launch.commands import HostPlan, dry_run
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.types import Plan
@@ -70,13 +70,10 @@ def run(
     run_dir: Path,
     *,
     resume: bool,
-    propose: Callable[[Propose], Event],
     watch: Callable[[Record], None],
     note: Callable[[str], None],
 ) -> Path | None:
     """``libra run``: everything, to the end. Returns the report, if there was anything to report.
-
-    ``propose`` looks for a better plan while the run goes on.
 
     Raises:
         LibraError: what a user can act on.
@@ -101,7 +98,15 @@ def run(
         monitors,
     ):
         _write_private(run_dir / RESOLVED, recipe.model_dump_json(indent=2))
-        session = Session(recipe, run_dir, journal, first, propose=propose, watch=saved, note=note)
+        session = Session(
+            recipe,
+            run_dir,
+            journal,
+            first,
+            plan_with=partial(live_planner, recipe),
+            watch=saved,
+            note=note,
+        )
         last = asyncio.run(session.run(checkpoint, trainer_incarnation))
     if last.state == "failed":
         raise LibraError(
