@@ -41,7 +41,7 @@ from libra_cli.core.records import (
 )
 from libra_cli.core.rollout.turns import ABORTED
 from libra_cli.core.run_state import RunIdentity
-from libra_cli.core.scheduling.baselines import SchedulingPolicy
+from libra_cli.core.scheduling.policy import SchedulingPolicy
 from libra_cli.core.types import (
     Bucket,
     Plan,

@@ -19,7 +19,7 @@ from libra_cli.core.cluster.partition import Speeds, deal_shares
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.cluster.replica_set import ReplicaSet
 from libra_cli.core.events import PublishedVersion, ShareDone, WorkerSynced, WorkerSyncFailed
-from libra_cli.core.launch.commands import worker_of
+from libra_cli.core.launch.process import worker_of
 from libra_cli.core.notices import ReplicaChanged, Result, StepOver
 from libra_cli.core.rollout.groups import Group
 from libra_cli.core.types import Role, Seconds, SlotId

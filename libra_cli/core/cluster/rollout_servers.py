@@ -30,7 +30,7 @@ from libra_cli.core.events import (
     ServerSynced,
     SyncFailed,
 )
-from libra_cli.core.launch.commands import process_of
+from libra_cli.core.launch.process import process_of
 from libra_cli.core.notices import (
     ReplicaChanged,
     Result,
@@ -38,7 +38,7 @@ from libra_cli.core.notices import (
     ServerLost,
     ServerProved,
 )
-from libra_cli.core.records import SampleRecord, SyncRecord
+from libra_cli.core.records import SampleRecord, SyncRecord, to_metrics_json
 from libra_cli.core.scheduling.server_queues import ServerQueue
 from libra_cli.core.types import Bucket, Plan, Role, Seconds, Slot, SlotId
 
@@ -230,6 +230,7 @@ class RolloutServers(ReplicaSet):
             occupancy=(this.request_s - before.request_s) / (seconds * seats),
             generated_tokens=event.generated_tokens,
             tokens_per_s=max(0, this.tokens - before.tokens) / seconds,
+            metrics_json=to_metrics_json(event.metrics),
         )
         return [Save(sample), ReplicaChanged(replica)]
 
