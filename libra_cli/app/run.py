@@ -25,17 +25,12 @@ from libra_cli.core.launch.commands import HostPlan, dry_run
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.types import Plan
 from libra_cli.report.html.run_report import write_report
-from libra_cli.report.status.summary import (
-    RunSummary,
-    controller_alive,
-    newest_run,
-    process_started,
-    summary,
-)
+from libra_cli.report.status.summary import LIVE, RunSummary, newest_run, summary
 from libra_cli.runtime.episodes.player import EnvironmentFactory
 from libra_cli.runtime.hosts.cluster import host_of, transport_to
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.session import Session
+from libra_cli.runtime.store.controller_process import controller_alive, process_started
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
 
@@ -147,7 +142,7 @@ def last_checkpoint(run_dir: Path) -> tuple[str, int]:
         StateError: there is none, or the run is still going on.
     """
     with Reader(run_dir) as reader:
-        if controller_alive(reader):
+        if reader.run().state in LIVE and controller_alive(reader):
             raise StateError(
                 f"{run_dir} is still running", hint=f"libra stop {run_dir}, then try again"
             )
@@ -209,7 +204,8 @@ def resolved(run_dir: Path) -> Recipe:
         StateError: the run directory has none that can be read.
     """
     try:
-        return Recipe.model_validate_json((run_dir / RESOLVED).read_text())
+        # A key that went since the run was made says nothing any more.
+        return Recipe.model_validate_json((run_dir / RESOLVED).read_text(), extra="ignore")
     except (OSError, ValueError) as error:
         raise StateError(
             f"{run_dir} has no usable {RESOLVED}: {error}", hint=f"ls {run_dir}"

@@ -17,11 +17,11 @@ from libra_cli.report.status.plans import changes, plans
 from libra_cli.report.status.summary import (
     RunSummary,
     newest_run,
-    process_started,
     smooth,
     summary,
     to_json,
 )
+from libra_cli.runtime.store.controller_process import process_started
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
 from tests import sample_run

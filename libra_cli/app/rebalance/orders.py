@@ -9,8 +9,9 @@ from typing import TypeVar
 from libra_cli.app import run as app
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.core.types import Role
-from libra_cli.report.status.summary import controller_alive, newest_run
+from libra_cli.report.status.summary import newest_run
 from libra_cli.runtime.order_files import give_order
+from libra_cli.runtime.store.controller_process import controller_alive
 from libra_cli.runtime.store.reader import Reader
 
 ORDERED = {str(role): role for role in (Role.ROLLOUT, Role.GRADIENT, Role.TRAIN)}

@@ -27,9 +27,9 @@ from libra_cli.core.costs.observed import (
 from libra_cli.core.costs.profile import Profile, ProfileError
 from libra_cli.core.machine import guessed_cost
 from libra_cli.core.planning.slot_placement import layout_of
-from libra_cli.core.records import MoveRecord, PlanRecord, StepRecord, TurnRecord
+from libra_cli.core.records import MoveRecord, PlanRecord, SlotStateRecord, StepRecord, TurnRecord
 from libra_cli.core.types import Bucket, Plan
-from libra_cli.runtime.store.reader import Reader, SlotStateRow
+from libra_cli.runtime.store.reader import Reader
 from libra_cli.sim.profiles import known_profiles, load_profile, require_gpu
 
 RECENT_STEPS = 50
@@ -246,7 +246,7 @@ def _follows(before: TurnRecord, turn: TurnRecord) -> bool:
     return (before.group_id, before.member, before.attempt) == who
 
 
-def _starts(history: Iterable[SlotStateRow], moves: Sequence[MoveRecord]) -> Starts:
+def _starts(history: Iterable[SlotStateRecord], moves: Sequence[MoveRecord]) -> Starts:
     """Of every slot, from ``starting`` until it served or trained; its states are in order."""
     began: dict[str, float] = {}
     waits: dict[str, list[float]] = {"serving": [], "training": []}

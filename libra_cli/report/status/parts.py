@@ -78,6 +78,8 @@ class SlotPart(TypedDict):
     state: str
     since: float
     incarnation: int
+    epoch: int
+    """The same: its name in libra 0.1.0, and keys stay."""
     bucket: str
     version: int | None
     verified: bool

@@ -2,7 +2,7 @@
 
 Other tools read this object, so its keys stay. A key may be added; one that goes or changes its
 meaning raises ``FORMAT``. A number nobody knows yet is null, never 0. Times are seconds since the
-incarnation, durations are seconds, shares lie between 0 and 1.
+epoch, durations are seconds, shares lie between 0 and 1.
 
 How the numbers are made (``RECENT`` = 10):
 
@@ -84,15 +84,14 @@ from libra_cli.report.status.placements import (
     planned,
 )
 from libra_cli.report.status.plans import MovePart, PlanPart, moves, plans
-from libra_cli.runtime.store.journal import DATABASE, boot_id
+from libra_cli.runtime.store.controller_process import controller_alive
 from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.schema import DATABASE
 
 FORMAT = 1
 RECENT = 10
 LIVE = ("starting", "running")
 _FRESH_S = 30.0
-_STAT_STATE, _STAT_START = 0, 19
-"""Fields 3 and 22 of /proc/<pid>/stat, counted after the command's closing parenthesis."""
 
 
 class RunSummary(TypedDict):
@@ -196,25 +195,6 @@ def newest_run(directory: Path) -> Path:
     return max(started, key=lambda run_dir: (started[run_dir], run_dir.name))
 
 
-def process_started(pid: int) -> float | None:
-    """The start time of a living process in clock ticks since boot; None if it does not live."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    values = stat.rpartition(")")[2].split()
-    return None if values[_STAT_STATE] in "ZX" else float(values[_STAT_START])
-
-
-def controller_alive(reader: Reader) -> bool:
-    """Whether the run's controller still lives. A run of another machine is believed."""
-    if reader.meta.get("host") != Path("/proc/sys/kernel/hostname").read_text().strip():
-        return True
-    run = reader.run()
-    started = process_started(run.controller_pid)
-    return reader.meta.get("boot") == boot_id() and started == run.controller_started
-
-
 def run_part(reader: Reader, *, now: float) -> RunPart:
     """The run itself, with a dead controller's silence put into words."""
     run = reader.run()
@@ -274,7 +254,7 @@ def _lengths(steps: Sequence[StepRecord]) -> Lengths:
     recent = [step for step in steps[-RECENT:] if step.mean_length > 0]
     trajectories = sum(step.generated_tokens / step.mean_length for step in recent)
     return {
-        "mean": sum(s.generated_tokens for s in recent) / trajectories if recent else None,
+        "mean": sum(s.generated_tokens for s in recent) / trajectories if trajectories else None,
         "p99": _largest(step.p99_length for step in recent),
     }
 
@@ -395,6 +375,7 @@ def _slot(slot: SlotRecord) -> SlotPart:
         "state": slot.state,
         "since": slot.since,
         "incarnation": slot.incarnation,
+        "epoch": slot.incarnation,
         "bucket": slot.bucket,
         "version": slot.version,
         "verified": slot.verified,
