@@ -28,6 +28,7 @@ from libra_cli.core.types import (
     ToolOutcome,
     ToolReturn,
     VersionSpan,
+    WeightVersion,
 )
 
 
@@ -143,8 +144,8 @@ class World:
         self._heap: list[tuple[float, int, e.Event]] = []
         self._order = 0
         self.now = 1000.0
-        self._label: dict[str, tuple[int, int]] = {}
-        self._unproved: dict[str, tuple[int, int]] = {}
+        self._label: dict[str, WeightVersion] = {}
+        self._unproved: dict[str, WeightVersion] = {}
         self._trainer_incarnation = 0
         self._step = 0
         self._lost: set[str] = set()
@@ -278,13 +279,13 @@ class World:
                 action.slot, action.incarnation, action.published, "gap", answered, 3.0
             )
             self.later(failed)
-            self._unproved[action.slot] = action.published.key
+            self._unproved[action.slot] = action.published.version
             return
         # Half of the time the new version already speaks before it is proved.
         if self.random.random() < 0.5:
-            self._label[action.slot] = action.published.key
+            self._label[action.slot] = action.published.version
         else:
-            self._unproved[action.slot] = action.published.key
+            self._unproved[action.slot] = action.published.version
         new = action.published
         self.later(
             e.ServerSynced(
@@ -310,9 +311,9 @@ class World:
         count = self.random.randint(1, action.max_tokens)
         key = max(self._label.get(action.slot, action.cache_key), action.cache_key)
         cut = self.random.randint(1, count) if key != action.cache_key else count
-        spans = [VersionSpan(action.cache_key[1], 0, cut)]
+        spans = [VersionSpan(action.cache_key.step, 0, cut)]
         if cut < count:
-            spans.append(VersionSpan(key[1], cut, count))
+            spans.append(VersionSpan(key.step, cut, count))
         turn = e.TurnGenerated(
             request=action.request,
             trajectory=action.trajectory,
@@ -376,7 +377,7 @@ class World:
         return
 
     def _publish(self, incarnation: int, step: int) -> e.PublishedVersion:
-        return e.PublishedVersion(step, incarnation, f"v{step:06d}-e{incarnation}", 100, self.now)
+        return e.PublishedVersion(WeightVersion(incarnation, step), 100, self.now)
 
     def _do_start_trainer(self, action: a.StartTrainer) -> None:
         self._step = self.ledgers[action.resume]["step"] if action.resume else 0

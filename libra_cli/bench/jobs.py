@@ -261,8 +261,7 @@ def _train_s(
     gpus: int,
 ) -> Seconds:
     """A step on so many GPUs: the core's degrees, as many replicas as there is room for."""
-    inside = shape.tensor_parallel * shape.pipeline_parallel
-    wide = replace(shape, data_parallel=max(1, gpus // inside))
+    wide = replace(shape, data_parallel=max(1, gpus // shape.tensor_parallel))
     batch = tuple(_sample(sample) for sample in samples)
     return switch_s + profile.training.seconds(wide, Workload(batch, len(batch)))
 

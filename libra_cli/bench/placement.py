@@ -28,13 +28,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from math import exp, log, sqrt
+from math import exp, log
 from random import Random
-from statistics import fmean, quantiles, stdev
+from statistics import fmean, quantiles
 from time import perf_counter
 from typing import Protocol, TypeAlias
 
-from libra_cli.bench.results import t975
 from libra_cli.core.scheduling.baseline_estimators import (
     AlwaysShortest,
     Attained,
@@ -374,39 +373,3 @@ def _summed(tally: Tally, name: str, trace: str, seed: int, returned_us: float) 
         calibration=tuple((row[1] / row[0], row[2] / row[0], int(row[0])) for row in judged),
         returned_us=returned_us,
     )
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half-width of the 95 % interval over seeds (Student's t; 0 with one value)."""
-    if len(values) < 2:
-        return fmean(values), 0.0
-    return fmean(values), t975(len(values) - 1) * stdev(values) / sqrt(len(values))
-
-
-COLUMNS: tuple[tuple[str, str, float], ...] = (
-    ("right %", "right_share", 100.0),
-    ("mean recall %", "mean_recall", 100.0),
-    ("wrong-way % of moves", "wrong_share", 100.0),
-    ("wrong-way / 100", "wrong_per_100", 1.0),
-    ("moves / 100", "moves_per_100", 1.0),
-    ("calibration error %", "calibration_error", 100.0),
-    ("log loss", "log_loss", 1.0),
-)
-
-
-def table(rows: Sequence[PlacementRow]) -> str:
-    """The rows as text: one line a trace and estimator, means with 95 % intervals over seeds."""
-    lines = [" | ".join(("trace", "estimator", *(title for title, _, _ in COLUMNS)))]
-    for trace, name in dict.fromkeys((row.trace, row.estimator) for row in rows):
-        mine = [row for row in rows if (row.trace, row.estimator) == (trace, name)]
-        cells = [_cell(mine, column, scale) for _, column, scale in COLUMNS]
-        lines.append(" | ".join((trace, name, *cells)))
-    return "\n".join(lines)
-
-
-def _cell(rows: Sequence[PlacementRow], column: str, scale: float) -> str:
-    values = [scale * value for row in rows if (value := getattr(row, column)) is not None]
-    if not values:
-        return "-"
-    mean, half = interval(values)
-    return f"{mean:.1f} ±{half:.1f}" if scale > 1.0 or mean >= 1.0 else f"{mean:.3f} ±{half:.3f}"

@@ -13,7 +13,6 @@ It is a check of the law and not a fit: the shipped constants are not taken from
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import log
@@ -111,22 +110,6 @@ def training_growth(profile: Profile, gpus: int = 24) -> tuple[float, float]:
     fixed = profile.training.step_s
     needed = (large - TRAINING_GROWTH * small) / (TRAINING_GROWTH - 1)
     return (large + fixed) / (small + fixed), needed
-
-
-def format_rows(rows: Iterable[PublicationRow]) -> Iterator[str]:
-    """The table, a line a row, with what was published first."""
-    yield "step ms  sequence us  seats  KV share   short  long   growth  tok/s: short TP1 TP8, long"
-    yield (
-        f"{'published':33}{SHORT_RATIO:8.1f}{LONG_RATIO:6.1f}{ROLLOUT_GROWTH:9.0f}"
-        "  1852 591, 430 1220"
-    )
-    for row in rows:
-        given, speeds = row.constants, row.tokens_s
-        yield (
-            f"{given.step_s * 1e3:7.1f}{given.sequence_s * 1e6:13.0f}{given.max_num_seqs:7d}"
-            f"{given.kv_share:10.2f}{row.short_ratio:10.2f}{row.long_ratio:6.2f}{row.growth:9.1f}"
-            f"  {speeds[0]:.0f} {speeds[1]:.0f}, {speeds[2]:.0f} {speeds[3]:.0f}"
-        )
 
 
 def _spread(least: int, most: int) -> Workload:

@@ -319,7 +319,7 @@ def _ranked_causal(arena: _Runs, judged_by: str) -> list[Contender]:
     """The causal contenders, the best first."""
     sign = 1.0 if judged_by == "makespan_s" else -1.0
     causal = [name for name, runs in arena.items() if next(iter(runs.values())).causal]
-    return sorted(causal, key=lambda name: sign * _mean(arena[name].values(), judged_by))
+    return sorted(causal, key=lambda name: sign * _metric_mean(arena[name].values(), judged_by))
 
 
 def _summary(
@@ -335,7 +335,7 @@ def _summary(
         trace=row.trace,
         variant=row.variant,
         seeds=len(runs),
-        mean={name: _mean(runs.values(), name) for name in METRICS},
+        mean={name: _metric_mean(runs.values(), name) for name in METRICS},
         ci95={name: interval([run.metric(name) for run in runs.values()]) for name in METRICS},
         judged_by=judged_by,
         best=len(ranked) > 1 and contender == ranked[0],
@@ -346,7 +346,7 @@ def _summary(
     )
 
 
-def _mean(runs: Iterable[ResultRow], metric: str) -> float:
+def _metric_mean(runs: Iterable[ResultRow], metric: str) -> float:
     return fmean(run.metric(metric) for run in runs)
 
 

@@ -18,7 +18,14 @@ from libra_cli.core.scheduling.causal_estimator import CausalEstimator
 from libra_cli.core.scheduling.least_cost import LeastExpectedCost
 from libra_cli.core.scheduling.request_scheduler import RequestScheduler
 from libra_cli.core.scheduling.server_queues import Request, ServerQueue
-from libra_cli.core.types import Bucket, Seconds, ToolOutcome, ToolReturn, TrajectoryId
+from libra_cli.core.types import (
+    Bucket,
+    Seconds,
+    ToolOutcome,
+    ToolReturn,
+    TrajectoryId,
+    WeightVersion,
+)
 from libra_cli.sim.traces import RecordedEpisode, Trace
 
 IN_FLIGHT = 100_000
@@ -91,7 +98,9 @@ def _lanes(profile: Profile) -> list[ServerQueue]:
     kinds = [Bucket(f"TP{d}", d, IN_FLIGHT, bounds[d]) for d in degrees]
     chosen = [bucket for bucket, _ in zip(cycle(kinds), range(SERVERS), strict=False)]
     return [
-        ServerQueue(f"node-{number}/0", bucket, profile.servers[bucket.tensor_parallel], (1, 0))
+        ServerQueue(
+            f"node-{number}/0", bucket, profile.servers[bucket.tensor_parallel], WeightVersion(1, 0)
+        )
         for number, bucket in enumerate(chosen)
     ]
 
@@ -134,7 +143,7 @@ def _play(flight: _TimedTrajectory, estimator: CausalEstimator) -> Request:
         tools=flight.turn,
         waiting_since=0.0,
         last_slot=f"node-{flight.who.group % SERVERS}/0",
-        last_key=(1, 0),
+        last_key=WeightVersion(1, 0),
         estimate=estimate,
         p90=estimate.quantile(0.9),
     )

@@ -9,7 +9,8 @@
       ServerError              a vLLM server refused, failed or is not the server we think it is
       TrainerError             the trainer refused a step, failed or has the wrong world
       WeightsError             a weight version is incomplete, damaged or does not verify
-      EnvironmentBroken        an environment cannot be found, loaded or used
+      PluginError              a backend, policy, loss or monitor cannot be found or loaded
+        EnvironmentBroken      an environment cannot be found, loaded or used
       StateError               a run directory is missing, damaged or of another version
     IllegalMove                a bug in libra: a state was asked to do what its table forbids
 
@@ -73,10 +74,14 @@ class WeightsError(LibraError):
     """A weight version is incomplete or damaged, or a server does not compute with it."""
 
 
-class EnvironmentBroken(LibraError):
-    """An environment cannot be found, loaded or used (not: it answered with an error)."""
+class PluginError(LibraError):
+    """What a recipe names cannot be found or loaded."""
 
     exit_code = 2
+
+
+class EnvironmentBroken(PluginError):
+    """An environment cannot be found, loaded or used (not: it answered with an error)."""
 
 
 class StateError(LibraError):

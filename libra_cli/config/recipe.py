@@ -214,7 +214,6 @@ class RolloutSpec(_Model):
 class TrainingSpec(_Model):
     """Asynchronous GRPO."""
 
-    algorithm: Literal["grpo"] = "grpo"
     groups_per_step: _Positive = 16
     learning_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 1e-6
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)

@@ -17,7 +17,7 @@ from libra_cli.core.types import (
     Tokens,
     Trajectory,
     TrajectoryId,
-    Version,
+    WeightVersion,
 )
 
 
@@ -197,7 +197,7 @@ class Generate:
     incarnation: int
     prompt_ids: array[int]
     max_tokens: Tokens
-    cache_key: tuple[int, Version]
+    cache_key: WeightVersion
     priority: int
 
 

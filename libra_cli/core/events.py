@@ -21,27 +21,23 @@ from libra_cli.core.types import (
     Tokens,
     ToolReturn,
     TrajectoryId,
-    Version,
     VersionSpan,
+    WeightVersion,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedVersion:
-    """A weight version that can be fetched: version ``version`` of trainer number
-    ``incarnation``.
-    """
+    """A weight version of ``bytes`` bytes that can be fetched since ``at``."""
 
-    version: Version
-    trainer_incarnation: int
-    name: str
+    version: WeightVersion
     bytes: int
     at: Seconds
 
     @property
-    def key(self) -> tuple[int, Version]:
-        """Orders versions: a restarted trainer's are newer, whatever their number."""
-        return (self.trainer_incarnation, self.version)
+    def name(self) -> str:
+        """Of its directory."""
+        return self.version.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +129,8 @@ class SyncFailed:
 class TurnGenerated:
     """One generation ended. ``request`` and ``prompt_ids`` are those of the Generate action.
 
-    ``spans`` count from the first generated token; ``newest`` is the newest (trainer incarnation,
-    version) among them; ``cache_key`` is the one whose KV cache the request might reuse.
+    ``spans`` count from the first generated token; ``newest`` is the newest version among them;
+    ``cache_key`` is the one whose KV cache the request might reuse.
     """
 
     request: int
@@ -145,8 +141,8 @@ class TurnGenerated:
     token_ids: array[int]
     logprobs: array[float]
     spans: tuple[VersionSpan, ...]
-    newest: tuple[int, Version]
-    cache_key: tuple[int, Version]
+    newest: WeightVersion
+    cache_key: WeightVersion
     finish_reason: str
     started_at: Seconds
 

@@ -129,7 +129,7 @@ class Machine:
         )
         by_id = {slot.id: slot for slot in slots}
         core = [by_id[slot_id] for slot_id in plan.train]
-        self.workers = GradientWorkers(sum(len(slot.gpus) or 1 for slot in core))
+        self.workers = GradientWorkers(sum(slot.num_devices for slot in core))
         self.training = TrainerGroup(
             self.ledger,
             self.workers,
@@ -417,7 +417,7 @@ class Machine:
             ended_at=self._ended_at,
             target_steps=self.recipe.run.steps,
             step=self.training.step,
-            version=self.training.published.version if self.training.published else 0,
+            version=self.training.published.version.step if self.training.published else 0,
             waiting=waiting,
             error=self._error,
             controller_pid=self.identity.controller_pid,

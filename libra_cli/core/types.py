@@ -10,10 +10,16 @@ from typing import NamedTuple, TypeAlias
 Seconds: TypeAlias = float
 Tokens: TypeAlias = int
 Version: TypeAlias = int
+"""The optimizer steps behind some weights; ``WeightVersion`` says of which trainer."""
 SlotId: TypeAlias = str
-"""``<node>/<index>``, for example ``gpu-01/0``."""
+"""``<node>/<index>``, for example ``gpu-01/0``; ``node_of`` gives the node."""
 GroupId: TypeAlias = int
 """The position of the group's prompt in the run's prompt stream; never reused."""
+
+
+def node_of(slot: SlotId) -> str:
+    """The name of the node that a slot is on."""
+    return slot.rpartition("/")[0]
 
 
 class Pool(StrEnum):
@@ -53,9 +59,29 @@ class TrajectoryId(NamedTuple):
         return f"{self.group}.{self.member}.{self.attempt}"
 
 
+class WeightVersion(NamedTuple):
+    """The weights after ``step`` optimizer steps of trainer number ``trainer_incarnation``.
+
+    Ordered: those of a restarted trainer are newer, whatever their step.
+    """
+
+    trainer_incarnation: int
+    step: Version
+
+    @property
+    def name(self) -> str:
+        """Of its directory on every host, as the trainer spells it: ``v000007-e1``."""
+        return f"v{self.step:06d}-e{self.trainer_incarnation}"
+
+    @property
+    def label(self) -> str:
+        """What a server reports with each token, and salts its prefix cache with: ``e1v7``."""
+        return f"e{self.trainer_incarnation}v{self.step}"
+
+
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens ``[start, end)`` of a trajectory were generated with weight ``version``."""
+    """Tokens ``[start, end)`` of a trajectory were generated with weight ``version``: its step."""
 
     version: Version
     start: int
@@ -80,6 +106,11 @@ class Slot:
     node: str
     gpus: tuple[int, ...]
     pool: Pool
+
+    @property
+    def num_devices(self) -> int:
+        """GPUs of the slot; 1 on a host without any, where the CPU is the device."""
+        return len(self.gpus) or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +157,8 @@ class Trajectory:
 
     ``token_ids``, ``logprobs`` and ``loss_mask`` have one entry a token; prompt and tool tokens
     have log-probability 0 and mask 0. ``spans`` cover exactly the generated tokens, in order.
-    ``single_version`` is the (trainer incarnation, version) that produced every token so far, from
-    a KV cache of its own, so that log-probabilities can be compared with the trainer's; None when
-    mixed.
+    ``single_version`` is the one that produced every token so far, from a KV cache of its own, so
+    that log-probabilities can be compared with the trainer's; None when mixed.
     """
 
     id: TrajectoryId
@@ -141,7 +171,7 @@ class Trajectory:
     """Tokens the policy produced."""
     tools: int = 0
     """Tool calls that have come back."""
-    single_version: tuple[int, Version] | None = None
+    single_version: WeightVersion | None = None
     reward: float | None = None
     started_at: Seconds = 0.0
 

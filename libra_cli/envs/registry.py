@@ -1,31 +1,30 @@
 """Finding an environment by name, and the tasks it is given.
 
-A name is an entry point of group ``libra.environments`` (how a package adds one), the name of one
-that ships with libra, or an import path ``package.module:attribute``. Whatever goes wrong is an
-``EnvironmentBroken`` that names what exists and what was probably meant.
+A name is an entry point of group ``libra.environments``, the name of one that ships with libra, or
+an import path (``libra_cli.config.plugins``). Whatever goes wrong is an ``EnvironmentBroken``.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
 from libra_cli.config.errors import EnvironmentBroken
+from libra_cli.config.plugins import PluginGroup
 from libra_cli.envs.protocol import Environment, Task
 
-GROUP = "libra.environments"
-SHIPPED: Mapping[str, str] = {
-    "calculator": "libra_cli.envs.calculator:Calculator",
-    "pointer-chase": "libra_cli.envs.pointer_chase:PointerChase",
-}
-"""Also entry points in ``pyproject.toml`` (a test compares them); here, so that a checkout that is
-only on PYTHONPATH, and so has no entry points, finds them."""
+ENVIRONMENTS = PluginGroup(
+    "libra.environments",
+    "environment",
+    {
+        "calculator": "libra_cli.envs.calculator:Calculator",
+        "pointer-chase": "libra_cli.envs.pointer_chase:PointerChase",
+    },
+    error=EnvironmentBroken,
+)
 _MEMBERS = ("tools", "task", "reset", "step", "score")
 
 
@@ -36,30 +35,11 @@ class Factory(Protocol):
         """The keywords are ``environment.args``, and ``secrets`` if the recipe has any."""
 
 
-def available() -> dict[str, str]:
-    """Every name that can be used, and where it leads."""
-    installed = {entry.name: entry.value for entry in entry_points(group=GROUP)}
-    return dict(sorted({**SHIPPED, **installed}.items()))
-
-
 def find(name: str) -> Factory:
     """The factory of the environment ``name``."""
-    known = available()
-    target = name if ":" in name else known.get(name)
-    if target is None:
-        raise _unknown(name, list(known))
-    module = target.partition(":")[0]
-    try:
-        factory = EntryPoint(name, target, GROUP).load()
-    except AttributeError as error:
-        raise _no_attribute(name, target, error) from error
-    except Exception as error:  # a module of somebody else may raise anything while it is imported
-        raise EnvironmentBroken(
-            f"environment {name!r}: importing {module} failed: {type(error).__name__}: {error}",
-            hint=f'python -c "import {module}"',
-        ) from error
+    factory = ENVIRONMENTS.find(name)
     if not callable(factory):
-        raise EnvironmentBroken(f"environment {name!r}: {target} is not callable")
+        raise EnvironmentBroken(f"environment {name!r}: {factory!r} is not callable")
     return factory  # type: ignore[no-any-return]
 
 
@@ -104,26 +84,3 @@ def _task(path: Path, number: int, line: str) -> Task:
     if not isinstance(task, dict):
         raise EnvironmentBroken(f"{path}:{number}: a task is a JSON object")
     return task
-
-
-def _unknown(name: str, known: list[str]) -> EnvironmentBroken:
-    close = difflib.get_close_matches(name, known, n=1)
-    meant = f"; did you mean {close[0]!r}?" if close else ""
-    return EnvironmentBroken(
-        f"there is no environment {name!r}{meant}",
-        hint=f"available: {', '.join(known)}; or an import path such as my_package.my_module:MyEnv",
-    )
-
-
-def _no_attribute(name: str, target: str, error: AttributeError) -> EnvironmentBroken:
-    module, _, attribute = target.partition(":")
-    try:
-        names = [n for n in dir(importlib.import_module(module)) if not n.startswith("_")]
-    except Exception:  # noqa: BLE001  the import itself raised the AttributeError
-        return EnvironmentBroken(f"environment {name!r}: importing {module} failed: {error}")
-    close = difflib.get_close_matches(attribute, names, n=1)
-    meant = f"; did you mean {close[0]!r}?" if close else ""
-    return EnvironmentBroken(
-        f"environment {name!r}: {module} has no {attribute!r}{meant}",
-        hint=f"{module} has: {', '.join(names)}",
-    )

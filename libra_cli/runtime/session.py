@@ -26,7 +26,7 @@ from libra_cli.core.actions import End
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.machine import Machine, Resume, RunIdentity
 from libra_cli.core.records import Record, RunRecord
-from libra_cli.core.types import TrajectoryId
+from libra_cli.core.types import TrajectoryId, node_of
 from libra_cli.runtime.driver import QUIET, Driver, Perform, describe
 from libra_cli.runtime.episodes.player import Advanced, Episodes
 from libra_cli.runtime.episodes.renderer import Renderer
@@ -157,7 +157,7 @@ class Session:
     async def _find_resume(self, checkpoint: str, trainer_incarnation: int) -> Resume | None:
         if not checkpoint:
             return None
-        head = self._cluster.hosts[self._plan.train[0].rpartition("/")[0]]
+        head = self._cluster.hosts[node_of(self._plan.train[0])]
         position = json.loads(await head.transport.get(f"{checkpoint}/ledger.json"))
         return Resume(checkpoint, position, trainer_incarnation)
 

@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from libra_cli.config.errors import LibraError
-from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.types import Seconds, Tokens
 
 BYTES = 2
@@ -377,56 +376,3 @@ def layer_times(
         chunk_tokens=chunk_tokens,
         overhead_s=overhead_s,
     )
-
-
-def server_cost_from_layers(times: LayerTimes) -> ServerCost:
-    """The linear law nearest to the tables (least relative squares over batches and contexts).
-
-    Batches 1 to 256 and contexts 128 to 8192 that fit the KV cache; the prompt law through one
-    whole chunk and half of one, and attention from a context of 8192. Of decode steps within 4 %
-    for the dense models measured; not for mixtures of experts, where no line fits.
-    """
-    batches = [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256]
-    contexts = [128, 256, 512, 1024, 2048, 4096, 8192]
-    points = [(b, b * k) for b in batches for k in contexts if b * k <= times.kv_tokens]
-    step, sequence, kv = _least_squares(
-        [(1.0, float(b), float(k)) for b, k in points],
-        [times.decode_step_s(b, k) for b, k in points],
-    )
-    whole, half = times.chunk_tokens, times.chunk_tokens // 2
-    far = 8192
-    reach = times.mixed_step_s(0, 0, whole, far) - times.mixed_step_s(0, 0, whole, 0)
-    pair = reach / (whole * far)
-    first = times.mixed_step_s(0, 0, half, 0) - pair * half * half / 2
-    second = times.mixed_step_s(0, 0, whole, 0) - pair * whole * whole / 2
-    token = max(0.0, (second - first) / (whole - half))
-    free = whole - (second - step) / token if token else 0.0
-    return ServerCost(
-        tensor_parallel=times.tensor_parallel,
-        step_s=step,
-        sequence_s=sequence,
-        kv_token_s=kv,
-        prefill_token_s=token,
-        prefill_pair_s=pair,
-        kv_tokens=times.kv_tokens,
-        chunk_tokens=times.chunk_tokens,
-        free_tokens=max(0, round(free)),
-    )
-
-
-def _least_squares(
-    rows: Sequence[tuple[float, float, float]], values: Sequence[float]
-) -> tuple[float, float, float]:
-    """Coefficients, at least 0, of the plane with the least squares of relative errors."""
-    rows = [tuple(x / v for x in row) for row, v in zip(rows, values, strict=True)]  # type: ignore[misc]
-    best = [0.0, 0.0, 0.0]
-    # Coordinate descent: convex, three unknowns, and it keeps them from going below 0.
-    for _ in range(2000):
-        for i in range(3):
-            residual = curvature = 0.0
-            for row in rows:
-                rest = 1.0 - sum(best[j] * row[j] for j in range(3) if j != i)
-                residual += row[i] * rest
-                curvature += row[i] * row[i]
-            best[i] = max(0.0, residual / curvature)
-    return best[0], best[1], best[2]

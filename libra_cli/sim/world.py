@@ -43,6 +43,7 @@ from libra_cli.core.types import (
     Trajectory,
     TrajectoryId,
     VersionSpan,
+    WeightVersion,
 )
 from libra_cli.sim.engine import Engine, EngineRequest, FinishedRequest
 from libra_cli.sim.traces import RecordedEpisode
@@ -341,7 +342,7 @@ class World:
         whole = done.generated == _left(play, asked)
         play.said = 0 if whole else play.said + done.generated
         play.known = len(asked.prompt_ids) + done.generated
-        version = asked.cache_key[1]
+        version = asked.cache_key.step
         self._give(
             e.TurnGenerated(
                 request=asked.request,
@@ -406,7 +407,7 @@ class World:
         self._later(e.ServerStopped(action.slot, action.incarnation), 0.0)
 
     def _sync_server(self, action: a.SyncServer) -> None:
-        took = self.scene.sync_s if action.published.version else 0.0
+        took = self.scene.sync_s if action.published.version.step else 0.0
         at = self.now + took
         engine = self.engines[action.slot]
         if took and self.scene.stall_s:
@@ -489,7 +490,7 @@ class World:
             self._reprice(self.scene.cost_of)
 
     def _published(self, incarnation: int, step: int, at: Seconds = 0.0) -> e.PublishedVersion:
-        return e.PublishedVersion(step, incarnation, f"v{step}", 0, at)
+        return e.PublishedVersion(WeightVersion(incarnation, step), 0, at)
 
     def _checkpoint(self, action: a.Checkpoint) -> None:
         self._later(e.CheckpointSaved(action.incarnation, action.step, "simulated"), 0.0)

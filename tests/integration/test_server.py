@@ -21,7 +21,7 @@ from libra_cli.core.actions import Generate
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.events import PublishedVersion, TurnFailed, TurnGenerated
 from libra_cli.core.launch.commands import HostFacts, server_process
-from libra_cli.core.types import TrajectoryId, VersionSpan
+from libra_cli.core.types import TrajectoryId, VersionSpan, WeightVersion
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.local import LocalTransport
 from libra_cli.runtime.vllm.client import Sampling, ServerClient
@@ -36,7 +36,7 @@ START_S = 240.0
 
 
 def published(version: int, incarnation: int = 1) -> PublishedVersion:
-    return PublishedVersion(version, incarnation, f"v{version:06d}-e{incarnation}", 0, 0.0)
+    return PublishedVersion(WeightVersion(incarnation, version), 0, 0.0)
 
 
 @dataclass
@@ -171,7 +171,7 @@ def turn(prompt: list[int], *, max_tokens: int = 24, version: int = 1) -> Genera
         incarnation=0,
         prompt_ids=array("i", prompt),
         max_tokens=max_tokens,
-        cache_key=(1, version),
+        cache_key=WeightVersion(1, version),
         priority=0,
     )
 

@@ -95,11 +95,11 @@ async def _scene(wanted: Recipe, base: Path) -> None:
 
         started = await ranks.start(StartTrainer(1, plan.train, ""))
         assert isinstance(started, e.TrainerStarted), started
-        assert started.published.version == 0
+        assert started.published.version.step == 0
 
         done = await ranks.train(Train(1, 1, batch(), {"step": 1}, started.published))
         assert isinstance(done, e.StepDone), done
-        assert done.published.version == 1
+        assert done.published.version.step == 1
         assert done.metrics["generated_tokens"] == 24
         assert isinstance(await posted.get(), e.CheckpointSaved)
 

@@ -11,7 +11,7 @@ from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.records import TurnRecord
 from libra_cli.core.rollout.trajectories import ActiveTrajectory, Stage
-from libra_cli.core.types import VersionSpan
+from libra_cli.core.types import VersionSpan, WeightVersion
 from tests.elastic import Scene, scene
 
 B1 = "b/1"
@@ -53,7 +53,7 @@ class Broken:
         self,
         *tokens: int,
         reason: str,
-        key: tuple[int, int] | None = None,
+        key: WeightVersion | None = None,
         to: a.Generate | None = None,
     ) -> None:
         """To the newest request, or another; of its version, or another."""
@@ -68,7 +68,7 @@ class Broken:
                 prompt_ids=asked.prompt_ids,
                 token_ids=array("i", tokens),
                 logprobs=array("f", [-token / 8 for token in tokens]),
-                spans=(VersionSpan(key[1], 0, len(tokens)),) if tokens else (),
+                spans=(VersionSpan(key.step, 0, len(tokens)),) if tokens else (),
                 newest=key,
                 cache_key=asked.cache_key,
                 finish_reason=reason,
@@ -111,7 +111,7 @@ def test_the_environment_sees_one_turn():
     assert joined is not None
     assert joined.prompt_ids == turn.first.prompt_ids
     assert joined.logprobs == array("f", [-11 / 8, -12 / 8, -13 / 8])
-    versions = turn.first.cache_key[1], turn.asked().cache_key[1]
+    versions = turn.first.cache_key.step, turn.asked().cache_key.step
     assert joined.spans == (VersionSpan(versions[0], 0, 2), VersionSpan(versions[1], 2, 3))
 
 
@@ -144,8 +144,9 @@ def test_halves_of_one_version_are_pure_and_of_two_are_not():
     rest = other.go_on()
     status = other.world.machine.servers.slots[rest.slot]
     assert status.verified is not None
-    status.verified = replace(status.verified, version=rest.cache_key[1] + 1)
-    other.reply(13, reason="stop", key=(rest.cache_key[0], rest.cache_key[1] + 1))
+    newer = rest.cache_key._replace(step=rest.cache_key.step + 1)
+    status.verified = replace(status.verified, version=newer)
+    other.reply(13, reason="stop", key=newer)
     assert other.trajectory.single_version is None
 
 

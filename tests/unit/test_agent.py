@@ -23,6 +23,7 @@ import pytest
 
 from libra_cli.config.errors import HostError, HostLost, ProcessError, WeightsError
 from libra_cli.core.events import PublishedVersion
+from libra_cli.core.types import WeightVersion
 from libra_cli.node.agent import facts, proc
 from libra_cli.node.agent.proc import Marker, ProcessIdentity
 from libra_cli.node.weights import patch
@@ -913,7 +914,7 @@ def test_only_the_server_that_asked_for_the_pull_is_told_that_bytes_travelled(
                 timeout_s=DEADLINE_S,
             )
             size = sum(map(len, WEIGHTS.values()))
-            first = PublishedVersion(1, 0, "v000001-e0", size, 0.0)
+            first = PublishedVersion(WeightVersion(0, 1), size, 0.0)
             one, other = await asyncio.gather(weights.on("n2", first), weights.on("n2", first))
             assert (one.kind, other.kind) == ("full", "local")
             assert one.sent_bytes > size
@@ -921,7 +922,7 @@ def test_only_the_server_that_asked_for_the_pull_is_told_that_bytes_travelled(
             assert one.directory == other.directory == str(there / "v000001-e0")
             assert (await weights.on("n1", first)).kind == "local"
             publish_delta(here, "v000002-e0", "v000001-e0", CHANGED)
-            place = await weights.on("n2", PublishedVersion(2, 0, "v000002-e0", size, 0.0))
+            place = await weights.on("n2", PublishedVersion(WeightVersion(0, 2), size, 0.0))
             assert place.kind == "delta"
             assert 0 < place.sent_bytes < 0.01 * size
 

@@ -15,7 +15,6 @@ import pytest
 from libra_cli.bench.fidelity.server import (
     RecordedRequest,
     RunError,
-    check_recordings,
     correlation,
     fidelity,
     percentile,
@@ -35,7 +34,6 @@ from libra_cli.sim.layer_times import (
     ModelShape,
     layer_times,
     read_layers,
-    server_cost_from_layers,
 )
 
 COST = ServerCost(1, 0.02, 5e-5, 1e-7, 1e-4, 4e-9, 100_000, 512)
@@ -294,16 +292,6 @@ def test_the_kv_cache_is_what_the_weights_leave() -> None:
         shape.kv_capacity(40, 1)
 
 
-def test_the_nearest_linear_law_prices_the_points_it_was_fitted_to() -> None:
-    cost = server_cost_from_layers(times(chunk_tokens=128))
-    for batch, kv in [(1, 128), (4, 1024), (64, 8192)]:
-        assert cost.decode_step_s(batch, kv) == pytest.approx(
-            times().decode_step_s(batch, kv), rel=0.15
-        )
-    assert cost.kv_tokens == 10_000
-    assert cost.prefill_pair_s > 0
-
-
 def test_profiles_read_the_same_packed_and_plain(tmp_path: Path) -> None:
     write_profile(tmp_path / "plain", "gpu_model_tp1")
     write_profile(tmp_path / "packed", "gpu_model_tp1", packed=True)
@@ -346,14 +334,3 @@ def test_an_unknown_model_or_gpu_is_refused_with_the_known_ones(tmp_path: Path) 
     assert "Qwen3-32B" in unknown.value.hint
     with pytest.raises(LayerProfileError, match="B300"):
         layer_times(tmp_path, "B300", "Qwen/Qwen3-32B", 1)
-
-
-def test_every_recording_in_a_folder_is_checked_against_its_profile(tmp_path: Path) -> None:
-    write_profile(tmp_path / "engine_perf", "RTXPRO6000_Llama-3.1-8B_tp1", packed=True)
-    write_run(tmp_path / "engine_runs", [LINE, LINE], stem="RTXPRO6000_Llama-3.1-8B")
-    checks = check_recordings(tmp_path, overheads=(0.0, 0.004))
-    assert [c.overhead_s for c in checks] == [0.0, 0.004]
-    assert checks[0].run == "RTXPRO6000_Llama-3.1-8B"
-    assert checks[0].fidelity.mean_error < checks[1].fidelity.mean_error
-    with pytest.raises(RunError, match="engine_runs"):
-        check_recordings(tmp_path / "elsewhere")

@@ -12,10 +12,10 @@ from libra_cli.core.scheduling.estimates import Estimate
 from libra_cli.core.scheduling.least_cost import POLICIES, LeastExpectedCost, make_policy
 from libra_cli.core.scheduling.request_scheduler import RequestScheduler
 from libra_cli.core.scheduling.server_queues import PATIENCE_S, Request, ServerQueue
-from libra_cli.core.types import Bucket, TrajectoryId
+from libra_cli.core.types import Bucket, TrajectoryId, WeightVersion
 from tests.sim_scene import COSTS
 
-KEY = (1, 0)
+KEY = WeightVersion(1, 0)
 
 
 def lane(slot: str, degree: int = 1, *, seats: int = 2, kv: int = 12_000) -> ServerQueue:
@@ -67,7 +67,9 @@ def test_a_request_stays_with_its_prefix_cache_unless_moving_gains_more_than_it_
 
 def test_a_prefix_of_other_weights_holds_nobody() -> None:
     made = gate(lane("slow", 1), lane("fast", 4))
-    made.submit(request(1, left=20, context=9_000, last_slot="slow", last_key=(1, -1)), now=0.0)
+    made.submit(
+        request(1, left=20, context=9_000, last_slot="slow", last_key=WeightVersion(1, -1)), now=0.0
+    )
     assert sent(made) == {1: "fast"}
 
 
@@ -139,13 +141,13 @@ def test_requests_of_a_server_that_goes_away_choose_again() -> None:
 
 
 def test_a_trajectory_begins_only_where_the_newest_version_is() -> None:
-    old, new = lane("old"), replace(lane("new"), key=(1, 1))
+    old, new = lane("old"), replace(lane("new"), key=WeightVersion(1, 1))
     made = RequestScheduler(StickyLeastLoaded())
-    made.refresh([old], latest=(1, 1), now=0.0)
+    made.refresh([old], latest=WeightVersion(1, 1), now=0.0)
     made.submit(request(1, turns=0), now=0.0)
     made.submit(request(2, turns=3), now=0.0)
     assert sent(made) == {2: "old"}
-    made.refresh([old, new], latest=(1, 1), now=1.0)
+    made.refresh([old, new], latest=WeightVersion(1, 1), now=1.0)
     assert sent(made, now=1.0) == {1: "new"}
 
 

@@ -107,7 +107,7 @@ class Watched(World):
         if flight is None or status is None or status.verified is None:
             return False
         waited_for = flight.stage is Stage.GENERATING and flight.request == event.request
-        return waited_for and event.newest <= status.verified.key and not status.unproved
+        return waited_for and event.newest <= status.verified.version and not status.unproved
 
     # -- processes ------------------------------------------------------------------------------
 

@@ -18,10 +18,8 @@ from libra_cli.bench.placement import (
     RequestStream,
     bounds_of,
     folds,
-    interval,
     placement,
     returns_of,
-    table,
 )
 from libra_cli.core.scheduling.causal_estimator import CausalEstimator
 from libra_cli.core.scheduling.estimates import Estimate
@@ -190,22 +188,6 @@ def test_a_turn_without_a_tool_returns_nothing():
     plain = Turn(5, 10, "", None, 1.0)
     assert returns_of(plain) == ()
     assert returns_of(replace(plain, tool="x"))[0].outcome is ToolOutcome.OK
-
-
-def test_an_interval_over_one_seed_has_no_width():
-    assert interval([3.0]) == (3.0, 0.0)
-
-
-def test_an_interval_over_few_seeds_is_as_wide_as_students():
-    assert interval([1.0, 3.0])[1] == pytest.approx(12.7062)
-
-
-def test_the_table_has_a_line_for_every_trace_and_estimator():
-    rows = placement(trace(5), [0, 1], ["libra", "always-shortest"])
-    lines = table(rows).splitlines()
-    assert len(lines) == 3
-    assert lines[1].startswith("made | libra | ")
-    assert " - " in lines[2]
 
 
 def test_the_module_opens_no_file():

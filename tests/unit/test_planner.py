@@ -101,7 +101,7 @@ def test_equal_servers_are_taken_where_no_mix_is_much_better() -> None:
 def test_a_layout_that_cannot_run_takes_for_ever() -> None:
     search = Search(PROFILE, heavy_tailed(2000), 16, EXACT)
     layout = search.best().layout
-    tight = replace(layout, training=TrainingShape(1, 1, 1))
+    tight = replace(layout, training=TrainingShape(1, 1))
     assert search.times(tight).train_s == float("inf")
     wrong = replace(layout, buckets=(PlannedBucket(16, 1, 9999, 8),))
     assert search.times(wrong).rollout_s == float("inf")

@@ -188,13 +188,13 @@ def test_the_price_of_a_move_is_gpu_time_and_what_is_prefilled_again() -> None:
     cost_s = moves_cost_s(PROFILE, load, today, then)
     again_s = 256 / 2 * load.mean_context / 2 * PROFILE.servers[1].prefill_token_s / 8
     assert cost_s == pytest.approx(8 * PROFILE.moves.to_training_s / 32 + again_s)
-    other = replace(then, training=TrainingShape(2, 1, 12))
+    other = replace(then, training=TrainingShape(2, 12))
     resized = moves_cost_s(PROFILE, load, today, other)
     assert resized == pytest.approx(cost_s + PROFILE.moves.resize_s)
 
 
 def shape(ranks: int) -> TrainingShape:
-    return TrainingShape(1, 1, ranks)
+    return TrainingShape(1, ranks)
 
 
 @pytest.mark.parametrize("name", PLANNERS)

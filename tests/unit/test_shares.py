@@ -14,7 +14,7 @@ from libra_cli.core.cluster.gradient_workers import MAX_MISSED, GradientWorkers
 from libra_cli.core.cluster.partition import MARGIN, Speeds, deal_shares
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.rollout.groups import Group
-from libra_cli.core.types import Pool, Slot, Trajectory, TrajectoryId
+from libra_cli.core.types import Pool, Slot, Trajectory, TrajectoryId, WeightVersion
 
 
 def group(number: int, tokens: int) -> Group:
@@ -27,7 +27,7 @@ def slot(index: int, gpus: int = 1) -> Slot:
 
 
 def version(step: int, incarnation: int = 1) -> e.PublishedVersion:
-    return e.PublishedVersion(step, incarnation, f"v{step}-e{incarnation}", 1, 0.0)
+    return e.PublishedVersion(WeightVersion(incarnation, step), 1, 0.0)
 
 
 @given(

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("accelerate", "matplotlib", "numpy", "torch", "transformers", "trl", "vllm")
+HEAVY = ("accelerate", "matplotlib", "numpy", "scipy", "torch", "transformers", "trl", "vllm")
 HELP_LIMIT_S = 0.5
 
 

@@ -13,7 +13,7 @@ from libra_cli.core import events as e
 from libra_cli.core.cluster.gradient_workers import GradientWorkers
 from libra_cli.core.cluster.trainer import PARTS, TrainerGroup, TrainerState
 from libra_cli.core.rollout.groups import Group, GroupLedger, GroupState
-from libra_cli.core.types import Pool, Slot, VersionSpan
+from libra_cli.core.types import Pool, Slot, VersionSpan, WeightVersion
 from tests.elastic import scene
 
 GROUPS = 8
@@ -40,7 +40,7 @@ def speak(group: Group, member: int, version: int) -> None:
 def trainer(book: GroupLedger, *, stream: bool) -> TrainerGroup:
     training = TrainerGroup(book, GradientWorkers(1), [], checkpoint_every=100, stream=stream)
     training.start(now=0.0)
-    training.started(e.TrainerStarted(1, e.PublishedVersion(0, 1, "v0", 1, 0.0)), now=0.0)
+    training.started(e.TrainerStarted(1, e.PublishedVersion(WeightVersion(1, 0), 1, 0.0)), now=0.0)
     return training
 
 
@@ -134,7 +134,7 @@ def test_shares_are_of_the_last_part_only():
     book, workers = ledger(), GradientWorkers(1)
     training = TrainerGroup(book, workers, [], checkpoint_every=100, stream=True)
     training.start(now=0.0)
-    published = e.PublishedVersion(0, 1, "v0", 1, 0.0)
+    published = e.PublishedVersion(WeightVersion(1, 0), 1, 0.0)
     training.started(e.TrainerStarted(1, published), now=0.0)
     status = workers.of(Slot("w/0", "w", (), Pool.HYBRID), now=0.0)
     workers.publish(published)

@@ -11,14 +11,14 @@ from libra_cli.core.cluster.gradient_workers import MAX_UNREACHED, GradientWorke
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.events import PublishedVersion, WorkerStarted, WorkerSynced, WorkerSyncFailed
 from libra_cli.core.rollout.groups import Group
-from libra_cli.core.types import Pool, Slot, Trajectory, TrajectoryId
+from libra_cli.core.types import Pool, Slot, Trajectory, TrajectoryId, WeightVersion
 
 SLOT = Slot("b/0", "b", (), Pool.HYBRID)
 
 
 def version(number: int) -> PublishedVersion:
     """As the trainer published it."""
-    return PublishedVersion(number, 1, f"v{number:06d}-e1", 1000, 0.0)
+    return PublishedVersion(WeightVersion(1, number), 1000, 0.0)
 
 
 def groups(count: int) -> list[Group]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from libra_cli.bench.experiments import profile_of
 from libra_cli.config.errors import LibraError, StateError
@@ -264,4 +265,4 @@ def _starts(history: Iterable[SlotStateRecord], moves: Sequence[MoveRecord]) -> 
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    return fmean(values) if values else None

@@ -201,7 +201,7 @@ class MeasurementHarness:
             incarnation=EPOCH,
             prompt_ids=prompt,
             max_tokens=tokens,
-            cache_key=self._serving.key,
+            cache_key=self._serving.version,
             priority=0,
         )
         self._expect(TurnGenerated, await self._up(self._servers).generate(action))

@@ -192,7 +192,7 @@ def _provenance(
     ]
     servers = [
         f"TP{shape.tensor_parallel}, {shape.servers} at once: "
-        f"{fits[shape.tensor_parallel].fit.told()}"
+        f"{fits[shape.tensor_parallel].fit.summary()}"
         for shape in measured.shapes
     ]
     sharing = [
@@ -205,7 +205,7 @@ def _provenance(
         "hosts": "; ".join(hosts),
         "vllm": ", ".join(sorted({shape.facts.version for shape in measured.shapes})),
         "servers": "; ".join(servers),
-        "training": f"{measured.ranks} ranks: {training.told()}",
+        "training": f"{measured.ranks} ranks: {training.summary()}",
         "sharing": "; ".join(sharing),
         "moves": "starts of servers and trainer as measured; a move is made up of them",
         "bandwidths": "assumed, not measured",

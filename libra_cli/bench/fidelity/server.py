@@ -21,7 +21,6 @@ from typing import Any
 from libra_cli.config.errors import LibraError
 from libra_cli.core.types import Seconds, Tokens
 from libra_cli.sim.engine import Engine, EngineRequest, FinishedRequest, StepTimes
-from libra_cli.sim.layer_times import layer_times
 
 
 class RunError(LibraError):
@@ -78,50 +77,6 @@ class Fidelity:
         """Whether mean, P99 and makespan are within ``error``, and the correlation above."""
         worst = max(abs(self.mean_error), abs(self.p99_error), abs(self.makespan_error))
         return worst <= error and self.correlation >= correlation
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One recording against its profile, with ``overhead_s`` added to every step."""
-
-    run: str
-    overhead_s: Seconds
-    fidelity: Fidelity
-
-
-OVERHEADS: tuple[Seconds, ...] = (0.0, 0.002, 0.004, 0.02)
-"""Of an engine step beyond its kernels, that results are given for."""
-
-
-def check_recordings(folder: Path, overheads: Sequence[Seconds] = OVERHEADS) -> list[Check]:
-    """Compare every recording in a calibration folder with its profile there; nothing is fitted.
-
-    ``engine_runs/<gpu>_<model>_requests.jsonl`` and ``..._meta.json`` are recordings,
-    ``engine_perf/<gpu>_<model>_tp<n>_*.csv.gz`` profiles. Raises RunError where there is no
-    recording, and LayerProfileError for one whose profile is missing.
-    """
-    runs = sorted((folder / "engine_runs").glob("*_requests.jsonl"))
-    if not runs:
-        raise RunError(
-            f"{folder / 'engine_runs'}: no *_requests.jsonl here",
-            hint="give the folder that holds engine_runs/ and engine_perf/",
-        )
-    checks = []
-    for path in runs:
-        name = path.name.removesuffix("_requests.jsonl")
-        run = read_run(path, path.with_name(f"{name}_meta.json"))
-        for overhead in overheads:
-            times = layer_times(
-                folder / "engine_perf",
-                name.partition("_")[0],
-                run.model,
-                run.tensor_parallel,
-                chunk_tokens=run.chunk_tokens,
-                overhead_s=overhead,
-            )
-            found = fidelity(times, run.requests, run.max_num_seqs)
-            checks.append(Check(name, overhead, found))
-    return checks
 
 
 def read_run(requests: Path, meta: Path) -> RecordedRun:

@@ -49,7 +49,7 @@ class Speeds:
 
     def of(self, status: Replica) -> float:
         """Of a worker, or the core's by the number of GPUs."""
-        guess = self.of_core() * (len(status.slot.gpus) or 1) / self._core_gpus
+        guess = self.of_core() * status.slot.num_devices / self._core_gpus
         return MARGIN * self._workers.get(status.slot.id, guess)
 
 

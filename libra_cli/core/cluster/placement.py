@@ -77,7 +77,7 @@ def processes_per_node(slots: tuple[Slot, ...], train: frozenset[SlotId]) -> dic
     counts: Counter[str] = Counter()
     for slot in slots:
         if slot.id in train:
-            counts[slot.node] += len(slot.gpus) or 1
+            counts[slot.node] += slot.num_devices
     return dict(counts)
 
 
@@ -155,7 +155,7 @@ def _fill_buckets(recipe: Recipe, serving: tuple[Slot, ...]) -> tuple[tuple[Slot
                 up_to_tokens=spec.up_to_tokens or recipe.model.max_len,
             )
     if free:
-        shape = len(free[0].gpus) or 1
+        shape = free[0].num_devices
         given = ", ".join(f"{b.name} {b.tensor_parallel}" for b in recipe.rollout.buckets)
         raise PlanError(
             "rollout.buckets",
@@ -166,7 +166,7 @@ def _fill_buckets(recipe: Recipe, serving: tuple[Slot, ...]) -> tuple[tuple[Slot
 
 
 def _take(index: int, spec: BucketSpec, free: list[Slot]) -> list[Slot]:
-    fitting = [slot for slot in free if (len(slot.gpus) or 1) == spec.tensor_parallel]
+    fitting = [slot for slot in free if slot.num_devices == spec.tensor_parallel]
     wanted = spec.slots or max(len(fitting), 1)
     if len(fitting) < wanted:
         key = "tensor_parallel" if spec.slots is None else "slots"

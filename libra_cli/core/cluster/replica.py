@@ -17,7 +17,7 @@ from json import dumps
 from libra_cli.config.errors import IllegalMove
 from libra_cli.core.events import PublishedVersion
 from libra_cli.core.records import SlotRecord
-from libra_cli.core.types import Bucket, Role, Seconds, Slot, Version
+from libra_cli.core.types import Bucket, Role, Seconds, Slot, WeightVersion
 
 
 class ReplicaState(StrEnum):
@@ -84,9 +84,8 @@ class Replica:
     verified: PublishedVersion | None = None
     #: The version being loaded; None when no sync is under way.
     syncing: PublishedVersion | None = None
-    #: Versions that it may have generated with, whose proof broke off: (trainer incarnation,
-    #: version).
-    unproved: set[tuple[int, Version]] = field(default_factory=set)
+    #: Versions that it may have generated with, whose proof broke off.
+    unproved: set[WeightVersion] = field(default_factory=set)
     #: A server that never served has a wrong configuration: it is not started again.
     has_served: bool = False
     reachable: bool = True
@@ -180,7 +179,7 @@ def slot_record(status: Replica, *, now: Seconds, waiting: int = 0) -> SlotRecor
         since=status.since,
         incarnation=status.incarnation,
         bucket=status.bucket.name if status.bucket else "",
-        version=status.verified.version if status.verified else None,
+        version=status.verified.version.step if status.verified else None,
         verified=status.verified is not None,
         running=status.running,
         waiting=waiting,

@@ -94,7 +94,7 @@ class RolloutServers:
             self._changed = False
             routable = [status for status in self.slots.values() if status.routable]
             lanes = [self._lane(status) for status in routable]
-            latest = self.latest.key if self.latest else None
+            latest = self.latest.version if self.latest else None
             self._scheduler.refresh(lanes, latest=latest, now=now)
 
     def _lane(self, status: Replica) -> ServerQueue:
@@ -102,11 +102,11 @@ class RolloutServers:
         assert status.verified is not None
         lane = self._lanes.get(status.slot.id)
         if lane is None:
-            cost, key = self._costs.of(status.bucket), status.verified.key
+            cost, key = self._costs.of(status.bucket), status.verified.version
             lane = self._lanes[status.slot.id] = ServerQueue(
                 status.slot.id, status.bucket, cost, key
             )
-        lane.key, lane.bucket = status.verified.key, status.bucket
+        lane.key, lane.bucket = status.verified.version, status.bucket
         return lane
 
     @property
@@ -216,7 +216,7 @@ class RolloutServers:
             return []
         status.verified, status.syncing, status.failures = event.published, None, 0
         status.loaded_at = event.served_at
-        status.unproved.discard(event.published.key)
+        status.unproved.discard(event.published.version)
         if status.state is ReplicaState.JOINING:
             status.move(ReplicaState.SERVING, now=now)
             status.has_served = True
@@ -231,7 +231,7 @@ class RolloutServers:
         record: Action = Save(_sync_record(event, now))
         if event.answered:
             return [record, *self.take_out(status, event.reason, now=now)]
-        status.unproved.add(event.published.key)
+        status.unproved.add(event.published.version)
         return [record, *self.request_failed(status, event.reason, now=now)]
 
     def request_failed(self, status: Replica, reason: str, *, now: Seconds) -> list[Action]:
@@ -350,8 +350,8 @@ def _sync_record(event: ServerSynced | SyncFailed, now: Seconds) -> SyncRecord:
     return SyncRecord(
         slot=event.slot,
         incarnation=event.incarnation,
-        version=event.published.version,
-        trainer_incarnation=event.published.trainer_incarnation,
+        version=event.published.version.step,
+        trainer_incarnation=event.published.version.trainer_incarnation,
         published_at=event.published.at,
         served_at=done.served_at if done else now,
         verified_at=now,

@@ -16,9 +16,10 @@ slots are held free until then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from enum import StrEnum
+from statistics import fmean
 
 from libra_cli.core.actions import (
     Accumulate,
@@ -174,7 +175,7 @@ class TrainerGroup:
         self.state, self._ever_started = TrainerState.READY, True
         self.held = []
         self._idle_since = self._step_ended = now
-        self.step = event.published.version
+        self.step = event.published.version.step
         self._asked_step = self.checkpoint_step
         self._ledger.rollback(self.step)
         self._batch, self._parts, self._awaited = [], 0, 0
@@ -183,8 +184,8 @@ class TrainerGroup:
     def _publish(self, published: PublishedVersion) -> list[Action]:
         self.published = published
         row = VersionRecord(
-            version=published.version,
-            trainer_incarnation=published.trainer_incarnation,
+            version=published.version.step,
+            trainer_incarnation=published.version.trainer_incarnation,
             published_at=published.at,
             bytes=published.bytes,
         )
@@ -301,7 +302,7 @@ class TrainerGroup:
 
     def _sample(self, trajectory: Trajectory) -> TrainSample:
         assert self.published is not None
-        fresh = trajectory.single_version == self.published.key
+        fresh = trajectory.single_version == self.published.version
         return TrainSample(trajectory, self._staleness(trajectory), fresh)
 
     def _staleness(self, trajectory: Trajectory) -> int:
@@ -368,7 +369,7 @@ class TrainerGroup:
             started_at=self._batch_at,
             ended_at=now,
             waited_s=self._batch_at - self._idle_since,
-            reward=_mean([member.reward or 0.0 for member in members]),
+            reward=fmean(member.reward or 0.0 for member in members),
             loss=metrics.get("loss") or 0.0,
             grad_norm=metrics.get("grad_norm") or 0.0,
             learning_rate=metrics.get("learning_rate") or 0.0,
@@ -380,9 +381,9 @@ class TrainerGroup:
             logprob_gap_tokens=int(metrics.get("logprob_gap_tokens") or 0),
             generated_tokens=sum(lengths),
             context_tokens=sum(len(member.token_ids) for member in members),
-            mean_length=_mean(lengths),
+            mean_length=fmean(lengths),
             p99_length=float(lengths[int(0.99 * (len(lengths) - 1))]),
-            staleness_mean=_mean(staleness),
+            staleness_mean=fmean(staleness),
             staleness_max=max(staleness),
             tokens_per_s=sum(lengths) / seconds,
             trainer_s=metrics.get("trainer_s") or 0.0,
@@ -394,7 +395,3 @@ class TrainerGroup:
         busy = self.state is TrainerState.BUSY
         assert not busy or self.published is not None, "busy before the first version"
         assert self.step >= self.checkpoint_step, f"step {self.step} < {self.checkpoint_step}"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

@@ -1,32 +1,26 @@
-"""Prices from measured times: least squares, with no price below 0.
+"""Prices from measured times: least squares in which no price is below 0.
 
     seconds of an observation = sum over the columns of (price x amount)
 
 Errors are relative: an observation counts by how many percent it is off, so that a step of a
-millisecond and one of a minute weigh alike. What is below 0 in the plain solution is worth nothing,
-and which prices that leaves is found by trying every set of columns: exact, and quick for the
-handful of columns a law has.
+millisecond and one of a minute weigh alike. The solver is scipy's ``nnls`` (Lawson and Hanson,
+*Solving Least Squares Problems*, 1974, chapter 23).
 
-Guarantee: the best non-negative prices there are, to rounding; the same for any order of the
-observations. Limit: columns that always rise together cannot be told apart; the smaller set that
-explains as much is taken, and the rest is 0.
+Guarantee: the best non-negative prices there are, to rounding. Limit: columns that always rise
+together cannot be told apart; one of the equally good solutions is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from typing import Any
 
 from libra_cli.config.errors import LibraError
 from libra_cli.core.types import Seconds
 
 SPARE = 2
-"""Observations a fit must have beyond its columns."""
-SINGULAR = 1e-10
-"""Of a column's own size: what is left of it below this is made of the columns before it."""
-GAIN = 1e-9
-"""Of the squared error: a column that explains less than this more is left out."""
+"""Observations a fit must have beyond its columns; chosen, not measured."""
 
 
 class FittingError(LibraError):
@@ -53,8 +47,8 @@ class Fit:
     mean_error: float
     worst_error: float
 
-    def told(self) -> str:
-        """For people."""
+    def summary(self) -> str:
+        """The number of measurements and the errors, for people."""
         return (
             f"{self.observations} measurements, {self.mean_error:.1%} off on average, "
             f"{self.worst_error:.1%} at worst"
@@ -62,7 +56,7 @@ class Fit:
 
 
 def fit(what: str, columns: Sequence[str], observed: Sequence[Observed]) -> Fit:
-    """The prices of ``columns`` that explain the observations best.
+    """The prices of ``columns``, in seconds a unit, that explain the observations best.
 
     Raises:
         FittingError: too few observations, all alike, or a time that is none; says of ``what``.
@@ -77,55 +71,21 @@ def fit(what: str, columns: Sequence[str], observed: Sequence[Observed]) -> Fit:
     if any(not 0 < point.seconds < float("inf") for point in observed):
         raise FittingError(f"{what}: a measurement took no time, or for ever; measure again")
     rows = [[amount / point.seconds for amount in point.amounts] for point in observed]
-    prices = _best(rows, len(columns))
+    # Columns differ by factors of a million, and the solver's tolerance is absolute.
+    scales = [max(map(abs, column)) or 1.0 for column in zip(*rows, strict=True)]
+    scaled = [[x / scale for x, scale in zip(row, scales, strict=True)] for row in rows]
+    found = non_negative_least_squares(scaled, [1.0] * len(rows))
+    prices = tuple(x / scale for x, scale in zip(found, scales, strict=True))
     if not any(prices):
         raise FittingError(f"{what}: the times measured do not depend on what was done")
     errors = [abs(sum(p * a for p, a in zip(prices, row, strict=True)) - 1.0) for row in rows]
     return Fit(prices, len(observed), sum(errors) / len(errors), max(errors))
 
 
-def _best(rows: Sequence[Sequence[float]], width: int) -> tuple[float, ...]:
-    """The non-negative solution of ``rows x prices = 1`` with the least squared error."""
-    scales = [max(abs(row[column]) for row in rows) for column in range(width)]
-    used = [column for column in range(width) if scales[column] > 0]
-    squares = {
-        (i, j): sum(row[i] * row[j] for row in rows) / (scales[i] * scales[j])
-        for i in used
-        for j in used
-    }
-    ones = {i: sum(row[i] for row in rows) / scales[i] for i in used}
-    # With x the solution of the normal equations, the squared error is len(rows) - x . ones.
-    best, explained = dict.fromkeys(used, 0.0), 0.0
-    for columns in _subsets(used):
-        matrix = [[squares[i, j] for j in columns] for i in columns]
-        found = solve(matrix, [ones[i] for i in columns])
-        if found is None or min(found) < 0:
-            continue
-        here = sum(x * ones[i] for i, x in zip(columns, found, strict=True))
-        if here > explained + GAIN * len(rows):
-            best, explained = dict(zip(columns, found, strict=True)), here
-    return tuple(best.get(i, 0.0) / scales[i] if scales[i] else 0.0 for i in range(width))
+def non_negative_least_squares(matrix: Any, right: Any) -> tuple[float, ...]:
+    """The ``x >= 0`` with the least ``|matrix x - right|``; any two- and one-dimensional arrays."""
+    # Here, not above: it takes half a second to import, and most commands fit nothing.
+    from scipy.optimize import nnls
 
-
-def _subsets(columns: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Every set of them but the empty one, small ones first."""
-    for size in range(1, len(columns) + 1):
-        yield from combinations(columns, size)
-
-
-def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float] | None:
-    """Of a small symmetric positive definite system, by elimination; None if it is singular."""
-    size = len(right)
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for pivot in range(size):
-        if rows[pivot][pivot] <= SINGULAR * abs(matrix[pivot][pivot]):
-            return None
-        for below in range(pivot + 1, size):
-            factor = rows[below][pivot] / rows[pivot][pivot]
-            for column in range(pivot, size + 1):
-                rows[below][column] -= factor * rows[pivot][column]
-    found = [0.0] * size
-    for row in range(size - 1, -1, -1):
-        known = sum(rows[row][column] * found[column] for column in range(row + 1, size))
-        found[row] = (rows[row][size] - known) / rows[row][row]
-    return found
+    solution, _ = nnls(matrix, right, maxiter=100 * len(right))
+    return tuple(map(float, solution))

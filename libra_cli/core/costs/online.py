@@ -9,9 +9,13 @@ seconds over that prediction, and weights w that fade by ``1 - 1 / MEMORY`` an o
 
 So a prior that is wrong by one factor everywhere (s, the level) costs nothing, and what the
 observations cannot tell apart (a server always as full as now) keeps the proportions of the prior.
-Recursive: the sums are all that is kept. What is beyond ``OUTLIER`` times the level, either way,
-counts as that much. Readings of a server come at equal times, so one with longer steps stands for
-fewer of them and weighs that much less (w = level / y): a stall is not a thousand slow steps.
+The sums are all that is kept, and are kept here: neither numpy nor scipy has recursive least
+squares with a forgetting factor. What they come to is left to ``nnls``: with L the Cholesky factor
+of the matrix above, the z >= 0 with the least |L' z - L^-1 (right side)|.
+
+What is beyond ``OUTLIER`` times the level, either way, counts as that much. Readings of a server
+come at equal times, so one with longer steps stands for fewer of them and weighs that much less
+(w = level / y): a stall is not a thousand slow steps.
 
 Guarantee: constant memory and time an observation; prices are never negative, and 0 where the prior
 is 0; with no observation the prior. Limit: it learns what a step takes in use, the prefill of
@@ -25,17 +29,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import exp, log
 
-from libra_cli.core.costs.fitting import solve
+from libra_cli.core.costs.fitting import non_negative_least_squares
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.types import Bucket, Seconds
 
 MEMORY = 500.0
-"""Observations until one has faded to 1/e."""
+"""Observations until one has faded to 1/e; chosen, not measured."""
 TRUST = 0.1
-"""What the prior's proportions weigh, in observations."""
+"""What the prior's proportions weigh, in observations; chosen, not measured."""
 OUTLIER = 8.0
+"""Times the level, beyond which an observation counts as that much; chosen, not measured."""
 SETTLED = 8
-"""Observations before one can be an outlier."""
+"""Observations before one can be an outlier; chosen, not measured."""
 
 
 class FadingLine:
@@ -93,18 +98,14 @@ class FadingLine:
         factors = self._factors()
         return tuple(price * factor for price, factor in zip(self._prior, factors, strict=True))
 
-    def _factors(self) -> list[float]:
-        free = list(range(len(self._prior)))
-        while free:
-            matrix = [[self._squares[i][j] + self._trust * (i == j) for j in free] for i in free]
-            found = solve(matrix, [self._products[i] + self._trust * self.level for i in free])
-            assert found is not None, "TRUST keeps it definite"
-            least = min(range(len(free)), key=found.__getitem__)
-            if found[least] >= 0:
-                factors = dict(zip(free, found, strict=True))
-                return [factors.get(i, 0.0) for i in range(len(self._prior))]
-            del free[least]
-        return [self.level for _ in self._prior]
+    def _factors(self) -> tuple[float, ...]:
+        # Here, not above: most commands learn nothing.
+        import numpy as np
+
+        size = len(self._prior)
+        lower = np.linalg.cholesky(np.array(self._squares) + self._trust * np.eye(size))
+        right = np.array(self._products) + self._trust * self.level
+        return non_negative_least_squares(lower.T, np.linalg.solve(lower, right))
 
 
 class Refiner:

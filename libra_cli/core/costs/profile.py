@@ -1,12 +1,11 @@
 """What the planner prices with: servers, training steps, moves; one ``Profile`` of all.
 
-Training, for ``w`` ranks shaped TP x PP x DP, with ``T`` tokens and ``Q`` pairs of them a step::
+Training, for ``w`` ranks shaped TP x DP, with ``T`` tokens and ``Q`` pairs of them a step::
 
     compute = max((token_s x T + pair_s x Q) / w, the longest trajectory on one replica)
-    gather  = micro batches of a replica x 3 x parameters / (TP x PP) x (DP - 1) / DP / bandwidth
+    gather  = micro batches of a replica x 3 x parameters / TP x (DP - 1) / DP / bandwidth
     reduce  = T / DP x tp_bytes x 2 (TP - 1) / TP / bandwidth inside the node
-    seconds = step_s + (compute + exposed x gather + reduce) / (1 - bubble)
-    bubble  = (PP - 1) / (PP + micro batches - 1)
+    seconds = step_s + compute + exposed x gather + reduce
 
 ``gather`` is sharded data parallelism (parameters gathered forward and backward, gradients
 scattered: three times the parameters each micro batch), most of it under the compute; ``reduce`` is
@@ -59,16 +58,15 @@ class TrainingShape:
     """How a trainer's ranks are arranged."""
 
     tensor_parallel: int = 1
-    pipeline_parallel: int = 1
     data_parallel: int = 1
 
     @property
     def gpus(self) -> int:
         """Ranks."""
-        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+        return self.tensor_parallel * self.data_parallel
 
     def __str__(self) -> str:
-        return f"TP {self.tensor_parallel} x PP {self.pipeline_parallel} x DP {self.data_parallel}"
+        return f"TP {self.tensor_parallel} x DP {self.data_parallel}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +94,6 @@ class MemoryModel:
     def weights_gib(self, tensor_parallel: int) -> float:
         """bf16 weights on each GPU of a server."""
         return 2 * self.parameters / tensor_parallel / GIB
-
-    def kv_room(self, tensor_parallel: int) -> Tokens:
-        """KV tokens of a server with this many GPUs; 0 if not even its weights fit."""
-        free = self.usable_gib - self.weights_gib(tensor_parallel) - self.server_overhead_gib
-        return max(0, int(free * GIB * tensor_parallel / self.kv_bytes))
 
     def server_gib(self, tensor_parallel: int, kv_tokens: Tokens) -> float:
         """Memory on each GPU of a server that holds ``kv_tokens``."""
@@ -131,33 +124,27 @@ class TrainingCost:
         """A step of this workload."""
         busy = self.compute_s(shape, workload) + self.exposed * self._gather_s(shape, workload)
         busy += self._reduce_s(shape, workload)
-        return self.step_s + busy / (1 - self.bubble(shape, workload))
+        return self.step_s + busy
 
     def compute_s(self, shape: TrainingShape, workload: Workload) -> Seconds:
         """Arithmetic of a step: shared evenly, but no replica has less than a whole trajectory."""
         even = (self.token_s * workload.tokens + self.pair_s * workload.pairs) / shape.gpus
         context = workload.longest.context
         longest = self.token_s * context + self.pair_s * context**2 / 2
-        return max(even, longest / (shape.tensor_parallel * shape.pipeline_parallel))
+        return max(even, longest / shape.tensor_parallel)
 
     def communication_ratio(self, shape: TrainingShape, workload: Workload) -> float:
         """Seconds of communication, hidden or not, for each second of arithmetic."""
         moved = self._gather_s(shape, workload) + self._reduce_s(shape, workload)
         return moved / self.compute_s(shape, workload)
 
-    def bubble(self, shape: TrainingShape, workload: Workload) -> float:
-        """Share of a pipeline's time that a stage waits."""
-        stages = shape.pipeline_parallel
-        return (stages - 1) / (stages + self._micro_batches(shape, workload) - 1)
-
     def memory_gib(self, shape: TrainingShape, longest_context: Tokens) -> float:
         """The most that a rank holds at once."""
         facts, tokens = self.facts, max(self.micro_tokens, longest_context)
         states = SHARD_BYTES * facts.parameters / shape.gpus
-        split = shape.tensor_parallel * shape.pipeline_parallel
         layer = 2 * 2 * facts.parameters / facts.layers / shape.tensor_parallel
         inside = 34 * facts.hidden * tokens / shape.tensor_parallel
-        boundaries = 2 * facts.hidden * facts.layers * tokens / split
+        boundaries = 2 * facts.hidden * facts.layers * tokens / shape.tensor_parallel
         logits = 6 * facts.vocabulary * min(tokens, LOGIT_TOKENS) / shape.tensor_parallel
         held = states + layer + boundaries + max(inside, logits)
         return held / GIB + facts.trainer_overhead_gib
@@ -177,10 +164,10 @@ class TrainingCost:
         return max(1.0, workload.tokens / shape.data_parallel / self.micro_tokens)
 
     def _gather_s(self, shape: TrainingShape, workload: Workload) -> Seconds:
-        split, replicas = shape.tensor_parallel * shape.pipeline_parallel, shape.data_parallel
+        degree, replicas = shape.tensor_parallel, shape.data_parallel
         inside = shape.gpus <= self.node_gpus
         bandwidth = self.node_bandwidth if inside else self.network_bandwidth
-        shard = 3 * 2 * self.facts.parameters / split * (replicas - 1) / replicas
+        shard = 3 * 2 * self.facts.parameters / degree * (replicas - 1) / replicas
         return self._micro_batches(shape, workload) * shard / bandwidth
 
     def _reduce_s(self, shape: TrainingShape, workload: Workload) -> Seconds:

@@ -81,10 +81,6 @@ class ServerCost:
         """Seconds of one step that decodes ``batch`` sequences holding ``kv_tokens`` in all."""
         return self.step_s + self.sequence_s * batch + self.kv_token_s * kv_tokens
 
-    def decode_s(self, tokens: float, *, batch: float, kv_tokens: float) -> float:
-        """Seconds until a sequence has ``tokens`` more, at that load all the while."""
-        return tokens * self.decode_step_s(batch, kv_tokens)
-
     def decode_line(self, batch: int, kv_tokens: int) -> tuple[float, float, int]:
         """Time of the next decode step, its growth a step, and for how many steps that holds."""
         step = self.step_s + self.sequence_s * batch + self.kv_token_s * kv_tokens

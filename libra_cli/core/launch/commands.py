@@ -34,7 +34,7 @@ from typing import Literal, TypeAlias
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.config.rules import SECRET_NAME
 from libra_cli.core.cluster.placement import initial_plan, processes_per_node, slots_of
-from libra_cli.core.types import Bucket, Plan, Pool, Slot, SlotId
+from libra_cli.core.types import Bucket, Plan, Pool, Slot, SlotId, node_of
 
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
 
@@ -125,7 +125,7 @@ def ports_needed(recipe: Recipe, plan: Plan) -> dict[str, tuple[str, ...]]:
         if hybrid:
             worker = worker_of(slot.id)
             names[slot.node] += [worker, f"side-{worker}", f"rendezvous-{worker}"]
-    names[_node_of(plan.train[0])] += ["trainer", "rendezvous"]
+    names[node_of(plan.train[0])] += ["trainer", "rendezvous"]
     if len(recipe.nodes) > 1:
         for entries in names.values():
             entries.append("weights")
@@ -283,7 +283,7 @@ def worker_process(
 ) -> ProcessSpec:
     """The gradient worker of a slot: a world of its own, one rank a GPU."""
     process = worker_of(slot.id)
-    world_size = len(slot.gpus) or 1
+    world_size = slot.num_devices
     config = _policy_config(recipe, run_id, model_dir, world_size) | {
         "slot": slot.id,
         "incarnation": incarnation,
@@ -380,21 +380,21 @@ def dry_run(recipe: Recipe, facts: Mapping[str, HostFacts] | None = None) -> tup
         node: dict(zip(names, range(recipe.node(node).port_range[0], 65536), strict=False))
         for node, names in ports_needed(recipe, plan).items()
     }
-    head = ports[_node_of(plan.train[0])]
+    head = ports[node_of(plan.train[0])]
     model_dirs = {
         node: recipe.model.path or f"{there.workdir}/models/<built>"
         for node, there in known.items()
     }
-    builder = known[_node_of(plan.train[0])]
+    builder = known[node_of(plan.train[0])]
     specs = [model_process(recipe, builder)] if recipe.model.build is not None else []
     specs += [
         server_process(
             recipe,
             slots[slot],
             bucket,
-            known[_node_of(slot)],
-            port=ports[_node_of(slot)][process_of(slot)],
-            model_dir=model_dirs[_node_of(slot)],
+            known[node_of(slot)],
+            port=ports[node_of(slot)][process_of(slot)],
+            model_dir=model_dirs[node_of(slot)],
         )
         for slot, bucket in plan.servers
     ]
@@ -517,7 +517,3 @@ def _argv(flags: Mapping[str, str | int | float | None]) -> Iterator[str]:
         yield flag
         if value is not None:
             yield str(value)
-
-
-def _node_of(slot: SlotId) -> str:
-    return slot.rpartition("/")[0]

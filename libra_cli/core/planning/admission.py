@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, log
+from statistics import fmean
 
 from libra_cli.core.planning.search import Times
 from libra_cli.core.types import Seconds, Tokens
@@ -63,7 +64,7 @@ def horizon(lengths: Sequence[float], steps_left: int | None) -> float:
     half = len(recent) // 2
     steps: float = most
     if half:
-        old, new = _mean(recent[:half]), _mean(recent[-half:])
+        old, new = fmean(recent[:half]), fmean(recent[-half:])
         rate = abs(log(max(new, 1.0) / max(old, 1.0))) / (len(recent) - half)
         steps = min(most, max(least, log(1 + DRIFT) / rate)) if rate > 0 else most
     return steps if steps_left is None else min(steps, steps_left)
@@ -72,7 +73,3 @@ def horizon(lengths: Sequence[float], steps_left: int | None) -> float:
 def drifted(before: Tokens | float, now: Tokens | float) -> bool:
     """Whether a plan for the one mean length is stale for the other."""
     return abs(log(max(now, 1.0) / max(before, 1.0))) > log(1 + DRIFT)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

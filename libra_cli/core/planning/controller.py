@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 from json import dumps
+from statistics import fmean
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import Action, AnswerOrder, Propose, Save
@@ -227,4 +228,4 @@ def _words(plan: Plan) -> str:
 
 
 def _mean(values: deque[Seconds]) -> Seconds | None:
-    return sum(values) / len(values) if values else None
+    return fmean(values) if values else None

@@ -83,7 +83,7 @@ def propose_plan(
     Raises NothingFits if no plan of the recipe can run.
     """
     admission = admission or Admission()
-    gpus = sum(_size(slot) for slot in slots)
+    gpus = sum(slot.num_devices for slot in slots)
     seats = max(bucket.max_num_seqs for bucket in recipe.rollout.buckets)
     settings = PlannerSettings(max_num_seqs=seats, training_shapes=(1,))
     today = layout_of(current, slots)
@@ -117,7 +117,7 @@ def propose_plan(
 
 def layout_of(plan: Plan, slots: Iterable[Slot]) -> Layout:
     """A plan as numbers of servers and of ranks; slots without GPUs count as one."""
-    sizes = {slot.id: _size(slot) for slot in slots}
+    sizes = {slot.id: slot.num_devices for slot in slots}
     counts: dict[Bucket, int] = {}
     for _, bucket in plan.servers:
         counts[bucket] = counts.get(bucket, 0) + 1
@@ -128,10 +128,6 @@ def layout_of(plan: Plan, slots: Iterable[Slot]) -> Layout:
     )
     ranks = sum(sizes.get(slot, 1) for slot in (*plan.train, *plan.gradient))
     return Layout(buckets, TrainingShape(data_parallel=max(1, ranks)))
-
-
-def _size(slot: Slot) -> int:
-    return len(slot.gpus) or 1
 
 
 def held(slots: tuple[Slot, ...], pins: Mapping[SlotId, Role], head: SlotId) -> tuple[Slot, ...]:
@@ -173,7 +169,7 @@ def _choices(slots: tuple[Slot, ...], current: Plan) -> Iterator[frozenset[SlotI
 
 
 def _by_size(slots: tuple[Slot, ...], free: list[SlotId]) -> list[SlotId]:
-    sizes = {slot.id: _size(slot) for slot in slots}
+    sizes = {slot.id: slot.num_devices for slot in slots}
     return sorted(free, key=lambda slot: -sizes[slot])
 
 
@@ -214,7 +210,7 @@ def _moves(
         old, new = roles.get(slot.id, "idle"), after.get(slot.id, "idle")
         if old == new:
             continue
-        seconds = prices.start(_size(slot))
+        seconds = prices.start(slot.num_devices)
         if new in _TRAINS:
             seconds = prices.to_training_s
         elif old in _TRAINS:

@@ -1,9 +1,9 @@
-"""How fast any number of GPUs can train a step: a tree TP -> PP -> DP, pruned.
+"""How fast any number of GPUs can train a step: a tree TP -> DP, pruned.
 
-A branch is cut where a rank does not hold what it must, where communication takes more than
-``MAX_COMMUNICATION`` of the arithmetic, or where a pipeline waits more than ``MAX_BUBBLE`` of its
-time; memory is looked at first, since the other two can be waited out and it cannot. PP is 1: no
-trainer of ours has pipelines yet, and the tree has the level so that one can.
+A branch is cut where a rank does not hold what it must, or where communication takes more than
+``MAX_COMMUNICATION`` of the arithmetic; memory is looked at first, since communication can be
+waited out and it cannot. The tree and its bound are those of Libra (arXiv 2606.03077), without its
+levels for pipelines and experts, which no trainer here has.
 
 Guarantee: ``best(gpus)`` is the fastest shape left of all with at most that many GPUs, and never
 slower with more of them. If pruning for speed would leave a budget without any shape, the fastest
@@ -20,24 +20,23 @@ from libra_cli.core.costs.workload import Workload
 from libra_cli.core.types import Seconds
 
 MAX_COMMUNICATION = 0.5
-MAX_BUBBLE = 0.3
-PIPELINES = (1,)
+"""Seconds of communication for each second of arithmetic; as published for Libra."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """A shape and what it comes to: a step's seconds, a rank's memory, the two ratios."""
+    """A shape and what it comes to: a step's seconds, a rank's memory in GiB, and the seconds of
+    communication for each second of arithmetic."""
 
     shape: TrainingShape
     seconds: Seconds
     memory_gib: float
     communication: float
-    bubble: float
 
     @property
     def is_lean(self) -> bool:
-        """Whether neither communication nor bubble would prune it."""
-        return self.communication <= MAX_COMMUNICATION and self.bubble <= MAX_BUBBLE
+        """Whether communication would not prune it."""
+        return self.communication <= MAX_COMMUNICATION
 
 
 LARGEST = 256
@@ -76,7 +75,6 @@ class TrainingTree:
             seconds=self._cost.seconds(shape, self._workload),
             memory_gib=self._cost.memory_gib(shape, self._longest),
             communication=self._cost.communication_ratio(shape, self._workload),
-            bubble=self._cost.bubble(shape, self._workload),
         )
 
     def fits(self, shape: TrainingShape) -> bool:
@@ -116,9 +114,8 @@ class TrainingTree:
 
     def _shapes(self, gpus: int) -> Iterator[TrainingShape]:
         for tensor in self._degrees:
-            for pipeline in PIPELINES:
-                for data in range(1, gpus // (tensor * pipeline) + 1):
-                    yield TrainingShape(tensor, pipeline, data)
+            for data in range(1, gpus // tensor + 1):
+                yield TrainingShape(tensor, data)
 
 
 def _faster(one: TrainingPlan | None, other: TrainingPlan | None) -> TrainingPlan | None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import PlanError, plan_with
-from libra_cli.core.types import Plan, Pool, Role, Slot, SlotId
+from libra_cli.core.types import Plan, Pool, Role, Slot, SlotId, node_of
 
 ROLES = (Role.TRAIN, Role.GRADIENT, Role.ROLLOUT)
 
@@ -138,7 +138,7 @@ def _check(
             f"{serving} slots would serve, and planner.min_rollout is {least}: without servers "
             "nothing is left to train on"
         )
-    head = core[0].rpartition("/")[0]
+    head = node_of(core[0])
     if chosen[core[0]] is not Role.TRAIN:
         raise OrderRefused(
             f"slot {core[0]} holds the core's first rank, which publishes the weights: it stays "

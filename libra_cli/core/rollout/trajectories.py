@@ -58,6 +58,7 @@ from libra_cli.core.types import (
     TrajectoryId,
     Version,
     VersionSpan,
+    WeightVersion,
 )
 
 
@@ -109,7 +110,7 @@ class ActiveTrajectory:
     parts: list[TurnGenerated] = field(default_factory=list)
     #: What it waits for or waited for last, and the cache key of its last turn.
     asked: Request | None = None
-    turn_key: tuple[int, Version] | None = None
+    turn_key: WeightVersion | None = None
     prompt: Tokens = 0
     #: Of the tokens it has yet to generate.
     estimate: Estimate = UNKNOWN
@@ -205,7 +206,7 @@ class Trajectories:
             incarnation=status.incarnation,
             prompt_ids=tokens[:],
             max_tokens=self._room(flight),
-            cache_key=status.verified.key,
+            cache_key=status.verified.version,
             priority=flight.trajectory.id.group,
         )
 
@@ -340,11 +341,11 @@ class Trajectories:
             return []
         status = self._servers.slots[event.slot]
         assert status.verified is not None, f"{event.slot} answered before it proved a version"
-        if event.newest > status.verified.key:
+        if event.newest > status.verified.version:
             self._parked.setdefault(event.slot, {})[event.request] = event
             return []
-        incarnation = event.newest[0]
-        if any((incarnation, span.version) in status.unproved for span in event.spans):
+        trainer = event.newest.trainer_incarnation
+        if any(WeightVersion(trainer, span.version) in status.unproved for span in event.spans):
             return self._again(flight, now)
         status.failures = 0
         self._left(flight, now)
@@ -397,7 +398,7 @@ class Trajectories:
         trajectory.spans += [
             VersionSpan(span.version, start + span.start, start + span.end) for span in event.spans
         ]
-        same = all(span.version == event.cache_key[1] for span in event.spans)
+        same = all(span.version == event.cache_key.step for span in event.spans)
         key = event.cache_key if same and event.newest == event.cache_key else None
         trajectory.single_version = (
             key if trajectory.generated == 0 or trajectory.single_version == key else None

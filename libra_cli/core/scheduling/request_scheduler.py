@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 
 from libra_cli.core.scheduling.baselines import SchedulingPolicy
 from libra_cli.core.scheduling.server_queues import Request, ServerQueue, ServerQueues
-from libra_cli.core.types import Seconds, SlotId, TrajectoryId, Version
+from libra_cli.core.types import Seconds, SlotId, TrajectoryId, WeightVersion
 
 
 class RequestScheduler:
@@ -50,7 +50,7 @@ class RequestScheduler:
         self,
         lanes: Iterable[ServerQueue],
         *,
-        latest: tuple[int, Version] | None = None,
+        latest: WeightVersion | None = None,
         now: Seconds,
     ) -> None:
         """These are the routable servers now, and ``latest`` the newest version.

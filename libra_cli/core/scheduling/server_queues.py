@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.scheduling.estimates import Estimate
-from libra_cli.core.types import Bucket, Seconds, SlotId, Tokens, TrajectoryId, Version
+from libra_cli.core.types import Bucket, Seconds, SlotId, Tokens, TrajectoryId, WeightVersion
 
 PATIENCE_S: Seconds = 60.0
 """A request that has waited longer leaves next, whatever its rank."""
@@ -24,7 +24,7 @@ class Request:
     """A trajectory that wants its next turn generated: all that a policy may know of it.
 
     ``context`` are its tokens now, ``generated`` those the model produced, ``tools`` the finished
-    tool calls. ``last_key`` is the (trainer incarnation, version) its last turn was generated with.
+    tool calls. ``last_key`` is the weight version its last turn was generated with.
     """
 
     trajectory: TrajectoryId
@@ -34,7 +34,7 @@ class Request:
     tools: int
     waiting_since: Seconds
     last_slot: SlotId | None
-    last_key: tuple[int, Version] | None
+    last_key: WeightVersion | None
     estimate: Estimate
     p90: float
     """Of the estimate: it grows beyond this with probability 0.1."""
@@ -42,12 +42,12 @@ class Request:
 
 @dataclass(slots=True)
 class ServerQueue:
-    """One routable server. ``key`` is the (trainer incarnation, version) it generates with now."""
+    """One routable server. ``key`` is the weight version it generates with now."""
 
     slot: SlotId
     bucket: Bucket
     cost: ServerCost
-    key: tuple[int, Version]
+    key: WeightVersion
     #: Requests inside the server, with the context each went in with.
     inside: dict[TrajectoryId, Tokens] = field(default_factory=dict)
     #: Their sum.
@@ -144,7 +144,7 @@ class ServerQueues:
     """
 
     def __init__(
-        self, lanes: Iterable[ServerQueue] = (), latest: tuple[int, Version] | None = None
+        self, lanes: Iterable[ServerQueue] = (), latest: WeightVersion | None = None
     ) -> None:
         self.by_slot = {lane.slot: lane for lane in lanes}
         self.all = tuple(self.by_slot.values())

@@ -133,4 +133,4 @@ def _share(hits: Iterable[bool]) -> float | None:
 
 def _mean(values: Iterable[float]) -> float | None:
     known = list(values)
-    return sum(known) / len(known) if known else None
+    return statistics.fmean(known) if known else None

@@ -50,6 +50,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypedDict
 
 from libra_cli.config.errors import StateError
@@ -225,7 +226,7 @@ def _death(run: RunRecord, reader: Reader) -> str:
 
 def _mean(values: Iterable[float]) -> float | None:
     known = [value for value in values if math.isfinite(value)]
-    return sum(known) / len(known) if known else None
+    return fmean(known) if known else None
 
 
 def _largest(values: Iterable[float]) -> float | None:

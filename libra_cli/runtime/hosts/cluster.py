@@ -24,7 +24,7 @@ from libra_cli.config.errors import HostError, HostLost, LibraError, ProcessErro
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.launch.commands import HostFacts, ProcessSpec, model_process, ports_needed
 from libra_cli.core.records import NodeRecord, ProcessRecord, Record
-from libra_cli.core.types import Plan, Seconds
+from libra_cli.core.types import Plan, Seconds, node_of
 from libra_cli.runtime.hosts.agent_messages import NodeFacts
 from libra_cli.runtime.hosts.host import Back, Exited, Gone, Host, HostEvent, Lost
 from libra_cli.runtime.hosts.local import LocalTransport
@@ -177,7 +177,7 @@ class Cluster:
         if path is not None:
             self.model_dirs = {name: host.expand(path) for name, host in self.hosts.items()}
             return
-        head = self.plan.train[0].rpartition("/")[0]
+        head = node_of(self.plan.train[0])
         spec = model_process(self.recipe, self.facts[head])
         await self.run_to_end(spec, timeout_s=MODEL_TIMEOUT_S)
         host = self.hosts[head]
@@ -199,7 +199,7 @@ class Cluster:
 
     async def _fetch_tokenizer(self, model_copy: Path) -> None:
         """The controller speaks tokens too; it needs the tokenizer, not the weights."""
-        head = self.plan.train[0].rpartition("/")[0]
+        head = node_of(self.plan.train[0])
         transport, source = self.hosts[head].transport, self.model_dirs[head]
         listed = await transport.run(["ls", "-1", source], timeout_s=COMMAND_TIMEOUT_S)
         await asyncio.to_thread(model_copy.mkdir, parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.cluster.placement import slots_of
-from libra_cli.core.types import Plan
+from libra_cli.core.types import Plan, node_of
 from libra_cli.runtime.hosts.agent_messages import NodeFacts
 from libra_cli.runtime.hosts.host import Gpu
 
@@ -36,8 +36,8 @@ def problems(
 def _halves(plan: Plan, node: NodeSpec) -> list[str]:
     """Of a run, that it takes part in now or may later."""
     elastic = bool({"hybrid", "auto"} & set(node.slot_pools))
-    serves = elastic or any(slot.rpartition("/")[0] == node.name for slot, _ in plan.servers)
-    trains = elastic or any(slot.rpartition("/")[0] == node.name for slot in plan.train)
+    serves = elastic or any(node_of(slot) == node.name for slot, _ in plan.servers)
+    trains = elastic or any(node_of(slot) == node.name for slot in plan.train)
     return [half for half, used in (("rollout", serves), ("train", trains)) if used]
 
 

@@ -17,6 +17,7 @@ import msgpack
 from libra_cli.config.errors import TrainerError
 from libra_cli.core.actions import Accumulate, BatchPartition, Train, TrainSample
 from libra_cli.core.events import Accumulated, PublishedVersion, ShareDone, StepDone
+from libra_cli.core.types import WeightVersion
 from libra_cli.runtime.trainer.rank_client import CALL_TIMEOUT_S, POLL_S, RankClient, Unreachable
 
 RETRY_S = 0.5
@@ -119,9 +120,7 @@ class TrainerClient(RankClient):
 
     def _published(self, answer: dict[str, Any]) -> PublishedVersion:
         return PublishedVersion(
-            version=int(answer["version"]),
-            trainer_incarnation=self.incarnation,
-            name=str(answer["name"]),
+            version=WeightVersion(self.incarnation, int(answer["version"])),
             bytes=int(answer["bytes"]),
             at=float(answer["published_at"]),
         )

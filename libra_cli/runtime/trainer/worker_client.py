@@ -35,8 +35,8 @@ class WorkerClient(RankClient):
         body = {
             "directory": directory,
             "name": published.name,
-            "version": published.version,
-            "trainer_incarnation": published.trainer_incarnation,
+            "version": published.version.step,
+            "trainer_incarnation": published.version.trainer_incarnation,
         }
         give_up = time.monotonic() + timeout_s
         while True:
@@ -61,7 +61,7 @@ class WorkerClient(RankClient):
         """Hand over a share of a step; the core fetches what comes of it. Raises TrainerError."""
         message = {
             "step": step,
-            "trainer_incarnation": held.trainer_incarnation,
+            "trainer_incarnation": held.version.trainer_incarnation,
             "incarnation": self.incarnation,
             "version": held.name,
             "trajectories": [pack_sample(sample) for sample in samples],

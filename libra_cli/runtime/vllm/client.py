@@ -21,7 +21,7 @@ from libra_cli.config.errors import ServerError
 from libra_cli.core.actions import Generate
 from libra_cli.core.events import PublishedVersion, ServerSampled, TurnFailed, TurnGenerated
 from libra_cli.core.rollout.trajectories import ABORTED
-from libra_cli.core.types import SlotId, Version, VersionSpan
+from libra_cli.core.types import SlotId, VersionSpan, WeightVersion
 from libra_cli.runtime.hosts.transport import Endpoint
 from libra_cli.runtime.http import describe, open_session
 
@@ -31,8 +31,6 @@ GENERATE_TIMEOUT_S = 1800.0
 CONTROL_TIMEOUT_S = 30.0
 POLL_S = 0.25
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-TESTED_VLLM = "0.32"
-"""The release whose routes this file was written against; others may move them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +60,8 @@ class Silent(ServerError):
     """No answer came: the server, its host or the network."""
 
 
-def label(published: PublishedVersion) -> str:
-    """How a server names a version: ``e1v7`` is version 7 of trainer number 1."""
-    return f"e{published.trainer_incarnation}v{published.version}"
-
-
-def parse_label(text: str) -> tuple[int, Version]:
-    """The (trainer incarnation, version) of a label.
+def parse_label(text: str) -> WeightVersion:
+    """The version that a server calls so.
 
     Raises:
         ServerError: the server generated with weights libra did not give it.
@@ -76,7 +69,7 @@ def parse_label(text: str) -> tuple[int, Version]:
     incarnation, _, version = text.removeprefix("e").partition("v")
     if not (text.startswith("e") and incarnation.isdigit() and version.isdigit()):
         raise ServerError(f"tokens of the unknown weight version {text!r}")
-    return int(incarnation), int(version)
+    return WeightVersion(int(incarnation), int(version))
 
 
 class ServerClient:
@@ -135,14 +128,13 @@ class ServerClient:
 
     async def generate(self, action: Generate, sampling: Sampling) -> TurnGenerated | TurnFailed:
         """One turn. Never raises: a failure is an event of its own."""
-        incarnation, version = action.cache_key
         body = {
             "request_id": f"libra-{action.request}",
             "token_ids": action.prompt_ids.tolist(),
             "priority": action.priority,
             # KV of one version is never reused under another. (vLLM's /reset_prefix_cache does
             # nothing, silently, while any request is running.)
-            "cache_salt": f"e{incarnation}v{version}",
+            "cache_salt": action.cache_key.label,
             "sampling_params": {
                 "max_tokens": action.max_tokens,
                 "temperature": sampling.temperature,
@@ -169,7 +161,7 @@ class ServerClient:
 
     async def load(self, directory: str, published: PublishedVersion, *, timeout_s: float) -> float:
         """Load a version in place, in flight. Returns the seconds generation stood still."""
-        body = {"directory": directory, "label": label(published)}
+        body = {"directory": directory, "label": published.version.label}
         answer = await self._call("POST", "/libra/load", body, timeout_s=timeout_s)
         return float(answer["paused_s"])
 
@@ -177,7 +169,7 @@ class ServerClient:
         """Log-probabilities of ``token_ids[1:]``, each given everything before it."""
         body = {
             "token_ids": list(token_ids),
-            "cache_salt": f"probe-{label(published)}",
+            "cache_salt": f"probe-{published.version.label}",
             "priority": -1,
             "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
         }
@@ -250,8 +242,8 @@ def _turn(action: Generate, choice: dict[str, Any], started_at: float) -> TurnGe
     content = choice["logprobs"]["content"]
     labels = [parse_label(span["version"]) for span in choice["weight_versions"]]
     spans = tuple(
-        VersionSpan(version, span["start"], span["end"])
-        for (_, version), span in zip(labels, choice["weight_versions"], strict=True)
+        VersionSpan(version.step, span["start"], span["end"])
+        for version, span in zip(labels, choice["weight_versions"], strict=True)
     )
     if len(content) != len(token_ids) or sum(s.end - s.start for s in spans) != len(token_ids):
         raise ServerError(f"{action.slot}: log-probabilities or versions miss some tokens")

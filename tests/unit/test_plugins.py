@@ -1,0 +1,45 @@
+"""What a recipe names is found in one way, and an error says what there is."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from libra_cli.config.errors import PluginError
+from libra_cli.config.plugins import PluginGroup
+from libra_cli.envs.registry import ENVIRONMENTS
+
+GROUPS = (ENVIRONMENTS,)
+TOYS = PluginGroup("libra.toys", "toy", {"counter": "collections:Counter", "gone": "no_module:x"})
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
+def test_what_ships_with_libra_is_an_entry_point_of_the_project(group):
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"][group.name] == group.shipped
+    for entry in entry_points(group=group.name):
+        assert group.available()[entry.name] == entry.value
+    for name in group.shipped:
+        assert callable(group.find(name))
+
+
+def test_an_import_path_needs_no_entry_point():
+    assert TOYS.find("collections:OrderedDict") is TOYS.find("collections:OrderedDict")
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "hint"),
+    [
+        ("conter", "there is no toy 'conter'; did you mean 'counter'?", "available: counter, gone"),
+        ("gone", "toy 'gone': importing no_module failed", 'python -c "import no_module"'),
+        ("collections:Conter", "has no 'Conter'; did you mean 'Counter'?", "collections has: "),
+    ],
+)
+def test_what_cannot_be_found_says_what_there_is(name, message, hint):
+    with pytest.raises(PluginError) as caught:
+        TOYS.find(name)
+    assert message in str(caught.value)
+    assert hint in caught.value.hint
