@@ -16,7 +16,6 @@ from libra_cli.core import records as r
 from libra_cli.report.status.plans import changes, plans
 from libra_cli.report.status.summary import (
     RunSummary,
-    newest_run,
     smooth,
     summary,
     to_json,
@@ -24,6 +23,7 @@ from libra_cli.report.status.summary import (
 from libra_cli.runtime.store.controller_process import process_started
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.run_directory import newest_run
 from tests import sample_run
 from tests.sample_run import run_record, slot_record, step_record
 

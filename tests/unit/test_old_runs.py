@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from libra_cli.app.run import last_checkpoint, resolved
+from libra_cli.app.run import last_checkpoint
 from libra_cli.cli.main import app
 from libra_cli.config.errors import StateError
 from libra_cli.core import records as r
@@ -27,6 +27,7 @@ from libra_cli.report.html.run_report import write_report
 from libra_cli.report.status.summary import summary, to_json
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.run_directory import recipe_of
 from libra_cli.runtime.store.schema import COLUMNS, DATABASE, FORMAT, RECORDS
 from tests import sample_run
 
@@ -130,7 +131,7 @@ def test_its_recipe_is_read_even_with_keys_that_are_gone(run_dir: Path) -> None:
     said = json.loads(path.read_text())
     said["training"]["forgotten"] = said["nodes"][0]["forgotten"] = 1
     path.write_text(json.dumps(said))
-    assert resolved(run_dir).run.name == "elastic"
+    assert recipe_of(run_dir).run.name == "elastic"
 
 
 def test_reading_leaves_it_as_it_was(run_dir: Path) -> None:

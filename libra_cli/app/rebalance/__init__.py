@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from libra_cli.app import run as app
 from libra_cli.app.rebalance.cases import case_of_recipe, case_of_run
 from libra_cli.app.rebalance.decision import decide, told
 from libra_cli.app.rebalance.orders import RebalanceError
@@ -19,7 +18,7 @@ from libra_cli.core.cluster.placement import slots_of
 from libra_cli.core.events import PlanChosen, PlanKept
 from libra_cli.core.types import Prediction
 from libra_cli.report.status.rebalance import RebalanceResult
-from libra_cli.report.status.summary import newest_run
+from libra_cli.runtime.store.run_directory import newest_run
 
 
 def propose(run_dir: Path, look: Propose) -> PlanChosen | PlanKept:
@@ -55,4 +54,4 @@ def explain(target: Path | None, *, trace: str | None, profile: str | None) -> R
             "a run has its own trajectories: --trace is for a recipe",
             hint=f"leave it out, or: libra rebalance RECIPE.yaml --dry-run --trace {trace}",
         )
-    return told(case_of_run(target or newest_run(app.RUNS), profile))
+    return told(case_of_run(target or newest_run(), profile))

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from libra_cli.app import run as app
 from libra_cli.app.rebalance.prices import (
     plan_of_row,
     played_turns,
@@ -33,6 +32,7 @@ from libra_cli.core.types import Plan, Role, Slot, SlotId
 from libra_cli.report.status.summary import LIVE, summary
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.run_directory import recipe_of
 from libra_cli.sim.traces import RecordedEpisode, Trace, load_trace
 
 LEAST_SAMPLES = 256
@@ -147,7 +147,7 @@ def case_of_run(run_dir: Path, profile: str | None) -> Case:
         LibraError: there is no such run, it has not come far enough, or the profile is not its own.
     """
     with Reader(run_dir) as reader:
-        recipe = app.resolved(run_dir)
+        recipe = recipe_of(run_dir)
         seen = summary(reader, now=time.time())
         samples = tuple(reader.played(max(LEAST_SAMPLES, 2 * recipe.trajectories_per_step)))
         if not samples:

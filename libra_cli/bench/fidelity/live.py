@@ -11,11 +11,10 @@ from libra_cli.bench.fidelity.checks import CheckResult
 from libra_cli.bench.fidelity.run import LiveFidelity, Recorded, compared
 from libra_cli.bench.report.terminal import Sheet
 from libra_cli.bench.results import FORMAT
-from libra_cli.config.errors import StateError
-from libra_cli.config.recipe import Recipe
 from libra_cli.core.records import StepRecord, TrajectoryRecord, TurnRecord
 from libra_cli.core.types import TrajectoryId
 from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.run_directory import recipe_of
 
 WANTED = 0.08
 """Mean size of the error of a run's step time."""
@@ -66,14 +65,8 @@ def read_run_dir(run_dir: Path) -> Recorded:
         steps = reader.rows(StepRecord)
         turns = reader.rows(TurnRecord)
         ended = reader.rows(TrajectoryRecord, "state = 'finished'")
-    try:
-        recipe = Recipe.model_validate_json((run_dir / "recipe.json").read_text())
-    except (OSError, ValueError) as error:
-        raise StateError(
-            f"{run_dir} has no usable recipe.json: {error}", hint=f"ls {run_dir}"
-        ) from error
     finished = frozenset(TrajectoryId(row.group_id, row.member, row.attempt) for row in ended)
-    return Recorded(run_dir.name, recipe, tuple(steps), tuple(turns), finished)
+    return Recorded(run_dir.name, recipe_of(run_dir), tuple(steps), tuple(turns), finished)
 
 
 def _row(one: LiveFidelity) -> tuple[str, ...]:

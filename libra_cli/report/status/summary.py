@@ -49,11 +49,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any, TypedDict
 
-from libra_cli.config.errors import StateError
 from libra_cli.core.records import (
     RunRecord,
     SampleRecord,
@@ -87,7 +85,6 @@ from libra_cli.report.status.placements import (
 from libra_cli.report.status.plans import MovePart, PlanPart, moves, plans
 from libra_cli.runtime.store.controller_process import controller_alive
 from libra_cli.runtime.store.reader import Reader
-from libra_cli.runtime.store.schema import DATABASE
 
 FORMAT = 1
 RECENT = 10
@@ -177,23 +174,6 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
 def to_json(value: Mapping[str, Any]) -> str:
     """The object as text. JSON knows no NaN, so what is not a number is null."""
     return json.dumps(_finite(value), indent=2, allow_nan=False)
-
-
-def newest_run(directory: Path) -> Path:
-    """The run under ``directory`` that started last."""
-    started: dict[Path, float] = {}
-    for database in directory.glob(f"*/{DATABASE}"):
-        try:
-            with Reader(database.parent) as reader:
-                started[database.parent] = reader.run().started_at
-        except StateError:
-            continue  # of another version, or just being made: not what was asked for
-    if not started:
-        raise StateError(
-            f"there is no run under {directory}",
-            hint="libra run recipes/quickstart.yaml, or name a run directory",
-        )
-    return max(started, key=lambda run_dir: (started[run_dir], run_dir.name))
 
 
 def run_part(reader: Reader, *, now: float) -> RunPart:
