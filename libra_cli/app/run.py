@@ -18,7 +18,7 @@ from libra_cli.core.launch.commands import HostPlan, dry_run
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.types import Plan
 from libra_cli.report.html.run_report import write_report
-from libra_cli.report.status.summary import LIVE
+from libra_cli.report.status.run_state import LIVE
 from libra_cli.runtime.episodes.player import EnvironmentFactory
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.session import Session

@@ -29,7 +29,8 @@ from libra_cli.core.planning.slot_placement import held
 from libra_cli.core.planning.triggers import FILLING, steps_to_average
 from libra_cli.core.records import StepRecord
 from libra_cli.core.types import Plan, Role, Slot, SlotId
-from libra_cli.report.status.summary import LIVE, summary
+from libra_cli.report.status.run_state import LIVE
+from libra_cli.report.status.summary import summary
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import recipe_of

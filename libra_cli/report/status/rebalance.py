@@ -30,12 +30,16 @@ FORMAT = 1
 
 
 class StageTimes(TypedDict):
+    """Seconds a step of either half, and of both as they overlap."""
+
     rollout_s: float | None
     train_s: float | None
     step_s: float | None
 
 
 class TimesPart(TypedDict):
+    """The columns of ``times``, told apart above."""
+
     measured: StageTimes
     priced: StageTimes
     now: StageTimes
@@ -43,11 +47,15 @@ class TimesPart(TypedDict):
 
 
 class StageIdle(TypedDict):
+    """Shares of a step in which either half waits."""
+
     rollout: float | None
     training: float | None
 
 
 class ServerRole(TypedDict):
+    """One server of a plan: its slot and its shape."""
+
     slot: str
     bucket: str
     tensor_parallel: int
@@ -56,6 +64,8 @@ class ServerRole(TypedDict):
 
 
 class PlanResult(TypedDict):
+    """Which slots serve and which train, and the GPUs of each half."""
+
     servers: list[ServerRole]
     train: list[str]
     gradient: list[str]
@@ -67,6 +77,8 @@ SlotMoveTold = TypedDict("SlotMoveTold", {"slot": str, "from": str, "to": str, "
 
 
 class WorkloadResult(TypedDict):
+    """The trajectories that were planned for: lengths in tokens, tool time in seconds."""
+
     source: str
     trajectories: int
     seen: int
@@ -78,6 +90,8 @@ class WorkloadResult(TypedDict):
 
 
 class ProfileResult(TypedDict):
+    """The prices that were planned with, and where they come from."""
+
     name: str
     gpu: str
     model: str
@@ -88,11 +102,15 @@ class ProfileResult(TypedDict):
 
 
 class Corrections(TypedDict):
+    """Measured over priced seconds, by which each half's prices are multiplied."""
+
     rollout: float
     training: float
 
 
 class Verdict(TypedDict):
+    """Whether to move, why not, and what moving gains and costs."""
+
     move: bool
     why_not: str
     gain_s: float | None

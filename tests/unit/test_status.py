@@ -14,9 +14,9 @@ import pytest
 from libra_cli.config.errors import StateError
 from libra_cli.core import records as r
 from libra_cli.report.status.plans import changes, plans
+from libra_cli.report.status.steps import smooth
 from libra_cli.report.status.summary import (
     RunSummary,
-    smooth,
     summary,
     to_json,
 )
