@@ -248,9 +248,11 @@ def test_a_database_of_a_newer_libra_is_refused(
         f"PRAGMA user_version = {FORMAT + 1}",
         "UPDATE meta SET value = '9.1.0' WHERE key = 'libra'",
     )
+    before = (run_dir / DATABASE).read_bytes()
     with pytest.raises(StateError, match=r"libra 9\.1\.0, which is newer") as caught:
         opened(run_dir)
     assert "pip install --upgrade" in caught.value.hint
+    assert (run_dir / DATABASE).read_bytes() == before
 
 
 def test_a_resumed_run_is_known_by_the_machine_that_goes_on_with_it(run_dir: Path) -> None:

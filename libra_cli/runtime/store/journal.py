@@ -47,7 +47,6 @@ _ACCEPTED: dict[type, tuple[type, ...]] = {
 _CLOSE_DEADLINE_S = 2.0
 _RETRY_S = 1.0
 
-
 _Row: typing.TypeAlias = tuple[Value, ...]
 _Key: typing.TypeAlias = tuple[str, _Row]
 
@@ -241,9 +240,9 @@ def _open(path: Path) -> sqlite3.Connection:
     except sqlite3.Error as error:
         raise StateError(f"cannot open {path}: {error}") from error
     try:
+        check_format(connection, path)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")
-        check_format(connection, path)
         _make_ours(connection)
     except sqlite3.Error as error:
         connection.close()
