@@ -67,7 +67,7 @@ class ProcessRecord:
     KEY: ClassVar[tuple[str, ...]] = ("node", "process")
     node: str
     process: str
-    """``agent``, ``server-<slot index>``, ``trainer-<rank>``, ``model``"""
+    """``agent``, ``model``, ``trainer-<rank>``, ``server-<index of slot>``, ``gradient-<index>``"""
     pid: int
     state: str
     """``running | exited``"""

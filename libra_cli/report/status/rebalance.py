@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from libra_cli.report.status.console import duration, fact, grid, number, slot_label, styled
+from libra_cli.report.status.plans import PlannedServer
 from libra_cli.report.status.plots import Portable
 
 MOST_MOVES = 12
@@ -53,20 +54,10 @@ class StageIdle(TypedDict):
     training: float | None
 
 
-class ServerRole(TypedDict):
-    """One server of a plan: its slot and its shape."""
-
-    slot: str
-    bucket: str
-    tensor_parallel: int
-    max_num_seqs: int
-    up_to_tokens: int
-
-
 class PlanResult(TypedDict):
     """Which slots serve and which train, and the GPUs of each half."""
 
-    servers: list[ServerRole]
+    servers: list[PlannedServer]
     train: list[str]
     gradient: list[str]
     rollout_gpus: int
