@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import events as e
+from libra_cli.core.costs.profile import Recalibration
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.records import StepRecord
+from libra_cli.core.observation import Observation
+from libra_cli.core.planning.planner import Decision, DecisionMaker
+from libra_cli.core.planning.recalibration import RecalibratedSearch
+from libra_cli.core.planning.search import Times
 from libra_cli.core.scheduling.baselines import SchedulingPolicy
 from libra_cli.core.types import Bucket, Plan, Pool, Slot, ToolOutcome
 from libra_cli.sim.traces import RecordedEpisode, Trace, Turn
@@ -69,30 +74,50 @@ def recipe(**training: Any) -> Recipe:
                 "micro_batch_tokens": 20_000,
                 **training,
             },
+            "planner": {"plan_interval": 1},
         }
     )
 
 
 def scene(degrees: tuple[int, ...] = (1, 1, 2, 4), **training: Any) -> SimConfig:
-    """One server of each of these degrees, and eight GPUs that train."""
+    """One hybrid server of each of these degrees, and eight GPUs that train."""
     slots, servers, gpu = [], [], 0
     for degree in degrees:
-        slot = Slot(f"node/{gpu}", "node", tuple(range(gpu, gpu + degree)), Pool.ROLLOUT)
+        slot = Slot(f"node/{gpu}", "node", tuple(range(gpu, gpu + degree)), Pool.HYBRID)
         slots.append(slot)
         servers.append((slot.id, BUCKETS[degree]))
         gpu += degree
-    slots.append(Slot("train/0", "train", tuple(range(gpu, gpu + 8)), Pool.TRAIN))
+    slots.append(Slot("node/train", "node", tuple(range(gpu, gpu + 8)), Pool.TRAIN))
     return SimConfig(
         recipe=recipe(**training),
-        plan=Plan(tuple(servers), ("train/0",)),
+        plan=Plan(tuple(servers), ("node/train",)),
         slots=tuple(slots),
         cost_of=lambda bucket: COSTS[bucket.tensor_parallel],
         guess_of=lambda bucket: COSTS[bucket.tensor_parallel],
-        train_s=lambda samples, gpus: 40.0 / gpus,
+        train_s=lambda samples, gpus: 40.0 / gpus * len(samples) / 16,
         start_s=lambda bucket: 2.0,
         sync_s=0.5,
         to_training_s=1.0,
     )
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """A planner that wants one plan after one step, and is asked after every one."""
+
+    plan: Plan
+    slots: tuple[Slot, ...]
+    after_step: int = 2
+
+    def decide(self, now: Observation) -> Decision:
+        times = Times(1.0, 1.0)
+        search: Any = None
+        found = RecalibratedSearch(None, times, Recalibration(), search, search)
+        chosen = self.plan if now.step == self.after_step else None
+        why_not = "" if chosen else "not yet"
+        return Decision(
+            chosen, self.plan, self.slots, (), times, times, 0.0, 1.0, (), why_not, found
+        )
 
 
 def world(
@@ -100,10 +125,10 @@ def world(
     groups: Iterator[tuple[RecordedEpisode, ...]],
     *,
     here: SimConfig | None = None,
-    replan: Callable[[World, StepRecord], e.PlanChosen | None] | None = None,
+    planner: DecisionMaker | None = None,
 ) -> World:
     """A world in which the machine checks itself after every event."""
-    made = World(here or scene(), policy, groups, replan=replan)
+    made = World(here or scene(), policy, groups, planner=planner)
     handle = made.machine.handle
 
     def checked(event: e.Event, *, now: float) -> Any:

@@ -7,13 +7,13 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from libra_cli.app.costs import live_planner
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.actions import Propose
 from libra_cli.core.cluster.placement import initial_plan
-from libra_cli.core.events import Event
 from libra_cli.core.launch.commands import HostPlan, dry_run
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.types import Plan
@@ -44,13 +44,10 @@ def run(
     run_dir: Path,
     *,
     resume: bool,
-    propose: Callable[[Propose], Event],
     watch: Callable[[Record], None],
     note: Callable[[str], None],
 ) -> Path | None:
     """``libra run``: everything, to the end. Returns the report, if there was anything to report.
-
-    ``propose`` looks for a better plan while the run goes on.
 
     Raises:
         LibraError: what a user can act on.
@@ -65,7 +62,15 @@ def run(
     EnvironmentFactory(recipe.environment).make()
     with Journal(run_dir, on_error=lambda error: note(f"{error}; {error.hint}")) as journal:
         keep_recipe(recipe, run_dir)
-        session = Session(recipe, run_dir, journal, first, propose=propose, watch=watch, note=note)
+        session = Session(
+            recipe,
+            run_dir,
+            journal,
+            first,
+            plan_with=partial(live_planner, recipe),
+            watch=watch,
+            note=note,
+        )
         last = asyncio.run(session.run(checkpoint, trainer_incarnation))
     if last.state == "failed":
         raise LibraError(

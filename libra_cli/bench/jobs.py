@@ -18,18 +18,14 @@ from libra_cli.bench.oracles import Future, oracle_policy
 from libra_cli.bench.results import ResultRow, Timeline
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
-from libra_cli.core import events as e
 from libra_cli.core.costs.profile import Profile, TrainingShape
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.costs.workload import TrajectorySample, Window, Workload
-from libra_cli.core.planning.observation import Observation, Replanner, moves_between
-from libra_cli.core.planning.recalibration import MeasuredStep, crowd
+from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.planning.baselines import STATIC, first_layout, planner_of
+from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.search import Layout, PlannerSettings
-from libra_cli.core.planning.sim_replanner import replanner
-from libra_cli.core.records import StepRecord, TrajectoryRecord
-from libra_cli.core.rollout.groups import GroupState
-from libra_cli.core.types import Bucket, Seconds, TrajectoryId
-from libra_cli.sim.layouts import TRAINER, plan_of
+from libra_cli.core.planning.training_shapes import TrainingTree
+from libra_cli.core.types import Bucket, Seconds
 from libra_cli.sim.traces import RecordedEpisode, Trace, TraceError
 from libra_cli.sim.world import SimConfig, World
 
@@ -120,102 +116,34 @@ def sample_of(episode: RecordedEpisode) -> TrajectorySample:
 # -- one run -------------------------------------------------------------------------------------
 
 
-class PlannerAdapter:
-    """Asks a planner after every step, with what a live run could have measured."""
-
-    def __init__(self, job: Job, planner: Replanner, layout: Layout) -> None:
-        self._job = job
-        self._planner = planner
-        self.layout = layout
-        self.moves = 0
-        self._window = Window(2 * GROUPS * GROUP_SIZE)
-        self._taken = 0
-        self._ended_at = 0.0
-
-    def __call__(self, world: World, record: StepRecord) -> e.PlanChosen | None:
-        """A new plan, if the planner wants one."""
-        ended = world.tape.trajectories[self._taken :]
-        for row in ended:
-            who = TrajectoryId(row.group_id, row.member, row.attempt)
-            self._window.add(sample_of(world.episode(who)))
-        self._taken += len(ended)
-        seen = self._window.workload(GROUPS * GROUP_SIZE, 1.0 + STALENESS)
-        measured = self._measured(world, record, ended)
-        self._ended_at = record.ended_at
-        if seen is None:
-            return None
-        decision = self._planner.consider(self._observation(world, record.step, seen, measured))
-        if decision.layout is None:
-            return None
-        moves = moves_between(self.layout, decision.layout)
-        self.moves += moves.number
-        self.layout = decision.layout
-        before = [slot for slot in world.plan_slots() if slot.id != TRAINER]
-        plan, slots = plan_of(self.layout, self._job.gpus, max_len=MAX_LEN, before=before)
-        return e.PlanChosen(replace(plan, reasons=decision.reasons), slots)
-
-    def _measured(
-        self, world: World, record: StepRecord, ended: Sequence[TrajectoryRecord]
-    ) -> MeasuredStep:
-        began, now = self._ended_at, record.ended_at
-        spans = [(row.started_at, row.ended_at or now) for row in ended]
-        flights = world.machine.rollout.flights.values()
-        spans += [(flight.trajectory.started_at, now) for flight in flights]
-        in_play_s, beside = crowd(spans, began, now)
-        return MeasuredStep(
-            step_s=max(now - began, 1e-9),
-            train_s=record.ended_at - record.started_at,
-            waited_s=record.waited_s,
-            in_play_s=in_play_s,
-            beside=beside,
-        )
-
-    def _observation(
-        self, world: World, step: int, seen: Workload, measured: MeasuredStep
-    ) -> Observation:
-        """Rollout is the longer half where training waited. Where it did not, rollout was held back
-        by the staleness bound, the more so the more groups lie ready."""
-        ledger = world.machine.ledger
-        played, ready = ledger.count(GroupState.OPEN), ledger.count(GroupState.READY)
-        return Observation(
-            step=step,
-            layout=self.layout,
-            recent=seen,
-            measured=measured,
-            rollout_idle=0.0 if measured.starved else ready / max(1, played + ready),
-            queue=len(world.machine.scheduler) / max(1, world.machine.scheduler.lanes.seats),
-            gpus=self._job.gpus,
-            steps_left=self._job.steps - step,
-        )
-
-
 def run_job(job: Job) -> tuple[ResultRow, Timeline | None]:
     """Simulate one run."""
-    world, pilot = world_of(job)
+    world = world_of(job)
     world.run()
-    return _row(job, world, pilot), _story(job, world) if job.seed == STORY_SEED else None
+    return _row(job, world), _story(job, world) if job.seed == STORY_SEED else None
 
 
-def world_of(job: Job) -> tuple[World, PlannerAdapter | None]:
-    """The world of a run, before it begins, and who may change its plan."""
-    planner = (
-        None
-        if job.layout
-        else replanner(job.planner, job.believed, job.gpus, settings=job.settings)
+def world_of(job: Job) -> World:
+    """The world of a run, before it begins."""
+    settings = job.settings or PlannerSettings()
+    workload = job.workload
+    layout = job.layout or first_layout(job.planner, job.believed, workload, job.gpus, settings)
+    moves = job.layout is None and job.planner not in STATIC
+    tree = TrainingTree(job.believed.training, workload, job.gpus)
+    space = GpuPlacement.around(
+        layout, job.gpus, max_len=MAX_LEN, least=tree.least() or job.gpus, moves=moves
     )
-    layout = job.layout or (planner.begin(job.workload) if planner else None)
-    assert layout is not None
     future = Future()
     made = ABLATIONS.get(job.policy)
     policy = made() if made else oracle_policy(job.policy, future, job.trace, job.seed)
-    pilot = PlannerAdapter(job, planner, layout) if planner else None
-    world = World(_scene(job, layout), policy, job.groups(), replan=pilot)
+    planner = planner_of(job.planner, job.believed, space, settings) if moves else None
+    world = World(_scene(job, layout, space), policy, job.groups(), planner=planner)
     future.episode = world.episode
-    return world, pilot
+    return world
 
 
-def _scene(job: Job, layout: Layout) -> SimConfig:
-    plan, slots = plan_of(layout, job.gpus, max_len=MAX_LEN)
+def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
+    plan, slots = space.place(layout)
     staleness = 0 if layout.colocated else STALENESS
     recipe = Recipe.model_validate(
         {
@@ -233,6 +161,7 @@ def _scene(job: Job, layout: Layout) -> SimConfig:
                 "micro_batch_tokens": MAX_LEN,
                 "checkpoint_every": 1_000_000,
             },
+            "planner": _planner_spec(job),
         }
     )
     moves = job.profile.moves
@@ -246,7 +175,15 @@ def _scene(job: Job, layout: Layout) -> SimConfig:
         train_s=partial(_train_s, job.profile, layout.training, switch_s),
         start_s=lambda bucket: moves.start(bucket.tensor_parallel),
         to_training_s=moves.to_training_s,
+        resize_s=moves.resize_s,
     )
+
+
+def _planner_spec(job: Job) -> dict[str, object]:
+    """libra looks as often as in a live run; a baseline is asked after every step."""
+    if job.layout is not None or job.planner in STATIC:
+        return {"kind": "fixed"}
+    return {} if job.planner == "libra" else {"plan_interval": 1}
 
 
 def _cost(profile: Profile, bucket: Bucket) -> ServerCost:
@@ -272,8 +209,8 @@ def _sample(sample: a.TrainSample) -> TrajectorySample:
     return TrajectorySample(prompt=other, generated=max(1, trajectory.generated))
 
 
-def _row(job: Job, world: World, pilot: PlannerAdapter | None) -> ResultRow:
-    tape = world.tape
+def _row(job: Job, world: World) -> ResultRow:
+    tape = world.recording
     took = sorted((t.ended_at or 0.0) - t.started_at for t in tape.trajectories)
     engines = [engine for _, engine in world.retired]
     served = max(world.served_gpu_s(), 1e-9)
@@ -290,13 +227,19 @@ def _row(job: Job, world: World, pilot: PlannerAdapter | None) -> ResultRow:
         p99_s=took[int(0.99 * (len(took) - 1))],
         idle_rollout=1.0 - world.busy_gpu_s() / served,
         idle_train=1.0 - sum(end - start for start, end in tape.trained) / tape.ended_at,
-        moves=pilot.moves if pilot else moved,
+        moves=_migrations(world) if job.layout is None else moved,
         reprefilled_tokens=sum(engine.reprefilled_tokens for engine in engines),
     )
 
 
+def _migrations(world: World) -> int:
+    """Servers that the plans started and stopped."""
+    moves = world.recording.moves.values()
+    return sum("rollout" in (move.from_role, move.to_role) for move in moves)
+
+
 def _story(job: Job, world: World) -> Timeline:
-    tape = world.tape
+    tape = world.recording
     return Timeline(
         policy=job.policy,
         planner=job.planner,
@@ -311,11 +254,11 @@ def _story(job: Job, world: World) -> Timeline:
 
 def _calibration(world: World) -> tuple[tuple[float, float, int], ...]:
     """How often what was left stayed below the quantiles that were promised for it."""
-    totals = {(t.group_id, t.member): t.generated_tokens for t in world.tape.trajectories}
+    totals = {(t.group_id, t.member): t.generated_tokens for t in world.recording.trajectories}
     done: dict[tuple[int, int], int] = {}
     below = [0, 0, 0]
     number = 0
-    for turn in world.tape.turns:
+    for turn in world.recording.turns:
         who = (turn.group_id, turn.member)
         left = totals.get(who, 0) - done.get(who, 0)
         done[who] = done.get(who, 0) + turn.generated_tokens

@@ -15,8 +15,8 @@ from libra_cli.bench.jobs import Job, playable, run_job
 from libra_cli.bench.oracles import ORACLES
 from libra_cli.bench.results import ExperimentOutcome, ResultRow, Timeline
 from libra_cli.core.costs.profile import Profile
+from libra_cli.core.planning.baselines import PLANNERS
 from libra_cli.core.planning.search import PlannerSettings, propose
-from libra_cli.core.planning.sim_replanner import PLANNERS
 from libra_cli.core.scheduling.least_cost import POLICIES as HONEST
 from libra_cli.sim.traces import Trace
 

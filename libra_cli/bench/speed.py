@@ -161,11 +161,11 @@ def _simulator(trace: Trace, profile: Profile, turns: int) -> SpeedRow:
     """Whole runs, machine and all, until so many turns have been played."""
     played, took, seed = 0, 0.0, 0
     while played < turns:
-        world, _ = world_of(Job(trace, profile, profile, 48, "libra", "static-best", seed))
+        world = world_of(Job(trace, profile, profile, 48, "libra", "static-best", seed))
         began = time.perf_counter()
         world.run()
         took += time.perf_counter() - began
-        played += len(world.tape.turns)
+        played += len(world.recording.turns)
         seed += 1
     return SpeedRow(f"a million simulated turns, by {played:,}", took / played * 1e6, "s", 60.0)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -86,7 +85,6 @@ def run(
 
 def _run(recipe: Recipe, path: Path, run_dir: Path, *, resume: bool) -> None:
     from libra_cli.app import run as commands
-    from libra_cli.app.rebalance import propose
     from libra_cli.app.status import status
     from libra_cli.report.status.console import final_view
     from libra_cli.report.status.progress import Progress
@@ -98,7 +96,6 @@ def _run(recipe: Recipe, path: Path, run_dir: Path, *, resume: bool) -> None:
             path,
             run_dir,
             resume=resume,
-            propose=partial(propose, run_dir),
             watch=progress.on,
             note=progress.note,
         )

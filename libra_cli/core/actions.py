@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from libra_cli.core.events import PublishedVersion
+from libra_cli.core.observation import Observation
 from libra_cli.core.records import Record
 from libra_cli.core.types import (
     Bucket,
     GroupId,
-    Role,
     Seconds,
     SlotId,
     Tokens,
@@ -154,10 +154,10 @@ class AbortTurn:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """What plan should this run have? ``pins`` hold slots. Ends in PlanChosen or PlanKept."""
+    """What plan should this run have? ``planner.answer`` says; ends in PlanChosen or PlanKept."""
 
     why: str
-    pins: tuple[tuple[SlotId, Role], ...] = ()
+    observation: Observation
     order: str = ""
 
 

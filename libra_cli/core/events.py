@@ -11,6 +11,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from libra_cli.core.costs.profile import Recalibration
 from libra_cli.core.types import (
     Plan,
     Prediction,
@@ -324,13 +325,15 @@ class PlanChosen:
     """Servers are to run where this plan has them; ``slots`` are all it knows, new ones too.
 
     A slot that shares GPUs with an old one is started when no process is left on these. ``order``
-    names who asked for it; empty for the planner's own.
+    names who asked for it; empty for the planner's own. ``recalibration`` are the factors that the
+    decision multiplied its costs by.
     """
 
     plan: Plan
     slots: tuple[Slot, ...]
     prediction: Prediction | None = None
     order: str = ""
+    recalibration: Recalibration | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +342,7 @@ class PlanKept:
 
     why_not: str
     order: str = ""
+    recalibration: Recalibration | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,10 @@ from libra_cli.core.actions import Action, AnswerOrder, End, Save, Wake
 from libra_cli.core.cluster.gradient_workers import GradientWorkers
 from libra_cli.core.cluster.rollout_servers import RolloutServers
 from libra_cli.core.cluster.trainer import TIMER, TrainerGroup, TrainerState
-from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.costs.server import ServerCost, guessed_cost
+from libra_cli.core.observation import Observation
 from libra_cli.core.planning.controller import PlanController
+from libra_cli.core.planning.observer import RunObserver
 from libra_cli.core.reconcile import migration as move
 from libra_cli.core.reconcile import reconciler as pool
 from libra_cli.core.reconcile.reconciler import Reconciler
@@ -140,6 +142,10 @@ class Machine:
         self.reconciler = Reconciler(self.servers, self.workers, self.training, plan)
         self.reconciler.learn(slots)
         self.controller = PlanController(recipe, self.reconciler, plan, tuple(slots))
+        self._observer = RunObserver(
+            trajectories_per_step=recipe.trajectories_per_step,
+            overlap=1.0 + training.max_staleness,
+        )
         if resume is not None:
             self.ledger.restore(resume.position)
             self.training.remember(resume.checkpoint, int(resume.position["step"]))
@@ -177,7 +183,7 @@ class Machine:
             e.WorkerStopped: self._worker_stopped,
             e.CheckpointSaved: self._checkpoint_saved,
             e.PlanChosen: self._plan_chosen,
-            e.PlanKept: lambda event, now: self.controller.kept(event),
+            e.PlanKept: lambda event, now: self.controller.kept(event, now=now),
             e.PlanOrdered: self._plan_ordered,
             e.TimerFired: self._timer_fired,
             e.StopRequested: self._stop_requested,
@@ -194,6 +200,10 @@ class Machine:
         actions = self._handlers[type(event)](event, now)
         actions += self._settle(now)
         actions = self.reconciler.told(actions, now=now)
+        for action in actions:
+            if isinstance(action, Save):
+                self._observer.saw(action.record)
+        actions += self.controller.look(self._observe)
         waiting = self._waiting()
         told = (self.phase, self._outcome, self._error, self.training.published, waiting)
         if told != self._told:
@@ -288,8 +298,32 @@ class Machine:
         return [AnswerOrder(order, accepted=False, text="the run is ending")] if order else []
 
     def _stepped(self, now: Seconds) -> list[Action]:
+        return self.controller.stepped(self.training.last, self._ready_share, now=now)
+
+    @property
+    def _ready_share(self) -> float:
+        """The share of the groups begun and not trained that wait for training."""
         ready, played = self.ledger.count(GroupState.READY), self.ledger.count(GroupState.OPEN)
-        return self.controller.stepped(self.training.last, ready / max(1, ready + played), now=now)
+        return ready / max(1, ready + played)
+
+    def _observe(self) -> Observation | None:
+        """What a planner may know now; None before a trajectory has finished."""
+        workload, measured = self._observer.workload, self._observer.measured
+        if workload is None:
+            return None
+        starved = bool(measured) and measured[-1].starved
+        return Observation(
+            step=self.training.step,
+            plan=self.plan,
+            slots=(),
+            workload=workload,
+            measured=measured,
+            lengths=self._observer.lengths,
+            evidence=self._observer.evidence,
+            rollout_idle=0.0 if starved else self._ready_share,
+            queue=len(self.scheduler) / max(1, self.scheduler.lanes.seats),
+            steps_left=self.recipe.run.steps - self.training.step,
+        )
 
     @property
     def plan(self) -> Plan:
@@ -455,16 +489,3 @@ class Machine:
         claimed = self.ledger.count(GroupState.CLAIMED)
         ready = self.training.state is TrainerState.READY
         assert claimed == 0 or not ready or self.training.streaming
-
-
-def guessed_cost(bucket: Bucket) -> ServerCost:
-    """A server of unknown speed: prices of a mid-sized model, only their ratios matter."""
-    return ServerCost(
-        tensor_parallel=bucket.tensor_parallel,
-        step_s=0.02,
-        sequence_s=1e-4,
-        kv_token_s=1e-7,
-        prefill_token_s=1e-4,
-        prefill_pair_s=0.0,
-        kv_tokens=bucket.max_num_seqs * bucket.up_to_tokens,
-    )

@@ -342,6 +342,24 @@ class MoveRecord:
     """Why it failed, and where that left the slot."""
 
 
+@dataclass(frozen=True, slots=True)
+class DecisionRecord:
+    """One time that the planner was asked, and what it decided."""
+
+    TABLE: ClassVar[str] = "decisions"
+    KEY: ClassVar[tuple[str, ...]] = ("at",)
+    at: float
+    step: int
+    why: str
+    """What made the run ask."""
+    plan: int | None
+    """The number of the plan that was adopted; None to stay."""
+    why_not: str
+    rollout_factor: float
+    """What the costs of rollout were multiplied by, to agree with what was measured."""
+    training_factor: float
+
+
 Record: TypeAlias = (
     RunRecord
     | NodeRecord
@@ -357,4 +375,5 @@ Record: TypeAlias = (
     | SyncRecord
     | PlanRecord
     | MoveRecord
+    | DecisionRecord
 )

@@ -25,6 +25,7 @@ from libra_cli.core import actions, events
 from libra_cli.core.actions import End
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.machine import Machine, Resume, RunIdentity
+from libra_cli.core.planning.planner import DecisionMaker, answer
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.types import TrajectoryId, node_of
 from libra_cli.runtime.driver import QUIET, Driver, Perform, describe
@@ -51,12 +52,12 @@ class Session:
         journal: Journal,
         first: RunRecord,
         *,
-        propose: Callable[[actions.Propose], events.Event],
+        plan_with: Callable[[frozenset[str]], DecisionMaker],
         watch: Callable[[Record], None],
         note: Callable[[str], None],
     ) -> None:
-        """``propose`` looks for a better plan; it is called in a thread."""
-        self._propose = propose
+        """``plan_with`` makes the planner of a run on GPUs of these names."""
+        self._plan_with = plan_with
         self._recipe = recipe
         self._run_dir = run_dir
         self._journal = journal
@@ -169,6 +170,7 @@ class Session:
         performers: dict[type, Perform] = {}
         driver = Driver(machine, performers, clock=self._clock, save=self._save, tell=self._tell)
         head = self._slots[self._plan.train[0]].node
+        planner = self._plan_with(cluster.gpu_names)
         weights = weights_of(cluster, origin=head)
         ranks = TrainerProcesses(cluster, self._slots, head=head, post=driver.post)
         workers = WorkerProcesses(cluster, weights, self._slots, post=driver.post)
@@ -183,7 +185,7 @@ class Session:
             post=driver.post,
         )
         performers |= _performers(servers, ranks, episodes, recipe.run.seed)
-        performers |= _elastic(workers, ranks, servers, orders, self._propose)
+        performers |= _elastic(workers, ranks, servers, orders, planner)
         cluster.on_event = _Reporter(cluster, servers, ranks, workers, driver).happened
         background = [asyncio.create_task(work) for work in (servers.sample(), orders.watch())]
         self._driver = driver
@@ -276,7 +278,7 @@ def _elastic(
     ranks: TrainerProcesses,
     servers: Servers,
     orders: Orders,
-    propose: Callable[[actions.Propose], events.Event],
+    planner: DecisionMaker,
 ) -> Mapping[type, Perform]:
     """What the elastic pool adds to that."""
 
@@ -285,10 +287,7 @@ def _elastic(
             return await ranks.train(action, shares)
 
     async def look(action: actions.Propose) -> events.Event:
-        try:
-            return await asyncio.to_thread(propose, action)
-        except LibraError as error:
-            return events.PlanKept(str(error), action.order)
+        return await asyncio.to_thread(answer, planner, action)
 
     return {
         actions.Train: train,

@@ -6,9 +6,10 @@
           +-- how long it takes <-- engine, trace, <--actions
                                     cost models
 
-The machine, its gate, its policy and its ledger are the ones of production. What is simulated: a
-server's steps (``sim.engine``), the time a tool, an optimizer step, a weight sync and a start take.
-What is not: the network, failures, and the tokens themselves, which are only counted.
+The machine, its scheduler, its planner and its ledger are those of production, and every action of
+the machine is performed: servers, workers and the trainer change only as it says. What is
+simulated: a server's steps (``sim.engine``), the time a tool, an optimizer step, a weight sync and
+a start take. What is not: the network, failures, and the tokens themselves, which are only counted.
 
 A trajectory's recorded future stays in here. The machine learns of a turn when it is generated and
 of a tool's return when it comes back; only an oracle that is asked for on purpose knows more.
@@ -21,7 +22,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, cast
+from typing import assert_never, cast
 
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
@@ -29,12 +30,21 @@ from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.machine import Machine, RunIdentity
-from libra_cli.core.records import Record, SlotRecord, StepRecord, TrajectoryRecord, TurnRecord
+from libra_cli.core.planning.planner import DecisionMaker, answer
+from libra_cli.core.records import (
+    MoveRecord,
+    Record,
+    SlotRecord,
+    StepRecord,
+    TrajectoryRecord,
+    TurnRecord,
+)
 from libra_cli.core.rollout.trajectories import ABORTED
 from libra_cli.core.scheduling.baselines import SchedulingPolicy
 from libra_cli.core.types import (
     Bucket,
     Plan,
+    Role,
     Seconds,
     Slot,
     Tokens,
@@ -43,10 +53,10 @@ from libra_cli.core.types import (
     Trajectory,
     TrajectoryId,
     VersionSpan,
-    WeightVersion,
 )
 from libra_cli.sim.engine import Engine, EngineRequest, FinishedRequest
 from libra_cli.sim.traces import RecordedEpisode
+from libra_cli.sim.trainer import SimTrainer
 
 CHARACTERS = 4
 """Of text a token: tools are told by the characters they return, traces count tokens."""
@@ -109,7 +119,8 @@ class SimConfig:
     ``train_s`` prices one optimizer step on so many GPUs; ``sync_s`` is the time from a version's
     publication to a server that has proved it, ``stall_s`` how long its engine stands still
     meanwhile; ``start_s`` that of starting a server of a shape after the first plan,
-    ``to_training_s`` that of a GPU from a stopped server to its first share of a batch; ``turn_s``
+    ``to_training_s`` that of starting a gradient worker, ``resize_s`` that of restarting the
+    trainer with other slots; ``turn_s``
     what a turn spends outside engine and tool. Where servers share cores with the trainer,
     ``beside_of`` is what they cost while it works, and its step takes ``training_slowdown`` times
     as long while any of them does.
@@ -124,6 +135,7 @@ class SimConfig:
     start_s: Callable[[Bucket], Seconds]
     sync_s: Seconds = 1.0
     to_training_s: Seconds = 8.0
+    resize_s: Seconds = 60.0
     stall_s: Seconds = 0.0
     turn_s: Seconds = 0.0
     beside_of: Callable[[Bucket], ServerCost] | None = None
@@ -139,6 +151,8 @@ class Recording:
     trajectories: list[TrajectoryRecord] = field(default_factory=list)
     slots: list[tuple[Seconds, SlotRecord]] = field(default_factory=list)
     trained: list[tuple[Seconds, Seconds]] = field(default_factory=list)
+    #: The newest row of every move of a slot, by number.
+    moves: dict[int, MoveRecord] = field(default_factory=dict)
     ended_at: Seconds = 0.0
 
     def keep(self, record: Record, now: Seconds) -> None:
@@ -151,17 +165,8 @@ class Recording:
             self.trajectories.append(record)
         elif isinstance(record, SlotRecord):
             self.slots.append((now, record))
-
-
-@dataclass(slots=True)
-class _Step:
-    """An optimizer step under way: ``left`` seconds of it at ``at``, passing at ``rate``."""
-
-    action: a.Train
-    began: Seconds
-    at: Seconds
-    left: Seconds
-    rate: float = 1.0
+        elif isinstance(record, MoveRecord):
+            self.moves[record.move] = record
 
 
 @dataclass(slots=True)
@@ -185,11 +190,11 @@ class World:
         policy: SchedulingPolicy,
         groups: Iterator[tuple[RecordedEpisode, ...]],
         *,
-        replan: Callable[[World, StepRecord], e.PlanChosen | None] | None = None,
+        planner: DecisionMaker | None = None,
     ) -> None:
         self.scene = scene
         self.now: Seconds = 0.0
-        self.tape = Recording()
+        self.recording = Recording()
         self.engines: dict[str, Engine] = {}
         self.retired: list[tuple[str, Engine]] = []
         self.machine = Machine(
@@ -211,14 +216,16 @@ class World:
         self._woken: dict[str, Seconds] = {}
         self._dirty: dict[str, Engine] = {}
         self._ended = False
-        self._replan = replan
+        self._planner = planner
         self._slots = {slot.id: slot for slot in scene.slots}
-        #: When each GPU of the trainer can take a share of a batch.
-        self._trains_from = dict.fromkeys(self._trainer_gpus(), 0.0)
-        self._sharing: set[int] = set()
-        self._training_until: Seconds = 0.0
-        self._step: _Step | None = None
-        self._due: e.StepDone | None = None
+        self._trainer = SimTrainer(
+            self._slots,
+            scene.train_s,
+            scene.training_slowdown,
+            self._later,
+            lambda: self.now,
+            trained=self.recording.trained,
+        )
 
     # -- time -----------------------------------------------------------------------------------
 
@@ -232,19 +239,75 @@ class World:
             else:
                 self._give(what)
             self._wake_engines()
-        self.tape.ended_at = self.now
-        return self.tape
+        self.recording.ended_at = self.now
+        return self.recording
 
     def _later(self, event: e.Event, after_s: Seconds) -> None:
         heapq.heappush(self._heap, (self.now + after_s, next(self._order), event))
 
     def _give(self, event: e.Event) -> None:
         if isinstance(event, e.StepDone):
-            if event is not self._due:
+            step = self._trainer.ends(event)
+            if step is None:
                 return  # the step has become faster or slower since
-            self._step_over()
+            self._step_over(step)
         for action in self.machine.handle(event, now=self.now):
-            _PERFORM[type(action)](self, action)
+            self._perform(action)
+
+    def _perform(self, action: a.Action) -> None:  # noqa: C901, PLR0912, PLR0915 - one branch each
+        match action:
+            case a.StartServer():
+                self._start_server(action)
+            case a.CheckServer():
+                self._later(e.ServerChecked(action.slot, action.incarnation), 0.0)
+            case a.StopServer():
+                self._stop_server(action)
+            case a.SyncServer():
+                self._sync_server(action)
+            case a.StartTrainer():
+                after_s = self.scene.resize_s if action.resume else 0.0
+                self._trainer.start(action, after_s)
+            case a.StopTrainer():
+                self._later(e.TrainerStopped(action.incarnation), 0.0)
+            case a.Train():
+                self._train(action)
+            case a.Accumulate():
+                self._trainer.accumulate(action)
+            case a.Checkpoint():
+                saved = e.CheckpointSaved(action.incarnation, action.step, "simulated")
+                self._later(saved, 0.0)
+            case a.StartWorker():
+                after_s = self.scene.to_training_s if self.now else 0.0
+                self._later(e.WorkerStarted(action.slot, action.incarnation), after_s)
+            case a.SyncWorker():
+                self._sync_worker(action)
+            case a.StopWorker():
+                self._trainer.drop(action.slot, "the worker was stopped")
+                self._later(e.WorkerStopped(action.slot, action.incarnation), 0.0)
+            case a.Propose():
+                self._propose(action)
+            case a.AnswerOrder():
+                pass  # in virtual time nobody gives orders
+            case a.StartEpisode():
+                self._start_episode(action)
+            case a.Generate():
+                self._generate(action)
+            case a.AbortTurn():
+                self._abort_turn(action)
+            case a.AdvanceEpisode():
+                self._advance_episode(action)
+            case a.FinishEpisode():
+                self._finish_episode(action)
+            case a.ForgetEpisode():
+                self._plays.pop(action.trajectory, None)
+            case a.Wake():
+                self._later(e.TimerFired(action.name), action.after_s)
+            case a.Save():
+                self.recording.keep(action.record, self.now)
+            case a.End():
+                self._end(action)
+            case _:
+                assert_never(action)
 
     def _wake_engines(self) -> None:
         for slot, engine in self._dirty.items():
@@ -253,7 +316,9 @@ class World:
                 self._woken[slot] = at
                 heapq.heappush(self._heap, (at, next(self._order), (slot, engine)))
         self._dirty.clear()
-        self._pace_step()
+        if self.scene.training_slowdown > 1.0:
+            work = any(engine.running or engine.waiting for engine in self.engines.values())
+            self._trainer.pace(servers_work=work)
 
     def _milestone(self, slot: str, engine: Engine) -> None:
         if self.engines.get(slot) is not engine or self._woken.get(slot) != self.now:
@@ -264,11 +329,6 @@ class World:
             self._generated(self._requests.pop(done.id), done)
 
     # -- what an onlooker may ask ---------------------------------------------------------------
-
-    def plan_slots(self) -> list[Slot]:
-        """The slots of the plan the machine has now."""
-        plan = self.machine.plan
-        return [self._slots[slot] for slot in (*dict(plan.servers), *plan.train)]
 
     def busy_gpu_s(self) -> Seconds:
         """GPU seconds in which a server, past or present, had something to do."""
@@ -287,16 +347,18 @@ class World:
         """What each slot did, from when to when."""
         spans: list[tuple[str, str, Seconds, Seconds]] = []
         since: dict[str, tuple[str, Seconds]] = {}
-        for at, row in self.tape.slots:
-            state, start = since.get(row.slot, (row.state, at))
-            if state != row.state:
+        for at, row in self.recording.slots:
+            # What a slot of the trainer does is told by its steps.
+            now = "training" if row.role in (Role.TRAIN, Role.GRADIENT) else row.state
+            state, start = since.get(row.slot, (now, at))
+            if state != now:
                 spans.append((row.slot, state, start, at))
                 start = at
-            since[row.slot] = (row.state, start)
-        ended = self.tape.ended_at
+            since[row.slot] = (now, start)
+        ended = self.recording.ended_at
         spans += [(slot, state, start, ended) for slot, (state, start) in since.items()]
         spans = [span for span in spans if span[1] != "training"]
-        trained = [("trainer", "training", start, end) for start, end in self.tape.trained]
+        trained = [("trainer", "training", start, end) for start, end in self.recording.trained]
         return [span for span in [*spans, *trained] if span[3] > span[2]]
 
     # -- turns ----------------------------------------------------------------------------------
@@ -383,27 +445,18 @@ class World:
         reward = self._plays[action.trajectory].episode.reward
         self._later(e.EpisodeAdvanced(action.trajectory, _ids(0), (), True, reward), 0.0)
 
-    def _forget_episode(self, action: a.ForgetEpisode) -> None:
-        self._plays.pop(action.trajectory, None)
-
     # -- servers and the trainer ----------------------------------------------------------------
 
     def _start_server(self, action: a.StartServer) -> None:
-        """A GPU that trains finishes its share first, so the server starts after the step."""
         cost = self.scene.cost_of(action.bucket)
         engine = Engine(cost, max_num_seqs=action.bucket.max_num_seqs)
         self.engines[action.slot] = engine
-        gpus = self._slots[action.slot].gpus
-        busy = not self._sharing.isdisjoint(gpus)
-        wait = max(0.0, self._training_until - self.now) if busy else 0.0
-        start_s = self.scene.start_s(action.bucket) if self.now else 0.0
-        self._later(e.ServerStarted(action.slot, action.incarnation), wait + start_s)
+        after_s = self.scene.start_s(action.bucket) if self.now else 0.0
+        self._later(e.ServerStarted(action.slot, action.incarnation), after_s)
 
     def _stop_server(self, action: a.StopServer) -> None:
         engine = self.engines.pop(action.slot)
         self.retired.append((action.slot, engine))
-        for gpu in set(self._slots[action.slot].gpus) & set(self._trainer_gpus()):
-            self._trains_from.setdefault(gpu, self.now + self.scene.to_training_s)
         self._later(e.ServerStopped(action.slot, action.incarnation), 0.0)
 
     def _sync_server(self, action: a.SyncServer) -> None:
@@ -427,8 +480,20 @@ class World:
         )
         self._later(event, took)
 
-    def _check_server(self, action: a.CheckServer) -> None:
-        self._later(e.ServerChecked(action.slot, action.incarnation), 0.0)
+    def _sync_worker(self, action: a.SyncWorker) -> None:
+        synced = e.WorkerSynced(
+            action.slot, action.incarnation, action.published, 0.0, 0.0, 0.0, self.now
+        )
+        self._later(synced, 0.0)
+
+    def _propose(self, action: a.Propose) -> None:
+        if self._planner is None:
+            self._later(e.PlanKept("this run has no planner", action.order), 0.0)
+            return
+        event = answer(self._planner, action)
+        if isinstance(event, e.PlanChosen):
+            self._slots.update({slot.id: slot for slot in event.slots})
+        self._later(event, 0.0)
 
     def _reprice(self, cost_of: Callable[[Bucket], ServerCost]) -> None:
         """Servers cost something else from now on."""
@@ -438,83 +503,16 @@ class World:
                 engine.reprice(cost_of(bucket), self.now)
                 self._dirty[slot] = engine
 
-    def _trainer_gpus(self) -> tuple[int, ...]:
-        return tuple(gpu for slot in self.scene.plan.train for gpu in self._slots[slot].gpus)
-
-    def _start_trainer(self, action: a.StartTrainer) -> None:
-        self._later(
-            e.TrainerStarted(action.incarnation, self._published(action.incarnation, 0)), 0.0
-        )
-
-    def _stop_trainer(self, action: a.StopTrainer) -> None:
-        self._later(e.TrainerStopped(action.incarnation), 0.0)
-
     def _train(self, action: a.Train) -> None:
-        ready = [at for at in self._trains_from.values() if at <= self.now]
-        late = 0.0 if ready else min(self._trains_from.values()) - self.now
-        self._sharing = {gpu for gpu, at in self._trains_from.items() if at <= self.now}
-        left = late + self.scene.train_s(action.samples, len(ready) or 1)
-        self._step = _Step(action, self.now, self.now, left)
-        self._schedule_step(self._step)
+        self._trainer.train(action)
         if self.scene.beside_of is not None:
             self._reprice(self.scene.beside_of)
 
-    def _schedule_step(self, step: _Step) -> None:
-        took = step.left / step.rate
-        self._training_until = self.now + took
-        incarnation, number = step.action.incarnation, step.action.step
-        published = self._published(incarnation, number, self._training_until)
-        self._due = e.StepDone(incarnation, number, published)
-        self._later(self._due, took)
-
-    def _pace_step(self) -> None:
-        """A step is slower while a server is at work, where they share cores."""
-        step = self._step
-        if step is None or self.scene.training_slowdown <= 1.0:
-            return
-        busy = any(engine.running or engine.waiting for engine in self.engines.values())
-        rate = 1.0 / self.scene.training_slowdown if busy else 1.0
-        if rate != step.rate:
-            step.left -= (self.now - step.at) * step.rate
-            step.at, step.rate = self.now, rate
-            self._schedule_step(step)
-
-    def _step_over(self) -> None:
-        step, self._step = self._step, None
-        assert step is not None
-        self.tape.trained.append((step.began, self.now))
-        if step.action.ledger is not None:
-            saved = e.CheckpointSaved(step.action.incarnation, step.action.step, "simulated")
-            self._later(saved, 0.0)
+    def _step_over(self, step: a.Train) -> None:
+        if step.ledger is not None:
+            self._later(e.CheckpointSaved(step.incarnation, step.step, "simulated"), 0.0)
         if self.scene.beside_of is not None:
             self._reprice(self.scene.cost_of)
-
-    def _published(self, incarnation: int, step: int, at: Seconds = 0.0) -> e.PublishedVersion:
-        return e.PublishedVersion(WeightVersion(incarnation, step), 0, at)
-
-    def _checkpoint(self, action: a.Checkpoint) -> None:
-        self._later(e.CheckpointSaved(action.incarnation, action.step, "simulated"), 0.0)
-
-    def _wake(self, action: a.Wake) -> None:
-        self._later(e.TimerFired(action.name), action.after_s)
-
-    def _save(self, action: a.Save) -> None:
-        record = action.record
-        self.tape.keep(record, self.now)
-        if isinstance(record, StepRecord) and self._replan is not None and not record.checkpoint:
-            chosen = self._replan(self, record)
-            if chosen is not None:
-                self._adopt(chosen)
-
-    def _adopt(self, chosen: e.PlanChosen) -> None:
-        """GPUs that the new plan trains on and no server holds join at once."""
-        self._slots.update({slot.id: slot for slot in chosen.slots})
-        wanted = set(self._trainer_gpus())
-        held = {gpu for slot in self.engines for gpu in self._slots[slot].gpus}
-        joining = dict.fromkeys(wanted - held, self.now + self.scene.to_training_s)
-        kept = {gpu: at for gpu, at in self._trains_from.items() if gpu in wanted}
-        self._trains_from = {**joining, **kept}
-        self._later(chosen, 0.0)
 
     def _end(self, action: a.End) -> None:
         self._ended = True
@@ -525,24 +523,3 @@ class World:
 def _left(play: _Play, asked: a.Generate) -> Tokens:
     """Tokens that the recorded turn still has, as far as they are asked for."""
     return min(play.episode.turns[play.turn].generated - play.said, asked.max_tokens)
-
-
-_PERFORM: dict[type, Callable[[World, Any], None]] = {
-    a.StartServer: World._start_server,
-    a.CheckServer: World._check_server,
-    a.StopServer: World._stop_server,
-    a.SyncServer: World._sync_server,
-    a.StartTrainer: World._start_trainer,
-    a.StopTrainer: World._stop_trainer,
-    a.Train: World._train,
-    a.Checkpoint: World._checkpoint,
-    a.StartEpisode: World._start_episode,
-    a.Generate: World._generate,
-    a.AbortTurn: World._abort_turn,
-    a.AdvanceEpisode: World._advance_episode,
-    a.FinishEpisode: World._finish_episode,
-    a.ForgetEpisode: World._forget_episode,
-    a.Wake: World._wake,
-    a.Save: World._save,
-    a.End: World._end,
-}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from libra_cli.bench.ablations import ABLATIONS
-from libra_cli.core.planning.sim_replanner import PLANNERS
+from libra_cli.core.planning.baselines import PLANNERS
 from libra_cli.core.scheduling.least_cost import POLICIES
 
 CHECKOUT = Path(__file__).parents[2]

@@ -28,7 +28,7 @@ def decisions(world: World, until: float) -> list[tuple[float, int, int, int, st
     """Every placement of a turn up to a time, of turns that had ended by then."""
     return sorted(
         (turn.queued_at, turn.group_id, turn.member, turn.turn, turn.slot)
-        for turn in world.tape.turns
+        for turn in world.recording.turns
         if turn.ended_at <= until
     )
 
@@ -59,8 +59,8 @@ def groups_of(trace: Trace, number: int = 40) -> list[tuple[RecordedEpisode, ...
 def two_worlds(policy: str) -> tuple[list[object], list[object]]:
     groups = groups_of(TRACE)
     first = play(policy, groups)
-    until = first.tape.ended_at * 0.4
-    done = ended_by(first.tape.turns, until)
+    until = first.recording.ended_at * 0.4
+    done = ended_by(first.recording.turns, until)
     random = Random(5)
     changed = [
         tuple(

@@ -110,7 +110,9 @@ def test_pins_survive_later_orders_and_reach_the_planner():
     assert set(world.machine.reconciler.moves) == {"b/0"}
     world.arrive()
     world.give(e.PlanOrdered("look"))
-    assert world.did(a.Propose)[-1] == a.Propose("asked for", ((B1, Role.ROLLOUT),), "look")
+    asked = world.did(a.Propose)[-1]
+    assert (asked.why, asked.order) == ("asked for", "look")
+    assert asked.observation.pins == ((B1, Role.ROLLOUT),)
 
 
 def test_a_pin_is_let_go():

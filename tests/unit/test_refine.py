@@ -21,8 +21,7 @@ from libra_cli.core.costs.observed import (
     unchecked_facts,
 )
 from libra_cli.core.costs.online import FadingLine, LearnedCosts, Refiner
-from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.machine import guessed_cost
+from libra_cli.core.costs.server import ServerCost, guessed_cost
 from libra_cli.core.types import Bucket
 from tests.world import World
 

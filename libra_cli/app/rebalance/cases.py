@@ -1,34 +1,23 @@
-"""What there is to decide about: a recipe and a recorded workload, or a run as far as it has come.
-
-Looked back at are as many steps as the planner of the simulator averages (``steps_to_average``),
-and the trajectories that it takes for the work to come: a workload that drifts is soon another.
+"""What there is to decide about: a recipe and a recorded workload, or a run as far as it has
+come.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from libra_cli.app.rebalance.prices import (
-    plan_of_row,
-    played_turns,
-    profile_of_recipe,
-    profile_of_run,
-)
+from libra_cli.app.costs import costs_of_run, profile_of_recipe, recipe_planner
+from libra_cli.app.rebalance.replay import gpu_names, observation_of_run
 from libra_cli.bench.experiments import trace_path
-from libra_cli.config.errors import StateError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.costs.workload import TrajectorySample, Workload
-from libra_cli.core.planning.admission import Admission, horizon
-from libra_cli.core.planning.recalibration import MeasuredStep, crowd
-from libra_cli.core.planning.slot_placement import held
-from libra_cli.core.planning.triggers import FILLING, steps_to_average
-from libra_cli.core.records import StepRecord
-from libra_cli.core.types import Plan, Role, Slot, SlotId
+from libra_cli.core.observation import Observation
+from libra_cli.core.planning.planner import Planner
 from libra_cli.report.status.run_state import LIVE
 from libra_cli.report.status.summary import summary
 from libra_cli.runtime.recipes.loader import load_recipe
@@ -36,35 +25,25 @@ from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import recipe_of
 from libra_cli.sim.traces import RecordedEpisode, Trace, load_trace
 
-LEAST_SAMPLES = 256
-"""Newest finished trajectories that stand for the work to come, where two steps have fewer."""
-
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What there is to decide about, from a run or from a recipe. ``live``: it can be moved."""
+    """What there is to decide about, and who decides.
+
+    ``of`` is ``run`` or ``recipe``. ``profile`` are the costs before they are recalibrated, and
+    ``source`` says where they come from; ``told_from`` says whose trajectories stand for the work.
+    """
 
     of: str
     name: str
     state: str
     recipe: Recipe
-    plan: Plan
+    observation: Observation
+    planner: Planner
     profile: Profile
     source: str
-    workload: Workload
     told_from: str
-    measured: tuple[MeasuredStep, ...]
-    step: int | None
-    admission: Admission
     notes: tuple[str, ...]
-    live: bool = False
-    pins: tuple[tuple[SlotId, Role], ...] = ()
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        """With what may not move fixed."""
-        slots = slots_of(self.recipe)
-        return held(slots, dict(self.pins), self.plan.train[0]) if self.live else slots
 
 
 # -- a recipe, before anything has run -------------------------------------------------------------
@@ -87,19 +66,22 @@ def case_of_recipe(path: Path, trace: str, profile: str | None) -> Case:
             f"{recipe.model.max_len:,} and are cut there, as a run would"
         )
     notes.append("to begin with another plan, give each slot its side in the recipe: nodes[].pool")
+    overlap = 1.0 + recipe.training.max_staleness
     return Case(
         of="recipe",
         name=str(path),
         state="not started",
         recipe=recipe,
-        plan=initial_plan(recipe),
+        observation=Observation(
+            step=0,
+            plan=initial_plan(recipe),
+            slots=slots_of(recipe),
+            workload=Workload(samples, recipe.trajectories_per_step, overlap),
+        ),
+        planner=recipe_planner(recipe, lambda plan, evidence: prices, elastic=False),
         profile=prices,
         source="given",
-        workload=_workload(recipe, samples),
         told_from=f"{len(samples):,} trajectories of {recorded.name}",
-        measured=(),
-        step=None,
-        admission=Admission(),
         notes=tuple(notes),
     )
 
@@ -149,64 +131,28 @@ def case_of_run(run_dir: Path, profile: str | None) -> Case:
     """
     with Reader(run_dir) as reader:
         recipe = recipe_of(run_dir)
-        seen = summary(reader, now=time.time())
-        samples = tuple(reader.played(max(LEAST_SAMPLES, 2 * recipe.trajectories_per_step)))
-        if not samples:
-            raise StateError(
-                f"{run_dir}: no trajectory has finished yet, so its work is not known",
-                hint="try again later, or: libra rebalance RECIPE.yaml --dry-run --trace FILE",
-            )
-        plan = _plan_of(reader, recipe)
-        turns = played_turns(reader.recent_turns())
-        prices, source, notes = profile_of_run(reader, recipe, plan, turns, profile)
-        since = max((row.at for row in reader.plans()), default=0.0)
-        steps = [
-            step for step in reader.steps() if step.started_at >= since and step.step > FILLING
-        ]
-        lengths = [step.mean_length for step in reader.steps()]
-        measured = tuple(_measured(reader, steps[-steps_to_average(_overlap(recipe)) :]))
-    left = recipe.run.steps - seen["step"]
-    live = seen["run"]["state"] in LIVE
+        seen = summary(reader, now=time.time())["run"]
+        live = seen["state"] in LIVE
+        observation = observation_of_run(reader, recipe, live=live)
+        choice = costs_of_run(recipe, gpu_names(reader, recipe), profile)
+    prices = choice.source(observation.plan, observation.evidence)
     return Case(
         of="run",
-        name=seen["run"]["id"],
-        state=seen["run"]["state"],
+        name=seen["id"],
+        state=seen["state"],
         recipe=recipe,
-        plan=plan,
+        observation=observation,
+        planner=recipe_planner(recipe, lambda plan, evidence: prices, elastic=live),
         profile=prices,
-        source=source,
-        workload=_workload(recipe, samples),
-        told_from=f"the last {len(samples):,} that finished",
-        measured=measured,
-        step=seen["step"],
-        admission=Admission(horizon=horizon(lengths, left if live else recipe.run.steps)),
-        notes=(*notes, *_notes_of(recipe, measured, live=live)),
-        live=live,
+        source=choice.origin,
+        told_from=f"the last {len(observation.workload.samples):,} that finished",
+        notes=(*choice.notes, *_notes_of(recipe, observation, live=live)),
     )
 
 
-def _plan_of(reader: Reader, recipe: Recipe) -> Plan:
-    plans = reader.plans()
-    return plan_of_row(plans[-1]) if plans else initial_plan(recipe)
-
-
-def _measured(reader: Reader, steps: Sequence[StepRecord]) -> Iterator[MeasuredStep]:
-    began = steps[0].started_at - steps[0].waited_s if steps else 0.0
-    for step in steps:
-        in_play_s, beside = crowd(reader.in_play(began, step.ended_at), began, step.ended_at)
-        yield MeasuredStep(
-            step_s=step.ended_at - began,
-            train_s=step.ended_at - step.started_at,
-            waited_s=step.waited_s,
-            in_play_s=in_play_s,
-            beside=beside,
-        )
-        began = step.ended_at
-
-
-def _notes_of(recipe: Recipe, measured: Sequence[MeasuredStep], *, live: bool) -> list[str]:
+def _notes_of(recipe: Recipe, observation: Observation, *, live: bool) -> Sequence[str]:
     notes = []
-    if not measured:
+    if not observation.measured:
         notes.append("no step but the first has ended under this plan: nothing to compare with")
     if recipe.training.max_staleness == 0:
         notes.append(
@@ -216,15 +162,3 @@ def _notes_of(recipe: Recipe, measured: Sequence[MeasuredStep], *, live: bool) -
     if not live:
         notes.append("the run has ended: payback counts as if it ran again from the start")
     return notes
-
-
-# -- both ----------------------------------------------------------------------------------------
-
-
-def _workload(recipe: Recipe, samples: Sequence[TrajectorySample]) -> Workload:
-    return Workload(tuple(samples), recipe.trajectories_per_step, _overlap(recipe))
-
-
-def _overlap(recipe: Recipe) -> float:
-    """Steps whose trajectories may be in flight together."""
-    return 1.0 + recipe.training.max_staleness

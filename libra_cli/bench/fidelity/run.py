@@ -30,10 +30,9 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import TrainSample
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.costs.profile import Profile, ProfileError, TrainingShape
-from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.costs.server import ServerCost, guessed_cost
 from libra_cli.core.costs.workload import TrajectorySample as Size
 from libra_cli.core.costs.workload import Workload
-from libra_cli.core.machine import guessed_cost
 from libra_cli.core.records import StepRecord, TurnRecord
 from libra_cli.core.scheduling.least_cost import make_policy
 from libra_cli.core.types import Bucket, Seconds, Slot, ToolOutcome, TrajectoryId

@@ -22,10 +22,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from libra_cli.config.errors import StateError
 from libra_cli.core.costs.online import FadingLine
 from libra_cli.core.costs.profile import MemoryModel, MoveCost, Profile, TrainingCost
-from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.types import Seconds, SlotId, Tokens
+from libra_cli.core.costs.server import ServerCost, guessed_cost
+from libra_cli.core.types import Plan, Seconds, SlotId, Tokens
 
 UNCHECKED_GIB = 1e9
 """Memory of a GPU that nobody has asked."""
@@ -65,10 +66,25 @@ class Starts:
     ``to_training_s`` and ``to_rollout_s`` are the seconds in which a slot that moved did nothing.
     """
 
-    server_s: Seconds | None
-    trainer_s: Seconds | None
+    server_s: Seconds | None = None
+    trainer_s: Seconds | None = None
     to_training_s: Seconds | None = None
     to_rollout_s: Seconds | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CostEvidence:
+    """What a run has shown of its own costs.
+
+    ``steps`` are the newest ones under one plan with all its slots in place, and ``ranks`` is the
+    number of GPUs that trained under it. ``version_bytes`` is the size of a weight version.
+    """
+
+    turns: tuple[PlayedTurn, ...] = ()
+    steps: tuple[TrainedStep, ...] = ()
+    ranks: int = 1
+    starts: Starts = Starts()
+    version_bytes: int = 0
 
 
 def server_cost(turns: Sequence[PlayedTurn], prior: ServerCost) -> ServerCost:
@@ -159,6 +175,62 @@ def unchecked_facts(parameters: float) -> MemoryModel:
         server_overhead_gib=0.0,
         trainer_overhead_gib=0.0,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedCosts:
+    """The cost source of a run whose GPU nobody has profiled: what it has shown itself.
+
+    ``gpu`` and ``model`` are names for people; ``micro_tokens`` is the recipe's
+    ``training.micro_batch_tokens``; ``parameter_bytes`` what a weight version holds for each
+    parameter.
+    """
+
+    gpu: str
+    model: str
+    micro_tokens: Tokens
+    parameter_bytes: int
+
+    def __call__(self, plan: Plan, evidence: CostEvidence) -> Profile:
+        """The costs so far. Raises StateError before the first step."""
+        if not evidence.steps:
+            raise StateError(
+                "no step has been trained yet, so training has no price",
+                hint="try again after the first step, or name prices: --profile NAME",
+            )
+        parameters = evidence.version_bytes / self.parameter_bytes
+        training = training_cost(
+            evidence.steps,
+            evidence.ranks,
+            unchecked_facts(parameters),
+            micro_tokens=self.micro_tokens,
+        )
+        return measured_profile(
+            _server_costs(plan, evidence.turns),
+            training,
+            evidence.starts,
+            name="this run",
+            gpu=self.gpu,
+            model=self.model,
+            provenance={
+                "servers": f"fitted to {len(evidence.turns):,} turns of this run",
+                "training": f"fitted to {len(evidence.steps):,} steps of this run; bandwidths "
+                "assumed",
+                "moves": "how long servers and trainer took to start in this run",
+            },
+        )
+
+
+def _server_costs(plan: Plan, turns: Sequence[PlayedTurn]) -> dict[int, ServerCost]:
+    """By tensor-parallel degree, each from the turns that its servers played."""
+    costs: dict[int, ServerCost] = {}
+    ordered = sorted(turns, key=lambda turn: turn.ended)
+    for bucket in dict(plan.servers).values():
+        degree = bucket.tensor_parallel
+        slots = {slot for slot, other in plan.servers if other.tensor_parallel == degree}
+        played = [turn for turn in ordered if turn.slot in slots]
+        costs[degree] = server_cost(played, guessed_cost(bucket))
+    return costs
 
 
 class _Load:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from math import sqrt
 from typing import Any, TypeVar
 
 from libra_cli.config.errors import LibraError
@@ -293,6 +294,24 @@ class Profile:
             found = _section(body, "surroundings")
             given["surroundings"] = _part(Contention, found, "surroundings")
         return _part(cls, given, "profile")
+
+
+@dataclass(frozen=True, slots=True)
+class Recalibration:
+    """The factors by which measured seconds of a step differ from predicted ones, for each half."""
+
+    rollout: float = 1.0
+    training: float = 1.0
+
+    def of(self, profile: Profile) -> Profile:
+        """These costs times the factors."""
+        slower = profile.scaled(self.rollout)
+        return replace(slower, training=profile.training.scaled(self.training))
+
+    def blended(self, before: Recalibration) -> Recalibration:
+        """The geometric mean with one that was found before."""
+        rollout = sqrt(self.rollout * before.rollout)
+        return Recalibration(rollout, sqrt(self.training * before.training))
 
 
 def _slower(cost: ServerCost, factor: float) -> ServerCost:

@@ -26,6 +26,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from libra_cli.core.types import Bucket
+
 ENDLESS = 1 << 62
 """More steps than any request has."""
 
@@ -111,3 +113,16 @@ class ServerCost:
 
     def _chunk_s(self, chunk: int, batch: float) -> float:
         return self.prefill_token_s * max(0.0, chunk - max(0.0, self.free_tokens - batch))
+
+
+def guessed_cost(bucket: Bucket) -> ServerCost:
+    """The costs of a server of unknown speed: chosen for a mid-sized model; only ratios matter."""
+    return ServerCost(
+        tensor_parallel=bucket.tensor_parallel,
+        step_s=0.02,
+        sequence_s=1e-4,
+        kv_token_s=1e-7,
+        prefill_token_s=1e-4,
+        prefill_pair_s=0.0,
+        kv_tokens=bucket.max_num_seqs * bucket.up_to_tokens,
+    )

@@ -55,10 +55,13 @@ class Admission:
 
 
 def horizon(lengths: Sequence[float], steps_left: int | None) -> float:
-    """Steps until the next expected drift, or the end; ``lengths`` are means, a step each.
+    """Steps until the next expected drift, or the end; infinite where nothing has run yet.
 
-    The rate is that between the two halves of the last ``RECENT`` of them.
+    ``lengths`` are the mean generated tokens of a trajectory, one a step. The rate of change is
+    that between the two halves of the last ``RECENT`` of them.
     """
+    if not lengths and steps_left is None:
+        return inf
     least, most = HORIZON
     recent = lengths[-RECENT:]
     half = len(recent) // 2

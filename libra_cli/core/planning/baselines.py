@@ -1,140 +1,200 @@
-"""The planners that ours is measured against: published rules, by name.
+"""The planners that libra's is measured against in the simulator: published rules, by name.
 
-All but ``colocated`` and ``static-best`` have equal servers, as their authors do: ``uniform`` gives
-half the GPUs to each side in servers of four GPUs; the others begin with the best equal servers for
-the initial workload. Limit: what a rule leaves open is filled in here in its favour; none of them
-counts what a move costs, and that is how they are published.
+    colocated     every GPU serves and then trains, in turn; nothing moves
+    uniform       half the GPUs to each side in servers of four GPUs; nothing moves
+    static-best   libra's first plan; nothing moves
+    greedy        a server's worth to the slower half, every ``GREEDY_PERIOD`` steps
+    streamrl      one more server when the gap of the halves reaches what it would save, either way
+                  (the elastic rule of StreamRL, arXiv 2504.15930)
+    dynarl        on queue or utilisation for rollout, and ``T_train / T_rollout`` for training, to
+                  the split that would balance what was measured, at once and whatever it costs
+                  (after DynaRL, OSDI 2026, with the thresholds that Libra's artifact gives it)
+
+All but ``colocated`` and ``static-best`` have equal servers, as their authors do; the moving ones
+begin with the best equal servers for the initial workload. Limit: what a rule leaves open is filled
+in here in its favour; none of them counts what a move costs, and that is how they are published.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
-from libra_cli.core.costs.profile import Profile, TrainingShape
+from libra_cli.config.errors import LibraError
+from libra_cli.core.costs.profile import Profile, Recalibration, TrainingShape
 from libra_cli.core.costs.workload import Workload
-from libra_cli.core.planning.observation import Decision, Observation, moves_cost_s
+from libra_cli.core.observation import MeasuredStep, Observation
+from libra_cli.core.planning.gpu_placement import GpuPlacement
+from libra_cli.core.planning.planner import Candidate, Decision, DecisionMaker, Planner
+from libra_cli.core.planning.recalibration import RecalibratedSearch
 from libra_cli.core.planning.rollout_dp import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.types import Seconds
 
+PLANNERS = ("colocated", "uniform", "static-best", "greedy", "streamrl", "dynarl", "libra")
+STATIC = ("colocated", "uniform", "static-best")
+"""Those that never move anything."""
 GREEDY_PERIOD = 5
-"""Steps between two moves of the greedy planner."""
+"""Steps between two moves of the greedy planner. Chosen: about what a move takes to be seen."""
 QUEUE_PRESSURE, ACTIVE_PRESSURE, ROLLOUT_STARVES = 0.75, 0.85, 1.25
 BORROW, NEVER_BORROW = 1.15, 0.80
-"""Thresholds of the authors' artifact, see ``Rule``."""
+"""Thresholds of the artifact of Libra (arXiv 2606.03077), see ``_dynarl``."""
+
+
+class PlannerError(LibraError):
+    """A planner that is not known."""
+
+    exit_code = 2
+
+
+def first_layout(
+    name: str, profile: Profile, workload: Workload, gpus: int, settings: PlannerSettings
+) -> Layout:
+    """The layout that the planner of this name begins with.
+
+    Raises:
+        PlannerError: there is no such planner; names those that there are.
+        NothingFits: no layout can run.
+    """
+    if name not in PLANNERS:
+        raise PlannerError(f"no planner is called {name!r}", hint=f"one of: {', '.join(PLANNERS)}")
+    if name == "colocated":
+        return _colocated(profile, workload, gpus, settings)
+    search = Search(profile, workload, gpus, settings)
+    if name in ("libra", "static-best"):
+        return search.best().layout
+    if name == "uniform":
+        return _uniform(search, settings)
+    return _best_equal(search, settings)
+
+
+def planner_of(
+    name: str, profile: Profile, space: GpuPlacement, settings: PlannerSettings
+) -> DecisionMaker:
+    """The planner of this name, for a run in this space."""
+    fixed = replace(settings, training_shapes=space.settings.training_shapes)
+    if name == "libra":
+        return Planner(space, lambda plan, evidence: profile, fixed)
+    return Rule(name, profile, space, fixed)
 
 
 @dataclass(slots=True)
-class Static:
-    """One layout for the whole run: ``colocated``, ``uniform`` or ``static-best``."""
+class Rule:
+    """Equal servers and a rule that moves GPUs between the halves."""
 
     name: str
     profile: Profile
-    gpus: int
+    space: GpuPlacement
     settings: PlannerSettings
+    _moved_at: int = field(default=0, init=False)
 
-    def begin(self, workload: Workload) -> Layout:
-        """For the initial workload; never changed after."""
-        if self.name == "colocated":
-            return _colocated(self.profile, workload, self.gpus, self.settings)
-        search = Search(self.profile, workload, self.gpus, self.settings)
-        if self.name == "static-best":
-            return search.best().layout
-        half = self.gpus // 2 // self.settings.unit * self.settings.unit or self.settings.unit
-        degree = 4 if 4 in search.table.degrees and half >= 4 else max(search.table.degrees)
-        return _equal(search, degree, half, self.settings)
-
-    def consider(self, now: Observation) -> Decision:
-        """To stay."""
-        return Decision(None, (), why_not="this planner never moves anything")
-
-
-class Rule:
-    """Equal servers and a rule that moves GPUs between the halves.
-
-    ``greedy``: a server's worth to the slower half, every ``period`` steps. ``streamrl``: one more
-    server when the gap of the halves reaches what it would save (its elastic rule, either way).
-    ``dynarl``: on the triggers of its kind (queue or utilisation for rollout, ``T_train /
-    T_rollout`` at 1.15 for training, back at 0.9) to the split that would balance what was
-    measured, at once and whatever it costs.
-    """
-
-    def __init__(self, name: str, profile: Profile, gpus: int, settings: PlannerSettings) -> None:
-        self._name = name
-        self._profile = profile
-        self._gpus = gpus
-        self._settings = settings
-        self._moved_at = 0
-        self._degree = 1
-
-    @property
-    def name(self) -> str:
-        """As ``--planners`` takes it."""
-        return self._name
-
-    def begin(self, workload: Workload) -> Layout:
-        """The best equal servers for the initial workload."""
-        search = Search(self._profile, workload, self._gpus, self._settings)
-        found: list[tuple[Seconds, Layout]] = []
-        for split in search.splits:
-            bucket = search.uniform(split)[0]
-            layout = _equal(search, bucket.tensor_parallel, bucket.gpus, self._settings)
-            found.append((search.times(layout).step_s, layout))
-        layout = min(found, key=lambda pair: pair[0])[1]
-        self._degree = layout.buckets[0].tensor_parallel
-        return layout
-
-    def consider(self, now: Observation) -> Decision:
+    def decide(self, now: Observation) -> Decision:
         """The rule's next split, if it is another."""
-        search = Search(self._profile, now.recent, now.gpus, self._settings)
-        target, reason = self._target(now, search)
-        share = max(self._degree, self._settings.unit)
-        target = min(max(share, target), now.gpus - self._settings.unit)
-        layout = _equal(search, self._degree, target, self._settings)
-        before, after = search.times(now.layout), search.times(layout)
-        cost_s = moves_cost_s(self._profile, now.recent, now.layout, layout)
-        if layout.servers == now.layout.servers or after.step_s == float("inf"):
-            return Decision(None, (), before, None, why_not=reason or "balanced")
+        search = Search(self.profile, now.workload, self.space.gpus, self.settings)
+        today = self.space.layout_of(now.plan, now.slots)
+        degree = today.buckets[0].tensor_parallel
+        share = max(degree, self.settings.unit)
+        target, reason = self._target(now, today, share, search)
+        most = self.space.gpus - max(self.settings.unit, self.space.base_gpus)
+        layout = _equal(search, degree, min(max(share, target), most), self.settings)
+        same = layout.servers == today.servers or search.times(layout).step_s == float("inf")
+        decision = self._decision(now, search, today, layout, reason)
+        if same:
+            return replace(decision, plan=None, why_not=reason or "balanced")
         self._moved_at = now.step
-        return Decision(layout, (reason,), before, after, cost_s)
+        return decision
 
-    def _target(self, now: Observation, search: Search) -> tuple[int, str]:
-        if self._name == "greedy":
-            return self._greedy(now)
-        return self._streamrl(now, search) if self._name == "streamrl" else self._dynarl(now)
+    def _decision(
+        self, now: Observation, search: Search, today: Layout, layout: Layout, reason: str
+    ) -> Decision:
+        plan, slots = self.space.place(layout, now.slots)
+        before, after = search.times(today), search.times(layout)
+        candidate = Candidate(layout, after, (), lambda: (plan, slots))
+        found = RecalibratedSearch(None, before, Recalibration(), self.profile, search)
+        return Decision(
+            plan=plan,
+            proposed=plan,
+            slots=slots,
+            moves=self.space.moves(now, plan, slots, self.profile),
+            before=before,
+            after=after,
+            cost_s=self.space.cost_s(now, candidate, plan, self.profile),
+            horizon=float("inf"),
+            reasons=(reason,),
+            why_not="",
+            found=found,
+        )
 
-    def _greedy(self, now: Observation) -> tuple[int, str]:
-        serving, ratio = now.layout.rollout_gpus, now.rollout_s / max(now.train_s, 1e-9)
+    def _target(
+        self, now: Observation, today: Layout, share: int, search: Search
+    ) -> tuple[int, str]:
+        if not now.measured:
+            return today.rollout_gpus, "nothing is measured under this plan yet"
+        step = now.measured[-1]
+        rules: dict[str, Callable[[], tuple[int, str]]] = {
+            "greedy": lambda: self._greedy(now, today, step, share),
+            "streamrl": lambda: self._streamrl(now, today, step, share, search),
+            "dynarl": lambda: _dynarl(now, today, step, share, self.space.gpus),
+        }
+        return rules[self.name]()
+
+    def _greedy(
+        self, now: Observation, today: Layout, step: MeasuredStep, share: int
+    ) -> tuple[int, str]:
+        ratio = _rollout_s(now, step) / max(step.train_s, 1e-9)
         if now.step - self._moved_at < GREEDY_PERIOD or 0.95 < ratio < 1.05:
-            return serving, ""
-        share = max(self._degree, self._settings.unit)
-        return serving + (share if ratio > 1 else -share), f"the slower half, at {ratio:.2f}"
+            return today.rollout_gpus, ""
+        moved = share if ratio > 1 else -share
+        return today.rollout_gpus + moved, f"the slower half, at {ratio:.2f}"
 
-    def _streamrl(self, now: Observation, search: Search) -> tuple[int, str]:
-        serving, gap = now.layout.rollout_gpus, now.rollout_s - now.train_s
-        share = max(self._degree, self._settings.unit)
-        step = share if gap > 0 else -share
-        other = _equal(search, self._degree, max(share, serving + step), self._settings)
-        today, then = search.times(now.layout), search.times(other)
-        rollout = gap > 0
-        saved = today.rollout_s - then.rollout_s if rollout else today.train_s - then.train_s
+    def _streamrl(
+        self, now: Observation, today: Layout, step: MeasuredStep, share: int, search: Search
+    ) -> tuple[int, str]:
+        gap = _rollout_s(now, step) - step.train_s
+        moved = share if gap > 0 else -share
+        degree = today.buckets[0].tensor_parallel
+        other = _equal(search, degree, max(share, today.rollout_gpus + moved), self.settings)
+        before, after = search.times(today), search.times(other)
+        saved = before.rollout_s - after.rollout_s if gap > 0 else before.train_s - after.train_s
         if saved <= 0 or abs(gap) < saved:
-            return serving, ""
-        return serving + step, f"a gap of {abs(gap):.1f} s is worth the {saved:.1f} s of one more"
+            return today.rollout_gpus, ""
+        reason = f"a gap of {abs(gap):.1f} s is worth the {saved:.1f} s of one more"
+        return today.rollout_gpus + moved, reason
 
-    def _dynarl(self, now: Observation) -> tuple[int, str]:
-        serving, ratio = now.layout.rollout_gpus, now.rollout_s / max(now.train_s, 1e-9)
-        busy = 1 - now.rollout_idle
-        pressed = now.queue >= QUEUE_PRESSURE or busy >= ACTIVE_PRESSURE
-        grow = ratio >= ROLLOUT_STARVES and pressed
-        lend = 1 / max(ratio, 1e-9) >= BORROW and now.queue < NEVER_BORROW
-        if not (grow or lend):
-            return serving, ""
-        share = max(self._degree, self._settings.unit)
-        weight = now.rollout_s * serving
-        other = now.train_s * max(1, now.layout.training_gpus)
-        balanced = now.gpus * weight / max(weight + other, 1e-9)
-        return round(balanced / share) * share, f"triggered at {ratio:.2f}, queue {now.queue:.2f}"
+
+def _dynarl(
+    now: Observation, today: Layout, step: MeasuredStep, share: int, gpus: int
+) -> tuple[int, str]:
+    serving, rollout_s = today.rollout_gpus, _rollout_s(now, step)
+    ratio = rollout_s / max(step.train_s, 1e-9)
+    pressed = now.queue >= QUEUE_PRESSURE or 1 - now.rollout_idle >= ACTIVE_PRESSURE
+    grow = ratio >= ROLLOUT_STARVES and pressed
+    lend = 1 / max(ratio, 1e-9) >= BORROW and now.queue < NEVER_BORROW
+    if not (grow or lend):
+        return serving, ""
+    weight, other = rollout_s * serving, step.train_s * max(1, today.training_gpus)
+    balanced = gpus * weight / max(weight + other, 1e-9)
+    return round(balanced / share) * share, f"triggered at {ratio:.2f}, queue {now.queue:.2f}"
+
+
+def _rollout_s(now: Observation, step: MeasuredStep) -> Seconds:
+    """Seconds of the step without rollout's waiting for training."""
+    return step.step_s * (1 - now.rollout_idle)
+
+
+def _uniform(search: Search, settings: PlannerSettings) -> Layout:
+    half = search.gpus // 2 // settings.unit * settings.unit or settings.unit
+    degree = 4 if 4 in search.table.degrees and half >= 4 else max(search.table.degrees)
+    return _equal(search, degree, half, settings)
+
+
+def _best_equal(search: Search, settings: PlannerSettings) -> Layout:
+    found: list[tuple[Seconds, Layout]] = []
+    for split in search.splits:
+        bucket = search.uniform(split)[0]
+        layout = _equal(search, bucket.tensor_parallel, bucket.gpus, settings)
+        found.append((search.times(layout).step_s, layout))
+    return min(found, key=lambda pair: pair[0])[1]
 
 
 def _equal(search: Search, degree: int, gpus: int, settings: PlannerSettings) -> Layout:

@@ -1,9 +1,9 @@
 """When a run looks for a better plan, what becomes of one, and what it turned out to be worth.
 
-When to look is ``planning.looks``'; never while slots move. Where training did not wait, the
-staleness bound held rollout back, the more so the more groups lie ready: their share of all begun
-and not trained stands for rollout's waiting. Whether a plan pays is for the planner (``slot_plan``)
-to say; what it admits is carried out.
+When to look is for ``planning.triggers`` to say; never while slots move. Where training did not
+wait, the staleness bound held rollout back, the more so the more groups lie ready: their share of
+all begun and not trained stands for rollout's waiting. What the planner then admits
+is carried out.
 
 A user's order comes before the planner: pins hold slots against both.
 
@@ -16,17 +16,20 @@ comparison too.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
-from json import dumps
+from json import dumps, loads
 from statistics import fmean
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import Action, AnswerOrder, Propose, Save
+from libra_cli.core.costs.profile import Recalibration
 from libra_cli.core.events import PlanChosen, PlanKept, PlanOrdered
-from libra_cli.core.planning.triggers import STARVED, ReplanTriggers
+from libra_cli.core.observation import STARVED, Observation
+from libra_cli.core.planning.triggers import ReplanTriggers
 from libra_cli.core.reconcile.manual_plan import OrderRefused, ordered_plan
 from libra_cli.core.reconcile.reconciler import Reconciler
-from libra_cli.core.records import PlanRecord, StepRecord
+from libra_cli.core.records import DecisionRecord, PlanRecord, StepRecord
 from libra_cli.core.types import Bucket, Plan, Pool, Prediction, Role, Seconds, Slot, SlotId
 
 WINDOW = 5
@@ -45,7 +48,7 @@ class PlanController:
         self.pins: dict[SlotId, Role] = {}
         self._number = 0
         #: The newest plan's row.
-        self._row = _record(0, plan, 0.0, "start", None)
+        self._row = record_of_plan(0, plan, 0.0, "start", None)
         #: Seconds of the last steps under the newest plan in which no slot moved.
         self._periods: deque[Seconds] = deque(maxlen=WINDOW)
         #: Whether all slots were where the plan has them when the last step ended.
@@ -55,8 +58,13 @@ class PlanController:
         self._looks = ReplanTriggers(recipe.planner.plan_interval, overlap)
         #: Mean lengths of the last two steps.
         self._lengths: deque[float] = deque(maxlen=2)
+        #: Why a planner is to be asked at the end of this event, and who ordered it.
+        self._due: tuple[str, str] | None = None
         #: A planner's answer is awaited.
         self._looking = False
+        #: What the planner was last asked for, and after which step.
+        self._asked: tuple[str, int] = ("", 0)
+        self._recalibration: Recalibration | None = None
 
     def begin(self, *, now: Seconds) -> list[Action]:
         """The first plan's row."""
@@ -68,7 +76,7 @@ class PlanController:
         if not self._pool.differs():
             return []
         self.plan = self._pool.plan(self.plan.reasons)
-        told = _record(self._number, self.plan, 0.0, "", None)
+        told = record_of_plan(self._number, self.plan, 0.0, "", None)
         self._row = replace(
             self._row,
             servers_json=told.servers_json,
@@ -90,7 +98,29 @@ class PlanController:
         self._lengths.append(step.mean_length)
         may = self._may_look and not self._busy
         why = self._looks.due(idle, sum(self._lengths) / len(self._lengths), may=may)
-        return self._observe(period) + (self._propose(why, "") if why else [])
+        if why:
+            self._due = (why, "")
+        return self._observe(period)
+
+    def look(self, observe: Callable[[], Observation | None]) -> list[Action]:
+        """Ask the planner, if that is due; once an event, when all that it tells is known."""
+        if self._due is None:
+            return []
+        (why, order), self._due = self._due, None
+        seen = observe()
+        if seen is None:
+            text = "no move: no trajectory has finished yet, so the work is not known"
+            return self._answer(order, accepted=True, text=text)
+        self._looks.rest()
+        self._looking, self._asked = True, (why, seen.step)
+        own = replace(
+            seen,
+            plan=self.plan,
+            slots=self._slots,
+            pins=tuple(self.pins.items()),
+            recalibration=self._recalibration,
+        )
+        return [Propose(why, own, order)]
 
     @property
     def _may_look(self) -> bool:
@@ -101,31 +131,53 @@ class PlanController:
     def _busy(self) -> bool:
         return self._looking or bool(self._pool.moves)
 
-    def _propose(self, why: str, order: str) -> list[Action]:
-        self._looks.rest()
-        self._looking = True
-        return [Propose(why, tuple(self.pins.items()), order)]
-
     # -- what comes of it -----------------------------------------------------------------------
 
     def chosen(self, event: PlanChosen, *, now: Seconds) -> list[Action]:
         """The planner has a better plan: carry it out."""
-        self._looking = False
-        if _wants(event.plan) == _wants(self._pool.plan(())):
-            return self._answer(event.order, accepted=True, text="the plan is today's already")
-        held = [slot for slot, role in self.pins.items() if _role(event.plan, slot) is not role]
-        if held:
-            text = f"the plan moves slots that are pinned: {', '.join(sorted(held))}"
-            return self._answer(event.order, accepted=False, text=text)
+        objection = self._objection(event.plan)
+        if objection is not None:
+            accepted, text = objection
+            told = self._decided(event, None, text, now)
+            return told + self._answer(event.order, accepted=accepted, text=text)
+        told = self._decided(event, self._number + 1, "", now)
+        self._slots = event.slots
         self._pool.learn(event.slots)
         cause = "order" if event.order else "planner"
         actions = self._adopt(event.plan, cause, event.prediction, now)
-        return actions + self._answer(event.order, accepted=True, text=_words(event.plan))
+        return told + actions + self._answer(event.order, accepted=True, text=_words(event.plan))
 
-    def kept(self, event: PlanKept) -> list[Action]:
+    def _objection(self, plan: Plan) -> tuple[bool, str] | None:
+        """Why not to have this plan, and whether an order for it counts as carried out."""
+        if _wants(plan) == _wants(self._pool.plan(())):
+            return True, "the plan is today's already"
+        held = [slot for slot, role in self.pins.items() if _role(plan, slot) is not role]
+        if held:
+            return False, f"the plan moves slots that are pinned: {', '.join(sorted(held))}"
+        return None
+
+    def kept(self, event: PlanKept, *, now: Seconds) -> list[Action]:
         """The planner has looked, and today's plan stays."""
+        told = self._decided(event, None, event.why_not, now)
+        return told + self._answer(event.order, accepted=True, text=f"no move: {event.why_not}")
+
+    def _decided(
+        self, event: PlanChosen | PlanKept, plan: int | None, why_not: str, now: Seconds
+    ) -> list[Action]:
+        """The planner has answered: remember its recalibration, and what came of it."""
         self._looking = False
-        return self._answer(event.order, accepted=True, text=f"no move: {event.why_not}")
+        self._recalibration = event.recalibration or self._recalibration
+        why, step = self._asked
+        row = DecisionRecord(
+            at=now,
+            step=step,
+            why=why,
+            plan=plan,
+            why_not=why_not,
+            rollout_factor=self._recalibration.rollout if self._recalibration else 1.0,
+            training_factor=self._recalibration.training if self._recalibration else 1.0,
+        )
+        return [Save(row)]
 
     def ordered(self, event: PlanOrdered, *, now: Seconds) -> list[Action]:
         """A user orders a split, holds slots, or wants a look now."""
@@ -139,7 +191,8 @@ class PlanController:
             if role is not None:
                 pins[slot] = role
         if not event.to and not event.pins:
-            return self._propose("asked for", event.order)
+            self._due = ("asked for", event.order)
+            return []
         try:
             plan = self._plan(event, pins)
         except OrderRefused as error:
@@ -168,7 +221,7 @@ class PlanController:
         self, plan: Plan, cause: str, promise: Prediction | None, now: Seconds
     ) -> list[Action]:
         self.plan, self._number = plan, self._number + 1
-        row = _record(self._number, plan, now, cause, promise)
+        row = record_of_plan(self._number, plan, now, cause, promise)
         self._row = replace(row, observed_before_s=_mean(self._periods))
         self._periods.clear()
         self._arrived = False
@@ -189,7 +242,7 @@ class PlanController:
         return [Save(self._row)]
 
 
-def _record(
+def record_of_plan(
     number: int, plan: Plan, now: Seconds, cause: str, promise: Prediction | None
 ) -> PlanRecord:
     return PlanRecord(
@@ -204,6 +257,14 @@ def _record(
         predicted_after_s=promise.after_s if promise else None,
         cost_s=promise.cost_s if promise else None,
     )
+
+
+def plan_of_record(row: PlanRecord) -> Plan:
+    """The plan that a row tells of."""
+    servers = tuple((slot, Bucket(*shape)) for slot, *shape in loads(row.servers_json))
+    reasons = tuple(loads(row.reasons_json or "[]"))
+    train, gradient = loads(row.train_json), loads(row.gradient_json)
+    return Plan(servers, tuple(train), reasons, tuple(gradient))
 
 
 def _shape(bucket: Bucket) -> tuple[str, int, int, int]:

@@ -17,8 +17,6 @@ from libra_cli.core.planning.admission import drifted
 IDLE = 0.15
 CALM = 0.10
 COOLDOWN = 3
-STARVED = 0.05
-"""Share of the time that training waits, from which on rollout is the longer half."""
 FILLING = 1
 """Steps at the beginning that tell nothing: training waits for the first trajectories to grow."""
 

@@ -142,6 +142,17 @@ class Cluster:
             self._save_node(node.name, "failed", detail=str(error))
             raise
 
+    @property
+    def gpu_names(self) -> frozenset[str]:
+        """Names of the GPUs that the recipe uses, as the open hosts gave them."""
+        used = {node.name: node.gpus for node in self.recipe.nodes}
+        return frozenset(
+            gpu.name
+            for node, seen in self._seen.items()
+            for gpu in seen.gpus
+            if gpu.index < used[node]
+        )
+
     async def _check(self, node: NodeSpec) -> None:
         host, path = self.hosts[node.name], self.recipe.model.path
         peers = [other.reach for other in self.recipe.nodes if other.name != node.name]

@@ -8,16 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.core.costs.profile import TrainingShape
+from libra_cli.core.costs.profile import Recalibration, TrainingShape
 from libra_cli.core.costs.workload import TrajectorySample, Workload
-from libra_cli.core.planning.recalibration import (
-    MOST,
-    MeasuredStep,
-    Recalibration,
-    corrected,
-    crowd,
-    mean,
-)
+from libra_cli.core.observation import InPlay, MeasuredStep, mean_step
+from libra_cli.core.planning.recalibration import MOST, recalibrated
 from libra_cli.core.planning.rollout_dp import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings
 from libra_cli.core.planning.triggers import IDLE
@@ -31,8 +25,8 @@ SPANS = st.lists(st.tuples(st.integers(-20, 40), st.integers(0, 40)), max_size=1
 
 def prices_after(*measured: MeasuredStep) -> tuple[float, Recalibration]:
     """Seconds of a rollout step today after correction, and the correction."""
-    found = corrected(PROFILE, LOAD, 32, PlannerSettings(), today=TODAY, measured=measured)
-    return found.search.times(TODAY).rollout_s, found.correction
+    found = recalibrated(PROFILE, LOAD, 32, PlannerSettings(), today=TODAY, measured=measured)
+    return found.search.times(TODAY).rollout_s, found.recalibration
 
 
 def test_prices_nobody_has_checked_stay() -> None:
@@ -40,7 +34,7 @@ def test_prices_nobody_has_checked_stay() -> None:
     assert correction == Recalibration()
     assert (
         priced
-        == corrected(
+        == recalibrated(
             PROFILE, LOAD, 32, PlannerSettings(), today=TODAY, measured=()
         ).priced.rollout_s
     )
@@ -55,7 +49,7 @@ def test_where_training_waited_a_step_is_as_long_as_rollout() -> None:
 
 def test_the_same_trajectories_times_tell_the_same_speed_however_long_the_steps() -> None:
     """Held back twice as long: fewer at a time on average, but no other speed."""
-    held = MeasuredStep(500.0, 500.0, 0.0, in_play_s=256 * 60.0, beside=200.0)
+    held = MeasuredStep(500.0, 500.0, 0.0, in_play_s=256 * 60.0, concurrency=200.0)
     once, twice = prices_after(held), prices_after(replace(held, step_s=1000.0, train_s=1000.0))
     assert once[0] == pytest.approx(twice[0])
     slower = prices_after(replace(held, in_play_s=2 * held.in_play_s))
@@ -64,22 +58,24 @@ def test_the_same_trajectories_times_tell_the_same_speed_however_long_the_steps(
 
 def test_those_that_took_as_long_in_a_smaller_crowd_are_slower_in_a_full_one() -> None:
     alone, crowded = (
-        prices_after(MeasuredStep(500.0, 500.0, 0.0, 256 * 60.0, beside))[1].rollout
-        for beside in (50.0, 400.0)
+        prices_after(MeasuredStep(500.0, 500.0, 0.0, 256 * 60.0, concurrency))[1].rollout
+        for concurrency in (50.0, 400.0)
     )
     assert alone > crowded
 
 
 def test_rollout_takes_no_longer_than_the_step_it_was_seen_in() -> None:
     priced, _ = prices_after()
-    _, correction = prices_after(MeasuredStep(priced, priced, 0.0, in_play_s=1e9, beside=100.0))
+    _, correction = prices_after(
+        MeasuredStep(priced, priced, 0.0, in_play_s=1e9, concurrency=100.0)
+    )
     assert correction.rollout == pytest.approx(1.0)
 
 
 def test_what_was_found_before_holds_a_correction_back() -> None:
     priced, _ = prices_after()
     slow = MeasuredStep(2 * priced, priced, priced, 0.0, 0.0)
-    found = corrected(
+    found = recalibrated(
         PROFILE,
         LOAD,
         32,
@@ -88,15 +84,15 @@ def test_what_was_found_before_holds_a_correction_back() -> None:
         measured=[slow],
         before=Recalibration(rollout=0.5, training=1.0),
     )
-    assert found.correction.rollout == pytest.approx(1.0)
+    assert found.recalibration.rollout == pytest.approx(1.0)
 
 
 def test_servers_the_prices_do_not_know_are_not_corrected() -> None:
     """They run, and by the profile cannot."""
     unknown = Layout((PlannedBucket(3, 8, 9000, 128),), TrainingShape(1, 8))
-    held = MeasuredStep(500.0, 500.0, 0.0, in_play_s=256 * 60.0, beside=200.0)
-    found = corrected(PROFILE, LOAD, 32, PlannerSettings(), today=unknown, measured=[held])
-    assert found.correction.rollout == 1.0
+    held = MeasuredStep(500.0, 500.0, 0.0, in_play_s=256 * 60.0, concurrency=200.0)
+    found = recalibrated(PROFILE, LOAD, 32, PlannerSettings(), today=unknown, measured=[held])
+    assert found.recalibration.rollout == 1.0
     assert found.shown is not None
     assert found.shown.rollout_s == 500.0
 
@@ -108,24 +104,30 @@ def test_no_correction_is_beyond_belief(seconds: float, factor: float) -> None:
 
 
 @given(SPANS)
-def test_a_crowd_is_what_counting_every_second_says(starts: list[tuple[int, int]]) -> None:
+def test_concurrency_is_what_counting_every_second_says(starts: list[tuple[int, int]]) -> None:
     spans = [(float(begin), float(begin + length)) for begin, length in starts]
     playing = [sum(b <= second < e for b, e in spans) for second in range(30)]
-    in_play_s, beside = crowd(spans, 0.0, 30.0)
+    in_play = InPlay()
+    for at, by in sorted([(b, 1) for b, _ in spans] + [(e, -1) for _, e in spans]):
+        if at < 0:
+            in_play.change(by, now=0.0)
+        elif at < 30:
+            in_play.change(by, now=at)
+    in_play_s, concurrency = in_play.take(now=30.0)
     assert in_play_s == pytest.approx(sum(playing))
     if in_play_s:
-        assert beside == pytest.approx(sum(n * n for n in playing) / sum(playing))
+        assert concurrency == pytest.approx(sum(n * n for n in playing) / sum(playing))
 
 
 def test_the_mean_of_steps_counts_a_crowd_for_as_long_as_it_lasted() -> None:
-    found = mean([MeasuredStep(10, 4, 6, 90, 9), MeasuredStep(30, 8, 2, 10, 1)])
+    found = mean_step([MeasuredStep(10, 4, 6, 90, 9), MeasuredStep(30, 8, 2, 10, 1)])
     assert (found.step_s, found.train_s, found.waited_s, found.in_play_s) == (20, 6, 4, 50)
-    assert found.beside == pytest.approx(8.2)
+    assert found.concurrency == pytest.approx(8.2)
 
 
 def test_the_less_training_waited_the_less_of_a_step_is_rollouts() -> None:
     priced, _ = prices_after()
-    held = MeasuredStep(2 * priced, 2 * priced, 0.0, in_play_s=256 * 60.0, beside=200.0)
+    held = MeasuredStep(2 * priced, 2 * priced, 0.0, in_play_s=256 * 60.0, concurrency=200.0)
     found = [
         prices_after(replace(held, waited_s=share * held.step_s))[1].rollout
         for share in (0.0, IDLE / 2, IDLE, 2 * IDLE)

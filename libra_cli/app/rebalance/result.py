@@ -1,7 +1,4 @@
-"""The plan a case should have, and whether to move there.
-
-The plan, its price and the verdict are ``slot_plan``'s.
-"""
+"""A decision in the words of ``libra rebalance --json``."""
 
 from __future__ import annotations
 
@@ -9,11 +6,9 @@ from dataclasses import asdict
 from statistics import fmean
 
 from libra_cli.app.rebalance.cases import Case
-from libra_cli.core.cluster.placement import slots_of
-from libra_cli.core.costs.profile import ProfileError
+from libra_cli.core.planning.planner import Decision
 from libra_cli.core.planning.search import Times
-from libra_cli.core.planning.slot_placement import SlotDecision, layout_of, propose_plan
-from libra_cli.core.types import Plan, Pool, Slot
+from libra_cli.core.types import Plan, Pool
 from libra_cli.report.status.rebalance import (
     FORMAT,
     Corrections,
@@ -27,79 +22,51 @@ from libra_cli.report.status.rebalance import (
 )
 
 
-def decide(case: Case) -> SlotDecision:
-    """The decision, by prices corrected as ``planning.corrections`` has it.
+def result_of(case: Case) -> RebalanceResult:
+    """Decide, and say what was decided and why.
 
     Raises:
         NothingFits: no plan of the recipe can run; says which constraint fails first.
         ProfileError: a bucket's shape has no prices.
     """
-    _require_shapes(case)
-    return propose_plan(
-        case.recipe,
-        case.slots,
-        case.plan,
-        case.workload,
-        case.profile,
-        admission=case.admission,
-        elastic=case.live,
-        measured=case.measured,
-    )
-
-
-def told(case: Case) -> RebalanceResult:
-    """Decide, and put it in the words of ``--json``. Raises as ``decide``."""
-    slots = slots_of(case.recipe)
-    decision = decide(case)
-    prices = decision.prices
-    measured = _measured_told(case, prices.shown)
+    decision = case.planner.decide(case.observation)
+    found = decision.found
+    measured = _measured(case, found.shown)
     return RebalanceResult(
         format=FORMAT,
         of=case.of,
         name=case.name,
         state=case.state,
-        step=case.step,
+        step=case.observation.step if case.of == "run" else None,
         target_steps=case.recipe.run.steps,
-        profile=_profile_told(case),
-        workload=_workload_told(case),
+        profile=_profile(case),
+        workload=_workload(case),
         idle=_idle(measured),
-        plan=_plan_told(case.plan, slots),
-        proposed=_plan_told(decision.proposed, slots),
+        plan=_plan(case, case.observation.plan),
+        proposed=_plan(case, decision.proposed),
         times={
             "measured": measured,
-            "priced": _times_told(prices.priced),
-            "now": _times_told(decision.before),
-            "proposed": _times_told(decision.after),
+            "priced": _times(found.priced),
+            "now": _times(decision.before),
+            "proposed": _times(decision.after),
         },
         corrections=Corrections(
-            rollout=prices.correction.rollout, training=prices.correction.training
+            rollout=found.recalibration.rollout, training=found.recalibration.training
         ),
         moves=[
             {"slot": move.slot, "from": move.before, "to": move.after, "seconds": move.seconds}
             for move in decision.moves
         ],
-        verdict=_verdict(case, decision, slots),
+        verdict=_verdict(case, decision),
         reasons=list(decision.reasons),
         notes=list(case.notes),
     )
 
 
-def _require_shapes(case: Case) -> None:
-    known = set(case.profile.servers)
-    for bucket in dict(case.plan.servers).values():
-        if bucket.tensor_parallel not in known:
-            degrees = ", ".join(map(str, sorted(known)))
-            raise ProfileError(
-                f"bucket {bucket.name!r} has servers of {bucket.tensor_parallel} GPUs, for which "
-                f"profile {case.profile.name} has no prices (it has {degrees})",
-                hint="another --profile, or libra bench --calibrate recipe.yaml",
-            )
-
-
-def _measured_told(case: Case, shown: Times | None) -> StageTimes:
+def _measured(case: Case, shown: Times | None) -> StageTimes:
     if shown is None:
         return StageTimes(rollout_s=None, train_s=None, step_s=None)
-    step_s = fmean(step.step_s for step in case.measured)
+    step_s = fmean(step.step_s for step in case.observation.measured)
     return StageTimes(rollout_s=shown.rollout_s, train_s=shown.train_s, step_s=step_s)
 
 
@@ -110,25 +77,24 @@ def _idle(times: StageTimes) -> StageIdle:
     return StageIdle(rollout=max(0.0, 1 - rollout / period), training=max(0.0, 1 - train / period))
 
 
-def _verdict(case: Case, decision: SlotDecision, slots: tuple[Slot, ...]) -> Verdict:
+def _verdict(case: Case, decision: Decision) -> Verdict:
     running = case.of == "run"
     gain_s = decision.before.step_s - decision.after.step_s
     why_not = decision.why_not
-    if not decision.moves and not any(slot.pool is Pool.HYBRID for slot in slots):
+    if not decision.moves and not any(slot.pool is Pool.HYBRID for slot in case.observation.slots):
         why_not = "no slot may change sides: the recipe's pools fix every one (pool: hybrid frees)"
-    horizon = case.admission.horizon
     return Verdict(
         move=decision.plan is not None,
         why_not=why_not,
         gain_s=gain_s if gain_s == gain_s and abs(gain_s) < float("inf") else None,
         cost_s=decision.cost_s if running else 0.0,
         payback_steps=decision.payback_steps if running else None,
-        horizon_steps=horizon if running else None,
+        horizon_steps=decision.horizon if running else None,
     )
 
 
-def _plan_told(plan: Plan, slots: tuple[Slot, ...]) -> PlanResult:
-    layout = layout_of(plan, slots)
+def _plan(case: Case, plan: Plan) -> PlanResult:
+    layout = case.planner.space.layout_of(plan, case.observation.slots)
     return PlanResult(
         servers=[
             {
@@ -147,9 +113,9 @@ def _plan_told(plan: Plan, slots: tuple[Slot, ...]) -> PlanResult:
     )
 
 
-def _profile_told(case: Case) -> ProfileResult:
+def _profile(case: Case) -> ProfileResult:
     profile = case.profile
-    used = {bucket.tensor_parallel for _, bucket in case.plan.servers}
+    used = {bucket.tensor_parallel for _, bucket in case.observation.plan.servers}
     training = profile.training
     return ProfileResult(
         name=profile.name,
@@ -166,8 +132,8 @@ def _profile_told(case: Case) -> ProfileResult:
     )
 
 
-def _workload_told(case: Case) -> WorkloadResult:
-    work = case.workload
+def _workload(case: Case) -> WorkloadResult:
+    work = case.observation.workload
     return WorkloadResult(
         source=case.told_from,
         trajectories=work.trajectories,
@@ -180,5 +146,5 @@ def _workload_told(case: Case) -> WorkloadResult:
     )
 
 
-def _times_told(times: Times) -> StageTimes:
+def _times(times: Times) -> StageTimes:
     return StageTimes(rollout_s=times.rollout_s, train_s=times.train_s, step_s=times.step_s)

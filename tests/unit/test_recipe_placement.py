@@ -11,9 +11,11 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import initial_plan, plan_with, slots_of
 from libra_cli.core.costs.profile import NothingFits, Profile
 from libra_cli.core.costs.workload import TrajectorySample, Workload
-from libra_cli.core.planning.admission import Admission
-from libra_cli.core.planning.slot_placement import held, layout_of, propose_plan
-from libra_cli.core.types import Role
+from libra_cli.core.observation import Observation
+from libra_cli.core.planning.planner import Decision, Planner
+from libra_cli.core.planning.recipe_placement import RecipePlacement
+from libra_cli.core.planning.search import Layout, PlannerSettings
+from libra_cli.core.types import Plan, Role, Slot
 from libra_cli.sim.profiles import load_profile
 
 PROFILE = load_profile("a800-qwen3-8b")
@@ -31,6 +33,28 @@ def recipe_of(nodes: int, **node: Any) -> Recipe:
 
 def work(tokens: int, batch: int = 512) -> Workload:
     return Workload((TrajectorySample(500, tokens), TrajectorySample(500, 2 * tokens)), batch)
+
+
+def propose_plan(
+    recipe: Recipe,
+    slots: tuple[Slot, ...],
+    today: Plan,
+    workload: Workload,
+    profile: Profile,
+    *,
+    elastic: bool = False,
+    **seen: Any,
+) -> Decision:
+    """What the planner of this recipe decides."""
+    seats = max(bucket.max_num_seqs for bucket in recipe.rollout.buckets)
+    settings = PlannerSettings(max_num_seqs=seats, training_shapes=(1,))
+    space = RecipePlacement(recipe, elastic=elastic)
+    planner = Planner(space, lambda plan, evidence: profile, settings)
+    return planner.decide(Observation(1, today, slots, workload, **seen))
+
+
+def layout_of(plan: Plan, slots: tuple[Slot, ...]) -> Layout:
+    return RecipePlacement(recipe_of(1)).layout_of(plan, slots)
 
 
 def test_short_trajectories_give_slots_to_training() -> None:
@@ -60,9 +84,7 @@ def test_the_best_plan_stays() -> None:
 def test_a_gain_that_cannot_pay_back_says_so() -> None:
     recipe = recipe_of(4, slots=2)
     slots, today = slots_of(recipe), initial_plan(recipe)
-    decision = propose_plan(
-        recipe, slots, today, work(200), PROFILE, admission=Admission(horizon=0.0)
-    )
+    decision = propose_plan(recipe, slots, today, work(200), PROFILE, steps_left=0)
     assert decision.plan is None
     assert decision.proposed != today
     assert "do not pay back" in decision.why_not
@@ -138,9 +160,7 @@ def test_taking_slots_from_the_core_costs_a_restart_of_it() -> None:
     train = frozenset(f"n{index}/{slot}" for index in range(3) for slot in range(2))
     today = plan_with(recipe, slots, train, "as given")
     still = propose_plan(recipe, slots, today, work(20_000), PROFILE)
-    moving = propose_plan(
-        recipe, held(slots, {}, today.train[0]), today, work(20_000), PROFILE, elastic=True
-    )
+    moving = propose_plan(recipe, slots, today, work(20_000), PROFILE, elastic=True)
     assert moving.proposed.train[0] == today.train[0]
     assert len(moving.proposed.train) < len(today.train)
     assert moving.cost_s >= still.cost_s
@@ -150,9 +170,8 @@ def test_a_pinned_slot_stays_on_its_side() -> None:
     recipe = recipe_of(4, slots=2)
     slots, today = slots_of(recipe), initial_plan(recipe)
     serving = [slot for slot, _ in today.servers]
-    pins = dict.fromkeys(serving, Role.ROLLOUT)
-    fixed = held(slots, pins, today.train[0])
-    decision = propose_plan(recipe, fixed, today, work(200), PROFILE, elastic=True)
+    pins = tuple((slot, Role.ROLLOUT) for slot in serving)
+    decision = propose_plan(recipe, slots, today, work(200), PROFILE, elastic=True, pins=pins)
     assert not set(serving) & {*decision.proposed.train, *decision.proposed.gradient}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.planning import controller as lookout
+from libra_cli.core.planning import controller
 from libra_cli.core.records import PlanRecord, StepRecord
 from libra_cli.core.types import Prediction
 from tests.elastic import Scene, scene
@@ -19,13 +19,13 @@ PERIOD = 10.0
 
 
 class Steps:
-    """Tells the lookout of a run about steps of ten seconds; its planner keeps every plan."""
+    """Tells the controller of a run about steps of ten seconds; its planner keeps every plan."""
 
     def __init__(self, *, kind: str = "libra", interval: int = 1000) -> None:
         self.world = scene(kind=kind)
         recipe = self.world.recipe
         planner = recipe.planner.model_copy(update={"plan_interval": interval})
-        self.controller = lookout.PlanController(
+        self.controller = controller.PlanController(
             recipe.model_copy(update={"planner": planner}),
             self.world.machine.reconciler,
             self.world.machine.plan,
@@ -39,11 +39,11 @@ class Steps:
         why it looks, if so."""
         self.now += PERIOD
         step = replace(self.world.machine.training.last, waited_s=train_idle * PERIOD)
-        actions = self.controller.stepped(step, ready, now=self.now)
-        looks = [action for action in actions if isinstance(action, a.Propose)]
+        self.controller.stepped(step, ready, now=self.now)
+        looks = self.controller.look(self.world.machine._observe)
         if looks:
-            self.controller.kept(e.PlanKept("it pays nothing"))
-        return looks[0].why if looks else ""
+            self.controller.kept(e.PlanKept("it pays nothing"), now=self.now)
+        return "".join(look.why for look in looks if isinstance(look, a.Propose))
 
     def tell_all(self, idle: Iterable[tuple[float, float]]) -> list[str]:
         return [self.tell(*shares) for shares in idle]
@@ -135,17 +135,17 @@ def test_what_was_promised_and_what_was_seen_stand_in_the_plans_row():
     world = scene()
     world.steps_on(6)
     chosen(world, Prediction(9.0, 7.0, 30.0))
-    before = step_seconds(world)[-lookout.WINDOW :]
+    before = step_seconds(world)[-controller.WINDOW :]
     row = plans(world)[-1]
     assert (row.predicted_before_s, row.predicted_after_s, row.cost_s) == (9.0, 7.0, 30.0)
     assert row.observed_before_s == pytest.approx(sum(before) / len(before))
     assert row.observed_after_s is None
     world.arrive()
     arrived = world.machine.training.step
-    world.steps_on(lookout.WINDOW)
+    world.steps_on(controller.WINDOW)
     assert plans(world)[-1].observed_after_s is None, "the step of the arrival does not count"
     world.steps_on(1)
-    after = step_seconds(world)[arrived : arrived + lookout.WINDOW]
+    after = step_seconds(world)[arrived : arrived + controller.WINDOW]
     assert plans(world)[-1].observed_after_s == pytest.approx(sum(after) / len(after))
 
 
@@ -168,7 +168,7 @@ def test_an_order_promises_nothing_and_is_observed_all_the_same():
     world = scene()
     world.order(gradient=1)
     world.arrive()
-    world.steps_on(lookout.WINDOW + 1)
+    world.steps_on(controller.WINDOW + 1)
     row = plans(world)[-1]
     assert (row.cause, row.predicted_after_s) == ("order", None)
     assert row.observed_after_s is not None

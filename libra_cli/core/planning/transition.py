@@ -1,81 +1,21 @@
-"""From one layout to another: what a planner is told, what it answers, what moving costs.
+"""From one layout to another: which servers stop and start, and what that costs.
 
 A move costs GPU time: the seconds in which each of its GPUs does nothing, as a share of all GPUs,
 so that it compares with seconds of the whole job. To that come what trajectories on the stopped
 servers must be prefilled again, and ``resize_s`` where the trainer's core must restart.
 
 Guarantee: ``moves_between`` stops no server of a shape that both layouts have. Limit: it counts
-GPUs and servers; which slot a server is on is for ``slot_plan`` to say.
+GPUs and servers; the placement says which slot a server is on.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from libra_cli.core.costs.profile import Profile, TrainingShape
 from libra_cli.core.costs.workload import Workload
-from libra_cli.core.planning.recalibration import MeasuredStep
-from libra_cli.core.planning.search import Layout, Times
+from libra_cli.core.planning.search import Layout
 from libra_cli.core.types import Seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What a planner may know after a step.
-
-    ``rollout_idle`` is the share of the step (0 to 1) in which rollout waited for training;
-    ``queue`` is waiting requests per seat. ``steps_left`` is None when the end is open.
-    """
-
-    step: int
-    layout: Layout
-    recent: Workload
-    measured: MeasuredStep
-    rollout_idle: float
-    queue: float
-    gpus: int
-    steps_left: int | None = None
-
-    @property
-    def rollout_s(self) -> Seconds:
-        """Of the step, without rollout's waiting for training."""
-        return self.measured.step_s * (1 - self.rollout_idle)
-
-    @property
-    def train_s(self) -> Seconds:
-        """Of the step, without training's waiting for rollout."""
-        return self.measured.train_s
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """To move to ``layout``, or to stay (None) and ``why_not``.
-
-    ``before`` and ``after`` are predicted; ``cost_s`` is the moves', in seconds of the whole job.
-    """
-
-    layout: Layout | None
-    reasons: tuple[str, ...]
-    before: Times | None = None
-    after: Times | None = None
-    cost_s: Seconds = 0.0
-    payback_steps: float | None = None
-    why_not: str = ""
-
-
-class Replanner(Protocol):
-    """Asked once a step. Deterministic, without a clock; keeps what it needs to remember."""
-
-    @property
-    def name(self) -> str:
-        """As ``--planners`` takes it."""
-
-    def begin(self, workload: Workload) -> Layout:
-        """The layout to start with. Raises NothingFits."""
-
-    def consider(self, now: Observation) -> Decision:
-        """The layout to have from here on, or to stay."""
 
 
 @dataclass(frozen=True, slots=True)

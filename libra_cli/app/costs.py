@@ -1,0 +1,144 @@
+"""Which costs a run or a recipe is planned with, and the planner of its slots.
+
+The profile that is named, if it is of the GPUs there; else the shipped one of the run's model and
+GPU; else what the run itself has shown (``costs.observed``). A recipe does not say which GPUs its
+hosts have, so before anything has run a profile must be named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra_cli.bench.experiments import profile_of
+from libra_cli.config.errors import LibraError
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.costs.observed import ObservedCosts
+from libra_cli.core.costs.profile import Profile, ProfileError
+from libra_cli.core.planning.planner import CostSource, Planner
+from libra_cli.core.planning.recipe_placement import RecipePlacement
+from libra_cli.core.planning.search import PlannerSettings
+from libra_cli.sim.profiles import known_profiles, load_profile, require_gpu
+
+
+class PricesError(LibraError):
+    """There are no prices for these hosts."""
+
+    exit_code = 2
+
+
+def profile_of_recipe(recipe: Recipe, path: Path, profile: str | None) -> Profile:
+    """Only a named one: a recipe does not say which GPUs its hosts have."""
+    gpus = any(node.gpus for node in recipe.nodes)
+    if profile is not None:
+        found = profile_of(profile)
+        if gpus == _is_for_cpus(found):
+            what = "GPUs" if gpus else "no GPUs"
+            raise ProfileError(
+                f"profile {found.name} is for {found.gpu}, but the recipe's hosts have {what}",
+                hint=f"libra run {path}, then libra rebalance RUN_DIR --dry-run: prices of its own",
+            )
+        return found
+    if not gpus:
+        raise PricesError(
+            f"{path}: there are no prices for hosts without GPUs before something has run there",
+            hint=f"libra run {path}, then libra rebalance RUN_DIR --dry-run",
+        )
+    fitting = [name for name in known_profiles() if _is_of(load_profile(name), recipe)]
+    raise PricesError(
+        f"{path}: which GPUs its hosts have, a recipe does not say; name their prices",
+        hint=f"--profile NAME, one of: {', '.join(fitting or known_profiles())}; or a file",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CostChoice:
+    """Where a planner's costs come from: ``given``, ``shipped`` or ``this run``."""
+
+    source: CostSource
+    origin: str
+    notes: tuple[str, ...] = ()
+
+
+def costs_of_run(recipe: Recipe, gpus: frozenset[str], name: str | None = None) -> CostChoice:
+    """The costs of a run on GPUs of these names; ``name`` is a profile that is asked for.
+
+    Raises:
+        ProfileError: the profile is not known, or for other GPUs.
+    """
+    if name is not None:
+        profile = profile_of(name)
+        _require(profile, gpus, recipe)
+        notes = () if _is_of(profile, recipe) else (_other_model(profile, recipe),)
+        return CostChoice(_always(profile), "given", notes)
+    for known in known_profiles() if gpus else ():
+        shipped = load_profile(known)
+        if _is_of(shipped, recipe) and _fits(shipped, gpus):
+            return CostChoice(_always(shipped), "shipped")
+    has_gpus = any(node.gpus for node in recipe.nodes)
+    observed = ObservedCosts(
+        gpu=", ".join(sorted(gpus)) or "CPU",
+        model=_model(recipe),
+        micro_tokens=recipe.training.micro_batch_tokens,
+        parameter_bytes=2 if has_gpus else 4,  # versions are bf16 on GPUs, fp32 elsewhere
+    )
+    note = "prices are taken from this run: memory is not known to them and not checked"
+    return CostChoice(observed, "this run", (note,))
+
+
+def _always(profile: Profile) -> CostSource:
+    """The source that knows one profile."""
+    return lambda plan, evidence: profile
+
+
+def live_planner(recipe: Recipe, gpus: frozenset[str]) -> Planner:
+    """The planner of a live run on GPUs of these names."""
+    return recipe_planner(recipe, costs_of_run(recipe, gpus).source, elastic=True)
+
+
+def recipe_planner(recipe: Recipe, costs: CostSource, *, elastic: bool) -> Planner:
+    """A planner of the recipe's slots; ``elastic``: the run is under way."""
+    seats = max(bucket.max_num_seqs for bucket in recipe.rollout.buckets)
+    settings = PlannerSettings(max_num_seqs=seats, training_shapes=(1,))
+    return Planner(RecipePlacement(recipe, elastic=elastic), costs, settings)
+
+
+def _require(profile: Profile, gpus: Iterable[str], recipe: Recipe) -> None:
+    for gpu in sorted(gpus):
+        require_gpu(profile, gpu)
+    if not any(node.gpus for node in recipe.nodes) and not _is_for_cpus(profile):
+        raise ProfileError(
+            f"profile {profile.name} is for {profile.gpu}, but the hosts of this run have no GPUs",
+            hint="leave --profile out: prices are then taken from the run itself",
+        )
+
+
+def _is_for_cpus(profile: Profile) -> bool:
+    return profile.gpu.upper().startswith("CPU")
+
+
+def _fits(profile: Profile, gpus: Iterable[str]) -> bool:
+    try:
+        for gpu in gpus:
+            require_gpu(profile, gpu)
+    except ProfileError:
+        return False
+    return True
+
+
+def _is_of(profile: Profile, recipe: Recipe) -> bool:
+    """Whether the recipe's model is named like the profile's."""
+    return profile.model.lower() in _model(recipe).lower()
+
+
+def _model(recipe: Recipe) -> str:
+    """The name of its directory, or of what libra builds."""
+    if recipe.model.build is not None:
+        return f"built-{recipe.model.build.task}"
+    return (recipe.model.path or "").rstrip("/").rpartition("/")[2]
+
+
+def _other_model(profile: Profile, recipe: Recipe) -> str:
+    model = recipe.model.path or _model(recipe)
+    return f"profile {profile.name} is for {profile.model}; whether {model} is one, you must know"

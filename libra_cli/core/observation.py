@@ -1,0 +1,110 @@
+"""What a planner knows when it decides: one value, made by the machine, read by every planner.
+
+A decision is a pure function of an ``Observation``, so a live run, the simulator and
+``libra rebalance --dry-run`` decide alike: none of them reads a database, a file or a clock for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from libra_cli.core.costs.observed import CostEvidence
+from libra_cli.core.costs.profile import Recalibration
+from libra_cli.core.costs.workload import Workload
+from libra_cli.core.types import Plan, Role, Seconds, Slot, SlotId
+
+STARVED = 0.05
+"""Share of a step that training waits, from which on rollout is the longer half. Chosen."""
+
+
+NO_EVIDENCE = CostEvidence()
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One optimizer step as it was: all of it in seconds, those of training, those in which
+    training waited, and those that trajectories were in play, summed over them.
+
+    ``concurrency`` is how many trajectories were in play, averaged over those seconds: trajectories
+    come in bursts, and each is slowed down by those that it meets.
+    """
+
+    step_s: Seconds
+    train_s: Seconds
+    waited_s: Seconds
+    in_play_s: Seconds
+    concurrency: float
+
+    @property
+    def starved(self) -> bool:
+        """Whether training waited for rollout."""
+        return self.waited_s > STARVED * self.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The state of a run after a step.
+
+    ``plan`` is what the run has or is on its way to; ``slots`` are all that it knows. ``pins`` hold
+    slots in a role. ``workload`` are the newest finished trajectories; ``measured`` the newest
+    steps under this plan, ``lengths`` the mean generated tokens of the newest steps, oldest first.
+    ``recalibration`` is the one that the last decision found. ``rollout_idle`` is the share of the
+    step (0 to 1) in which the staleness bound held rollout back; ``queue`` is waiting requests for
+    each seat. ``steps_left`` is None when the end is open.
+    """
+
+    step: int
+    plan: Plan
+    slots: tuple[Slot, ...]
+    workload: Workload
+    pins: tuple[tuple[SlotId, Role], ...] = ()
+    measured: tuple[MeasuredStep, ...] = ()
+    lengths: tuple[float, ...] = ()
+    evidence: CostEvidence = NO_EVIDENCE
+    recalibration: Recalibration | None = None
+    rollout_idle: float = 0.0
+    queue: float = 0.0
+    steps_left: int | None = None
+
+
+class InPlay:
+    """How many trajectories are in play, integrated over time."""
+
+    def __init__(self) -> None:
+        self._playing = 0
+        self._at: Seconds = 0.0
+        self._in_play_s: Seconds = 0.0
+        self._met_s: Seconds = 0.0
+
+    def change(self, by: int, *, now: Seconds) -> None:
+        """``by`` trajectories more are in play from ``now`` on."""
+        self._pass_to(now)
+        self._playing += by
+
+    def take(self, *, now: Seconds) -> tuple[Seconds, float]:
+        """``in_play_s`` and ``concurrency`` since this was last asked."""
+        self._pass_to(now)
+        in_play_s, met_s = self._in_play_s, self._met_s
+        self._in_play_s = self._met_s = 0.0
+        return in_play_s, met_s / in_play_s if in_play_s else 0.0
+
+    def _pass_to(self, now: Seconds) -> None:
+        passed = max(0.0, now - self._at)
+        self._in_play_s += self._playing * passed
+        self._met_s += self._playing * self._playing * passed
+        self._at = max(self._at, now)
+
+
+def mean_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
+    """The mean of at least one step; the concurrency is weighted by the seconds in play."""
+    in_play_s = sum(step.in_play_s for step in steps)
+    met_s = sum(step.in_play_s * step.concurrency for step in steps)
+    return MeasuredStep(
+        step_s=fmean(step.step_s for step in steps),
+        train_s=fmean(step.train_s for step in steps),
+        waited_s=fmean(step.waited_s for step in steps),
+        in_play_s=in_play_s / len(steps),
+        concurrency=met_s / in_play_s if in_play_s else 0.0,
+    )

@@ -1,0 +1,342 @@
+"""What the machine remembers for the planner: bounded windows over the records it writes anyway.
+
+``RunObserver.saw`` takes every record in the order it is written, so a live run, the simulator and
+a replay of a run's database (``libra rebalance --dry-run``) make the same observation of the same
+run. Windows: the trajectories of two steps and at least ``LEAST_SAMPLES``, ``RECENT_TURNS`` turns,
+``RECENT_STEPS`` steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from libra_cli.core.costs.observed import CostEvidence, PlayedTurn, Starts, TrainedStep
+from libra_cli.core.costs.workload import TrajectorySample, Window, Workload
+from libra_cli.core.observation import InPlay, MeasuredStep
+from libra_cli.core.planning.admission import RECENT
+from libra_cli.core.planning.triggers import FILLING, steps_to_average
+from libra_cli.core.records import (
+    GroupRecord,
+    MoveRecord,
+    PlanRecord,
+    Record,
+    SlotRecord,
+    StepRecord,
+    TrajectoryRecord,
+    TurnRecord,
+    VersionRecord,
+)
+from libra_cli.core.types import Seconds, SlotId, Tokens
+
+LEAST_SAMPLES = 256
+"""Newest finished trajectories that stand for the work to come, where two steps have fewer."""
+RECENT_TURNS = 4096
+"""Newest turns that the costs of servers are fitted to, where no profile is given."""
+RECENT_STEPS = 50
+"""Newest steps that the costs of training are fitted to, where no profile is given."""
+LEAST_STEPS = 2
+"""Steps under one plan from which training can be priced."""
+
+Member: TypeAlias = tuple[int, int, int]
+"""Group, member and attempt of a trajectory."""
+
+
+class RunObserver:
+    """The windows, and what is made of them at a step's end.
+
+    ``trajectories_per_step`` are trained together; ``overlap`` is how many steps' trajectories may
+    be in flight at once: 1 + the staleness bound.
+    """
+
+    def __init__(self, *, trajectories_per_step: int, overlap: float) -> None:
+        self._per_step = trajectories_per_step
+        self._overlap = overlap
+        self._samples = Window(max(LEAST_SAMPLES, 2 * trajectories_per_step))
+        self._in_play = InPlay()
+        self._measured: deque[MeasuredStep] = deque(maxlen=steps_to_average(overlap))
+        self._lengths: deque[float] = deque(maxlen=RECENT)
+        self._ended_at: Seconds | None = None
+        self._plan = -1
+        self._plan_at: Seconds = 0.0
+        self._conversations = _Conversations()
+        self._turns: deque[PlayedTurn] = deque(maxlen=RECENT_TURNS)
+        self._training = _Training()
+        self._starts = _StartTimes()
+        self._version_bytes = 0
+
+    def saw(self, record: Record) -> None:  # noqa: C901 - one branch a kind of record
+        """One more record is written."""
+        match record:
+            case TurnRecord():
+                self._turns.append(self._conversations.turn(record))
+            case TrajectoryRecord():
+                self._trajectory(record)
+            case GroupRecord():
+                self._training.group(record)
+            case StepRecord() if not record.checkpoint:  # written again once it has one
+                self._step(record)
+            case PlanRecord() if record.plan > self._plan:
+                self._new_plan(record)
+            case SlotRecord():
+                self._starts.slot(record)
+                self._training.slot(record)
+            case MoveRecord():
+                self._starts.move(record)
+                self._training.move(record)
+            case VersionRecord():
+                self._version_bytes = record.bytes
+            case _:
+                pass
+
+    @property
+    def workload(self) -> Workload | None:
+        """The work to come, as the newest finished trajectories tell it; None before the first."""
+        return self._samples.workload(self._per_step, self._overlap)
+
+    @property
+    def measured(self) -> tuple[MeasuredStep, ...]:
+        """The newest steps under today's plan, without the first of the run."""
+        return tuple(self._measured)
+
+    @property
+    def lengths(self) -> tuple[float, ...]:
+        """Mean generated tokens of the newest steps, oldest first."""
+        return tuple(self._lengths)
+
+    @property
+    def evidence(self) -> CostEvidence:
+        """What the run has shown of its own costs."""
+        return CostEvidence(
+            turns=tuple(self._turns),
+            steps=self._training.steps,
+            ranks=self._training.ranks,
+            starts=self._starts.seen(),
+            version_bytes=self._version_bytes,
+        )
+
+    def _trajectory(self, row: TrajectoryRecord) -> None:
+        if row.ended_at is None:
+            self._in_play.change(+1, now=row.started_at)
+            return
+        self._in_play.change(-1, now=row.ended_at)
+        sample = self._conversations.ended(row)
+        if sample is not None and row.state == "finished":
+            self._samples.add(sample)
+            self._training.finished(row)
+
+    def _step(self, row: StepRecord) -> None:
+        began = row.started_at - row.waited_s if self._ended_at is None else self._ended_at
+        self._ended_at = row.ended_at
+        in_play_s, concurrency = self._in_play.take(now=row.ended_at)
+        self._lengths.append(row.mean_length)
+        self._training.step(row)
+        if row.step <= FILLING or row.started_at < self._plan_at:
+            return
+        self._measured.append(
+            MeasuredStep(
+                step_s=max(row.ended_at - began, 1e-9),
+                train_s=row.ended_at - row.started_at,
+                waited_s=row.waited_s,
+                in_play_s=in_play_s,
+                concurrency=concurrency,
+            )
+        )
+
+    def _new_plan(self, row: PlanRecord) -> None:
+        self._plan, self._plan_at = row.plan, row.at
+        self._measured.clear()
+        self._training.plan(row)
+
+
+class _Conversations:
+    """Trajectories under way: where their last turn was played, and what they have waited for."""
+
+    def __init__(self) -> None:
+        self._last: dict[Member, TurnRecord] = {}
+        self._prompt: dict[Member, int] = {}
+        self._tool_s: dict[Member, Seconds] = {}
+
+    def turn(self, row: TurnRecord) -> PlayedTurn:
+        """The turn, with the tokens of its prompt that no cache can have held."""
+        who = (row.group_id, row.member, row.attempt)
+        before = self._last.get(who)
+        cached = 0
+        if before is None:
+            self._prompt[who], self._tool_s[who] = row.prompt_tokens, 0.0
+        else:
+            self._tool_s[who] += max(0.0, row.queued_at - before.ended_at)
+            if before.slot == row.slot:
+                cached = before.prompt_tokens + before.generated_tokens
+        self._last[who] = row
+        return PlayedTurn(
+            row.slot,
+            row.started_at,
+            row.ended_at,
+            row.prompt_tokens,
+            max(0, row.prompt_tokens - cached),
+            row.generated_tokens,
+        )
+
+    def ended(self, row: TrajectoryRecord) -> TrajectorySample | None:
+        """The trajectory's lengths; None if it never played a turn.
+
+        Its time in tools is from the end of a turn until the next one is asked for.
+        """
+        who = (row.group_id, row.member, row.attempt)
+        last, first = self._last.pop(who, None), self._prompt.pop(who, 0)
+        tool_s = self._tool_s.pop(who, 0.0)
+        if last is None or row.generated_tokens < 1:
+            return None
+        prompt = max(0, min(first, row.context_tokens - row.generated_tokens))
+        return TrajectorySample(
+            prompt=prompt,
+            generated=row.generated_tokens,
+            observed=max(0, row.context_tokens - row.generated_tokens - prompt),
+            turns=row.turns,
+            tool_s=tool_s + sum(call[2] for call in json.loads(last.tools_json or "[]")),
+        )
+
+
+@dataclass(slots=True)
+class _SteadyStep:
+    """A step and what is known of it so far; its groups are told after it."""
+
+    number: int
+    seconds: Seconds
+    tokens: Tokens
+    pairs: float = 0.0
+
+
+class _Training:
+    """The newest steps under one plan with all its slots in place, and how many GPUs trained."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[int, float] = {}
+        self._moving: set[SlotId] = set()
+        self._gpus: dict[SlotId, int] = {}
+        self._slots: tuple[SlotId, ...] = ()
+        self._plan_at: Seconds = 0.0
+        self._steady: deque[_SteadyStep] = deque(maxlen=RECENT_STEPS)
+        self._before: tuple[tuple[TrainedStep, ...], tuple[SlotId, ...]] = ((), ())
+
+    @property
+    def steps(self) -> tuple[TrainedStep, ...]:
+        """Under the newest plan that has seen enough of them."""
+        return self._trained if self._is_enough else self._before[0]
+
+    @property
+    def ranks(self) -> int:
+        """GPUs that trained in these steps; a slot without GPUs counts as one."""
+        slots = self._slots if self._is_enough else self._before[1]
+        return max(1, sum(self._gpus.get(slot, 1) for slot in slots))
+
+    @property
+    def _trained(self) -> tuple[TrainedStep, ...]:
+        return tuple(TrainedStep(step.seconds, step.tokens, step.pairs) for step in self._steady)
+
+    @property
+    def _is_enough(self) -> bool:
+        return len(self._steady) >= LEAST_STEPS or not self._before[0]
+
+    def slot(self, row: SlotRecord) -> None:
+        """How many GPUs a slot has."""
+        if row.slot not in self._gpus:
+            self._gpus[row.slot] = len(json.loads(row.gpus_json)) or 1
+
+    def plan(self, row: PlanRecord) -> None:
+        """A new plan: what is known of the one before is used until this one has its own steps."""
+        if len(self._steady) >= LEAST_STEPS:
+            self._before = self._trained, self._slots
+        self._steady.clear()
+        self._moving.clear()
+        self._slots = (*json.loads(row.train_json), *json.loads(row.gradient_json))
+        self._plan_at = row.at
+
+    def move(self, row: MoveRecord) -> None:
+        """A slot is on its way, or has arrived."""
+        if row.ended_at is None:
+            self._moving.add(row.slot)
+        else:
+            self._moving.discard(row.slot)
+
+    def finished(self, row: TrajectoryRecord) -> None:
+        """A trajectory that its group may be trained with."""
+        pairs = row.context_tokens**2 / 2
+        self._pairs[row.group_id] = self._pairs.get(row.group_id, 0.0) + pairs
+
+    def group(self, row: GroupRecord) -> None:
+        """A group is trained, or given up."""
+        if row.state in ("open", "ready", "claimed"):
+            return
+        pairs = self._pairs.pop(row.group_id, 0.0)
+        for step in reversed(self._steady):
+            if row.state == "trained" and step.number == row.step:
+                step.pairs += pairs
+                return
+
+    def step(self, row: StepRecord) -> None:
+        """An optimizer step; it counts if no slot was on its way."""
+        if self._moving or row.started_at < self._plan_at:
+            return
+        seconds = row.ended_at - row.started_at
+        self._steady.append(_SteadyStep(row.step, seconds, row.context_tokens))
+
+
+class _StartTimes:
+    """How long servers and trainers took to be ready, and slots that moved did nothing."""
+
+    def __init__(self) -> None:
+        self._began: dict[SlotId, Seconds] = {}
+        self._waits: dict[str, _Mean] = {"serving": _Mean(), "training": _Mean()}
+        self._idle: dict[tuple[str, str], _Mean] = {}
+
+    def slot(self, row: SlotRecord) -> None:
+        """A slot's row; from ``starting`` until it serves or trains is its start."""
+        if row.state == "starting":
+            self._began[row.slot] = row.since
+        elif row.state in self._waits and row.slot in self._began:
+            self._waits[row.state].add(row.since - self._began.pop(row.slot))
+
+    def move(self, row: MoveRecord) -> None:
+        """A move; where the next process started beside the old one it was idle in the stop
+        only.
+        """
+        if row.state != "done":
+            return
+        phases = json.loads(row.phases_json)
+        overlapped = phases[0][0] == "start"
+        counted = ("stop",) if overlapped else ("drain", "stop", "start", "sync", "verify")
+        idle_s = sum(end - began for name, began, end in phases if name in counted)
+        self._idle.setdefault((row.from_role, row.to_role), _Mean()).add(idle_s)
+
+    def seen(self) -> Starts:
+        """The means so far."""
+        return Starts(
+            self._waits["serving"].value,
+            self._waits["training"].value,
+            to_training_s=self._of("rollout", "gradient"),
+            to_rollout_s=self._of("gradient", "rollout"),
+        )
+
+    def _of(self, before: str, after: str) -> Seconds | None:
+        mean = self._idle.get((before, after))
+        return mean.value if mean else None
+
+
+class _Mean:
+    """A running mean; None before the first value."""
+
+    def __init__(self) -> None:
+        self._sum, self._number = 0.0, 0
+
+    def add(self, value: float) -> None:
+        """One more value."""
+        self._sum, self._number = self._sum + value, self._number + 1
+
+    @property
+    def value(self) -> float | None:
+        """The mean so far."""
+        return self._sum / self._number if self._number else None

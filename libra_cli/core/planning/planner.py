@@ -1,0 +1,208 @@
+"""The planner: one observation in, one decision out.
+
+    costs        given, shipped or observed, times what measured steps say (``recalibration``)
+    candidates   the placements that a ``PlacementSpace`` allows, each with its predicted times
+    choice       of those within ``tolerance`` of the best, the one that moves the least
+    verdict      whether its gain pays its moves (``admission``)
+
+The same class decides in a live run, in the simulator and in ``libra rebalance --dry-run``. What
+differs is the space: a recipe's slots (``recipe_placement``) or any servers on a number of GPUs
+(``gpu_placement``).
+
+Guarantee: equal observations give equal decisions; no move without a predicted gain that pays it
+back. Limit: predictions; a drift faster than the window of trajectories is seen late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeAlias
+
+from libra_cli.config.errors import LibraError
+from libra_cli.core.actions import Propose
+from libra_cli.core.costs.observed import CostEvidence
+from libra_cli.core.costs.profile import NothingFits, Profile, Recalibration
+from libra_cli.core.events import PlanChosen, PlanKept
+from libra_cli.core.observation import Observation
+from libra_cli.core.planning.admission import Admission, horizon
+from libra_cli.core.planning.recalibration import RecalibratedSearch, recalibrated
+from libra_cli.core.planning.search import Layout, PlannerSettings, Search, Times
+from libra_cli.core.types import Plan, Prediction, Seconds, Slot, SlotId
+
+NEAR = "today's plan is within the tolerance of the best"
+
+CostSource: TypeAlias = Callable[[Plan, CostEvidence], Profile]
+"""The costs to plan with. Raises LibraError while there is too little evidence for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMove:
+    """One slot changes its role: the name of a bucket, ``train``, ``gradient`` or ``idle``.
+
+    Meanwhile it does nothing for ``seconds``.
+    """
+
+    slot: SlotId
+    before: str
+    after: str
+    seconds: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A placement that could be had. ``distance`` orders candidates by how much they move;
+    ``place`` says which slot does what."""
+
+    layout: Layout
+    times: Times
+    distance: tuple[int, ...]
+    place: Callable[[], tuple[Plan, tuple[Slot, ...]]]
+
+
+class PlacementSpace(Protocol):
+    """The placements that are allowed, and what moving between two of them costs."""
+
+    @property
+    def gpus(self) -> int:
+        """The budget; a slot without GPUs counts as one."""
+
+    def check(self, plan: Plan, profile: Profile) -> None:
+        """Raise ProfileError if a shape of the plan has no costs."""
+
+    def layout_of(self, plan: Plan, slots: Sequence[Slot]) -> Layout:
+        """The plan as numbers of servers and ranks."""
+
+    def candidates(self, search: Search, now: Observation) -> Iterable[Candidate]:
+        """What the planner may choose from. Raises NothingFits if there is nothing."""
+
+    def moves(
+        self, now: Observation, then: Plan, slots: Sequence[Slot], profile: Profile
+    ) -> tuple[SlotMove, ...]:
+        """The slots whose role changes."""
+
+    def cost_s(self, now: Observation, chosen: Candidate, then: Plan, profile: Profile) -> Seconds:
+        """What the moves cost, in seconds of the whole job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The plan proposed, and whether to have it: ``plan`` is None to stay, and ``why_not`` says
+    why.
+
+    ``slots`` are those that the proposed plan knows. ``before`` and ``after`` are predicted seconds
+    of a step under today's plan and the proposed one; ``cost_s`` is what the moves cost, in seconds
+    of the whole job.
+    """
+
+    plan: Plan | None
+    proposed: Plan
+    slots: tuple[Slot, ...]
+    moves: tuple[SlotMove, ...]
+    before: Times
+    after: Times
+    cost_s: Seconds
+    horizon: float
+    reasons: tuple[str, ...]
+    why_not: str
+    found: RecalibratedSearch
+
+    @property
+    def payback_steps(self) -> float | None:
+        """The steps after which the moves have paid; None if they never do."""
+        gain_s = self.before.step_s - self.after.step_s
+        return self.cost_s / gain_s if gain_s > 0 else None
+
+    @property
+    def recalibration(self) -> Recalibration:
+        """The factors that the costs were multiplied by."""
+        return self.found.recalibration
+
+
+class DecisionMaker(Protocol):
+    """Whoever answers ``Propose``: the planner, or a baseline in the simulator."""
+
+    def decide(self, now: Observation) -> Decision:
+        """The plan to have from here on, or to stay. Raises LibraError if nothing can run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """libra's own; the law is the module's."""
+
+    space: PlacementSpace
+    costs: CostSource
+    settings: PlannerSettings = field(default_factory=PlannerSettings)
+    admission: Admission = field(default_factory=Admission)
+
+    def decide(self, now: Observation) -> Decision:
+        """Choose a placement and judge it.
+
+        Raises:
+            NothingFits: no placement of the space can run; says which constraint fails first.
+            ProfileError: a shape of today's plan has no costs.
+            LibraError: there is too little evidence for the costs.
+        """
+        profile = self.costs(now.plan, now.evidence)
+        self.space.check(now.plan, profile)
+        today = self.space.layout_of(now.plan, now.slots)
+        found = recalibrated(
+            profile,
+            now.workload,
+            self.space.gpus,
+            self.settings,
+            today=today,
+            measured=now.measured,
+            before=now.recalibration,
+        )
+        chosen = self._nearest(self.space.candidates(found.search, now))
+        return self._judge(now, found, found.search.times(today), chosen)
+
+    def _nearest(self, candidates: Iterable[Candidate]) -> Candidate:
+        """The one that moves the least, of those within the tolerance of the best."""
+        runnable = [each for each in candidates if each.times.step_s < float("inf")]
+        if not runnable:
+            raise NothingFits("plan", "no placement can run", hint="libra run --dry-run RECIPE")
+        limit = min(each.times.step_s for each in runnable) * (1 + self.admission.tolerance)
+        good = [each for each in runnable if each.times.step_s <= limit]
+        return min(good, key=lambda each: (each.distance, each.times.step_s))
+
+    def _judge(
+        self, now: Observation, found: RecalibratedSearch, before: Times, chosen: Candidate
+    ) -> Decision:
+        plan, slots = chosen.place()
+        moves = self.space.moves(now, plan, slots, found.profile)
+        cost_s = self.space.cost_s(now, chosen, plan, found.profile)
+        steps = horizon(now.lengths, now.steps_left)
+        admission = replace(self.admission, horizon=steps)
+        why_not = admission.why_not(before, chosen.times, cost_s) if moves else NEAR
+        return Decision(
+            plan=None if why_not else plan,
+            proposed=plan,
+            slots=slots,
+            moves=moves,
+            before=before,
+            after=chosen.times,
+            cost_s=cost_s,
+            horizon=steps,
+            reasons=(f"today: {before}", f"then: {chosen.times}", *plan.reasons),
+            why_not=why_not,
+            found=found,
+        )
+
+
+def answer(planner: DecisionMaker, action: Propose) -> PlanChosen | PlanKept:
+    """What becomes of a ``Propose``, in a live run and in the simulator alike."""
+    try:
+        decision = planner.decide(action.observation)
+    except LibraError as error:
+        return PlanKept(str(error), action.order)
+    if decision.plan is None:
+        return PlanKept(decision.why_not, action.order, decision.recalibration)
+    return PlanChosen(
+        replace(decision.plan, reasons=(action.why, *decision.reasons)),
+        decision.slots,
+        Prediction(decision.before.step_s, decision.after.step_s, decision.cost_s),
+        action.order,
+        decision.recalibration,
+    )

@@ -1,0 +1,198 @@
+"""The placements that a recipe allows: which of its hybrid slots serve, and which train.
+
+A recipe fixes more than the planner of GPUs knows: a slot has its GPUs and serves with exactly as
+many, buckets have their shapes, pools are kept, and the trainer's launcher may want equal nodes. So
+the choice here is how many hybrid slots train, and on which nodes. For every number of training
+slots the candidates are those that train today with the fewest changes, and whole nodes in several
+orders; each must be a plan of the recipe (``cluster.placement``).
+
+A run that is under way (``elastic``) keeps its base group: further training slots become gradient
+workers. Only a plan that takes slots of the base group away resizes it, at the price of a restart.
+
+Guarantee: a candidate keeps pools, pins, shapes and the memory of every server and rank. Limit: it
+does not try every subset of slots (2 to the power of their number), only those above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.cluster.placement import PlanError, plan_with, slots_of
+from libra_cli.core.costs.profile import NothingFits, Profile, ProfileError, TrainingShape
+from libra_cli.core.observation import Observation
+from libra_cli.core.planning.planner import Candidate, SlotMove
+from libra_cli.core.planning.rollout_dp import PlannedBucket
+from libra_cli.core.planning.search import Layout, Search
+from libra_cli.core.planning.transition import moves_cost_s
+from libra_cli.core.types import Bucket, Plan, Pool, Role, Seconds, Slot, SlotId
+
+TRAIN, GRADIENT, IDLE = "train", "gradient", "idle"
+_TRAINS = (TRAIN, GRADIENT)
+
+
+@dataclass(frozen=True, slots=True)
+class RecipePlacement:
+    """The slots of a recipe. ``elastic``: the run is under way."""
+
+    recipe: Recipe
+    elastic: bool = True
+
+    @property
+    def gpus(self) -> int:
+        """Of all slots; one without GPUs counts as one."""
+        return sum(slot.num_devices for slot in slots_of(self.recipe))
+
+    def check(self, plan: Plan, profile: Profile) -> None:
+        """Raise ProfileError if the plan has servers of a shape without costs."""
+        known = set(profile.servers)
+        for bucket in dict(plan.servers).values():
+            if bucket.tensor_parallel not in known:
+                degrees = ", ".join(map(str, sorted(known)))
+                raise ProfileError(
+                    f"bucket {bucket.name!r} has servers of {bucket.tensor_parallel} GPUs, for "
+                    f"which profile {profile.name} has no prices (it has {degrees})",
+                    hint="another --profile, or libra bench --calibrate recipe.yaml",
+                )
+
+    def layout_of(self, plan: Plan, slots: Sequence[Slot]) -> Layout:
+        """The plan as numbers of servers and of ranks."""
+        sizes = {slot.id: slot.num_devices for slot in slots}
+        counts: dict[Bucket, int] = {}
+        for _, bucket in plan.servers:
+            counts[bucket] = counts.get(bucket, 0) + 1
+        ordered = sorted(counts.items(), key=lambda item: (item[0].up_to_tokens, item[0].name))
+        buckets = tuple(
+            PlannedBucket(bucket.tensor_parallel, number, bucket.up_to_tokens, bucket.max_num_seqs)
+            for bucket, number in ordered
+        )
+        ranks = sum(sizes.get(slot, 1) for slot in (*plan.train, *plan.gradient))
+        return Layout(buckets, TrainingShape(data_parallel=max(1, ranks)))
+
+    def candidates(self, search: Search, now: Observation) -> Iterator[Candidate]:
+        """Every choice of training slots, with its predicted times.
+
+        Raises:
+            NothingFits: none of them can run; says which constraint fails first.
+        """
+        slots = self._free(now)
+        plans = list(self._plans(slots, now.plan))
+        found = [(plan, self.layout_of(plan, slots)) for plan in plans]
+        timed = [(plan, layout, search.times(layout)) for plan, layout in found]
+        if not any(times.step_s < float("inf") for _, _, times in timed):
+            raise self._nothing(search, slots, plans)
+        roles = _roles(now.plan)
+        for plan, layout, times in timed:
+            changed = sum(role != roles.get(slot) for slot, role in _roles(plan).items())
+            yield Candidate(layout, times, (changed,), partial(_placed, plan, now.slots))
+
+    def moves(
+        self, now: Observation, then: Plan, slots: Sequence[Slot], profile: Profile
+    ) -> tuple[SlotMove, ...]:
+        """The slots whose role changes, in the order of the recipe."""
+        roles, after, prices = _roles(now.plan), _roles(then), profile.moves
+        moves = []
+        for slot in slots:
+            old, new = roles.get(slot.id, IDLE), after.get(slot.id, IDLE)
+            if old == new:
+                continue
+            seconds = prices.start(slot.num_devices)
+            if new in _TRAINS:
+                seconds = prices.to_training_s
+            elif old in _TRAINS:
+                seconds = prices.to_rollout_s
+            moves.append(SlotMove(slot.id, old, new, seconds))
+        return tuple(moves)
+
+    def cost_s(self, now: Observation, chosen: Candidate, then: Plan, profile: Profile) -> Seconds:
+        """What the moves cost, and a restart of the base group where that changes."""
+        today = self.layout_of(now.plan, now.slots)
+        cost_s = moves_cost_s(profile, now.workload, today, chosen.layout)
+        resized = self.elastic and then.train != now.plan.train
+        return cost_s + (profile.moves.resize_s if resized else 0.0)
+
+    def _free(self, now: Observation) -> tuple[Slot, ...]:
+        """The slots; in a run that is under way, what may not move is fixed."""
+        if not self.elastic:
+            return now.slots
+        return fixed_slots(now.slots, dict(now.pins), now.plan.train[0])
+
+    def _plans(self, slots: tuple[Slot, ...], current: Plan) -> Iterator[Plan]:
+        seen: set[frozenset[SlotId]] = set()
+        for train in _choices(slots, current):
+            if train in seen or len(slots) - len(train) < self.recipe.planner.min_rollout:
+                continue
+            seen.add(train)
+            base = tuple(slot for slot in current.train if slot in train) if self.elastic else ()
+            beside = train - set(base) if base else frozenset()
+            why = f"{len(train)} of {len(slots)} slots train"
+            try:
+                plan = plan_with(self.recipe, slots, train - beside, why, gradient=beside)
+            except PlanError:
+                continue
+            yield replace(plan, train=base or plan.train)
+
+    def _nothing(self, search: Search, slots: tuple[Slot, ...], plans: list[Plan]) -> NothingFits:
+        if not plans:
+            return NothingFits(
+                "recipe",
+                "no choice of training slots fits the nodes and buckets of the recipe",
+                hint="libra run --dry-run recipe.yaml",
+            )
+        most = max(plans, key=lambda plan: len(plan.train))
+        shape = self.layout_of(most, slots).training
+        if not search.tree.fits(shape):
+            return search.tree.refusal(shape.gpus)
+        longest = search.workload.longest.context
+        return NothingFits(
+            "KV cache",
+            f"no bucket of the recipe has servers that hold a trajectory of {longest:,} tokens",
+            hint="raise tensor_parallel of the last bucket, or lower model.max_len",
+        )
+
+
+def fixed_slots(
+    slots: Iterable[Slot], pins: Mapping[SlotId, Role], head: SlotId
+) -> tuple[Slot, ...]:
+    """The slots, with those that are pinned and the trainer's first bound to their side."""
+    serving = {slot for slot, role in pins.items() if role is Role.ROLLOUT}
+    sides = {slot: Pool.ROLLOUT if slot in serving else Pool.TRAIN for slot in (*pins, head)}
+    return tuple(replace(slot, pool=sides.get(slot.id, slot.pool)) for slot in slots)
+
+
+def _choices(slots: tuple[Slot, ...], current: Plan) -> Iterator[frozenset[SlotId]]:
+    """Sets of training slots: today's first, then every number in several orders."""
+    fixed = [slot.id for slot in slots if slot.pool is Pool.TRAIN]
+    free = [slot.id for slot in slots if slot.pool is Pool.HYBRID]
+    today = (*current.train, *current.gradient)
+    yield frozenset(today)
+    stay = [slot for slot in today if slot in free]
+    stay += [slot for slot in free if slot not in stay]
+    for order in (stay, free, free[::-1], _by_size(slots, free), _across(slots, free)):
+        for number in range(len(order) + 1):
+            yield frozenset(fixed + order[:number])
+
+
+def _by_size(slots: tuple[Slot, ...], free: list[SlotId]) -> list[SlotId]:
+    sizes = {slot.id: slot.num_devices for slot in slots}
+    return sorted(free, key=lambda slot: -sizes[slot])
+
+
+def _across(slots: tuple[Slot, ...], free: list[SlotId]) -> list[SlotId]:
+    """One slot of every node, then a second of every node, and so on."""
+    rank: dict[SlotId, int] = {}
+    seen: dict[str, int] = {}
+    for slot in slots:
+        rank[slot.id] = seen[slot.node] = seen.get(slot.node, 0) + 1
+    return sorted(free, key=lambda slot: rank[slot])
+
+
+def _roles(plan: Plan) -> dict[SlotId, str]:
+    servers = {slot: bucket.name for slot, bucket in plan.servers}
+    return servers | dict.fromkeys(plan.train, TRAIN) | dict.fromkeys(plan.gradient, GRADIENT)
+
+
+def _placed(plan: Plan, slots: tuple[Slot, ...]) -> tuple[Plan, tuple[Slot, ...]]:
+    return plan, slots

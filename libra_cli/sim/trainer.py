@@ -1,0 +1,182 @@
+"""The trainer and its gradient workers in virtual time: how long each optimizer step takes.
+
+A step ends when the slowest of those that compute a part of it has: the base group its own groups,
+each gradient worker its partition. Where servers share cores with the trainer, a step passes more
+slowly while any server has work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from libra_cli.core import actions as a
+from libra_cli.core import events as e
+from libra_cli.core.types import Seconds, Slot, SlotId, Tokens, WeightVersion
+
+StepSeconds = Callable[[tuple[a.TrainSample, ...], int], Seconds]
+"""Seconds of an optimizer step on these trajectories with so many GPUs."""
+
+
+@dataclass(slots=True)
+class _Partition:
+    """What one gradient worker computes of a step."""
+
+    given: a.BatchPartition
+    samples: tuple[a.TrainSample, ...]
+    seconds: Seconds
+    lost: str = ""
+
+    @property
+    def tokens(self) -> Tokens:
+        """That a forward pass sees."""
+        return sum(len(sample.trajectory.token_ids) for sample in self.samples)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step under way: ``left`` seconds of it at ``at``, passing at ``rate``."""
+
+    action: a.Train
+    began: Seconds
+    at: Seconds
+    own: tuple[a.TrainSample, ...]
+    own_s: Seconds
+    partitions: list[_Partition]
+    left: Seconds = 0.0
+    rate: float = 1.0
+
+    @property
+    def seconds(self) -> Seconds:
+        """Until the slowest is done, at full speed."""
+        working = [part.seconds for part in self.partitions if not part.lost]
+        return max([self.own_s, *working])
+
+
+@dataclass(slots=True)
+class SimTrainer:
+    """One trainer. ``later`` puts an event on the heap; ``clock`` tells the virtual time.
+
+    ``slowdown`` is how many times as long a step takes while a server has work.
+    """
+
+    slots: Mapping[SlotId, Slot]
+    step_s: StepSeconds
+    slowdown: float
+    later: Callable[[e.Event, Seconds], None]
+    clock: Callable[[], Seconds]
+    base: tuple[SlotId, ...] = ()
+    #: When each step began and ended.
+    trained: list[tuple[Seconds, Seconds]] = field(default_factory=list)
+    _step: _Step | None = None
+    _due: e.StepDone | None = None
+    _done: int = 0
+
+    def start(self, action: a.StartTrainer, after_s: Seconds) -> None:
+        """Every rank is there after ``after_s``, at the last step if it goes on from one."""
+        self.base = action.train
+        step = self._done if action.resume else 0
+        published = self._published(action.incarnation, step, self.clock() + after_s)
+        self.later(e.TrainerStarted(action.incarnation, published), after_s)
+
+    def accumulate(self, action: a.Accumulate) -> None:
+        """A part of the next step's batch, on the base group."""
+        done = e.Accumulated(action.incarnation, action.step, action.part)
+        self.later(done, self.step_s(action.samples, self._gpus(self.base)))
+
+    def train(self, action: a.Train) -> None:
+        """Begin a step."""
+        of_group = {group: share.slot for share in action.shares for group in share.groups}
+        dealt: dict[SlotId | None, list[a.TrainSample]] = {}
+        for sample in action.samples:
+            dealt.setdefault(of_group.get(sample.trajectory.id.group), []).append(sample)
+        own = tuple(dealt.get(None, ()))
+        partitions = [
+            self._partition(share, tuple(dealt.get(share.slot, ()))) for share in action.shares
+        ]
+        now = self.clock()
+        own_s = self._seconds(own, self.base)
+        self._step = step = _Step(action, now, now, own, own_s, partitions)
+        step.left = step.seconds
+        self._schedule(step)
+
+    def drop(self, worker: SlotId, why: str) -> None:
+        """A worker is gone: the base group computes what it was given, after its own part."""
+        step = self._step
+        for part in step.partitions if step else ():
+            if step is None or part.lost or part.given.slot != worker:
+                continue
+            self._pass(step)
+            before = step.seconds
+            part.lost = why
+            step.own += part.samples
+            step.own_s = self._seconds(step.own, self.base)
+            step.left += max(0.0, step.seconds - before)
+            self._schedule(step)
+
+    def pace(self, *, servers_work: bool) -> None:
+        """The step under way goes on at the speed that the servers leave it."""
+        step = self._step
+        if step is None or self.slowdown <= 1.0:
+            return
+        rate = 1.0 / self.slowdown if servers_work else 1.0
+        if rate != step.rate:
+            self._pass(step)
+            step.rate = rate
+            self._schedule(step)
+
+    def ends(self, event: e.StepDone) -> a.Train | None:
+        """The step that ends with this event; None if it has become faster or slower since."""
+        step = self._step
+        if event is not self._due or step is None:
+            return None
+        self.trained.append((step.began, self.clock()))
+        self._step, self._done = None, event.step
+        return step.action
+
+    def _pass(self, step: _Step) -> None:
+        now = self.clock()
+        step.left -= (now - step.at) * step.rate
+        step.at = now
+
+    def _schedule(self, step: _Step) -> None:
+        took = step.left / step.rate
+        incarnation, number = step.action.incarnation, step.action.step
+        self._due = e.StepDone(
+            incarnation,
+            number,
+            self._published(incarnation, number, self.clock() + took),
+            {"own_tokens": float(_tokens(step.own)), "own_s": step.own_s},
+            tuple(_share_done(part, step) for part in step.partitions),
+        )
+        self.later(self._due, took)
+
+    def _partition(self, given: a.BatchPartition, samples: tuple[a.TrainSample, ...]) -> _Partition:
+        return _Partition(given, samples, self._seconds(samples, (given.slot,)))
+
+    def _seconds(self, samples: tuple[a.TrainSample, ...], slots: Sequence[SlotId]) -> Seconds:
+        return self.step_s(samples, self._gpus(slots)) if samples else 0.0
+
+    def _gpus(self, slots: Sequence[SlotId]) -> int:
+        return sum(self.slots[slot].num_devices for slot in slots)
+
+    def _published(self, incarnation: int, step: int, at: Seconds) -> e.PublishedVersion:
+        return e.PublishedVersion(WeightVersion(incarnation, step), 0, at)
+
+
+def _share_done(part: _Partition, step: _Step) -> e.ShareDone:
+    return e.ShareDone(
+        slot=part.given.slot,
+        incarnation=part.given.incarnation,
+        used=not part.lost,
+        reason=part.lost,
+        tokens=part.tokens,
+        seconds=None if part.lost else part.seconds,
+        waited_s=0.0 if part.lost else max(0.0, part.seconds - step.own_s),
+        bytes=0,
+        transfer_s=0.0,
+    )
+
+
+def _tokens(samples: Sequence[a.TrainSample]) -> Tokens:
+    return sum(len(sample.trajectory.token_ids) for sample in samples)

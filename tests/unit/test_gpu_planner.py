@@ -1,0 +1,270 @@
+"""On any number of GPUs: a plan changes when that pays, by few moves; the baselines keep rules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from itertools import chain
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_cli.core.costs.profile import Profile, TrainingShape
+from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.observation import MeasuredStep, Observation
+from libra_cli.core.planning.admission import Admission
+from libra_cli.core.planning.baselines import (
+    PLANNERS,
+    STATIC,
+    PlannerError,
+    first_layout,
+    planner_of,
+)
+from libra_cli.core.planning.gpu_placement import GpuPlacement
+from libra_cli.core.planning.planner import Decision, DecisionMaker, Planner
+from libra_cli.core.planning.rollout_dp import PlannedBucket
+from libra_cli.core.planning.search import Layout, PlannerSettings, Search
+from libra_cli.core.planning.transition import moves_between, moves_cost_s
+from libra_cli.core.types import Plan, Slot
+from libra_cli.sim.profiles import load_profile
+
+PROFILE = load_profile("a800-qwen3-14b")
+GPUS = 32
+UNIT = PlannerSettings(unit=2, groups=32)
+MOVING = [name for name in PLANNERS if name not in STATIC]
+
+
+@cache
+def work(mean: float, overlap: float = 1.0) -> Workload:
+    random = Random(1)
+    lengths = (int(mean * random.lognormvariate(-0.3, 0.8)) for _ in range(128))
+    return Workload(
+        tuple(TrajectorySample(500, min(38_000, n + 1), 500, 4, 4.0) for n in lengths), 256, overlap
+    )
+
+
+@cache
+def search_of(load: Workload) -> Search:
+    return Search(PROFILE, load, GPUS, UNIT)
+
+
+class Run:
+    """A run on ``GPUS`` GPUs whose measurements agree with the model."""
+
+    def __init__(self, name: str, first: Workload, profile: Profile = PROFILE) -> None:
+        self.layout = first_layout(name, PROFILE, first, GPUS, UNIT)
+        least = search_of(first).tree.least() or GPUS
+        self.space = GpuPlacement.around(
+            self.layout, GPUS, max_len=131_072, least=least, moves=name not in STATIC
+        )
+        self.planner: DecisionMaker = planner_of(name, profile, self.space, UNIT)
+        self.plan, self.slots = self.space.place(self.layout)
+
+    def observed(self, load: Workload, step: int = 5, **more: Any) -> Observation:
+        """What the model itself would measure, so that predictions are right."""
+        search, layout = search_of(load), self.space.layout_of(self.plan, self.slots)
+        times = search.times(layout)
+        step_s = times.step_s
+        measured = MeasuredStep(step_s, times.train_s, step_s - times.train_s, 0.0, 0.0)
+        if not measured.starved:
+            # In play as long as makes the time at saturation, proportional to it, the predicted.
+            second = search.table.unheld_s(layout.buckets, 1.0, 100.0)
+            in_play_s = times.rollout_s / second
+            measured = replace(measured, in_play_s=in_play_s, concurrency=100.0)
+        idle = 1 - times.rollout_s / step_s
+        seen = Observation(step, self.plan, self.slots, load, measured=(measured,))
+        return replace(seen, rollout_idle=idle, queue=0.5, **more)
+
+    def play(self, means: list[float]) -> tuple[list[Layout], list[Decision]]:
+        """A step for each mean length, with a look after every one."""
+        layouts, decisions = [self.space.layout_of(self.plan, self.slots)], []
+        for step, mean in enumerate(means):
+            decision = self.planner.decide(self.observed(work(mean), step))
+            if decision.plan is not None:
+                self.plan, self.slots = decision.plan, decision.slots
+            layouts.append(self.space.layout_of(self.plan, self.slots))
+            decisions.append(decision)
+        return layouts, decisions
+
+
+def test_a_steady_workload_moves_nothing() -> None:
+    layouts, decisions = Run("libra", work(3000.0)).play([3000.0] * 10)
+    assert len(set(layouts)) == 1
+    assert all(decision.why_not for decision in decisions)
+
+
+@pytest.mark.parametrize(("first", "then"), [(1000.0, 9000.0), (9000.0, 1000.0)])
+def test_a_shift_moves_gpus_either_way(first: float, then: float) -> None:
+    layouts, decisions = Run("libra", work(first)).play([first] * 3 + [then] * 10)
+    moved = [decision for decision in decisions if decision.plan is not None]
+    assert 1 <= len(moved) <= 2
+    gained = layouts[-1].rollout_gpus - layouts[0].rollout_gpus
+    assert gained > 0 if then > first else gained < 0
+    best = search_of(work(then)).best()
+    assert search_of(work(then)).times(layouts[-1]).step_s < best.step_s * 1.08
+    assert moved[0].after.step_s < moved[0].before.step_s
+    assert moved[0].payback_steps is not None
+
+
+def test_a_gain_that_does_not_pay_its_moves_back_is_refused_with_numbers() -> None:
+    moves = replace(PROFILE.moves, to_training_s=9e4, to_rollout_s=9e4, start_s={1: 9e4})
+    run = Run("libra", work(1000), replace(PROFILE, moves=moves))
+    decision = run.planner.decide(run.observed(work(9000), lengths=(1000.0, 9000.0)))
+    assert decision.plan is None
+    assert "do not pay back" in decision.why_not
+    assert decision.cost_s > 1000
+    assert decision.payback_steps is not None
+
+
+def test_near_the_end_nothing_is_moved_that_could_not_pay() -> None:
+    run = Run("libra", work(1000))
+    for left, moves in ((0, False), (50, True)):
+        decision = run.planner.decide(run.observed(work(9000), steps_left=left))
+        assert (decision.plan is not None) == moves
+
+
+def test_a_gain_below_what_is_asked_for_is_refused() -> None:
+    run = Run("libra", work(1000))
+    assert isinstance(run.planner, Planner)
+    strict = replace(run.planner, admission=Admission(min_gain=0.9))
+    assert "below 90%" in strict.decide(run.observed(work(9000))).why_not
+
+
+def test_costs_are_recalibrated_by_what_was_measured() -> None:
+    """Rollout twice as slow as predicted gets more GPUs than the profile alone would give it."""
+    run = Run("libra", load := Workload((TrajectorySample(500, 4000),), 512))
+    seen = run.observed(load)
+    (step,) = seen.measured
+    slow = MeasuredStep(2 * step.step_s, step.train_s, step.step_s, 0.0, 0.0)
+    decision = run.planner.decide(replace(seen, measured=(slow,)))
+    assert decision.plan is not None
+    layout = run.space.layout_of(decision.plan, decision.slots)
+    assert layout.rollout_gpus > run.layout.rollout_gpus
+    assert decision.recalibration.rollout > 1.5
+
+
+def test_of_plans_as_good_the_nearest_is_taken() -> None:
+    run = Run("libra", work(1000))
+    start = run.layout
+    layouts, decisions = run.play([1000.0] * 2 + [9000.0])
+    assert decisions[-1].plan is not None
+    fresh = search_of(work(9000)).best().layout
+    assert moves_between(start, layouts[-1]).gpus <= moves_between(start, fresh).gpus
+
+
+def test_moves_are_the_difference_of_two_layouts() -> None:
+    today = Layout((PlannedBucket(1, 8, 1000, 64), PlannedBucket(4, 2, 9000, 64)), shape(16))
+    then = Layout((PlannedBucket(1, 4, 1000, 64), PlannedBucket(8, 1, 9000, 64)), shape(20))
+    moves = moves_between(today, then)
+    assert (moves.to_training, moves.to_rollout) == (4, 0)
+    assert moves.stopped == {1: 4, 4: 2}
+    assert moves.started == {8: 1}
+    assert moves.gpus == 12
+    assert moves_between(today, today).gpus == 0
+    assert moves_cost_s(PROFILE, work(1000), today, today) == 0
+
+
+def test_the_price_of_a_move_is_gpu_time_and_what_is_prefilled_again() -> None:
+    today = Layout((PlannedBucket(1, 16, 1000, 64),), shape(16))
+    then = Layout((PlannedBucket(1, 8, 1000, 64),), shape(24))
+    load = work(1000)
+    cost_s = moves_cost_s(PROFILE, load, today, then)
+    again_s = 256 / 2 * load.mean_context / 2 * PROFILE.servers[1].prefill_token_s / 8
+    assert cost_s == pytest.approx(8 * PROFILE.moves.to_training_s / 32 + again_s)
+    other = replace(then, training=TrainingShape(2, 12))
+    resized = moves_cost_s(PROFILE, load, today, other)
+    assert resized == pytest.approx(cost_s + PROFILE.moves.resize_s)
+
+
+def shape(ranks: int) -> TrainingShape:
+    return TrainingShape(1, ranks)
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_every_planner_begins_with_a_layout_that_runs(name: str) -> None:
+    layout = first_layout(name, PROFILE, work(3000), GPUS, UNIT)
+    assert layout.colocated == (name == "colocated")
+    limit = 2 * GPUS if layout.colocated else GPUS
+    assert layout.rollout_gpus + layout.training_gpus <= limit
+    assert search_of(work(3000)).times(layout).step_s < float("inf")
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_every_layout_a_planner_moves_to_runs(name: str) -> None:
+    means = [1000.0] * 3 + [9000.0] * 8 + [1500.0] * 8
+    run = Run(name, work(means[0]))
+    layouts, _ = run.play(means)
+    for layout, mean in zip(layouts[1:], means, strict=True):
+        assert search_of(work(mean)).times(layout).step_s < float("inf")
+    assert len(set(layouts)) > 1
+
+
+@pytest.mark.parametrize("name", ["greedy", "streamrl", "dynarl"])
+def test_a_rule_gives_the_starving_half_more(name: str) -> None:
+    layouts, _ = Run(name, work(1000.0)).play([1000.0] * 2 + [9000.0] * 15)
+    assert layouts[-1].rollout_gpus > layouts[0].rollout_gpus
+    assert len(layouts[-1].buckets) == 1, "equal servers"
+
+
+def test_dynarl_needs_pressure_to_take_from_training() -> None:
+    run = Run("dynarl", work(1000))
+    seen = run.observed(work(9000))
+    assert run.planner.decide(replace(seen, queue=0.0, rollout_idle=0.5)).plan is None
+    assert run.planner.decide(replace(seen, queue=0.9, rollout_idle=0.0)).plan is not None
+
+
+def test_a_rule_stays_until_something_is_measured_under_its_plan() -> None:
+    run = Run("dynarl", work(1000))
+    decision = run.planner.decide(replace(run.observed(work(9000)), measured=()))
+    assert decision.plan is None
+    assert "nothing is measured" in decision.why_not
+
+
+def test_an_unknown_planner_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(PlannerError) as error:
+        first_layout("oracle", PROFILE, work(1000), GPUS, UNIT)
+    assert "libra" in error.value.hint
+
+
+# -- which GPU does what ---------------------------------------------------------------------------
+
+
+def tenants(plan: Plan, slots: tuple[Slot, ...]) -> Counter[int]:
+    used = {*dict(plan.servers), *plan.train, *plan.gradient}
+    return Counter(chain.from_iterable(slot.gpus for slot in slots if slot.id in used))
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(*[st.integers(0, 3)] * 4), min_size=1, max_size=6))
+def test_no_gpu_has_two_tenants_and_the_base_group_stays(wanted: list[tuple[int, ...]]) -> None:
+    """From any servers to any others, on nodes of eight GPUs of which the last trains."""
+    space = GpuPlacement(40, 8, 1, 131_072)
+    slots: tuple[Slot, ...] = ()
+    base = None
+    for counts in wanted:
+        numbers = dict(zip((1, 2, 4, 8), counts, strict=True))
+        while sum(degree * number for degree, number in numbers.items()) > 32:
+            numbers[8] -= 1
+        buckets = tuple(PlannedBucket(d, n, 1000, 64) for d, n in numbers.items() if n > 0)
+        if not buckets:
+            continue
+        plan, slots = space.place(Layout(buckets, shape(1)), slots)
+        assert set(tenants(plan, slots).values()) == {1}
+        assert set(tenants(plan, slots)) == set(range(40)), "what is left trains"
+        base = base or plan.train
+        assert plan.train == base
+
+
+def test_a_placement_that_keeps_its_servers_keeps_their_gpus_and_workers() -> None:
+    space = GpuPlacement(32, 8, 1, 131_072)
+    four = Layout((PlannedBucket(2, 4, 1000, 64),), shape(24))
+    five = Layout((PlannedBucket(2, 5, 1000, 64),), shape(22))
+    plan, slots = space.place(four)
+    again, more = space.place(five, slots)
+    assert {slot for slot, _ in plan.servers} < {slot for slot, _ in again.servers}
+    assert set(plan.gradient) & set(again.gradient), "a node without servers keeps its worker"
+    assert len(more) >= len(again.servers)
