@@ -29,10 +29,16 @@ from libra_cli.core.planning.planner import DecisionMaker, answer
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.types import TrajectoryId, node_of
 from libra_cli.runtime.driver import QUIET, Driver, Perform, describe
-from libra_cli.runtime.episodes.player import Advanced, Episodes
+from libra_cli.runtime.episodes.player import Episodes, TurnResult
 from libra_cli.runtime.episodes.renderer import Renderer
+from libra_cli.runtime.hosts.agent_messages import (
+    ConnectionLost,
+    Exited,
+    HostEvent,
+    LeaseExpired,
+    Reconnected,
+)
 from libra_cli.runtime.hosts.cluster import Cluster
-from libra_cli.runtime.hosts.host import Back, Exited, Gone, HostEvent, Lost
 from libra_cli.runtime.order_files import Orders
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.trainer.processes import TrainerProcesses
@@ -228,11 +234,11 @@ class _Reporter:
             self._servers.exited(event)
             self._ranks.exited(event)
             self._workers.exited(event)
-        elif isinstance(event, Lost):
+        elif isinstance(event, ConnectionLost):
             self._driver.post(events.NodeLost(event.node, event.reason))
-        elif isinstance(event, Gone):
+        elif isinstance(event, LeaseExpired):
             self._returned(event.node, frozenset())
-        elif isinstance(event, Back):
+        elif isinstance(event, Reconnected):
             task = asyncio.create_task(self._take_stock(event.node))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -241,7 +247,7 @@ class _Reporter:
         try:
             states = await self._cluster.hosts[node].processes()
         except LibraError:
-            return  # lost again; there will be another Back, or a Gone
+            return  # lost again; there will be another Reconnected, or a LeaseExpired
         alive = frozenset(state.process for state in states if state.state == "running")
         self._returned(node, alive)
 
@@ -341,7 +347,7 @@ class _Players:
         self._episodes.forget(action.trajectory)
 
 
-def _advanced(who: TrajectoryId, answer: Advanced) -> events.EpisodeAdvanced:
+def _advanced(who: TrajectoryId, answer: TurnResult) -> events.EpisodeAdvanced:
     return events.EpisodeAdvanced(
         who, answer.observation_ids, answer.returns, answer.done, answer.reward
     )

@@ -11,9 +11,9 @@ from pathlib import Path
 from libra_cli.app.rebalance.cases import case_of_recipe, case_of_run
 from libra_cli.app.rebalance.orders import RebalanceError
 from libra_cli.app.rebalance.result import result_of
-from libra_cli.bench.experiments import DEFAULT_TRACE
 from libra_cli.report.status.rebalance import RebalanceResult
 from libra_cli.runtime.store.run_directory import newest_run
+from libra_cli.sim.traces import DEFAULT_TRACE
 
 
 def explain(target: Path | None, *, trace: str | None, profile: str | None) -> RebalanceResult:

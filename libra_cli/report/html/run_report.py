@@ -1,7 +1,7 @@
-"""``report.html``: one run in one file that opens without a network.
+"""Writes ``report.html``, which shows one run in one file that opens without a network.
 
-Everything is inside: drawings as SVG, a few lines of CSS, no script. It follows the reader's light
-or dark setting. It is made from the database alone, so it can be made again at any time.
+It holds drawings as SVG, a few lines of CSS and no script, and follows the reader's light or dark
+setting. It is made from the run's database alone, so it can be made again at any time.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from libra_cli.runtime.store.reader import Reader
 REPORT = "report.html"
 _TEMPLATE = "report.html.j2"
 _MAX_ROWS = 200
-"""Rows of the step table; a longer run shows evenly spread ones."""
+"""The most rows of the step table; a longer run shows evenly spread ones."""
 _NEWEST = 40
-"""Rows of the tables of plans and of moves; a longer run shows the newest ones."""
+"""The most rows of the tables of plans and of moves, which show the newest ones."""
 SMOOTHED = (("a", "dot", "one step"), ("a", "line", "smoothed"))
-"""The key of a chart with a point for every step and a line through them."""
+"""The key of a chart with a point for every step and a smoothed line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One drawing with the words around it. ``keys`` are (colour variable, shape, meaning)."""
+    """One drawing with its title and its key, as (colour variable, shape, meaning)."""
 
     title: str
     unit: str
@@ -49,12 +49,14 @@ class Chart:
 
 
 def write_report(run_dir: Path, *, now: float, tolerance: float = 1e-3) -> Path:
-    """Write ``report.html`` into the run directory. ``tolerance`` is ``weight_sync.tolerance``.
+    """Write ``report.html`` into the run directory and return its path.
+
+    ``now`` is in seconds since the epoch, ``tolerance`` is ``weight_sync.tolerance`` in nats.
 
     Raises:
-        StateError: there is no run to read, or no room to write.
+        StateError: there is no run to read, or the file cannot be written.
     """
-    import jinja2  # here, not above: a command that writes no report need not wait for it
+    import jinja2  # here, so that commands that write no report start faster
 
     with Reader(run_dir) as reader:
         told = summary(reader, now=now)
@@ -93,7 +95,7 @@ def write_report(run_dir: Path, *, now: float, tolerance: float = 1e-3) -> Path:
 
 
 def _tiles(told: RunSummary, tolerance: float) -> list[tuple[str, str, str]]:
-    """(name, value, what it says) of the row of numbers on top."""
+    """The row of numbers on top, as (name, value, explanation)."""
     reward, staleness, sync = told["reward"], told["staleness"], told["sync"]
     idle, gap = told["idle"], told["logprob_gap"]
     verdict = f"{sync['failed']} not verified" if sync["failed"] else "every one verified"
@@ -164,13 +166,13 @@ def _slot_chart(reader: Reader, told: RunSummary, steps: Sequence[StepRecord]) -
 
 
 def _plan_rows(plans: Sequence[PlanPart]) -> list[tuple[PlanPart, list[str]]]:
-    """Each plan with what it changed."""
+    """Return each plan with its changes from the plan before."""
     before = [None, *plans]
     return [(plan, changes(old, plan)) for old, plan in zip(before, plans, strict=False)]
 
 
 def _phases(moves: Sequence[MovePart]) -> list[str]:
-    """The phases that any of the moves went through, in their order."""
+    """Return the phases that any of the moves went through, in their order."""
     seen = dict.fromkeys(phase["phase"] for move in moves for phase in move["phases"])
     return [*(name for name in PHASES if name in seen), *(n for n in seen if n not in PHASES)]
 

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a host before anything is started on it."""
+"""Checks whether a host can do its part of a plan, before anything is started on it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.cluster.placement import slots_of
 from libra_cli.core.types import Plan, node_of
-from libra_cli.runtime.hosts.agent_messages import NodeFacts
-from libra_cli.runtime.hosts.host import Gpu
+from libra_cli.runtime.hosts.agent_messages import Gpu, NodeFacts
 
 PACKAGES = {
     "rollout": ("vllm", "torch", "transformers"),
     "train": ("accelerate", "torch", "transformers", "msgpack", "safetensors"),
 }
-"""Python packages each half needs on its hosts."""
+"""The Python packages that rollout and training need on their hosts."""
 
 MAX_CLOCK_SKEW_S = 5.0
 MIN_SHM_BYTES = 256 * 2**20
@@ -23,7 +22,10 @@ MIN_SHM_BYTES = 256 * 2**20
 def problems(
     recipe: Recipe, plan: Plan, node: NodeSpec, seen: NodeFacts, *, now: float
 ) -> list[str]:
-    """Every reason why this host cannot do its part, each with what to do about it."""
+    """Return every reason why this host cannot do its part, each with what to do about it.
+
+    ``now`` is the controller's clock in seconds since the epoch.
+    """
     return [
         *_packages(plan, node, seen),
         *_gpus(recipe, node, seen),
@@ -34,7 +36,7 @@ def problems(
 
 
 def _halves(plan: Plan, node: NodeSpec) -> list[str]:
-    """Of a run, that it takes part in now or may later."""
+    """The halves of a run (``rollout``, ``train``) that a node is part of now or may be later."""
     elastic = bool({"hybrid", "auto"} & set(node.slot_pools))
     serves = elastic or any(node_of(slot) == node.name for slot, _ in plan.servers)
     trains = elastic or any(node_of(slot) == node.name for slot in plan.train)

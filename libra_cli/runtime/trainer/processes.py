@@ -24,8 +24,8 @@ from libra_cli.core.events import (
 )
 from libra_cli.core.launch.commands import trainer_processes
 from libra_cli.core.types import Slot, SlotId
+from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
-from libra_cli.runtime.hosts.host import Exited
 from libra_cli.runtime.process_tasks import ProcessTasks
 from libra_cli.runtime.trainer.client import TrainerClient
 

@@ -34,8 +34,8 @@ from libra_cli.core.events import (
 )
 from libra_cli.core.launch.commands import process_of, server_process
 from libra_cli.core.types import Slot, SlotId
+from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
-from libra_cli.runtime.hosts.host import Exited
 from libra_cli.runtime.process_tasks import ProcessTasks
 from libra_cli.runtime.vllm.client import Sampling, ServerClient, ServerFacts, Silent, turn_failed
 from libra_cli.runtime.weights import Weights, probe_gap
