@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from enum import StrEnum
-from json import dumps
 from statistics import fmean
 
 from libra_cli.core.actions import (
@@ -42,7 +41,7 @@ from libra_cli.core.events import (
 )
 from libra_cli.core.lifecycle import follow
 from libra_cli.core.notices import ReplicaChanged, ResizeRefused, Result, StepClaimed, StepOver
-from libra_cli.core.records import BatchRecord, StepRecord, VersionRecord, to_metrics_json
+from libra_cli.core.records import StepRecord, VersionRecord, to_metrics_json
 from libra_cli.core.rollout.groups import Group, GroupLedger
 from libra_cli.core.types import Role, Seconds, Slot, SlotId, Trajectory
 
@@ -320,14 +319,6 @@ class TrainerGroup:
     def _train(self, step: int, rest: list[Group], now: Seconds, *, save: bool) -> list[Result]:
         assert self.published is not None
         self._begin(rest, now)
-        trajectories = [member for group in self._batch for member in group.members]
-        row = BatchRecord(
-            step=step,
-            groups_json=dumps([group.id for group in self._batch]),
-            trajectories=len(trajectories),
-            generated_tokens=sum(trajectory.generated for trajectory in trajectories),
-            created_at=now,
-        )
         ledger = self._ledger.position(step) if save else None
         if save:
             self._asked_step = step
@@ -339,7 +330,7 @@ class TrainerGroup:
             held=self.published,
             parts=self._parts,
         )
-        return [StepClaimed(train, tuple(rest)), Save(row)]
+        return [StepClaimed(train, tuple(rest))]
 
     def _sample(self, trajectory: Trajectory) -> TrainSample:
         assert self.published is not None
