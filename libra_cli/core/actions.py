@@ -83,7 +83,9 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True)
 class BatchPartition:
-    """Whole groups of a step whose gradients a worker computes; the core can always do it too."""
+    """Whole groups of a step whose gradients a worker computes; the trainer can always do it
+    too.
+    """
 
     slot: SlotId
     incarnation: int
@@ -95,7 +97,7 @@ class Train:
     """One optimizer step on a batch. ``ledger`` asks for a checkpoint after it.
 
     ``samples`` are those not accumulated before in ``parts`` parts; ``shares`` are of these, and
-    computed with ``held``, the version that the core holds. Ends in StepDone or TrainerFailed;
+    computed with ``held``, the version that the trainer holds. Ends in StepDone or TrainerFailed;
     after StepDone, a checkpoint ends in CheckpointSaved.
     """
 

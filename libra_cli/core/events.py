@@ -1,4 +1,5 @@
-"""What has happened outside, in the past tense. ``edge`` makes them; ``machine.handle`` eats them.
+"""What has happened outside, in the past tense. ``runtime`` makes them; ``machine.handle`` takes
+them.
 
 Events that answer an action about a slot carry the slot's ``incarnation`` at the time of the
 action; the machine drops an answer of an old incarnation. The same holds for the trainer's
@@ -213,10 +214,10 @@ class TrainerStopped:
 
 @dataclass(frozen=True, slots=True)
 class ShareDone:
-    """What became of a worker's share of a step: added to the core's gradients, or why not.
+    """What became of a worker's share of a step: added to the trainer's gradients, or why not.
 
-    ``seconds`` are the worker's own, None if it never said; ``waited_s`` are the core's, after its
-    own part; ``bytes`` were fetched in ``transfer_s``.
+    ``seconds`` are the worker's own, None if it never said; ``waited_s`` are the trainer's, after
+    its own part; ``bytes`` were fetched in ``transfer_s``.
     """
 
     slot: SlotId
@@ -260,7 +261,9 @@ class WorkerStarted:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSynced:
-    """The worker computes with ``published``: ``gap`` to the core, on the probe, is tolerable."""
+    """The worker computes with ``published``: ``gap`` to the trainer, on the probe, is
+    tolerable.
+    """
 
     slot: SlotId
     incarnation: int
@@ -283,7 +286,7 @@ class WorkerSyncFailed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """The worker did not start, its process ended, or it does not compute what the core does."""
+    """The worker did not start, its process ended, or it does not compute what the trainer does."""
 
     slot: SlotId
     incarnation: int

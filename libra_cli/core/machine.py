@@ -21,7 +21,8 @@ Servers, workers, training and rollout never change one another, and nobody belo
 reconciler: what one does that concerns another is a *notice* among its results, which the machine
 hands on before it asks for the next result. Reading is free. Two books are written by several
 hands: the ledger of groups (rollout opens and ends them, training claims them) and the scheduler
-(rollout queues requests, the machine tells it which servers take some).
+(rollout queues requests, the machine tells it which servers take some, and these keep the price and
+the version of their queues).
 
 Phases: STARTING -> RUNNING -> DRAINING -> STOPPING -> ENDED. In DRAINING nothing new begins, turns
 and syncs under way may finish (for ``DRAIN_S`` at most), a step or a checkpoint under way may take
@@ -39,6 +40,7 @@ from libra_cli.core import events as e
 from libra_cli.core import notices as n
 from libra_cli.core.actions import Action, AnswerOrder, End, Save, Wake
 from libra_cli.core.cluster.gradient_workers import GradientWorkers
+from libra_cli.core.cluster.replica import Replica
 from libra_cli.core.cluster.rollout_servers import RolloutServers
 from libra_cli.core.cluster.trainer import TIMER, TrainerGroup, TrainerState
 from libra_cli.core.costs.server import ServerCost, guessed_cost
@@ -165,7 +167,7 @@ class Machine:
                 | e.EpisodeAdvanced()
                 | e.EpisodeFailed()
             ):
-                return self._rollout_event(event, now)
+                return self.rollout.handle(event, now=now)
             case (
                 e.ServerStarted()
                 | e.ServerFailed()
@@ -175,7 +177,7 @@ class Machine:
                 | e.SyncFailed()
                 | e.ServerSampled()
             ):
-                return self._server_event(event, now)
+                return self.servers.handle(event, self._should_restart, now=now)
             case (
                 e.WorkerStarted()
                 | e.WorkerFailed()
@@ -183,7 +185,7 @@ class Machine:
                 | e.WorkerSynced()
                 | e.WorkerSyncFailed()
             ):
-                return self._worker_event(event, now)
+                return self.workers.handle(event, self._should_restart, now=now)
             case (
                 e.TrainerStarted()
                 | e.TrainerFailed()
@@ -200,58 +202,9 @@ class Machine:
             case _:
                 assert_never(event)
 
-    def _rollout_event(self, event: e.RolloutEvent, now: Seconds) -> list[n.Result]:
-        match event:
-            case e.TurnGenerated():
-                return self.rollout.generated(event, now=now)
-            case e.EpisodeAdvanced():
-                return self.rollout.advanced(event, now=now)
-            case e.EpisodeStarted():
-                return self.rollout.episode_started(event, now=now)
-            case e.TurnFailed():
-                return self.rollout.turn_failed(event, now=now)
-            case e.EpisodeFailed():
-                return self.rollout.episode_failed(event, now=now)
-            case _:
-                assert_never(event)
-
-    def _server_event(self, event: e.ServerEvent, now: Seconds) -> list[n.Result]:
-        match event:
-            case e.ServerStarted():
-                return self.servers.started(event, now=now)
-            case e.ServerFailed():
-                return self.servers.failed(event, now=now)
-            case e.ServerChecked():
-                return self.servers.checked(event)
-            case e.ServerStopped():
-                replica = self.servers.current(event.slot, event.incarnation)
-                again = self._going and self.reconciler.should_restart(replica)
-                return self.servers.gone(event, now=now, again=again)
-            case e.ServerSynced():
-                return self.servers.synced(event, now=now)
-            case e.SyncFailed():
-                return self.servers.sync_failed(event, now=now)
-            case e.ServerSampled():
-                return self.servers.sampled(event, now=now)
-            case _:
-                assert_never(event)
-
-    def _worker_event(self, event: e.WorkerEvent, now: Seconds) -> list[n.Result]:
-        match event:
-            case e.WorkerStarted():
-                return self.workers.started(event, now=now)
-            case e.WorkerFailed():
-                return self.workers.failed(event, now=now)
-            case e.WorkerStopped():
-                replica = self.workers.current(event.slot, event.incarnation)
-                again = self._going and self.reconciler.should_restart(replica)
-                return self.workers.gone(event, now=now, again=again)
-            case e.WorkerSynced():
-                return self.workers.synced(event, now=now)
-            case e.WorkerSyncFailed():
-                return self.workers.sync_failed(event, now=now)
-            case _:
-                assert_never(event)
+    def _should_restart(self, replica: Replica) -> bool:
+        """Whether a process that has ended there is to be started again, if it deserves it."""
+        return self._going and self.reconciler.should_restart(replica)
 
     def _trainer_event(self, event: e.TrainerEvent, now: Seconds) -> Iterable[n.Result]:
         if event.incarnation != self.training.incarnation:

@@ -12,13 +12,23 @@ versions with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import assert_never
 
 from libra_cli.core.actions import Action, BatchPartition, StartWorker, StopWorker, SyncWorker
 from libra_cli.core.cluster.partition import Speeds, deal_shares
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.cluster.replica_set import ReplicaSet
-from libra_cli.core.events import PublishedVersion, ShareDone, WorkerSynced, WorkerSyncFailed
+from libra_cli.core.events import (
+    PublishedVersion,
+    ShareDone,
+    WorkerEvent,
+    WorkerFailed,
+    WorkerStarted,
+    WorkerStopped,
+    WorkerSynced,
+    WorkerSyncFailed,
+)
 from libra_cli.core.launch.process import worker_of
 from libra_cli.core.notices import ReplicaChanged, Result, StepOver
 from libra_cli.core.rollout.groups import Group
@@ -60,6 +70,24 @@ class GradientWorkers(ReplicaSet):
         self.used.discard(slot)
         self._missed.pop(slot, None)
         return []
+
+    def handle(
+        self, event: WorkerEvent, restarts: Callable[[Replica], bool], *, now: Seconds
+    ) -> list[Result]:
+        """What comes of an event of a worker; ``restarts``: whether the plan wants it again."""
+        match event:
+            case WorkerSynced():
+                return self.synced(event, now=now)
+            case WorkerSyncFailed():
+                return self.sync_failed(event, now=now)
+            case WorkerStarted():
+                return self.started(event, now=now)
+            case WorkerFailed():
+                return self.failed(event, now=now)
+            case WorkerStopped():
+                return self.gone(event, restarts, now=now)
+            case _:
+                assert_never(event)
 
     def leave(self, replica: Replica, why: str, *, now: Seconds) -> list[Result]:
         """It gets no more shares; the one it has may end."""

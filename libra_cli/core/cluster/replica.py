@@ -1,8 +1,8 @@
 """A replica: the process of one role on one slot, and the table of its life.
 
-Rules for this file: everything that may change a replica's state lives here; an edge that is not in
-``TRANSITIONS`` is a bug and raises ``IllegalMove`` without changing anything; the text of an edge
-says what in the world causes it.
+Rules for this file: everything that may change a replica's state lives here; a change not
+in ``TRANSITIONS`` is a bug and raises ``IllegalMove`` without changing anything; the text of a
+change says what in the world causes it.
 
 An **incarnation** is the number of the process's life. It grows whenever a process is taken out, so
 that whatever the old one still has to say can be recognised and dropped.
@@ -114,10 +114,10 @@ class Replica:
         return f"slot {self.slot.id} ({self.state} since {self.since:.1f} s; before: {past or '-'})"
 
     def move(self, to: ReplicaState, *, now: Seconds, why: str = "") -> None:
-        """Follow one edge of the table.
+        """Change its state along the table.
 
         Raises:
-            IllegalMove: the table has no such edge; nothing was changed.
+            IllegalMove: the table has no such change; nothing was changed.
         """
         before = self.state
         follow(TRANSITIONS, before, to, self)

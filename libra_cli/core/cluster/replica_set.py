@@ -14,6 +14,7 @@ and says which processes are left.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 from libra_cli.core.actions import Action
@@ -121,13 +122,17 @@ class ReplicaSet(ABC):
         return [stop, ReplicaChanged(replica), *self._taken_out(replica.slot.id)]
 
     def gone(
-        self, event: ServerStopped | WorkerStopped, *, now: Seconds, again: bool
+        self,
+        event: ServerStopped | WorkerStopped,
+        restarts: Callable[[Replica], bool],
+        *,
+        now: Seconds,
     ) -> list[Result]:
-        """Verified gone. Start it ``again`` if it deserves it."""
+        """Verified gone. Start it again if it is wanted (``restarts`` says so) and deserves it."""
         replica = self.current(event.slot, event.incarnation)
         if replica is None or replica.state is not ReplicaState.STOPPING:
             return []
-        why = replica.detail
+        why, again = replica.detail, restarts(replica)
         replica.move(ReplicaState.IDLE, now=now, why=why)
         replica.role = Role.IDLE
         if again and replica.has_worked and replica.restarts < MAX_RESTARTS:

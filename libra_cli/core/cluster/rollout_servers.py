@@ -9,7 +9,7 @@ restart.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 from libra_cli.core.actions import (
     Action,
@@ -26,7 +26,11 @@ from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.events import (
     PublishedVersion,
     ServerChecked,
+    ServerEvent,
+    ServerFailed,
     ServerSampled,
+    ServerStarted,
+    ServerStopped,
     ServerSynced,
     SyncFailed,
 )
@@ -90,6 +94,28 @@ class RolloutServers(ReplicaSet):
     def _taken_out(self, slot: SlotId) -> list[Result]:
         self._queues.pop(slot, None)
         return [ServerLost(slot)]
+
+    def handle(
+        self, event: ServerEvent, restarts: Callable[[Replica], bool], *, now: Seconds
+    ) -> list[Result]:
+        """What comes of an event of a server; ``restarts``: whether the plan wants it again."""
+        match event:
+            case ServerSampled():
+                return self.sampled(event, now=now)
+            case ServerSynced():
+                return self.synced(event, now=now)
+            case SyncFailed():
+                return self.sync_failed(event, now=now)
+            case ServerChecked():
+                return self.checked(event)
+            case ServerStarted():
+                return self.started(event, now=now)
+            case ServerFailed():
+                return self.failed(event, now=now)
+            case ServerStopped():
+                return self.gone(event, restarts, now=now)
+            case _:
+                assert_never(event)
 
     # -- what is --------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """A split asked for by hand: ``rollout=3,gradient=1`` and pins -> a plan, or why there is none.
 
-Slots that already do what is asked stay; of the others, in the order of the recipe, first the core
-is filled, then the gradient workers, then the servers. A role that is not named keeps the number of
-slots it has, if what is left goes up; otherwise one role that is not named takes what is left.
+Slots that already do what is asked stay; of the others, in the order of the recipe, first the
+trainer group is filled, then the gradient workers, then the servers. A role that is not named
+keeps the number of slots it has, if what is left goes up; otherwise one role that is not named
+takes what is left.
 
 Guarantee: a plan this returns can be carried out as far as the recipe tells. Limit: whether the
 memory suffices is seen when a process starts there.
@@ -31,7 +32,7 @@ def ordered_plan(
     recipe: Recipe,
     slots: Sequence[Slot],
     roles: Mapping[SlotId, Role],
-    core: Sequence[SlotId],
+    trainer: Sequence[SlotId],
     to: Mapping[Role, int],
     pins: Mapping[SlotId, Role],
 ) -> Plan:
@@ -43,9 +44,9 @@ def ordered_plan(
     counts = _counts(slots, roles, to, pins)
     fixed = _fixed(slots, pins)
     chosen = _assign(slots, roles, counts, fixed)
-    _check(recipe, slots, chosen, core)
-    train = [slot for slot in core if chosen[slot] is Role.TRAIN]
-    train += [s.id for s in slots if chosen[s.id] is Role.TRAIN and s.id not in core]
+    _check(recipe, slots, chosen, trainer)
+    train = [slot for slot in trainer if chosen[slot] is Role.TRAIN]
+    train += [s.id for s in slots if chosen[s.id] is Role.TRAIN and s.id not in trainer]
     gradient = frozenset(slot for slot, role in chosen.items() if role is Role.GRADIENT)
     try:
         plan = plan_with(recipe, tuple(slots), frozenset(train), _words(counts), gradient=gradient)
@@ -129,7 +130,7 @@ def _assign(
 
 
 def _check(
-    recipe: Recipe, slots: Sequence[Slot], chosen: Mapping[SlotId, Role], core: Sequence[SlotId]
+    recipe: Recipe, slots: Sequence[Slot], chosen: Mapping[SlotId, Role], trainer: Sequence[SlotId]
 ) -> None:
     serving = sum(role is Role.ROLLOUT for role in chosen.values())
     least = recipe.planner.min_rollout
@@ -138,11 +139,11 @@ def _check(
             f"{serving} slots would serve, and planner.min_rollout is {least}: without servers "
             "nothing is left to train on"
         )
-    head = node_of(core[0])
-    if chosen[core[0]] is not Role.TRAIN:
+    head = node_of(trainer[0])
+    if chosen[trainer[0]] is not Role.TRAIN:
         raise OrderRefused(
-            f"slot {core[0]} holds the core's first rank, which publishes the weights: it stays "
-            f"on {head} for the whole run"
+            f"slot {trainer[0]} holds the trainer's first rank, which publishes the weights: "
+            f"it stays on {head} for the whole run"
         )
     with_gpus = {bool(s.gpus) for s in slots if chosen[s.id] in (Role.TRAIN, Role.GRADIENT)}
     if len(with_gpus) > 1:

@@ -50,7 +50,7 @@ LIFECYCLE: dict[MigrationPhase, Edge] = {
     P.DRAIN: Edge(
         "the last turn or share of the old process has ended",
         150.0,
-        "turns are aborted and go on elsewhere from their tokens; the core computes the share",
+        "turns are aborted and go on elsewhere from their tokens; the trainer computes the share",
     ),
     P.STOP: Edge(
         "no process of the old one is left on the node",

@@ -3,16 +3,16 @@
     wanted of a slot        what happens, one small step at a time, whenever something has changed
     no server any more      drain it; once its last turn has ended, stop it
     no worker any more      its share may end; then stop it
-    a server, a worker      start it when no process is left on its GPUs, or beside, where there is
-                            room
+    a server, a worker      start it when no process is left on its GPUs, or beside the old one on
+                            a host without GPUs
     another trainer group   free the slots that join it, then checkpoint, stop, start again there
 
 Nothing here remembers a position in a script: each time, what is wanted is compared with what is,
 so a death, a late reply or a new plan in the middle of a move needs no case of its own. What is
 wanted is ``DesiredState``; ``MigrationTracker`` says which phase a slot is in, by ``LIFECYCLE``.
 
-Where there is room the next process starts while the old one works, and the old one is drained only
-when the next has proved that it computes with the current version.
+Where two processes fit, the next one starts while the old one works, and the old one is drained
+only when the next has proved that it computes with the current version.
 
 A slot that drains is not routed to; what waits for it chooses again at once. Turns may end within
 ``GRACE_S``, then they are aborted and go on elsewhere from the tokens they have. Guarantee: nobody
@@ -65,9 +65,9 @@ class Reconciler:
         """These slots exist."""
         self._wanted.learn(slots)
 
-    def should_restart(self, replica: Replica | None) -> bool:
+    def should_restart(self, replica: Replica) -> bool:
         """Whether the plan still has the process that has just ended there."""
-        if replica is None or replica.detail == WHY:
+        if replica.detail == WHY:
             return False
         if replica.bucket is None:
             return replica.slot.id in self._wanted.gradient
@@ -180,7 +180,7 @@ class Reconciler:
         return self._servers.take_out(server, WHY, now=now)
 
     def _start_free(self, now: Seconds) -> list[Result]:
-        """Start what the plan has on slots whose GPUs no process holds, or that have room."""
+        """Start what the plan has on slots that are free for it."""
         actions: list[Result] = []
         for slot, bucket in self._wanted.servers.items():
             server = self._servers.replicas[slot]

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Set
+from typing import assert_never
 
 from libra_cli.core.actions import (
     AbortTurn,
@@ -37,6 +38,7 @@ from libra_cli.core.events import (
     EpisodeAdvanced,
     EpisodeFailed,
     EpisodeStarted,
+    RolloutEvent,
     TurnFailed,
     TurnGenerated,
 )
@@ -103,6 +105,22 @@ class Trajectories:
         #: Groups given up since a trajectory last finished, and why the last one was.
         self.dropped_in_a_row = 0
         self.last_failure = ""
+
+    def handle(self, event: RolloutEvent, *, now: Seconds) -> list[Result]:
+        """What comes of an event of a turn or an episode."""
+        match event:
+            case TurnGenerated():
+                return self.generated(event, now=now)
+            case EpisodeAdvanced():
+                return self.advanced(event, now=now)
+            case EpisodeStarted():
+                return self.episode_started(event, now=now)
+            case TurnFailed():
+                return self.turn_failed(event, now=now)
+            case EpisodeFailed():
+                return self.episode_failed(event, now=now)
+            case _:
+                assert_never(event)
 
     # -- opening and placing --------------------------------------------------------------------
 
