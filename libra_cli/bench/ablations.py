@@ -1,4 +1,4 @@
-"""libra's scheduler with one part removed, and two rivals with one part of it, by name."""
+"""libra's scheduler with one part removed, and two baselines with one part of it, by name."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from libra_cli.core.types import Seconds, Tokens
 
 
 class _NoAdmission(LeastExpectedCost):
-    """Seats alone admit; vLLM preempts when its cache is full."""
+    """A free seat is enough to be admitted; vLLM preempts when its cache is full."""
 
     def admits(self, request: Request, lane: ServerQueue) -> bool:
-        """Anybody who finds a seat."""
+        """Whether a request is admitted: always."""
         return True
 
 
@@ -29,7 +29,7 @@ class _NoBackPressure(LeastExpectedCost):
     """More trajectories begin while there are seats."""
 
     def has_room(self, contexts: Tokens, lanes: ServerQueues) -> bool:
-        """Always."""
+        """Whether more trajectories may begin: always."""
         return True
 
 
@@ -37,14 +37,14 @@ class _NoMoves(LeastExpectedCost):
     """A trajectory ends where it began."""
 
     def choose(self, request: Request, lanes: ServerQueues, *, now: Seconds) -> ServerQueue | None:
-        """The server it was on, if it still serves."""
+        """The server the trajectory was on, if it still serves; else the cheapest."""
         last = lanes.by_slot.get(request.last_slot or "")
         return last or super().choose(request, lanes, now=now)
 
     def lets_go(
         self, request: Request, home: ServerQueue, thief: ServerQueue, *, now: Seconds
     ) -> bool:
-        """Only one that has not begun."""
+        """Whether an idle server may take the request: only one that has not begun."""
         return not request.turns and super().lets_go(request, home, thief, now=now)
 
 
@@ -52,7 +52,7 @@ class _NoCosts(LeastExpectedCost):
     """Placement by seats: the server it was on, else the least loaded."""
 
     def choose(self, request: Request, lanes: ServerQueues, *, now: Seconds) -> ServerQueue | None:
-        """Whatever a request may cost there."""
+        """The server it was on while that has a seat, else the least loaded, whatever it costs."""
         return stay_or_least(request, lanes, lanes.all)
 
 
@@ -60,23 +60,23 @@ class _NoOrder(LeastExpectedCost):
     """First come, first served in every queue."""
 
     def rank(self, request: Request) -> float:
-        """The same for all."""
+        """The place in a queue: the same for all."""
         return 0.0
 
 
 class _LeastLoadedHeldBack(LeastLoaded):
-    """The rival, with libra's back-pressure."""
+    """The baseline, with libra's back-pressure."""
 
     def has_room(self, contexts: Tokens, lanes: ServerQueues) -> bool:
-        """As libra."""
+        """Whether more may begin, by libra's rule."""
         return caches_hold(contexts, lanes)
 
 
 class _StickyHeldBack(StickyLeastLoaded):
-    """The rival, with libra's back-pressure."""
+    """The baseline, with libra's back-pressure."""
 
     def has_room(self, contexts: Tokens, lanes: ServerQueues) -> bool:
-        """As libra."""
+        """Whether more may begin, by libra's rule."""
         return caches_hold(contexts, lanes)
 
 

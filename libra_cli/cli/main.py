@@ -1,4 +1,4 @@
-"""The ``libra`` command. With ``bench_cli`` and ``screen`` all that prints or picks an exit code.
+"""The ``libra`` command. With the rest of this folder, all that prints or picks an exit code.
 
 Exit codes: 0 done, 1 the run failed, 2 a wrong recipe or argument, 3 a host problem, 4 stopped by
 the user.

@@ -27,6 +27,9 @@ Exit codes (documented in the README): 0 finished, 1 a failed run, 2 a wrong rec
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class LibraError(Exception):
     """Something a user can act on. ``hint`` is the next thing to type, if there is one."""
@@ -90,3 +93,9 @@ class StateError(LibraError):
 
 class IllegalMove(Exception):
     """A bug in libra: a forbidden transition, which changed nothing; the message has the past."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of an error's sentence: ``; did you mean 'heddle'?``, or nothing if none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -19,7 +19,7 @@ from libra_cli.core.scheduling.least_cost import POLICIES
 
 CHECKOUT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TERM": "dumb"}
-SHORT = "from libra_cli.sim import bench; bench.LONG_STEPS = 12; "
+SHORT = "from libra_cli.bench import experiments; experiments.LONG_STEPS = 12; "
 LIBRA = [sys.executable, "-c", f"{SHORT} from libra_cli.cli.main import main; main()"]
 SMALL = ("--trace", "tau2", "--gpus", "16", "--seeds", "1")
 

@@ -12,9 +12,9 @@ from libra_cli.app import run as runs
 from libra_cli.app.rebalance.cases import case_of_recipe, case_of_run
 from libra_cli.app.rebalance.orders import RebalanceError
 from libra_cli.app.rebalance.result import result_of
-from libra_cli.bench.experiments import DEFAULT_TRACE
 from libra_cli.report.status.rebalance import RebalanceResult
 from libra_cli.report.status.summary import newest_run
+from libra_cli.sim.traces import DEFAULT_TRACE
 
 
 def explain(target: Path | None, *, trace: str | None, profile: str | None) -> RebalanceResult:

@@ -12,7 +12,6 @@ from pathlib import Path
 from libra_cli.app import run as runs
 from libra_cli.app.costs import costs_of_run, profile_of_recipe, recipe_planner
 from libra_cli.app.rebalance.replay import gpu_names, observation_of_run
-from libra_cli.bench.experiments import trace_path
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.costs.profile import Profile
@@ -55,7 +54,7 @@ def case_of_recipe(path: Path, trace: str, profile: str | None) -> Case:
         LibraError: the recipe or the trace is wrong, or there are no prices for its hosts.
     """
     recipe = load_recipe(path)
-    recorded = load_trace(trace_path(trace))
+    recorded = load_trace(trace)
     prices = profile_of_recipe(recipe, path, profile)
     samples, cut = _samples(recorded, recipe.model.max_len)
     notes = [f"{recorded.name} has no {lack}" for lack in recorded.lacks if lack == "tool times"]

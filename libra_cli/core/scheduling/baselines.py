@@ -15,7 +15,9 @@ measured against:
     heddle                longest predicted first, onto the fastest server
     cmlfq-published       up a bucket only if the prefix tree's mean and P90 agree
 
-All but round-robin are work-conserving: a free server takes what waits for a full one.
+All but round-robin are work-conserving: a free server takes what waits for a full one. Published
+are StreamRL (arXiv 2504.15930), DynaRL (OSDI 2026), Heddle (arXiv 2603.28101; here without
+preemption) and Libra's C-MLFQ (arXiv 2606.03077); each is only the scheduling rule of its system.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from libra_cli.core.scheduling.server_queues import Request, ServerQueue, Server
 from libra_cli.core.types import Seconds, Tokens, TrajectoryId
 
 LONG_SHARE = 0.2
-"""StreamRL calls the longest fifth of a batch long, and gives it servers of its own."""
+"""Share of a batch that StreamRL calls long, and gives servers of its own; as published."""
 
 
 class SchedulingPolicy(Protocol):

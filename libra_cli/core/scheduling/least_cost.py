@@ -50,7 +50,7 @@ from libra_cli.core.types import Seconds, Tokens
 KV_SHARE = 0.95
 """Of a server's KV cache that may be given out: the rest is what turns under way still add."""
 PLAY_SHARE = 0.5
-"""Of all KV caches that trajectories in play may be expected to fill."""
+"""Share of all KV caches that trajectories in play may be expected to fill; chosen."""
 TURN_TOKENS: Tokens = 256
 """A turn's expected tokens before the trajectory has had one."""
 

@@ -46,7 +46,9 @@ from libra_cli.core.scheduling.bins import BINS, bin_of
 from libra_cli.core.types import ToolOutcome, ToolReturn
 
 KAPPA = 16.0
-"""Observations a parent counts for in its child."""
+"""Observations a parent counts for in its child; a compromise: with 4, 16 and 64 the log loss of
+``libra bench placement`` is 0.269, 0.264, 0.268 on tau2bench, 0.508, 0.511, 0.516 on moatless.
+"""
 STALE = 0.01
 """Share of its evidence that a node's log odds may lag behind."""
 WARM_KAPPA = 64.0

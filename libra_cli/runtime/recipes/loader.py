@@ -16,7 +16,6 @@ Each step adds to one list of problems instead of stopping:
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 import os
 import re
@@ -30,7 +29,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 import libra_cli
-from libra_cli.config.errors import RecipeError
+from libra_cli.config.errors import RecipeError, did_you_mean
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.rules import Problem, RuleError, expand_range
 from libra_cli.core.cluster.placement import PlanError, initial_plan
@@ -309,10 +308,10 @@ def _reason(details: ErrorDetails) -> str:
     # A secret that has the wrong type is still a secret.
     got = "" if loc[:2] == _SECRETS else f", got {_show(details['input'])}"
     if kind == "extra_forbidden":
-        return "unknown key" + _did_you_mean(str(loc[-1]), _fields_at(loc[:-1]))
+        return "unknown key" + did_you_mean(str(loc[-1]), _fields_at(loc[:-1]))
     if kind == "literal_error":
         choices = str(context["expected"])
-        close = _did_you_mean(str(details["input"]), re.findall(r"'([^']*)'", choices))
+        close = did_you_mean(str(details["input"]), re.findall(r"'([^']*)'", choices))
         return f"must be {choices}{got}{close}"
     if kind == "string_pattern_mismatch":
         user = "; a user goes in the key user" if "@" in str(details["input"]) else ""
@@ -361,13 +360,6 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
         if found is not None:
             return found
     return None
-
-
-def _did_you_mean(word: str, choices: list[str]) -> str:
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return ""
 
 
 def _key(loc: Loc) -> str:
