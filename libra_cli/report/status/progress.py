@@ -36,6 +36,7 @@ from libra_cli.core.records import (
     StepRecord,
     SyncRecord,
 )
+from libra_cli.report.plots import Portable, sparkline
 from libra_cli.report.status.console import (
     duration,
     fact,
@@ -47,7 +48,6 @@ from libra_cli.report.status.console import (
     version,
 )
 from libra_cli.report.status.metrics import told
-from libra_cli.report.status.plots import Portable, sparkline
 from libra_cli.report.status.steps import RECENT, smooth
 
 _REFRESH_PER_S = 2.0

@@ -22,9 +22,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from libra_cli.report.plots import Portable
 from libra_cli.report.status.console import duration, fact, grid, number, slot_label, styled
 from libra_cli.report.status.plans import PlannedServer
-from libra_cli.report.status.plots import Portable
 
 MOST_MOVES = 12
 FORMAT = 1
