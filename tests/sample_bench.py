@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
-from libra_cli.bench.results import ExperimentOutcome, ResultRow, Timeline
+from libra_cli.bench.jobs import Job
+from libra_cli.bench.results import ExperimentResult, ResultRow, Timeline
 
 MAKESPANS = {
     "round-robin": 1.3,
@@ -84,7 +85,7 @@ def rows(
     ]
 
 
-def story(policy: str = "libra", *, slots: int = 12, planner: str = "fixed") -> Timeline:
+def timeline(policy: str = "libra", *, slots: int = 12, planner: str = "fixed") -> Timeline:
     random = Random(3)
     spans: list[tuple[str, str, float, float]] = []
     for slot in range(slots):
@@ -105,10 +106,37 @@ def story(policy: str = "libra", *, slots: int = 12, planner: str = "fixed") -> 
     )
 
 
-def outcome(factors: dict[str, float] = MAKESPANS, *, planners: bool = False) -> ExperimentOutcome:
-    names: Sequence[str] = ("libra",) if planners else ("libra", "least-loaded")
-    return ExperimentOutcome(
+def result(
+    factors: dict[str, float] = MAKESPANS, *, planners: bool = False, notes: Sequence[str] = ()
+) -> ExperimentResult:
+    return ExperimentResult(
+        "planners" if planners else "policies on a fixed plan",
         rows(factors, planners=planners, variant="lengths x1 to x4" if planners else ""),
-        [story(name, planner="libra" if planners else "fixed") for name in names],
-        ["8 groups of 16 a step, 6 steps"],
+        [],
+        list(notes),
     )
+
+
+class Runs:
+    """Invents what comes out of every run, and remembers which ones were asked for."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+
+    def __call__(
+        self, jobs: Sequence[Job], progress: Callable[[str], None]
+    ) -> Iterator[tuple[ResultRow, Timeline | None]]:
+        self.jobs += jobs
+        progress(f"{len(jobs)} runs [1/2]")
+        for job in jobs:
+            random = Random(f"{job.planner} {job.policy} {job.seed} {job.variant}")
+            makespan_s = 312.0 * MAKESPANS.get(job.policy, 1.0) * PLANNERS.get(job.planner, 1.0)
+            made = row(
+                job.policy,
+                job.seed,
+                makespan_s * random.gauss(1.0, 0.02),
+                planner=job.planner,
+                trace=job.trace.name,
+                variant=job.variant,
+            )
+            yield made, None

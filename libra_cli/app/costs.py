@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra_cli.bench.experiments import profile_of
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.observed import ObservedCosts
@@ -32,7 +31,7 @@ def profile_of_recipe(recipe: Recipe, path: Path, profile: str | None) -> Profil
     """Only a named one: a recipe does not say which GPUs its hosts have."""
     gpus = any(node.gpus for node in recipe.nodes)
     if profile is not None:
-        found = profile_of(profile)
+        found = load_profile(profile)
         if gpus == _is_for_cpus(found):
             what = "GPUs" if gpus else "no GPUs"
             raise ProfileError(
@@ -68,7 +67,7 @@ def costs_of_run(recipe: Recipe, gpus: frozenset[str], name: str | None = None) 
         ProfileError: the profile is not known, or for other GPUs.
     """
     if name is not None:
-        profile = profile_of(name)
+        profile = load_profile(name)
         _require(profile, gpus, recipe)
         notes = () if _is_of(profile, recipe) else (_other_model(profile, recipe),)
         return CostChoice(_always(profile), "given", notes)

@@ -1,9 +1,9 @@
 """Policies that know more than a scheduler can: the clairvoyant, and StreamRL's trained ranker.
 
 Both read the recorded future on purpose, and nothing else in the simulator does. The clairvoyant is
-libra's own law with the true remaining tokens in place of an estimate, so the distance to it is the
-price of not knowing. The ranker recognises a trajectory of the longest fifth with the published
-recall, and calls as many others long by mistake as keeps its fifth a fifth.
+libra's own policy with the true remaining tokens in place of an estimate, so the distance to it is
+the price of not knowing. The ranker (arXiv 2504.15930) recognises a trajectory of the longest fifth
+with the published recall, and calls as many others long by mistake as keeps its fifth a fifth.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
-from libra_cli.core.scheduling.baselines import LONG_SHARE, SchedulingPolicy, StreamRL
+from libra_cli.core.scheduling.baselines import LONG_SHARE, StreamRL
 from libra_cli.core.scheduling.estimates import Estimate
-from libra_cli.core.scheduling.least_cost import LeastExpectedCost, make_policy
+from libra_cli.core.scheduling.least_cost import LeastExpectedCost
+from libra_cli.core.scheduling.policy import SchedulingPolicy, make_policy
 from libra_cli.core.types import Tokens, ToolReturn, TrajectoryId
 from libra_cli.sim.traces import RecordedEpisode, Trace
 
 RECALL = 0.87
+"""Share of the longest trajectories that StreamRL's ranker finds."""
 ORACLES = ("streamrl", "clairvoyant")
 
 
 class Future:
-    """What comes: asks the world once there is one."""
+    """The recorded future, asked of the simulated world once there is one."""
 
     def __init__(self) -> None:
         self.episode: Callable[[TrajectoryId], RecordedEpisode] | None = None
@@ -40,7 +42,7 @@ class Certain:
         self._future = future
 
     def begin(self, trajectory: TrajectoryId, *, prompt: Tokens) -> Estimate:
-        """All of it."""
+        """All that the trajectory will generate, with certainty."""
         return Estimate.point(self._future.generated(trajectory))
 
     def returned(
@@ -51,18 +53,18 @@ class Certain:
         context: Tokens,
         returns: Sequence[ToolReturn],
     ) -> Estimate:
-        """What is left."""
+        """What is left to generate, with certainty."""
         return Estimate.point(max(0, self._future.generated(trajectory) - generated))
 
     def finished(self, trajectory: TrajectoryId, *, generated: Tokens) -> None:
-        """Nothing to learn."""
+        """Learns nothing: it knows already."""
 
     def withdrawn(self, trajectory: TrajectoryId) -> None:
-        """Nothing to learn."""
+        """Learns nothing: it knows already."""
 
 
 def oracle_policy(name: str, future: Future, trace: Trace, seed: int) -> SchedulingPolicy:
-    """One of ``ORACLES``, or an honest policy."""
+    """One of ``ORACLES``, or a policy that does not know the future."""
     if name == "clairvoyant":
         return LeastExpectedCost(Certain(future))
     if name != "streamrl":

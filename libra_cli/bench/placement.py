@@ -28,12 +28,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import product
 from math import exp, log
 from random import Random
 from statistics import fmean, quantiles
 from time import perf_counter
 from typing import Protocol, TypeAlias
 
+from libra_cli.bench.config import Progress, parse_names
 from libra_cli.core.scheduling.baseline_estimators import (
     AlwaysShortest,
     Attained,
@@ -49,11 +51,11 @@ from libra_cli.core.scheduling.estimates import (
     choose_bucket,
 )
 from libra_cli.core.types import Seconds, Tokens, ToolOutcome, ToolReturn, TrajectoryId
-from libra_cli.sim.traces import RecordedEpisode, Trace, Turn
+from libra_cli.sim.traces import DEFAULT_TRACE, RecordedEpisode, Trace, Turn, load_trace
 
 FOLDS = 5
 IN_FLIGHT = 16
-"""Groups under way at once."""
+"""Groups under way at once; this and what follows chosen, not measured."""
 TOKEN_S: Seconds = 1 / 50
 CHARACTERS = 4
 """Characters a token, for the size of a payload."""
@@ -312,18 +314,29 @@ CONTENDERS: dict[str, Contender] = {
     "attained": Contender(Attained, _by_mean),
     "always-shortest": Contender(AlwaysShortest, _by_mean),
 }
-"""Ours and its rivals, by the names of the table."""
+"""Our estimator and its baselines, by the names of the table."""
 
 
 def placement(
-    trace: Trace,
-    seeds: Iterable[int],
-    names: Iterable[str] = tuple(CONTENDERS),
+    traces: Sequence[str],
+    estimators: str,
+    seeds: int,
     *,
-    together: bool = True,
+    together: bool,
+    progress: Progress,
 ) -> list[PlacementRow]:
-    """Placement quality of each contender, one row a name and seed."""
-    return [_row(trace, seed, name, together) for name in names for seed in seeds]
+    """Placement quality of each estimator, one row a trace, name and seed.
+
+    Raises:
+        LibraError: a trace that cannot be read, or an unknown estimator.
+    """
+    names = parse_names("estimator", estimators, tuple(CONTENDERS))
+    rows = []
+    for trace in [load_trace(name) for name in traces or (DEFAULT_TRACE,)]:
+        for name, seed in product(names, range(seeds)):
+            progress(f"{trace.name}: {name}, seed {seed}")
+            rows.append(measure(trace, seed, name, together=together))
+    return rows
 
 
 def folds(trace: Trace, seed: int) -> Iterator[tuple[list[Group], list[Group]]]:
@@ -337,7 +350,8 @@ def folds(trace: Trace, seed: int) -> Iterator[tuple[list[Group], list[Group]]]:
         yield seen, drawn[fold::FOLDS]
 
 
-def _row(trace: Trace, seed: int, name: str, together: bool) -> PlacementRow:
+def measure(trace: Trace, seed: int, name: str, *, together: bool = True) -> PlacementRow:
+    """Placement quality of one of ``CONTENDERS``."""
     contender = CONTENDERS[name]
     tally = Tally(bounds_of(trace.episodes), "tool outcomes" not in trace.lacks)
     answered_s, answers = 0.0, 0

@@ -1,8 +1,9 @@
 """With which constants the cost model says what was published, and how far the shipped ones are.
 
-Published for 8 A800, Qwen3-14B, 512 trajectories a batch: at 0 to 2K generated tokens 8 servers of
-one GPU give 3.1 times the tokens a second of one server of 8, at 16 to 32K one of 8 gives 2.8 times
-those of 8; from 1K to 32K tokens rollout time grows 95 times and training time 3.9 times.
+Published for Libra (arXiv 2606.03077) on 8 A800, with Qwen3-14B and 512 trajectories a batch: at 0
+to 2K generated tokens 8 servers of one GPU give 3.1 times the tokens a second of one server of 8,
+at 16 to 32K one of 8 gives 2.8 times those of 8; from 1K to 32K tokens rollout time grows 95 times
+and training time 3.9 times.
 
 The sweep puts an engine's overhead on kernel times, per step and per sequence, and bounds what a
 server holds, by ``max_num_seqs`` and by a share of its KV cache. A batch is played alone, with an
@@ -72,6 +73,27 @@ class PublicationRow:
             (self.growth, ROLLOUT_GROWTH),
         )
         return sum(abs(log(ours / theirs)) for ours, theirs in pairs) / len(pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class PublicationResult:
+    """The profile as it is shipped, and the sweep, the nearest to the published ratios first.
+
+    ``training_growth`` is of training time from 1K to 32K; ``needed_step_s`` the seconds a step
+    would have to take, whatever is in it, for that to be as published.
+    """
+
+    profile: str
+    shipped: PublicationRow
+    rows: list[PublicationRow]
+    training_growth: float
+    needed_step_s: float
+
+
+def publication(profile: Profile) -> PublicationResult:
+    """With which constants the cost model says what was published, and what it says as shipped."""
+    shipped, rows = shipped_row(profile), publication_table(profile)
+    return PublicationResult(profile.name, shipped, rows, *training_growth(profile))
 
 
 def publication_table(profile: Profile) -> list[PublicationRow]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import NormalDist, fmean, mode, stdev
+from statistics import fmean, mode, stdev
 from typing import Any, TypeAlias
 
 from libra_cli.core.types import Seconds, Tokens
@@ -42,10 +42,6 @@ METRICS = (
     "reprefilled_tokens",
 )
 """The numbers of a row, by the names they have in JSON."""
-
-# t quantiles at .975 for 1, 2, ... degrees of freedom (any statistics table); beyond, the expansion
-# of Abramowitz and Stegun 26.7.5 is right to 4 digits.
-_T975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
 
 Interval: TypeAlias = tuple[float, float]
 Contender: TypeAlias = tuple[str, str, str]
@@ -110,12 +106,18 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
-class ExperimentOutcome:
-    """What an experiment hands over. ``notes`` are sentences to show beside its table."""
+class ExperimentResult:
+    """What an experiment hands over. ``notes`` are sentences to show beside its tables."""
 
+    title: str
     rows: list[ResultRow]
-    stories: list[Timeline]
+    timelines: list[Timeline]
     notes: list[str]
+
+    @property
+    def comparisons(self) -> list[Comparison]:
+        """What may be concluded from the rows; raises as ``compare``."""
+        return compare(self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,37 +220,28 @@ def compare(rows: Sequence[ResultRow]) -> list[Comparison]:
     ]
 
 
-def summarise(rows: Sequence[ResultRow]) -> list[ComparisonSummary]:
-    """The summaries of every comparison, one after the other; raises as ``compare``."""
-    return [summary for comparison in compare(rows) for summary in comparison.summaries]
-
-
-def to_json(rows: Iterable[ResultRow], summaries: Iterable[ComparisonSummary]) -> dict[str, Any]:
-    """The object of ``libra bench --json``, ready for ``json.dumps``; shares are 0 to 1."""
+def to_json(results: Iterable[ExperimentResult]) -> dict[str, Any]:
+    """The object of ``libra bench --json``, of all experiments; shares are 0 to 1."""
+    told = list(results)
+    compared = [comparison for result in told for comparison in result.comparisons]
     return {
         "format": FORMAT,
-        "rows": [asdict(row) for row in rows],
-        "summary": [_summary_json(summary) for summary in summaries],
+        "rows": [asdict(row) for result in told for row in result.rows],
+        "summary": [_summary_json(s) for comparison in compared for s in comparison.summaries],
+        "notes": [note for result in told for note in result.notes],
     }
 
 
 def interval(values: Sequence[float]) -> Interval | None:
     """The 95 % t-interval of the mean; None with fewer than two values."""
+    # Here, not above: what only looks at rows need not wait for it.
+    from scipy.special import stdtrit
+
     if len(values) < 2:
         return None
-    middle, half = fmean(values), t975(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    quantile = float(stdtrit(len(values) - 1, 0.975))
+    middle, half = fmean(values), quantile * stdev(values) / math.sqrt(len(values))
     return middle - half, middle + half
-
-
-def t975(freedom: int) -> float:
-    """Student's t at .975 with that many degrees of freedom, at least one."""
-    if freedom <= len(_T975):
-        return _T975[freedom - 1]
-    z = NormalDist().inv_cdf(0.975)
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
 # -- comparisons ---------------------------------------------------------------------------------
@@ -390,18 +383,9 @@ def _share(arena: _Runs, contender: Contender) -> tuple[float | None, Interval |
 
 
 def _summary_json(summary: ComparisonSummary) -> dict[str, Any]:
+    """The fields by their names, and whom it was compared with, spelled out."""
     return {
-        "policy": summary.policy,
-        "planner": summary.planner,
-        "trace": summary.trace,
-        "variant": summary.variant,
-        "seeds": summary.seeds,
-        "mean": dict(summary.mean),
-        "ci95": {name: summary.ci95[name] for name in METRICS},
-        "share_of_clairvoyant": summary.share_of_clairvoyant,
-        "share_ci95": summary.share_ci95,
-        "judged_by": summary.judged_by,
-        "best": summary.best,
+        **asdict(summary),
         "baseline": _difference_json(summary.baseline),
         "rival": _difference_json(summary.rival),
         "significant": summary.significant,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
 from random import Random
 
+from libra_cli.bench.config import Progress
 from libra_cli.bench.jobs import Job, sample_of, world_of
 from libra_cli.bench.results import SpeedRow
 from libra_cli.core.costs.profile import Profile
@@ -26,26 +26,30 @@ from libra_cli.core.types import (
     TrajectoryId,
     WeightVersion,
 )
-from libra_cli.sim.traces import RecordedEpisode, Trace
+from libra_cli.sim.profiles import load_profile
+from libra_cli.sim.traces import DEFAULT_TRACE, RecordedEpisode, Trace, load_trace
 
+PROFILE = "a800-qwen3-14b"
+SIMULATED_TURNS = 100_000
+"""Turns that are simulated at least, to take the time of."""
 IN_FLIGHT = 100_000
+"""Trajectories under way while decisions are timed."""
 SERVERS = 256
 DECISIONS = 20_000
 GROUP = 16
 
 
-def speed(
-    trace: Trace, profile: Profile, *, turns: int, progress: Callable[[str], None]
-) -> list[SpeedRow]:
-    """Everything that is promised a speed."""
+def speed(progress: Progress) -> list[SpeedRow]:
+    """Everything that is promised a speed, on the default trace."""
+    trace, profile = load_trace(DEFAULT_TRACE), load_profile(PROFILE)
     rows: list[SpeedRow] = []
     for gpus, wanted in ((128, 0.1), (1024, 1.5)):
         progress(f"planning {gpus} GPUs")
         rows.append(SpeedRow(f"plan for {gpus} GPUs", _plan_s(trace, profile, gpus), "s", wanted))
     progress(f"placing turns with {IN_FLIGHT:,} trajectories in flight")
     rows += _decisions(trace, profile)
-    progress(f"simulating {turns:,} turns")
-    rows.append(_simulator(trace, profile, turns))
+    progress(f"simulating {SIMULATED_TURNS:,} turns")
+    rows.append(_simulator(trace, profile))
     return rows
 
 
@@ -157,10 +161,10 @@ def _one_turn(
         scheduler.left(request.trajectory)
 
 
-def _simulator(trace: Trace, profile: Profile, turns: int) -> SpeedRow:
-    """Whole runs, machine and all, until so many turns have been played."""
+def _simulator(trace: Trace, profile: Profile) -> SpeedRow:
+    """Whole runs, machine and all, until ``SIMULATED_TURNS`` have been played."""
     played, took, seed = 0, 0.0, 0
-    while played < turns:
+    while played < SIMULATED_TURNS:
         world = world_of(Job(trace, profile, profile, 48, "libra", "static-best", seed))
         began = time.perf_counter()
         world.run()

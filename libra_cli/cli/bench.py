@@ -22,7 +22,9 @@ from libra_cli.cli.terminal import err, errors_told, out
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from libra_cli.bench.experiments import ExperimentConfig, ExperimentResult, Progress
+    from libra_cli.bench.config import ExperimentConfig, Progress
+    from libra_cli.bench.report.sheets import Report
+    from libra_cli.bench.results import ExperimentResult
 
 bench = typer.Typer(
     help="Measure policies and planners in a simulator, on real traces.",
@@ -88,13 +90,13 @@ def _default(
         return
     from libra_cli.bench import experiments
 
-    asked: list[Callable[[ExperimentConfig, Progress], ExperimentResult]] = []
+    chosen: list[Callable[[ExperimentConfig, Progress], ExperimentResult]] = []
     planning = bool(given & {"planners", "policy", "drift"})
     if "policies" in given or not planning:
-        asked.append(experiments.schedule)
+        chosen.append(experiments.schedule)
     if planning:
-        asked.append(experiments.plan)
-    _answer(asked, {**context.params, "policies": policies or QUICK})
+        chosen.append(experiments.plan)
+    _run(chosen, {**context.params, "policies": policies or QUICK})
 
 
 @bench.command()
@@ -111,7 +113,7 @@ def schedule(
     """Policies on a fixed plan: who places trajectories best."""
     from libra_cli.bench import experiments
 
-    _answer([experiments.schedule], context.params)
+    _run([experiments.schedule], context.params)
 
 
 @bench.command()
@@ -130,7 +132,7 @@ def plan(
     """Planners on a fixed policy, while the workload drifts."""
     from libra_cli.bench import experiments
 
-    _answer([experiments.plan], context.params)
+    _run([experiments.plan], context.params)
 
 
 @bench.command()
@@ -147,7 +149,7 @@ def ablation(
     """libra built up part by part, and its scheduler with each part removed."""
     from libra_cli.bench import experiments
 
-    _answer([experiments.ablation], context.params)
+    _run([experiments.ablation], context.params)
 
 
 @bench.command()
@@ -164,19 +166,22 @@ def sensitivities(
     """Policies where a step costs more, and where costs are estimated wrongly."""
     from libra_cli.bench import experiments
 
-    _answer([experiments.sensitivities], context.params)
+    _run([experiments.sensitivities], context.params)
 
 
 @bench.command()
 def speed(json_file: Json = None) -> None:
     """Decisions a second, plan times, turns a second of the simulator."""
-    from libra_cli.bench.fidelity import checks as bench_checks
+    from dataclasses import asdict
+
     from libra_cli.bench.report.terminal import speed_view
+    from libra_cli.bench.speed import speed as measure
 
     with errors_told():
         with _working() as progress:
-            rows, told = bench_checks.speed(progress)
-        _tell(speed_view(rows), told, json_file)
+            rows = measure(progress)
+        body = {"speed": [{**asdict(row), "reached": row.reached} for row in rows]}
+        _show(speed_view(rows), body, json_file)
 
 
 @bench.command()
@@ -204,18 +209,25 @@ def fidelity(
     json_file: Json = None,
 ) -> None:
     """The simulator beside what was recorded: a server's requests, or whole runs of libra's."""
-    from libra_cli.bench.fidelity import checks as bench_checks
-    from libra_cli.bench.report.terminal import sheets_view
+    from libra_cli.bench.fidelity import run as runs
+    from libra_cli.bench.fidelity import server
+    from libra_cli.bench.report import sheets
+    from libra_cli.sim.profiles import load_profile
 
     if (run is None) == (not run_dirs):
         raise typer.BadParameter("give either --run or --run-dir")
-    if run is None:
-        _live_fidelity(run_dirs or [], profile, json_file, _given(context))
-        return
+    if run_dirs and "profile" not in _given(context):
+        raise typer.BadParameter("--run-dir needs --profile, of the hosts the run was on")
     with errors_told():
-        with _working():
-            told = bench_checks.fidelity(run, meta, profile=profile, layers=layers, gpu=gpu)
-        _tell(sheets_view(told.sheets), told.as_json, json_file)
+        with _working() as progress:
+            if run is not None:
+                compared = server.compare_server(run, meta, profile=profile, layers=layers, gpu=gpu)
+                report = sheets.server_report(compared)
+            else:
+                prices = load_profile(profile)
+                found = runs.compare_runs(run_dirs or [], prices, progress=progress)
+                report = sheets.runs_report(found, prices)
+        _show_report(report, json_file)
 
 
 @bench.command()
@@ -231,37 +243,33 @@ def placement(
     json_file: Json = None,
 ) -> None:
     """Estimators: who puts a trajectory where it belongs, by folds over tasks."""
-    from libra_cli.bench.fidelity import checks as bench_checks
-    from libra_cli.bench.report.terminal import sheets_view
+    from libra_cli.bench.placement import placement as compare
+    from libra_cli.bench.report.sheets import placement_report
 
     with errors_told():
         with _working() as progress:
-            told = bench_checks.placement(
-                trace or (), estimators, seeds, apart=apart, progress=progress
-            )
-        _tell(sheets_view(told.sheets), told.as_json, json_file)
+            rows = compare(trace or (), estimators, seeds, together=not apart, progress=progress)
+        _show_report(placement_report(rows), json_file)
 
 
 @bench.command()
 def publication(profile: ProfileName = PROFILE, json_file: Json = None) -> None:
     """With which constants the cost model says what was published."""
-    from libra_cli.bench.fidelity import checks as bench_checks
-    from libra_cli.bench.report.terminal import sheets_view
+    from libra_cli.bench.publication import publication as compare
+    from libra_cli.bench.report.sheets import publication_report
+    from libra_cli.sim.profiles import load_profile
 
     with errors_told():
         with _working():
-            told = bench_checks.publication(profile)
-        _tell(sheets_view(told.sheets), told.as_json, json_file)
-
-
-# -- what concerns real servers --------------------------------------------------------------------
+            found = compare(load_profile(profile))
+        _show_report(publication_report(found), json_file)
 
 
 def _calibrate(
     recipe: Path, profile: Path | None, json_file: Path | None, foreign: set[str]
 ) -> None:
-    from libra_cli.bench.calibration import profile as bench_calibrate
-    from libra_cli.bench.report.terminal import sheets_view
+    from libra_cli.bench.calibration.profile import calibrate
+    from libra_cli.bench.report.sheets import calibration_report
 
     if foreign:
         raise typer.BadParameter("--calibrate goes with --out and --json only")
@@ -269,77 +277,72 @@ def _calibrate(
         with _working() as progress:
             # It takes minutes: where no line can be drawn over, lines are written.
             note = progress if err.is_terminal else err.print
-            told = bench_calibrate.calibrated(recipe, profile, progress=note)
-        _tell(sheets_view(told.sheets), told.as_json, json_file)
+            found, path = calibrate(recipe, profile, progress=note)
+        _show_report(calibration_report(found, path), json_file)
 
 
-def _live_fidelity(
-    run_dirs: list[Path], profile: str, json_file: Path | None, given: set[str]
-) -> None:
-    from libra_cli.bench.fidelity import live as bench_live
-    from libra_cli.bench.report.terminal import sheets_view
-
-    if "profile" not in given:
-        raise typer.BadParameter("--run-dir needs --profile, of the hosts the run was on")
-    with errors_told():
-        with _working() as progress:
-            told = bench_live.live_fidelity(run_dirs, profile, progress=progress)
-        _tell(sheets_view(told.sheets), told.as_json, json_file)
+# -- running and printing --------------------------------------------------------------------------
 
 
-# -- the way of every experiment -------------------------------------------------------------------
-
-
-def _answer(
-    asked: Sequence[Callable[[ExperimentConfig, Progress], ExperimentResult]],
+def _run(
+    experiments: Sequence[Callable[[ExperimentConfig, Progress], ExperimentResult]],
     params: dict[str, Any],
 ) -> None:
-    from libra_cli.bench import experiments
+    from libra_cli.bench.config import ExperimentConfig
+    from libra_cli.bench.report import files
+    from libra_cli.bench.results import to_json
 
-    began = time.monotonic()
+    began, json_file = time.monotonic(), params["json_file"]
+    quiet = _only_json(json_file)
     with errors_told():
-        given = experiments.setting(**_arguments(params))
-        for line in experiments.warnings(given):
+        config = ExperimentConfig.parse(**_arguments(params))
+        for line in config.warnings:
             err.print(line, style="yellow", markup=False, soft_wrap=True, highlight=False)
         with _working() as progress:
-            answers = [ask(given, progress) for ask in asked]
+            results = [experiment(config, progress) for experiment in experiments]
         # First what took long to find out, then the report, which could fail.
-        _write_json(params["json_file"], experiments.answers_json(answers))
-        quiet = _only_json(params["json_file"])
+        _write_json(json_file, to_json(results))
         if not quiet:
-            _print(answers)
+            _print(results)
         with _working() as progress:
             progress("drawing the report")
-            directory = params["out_dir"] or experiments.new_directory()
             command = f"libra {shlex.join(sys.argv[1:])}"
-            report = experiments.write_report(directory, answers, given, command)
+            report = files.write_report(params["out_dir"], results, config, command)
     if not quiet:
         took = f"{time.monotonic() - began:.0f} s"
         out.print(f"report: {report}  ({took})", markup=False, soft_wrap=True, highlight=False)
 
 
-def _print(answers: Sequence[ExperimentResult]) -> None:
-    from libra_cli.bench.report.terminal import comparison_view, notes_view
-
-    for answer in answers:
-        for comparison in answer.comparisons:
-            out.print(comparison_view(answer.title, comparison))
-            out.print()
-        if answer.outcome.notes:
-            out.print(notes_view(answer.outcome.notes))
-            out.print()
-
-
 def _arguments(params: dict[str, Any]) -> dict[str, Any]:
-    """What ``bench.setting`` takes; for what the experiment has no option, its default."""
+    """What ``ExperimentConfig.parse`` takes; for what the experiment has no option, its default."""
     defaults = {"policies": "", "planners": "", "policy": POLICY, "drift": DRIFT}
     named = {name: params.get(name, default) for name, default in defaults.items()}
     same = {name: params[name] for name in ("gpus", "profile", "seeds")}
     return {"traces": params["trace"] or (), **same, **named}
 
 
-def _tell(view: RenderableType, told: dict[str, Any], json_file: Path | None) -> None:
-    _write_json(json_file, told)
+def _print(results: Sequence[ExperimentResult]) -> None:
+    from libra_cli.bench.report.terminal import comparison_view, notes_view
+
+    for result in results:
+        for comparison in result.comparisons:
+            out.print(comparison_view(result.title, comparison))
+            out.print()
+        if result.notes:
+            out.print(notes_view(result.notes))
+            out.print()
+
+
+def _show_report(report: Report, json_file: Path | None) -> None:
+    from libra_cli.bench.report.terminal import sheets_view
+
+    _show(sheets_view(report.sheets), report.body, json_file)
+
+
+def _show(view: RenderableType, body: dict[str, Any], json_file: Path | None) -> None:
+    from libra_cli.bench.results import FORMAT
+
+    _write_json(json_file, {"format": FORMAT, **body})
     if not _only_json(json_file):
         out.print(view)
 
@@ -351,16 +354,16 @@ def _working() -> Iterator[Progress]:
         yield lambda text: status.update(escape(text))
 
 
-def _write_json(path: Path | None, told: Any) -> None:
-    from libra_cli.bench import experiments
+def _write_json(path: Path | None, body: dict[str, Any]) -> None:
+    from libra_cli.bench.report import files
 
     if path is None:
         return
-    text = told if isinstance(told, str) else experiments.json_text(told)
+    text = files.json_text(body)
     if _only_json(path):
         typer.echo(text, nl=False)
     else:
-        experiments.write(path, text)
+        files.write(path, text)
 
 
 def _only_json(path: Path | None) -> bool:

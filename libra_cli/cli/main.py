@@ -1,4 +1,4 @@
-"""The ``libra`` command. With ``bench_cli`` and ``screen`` all that prints or picks an exit code.
+"""The ``libra`` command. With the rest of this folder, all that prints or picks an exit code.
 
 Exit codes: 0 done, 1 the run failed, 2 a wrong recipe or argument, 3 a host problem, 4 stopped by
 the user.
@@ -20,7 +20,8 @@ from libra_cli.cli.terminal import err, errors_told, out
 
 if TYPE_CHECKING:
     from libra_cli.config.recipe import Recipe
-    from libra_cli.core.launch.commands import HostPlan, ProcessSpec
+    from libra_cli.core.launch.dry_run import HostPlan
+    from libra_cli.core.launch.process import ProcessSpec
 
 STOPPED = 4
 app = typer.Typer(
@@ -65,6 +66,7 @@ def run(
 ) -> None:
     """Run a complete agentic RL job on the recipe's hosts."""
     from libra_cli.app import run as commands
+    from libra_cli.runtime.store.run_directory import new_run_dir
 
     with errors_told():
         loaded, plan, hosts = commands.plan_of(recipe)
@@ -77,12 +79,13 @@ def run(
         if seed is not None:
             spec = loaded.run.model_copy(update={"seed": seed})
             loaded = loaded.model_copy(update={"run": spec})
-        run_dir = resume or commands.new_run_dir(loaded)
+        run_dir = resume or new_run_dir(loaded)
         _run(loaded, recipe, run_dir, resume=resume is not None)
 
 
 def _run(recipe: Recipe, path: Path, run_dir: Path, *, resume: bool) -> None:
     from libra_cli.app import run as commands
+    from libra_cli.app.status import status
     from libra_cli.report.status.console import final_view
     from libra_cli.report.status.progress import Progress
     from libra_cli.runtime.store.reader import Reader
@@ -97,7 +100,7 @@ def _run(recipe: Recipe, path: Path, run_dir: Path, *, resume: bool) -> None:
             note=progress.note,
         )
     with Reader(run_dir) as reader:
-        told, steps = commands.status(run_dir), reader.steps()
+        told, steps = status(run_dir), reader.steps()
     out.print(final_view(told, steps, report=report))
     if told["run"]["state"] == "stopped":
         again = f" --resume {run_dir}" if told["checkpoint"] else ""
@@ -131,7 +134,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Keep it live until Ctrl-C.")] = False,
 ) -> None:
     """Show a run: slots, servers, step, reward, who waits on whom."""
-    from libra_cli.app import run as commands
+    from libra_cli.app import status as commands
     from libra_cli.report.status.console import status_view
     from libra_cli.report.status.summary import to_json
 
@@ -148,7 +151,7 @@ def status(
 def _watch(run_dir: Path | None) -> None:
     from rich.live import Live
 
-    from libra_cli.app import run as commands
+    from libra_cli.app import status as commands
     from libra_cli.report.status.console import status_view
 
     told = commands.status(run_dir)
@@ -218,7 +221,7 @@ def logs(
     run_dir: Annotated[Path | None, typer.Option("--run", help="A run directory.")] = None,
 ) -> None:
     """Show what a process on a host has written."""
-    from libra_cli.app import run as commands
+    from libra_cli.app import logs as commands
 
     async def show() -> None:
         async for line in commands.logs(node, process, run_dir, follow=follow, lines=lines):
@@ -237,7 +240,7 @@ def stop(
     now: Annotated[bool, typer.Option("--now", help="No checkpoint, no drain.")] = False,
 ) -> None:
     """Stop a run and prove that nothing of it is left on any host."""
-    from libra_cli.app import run as commands
+    from libra_cli.app import stop as commands
 
     with errors_told():
         left = commands.stop(run_dir, at_once=now, note=lambda text: err.print(text))

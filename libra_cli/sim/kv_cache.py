@@ -110,7 +110,7 @@ class KvCache:
             holder.prefix.blocks = holder.shared = max(holder.shared, known)
 
     def shrink(self, holder: PrefixHolder, computed: Tokens) -> None:
-        """Nobody may hit blocks that are not computed after all."""
+        """Take back blocks that are not computed after all, so that nobody hits them."""
         if holder.owner and holder.prefix is not None and holder.prefix.users == 1:
             holder.shared = min(holder.shared, computed // self.size)
             holder.prefix.blocks = holder.shared
@@ -135,7 +135,7 @@ class KvCache:
         holder.owner = False
 
     def trim(self, due: int = 0) -> None:
-        """Shrink what has been idle longest until ``due`` more blocks fit."""
+        """Evict what has been idle longest until ``due`` more blocks fit."""
         surplus = self.held + self.idle + due - self.total
         while surplus > 0:
             entry = next(iter(self._idle))

@@ -8,7 +8,7 @@ dense layer by the tokens in a step, output layer and sampler by the sequences i
            + output and sampling at the batch + layers x 2 all-reduces (T), on several GPUs
 
 with T = batch + prompt tokens, and between measurements straight lines. Nothing is fitted. Two
-things the linear law of ``server_costs`` does not have show up here: dense layers with their
+things the linear law of ``costs.server`` does not have show up here: dense layers with their
 real steps, and that a prompt chunk in a step slows the attention of the sequences decoding beside
 it, as both then run in one kernel: in batches of 16 and more with 32 thousand tokens of KV, to 1.6
 times at the median for Llama-3.1-8B and 2.9 for Qwen3-32B.
@@ -39,7 +39,7 @@ from libra_cli.config.errors import LibraError
 from libra_cli.core.types import Seconds, Tokens
 
 BYTES = 2
-"""Of a bf16 number."""
+"""Bytes of a bf16 number."""
 TWICE = ("layernorm",)
 """Layers that a transformer block runs twice and a profile lists once."""
 ONCE = ("embedding", "final_layernorm")
@@ -49,16 +49,16 @@ ALL_REDUCE_BYTES_S = 36e9
 """NCCL between two GPUs over PCIe 5.0 x16: 12.7 us at 4 kB, 587 us at 21 MB, as published by
 LLMServingSim (profiler/perf/RTXPRO6000/hardware.yaml, measured apart from any serving run)."""
 GAP_S: Seconds = 12e-6
-"""Between the kernels of one layer; assumed, see the module."""
+"""Seconds between the kernels of one layer; assumed, see the module."""
 EXPERT_S: Seconds = 30e-6
 """Routing, sorting and launching of one mixture layer, whatever is in it (the same source: 27 us
 for one token and one expert). From 16 tokens on, and as many experts as random routing touches, the
 law of experts here is within 6 % of the block times published there for Qwen3-30B-A3B; one token is
 68 % too dear (81 against 48 us a layer)."""
 RESERVE_GIB = 2.0
-"""GPU memory for activations, CUDA graphs and the communicator."""
+"""GiB of each GPU for activations, CUDA graphs and the communicator; chosen."""
 HORIZON = 64
-"""Decode steps over which a step's growth is taken as a straight line."""
+"""Decode steps over which a step's growth is taken as a straight line; chosen."""
 
 Curve: TypeAlias = tuple[Sequence[float], Sequence[float]]
 Point: TypeAlias = tuple[int, int, int, int]
@@ -90,7 +90,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Weights, with an output layer of its own."""
+        """The number of weights, with an output layer of its own."""
         attention = self.hidden * self.head * (2 * self.heads + 2 * self.kv_heads)
         mlp = 3 * self.hidden * self.inner
         if self.experts:
@@ -129,7 +129,7 @@ MODELS: Mapping[str, ModelShape] = {
     ),
 }
 GPU_GIB: Mapping[str, float] = {"RTXPRO6000": 94.97}
-"""Memory that the driver reports, by the name a profile's file begins with."""
+"""GiB of memory that the driver reports, by the name a profile's file begins with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class _Grid:
     values: Mapping[tuple[int, ...], Seconds]
 
     def at(self, *where: float) -> Seconds:
-        """The time there. Below the first point of an axis it is that point's."""
+        """Seconds at a point of the grid; below the first point of an axis those of that point."""
         corners = []
         for axis, place in zip(self.axes, where, strict=True):
             index, share = _cell(axis, max(place, axis[0]))
@@ -315,7 +315,7 @@ class LayerTimes:
         return self._around_s(batch + chunk, batch) + self.shape.layers * attention
 
     def _around_s(self, tokens: float, sequences: float) -> Seconds:
-        """All of a step but its attention."""
+        """Seconds of a step without its attention."""
         once = each = 0.0
         for layer, curve in self.profile.dense.items():
             time = between(curve, max(tokens, 1.0))
@@ -339,7 +339,7 @@ class LayerTimes:
         return EXPERT_S + max(read, multiply) + min(read, multiply) / 2
 
     def _all_reduce_s(self, tokens: float) -> Seconds:
-        """A block sums its hidden states over the GPUs twice."""
+        """Seconds of a layer's two sums of hidden states over the GPUs."""
         if self.tensor_parallel == 1:
             return 0.0
         moved = 2 * (self.tensor_parallel - 1) / self.tensor_parallel

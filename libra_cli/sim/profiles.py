@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
+from libra_cli.config.errors import did_you_mean
 from libra_cli.core.costs.profile import Profile, ProfileError
 
 
@@ -24,10 +25,17 @@ def load_profile(name_or_path: str) -> Profile:
     Raises:
         ProfileError: no such name or file, or what it holds is not a profile; names the key.
     """
-    if name_or_path in known_profiles():
+    known = known_profiles()
+    if name_or_path in known:
         text = files("libra_cli").joinpath("profiles", f"{name_or_path}.json").read_text("utf-8")
-    else:
+    elif Path(name_or_path).exists():
         text = _read(name_or_path)
+    else:
+        raise ProfileError(
+            f"there is no profile {name_or_path!r}, nor such a file"
+            f"{did_you_mean(name_or_path, known)}",
+            hint=f"choose among {', '.join(known)}, or give a file",
+        )
     try:
         return Profile.from_json(text)
     except ProfileError as error:
@@ -53,11 +61,7 @@ def _read(path: str) -> str:
     try:
         return Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        known = ", ".join(known_profiles())
-        raise ProfileError(
-            f"{path}: no shipped profile and no file that can be read ({error})",
-            hint=f"shipped: {known}; or the path of a file",
-        ) from error
+        raise ProfileError(f"{path}: cannot be read ({error})", hint=f"ls -l {path}") from error
 
 
 def _series(gpu: str) -> str:

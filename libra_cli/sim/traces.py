@@ -1,6 +1,7 @@
 """Recorded trajectories, and how groups are drawn from them.
 
-A trace is JSON lines, plain or gzipped, one trajectory a line:
+A trace is a file, or one that comes with libra, by the beginning of its name. It is JSON lines,
+plain or gzipped, one trajectory a line:
 ``{"source": ..., "task": ..., "turns": [{"prompt_tokens": ..., "gen_tokens": ..., "tool": ...,
 "tool_ok": ..., "tool_latency_s": ..., "obs_tokens": ...}, ...]}``, and ``reward``. Trajectories of
 one task of one source are siblings. What no line says is left out, and ``Trace.lacks`` tells.
@@ -16,15 +17,18 @@ import gzip
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from libra_cli.config.errors import LibraError
+from libra_cli.config.errors import LibraError, did_you_mean
 from libra_cli.core.types import Seconds, Tokens, ToolOutcome
 
+DEFAULT_TRACE = "tau2bench"
+_SUFFIXES = (".jsonl.gz", ".jsonl")
 TOOL_S: Seconds = 1.0
-"""A tool call's time where the trace has recorded none."""
+"""A tool call's time where the trace has recorded none; assumed."""
 OUTCOMES = {True: ToolOutcome.OK, False: ToolOutcome.ERROR}
 
 
@@ -102,18 +106,43 @@ class Trace:
             yield tuple(group)
 
 
-def load_trace(path: Path) -> Trace:
-    """Read a trace file.
+def load_trace(name_or_path: str | Path) -> Trace:
+    """Read a trace file, or the shipped trace whose name begins so.
 
     Raises:
-        TraceError: no such file, or a line that is not valid; with file and line.
+        TraceError: no such trace, or a line that is not valid; with file and line.
     """
+    path = _find(name_or_path) if isinstance(name_or_path, str) else name_or_path
     rows = list(_rows(path))
     if not rows:
         raise TraceError(f"{path}: holds no trajectory", hint="give a trace of at least one line")
     episodes = tuple(_episode(path, number, row) for number, row in rows)
-    name = path.name.removesuffix(".gz").removesuffix(".jsonl")
-    return Trace(name, episodes, _lacks([row for _, row in rows]))
+    return Trace(_stem(path.name), episodes, _lacks([row for _, row in rows]))
+
+
+def shipped_traces() -> dict[str, Path]:
+    """The traces that come with libra, by name."""
+    directory = Path(str(files("libra_cli") / "traces"))
+    found = [path for path in sorted(directory.glob("*")) if path.name.endswith(_SUFFIXES)]
+    return {_stem(path.name): path for path in found}
+
+
+def _find(name: str) -> Path:
+    if name.endswith(_SUFFIXES) or Path(name).exists():
+        return Path(name)
+    shipped = shipped_traces()
+    found = [path for known, path in shipped.items() if known.startswith(name) and name]
+    if len(found) == 1 or name in shipped:
+        return shipped.get(name) or found[0]
+    raise TraceError(
+        f"{name!r} is neither a file nor the beginning of one shipped trace's name"
+        f" (shipped: {', '.join(shipped)}){did_you_mean(name, shipped)}",
+        hint=f"libra bench --trace FILE.jsonl.gz, or a shipped name such as {DEFAULT_TRACE}",
+    )
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(".gz").removesuffix(".jsonl")
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

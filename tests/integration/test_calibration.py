@@ -13,7 +13,7 @@ import yaml
 
 from libra_cli.bench.calibration import survey as calibration
 from libra_cli.bench.calibration.profile import profile_of
-from libra_cli.bench.calibration.survey import Effort, calibrate
+from libra_cli.bench.calibration.survey import Effort, measure
 from libra_cli.config.errors import LibraError
 from libra_cli.core.costs.loads import ServerLoad
 from libra_cli.core.costs.profile import Profile
@@ -90,7 +90,7 @@ def test_a_calibration_predicts_a_load_it_has_not_seen(tmp_path, work, monkeypat
 
     monkeypatch.setattr(calibration._Survey, "_steady", after_an_unseen_load)
     told: list[str] = []
-    measured = calibrate(load_recipe(a_recipe(tmp_path, work)), QUICK, note=told.append)
+    measured = measure(load_recipe(a_recipe(tmp_path, work)), QUICK, note=told.append)
     assert left_over(work) == []
     assert any("stopping" in line for line in told)
     profile = profile_of(measured)
@@ -110,7 +110,7 @@ def test_a_failure_while_starting_leaves_nothing(tmp_path, work):
     recipe = load_recipe(a_recipe(tmp_path, work))
     broken = recipe.rollout.model_copy(update={"vllm_args": ("--no-such-flag",)})
     with pytest.raises(LibraError, match="no-such-flag"):
-        calibrate(recipe.model_copy(update={"rollout": broken}), QUICK, note=lambda line: None)
+        measure(recipe.model_copy(update={"rollout": broken}), QUICK, note=lambda line: None)
     assert left_over(work) == []
 
 
@@ -118,7 +118,7 @@ def test_being_cancelled_leaves_nothing(tmp_path, work):
     recipe = load_recipe(a_recipe(tmp_path, work))
 
     async def stopped_soon():
-        task = asyncio.create_task(calibration._calibrate(recipe, QUICK, lambda line: None))
+        task = asyncio.create_task(calibration._measure(recipe, QUICK, lambda line: None))
         await asyncio.sleep(12)
         task.cancel()
         with pytest.raises(LibraError, match="stopped"):

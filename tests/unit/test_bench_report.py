@@ -5,72 +5,36 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import sys
-from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-import libra_cli.bench
-from libra_cli.bench import experiments as bench
-from libra_cli.bench.report import html as bench_report
-from libra_cli.bench.report.html import Section, bench_page
+import libra_cli
+from libra_cli.bench import experiments, speed
+from libra_cli.bench.config import parse_names
+from libra_cli.bench.report.html import bench_page
 from libra_cli.bench.report.terminal import amount, change, comparison_view, speed_view
-from libra_cli.bench.results import ExperimentOutcome, SpeedRow, compare
+from libra_cli.bench.results import SpeedRow, compare
 from libra_cli.cli.main import app
-from libra_cli.sim.traces import load_trace
-from tests.sample_bench import MAKESPANS, PLANNERS, outcome, rows, story
+from libra_cli.sim.traces import load_trace, shipped_traces
+from tests.sample_bench import MAKESPANS, PLANNERS, Runs, result, rows, timeline
 
+SCHEDULE, PLAN = "policies on a fixed plan", "planners with libra"
 LIMIT_BYTES = 2_000_000
 
 
-@dataclass
-class Experiments:
-    """Stands for ``bench.runs``: answers at once, and remembers what it was asked."""
-
-    POLICIES: tuple[str, ...] = tuple(MAKESPANS)
-    PLANNERS: tuple[str, ...] = tuple(PLANNERS)
-    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-
-    def schedule(self, traces: Any, **given: Any) -> ExperimentOutcome:
-        given["progress"]("seed 1 of 2 [1/2]")
-        self.asked.append(("schedule", {"traces": traces, **given}))
-        return outcome({name: MAKESPANS[name] for name in given["policies"]})
-
-    def plan(self, traces: Any, **given: Any) -> ExperimentOutcome:
-        self.asked.append(("plan", {"traces": traces, **given}))
-        return outcome({n: PLANNERS[n] for n in given["planners"]}, planners=True)
-
-    def ablation(self, traces: Any, **given: Any) -> ExperimentOutcome:
-        self.asked.append(("ablation", {"traces": traces, **given}))
-        return outcome({"libra": 0.9, "libra without the tree": 0.95})
-
-    def sensitivities(self, traces: Any, **given: Any) -> ExperimentOutcome:
-        self.asked.append(("sensitivities", {"traces": traces, **given}))
-        return ExperimentOutcome(rows(MAKESPANS, variant="overhead 4 ms"), [], [])
-
-    def speed(self, *given: object, **more: object) -> list[SpeedRow]:
-        return [SpeedRow("plan for 128 GPUs", 0.05, "s", 0.1)]
-
-
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Experiments:
-    """No simulation and, as drawing takes a second, a report without drawings."""
-    experiments = Experiments()
+def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Runs:
+    """No simulation; without the timelines of runs the report has few drawings."""
+    invented = Runs()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench_report, "_timelines", lambda stories: [])
-    monkeypatch.setattr(bench_report, "_lengths", lambda stories: [])
-    monkeypatch.setattr(bench_report, "_calibrations", lambda stories: [])
-    monkeypatch.setitem(sys.modules, "libra_cli.bench.runs", experiments)
-    monkeypatch.setitem(sys.modules, "libra_cli.bench.speed", experiments)
-    monkeypatch.setattr(libra_cli.bench, "runs", experiments, raising=False)
-    return experiments
+    monkeypatch.setattr(experiments, "run_jobs", invented)
+    return invented
 
 
 def libra(*arguments: str) -> Any:
@@ -110,8 +74,7 @@ def test_an_amount_is_short(value: float, words: str) -> None:
 
 @pytest.mark.parametrize("planners", [False, True])
 def test_the_table_fits_80_columns_with_nothing_cut_off(planners: bool) -> None:
-    found = outcome(PLANNERS if planners else MAKESPANS, planners=planners)
-    (comparison,) = compare(found.rows)
+    (comparison,) = result(PLANNERS if planners else MAKESPANS, planners=planners).comparisons
     text = shown(comparison_view("policies on a fixed plan", comparison))
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
@@ -165,14 +128,15 @@ class Page(HTMLParser):
                 self.fetched.append(value or "")
 
 
-def page(*, slots: int = 12, stories: int = 2) -> str:
-    found = outcome()
-    sections = [
-        Section("policies on a fixed plan", compare(found.rows), ["a <note>"]),
-        Section("planners", compare(outcome(PLANNERS, planners=True).rows), []),
-    ]
-    told = [story(f"policy-{index}", slots=slots) for index in range(stories)]
-    return bench_page(sections, told, about="48 A800", command="libra bench", told=["be warned"])
+def page(*, slots: int = 12, timelines: int = 2) -> str:
+    policies = result(notes=["a <note>"])
+    policies.timelines.extend(
+        timeline(f"policy-{index}", slots=slots) for index in range(timelines)
+    )
+    planners = result(PLANNERS, planners=True)
+    return bench_page(
+        [policies, planners], about="48 A800", command="libra bench", warnings=["be warned"]
+    )
 
 
 def test_the_page_needs_nothing_else_and_has_no_script() -> None:
@@ -193,77 +157,88 @@ def test_the_page_shows_every_contender_the_lengths_the_slots_and_the_calibratio
 
 
 def test_the_page_of_a_large_experiment_stays_small() -> None:
-    assert len(page(slots=300, stories=10)) < LIMIT_BYTES
+    assert len(page(slots=300, timelines=10)) < LIMIT_BYTES
 
 
-def test_the_page_of_an_experiment_that_kept_no_story_has_its_tables() -> None:
-    assert "The runs" not in page(stories=0)
+def test_the_page_of_an_experiment_that_kept_no_timeline_has_its_tables() -> None:
+    assert "The runs" not in page(timelines=0)
 
 
 # -- arguments -------------------------------------------------------------------------------------
 
 
-def test_without_arguments_a_few_policies_run_on_a_shipped_trace(fake: Experiments) -> None:
+def test_without_arguments_a_few_policies_run_on_a_shipped_trace(runs: Runs) -> None:
     done = libra()
     assert done.exit_code == 0, done.output
-    assert [name for name, _ in fake.asked] == ["schedule"]
-    assert {"least-loaded", "libra", "clairvoyant"} <= set(fake.asked[0][1]["policies"])
-    assert fake.asked[0][1]["gpus"] == 48
+    assert {job.policy for job in runs.jobs} >= {"least-loaded", "libra", "clairvoyant"}
+    assert {(job.gpus, job.trace.name) for job in runs.jobs} == {(48, "tau2bench_closed_models")}
+    assert all(job.layout is not None for job in runs.jobs)
     assert len(list(Path("runs").glob("bench-*/bench.html"))) == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "asked"),
+    ("arguments", "titles"),
     [
-        (["--policies", "libra"], ["schedule"]),
-        (["--planners", "libra"], ["plan"]),
-        (["--drift", "2"], ["plan"]),
-        (["--seeds", "2"], ["schedule"]),
-        (["--policies", "libra", "--planners", "libra"], ["schedule", "plan"]),
-        (["schedule", "--seeds", "2"], ["schedule"]),
-        (["--seeds", "2", "ablation"], ["ablation"]),
-        (["sensitivities"], ["sensitivities"]),
+        (["--policies", "libra"], [SCHEDULE]),
+        (["--planners", "libra"], [PLAN]),
+        (["--drift", "2"], [PLAN]),
+        (["--seeds", "2"], [SCHEDULE]),
+        (["--policies", "libra", "--planners", "libra"], [SCHEDULE, PLAN]),
+        (["schedule", "--seeds", "2"], [SCHEDULE]),
+        (["--seeds", "2", "ablation"], ["libra, part by part"]),
+        (["sensitivities"], ["where costs are others"]),
     ],
 )
 def test_what_runs_is_what_the_options_are_about(
-    fake: Experiments, arguments: list[str], asked: list[str]
+    runs: Runs, arguments: list[str], titles: list[str]
 ) -> None:
     done = libra(*arguments)
     assert done.exit_code == 0, done.output
-    assert [name for name, _ in fake.asked] == asked
+    for title in (SCHEDULE, PLAN, "libra, part by part", "where costs are others"):
+        assert (title in done.output) == (title in titles)
 
 
-def test_options_before_and_after_the_experiments_name_are_the_same(fake: Experiments) -> None:
+def test_options_before_and_after_the_experiments_name_are_the_same(runs: Runs) -> None:
     for arguments in (["--gpus", "16", "plan", "--drift", "3"], ["plan", "--gpus=16", "--drift=3"]):
         assert libra(*arguments).exit_code == 0
-    first, second = (given for _, given in fake.asked)
-    assert first["gpus"] == second["gpus"] == 16
-    assert first["drift"] == second["drift"] == (1.0, 3.0)
+    half = len(runs.jobs) // 2
+    assert runs.jobs[:half] == runs.jobs[half:]
+    assert {(job.gpus, job.drift) for job in runs.jobs} == {(16, (1.0, 3.0))}
 
 
-def test_an_option_the_experiment_does_not_know_is_refused(fake: Experiments) -> None:
+def test_planners_are_compared_with_the_usual_way_on_the_same_workloads(runs: Runs) -> None:
+    libra("plan", "--planners", "libra,static-best", "--seeds", "2")
+    played = [(job.seed, job.planner, job.policy) for job in runs.jobs]
+    usual = ("static-best", "sticky-least-loaded")
+    pairs = [("libra", "libra"), ("static-best", "libra"), usual]
+    assert played == [(seed, *pair) for seed in range(2) for pair in pairs]
+
+
+def test_an_option_the_experiment_does_not_know_is_refused(runs: Runs) -> None:
     done = libra("--planners", "libra", "schedule")
     assert done.exit_code == 2
     assert "schedule has no --planners" in done.output
-    assert fake.asked == []
+    assert runs.jobs == []
 
 
-def test_the_json_is_one_object_with_a_row_a_policy_and_seed(fake: Experiments) -> None:
+def test_the_json_is_one_object_with_a_row_a_policy_and_seed(runs: Runs) -> None:
     done = libra("schedule", "--json", "told/rows.json", "--out", "out")
     assert done.exit_code == 0, done.output
     told = json.loads(Path("told/rows.json").read_text())
-    assert len(told["rows"]) == len(MAKESPANS) * 4
+    assert len(told["rows"]) == len(MAKESPANS) * 3
     assert {summary["policy"] for summary in told["summary"]} == set(MAKESPANS)
     assert Path("out/bench.html").exists()
 
 
-def test_json_to_standard_output_is_nothing_but_json(fake: Experiments) -> None:
+def test_json_to_standard_output_is_nothing_but_json(runs: Runs) -> None:
     done = libra("schedule", "--json", "-")
     assert json.loads(done.stdout)["format"] == 1
 
 
-def test_speed_has_a_table_and_json(fake: Experiments) -> None:
-    assert "plan for 128 GPUs" in libra("speed").output
+def test_speed_has_a_table_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invented speeds: measuring real ones takes most of a minute."""
+    monkeypatch.setattr(speed, "speed", lambda progress: [SpeedRow("a plan", 0.05, "s", 0.1)])
+    assert "a plan" in libra("speed").output
     assert json.loads(libra("speed", "--json", "-").stdout)["speed"][0]["reached"] is True
 
 
@@ -281,7 +256,7 @@ def test_speed_has_a_table_and_json(fake: Experiments) -> None:
     ],
 )
 def test_an_argument_that_means_nothing_is_told_with_what_there_is(
-    fake: Experiments, arguments: list[str], words: str | None
+    runs: Runs, arguments: list[str], words: str | None
 ) -> None:
     done = libra(*arguments)
     if words is None:
@@ -290,10 +265,10 @@ def test_an_argument_that_means_nothing_is_told_with_what_there_is(
     assert done.exit_code == 2, done.output
     assert words in done.output
     assert "next:" in done.output
-    assert fake.asked == []
+    assert runs.jobs == []
 
 
-def test_a_broken_line_of_a_trace_is_told_with_file_and_line(fake: Experiments) -> None:
+def test_a_broken_line_of_a_trace_is_told_with_file_and_line(runs: Runs) -> None:
     good = '{"task": "t", "turns": [{"prompt_tokens": 9, "gen_tokens": 3}]}\n'
     with gzip.open("some.jsonl.gz", "wt") as file:
         file.write(good + "{broken\n")
@@ -302,7 +277,7 @@ def test_a_broken_line_of_a_trace_is_told_with_file_and_line(fake: Experiments) 
     assert "some.jsonl.gz:2:" in done.output
 
 
-def test_what_a_trace_lacks_and_too_few_seeds_are_told_in_a_line_each(fake: Experiments) -> None:
+def test_what_a_trace_lacks_and_too_few_seeds_are_told_in_a_line_each(runs: Runs) -> None:
     done = libra("schedule", "--trace", "kvcache", "--seeds", "1")
     assert done.exit_code == 0
     assert "has no tool outcomes, no rewards, no siblings" in done.stderr
@@ -410,8 +385,8 @@ def test_an_unknown_estimator_is_told_with_those_there_are() -> None:
 
 
 def test_every_shipped_trace_is_read_and_documented() -> None:
-    readme = (Path(bench.__file__).parents[1] / "traces/README.md").read_text()
-    shipped = bench.shipped_traces()
+    readme = (Path(libra_cli.__file__).parent / "traces/README.md").read_text()
+    shipped = shipped_traces()
     assert sum(path.stat().st_size for path in shipped.values()) < 700_000
     for name, path in shipped.items():
         assert f"`{name}`" in readme
@@ -419,13 +394,8 @@ def test_every_shipped_trace_is_read_and_documented() -> None:
 
 
 def test_the_setting_of_a_bench_needs_a_known_name() -> None:
-    assert bench.chosen("policy", " libra, heddle,libra", ["heddle", "libra"]) == (
+    assert parse_names("policy", " libra, heddle,libra", ["heddle", "libra"]) == (
         "libra",
         "heddle",
     )
-    assert bench.chosen("policy", "", ["heddle", "libra"]) == ("heddle", "libra")
-
-
-def test_warnings_are_silent_where_there_is_nothing_to_tell() -> None:
-    given: Any = SimpleNamespace(traces=[SimpleNamespace(name="t", lacks=())], seeds=2)
-    assert bench.warnings(given) == []
+    assert parse_names("policy", "", ["heddle", "libra"]) == ("heddle", "libra")

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
+from libra_cli.bench.config import POLICIES
 from libra_cli.bench.oracles import ORACLES, Future, oracle_policy
-from libra_cli.bench.runs import POLICIES
 from libra_cli.core.records import TurnRecord
 from libra_cli.sim.traces import RecordedEpisode, Trace
 from libra_cli.sim.world import World

@@ -72,7 +72,7 @@ class Run:
         measured = MeasuredStep(step_s, times.train_s, step_s - times.train_s, 0.0, 0.0)
         if not measured.starved:
             # In play as long as makes the time at saturation, proportional to it, the predicted.
-            second = search.table.unheld_s(layout.buckets, 1.0, 100.0)
+            second = search.table.saturated_step_s(layout.buckets, 1.0, 100.0)
             in_play_s = times.rollout_s / second
             measured = replace(measured, in_play_s=in_play_s, concurrency=100.0)
         idle = 1 - times.rollout_s / step_s

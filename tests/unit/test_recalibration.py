@@ -56,12 +56,12 @@ def test_the_same_trajectories_times_tell_the_same_speed_however_long_the_steps(
     assert slower[1].rollout == pytest.approx(2 * once[1].rollout)
 
 
-def test_those_that_took_as_long_in_a_smaller_crowd_are_slower_in_a_full_one() -> None:
-    alone, crowded = (
+def test_those_that_took_as_long_beside_fewer_others_are_slower_in_a_full_one() -> None:
+    alone, beside_many = (
         prices_after(MeasuredStep(500.0, 500.0, 0.0, 256 * 60.0, concurrency))[1].rollout
         for concurrency in (50.0, 400.0)
     )
-    assert alone > crowded
+    assert alone > beside_many
 
 
 def test_rollout_takes_no_longer_than_the_step_it_was_seen_in() -> None:
@@ -119,7 +119,7 @@ def test_concurrency_is_what_counting_every_second_says(starts: list[tuple[int, 
         assert concurrency == pytest.approx(sum(n * n for n in playing) / sum(playing))
 
 
-def test_the_mean_of_steps_counts_a_crowd_for_as_long_as_it_lasted() -> None:
+def test_the_mean_of_steps_counts_concurrency_for_as_long_as_it_lasted() -> None:
     found = mean_step([MeasuredStep(10, 4, 6, 90, 9), MeasuredStep(30, 8, 2, 10, 1)])
     assert (found.step_s, found.train_s, found.waited_s, found.in_play_s) == (20, 6, 4, 50)
     assert found.concurrency == pytest.approx(8.2)

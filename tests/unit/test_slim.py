@@ -40,13 +40,14 @@ def test_the_command_line_imports_nothing_heavy() -> None:
 
 
 def test_help_takes_under_half_a_second() -> None:
-    """In CPU time, since other processes of a test run want the same cores."""
+    """Of processor time, since other processes want the same cores; the best of five."""
     code = "import sys; from libra_cli.cli.main import main; sys.argv = ['libra', '--help']; main()"
     times: list[float] = []
-    while len(times) < 3 and min(times, default=HELP_LIMIT_S) >= HELP_LIMIT_S:
-        start = cpu_s()
+    while len(times) < 5 and min(times, default=HELP_LIMIT_S) >= HELP_LIMIT_S:
+        before = os.times()
         result = python("-c", code)
-        times.append(cpu_s() - start)
+        after = os.times()
+        times.append(sum(after[2:4]) - sum(before[2:4]))
         assert result.returncode == 0, result.stderr
         assert "run" in result.stdout
     assert min(times) < HELP_LIMIT_S

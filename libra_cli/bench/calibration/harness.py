@@ -40,16 +40,16 @@ from libra_cli.core.events import (
 )
 from libra_cli.core.records import NodeRecord, Record
 from libra_cli.core.types import Bucket, Seconds, Slot, SlotId, Tokens, TrajectoryId
+from libra_cli.runtime.hosts.agent_messages import Exited, HostEvent, LeaseExpired
 from libra_cli.runtime.hosts.cluster import Cluster
-from libra_cli.runtime.hosts.host import Exited, Gone, HostEvent
 from libra_cli.runtime.hosts.threads import Threads
+from libra_cli.runtime.rollout.connection import Sampling, ServerFacts
+from libra_cli.runtime.rollout.servers import Servers
 from libra_cli.runtime.trainer.processes import TrainerProcesses
-from libra_cli.runtime.vllm.client import Sampling, ServerFacts
-from libra_cli.runtime.vllm.servers import Servers
 from libra_cli.runtime.weights import weights_of
 
-EPOCH = 1
-"""Of every server and of the trainer: each is started once."""
+INCARNATION = 1
+"""The incarnation of every server and of the trainer: each is started once."""
 _E = TypeVar("_E", bound=Event)
 _Part = TypeVar("_Part")
 
@@ -106,7 +106,7 @@ class MeasurementHarness:
 
     @property
     def train_slots(self) -> tuple[Slot, ...]:
-        """Where the trainer's ranks are, in order."""
+        """The slots of the trainer, in the order of its ranks."""
         return tuple(self._slots[slot] for slot in self._plan.train)
 
     @property
@@ -137,14 +137,15 @@ class MeasurementHarness:
         self._note("starting the trainer")
         began = time.monotonic()
         ids = tuple(slot.id for slot in self.train_slots)
-        started = self._expect(TrainerStarted, await ranks.start(StartTrainer(EPOCH, ids, "")))
+        event = await ranks.start(StartTrainer(INCARNATION, ids, ""))
+        started = self._expect(TrainerStarted, event)
         self.trainer_start_s = time.monotonic() - began
         self.published = started.published
         await self.sync()
 
     async def _start(self, slot: SlotId, bucket: Bucket) -> None:
         began = time.monotonic()
-        action = StartServer(slot, EPOCH, bucket)
+        action = StartServer(slot, INCARNATION, bucket)
         self._expect(ServerStarted, await self._up(self._servers).start(action))
         self.server_start_s[slot] = time.monotonic() - began
 
@@ -163,7 +164,7 @@ class MeasurementHarness:
         if isinstance(event, Exited):
             self._up(self._servers).exited(event)
             self._up(self._ranks).exited(event)
-        elif isinstance(event, Gone):
+        elif isinstance(event, LeaseExpired):
             self._failure = ProcessError(f"{event.node}: {event.reason}")
 
     def _post(self, event: Event) -> None:
@@ -181,7 +182,7 @@ class MeasurementHarness:
 
     @staticmethod
     def _up(part: _Part | None) -> _Part:
-        assert part is not None, "the rig is not open"
+        assert part is not None, "the harness is not open"
         return part
 
     # -- what can be asked ----------------------------------------------------------------------
@@ -198,7 +199,7 @@ class MeasurementHarness:
             request=self._requests,
             trajectory=TrajectoryId(0, 0),
             slot=slot,
-            incarnation=EPOCH,
+            incarnation=INCARNATION,
             prompt_ids=prompt,
             max_tokens=tokens,
             cache_key=self._serving.version,
@@ -220,20 +221,20 @@ class MeasurementHarness:
 
     @property
     def _newest(self) -> PublishedVersion:
-        assert self.published is not None, "the rig is not open"
+        assert self.published is not None, "the harness is not open"
         return self.published
 
     async def train(self, samples: Sequence[TrainSample]) -> Seconds:
         """One optimizer step; the seconds until its version is published."""
         self._step += 1
         began = time.monotonic()
-        action = Train(EPOCH, self._step, tuple(samples), None, held=self._newest)
+        action = Train(INCARNATION, self._step, tuple(samples), None, held=self._newest)
         done = self._expect(StepDone, await self._up(self._ranks).train(action))
         self.published = done.published
         return time.monotonic() - began
 
     async def sync(self) -> list[Synced]:
-        """The newest version on every server, proved."""
+        """Load the newest version on every server and prove it."""
         synced = list(await asyncio.gather(*(self._sync(slot) for slot in self.buckets)))
         self._serving = self.published
         return synced
@@ -241,6 +242,6 @@ class MeasurementHarness:
     async def _sync(self, slot: SlotId) -> Synced:
         assert self.published is not None
         began = time.monotonic()
-        action = SyncServer(slot, EPOCH, self.published)
+        action = SyncServer(slot, INCARNATION, self.published)
         synced = self._expect(ServerSynced, await self._up(self._servers).sync(action))
         return Synced(time.monotonic() - began, synced.load_s)

@@ -1,18 +1,15 @@
-"""``libra bench --calibrate``: from what was measured to a profile, and what is said of it."""
+"""``libra bench --calibrate``: from what was measured to a profile."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
-from libra_cli.bench.calibration.survey import CalibrationMeasurement, Effort, calibrate
-from libra_cli.bench.fidelity.checks import CheckResult
-from libra_cli.bench.report.terminal import Sheet, amount
-from libra_cli.bench.results import FORMAT
+from libra_cli.bench.calibration.survey import CalibrationMeasurement, Effort, measure
+from libra_cli.bench.config import Progress
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import slots_of
 from libra_cli.core.costs.fitting import Fit
@@ -26,29 +23,30 @@ from libra_cli.core.costs.profile import (
     Profile,
     TrainingCost,
 )
-from libra_cli.core.launch.commands import dtype_of
+from libra_cli.core.launch.process import dtype_of
 from libra_cli.runtime.recipes.loader import load_recipe
 
 BYTES = {"float32": 4, "bfloat16": 2}
 CPU_OVERHEAD_GIB = 1.0
-"""Of a server or a rank without a GPU, beside weights and KV cache: interpreter and libraries."""
+"""GiB of a server or a rank without a GPU, beside weights and KV cache, for the interpreter and
+libraries; chosen."""
 
 
-def calibrated(
-    recipe_path: Path, profile_path: Path | None, *, progress: Callable[[str], None]
-) -> CheckResult:
-    """Measure a recipe's servers and trainer and write the profile.
+def calibrate(
+    recipe_path: Path, profile_path: Path | None, *, progress: Progress
+) -> tuple[Profile, Path]:
+    """Measure a recipe's servers and trainer and write the profile; where it was written to.
 
     Raises:
         LibraError: the recipe is wrong, or something could not be started or measured.
     """
     recipe = load_recipe(recipe_path)
-    measured = calibrate(recipe, Effort(), note=progress)
+    measured = measure(recipe, Effort(), note=progress)
     profile = profile_of(measured)
     path = profile_path or Path(f"{profile.name}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(profile.to_json())
-    return told(profile, path)
+    return profile, path
 
 
 def profile_of(measured: CalibrationMeasurement) -> Profile:
@@ -88,11 +86,11 @@ def profile_of(measured: CalibrationMeasurement) -> Profile:
         moves=_moves(measured),
         overhead_s=0.0,
         provenance=_provenance(measured, fits, training),
-        surroundings=_surroundings(measured, fits),
+        surroundings=_contention(measured, fits),
     )
 
 
-def _surroundings(measured: CalibrationMeasurement, fits: Mapping[int, ServerFit]) -> Contention:
+def _contention(measured: CalibrationMeasurement, fits: Mapping[int, ServerFit]) -> Contention:
     serving = [max(1.0, one.turn_beside_s / one.turn_alone_s) for one in measured.sharing]
     training = [max(1.0, one.step_beside_s / one.step_alone_s) for one in measured.sharing]
     return Contention(
@@ -123,7 +121,7 @@ def _facts(measured: CalibrationMeasurement) -> MemoryModel:
     config = measured.model.get("text_config") or measured.model
     assert isinstance(config, dict)
     recipe = measured.recipe
-    size = BYTES[dtype_of(recipe, slots_of(recipe))]
+    size = BYTES[dtype_of(recipe.model, slots_of(recipe))]
     heads = config["num_attention_heads"]
     head = config.get("head_dim") or config["hidden_size"] // heads
     kv_heads = config.get("num_key_value_heads") or heads
@@ -150,7 +148,7 @@ def _facts(measured: CalibrationMeasurement) -> MemoryModel:
 
 
 def _memory_gib(measured: CalibrationMeasurement) -> float:
-    """Of the smallest GPU; without GPUs a slot's share of its host's memory."""
+    """GiB of the smallest GPU; without GPUs a slot's share of its host's memory."""
     found: list[float] = []
     for node in measured.recipe.nodes:
         host = measured.hosts[node.name]
@@ -211,39 +209,3 @@ def _provenance(
         "bandwidths": "assumed, not measured",
         "overhead": "not told apart from the kernels: 0",
     }
-
-
-# -- what is said of it --------------------------------------------------------------------------
-
-
-def told(profile: Profile, path: Path) -> CheckResult:
-    """The profile's prices for people, and the object for ``--json``."""
-    around = profile.surroundings
-    rows: list[tuple[str, str, str]] = []
-    for degree, cost in sorted(profile.servers.items()):
-        rows += [
-            (f"TP{degree}: a step", amount(cost.step_s * 1e3), "ms"),
-            ("  a sequence in it", amount(cost.sequence_s * 1e6), "us"),
-            ("  a cached token of these", amount(cost.kv_token_s * 1e9), "ns"),
-            ("  a request", amount(cost.request_s * 1e6), "us"),
-            ("  a prompt token", amount(cost.prefill_token_s * 1e6), "us"),
-            ("  a pair of tokens", amount(cost.prefill_pair_s * 1e9), "ns"),
-            ("  KV cache", f"{cost.kv_tokens:,}", "tokens"),
-            ("  start", amount(profile.moves.start(degree)), "s"),
-        ]
-    training = profile.training
-    rows += [
-        ("training: a step", amount(training.step_s), "s"),
-        ("  a token", amount(training.token_s * 1e6), "us"),
-        ("  a pair of tokens", amount(training.pair_s * 1e9), "ns"),
-        ("weights: published to proved", amount(around.sync_s), "s"),
-        ("  of which the server stands still", amount(around.stall_s), "s"),
-        ("a turn outside the server", amount(around.turn_s * 1e3), "ms"),
-        ("a turn while the trainer works", f"x{around.serving_slowdown:.2f}", ""),
-        ("a step while servers work", f"x{around.training_slowdown:.2f}", ""),
-    ]
-    notes = [f"{key}: {profile.provenance[key]}" for key in ("servers", "training")]
-    sheet = Sheet(f"profile {profile.name}, written to {path}", ("", "", ""), rows, notes)
-    body: dict[str, Any] = {"format": FORMAT, "calibration": {"profile": str(path)}}
-    body["calibration"]["provenance"] = dict(profile.provenance)
-    return CheckResult((sheet,), body)

@@ -1,7 +1,7 @@
 """``libra bench --calibrate``: a recipe's servers and trainer, measured where they run.
 
     up        hosts, servers, trainer: how long each takes to start
-    serving   every load of ``pricing.loads``, on all servers of a shape at once, there and back
+    serving   every load of ``costs.loads``, on all servers of a shape at once, there and back
     training  batches of several sizes; after each, the new version on every server
     sharing   the trainer at work beside loaded servers: how much both are slowed down
     down      everything, whatever happened
@@ -11,8 +11,8 @@ servers and what the controller does for a turn are part of them. Rewards of the
 equal, so nothing is learned from them.
 
 Everything is measured in several rounds, and the median counts. A turn ends with a tool call that
-does nothing: on its way to a thread and back it meets the same crowd for cores as in a run. The
-trainer is measured beside idle servers that have just worked, since vLLM looks for work without
+does nothing: on its way to a thread and back it meets the same competition for cores as in a run.
+The trainer is measured beside idle servers that have just worked, since vLLM looks for work without
 sleeping for a second after the last.
 
 Guarantee: nothing is left running, Ctrl-C included. Limit: a host that is busy with other things
@@ -27,15 +27,15 @@ import json
 import signal
 import tempfile
 import time
-from array import array
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
 
 from libra_cli.bench.calibration.harness import MeasurementHarness, Synced
+from libra_cli.bench.calibration.players import Players, playing, random_tokens
+from libra_cli.bench.config import Progress
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import TrainSample
@@ -47,23 +47,17 @@ from libra_cli.core.costs.loads import (
     training_batches,
 )
 from libra_cli.core.types import Seconds, SlotId, Tokens, Trajectory, TrajectoryId
-from libra_cli.runtime.vllm.client import ServerFacts
+from libra_cli.runtime.rollout.connection import ServerFacts
 
 WINDOW_S: Seconds = 1.5
-"""How long a load is watched at least."""
-LONGEST = 20
-"""Windows that a load may take until enough turns have ended."""
-TURNS_A_PLAYER = 2
-LEAST_TURNS = 12
+"""Seconds that a load is watched at least; this and what follows chosen, not measured."""
 ROUNDS = 3
 """How often everything is measured, in alternating order."""
 CHUNK_TOKENS: Tokens = 2048
-"""Of a step, where the recipe gives vLLM no --max-num-batched-tokens."""
+"""Most tokens of a step where the recipe gives vLLM no --max-num-batched-tokens: its default."""
 CHUNK_FLAG = "--max-num-batched-tokens"
 BESIDE_STEPS = 6
 """Training steps that must end beside a load."""
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,51 +111,51 @@ class CalibrationMeasurement:
     at: Seconds
 
 
-def calibrate(recipe: Recipe, effort: Effort, *, note: Progress) -> CalibrationMeasurement:
+def measure(recipe: Recipe, effort: Effort, *, note: Progress) -> CalibrationMeasurement:
     """Bring everything up, measure, and take it down again.
 
     Raises:
         LibraError: a host, a server or the trainer failed; nothing of it is left.
     """
-    return asyncio.run(_calibrate(recipe, effort, note))
+    return asyncio.run(_measure(recipe, effort, note))
 
 
-async def _calibrate(recipe: Recipe, effort: Effort, note: Progress) -> CalibrationMeasurement:
+async def _measure(recipe: Recipe, effort: Effort, note: Progress) -> CalibrationMeasurement:
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)
     with tempfile.TemporaryDirectory(prefix="libra-calibrate-") as work:
-        rig = MeasurementHarness(recipe, Path(work), note=note)
+        harness = MeasurementHarness(recipe, Path(work), note=note)
         try:
-            await rig.open()
-            measured = await _Survey(rig, effort, note).all()
+            await harness.open()
+            measured = await _Survey(harness, effort, note).all()
         except asyncio.CancelledError:
             raise LibraError("stopped; nothing was written") from None
         finally:
             note("stopping everything")
             began = time.monotonic()
-            await rig.close()
+            await harness.close()
         return replace(measured, stop_s=time.monotonic() - began)
 
 
 class _Survey:
     """The measurements, in order."""
 
-    def __init__(self, rig: MeasurementHarness, effort: Effort, note: Progress) -> None:
-        self._rig = rig
+    def __init__(self, harness: MeasurementHarness, effort: Effort, note: Progress) -> None:
+        self._harness = harness
         self._effort = effort
         self._note = note
         self._random = Random(0)
-        model = json.loads((rig.model_files / "config.json").read_text())
+        model = json.loads((harness.model_files / "config.json").read_text())
         self._model: dict[str, object] = model
         self._vocabulary = int(model.get("vocab_size") or model["text_config"]["vocab_size"])
 
     async def all(self) -> CalibrationMeasurement:
-        """Everything but the stopping."""
-        rig, recipe = self._rig, self._rig.recipe
-        assert rig.published is not None
+        """All measurements but that of stopping."""
+        harness, recipe = self._harness, self._harness.recipe
+        assert harness.published is not None
         shapes = tuple([await self._shape(degree) for degree in self._degrees()])
         batches, syncs = await self._training()
         sharing = [s for degree in self._degrees() for s in await self._sharing(degree, batches)]
@@ -169,32 +163,32 @@ class _Survey:
             recipe=recipe,
             shapes=shapes,
             batches=tuple(batches),
-            ranks=len(rig.train_slots),
+            ranks=len(harness.train_slots),
             syncs=tuple(syncs),
             sharing=tuple(sharing),
-            trainer_start_s=rig.trainer_start_s,
+            trainer_start_s=harness.trainer_start_s,
             stop_s=0.0,
-            hosts={node: json.loads(text) for node, text in rig.hosts.items()},
+            hosts={node: json.loads(text) for node, text in harness.hosts.items()},
             model=self._model,
-            model_bytes=rig.published.bytes,
+            model_bytes=harness.published.bytes,
             chunk_tokens=chunk_tokens(recipe.rollout.vllm_args),
             at=time.time(),
         )
 
     def _degrees(self) -> list[int]:
-        return sorted({bucket.tensor_parallel for bucket in self._rig.buckets.values()})
+        return sorted({bucket.tensor_parallel for bucket in self._harness.buckets.values()})
 
     def _seats(self, degree: int) -> dict[SlotId, int]:
-        """Of the servers of a shape."""
-        buckets = self._rig.buckets.items()
+        """The seats of each server of a shape."""
+        buckets = self._harness.buckets.items()
         return {s: b.max_num_seqs for s, b in buckets if b.tensor_parallel == degree}
 
     # -- serving --------------------------------------------------------------------------------
 
     async def _shape(self, degree: int) -> ShapeMeasured:
-        rig, seats = self._rig, self._seats(degree)
-        facts = await rig.facts(next(iter(seats)))
-        most, max_len = max(seats.values()), rig.recipe.model.max_len
+        harness, seats = self._harness, self._seats(degree)
+        facts = await harness.facts(next(iter(seats)))
+        most, max_len = max(seats.values()), harness.recipe.model.max_len
         loads = list(server_loads(most, max_len, facts.kv_tokens))[:: self._effort.every]
         rounds: dict[ServerLoad, list[tuple[ServerLoad, Seconds]]] = {load: [] for load in loads}
         for number in range(self._effort.rounds):
@@ -207,7 +201,7 @@ class _Survey:
             tensor_parallel=degree,
             facts=facts,
             servers=len(seats),
-            start_s=fmean(rig.server_start_s[slot] for slot in seats),
+            start_s=fmean(harness.server_start_s[slot] for slot in seats),
             turns=tuple(turns),
         )
 
@@ -221,9 +215,9 @@ class _Survey:
     ) -> tuple[ServerLoad, Seconds]:
         """Seconds of a turn, mean over the servers with room for the load, and what it was."""
         seats = self._seats(degree)
-        crowds = {
-            slot: _Crowd(
-                self._rig,
+        groups = {
+            slot: Players(
+                self._harness,
                 slot,
                 replace(load, players=min(load.players, room)),
                 Random(self._random.random()),
@@ -232,30 +226,30 @@ class _Survey:
             for slot, room in seats.items()
         }
         window_s = max(window_s, self._effort.window_s)
-        async with _playing(crowds.values()):
-            await asyncio.gather(*(crowd.warm() for crowd in crowds.values()))
-            full = [crowd for crowd in crowds.values() if crowd.load.players == load.players]
-            await asyncio.gather(*(crowd.watch(window_s, enough) for crowd in full))
-        generate = fmean(crowd.generated for crowd in full)
-        return replace(load, generate=generate), fmean(crowd.turn_s for crowd in full)
+        async with playing(groups.values()):
+            await asyncio.gather(*(players.warm() for players in groups.values()))
+            full = [players for players in groups.values() if players.load.players == load.players]
+            await asyncio.gather(*(players.watch(window_s, enough) for players in full))
+        generate = fmean(players.generated for players in full)
+        return replace(load, generate=generate), fmean(players.turn_s for players in full)
 
     # -- training -------------------------------------------------------------------------------
 
     async def _training(self) -> tuple[list[tuple[Batch, Seconds]], list[Synced]]:
-        rig, recipe = self._rig, self._rig.recipe
+        harness, recipe = self._harness, self._harness.recipe
         batches = list(training_batches(recipe.trajectories_per_step, recipe.model.max_len))
-        await rig.train(self._samples(batches[-1]))  # the first one is always slow
+        await harness.train(self._samples(batches[-1]))  # the first one is always slow
         found: dict[Batch, list[Seconds]] = {batch: [] for batch in batches}
         syncs: list[Synced] = []
         for number in range(self._effort.rounds):
             for batch in batches if number % 2 == 0 else batches[::-1]:
                 self._note(f"training: {batch}")
-                found[batch].append(await rig.train(self._samples(batch)))
-                syncs += await rig.sync()
+                found[batch].append(await harness.train(self._samples(batch)))
+                syncs += await harness.sync()
         return [(batch, median(times)) for batch, times in found.items()], syncs
 
     def _samples(self, batch: Batch) -> list[TrainSample]:
-        size = self._rig.recipe.rollout.group_size
+        size = self._harness.recipe.rollout.group_size
         return [
             TrainSample(self._trajectory(*divmod(number, size), batch.length), 0, fresh=False)
             for number in range(batch.trajectories)
@@ -264,7 +258,7 @@ class _Survey:
     def _trajectory(self, group: int, member: int, length: Tokens) -> Trajectory:
         prompt = length // 2
         made = Trajectory(TrajectoryId(group, member), reward=0.0)
-        made.token_ids.extend(_tokens(self._random, self._vocabulary, length))
+        made.token_ids.extend(random_tokens(self._random, self._vocabulary, length))
         made.logprobs.extend([0.0] * prompt + [-1.0] * (length - prompt))
         made.loss_mask.extend([0] * prompt + [1] * (length - prompt))
         return made
@@ -278,7 +272,7 @@ class _Survey:
         most = max(self._seats(degree).values())
         batch = sorted({b for b, _ in batches}, key=lambda b: (b.trajectories, -b.length))[-1]
         alone_s = median(seconds for b, seconds in batches if b == batch)
-        loads = list(sharing_loads(most, self._rig.recipe.model.max_len))
+        loads = list(sharing_loads(most, self._harness.recipe.model.max_len))
         rounds: dict[ServerLoad, list[tuple[Seconds, Seconds, Seconds]]] = {
             load: [] for load in loads
         }
@@ -316,7 +310,7 @@ class _Survey:
         """Step after step; the one under way when it is cancelled is waited for."""
         samples = self._samples(batch)
         while True:
-            step = asyncio.ensure_future(self._rig.train(samples))
+            step = asyncio.ensure_future(self._harness.train(samples))
             try:
                 steps.append(await asyncio.shield(step))
             except asyncio.CancelledError:
@@ -328,99 +322,6 @@ def _median(rounds: Sequence[tuple[ServerLoad, Seconds]]) -> tuple[ServerLoad, S
     """The middle one by its seconds a token; of an even number the faster of two."""
     ordered = sorted(rounds, key=lambda turn: turn[1] / turn[0].generate)
     return ordered[(len(ordered) - 1) // 2]
-
-
-class _Crowd:
-    """The players of one load at one server."""
-
-    def __init__(
-        self,
-        rig: MeasurementHarness,
-        slot: SlotId,
-        load: ServerLoad,
-        random: Random,
-        vocabulary: int,
-    ) -> None:
-        self.load = load
-        self._rig = rig
-        self._slot = slot
-        self._random = random
-        self._vocabulary = vocabulary
-        self._stopping = False
-        self._turns = 0
-        self._tokens = 0
-        self._ended_at: Seconds = 0.0
-        self._all_begun = asyncio.Event()
-        self._begun = 0
-        #: Seconds and generated tokens of a turn, known after ``watch``.
-        self.turn_s: Seconds = 0.0
-        self.generated = 0.0
-
-    def stop(self) -> None:
-        """No more turns."""
-        self._stopping = True
-
-    async def play(self) -> None:
-        """One player: turns at the end of the same cached context, until told to stop."""
-        prefix = _tokens(self._random, self._vocabulary, self.load.cached)
-        await self._turn(prefix)
-        self._begun += 1
-        if self._begun == self.load.players:
-            self._all_begun.set()
-        while not self._stopping:
-            tokens = await self._turn(prefix)
-            await self._rig.tool()
-            self._turns += 1
-            self._tokens += tokens
-            self._ended_at = time.monotonic()
-
-    async def _turn(self, prefix: array[int]) -> Tokens:
-        prompt = prefix + _tokens(self._random, self._vocabulary, self.load.fresh)
-        tokens = self._random.randint(1, max(1, int(2 * self.load.generate) - 1))
-        await self._rig.turn(self._slot, prompt, tokens)
-        return tokens
-
-    async def warm(self) -> None:
-        """Until every player has had a turn, and has its context in the cache."""
-        await self._all_begun.wait()
-
-    async def watch(self, window_s: Seconds, enough: Callable[[], bool]) -> None:
-        """For this long, and until enough turns have ended to speak of a mean."""
-        least = max(LEAST_TURNS, TURNS_A_PLAYER * self.load.players)
-        began, turns, tokens = time.monotonic(), self._turns, self._tokens
-        give_up = began + LONGEST * window_s
-        while time.monotonic() < give_up:
-            await asyncio.sleep(window_s / 8)
-            ended = self._turns - turns >= least and time.monotonic() - began >= window_s
-            if ended and enough():
-                break
-        number = self._turns - turns
-        if not number:
-            raise LibraError(f"{self._slot}: no turn ended in {LONGEST * window_s:.0f} s")
-        self.turn_s = self.load.players * (self._ended_at - began) / number
-        self.generated = (self._tokens - tokens) / number
-
-
-@asynccontextmanager
-async def _playing(crowds: Iterable[_Crowd]) -> AsyncIterator[None]:
-    """Players at work; a failure of one ends the measurement, and none is left behind."""
-    chosen = list(crowds)
-    try:
-        async with asyncio.TaskGroup() as group:
-            for crowd in chosen:
-                for _ in range(crowd.load.players):
-                    group.create_task(crowd.play())
-            try:
-                yield
-            finally:
-                for crowd in chosen:
-                    crowd.stop()
-    except BaseExceptionGroup as several:
-        raise several.exceptions[0] from None
-
-
-def _tokens(random: Random, vocabulary: int, number: int) -> array[int]:
-    return array("i", random.choices(range(vocabulary), k=number))
 
 
 def chunk_tokens(vllm_args: Sequence[str]) -> Tokens:

@@ -23,24 +23,29 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, pairwise
+from pathlib import Path
 from statistics import fmean
 
+from libra_cli.bench.config import Progress
 from libra_cli.bench.fidelity.server import RunError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import TrainSample
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.costs.profile import Profile, ProfileError, TrainingShape
 from libra_cli.core.costs.server import ServerCost, guessed_cost
-from libra_cli.core.costs.workload import TrajectorySample as Size
-from libra_cli.core.costs.workload import Workload
-from libra_cli.core.records import StepRecord, TurnRecord
-from libra_cli.core.scheduling.least_cost import make_policy
+from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.records import StepRecord, TrajectoryRecord, TurnRecord
+from libra_cli.core.scheduling.policy import make_policy
 from libra_cli.core.types import Bucket, Seconds, Slot, ToolOutcome, TrajectoryId
+from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.run_directory import recipe_of
 from libra_cli.sim.traces import RecordedEpisode, Turn
 from libra_cli.sim.world import Recording, SimConfig, World
 
 LEAST_STEPS = 3
-"""Of a run that says anything about the time of a step."""
+"""Steps of a run that say anything about the time of a step."""
+WANTED_ERROR = 0.08
+"""Mean size of the relative error of a run's step time that counts as near enough; chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Paces:
-    """Of one run, real or simulated: seconds of each step after the first, and of training."""
+    """Seconds of each step of a run after the first, real or simulated, and of its training."""
 
     steps_s: tuple[Seconds, ...]
     train_s: tuple[Seconds, ...]
@@ -86,24 +91,49 @@ class LiveFidelity:
 
     @property
     def step_error(self) -> float:
-        """Of the mean seconds of a step."""
+        """The relative error of the mean seconds of a step."""
         return self.simulated.step_s / self.recorded.step_s - 1
 
     @property
     def each_error(self) -> float:
-        """Of the seconds of single steps: the mean size, over the steps."""
+        """The mean size of the relative errors of single steps."""
         pairs = zip(self.simulated.steps_s, self.recorded.steps_s, strict=False)
         return fmean(abs(mine / real - 1) for mine, real in pairs)
 
     @property
     def train_error(self) -> float:
-        """Of the mean seconds of training in a step."""
+        """The relative error of the mean seconds of training in a step."""
         return fmean(self.simulated.train_s) / fmean(self.recorded.train_s) - 1
 
-    @property
-    def tokens_error(self) -> float:
-        """Of the tokens a second."""
-        return self.simulated.tokens_per_s / self.recorded.tokens_per_s - 1
+
+def compare_runs(
+    run_dirs: Sequence[Path], profile: Profile, *, progress: Progress
+) -> list[LiveFidelity]:
+    """Each finished run beside its simulation with a profile that was measured elsewhere.
+
+    Raises:
+        LibraError: a run that cannot be read, or that the profile says nothing of.
+    """
+    found = []
+    for run_dir in run_dirs:
+        progress(f"playing {run_dir.name} again")
+        found.append(compared(read_run_dir(run_dir), profile))
+    return found
+
+
+def read_run_dir(run_dir: Path) -> Recorded:
+    """What a replay needs of a run directory.
+
+    Raises:
+        StateError: there is no run, or not all of it.
+    """
+    with Reader(run_dir) as reader:
+        steps = reader.rows(StepRecord)
+        turns = reader.rows(TurnRecord)
+        ended = reader.rows(TrajectoryRecord, "state = 'finished'")
+    recipe = recipe_of(run_dir)
+    finished = frozenset(TrajectoryId(row.group_id, row.member, row.attempt) for row in ended)
+    return Recorded(run_dir.name, recipe, tuple(steps), tuple(turns), finished)
 
 
 def compared(recorded: Recorded, profile: Profile) -> LiveFidelity:
@@ -123,7 +153,7 @@ def compared(recorded: Recorded, profile: Profile) -> LiveFidelity:
 
 
 def paces(steps: Sequence[StepRecord]) -> Paces:
-    """From the rows of the steps, in order."""
+    """The seconds of the steps, from their rows in order."""
     return Paces(
         tuple(after.ended_at - before.ended_at for before, after in pairwise(steps)),
         tuple(step.ended_at - step.started_at for step in steps[1:]),
@@ -179,7 +209,7 @@ def _train_s(
     profile: Profile, shape: TrainingShape, samples: tuple[TrainSample, ...], gpus: int
 ) -> Seconds:
     sizes = tuple(
-        Size(
+        TrajectorySample(
             prompt=len(sample.trajectory.token_ids) - sample.trajectory.generated,
             generated=max(1, sample.trajectory.generated),
         )
@@ -192,7 +222,7 @@ def _train_s(
 
 
 def _groups(recorded: Recorded) -> Iterator[tuple[RecordedEpisode, ...]]:
-    """Group after group as they were played; unfinished members as finished ones of others."""
+    """Group after group as they were played; for unfinished members finished ones of others."""
     played = episodes(recorded)
     if not played:
         raise RunError(f"{recorded.name}: no trajectory came to its end")

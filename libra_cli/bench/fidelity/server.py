@@ -11,16 +11,25 @@ for one run holds for its load; a run without waiting says nothing of the queue.
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from libra_cli.config.errors import LibraError
 from libra_cli.core.types import Seconds, Tokens
 from libra_cli.sim.engine import Engine, EngineRequest, FinishedRequest, StepTimes
+from libra_cli.sim.layer_times import layer_times
+from libra_cli.sim.profiles import load_profile
+
+REQUESTS, META = "requests.jsonl", "meta.json"
+WANTED_ERROR, WANTED_CORRELATION = 0.1, 0.98
+"""The largest relative error of mean, P99 and makespan, and the least correlation of latencies,
+with which the simulator counts as near enough; chosen."""
 
 
 class RunError(LibraError):
@@ -42,7 +51,7 @@ class RecordedRequest:
 
     @property
     def latency_s(self) -> Seconds:
-        """From the queue to the last token."""
+        """Seconds from the queue to the last token."""
         return self.finished_at - self.queued_at
 
 
@@ -73,10 +82,79 @@ class Fidelity:
     wait_error_s: Seconds
     token_error: float
 
-    def within(self, error: float = 0.1, correlation: float = 0.98) -> bool:
-        """Whether mean, P99 and makespan are within ``error``, and the correlation above."""
+    @property
+    def within(self) -> bool:
+        """Whether mean, P99 and makespan are as near as wanted, and the correlation as high."""
         worst = max(abs(self.mean_error), abs(self.p99_error), abs(self.makespan_error))
-        return worst <= error and self.correlation >= correlation
+        return worst <= WANTED_ERROR and self.correlation >= WANTED_CORRELATION
+
+
+@dataclass(frozen=True, slots=True)
+class ServerComparison:
+    """A recording beside its simulation. ``prices`` says where the costs come from."""
+
+    recorded: RecordedRun
+    prices: str
+    fidelity: Fidelity
+
+
+def compare_server(
+    requests: Path, meta: Path | None, *, profile: str, layers: Path | None, gpu: str
+) -> ServerComparison:
+    """The simulated engine beside a recorded run, with a profile or with per-layer measurements.
+
+    ``meta`` left out is the file beside the requests whose name ends in ``meta.json``; ``gpu`` left
+    out is the beginning of the requests' file name. Nothing is fitted to the run.
+
+    Raises:
+        LibraError: a file that cannot be read, or a server the profile does not have.
+    """
+    recorded = read_run(requests, meta or _beside(requests))
+    if layers is None:
+        cost, prices = _from_profile(profile, recorded), f"profile {profile}"
+    else:
+        chosen = gpu or requests.name.partition("_")[0]
+        cost, prices = _from_layers(layers, chosen, recorded), f"{layers}"
+    found = fidelity(cost, recorded.requests, recorded.max_num_seqs)
+    return ServerComparison(recorded, prices, found)
+
+
+def _beside(requests: Path) -> Path:
+    meta = requests.with_name(requests.name.removesuffix(REQUESTS) + META)
+    if not requests.is_file():
+        raise RunError(f"{requests}: there is no such file", hint=f"ls {requests.parent}")
+    if not (requests.name.endswith(REQUESTS) and meta.is_file()):
+        raise RunError(
+            f"{requests}: what server it is of is not beside it", hint="--meta META.json"
+        )
+    return meta
+
+
+def _from_profile(name: str, recorded: RecordedRun) -> StepTimes:
+    profile = load_profile(name)
+    model = recorded.model.rpartition("/")[2]
+    if profile.model.rpartition("/")[2].lower() != model.lower():
+        raise RunError(
+            f"profile {name} is of {profile.model}, and the run of {model}",
+            hint="give a profile of that model, or --layers DIRECTORY",
+        )
+    cost = profile.servers.get(recorded.tensor_parallel)
+    if cost is None:
+        raise RunError(
+            f"profile {name} has no server of {recorded.tensor_parallel} GPUs",
+            hint=f"it has TP {', '.join(map(str, profile.servers))}; give another, or --layers",
+        )
+    return cost
+
+
+def _from_layers(folder: Path, gpu: str, recorded: RecordedRun) -> StepTimes:
+    return layer_times(
+        folder,
+        gpu,
+        recorded.model,
+        recorded.tensor_parallel,
+        chunk_tokens=recorded.chunk_tokens,
+    )
 
 
 def read_run(requests: Path, meta: Path) -> RecordedRun:
@@ -174,7 +252,7 @@ def fidelity(cost: StepTimes, requests: Sequence[RecordedRequest], max_num_seqs:
     return Fidelity(
         requests=len(requests),
         mean_error=fmean(mine) / fmean(real) - 1,
-        p99_error=percentile(mine, 0.99) / percentile(real, 0.99) - 1,
+        p99_error=float(np.quantile(mine, 0.99) / np.quantile(real, 0.99)) - 1,
         makespan_error=my_end / real_end - 1,
         correlation=correlation(mine, real),
         wait_error_s=fmean(waits),
@@ -190,23 +268,9 @@ def _recorded_token_s(requests: Sequence[RecordedRequest]) -> Seconds:
     return sum(request.finished_at - request.first_token_at for request in requests) or 1e-9
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which ``share`` of them lie, on the line between neighbours."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
 def correlation(first: Sequence[float], second: Sequence[float]) -> float:
     """Pearson's correlation; 1 for two constant series, 0 for one."""
-    one, two = fmean(first), fmean(second)
-    above = sum((a - one) * (b - two) for a, b in zip(first, second, strict=True))
-    spread_one = sum((a - one) ** 2 for a in first)
-    spread_two = sum((b - two) ** 2 for b in second)
-    if not spread_one and not spread_two:
-        return 1.0
-    if not spread_one or not spread_two:
-        return 0.0
-    return above / sqrt(spread_one * spread_two)
+    constant = [len(set(series)) == 1 for series in (first, second)]
+    if any(constant):
+        return float(all(constant))
+    return statistics.correlation(first, second)

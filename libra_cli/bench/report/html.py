@@ -1,8 +1,8 @@
 """``bench.html``: what an experiment found, in one file that opens without a network.
 
 Drawings as SVG, a few lines of CSS, no script; light or dark as the reader's. It holds a table, a
-drawing of the contenders with their intervals for every comparison, and of the runs that were kept
-as stories the slots over time, the lengths, and how good the estimates were. Slots, bins and points
+drawing of the contenders with their intervals for every comparison, and of the runs whose timelines
+were kept the slots over time, the lengths, and how good the estimates were. Slots, bins and points
 are bounded, so a long experiment gives a file of the same size.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from libra_cli import __version__
@@ -21,7 +20,13 @@ from libra_cli.report.html.run_report import Chart
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from libra_cli.bench.results import Comparison, ComparisonSummary, Interval, Timeline
+    from libra_cli.bench.results import (
+        Comparison,
+        ComparisonSummary,
+        ExperimentResult,
+        Interval,
+        Timeline,
+    )
     from libra_cli.report.html.charts import TimelineRow as SlotRow
 
 _TEMPLATE = "bench.html.j2"
@@ -44,24 +49,14 @@ COLOURS = {
 _METRIC_UNITS = {"makespan_s": "seconds", "throughput_tok_s": "generated tokens per second"}
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """One experiment: its name, its comparisons, and sentences to show with them."""
-
-    title: str
-    comparisons: Sequence[Comparison]
-    notes: Sequence[str]
-
-
 def bench_page(
-    sections: Sequence[Section],
-    stories: Sequence[Timeline],
+    results: Sequence[ExperimentResult],
     *,
     about: str,
     command: str,
-    told: Sequence[str] = (),
+    warnings: Sequence[str] = (),
 ) -> str:
-    """The page as text. ``about`` stands under the title, ``told`` are warnings above all else.
+    """The page as text. ``about`` stands under the title, ``warnings`` above all else.
 
     Raises:
         StateError: this installation lacks the template.
@@ -73,15 +68,16 @@ def bench_page(
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
+    timelines = [timeline for result in results for timeline in result.timelines]
     page = environment.from_string(template(_TEMPLATE))
     return page.render(
         about=about,
         command=command,
-        told=told,
-        tiles=_tiles(sections),
-        sections=[_section(number, section) for number, section in enumerate(sections)],
-        timelines=_timelines(stories),
-        charts=[*_lengths(stories), *_calibrations(stories)],
+        warnings=warnings,
+        tiles=_tiles(results),
+        sections=[_section(number, result) for number, result in enumerate(results)],
+        slots=_slot_charts(timelines),
+        charts=[*_lengths(timelines), *_calibrations(timelines)],
         version=__version__,
     )
 
@@ -89,11 +85,11 @@ def bench_page(
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-def _tiles(sections: Sequence[Section]) -> list[tuple[str, str, str]]:
+def _tiles(results: Sequence[ExperimentResult]) -> list[tuple[str, str, str]]:
     """(name, value, what it says): of each first comparison that has libra in it."""
     tiles: list[tuple[str, str, str]] = []
-    for section in sections:
-        found = next(((c, s) for c in section.comparisons if (s := _ours(c))), None)
+    for result in results:
+        found = next(((c, s) for c in result.comparisons if (s := _ours(c))), None)
         if found is None:
             continue
         comparison, summary = found
@@ -118,10 +114,10 @@ def _ours(comparison: Comparison) -> ComparisonSummary | None:
     return next((summary for name, summary in pairs if name == bench_view.OURS), None)
 
 
-def _section(number: int, section: Section) -> dict[str, object]:
+def _section(number: int, result: ExperimentResult) -> dict[str, object]:
     return {
-        "title": section.title,
-        "notes": section.notes,
+        "title": result.title,
+        "notes": result.notes,
         "comparisons": [
             {
                 "subject": bench_view.subject(comparison),
@@ -131,7 +127,7 @@ def _section(number: int, section: Section) -> dict[str, object]:
                 "legend": bench_view.legend(comparison),
                 "verdicts": bench_view.verdicts(comparison),
             }
-            for index, comparison in enumerate(section.comparisons)
+            for index, comparison in enumerate(result.comparisons)
         ],
     }
 
@@ -216,23 +212,23 @@ def _colour(variable: str) -> str:
 # -- slots over time -------------------------------------------------------------------------------
 
 
-def _timelines(stories: Sequence[Timeline]) -> list[Chart]:
+def _slot_charts(timelines: Sequence[Timeline]) -> list[Chart]:
     """The first few, those of one trace on the same scale."""
     from libra_cli.report.html.charts import timeline
 
-    shown = [story for story in stories if story.spans][:_MAX_TIMELINES]
+    shown = [run for run in timelines if run.spans][:_MAX_TIMELINES]
     keys = (
         ("a", "box", "serving"),
         ("b", "box", "training"),
         ("warn", "box", "draining, starting, syncing"),
     )
     charts = []
-    for number, story in enumerate(shown):
+    for number, run in enumerate(shown):
         seconds = max(
-            span[3] for other in shown if other.trace == story.trace for span in other.spans
+            span[3] for other in shown if other.trace == run.trace for span in other.spans
         )
-        states = {state for _, state, _, _ in story.spans}
-        rows, left_out = _slot_rows(story, seconds)
+        states = {state for _, state, _, _ in run.spans}
+        rows, left_out = _slot_rows(run, seconds)
         unit = "minutes:seconds; blank is idle"
         if left_out:
             unit += f"; {len(rows)} of {len(rows) + left_out} slots"
@@ -244,16 +240,16 @@ def _timelines(stories: Sequence[Timeline]) -> list[Chart]:
             colours={state: COLOURS.get(state, "muted") for state in states - {"idle"}},
             opacity=0.6,
         )
-        charts.append(Chart(f"Slots: {_who(story)}", unit, svg, keys, wide=True))
+        charts.append(Chart(f"Slots: {_who(run)}", unit, svg, keys, wide=True))
     return charts
 
 
-def _slot_rows(story: Timeline, seconds: float) -> tuple[list[SlotRow], int]:
+def _slot_rows(run: Timeline, seconds: float) -> tuple[list[SlotRow], int]:
     """The rows to draw, evenly spread over the slots, and how many were left out."""
     from libra_cli.report.html.charts import TimelineRow as SlotRow
 
     slots: dict[str, list[tuple[str, float, float]]] = {}
-    for slot, state, start, end in story.spans:
+    for slot, state, start, end in run.spans:
         slots.setdefault(slot, []).append((state, start, end))
     names = sorted(slots, key=_natural)
     every = math.ceil(len(names) / _MAX_SLOTS)
@@ -283,9 +279,9 @@ def _binned(
 
 
 def _state_of_bin(shares: dict[str, float], width: float) -> str:
-    """What is not told of a bin is idle."""
-    untold = max(0.0, width - sum(shares.values()))
-    whole = {**shares, "idle": shares.get("idle", 0.0) + untold}
+    """The state that fills most of a bin; time of which nothing is known is idle."""
+    unknown = max(0.0, width - sum(shares.values()))
+    whole = {**shares, "idle": shares.get("idle", 0.0) + unknown}
     return max(whole, key=lambda state: whole[state])
 
 
@@ -297,22 +293,22 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
-def _who(story: Timeline) -> str:
-    parts = (story.policy, story.planner, story.trace, story.variant, f"seed {story.seed}")
+def _who(run: Timeline) -> str:
+    parts = (run.policy, run.planner, run.trace, run.variant, f"seed {run.seed}")
     return ", ".join(part for part in parts if part)
 
 
 # -- lengths and estimates -------------------------------------------------------------------------
 
 
-def _lengths(stories: Sequence[Timeline]) -> list[Chart]:
+def _lengths(timelines: Sequence[Timeline]) -> list[Chart]:
     """One a trace and variant: all contenders of a seed play the same trajectories."""
     from libra_cli.report.html.charts import drawing
 
-    firsts = {(s.trace, s.variant): s for s in reversed(stories) if len(s.lengths) > 1}
+    firsts = {(s.trace, s.variant): s for s in reversed(timelines) if len(s.lengths) > 1}
     charts = []
-    for number, story in enumerate(list(reversed(firsts.values()))[:_MAX_SMALL]):
-        lengths = sorted(story.lengths)
+    for number, run in enumerate(list(reversed(firsts.values()))[:_MAX_SMALL]):
+        lengths = sorted(run.lengths)
 
         def paint(axes: Axes, lengths: Sequence[int] = lengths) -> None:
             xs, trajectories, tokens = _survival(lengths)
@@ -326,7 +322,7 @@ def _lengths(stories: Sequence[Timeline]) -> list[Chart]:
 
         mean = bench_view.amount(round(sum(lengths) / len(lengths)))
         p99 = bench_view.amount(lengths[math.ceil(0.99 * len(lengths)) - 1])
-        unit = f"{story.trace}: generated tokens, mean {mean}, P99 {p99}"
+        unit = f"{run.trace}: generated tokens, mean {mean}, P99 {p99}"
         keys = (
             ("a", "line", "trajectories longer than this"),
             ("b", "line", "tokens in them"),
@@ -352,17 +348,17 @@ def _survival(lengths: Sequence[int]) -> tuple[list[float], list[float], list[fl
     return xs, trajectories, tokens
 
 
-def _calibrations(stories: Sequence[Timeline]) -> list[Chart]:
+def _calibrations(timelines: Sequence[Timeline]) -> list[Chart]:
     from libra_cli.report.html.charts import drawing
 
-    guessed = [s for s in stories if s.calibration and s.policy != _CLAIRVOYANT]
+    guessed = [s for s in timelines if s.calibration and s.policy != _CLAIRVOYANT]
     shown = {(s.trace, s.variant, s.policy, s.planner): s for s in guessed}
     charts = []
-    for number, story in enumerate(list(shown.values())[:_MAX_SMALL]):
+    for number, run in enumerate(list(shown.values())[:_MAX_SMALL]):
 
-        def paint(axes: Axes, story: Timeline = story) -> None:
+        def paint(axes: Axes, run: Timeline = run) -> None:
             axes.plot((0, 1), (0, 1), color=_colour("muted"), linewidth=1.0, dashes=(4, 3))
-            points = sorted(story.calibration)
+            points = sorted(run.calibration)
             axes.plot(
                 [p for p, _, _ in points], [o for _, o, _ in points], color=_colour("a"), lw=1.4
             )
@@ -375,8 +371,8 @@ def _calibrations(stories: Sequence[Timeline]) -> list[Chart]:
                 axis.set_major_formatter(lambda value, _: f"{value:.0%}")
             axes.grid(axis="y")
 
-        count = sum(point[2] for point in story.calibration)
-        unit = f"{story.trace}, {story.policy}: {count:,} predictions"
+        count = sum(point[2] for point in run.calibration)
+        unit = f"{run.trace}, {run.policy}: {count:,} predictions"
         keys = (("a", "dot", "how often what was predicted came true"), ("muted", "dash", "ideal"))
         svg = drawing(f"calibration-{number}", paint, width=520, height=230)
         charts.append(Chart("Calibration", unit, svg, keys))

@@ -1,6 +1,6 @@
 """What a person sees of an experiment in a terminal: its table, and what it says.
 
-Everything fits 80 columns. Nothing here computes: intervals and marks come from ``sim.results``.
+Everything fits 80 columns. Nothing here computes: intervals and marks come from ``bench.results``.
 """
 
 from __future__ import annotations

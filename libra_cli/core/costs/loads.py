@@ -9,7 +9,7 @@ tokens, and does the work of n turns::
     T = turn_s + a steps + b n (generate - 1) + c n (generate - 1) context
         + r n + p1 n fresh + p2 n fresh (cached + fresh / 2)
 
-with the prices of ``pricing.server_costs``. ``turn_s`` is what a turn spends outside the engine.
+with the prices of ``costs.server``. ``turn_s`` is what a turn spends outside the engine.
 
 **The trainer** takes steps on made-up batches: ``seconds = step_s + token_s T + pair_s Q``.
 
@@ -29,13 +29,13 @@ from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.types import Seconds, Tokens
 
 BLOCK: Tokens = 16
-"""The prefix cache holds whole blocks of so many tokens."""
+"""Tokens of a block of the prefix cache, which holds whole blocks only: vLLM's default."""
 FRESH: Tokens = 8
-"""Of a usual turn: what a tool returns to a small model."""
+"""Prompt tokens that a usual turn computes: what the pointer-chase tool returns; chosen."""
 TURNS: tuple[Tokens, ...] = (4, 24)
-"""Generated tokens of a turn, on average."""
+"""Generated tokens of a turn, on average, short and long; chosen."""
 KV_SHARE = 0.8
-"""Of the KV cache, that a load may fill: no preemption."""
+"""Share of the KV cache that a load may fill, so that nothing is preempted; chosen."""
 SERVER_PRICES = (
     "a step",
     "a sequence",
@@ -58,7 +58,7 @@ class ServerLoad:
     generate: float
 
     def amounts(self, chunk_tokens: Tokens) -> tuple[float, ...]:
-        """Of each of ``SERVER_PRICES``, in the seconds of one turn."""
+        """How much of each of ``SERVER_PRICES`` the server does in the seconds of one turn."""
         decoded = self.players * (self.generate - 1)
         context = self.cached + self.fresh + self.generate / 2
         computed = self.players * self.fresh
@@ -81,7 +81,7 @@ class Batch:
     length: Tokens
 
     def amounts(self) -> tuple[float, ...]:
-        """Of each of ``TRAINING_PRICES``."""
+        """How much of each of ``TRAINING_PRICES`` a step on this batch takes."""
         tokens = self.trajectories * self.length
         return (1.0, tokens, tokens * self.length / 2)
 
@@ -90,7 +90,7 @@ class Batch:
 
 
 def server_loads(max_num_seqs: int, max_len: Tokens, kv_tokens: Tokens) -> Iterator[ServerLoad]:
-    """A grid over batch sizes, contexts and turn lengths, and prompts of growing length."""
+    """The loads to measure: a grid of batch sizes, contexts and turns, and growing prompts."""
     players = _doubling(max_num_seqs)
     short, long = _blocks(max_len // 16), _blocks(max_len * 3 // 4)
     for number, cached, turn in product(players, (short, long), TURNS):
@@ -108,7 +108,7 @@ def server_loads(max_num_seqs: int, max_len: Tokens, kv_tokens: Tokens) -> Itera
 
 
 def sharing_loads(max_num_seqs: int, max_len: Tokens) -> Iterator[ServerLoad]:
-    """Loads to repeat while the trainer works: what a run is like, full and a quarter full."""
+    """The loads to repeat while the trainer works: a server full, and a quarter full."""
     cached = _blocks(max_len // 16)
     for number in sorted({max_num_seqs, max(1, max_num_seqs // 4)}, reverse=True):
         yield ServerLoad(number, cached, FRESH, TURNS[0])
@@ -129,13 +129,13 @@ def _doubling(most: int) -> list[int]:
 
 
 def _blocks(tokens: Tokens) -> Tokens:
-    """Rounded down to whole blocks, at least one."""
+    """The tokens rounded down to whole blocks, at least one."""
     return max(BLOCK, tokens // BLOCK * BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFit:
-    """The prices of a server, and what a turn spends outside it."""
+    """The prices of a server, and the seconds a turn spends outside it."""
 
     cost: ServerCost
     turn_s: Seconds

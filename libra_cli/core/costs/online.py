@@ -44,7 +44,7 @@ SETTLED = 8
 
 
 class FadingLine:
-    """Non-negative prices of a linear law, learned from (amounts, seconds)."""
+    """Non-negative prices of a linear law, in seconds a unit, learned from (amounts, seconds)."""
 
     def __init__(
         self, prior: Sequence[float], *, memory: float = MEMORY, trust: float = TRUST
@@ -94,7 +94,7 @@ class FadingLine:
         self._logs = self._logs * self._keep + weight * log(ratio)
 
     def prices(self) -> tuple[float, ...]:
-        """The best ones, none below 0."""
+        """The prices that explain what was observed best, in seconds a unit, none below 0."""
         factors = self._factors()
         return tuple(price * factor for price, factor in zip(self._prior, factors, strict=True))
 
@@ -117,19 +117,19 @@ class Refiner:
 
     @property
     def seen(self) -> int:
-        """Observations so far."""
+        """How many observations were taken in."""
         return self._line.seen
 
     def observe(self, running: float, kv_tokens: float, step_s: Seconds) -> None:
-        """A step took ``step_s`` with so many sequences that hold so much context."""
+        """Take in a step of ``step_s`` that decoded ``running`` sequences with ``kv_tokens``."""
         self._line.observe((1.0, running, kv_tokens), step_s, by_time=True)
 
     def cost(self) -> ServerCost:
-        """What such a server costs now."""
+        """The prior with the prices learned so far."""
         return self.applied_to(self._prior)
 
     def applied_to(self, cost: ServerCost) -> ServerCost:
-        """The same shape with another KV cache."""
+        """``cost`` with the prices learned so far; it has the same shape and another KV cache."""
         if not self._line.seen:
             return cost
         step_s, sequence_s, kv_token_s = self._line.prices()
@@ -152,13 +152,13 @@ class LearnedCosts:
         self._refiners: dict[int, Refiner] = {}
 
     def of(self, bucket: Bucket) -> ServerCost:
-        """Of one server of this bucket."""
+        """The prices of one server of this bucket."""
         refiner = self._refiners.get(bucket.tensor_parallel)
         cost = self._cost_of(bucket)
         return refiner.applied_to(cost) if refiner is not None else cost
 
     def observe(self, bucket: Bucket, *, running: float, kv_tokens: float, step_s: Seconds) -> None:
-        """One of its servers took ``step_s`` a token at that load."""
+        """Take in that a server of the bucket took ``step_s`` a token at that load."""
         degree = bucket.tensor_parallel
         if degree not in self._refiners:
             self._refiners[degree] = Refiner(self._cost_of(bucket))

@@ -32,7 +32,8 @@ from libra_cli.core.types import Seconds, Tokens
 
 GIB = 2.0**30
 SHARD_BYTES = 16
-"""Of a parameter: bf16 weight and gradient, float32 master copy and Adam's two moments."""
+"""Bytes of a parameter: bf16 weight and gradient (2 + 2), float32 master copy and Adam's moments
+(4 + 4 + 4), as in ZeRO (arXiv 1910.02054)."""
 LOGIT_TOKENS = 8192
 """Tokens whose logits are in memory at once: the loss is computed in chunks of at most these."""
 _Part = TypeVar("_Part")
@@ -63,7 +64,7 @@ class TrainingShape:
 
     @property
     def gpus(self) -> int:
-        """Ranks."""
+        """The number of ranks, one a GPU."""
         return self.tensor_parallel * self.data_parallel
 
     def __str__(self) -> str:
@@ -72,7 +73,7 @@ class TrainingShape:
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
-    """Of the model and the GPU: what memory is made of. ``kv_bytes`` is a token's, whole model."""
+    """What memory is made of, by model and GPU; ``kv_bytes`` is of one token in all layers."""
 
     parameters: float
     layers: int
@@ -81,15 +82,15 @@ class MemoryModel:
     kv_bytes: float
     gpu_gib: float
     usable_share: float = 0.9
-    """Of a GPU's memory, that an engine or a trainer may take."""
+    """Share of a GPU's memory that an engine or a trainer may take; vLLM's default."""
     server_overhead_gib: float = 1.85
-    """A server's, on each GPU: CUDA graphs, activations, communication buffers."""
+    """GiB a server takes on each GPU for CUDA graphs, activations and communication buffers."""
     trainer_overhead_gib: float = 6.0
-    """A rank's: CUDA context, communication buffers, fragmentation."""
+    """GiB a rank takes for the CUDA context, communication buffers and fragmentation."""
 
     @property
     def usable_gib(self) -> float:
-        """Of one GPU."""
+        """GiB of one GPU that may be taken."""
         return self.gpu_gib * self.usable_share
 
     def weights_gib(self, tensor_parallel: int) -> float:
@@ -97,7 +98,7 @@ class MemoryModel:
         return 2 * self.parameters / tensor_parallel / GIB
 
     def server_gib(self, tensor_parallel: int, kv_tokens: Tokens) -> float:
-        """Memory on each GPU of a server that holds ``kv_tokens``."""
+        """GiB on each GPU of a server whose KV cache holds ``kv_tokens``."""
         kv = kv_tokens * self.kv_bytes / tensor_parallel / GIB
         return self.weights_gib(tensor_parallel) + kv + self.server_overhead_gib
 
@@ -108,7 +109,9 @@ class TrainingCost:
 
     ``token_s`` and ``pair_s`` are GPU-seconds of a token and of a pair of tokens (forward, backward
     and recomputation); ``step_s`` what a step costs whatever is in it; the bandwidths are bytes a
-    second of a collective inside a node and across nodes of ``node_gpus``.
+    second of a collective inside a node and across nodes of ``node_gpus``. ``micro_tokens`` are the
+    most of a micro batch; ``exposed`` is the share of the gathering that no arithmetic hides
+    (chosen, not measured).
     """
 
     token_s: Seconds
@@ -122,13 +125,13 @@ class TrainingCost:
     exposed: float = 0.3
 
     def seconds(self, shape: TrainingShape, workload: Workload) -> Seconds:
-        """A step of this workload."""
+        """Seconds of a step on this workload."""
         busy = self.compute_s(shape, workload) + self.exposed * self._gather_s(shape, workload)
         busy += self._reduce_s(shape, workload)
         return self.step_s + busy
 
     def compute_s(self, shape: TrainingShape, workload: Workload) -> Seconds:
-        """Arithmetic of a step: shared evenly, but no replica has less than a whole trajectory."""
+        """Seconds of arithmetic of a step: shared evenly, but a trajectory stays on one replica."""
         even = (self.token_s * workload.tokens + self.pair_s * workload.pairs) / shape.gpus
         context = workload.longest.context
         longest = self.token_s * context + self.pair_s * context**2 / 2
@@ -140,7 +143,8 @@ class TrainingCost:
         return moved / self.compute_s(shape, workload)
 
     def memory_gib(self, shape: TrainingShape, longest_context: Tokens) -> float:
-        """The most that a rank holds at once."""
+        """The most GiB that a rank holds at once. Activations are those of Korthikanti et al.
+        (arXiv 2205.05198): 34 bytes a token and hidden unit inside a layer."""
         facts, tokens = self.facts, max(self.micro_tokens, longest_context)
         states = SHARD_BYTES * facts.parameters / shape.gpus
         layer = 2 * 2 * facts.parameters / facts.layers / shape.tensor_parallel
@@ -151,7 +155,7 @@ class TrainingCost:
         return held / GIB + facts.trainer_overhead_gib
 
     def scaled(self, factor: float) -> TrainingCost:
-        """Every second ``factor`` times as long."""
+        """The same trainer with every second ``factor`` times as long."""
         return replace(
             self,
             token_s=self.token_s * factor,
@@ -172,7 +176,7 @@ class TrainingCost:
         return self._micro_batches(shape, workload) * shard / bandwidth
 
     def _reduce_s(self, shape: TrainingShape, workload: Workload) -> Seconds:
-        """Six all-reduces a layer: two forward, two backward, two recomputed."""
+        """Seconds of all-reduces: six a layer, two forward, two backward, two recomputed."""
         degree = shape.tensor_parallel
         moved = 6 * self.facts.layers * 2 * self.facts.hidden * 2 * (degree - 1) / degree
         return workload.tokens / shape.data_parallel * moved / self.node_bandwidth
@@ -194,7 +198,7 @@ class MoveCost:
     start_s: Mapping[int, Seconds]
 
     def start(self, tensor_parallel: int) -> Seconds:
-        """A server of this shape; the longest known where it is not."""
+        """Seconds to start a server of this shape; the longest known where it was not measured."""
         return self.start_s.get(tensor_parallel, max(self.start_s.values(), default=0.0))
 
 
@@ -236,11 +240,11 @@ class Profile:
 
     @property
     def facts(self) -> MemoryModel:
-        """Of the model and the GPU."""
+        """The memory model of the model and the GPU."""
         return self.training.facts
 
     def scaled(self, factor: float) -> Profile:
-        """Every server ``factor`` times as slow, training as it is: mis-estimated rollout costs."""
+        """The same with every server ``factor`` times as slow, and training as it is."""
         return replace(
             self,
             overhead_s=self.overhead_s * factor,
@@ -256,11 +260,11 @@ class Profile:
         return replace(self, servers=servers, overhead_s=self.overhead_s + seconds)
 
     def kernel_only(self) -> Profile:
-        """Without the engine's overhead: what the kernels alone take."""
+        """The same without the engine's overhead: what the kernels alone take."""
         return self.with_overhead(-self.overhead_s)
 
     def with_kv_share(self, share: float) -> Profile:
-        """Servers with ``share`` of their KV cache."""
+        """The same with ``share`` of every server's KV cache."""
         servers = {
             degree: replace(cost, kv_tokens=max(1, int(cost.kv_tokens * share)))
             for degree, cost in self.servers.items()
@@ -268,7 +272,7 @@ class Profile:
         return replace(self, servers=servers)
 
     def to_json(self) -> str:
-        """One JSON object; seconds, bytes and tokens."""
+        """The profile as one JSON object, in seconds, bytes, GiB and tokens."""
         body = asdict(self)
         body["servers"] = [asdict(cost) for _, cost in sorted(self.servers.items())]
         body["moves"]["start_s"] = {str(k): v for k, v in self.moves.start_s.items()}

@@ -13,7 +13,8 @@ It is 0 in prices made of kernels, and most of a short turn where the model is t
 weights and whatever a step costs before it does anything. Reading the weights takes as long as
 multiplying them by one or two hundred tokens, so the first ``free`` tokens of a step ride on that
 reading and only the rest is paid for: measured GEMMs (RTX PRO 6000, A100, H100) are flat up to
-there and linear after. The decode law is the usual one (vidur, splitwise-sim).
+there and linear after. The decode law is the usual one (Vidur, arXiv 2405.05465; Splitwise,
+arXiv 2311.18677).
 
 Guarantee: every price is non-negative, and grows with every argument. Limit: straight lines through
 measurements that have steps in them: for dense models 1 to 4 % off the kernel data on average, 14 %

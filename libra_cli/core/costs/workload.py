@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from libra_cli.core.types import Seconds, Tokens
 
 TRAINING_SHARE = 0.75
-"""Of a step's trajectories: in training, on average, while the next are played."""
+"""Share of a step's trajectories that are in training while the next are played; measured in the
+simulator, see ``in_flight``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +35,12 @@ class TrajectorySample:
 
     @property
     def context(self) -> Tokens:
-        """Tokens at its end."""
+        """Tokens of its context at its end."""
         return self.prompt + self.generated + self.observed
 
     @property
     def mean_context(self) -> float:
-        """Tokens a decoding step of it attends to, on average, if it grows evenly."""
+        """Tokens that one of its decoding steps attends to, on average, if it grows evenly."""
         return self.prompt + (self.generated + self.observed) / 2
 
 
@@ -114,7 +115,7 @@ class Window:
         self._samples.append(sample)
 
     def workload(self, trajectories: int, overlap: float = 2.0) -> Workload | None:
-        """What they stand for, or None before the first."""
+        """The workload that the samples stand for, or None before the first."""
         if not self._samples:
             return None
         return Workload(tuple(self._samples), trajectories, overlap)

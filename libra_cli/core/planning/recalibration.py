@@ -5,9 +5,9 @@ over some steps, within a factor of ``MOST``. Training's are measured as they ar
 of them where training waited for at least ``IDLE`` of the time. Where it never did, the staleness
 bound held rollout back: fewer trajectories were in play than there is room for, and each was faster
 for it. How long they took tells the prices, and these how long a step takes when every place is
-taken (``RolloutTable.unheld_s``). In between it is a mix. The two do not agree, and a plan changes
-which of them is taken, so who remembers the correction ``before`` gets the geometric mean with it:
-otherwise moves chase each other.
+taken (``RolloutTable.saturated_step_s``). In between it is a mix. The two do not agree, and a plan
+changes which of them is taken, so who remembers the correction ``before`` gets the geometric mean
+with it: otherwise moves chase each other.
 
 Limit: held back, nothing shows how unevenly a rollout would end, nor what its caches would save.
 Simulated on four traces it was told 22 % too fast where stragglers rule and 27 to 75 % too slow
@@ -66,11 +66,13 @@ def recalibrated(
 
 
 def _stages(measured: MeasuredStep, priced: Times, search: Search, layout: Layout) -> Times:
-    step_s = unheld_s = measured.step_s
+    step_s = saturated_step_s = measured.step_s
     if measured.in_play_s and priced.rollout_s < inf:
-        unheld_s = search.table.unheld_s(layout.buckets, measured.in_play_s, measured.concurrency)
+        saturated_step_s = search.table.saturated_step_s(
+            layout.buckets, measured.in_play_s, measured.concurrency
+        )
     held = max(0.0, 1.0 - measured.waited_s / (IDLE * step_s))
-    return Times(step_s + held * min(0.0, unheld_s - step_s), measured.train_s)
+    return Times(step_s + held * min(0.0, saturated_step_s - step_s), measured.train_s)
 
 
 def _recalibration(measured: Times, predicted: Times) -> Recalibration:

@@ -199,10 +199,10 @@ class RolloutTable:
                 slowest, words = cost, self._words(bucket, start, end)
         return words
 
-    def unheld_s(
+    def saturated_step_s(
         self, buckets: tuple[PlannedBucket, ...], in_play_s: Seconds, beside: float
     ) -> Seconds:
-        """Seconds of a step with every place taken, of servers of which not all were.
+        """Seconds of a step if every place on the servers were taken, from a step's that were not.
 
         A step's trajectories were in play for ``in_play_s``, summed over them, with ``beside`` at a
         time. Each takes its path and the work of all on its server, which tells the factor between

@@ -55,7 +55,7 @@ def moves_between(today: Layout, then: Layout) -> Moves:
 def moves_cost_s(profile: Profile, workload: Workload, today: Layout, then: Layout) -> Seconds:
     """Seconds of the whole job that the moves take; the formula is the module's.
 
-    GPUs join training as gradient workers, so only another tensor or pipeline degree restarts it.
+    GPUs join training as gradient workers, so only another tensor degree restarts it.
     """
     moves, prices = moves_between(today, then), profile.moves
     starting = sum(prices.start(d) * d * number for d, number in moves.started.items())

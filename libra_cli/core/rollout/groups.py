@@ -6,10 +6,11 @@
       |                                        the queue
       +--- the next prompt of the stream, or one that has to be played again
 
-Staleness bound (after AReaL): with ``B`` groups a step and bound ``eta``, a group may be opened
-only while ``open + ready + claimed < (eta + 1) * B``. Consumed in order, a group opened at version
-v is then trained at v + eta at the latest. A straggler that is older when a batch is made is not
-trained: its prompt goes back to the queue, so that long trajectories are not silently lost.
+Staleness bound (after AReaL, arXiv 2505.24298): with ``B`` groups a step and bound ``eta``, a
+group may be opened only while ``open + ready + claimed < (eta + 1) * B``. Consumed in order, a
+group opened at version v is then trained at v + eta at the latest. A straggler that is older when
+a batch is made is not trained: its prompt goes back to the queue, so that long trajectories are
+not silently lost.
 """
 
 from __future__ import annotations

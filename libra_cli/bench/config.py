@@ -1,0 +1,126 @@
+"""What an experiment of ``libra bench`` is asked: names looked up, and wrong ones refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from libra_cli.bench.oracles import ORACLES
+from libra_cli.config.errors import LibraError, did_you_mean
+from libra_cli.core.costs.profile import Profile
+from libra_cli.core.planning.baselines import PLANNERS
+from libra_cli.core.scheduling.policy import POLICIES as SCHEDULING_POLICIES
+from libra_cli.sim.profiles import load_profile
+from libra_cli.sim.traces import DEFAULT_TRACE, Trace, load_trace
+
+POLICIES = (*SCHEDULING_POLICIES.available(), *ORACLES)
+
+Progress: TypeAlias = Callable[[str], None]
+"""Told in a few words what is being done."""
+
+
+class BenchError(LibraError):
+    """An argument of ``libra bench`` that means nothing."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentConfig:
+    """What to measure, and on what.
+
+    ``policies`` and ``planners`` are the contenders; ``policy`` is the one that planners are
+    compared under. ``drift`` are stretch factors of the generated tokens over a run, evenly spaced
+    and linear in between; empty for none. ``seeds`` is the number of workloads.
+    """
+
+    traces: tuple[Trace, ...]
+    profile: Profile
+    gpus: int
+    seeds: int
+    policies: tuple[str, ...]
+    planners: tuple[str, ...]
+    policy: str
+    drift: tuple[float, ...]
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        traces: Sequence[str],
+        profile: str,
+        gpus: int,
+        seeds: int,
+        policies: str,
+        planners: str,
+        policy: str,
+        drift: str,
+    ) -> ExperimentConfig:
+        """From the arguments. Lists are separated by commas; empty means all there are.
+
+        Raises:
+            BenchError: an unknown policy or planner, or a drift that is none.
+            TraceError: a trace that cannot be read, with file and line.
+            ProfileError: a profile that is none.
+        """
+        return cls(
+            traces=tuple(load_trace(name) for name in traces or (DEFAULT_TRACE,)),
+            profile=load_profile(profile),
+            gpus=gpus,
+            seeds=seeds,
+            policies=parse_names("policy", policies, POLICIES),
+            planners=parse_names("planner", planners, PLANNERS),
+            policy=parse_names("policy", policy, POLICIES)[0],
+            drift=parse_drift(drift),
+        )
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the reader should know before the numbers: one line each."""
+        lines = [
+            f"{trace.name} has no {', no '.join(trace.lacks)}: what would use them, cannot"
+            for trace in self.traces
+            if trace.lacks
+        ]
+        if self.seeds < 2:
+            told = "one seed gives no intervals, and nothing to tell luck by: --seeds 3 or more"
+            lines.append(told)
+        return lines
+
+
+def parse_names(kind: str, wanted: str, known: Sequence[str]) -> tuple[str, ...]:
+    """Names separated by commas, each one known, in the order given; all if none is given.
+
+    Raises:
+        BenchError: one is unknown; says which there are.
+    """
+    names = tuple(dict.fromkeys(name.strip() for name in wanted.split(",") if name.strip()))
+    for name in names:
+        if name not in known:
+            raise BenchError(
+                f"there is no {kind} {name!r}{did_you_mean(name, known)}",
+                hint=f"choose among {', '.join(known)}",
+            )
+    return names or tuple(known)
+
+
+def parse_drift(text: str) -> tuple[float, ...]:
+    """``4`` or ``1,4``: generations end four times as long; ``1,4,1``: and come back; ``none``.
+
+    Raises:
+        BenchError: not numbers above zero.
+    """
+    if text.strip().lower() in ("", "none", "1"):
+        return ()
+    try:
+        factors = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        factors = (math.nan,)
+    if not all(0 < factor < math.inf for factor in factors):
+        raise BenchError(
+            f"--drift {text!r} is not a list of factors above zero",
+            hint="--drift 1,4 lets generations grow to four times their length; --drift none",
+        )
+    return factors if len(factors) > 1 else (1.0, *factors)

@@ -1,0 +1,256 @@
+"""What a person and a program see of the checks of ``libra bench``: tables of words, and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from libra_cli.bench.fidelity.run import WANTED_ERROR as WANTED_STEP_ERROR
+from libra_cli.bench.fidelity.run import LiveFidelity
+from libra_cli.bench.fidelity.server import (
+    WANTED_CORRELATION,
+    WANTED_ERROR,
+    Fidelity,
+    ServerComparison,
+)
+from libra_cli.bench.placement import PlacementRow
+from libra_cli.bench.publication import (
+    LONG_RATIO,
+    ROLLOUT_GROWTH,
+    SHORT_RATIO,
+    TRAINING_GROWTH,
+    PublicationResult,
+    PublicationRow,
+)
+from libra_cli.bench.report.terminal import Sheet, amount
+from libra_cli.bench.results import interval
+from libra_cli.core.costs.profile import Profile
+
+NEAREST = 8
+"""Rows of the publication sweep that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The tables of a check, and its part of the object for ``--json``."""
+
+    sheets: tuple[Sheet, ...]
+    body: dict[str, Any]
+
+
+# -- a server's requests ---------------------------------------------------------------------------
+
+
+def server_report(compared: ServerComparison) -> Report:
+    """A simulated server beside a recorded one."""
+    recorded, found = compared.recorded, compared.fidelity
+    shape = f"{recorded.model}, TP{recorded.tensor_parallel}"
+    title = f"{shape}, {found.requests:,} requests; {compared.prices}"
+    sheet = Sheet(title, ("simulated against recorded", "", "wanted", ""), _server_rows(found))
+    return Report((sheet,), {"fidelity": {**asdict(found), "within": found.within}})
+
+
+def _server_rows(found: Fidelity) -> list[Sequence[str]]:
+    def error(name: str, value: float) -> Sequence[str]:
+        return name, f"{value:+.1%}", f"within {WANTED_ERROR:.0%}", _mark(value, WANTED_ERROR)
+
+    near = "✓" if found.correlation >= WANTED_CORRELATION else "✗"
+    return [
+        error("mean latency", found.mean_error),
+        error("P99 latency", found.p99_error),
+        error("makespan", found.makespan_error),
+        (
+            "correlation of latencies, request by request",
+            f"{found.correlation:.4f}",
+            f"≥ {WANTED_CORRELATION}",
+            near,
+        ),
+        ("time from the first token to the last", f"{found.token_error:+.1%}", "", ""),
+        ("time to the first token", f"{found.wait_error_s * 1e3:+.0f} ms", "", ""),
+    ]
+
+
+def _mark(error: float, wanted: float) -> str:
+    return "✓" if abs(error) <= wanted else "✗"
+
+
+# -- whole runs ------------------------------------------------------------------------------------
+
+
+def runs_report(found: Sequence[LiveFidelity], profile: Profile) -> Report:
+    """Finished runs beside their simulations."""
+    error = fmean(abs(one.step_error) for one in found)
+    mean, wanted = f"{error:.1%} {_mark(error, WANTED_STEP_ERROR)}", f"{WANTED_STEP_ERROR:.0%}"
+    rows = [*map(_run_row, found), ("mean size of the errors", "", "", mean, "", "")]
+    notes = [
+        f"wanted: a mean error of the step time of at most {wanted}; + is simulated too slow",
+        f"profile {profile.name}: {profile.provenance.get('measured', 'not measured here')}",
+    ]
+    columns = ("run", "step\nmeasured", "step\nsimulated", "error", "each\nstep", "tokens/s")
+    sheet = Sheet("a finished run, and the same trajectories simulated", columns, rows, notes)
+    body = {
+        "profile": profile.name,
+        "mean_error": error,
+        "wanted": WANTED_STEP_ERROR,
+        "runs": [_run_json(one) for one in found],
+    }
+    return Report((sheet,), {"live_fidelity": body})
+
+
+def _run_row(one: LiveFidelity) -> tuple[str, ...]:
+    return (
+        one.name,
+        f"{one.recorded.step_s:.2f} s",
+        f"{one.simulated.step_s:.2f} s",
+        f"{one.step_error:+.1%}",
+        f"{one.each_error:.0%}",
+        f"{one.recorded.tokens_per_s:,.0f} / {one.simulated.tokens_per_s:,.0f}",
+    )
+
+
+def _run_json(one: LiveFidelity) -> dict[str, object]:
+    return {
+        "run": one.name,
+        "steps": len(one.recorded.steps_s),
+        "measured_step_s": one.recorded.step_s,
+        "simulated_step_s": one.simulated.step_s,
+        "step_error": one.step_error,
+        "each_step_error": one.each_error,
+        "train_error": one.train_error,
+        "measured_tok_s": one.recorded.tokens_per_s,
+        "simulated_tok_s": one.simulated.tokens_per_s,
+    }
+
+
+# -- estimates -------------------------------------------------------------------------------------
+
+_PLACEMENT = (
+    ("right\n%", "right_share", 100.0),
+    ("recall\n%", "mean_recall", 100.0),
+    ("wrong, %\nof moves", "wrong_share", 100.0),
+    ("wrong\n/ 100", "wrong_per_100", 1.0),
+    ("moves\n/ 100", "moves_per_100", 1.0),
+    ("calibr.\nerror %", "calibration_error", 100.0),
+)
+"""Columns of the placement table: heading, attribute of a row, factor."""
+
+
+def placement_report(rows: Sequence[PlacementRow]) -> Report:
+    """Who puts a trajectory where it belongs; a table a trace."""
+    traces = dict.fromkeys(row.trace for row in rows)
+    sheets = [_placement_sheet(name, [row for row in rows if row.trace == name]) for name in traces]
+    return Report(tuple(sheets), {"placement": [asdict(row) for row in rows]})
+
+
+def _placement_sheet(trace: str, rows: Sequence[PlacementRow]) -> Sheet:
+    by_name: dict[str, list[PlacementRow]] = {}
+    for row in rows:
+        by_name.setdefault(row.estimator, []).append(row)
+    table = [
+        (name, *(_placement_cell(mine, column, scale) for _, column, scale in _PLACEMENT))
+        for name, mine in by_name.items()
+    ]
+    seeds, placements = len(next(iter(by_name.values()))), rows[0].placements
+    notes = (
+        f"{placements:,} placements, by folds over tasks"
+        + (f"; ± 95 % interval over {seeds} seeds" if seeds > 1 else ""),
+        "right: in the true bucket of three; recall: mean over the buckets",
+        "wrong: a move that ends further from the true bucket than it began",
+    )
+    return Sheet(trace, ("", *(title for title, _, _ in _PLACEMENT)), table, notes)
+
+
+def _placement_cell(rows: Sequence[PlacementRow], column: str, scale: float) -> str:
+    values = [scale * value for row in rows if (value := getattr(row, column)) is not None]
+    if not values:
+        return "–"
+    spread = interval(values)
+    if spread is None:
+        return f"{fmean(values):.1f}"
+    half = (spread[1] - spread[0]) / 2
+    return f"{fmean(values):.1f}±{half:.{0 if half >= 9.95 else 1}f}"
+
+
+# -- the paper -------------------------------------------------------------------------------------
+
+
+def publication_report(found: PublicationResult) -> Report:
+    """The published ratios beside those of the shipped constants and of the nearest ones."""
+    ratios = (SHORT_RATIO, LONG_RATIO, ROLLOUT_GROWTH)
+    nearest, published = found.rows[:NEAREST], TRAINING_GROWTH
+    table = [
+        ("published", "", "", "", "", *_ratios(*ratios)),
+        _publication_row("as shipped", found.shipped),
+        *(_publication_row("" if at else "nearest", row) for at, row in enumerate(nearest)),
+    ]
+    notes = [
+        "short: tokens/s of 8 servers of one GPU over one of 8, at 0 to 2K tokens",
+        "long: the reverse, at 16K to 32K; growth: rollout time from 1K to 32K",
+        "8 GPUs, a batch of 512 trajectories",
+        f"training grows {found.training_growth:.1f} times from 1K to 32K, published {published}",
+        f"that would take {amount(found.needed_step_s)} s a step, whatever is in it",
+    ]
+    columns = ("", "step\nms", "sequence\nus", "seats", "KV\nshare", "short", "long", "growth")
+    sheet = Sheet(f"the published ratios, {found.profile}", columns, table, notes)
+    body = {
+        "published": dict(zip(("short", "long", "growth"), ratios, strict=True)),
+        "shipped": asdict(found.shipped),
+        "nearest": [asdict(row) for row in nearest],
+        "training_growth": found.training_growth,
+    }
+    return Report((sheet,), body)
+
+
+def _publication_row(title: str, row: PublicationRow) -> Sequence[str]:
+    given = row.constants
+    constants = (
+        f"{given.step_s * 1e3:g}",
+        f"{given.sequence_s * 1e6:g}",
+        str(given.max_num_seqs),
+        f"{given.kv_share:g}",
+    )
+    return title, *constants, *_ratios(row.short_ratio, row.long_ratio, row.growth)
+
+
+def _ratios(short: float, long: float, growth: float) -> Iterable[str]:
+    return f"{short:.2f}", f"{long:.2f}", f"{growth:.0f}"
+
+
+# -- a calibration ---------------------------------------------------------------------------------
+
+
+def calibration_report(profile: Profile, path: Path) -> Report:
+    """The prices of a profile that was measured and written to ``path``."""
+    rows = [row for degree in sorted(profile.servers) for row in _server_prices(profile, degree)]
+    training, around = profile.training, profile.surroundings
+    rows += [
+        ("training: a step", amount(training.step_s), "s"),
+        ("  a token", amount(training.token_s * 1e6), "us"),
+        ("  a pair of tokens", amount(training.pair_s * 1e9), "ns"),
+        ("weights: published to proved", amount(around.sync_s), "s"),
+        ("  of which the server stands still", amount(around.stall_s), "s"),
+        ("a turn outside the server", amount(around.turn_s * 1e3), "ms"),
+        ("a turn while the trainer works", f"x{around.serving_slowdown:.2f}", ""),
+        ("a step while servers work", f"x{around.training_slowdown:.2f}", ""),
+    ]
+    notes = [f"{key}: {profile.provenance[key]}" for key in ("servers", "training")]
+    sheet = Sheet(f"profile {profile.name}, written to {path}", ("", "", ""), rows, notes)
+    body = {"profile": str(path), "provenance": dict(profile.provenance)}
+    return Report((sheet,), {"calibration": body})
+
+
+def _server_prices(profile: Profile, degree: int) -> list[tuple[str, str, str]]:
+    cost = profile.servers[degree]
+    return [
+        (f"TP{degree}: a step", amount(cost.step_s * 1e3), "ms"),
+        ("  a sequence in it", amount(cost.sequence_s * 1e6), "us"),
+        ("  a cached token of these", amount(cost.kv_token_s * 1e9), "ns"),
+        ("  a request", amount(cost.request_s * 1e6), "us"),
+        ("  a prompt token", amount(cost.prefill_token_s * 1e6), "us"),
+        ("  a pair of tokens", amount(cost.prefill_pair_s * 1e9), "ns"),
+        ("  KV cache", f"{cost.kv_tokens:,}", "tokens"),
+        ("  start", amount(profile.moves.start(degree)), "s"),
+    ]
