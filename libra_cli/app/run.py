@@ -21,7 +21,7 @@ from libra_cli.app.costs import live_planner
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import initial_plan
-from libra_cli.core.launch.commands import HostPlan, dry_run
+from libra_cli.core.launch.dry_run import HostPlan, dry_run
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.types import Plan
 from libra_cli.report.html.run_report import write_report
@@ -34,6 +34,8 @@ from libra_cli.report.status.summary import (
 )
 from libra_cli.runtime.episodes.player import EnvironmentFactory
 from libra_cli.runtime.hosts.cluster import host_of, transport_to
+from libra_cli.runtime.monitors.dispatch import Monitors
+from libra_cli.runtime.monitors.protocol import MonitoredRun
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.session import Session
 from libra_cli.runtime.store.journal import Journal
@@ -84,7 +86,17 @@ def run(
         first = _continued(first, recipe, run_dir)
     # Found and made once before any host is asked for anything; begun later, with a deadline.
     EnvironmentFactory(recipe.environment).make()
-    with Journal(run_dir, on_error=lambda error: note(f"{error}; {error.hint}")) as journal:
+    monitored = MonitoredRun(run_dir.name, run_dir, recipe.model_dump(mode="json"))
+    monitors = Monitors(recipe.run.monitors, monitored, note=note)
+
+    def saved(record: Record) -> None:
+        watch(record)
+        monitors.on(record)
+
+    with (
+        Journal(run_dir, on_error=lambda error: note(f"{error}; {error.hint}")) as journal,
+        monitors,
+    ):
         _write_private(run_dir / RESOLVED, recipe.model_dump_json(indent=2))
         session = Session(
             recipe,
@@ -92,7 +104,7 @@ def run(
             journal,
             first,
             plan_with=partial(live_planner, recipe),
-            watch=watch,
+            watch=saved,
             note=note,
         )
         last = asyncio.run(session.run(checkpoint, trainer_incarnation))

@@ -1,1 +1,1 @@
-"""What a user asks for: the recipe, its rules, and the reading of its file."""
+"""The recipe's models and rules, and libra's exceptions."""

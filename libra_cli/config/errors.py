@@ -1,18 +1,18 @@
-"""Everything libra raises on purpose.
+"""The exceptions that libra raises on purpose.
 
-    LibraError                 base; has .exit_code and an optional .hint (the next thing to type)
-      RecipeError              the recipe is wrong: every problem at once, as file:line: key: reason
+    LibraError                 the base; has .exit_code and a .hint (the next thing to type)
+      RecipeError              the recipe is wrong; lists all problems as file:line: key: reason
       HostError                a host cannot be reached, trusted or used
-        HostKeyError           its key is unknown or has changed
-        HostLost               the connection dropped and did not come back in time
+        HostKeyError           a host's key is unknown or has changed
+        HostLost               the connection to a host dropped and did not come back in time
       ProcessError             a process on a host did not start, or died
-      ServerError              a vLLM server refused, failed or is not the server we think it is
+      ServerError              a vLLM server refused, failed or is another than expected
       TrainerError             the trainer refused a step, failed or has the wrong world
       WeightsError             a weight version is incomplete, damaged or does not verify
       PluginError              a backend, policy, loss or monitor cannot be found or loaded
         EnvironmentBroken      an environment cannot be found, loaded or used
       StateError               a run directory is missing, damaged or of another version
-    IllegalMove                a bug in libra: a state was asked to do what its table forbids
+    IllegalMove                a bug in libra: a state machine was given a forbidden transition
 
 Catch ``LibraError`` for anything a user can act on::
 
@@ -42,7 +42,7 @@ class LibraError(Exception):
 
 
 class RecipeError(LibraError):
-    """The recipe is wrong. The message holds one line a problem: ``file:line: key: reason``."""
+    """The recipe is wrong. The message has a line for each problem: ``file:line: key: reason``."""
 
     exit_code = 2
 
@@ -78,7 +78,7 @@ class WeightsError(LibraError):
 
 
 class PluginError(LibraError):
-    """What a recipe names cannot be found or loaded."""
+    """A backend, policy, loss or monitor that a recipe names cannot be found or loaded."""
 
     exit_code = 2
 
@@ -92,7 +92,7 @@ class StateError(LibraError):
 
 
 class IllegalMove(Exception):
-    """A bug in libra: nothing was changed, and the message tells the story so far."""
+    """A bug in libra: a forbidden transition, which changed nothing; the message has the past."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -1,10 +1,9 @@
-"""What a user asks for: frozen models of the YAML recipe.
+"""The recipe as frozen pydantic models, with every key and its default.
 
-Contract: this module opens no file and reads no environment. ``edge.recipes`` turns a file into a
-``Recipe`` and a problem into ``file:line: key: reason``. Unknown keys are refused everywhere. Every
-default is visible here, and the docstring under a field is its help text. Nodes are one host each:
-ranges such as ``gpu-[01-06]`` are expanded by the loader. What fields must have in common is in
-``libra_cli.config.rules``; a ``Recipe`` that exists keeps all of it.
+This module opens no file and reads no environment: ``runtime.recipes`` turns a file into a
+``Recipe`` and a problem into ``file:line: key: reason``. Unknown keys are refused everywhere, and
+the docstring under a field is its help text. Each node is one host: the loader expands ranges such
+as ``gpu-[01-06]``. A ``Recipe`` that exists keeps all rules between fields (``config.rules``).
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import re
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -28,7 +28,7 @@ from libra_cli.config.rules import RuleError, problems_between_fields
 PoolName: TypeAlias = Literal["rollout", "train", "hybrid", "auto"]
 
 LOCAL = "local"
-"""The host name that means: this machine, over pipes instead of SSH."""
+"""The host name of this machine, which is reached over pipes instead of SSH."""
 
 _Positive: TypeAlias = Annotated[int, Field(ge=1)]
 _Count: TypeAlias = Annotated[int, Field(ge=0)]
@@ -50,49 +50,54 @@ def _as_tuple(value: Any) -> Any:
 
 
 class RunSpec(_Model):
-    """The run itself."""
+    """The run's name, length and place."""
 
     name: _Name = "run"
-    """Begins the name of the run directory."""
+    """The beginning of the run directory's name."""
     seed: _Count = 0
-    """Of tasks, sampling, the small model and the trainer."""
+    """Seeds tasks, sampling, the small model and the trainer."""
     steps: _Positive = 100
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     directory: str = "runs"
     """Where run directories are made, relative to the working directory of ``libra``."""
     lease_s: Annotated[float, Field(ge=5.0)] = 120.0
-    """A host that hears nothing from the controller for this long stops the run's processes."""
+    """A host that hears nothing from the controller for so many seconds stops its processes."""
+    monitors: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    """Who is told of every step: jsonl (``metrics.jsonl`` in the run directory), entry points of
+    group ``libra.monitors``, or module:attr; what one is is in ``runtime.monitors.protocol``."""
 
 
 class NodeSpec(_Model):
-    """One host: how to reach it, what it has, what it may do."""
+    """One host: how to reach it, its GPUs, and what its slots may do."""
 
     host: _HostName
     """``local``, an alias of ~/.ssh/config, a name or an address."""
     user: str | None = None
+    """The login name. Null: that of ~/.ssh/config, or else yours."""
     port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """The port of its sshd. Null: that of ~/.ssh/config, or else 22."""
     identity: str | None = None
     """A private key file on the controller."""
     jump: str | None = None
-    """``host`` or ``user@host`` to go through."""
+    """A jump host, as ``host`` or ``user@host``."""
     address: str | None = None
-    """How the other nodes reach it. Null: the host."""
+    """The address at which other nodes reach it. Null: the host."""
     gpus: _Count = 0
-    """GPUs libra may use on it: 0 to gpus - 1."""
+    """The number of GPUs that libra may use there: those with index 0 to gpus - 1."""
     slots: _Positive = 1
-    """Equal parts that change sides on their own; on a host without GPUs they share its cores."""
+    """Equal parts that each have a role; on a host without GPUs they share its cores."""
     pool: Annotated[tuple[PoolName, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = (
         "auto",
     )
     """What its slots may do: one word for all of them, or a list with one for each."""
     python: str | None = None
-    """Null: the controller's own for ``local``, ``~/.libra/venv/bin/python`` over SSH."""
+    """The interpreter. Null: libra's own for ``local``, ``~/.libra/venv/bin/python`` over SSH."""
     workdir: str = "~/.libra"
-    """Uploaded code, logs, checkpoints and small models go here."""
+    """The directory of uploaded code, logs, checkpoints and small models."""
     ports: str = "21000-21999"
-    """Where libra looks for free ports on the host."""
+    """The range of ports that libra may use on the host, as FIRST-LAST."""
     env: dict[str, str] = {}
-    """Extra environment of our processes there, for example NCCL_IB_HCA. No secrets."""
+    """Extra environment of libra's processes there, for example NCCL_IB_HCA. No secrets."""
 
     @field_validator("ports")
     @classmethod
@@ -107,41 +112,43 @@ class NodeSpec(_Model):
 
     @property
     def name(self) -> str:
-        """What slots, logs and ``libra logs`` call this node."""
+        """The node's name in slots, logs and ``libra logs``."""
         return self.host
 
     @property
     def is_local(self) -> bool:
-        """Whether it is this machine over pipes."""
+        """Whether it is this machine, reached over pipes."""
         return self.host == LOCAL
 
     @property
     def reach(self) -> str:
-        """The address other nodes use for it."""
+        """The address at which other nodes reach it."""
         return self.address or ("127.0.0.1" if self.is_local else self.host)
 
     @property
     def slot_pools(self) -> tuple[PoolName, ...]:
-        """One pool a slot."""
+        """The pool of each slot."""
         return self.pool * self.slots if len(self.pool) == 1 else self.pool
 
     @property
     def gpus_per_slot(self) -> int:
-        """GPUs of each slot; 0 on a host without any."""
+        """The number of GPUs of each slot; 0 on a host without GPUs."""
         return self.gpus // self.slots
 
     @property
     def port_range(self) -> tuple[int, int]:
-        """First and last port, both included."""
+        """The first and the last port, both included."""
         first, last = self.ports.split("-")
         return int(first), int(last)
 
 
 class ModelBuild(_Model):
-    """The small Qwen3 made by libra itself, warm-started on demonstrations."""
+    """A small Qwen3 that libra builds and trains on demonstrations."""
 
     task: Literal["pointer-chase"] = "pointer-chase"
+    """The environment of the demonstrations."""
     seed: _Count = 0
+    """Seeds its weights, its demonstrations and their order."""
     warm_steps: _Count = 350
     """Supervised steps; fewer leave a policy that succeeds too rarely to learn from."""
     width: Annotated[int, Field(ge=64, le=1024, multiple_of=64)] = 128
@@ -149,19 +156,20 @@ class ModelBuild(_Model):
 
 
 class ModelSpec(_Model):
-    """The policy."""
+    """The policy model; exactly one of path and build."""
 
     path: str | None = None
-    """A Hugging Face model directory, the same on every host. Exactly one of path and build."""
+    """A Hugging Face model directory, the same on every host."""
     build: ModelBuild | None = None
+    """Build a small model instead."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 on GPUs, float32 without."""
+    """auto is bfloat16 on GPUs, float32 without."""
     max_len: Annotated[int, Field(ge=32)] = 1024
-    """Tokens a trajectory may have, prompt and tool returns included."""
+    """The most tokens of a trajectory, prompt and tool returns included."""
 
 
 class EnvironmentSpec(_Model):
-    """What the policy plays in."""
+    """The environment that makes tasks, runs tools and scores answers."""
 
     name: str = "pointer-chase"
     """A shipped environment, an entry point of group ``libra.environments``, or module:attr."""
@@ -170,101 +178,127 @@ class EnvironmentSpec(_Model):
     tasks: str | None = None
     """A JSONL file, one task a line, relative to the recipe. Null: the environment makes them."""
     tool_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """How long a tool call, a reset or a score may take."""
     retries: _Count = 3
     """Fresh attempts at a trajectory whose environment or server broke."""
     concurrency: _Positive = 64
-    """Tool calls running at the same time on the controller."""
+    """The most calls into environments that run at the same time on the controller."""
     secrets: dict[str, SecretStr] = {}
     """NAME: ${VARIABLE} of the controller's environment; the factory gets them as ``secrets``."""
 
 
 class BucketSpec(_Model):
-    """Servers of one shape, short trajectories first."""
+    """A group of rollout servers of one shape; buckets are ordered from short to long."""
 
     name: _Name = "all"
+    """The bucket's name in logs and reports."""
     tensor_parallel: _Positive = 1
     """GPUs of one server; the slots that serve it have exactly as many (without GPUs: 1)."""
     max_num_seqs: _Positive = 32
-    """Requests a server runs at the same time; the gate of admission."""
+    """The most requests that a server runs at the same time."""
     slots: _Positive | None = None
-    """How many slots serve it. Null, in one bucket at most a shape: those that are left."""
+    """How many slots serve it. Null, for one bucket of a shape: those that are left."""
     up_to_tokens: _Positive | None = None
-    """Meant for trajectories with at most this much left. Null: model.max_len."""
+    """The bucket is for trajectories with at most so many tokens left. Null: model.max_len."""
 
 
 class RolloutSpec(_Model):
-    """How trajectories are played."""
+    """How trajectories are generated."""
 
+    backend: str = "vllm"
+    """What serves them: ``vllm``, an entry point of ``libra.rollout_backends``, or module:attr."""
     group_size: Annotated[int, Field(ge=2)] = 8
-    """Trajectories of one prompt, compared with one another."""
+    """Trajectories of one prompt, whose rewards are compared with one another."""
     temperature: Annotated[float, Field(gt=0.0, le=5.0)] = 1.0
+    """Sampling temperature; the loss scales logits by the same."""
     top_p: _Share = 1.0
+    """Nucleus sampling: the share of probability that is sampled from."""
     max_turns: _Positive = 16
+    """The most turns of a trajectory."""
     max_turn_tokens: _Positive = 512
-    """Generated tokens one turn may have."""
+    """The most generated tokens of a turn."""
     buckets: Annotated[tuple[BucketSpec, ...], Field(min_length=1)] = (BucketSpec(),)
+    """The shapes of servers, from short trajectories to long ones."""
     gpu_memory: _Share = 0.9
-    """Share of a GPU's memory vLLM takes."""
+    """The share of a GPU's memory that vLLM takes."""
     kv_gib: _Positive = 1
-    """KV cache of a server on a host without GPUs."""
+    """KV cache in GiB of a server on a host without GPUs."""
     vllm_args: tuple[str, ...] = ()
     """Extra arguments of every server."""
 
 
 class TrainingSpec(_Model):
-    """Asynchronous GRPO."""
+    """Asynchronous GRPO (arXiv 2402.03300)."""
 
+    loss: Annotated[str, Field(validation_alias=AliasChoices("loss", "algorithm"))] = "grpo"
+    """A shipped loss, an entry point of group ``libra.losses``, or module:attr; what one is and
+    where it must be installed is in ``node.losses.protocol``. The key's old name is algorithm."""
+    loss_args: dict[str, JsonValue] = {}
+    """Keyword arguments of the loss; those below reach it too."""
+    backend: str = "accelerate"
+    """What trains: ``accelerate``, an entry point of ``libra.trainer_backends``, or module:attr."""
     groups_per_step: _Positive = 16
+    """Prompts in the global batch, each with a group of trajectories."""
     learning_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 1e-6
+    """AdamW's learning rate."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moments."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """AdamW's decoupled weight decay."""
     warmup_steps: _Count = 0
+    """Steps over which the learning rate rises linearly; it is constant afterwards."""
     clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    """PPO's clip range: the probability ratio is clipped below at 1 - clip_low."""
     clip_high: Annotated[float, Field(gt=0.0)] = 0.28
+    """The ratio is clipped above at 1 + clip_high; DAPO's "clip-higher" (arXiv 2503.14476)."""
     tis_cap: Annotated[float, Field(ge=1.0)] = 2.0
-    """Truncation of the importance weight trainer / rollout."""
+    """Cap of the truncated importance weight, the ratio of trainer to rollout probability."""
     kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    """0 keeps no reference model."""
+    """Weight of the KL term towards the first policy; 0 keeps no reference model."""
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    """The gradient's L2 norm is clipped to this."""
     normalize_std: bool = True
-    """Divide a group's advantages by its standard deviation; false is Dr. GRPO's choice."""
+    """Divide a group's advantages by its standard deviation; Dr. GRPO (2503.20783) does not."""
     micro_batch_tokens: _Positive = 8192
-    """Padded tokens of one forward pass."""
+    """The most padded tokens of one forward pass."""
     max_staleness: _Count = 1
-    """Versions a trained token may be behind the step that trains it; 0 is on-policy."""
+    """Versions that a token may be behind the step that trains on it; 0 is on-policy."""
     checkpoint_every: _Positive = 10
     """Steps between checkpoints; the last step always has one."""
     keep_checkpoints: _Positive = 2
+    """How many checkpoints stay on disk."""
     sharding: Literal["auto", "fsdp2", "ddp"] = "auto"
-    """auto: FSDP2 on GPUs, data parallel without."""
+    """auto is FSDP2 on GPUs, data parallel without."""
     stream: bool = False
     """Begin a step on the groups that are finished while others are still played."""
 
 
 class WeightSyncSpec(_Model):
-    """How a new version reaches the servers."""
+    """How a new weight version reaches the servers."""
 
     directory: str | None = None
     """Where hosts keep versions. Null: /dev/shm/libra-<user>."""
     keep_versions: Annotated[int, Field(ge=2)] = 2
+    """How many versions a host keeps."""
     tolerance: Annotated[float, Field(gt=0.0)] = 0.001
-    """Mean |difference| of the probe's log-probabilities above which a server is taken out."""
+    """The largest mean |difference| of the probe's log-probabilities, in nats, that verifies."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
+    """How long a host may take to pull a version."""
 
 
 class PlannerSpec(_Model):
-    """Who decides which slot does what."""
+    """Who decides on the roles of slots."""
 
     kind: Literal["libra", "fixed"] = "libra"
-    """libra: hybrid slots change sides when that is predicted to pay. fixed: only when ordered."""
+    """libra moves hybrid slots when that is predicted to pay; fixed moves them only on orders."""
     plan_interval: _Positive = 10
-    """Steps after which the planner looks again, if nothing made it look before."""
+    """Steps after which the planner plans again, if nothing triggered it before."""
     min_rollout: _Positive = 1
-    """Slots that always serve."""
+    """The number of slots that always serve."""
 
 
 class SchedulerSpec(_Model):
-    """Who decides which server plays a turn."""
+    """Who decides on the server of a turn."""
 
     policy: Literal[
         "libra",
@@ -277,12 +311,11 @@ class SchedulerSpec(_Model):
         "heddle",
         "cmlfq-published",
     ] = "libra"
-    """libra: least expected cost, decided anew at every tool return. The others are rivals it is
-    measured against (``libra bench``)."""
+    """libra minimises expected cost at every tool return; the others are baselines of the bench."""
 
 
 class Recipe(_Model):
-    """One run, complete."""
+    """All settings of one run."""
 
     run: RunSpec = RunSpec()
     nodes: Annotated[tuple[NodeSpec, ...], Field(min_length=1)]
@@ -302,7 +335,11 @@ class Recipe(_Model):
         return self
 
     def node(self, name: str) -> NodeSpec:
-        """The node of that name; ``KeyError`` if there is none."""
+        """Return the node of a name.
+
+        Raises:
+            KeyError: there is none.
+        """
         for node in self.nodes:
             if node.name == name:
                 return node
@@ -310,5 +347,5 @@ class Recipe(_Model):
 
     @property
     def trajectories_per_step(self) -> int:
-        """Size of the global batch."""
+        """The global batch in trajectories."""
         return self.training.groups_per_step * self.rollout.group_size

@@ -1,7 +1,7 @@
-"""What fields of a recipe must have in common, and how ranges of hosts are written.
+"""The rules between a recipe's fields, and the syntax of ranges of hosts. No I/O.
 
-Contract: no I/O. ``problems_between_fields`` reports every broken rule, each with all the values it
-is about; the models of ``config.recipe`` call it, so no ``Recipe`` that breaks one can exist.
+``problems_between_fields`` reports every broken rule with all the values that it is about; the
+models of ``config.recipe`` call it, so no ``Recipe`` that breaks one can exist.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from libra_cli.config.recipe import NodeSpec, Recipe, RolloutSpec
 
 MAX_RANGE = 4096
-"""Hosts one range may name; more is a typing error."""
+"""The most hosts that a range may name; more are a typing error."""
 
 RESERVED_VLLM_FLAGS = frozenset(
     {
@@ -41,7 +41,7 @@ RESERVED_VLLM_FLAGS = frozenset(
         "--uds",
     }
 )
-"""Flags libra sets itself (or that would put a secret on a command line)."""
+"""Flags that libra sets itself, or that would put a secret on a command line."""
 
 _RANGE = re.compile(r"\[([^\[\]]*)\]")
 _PART = re.compile(r"^(\d+)(?:-(\d+))?$")
@@ -49,14 +49,14 @@ _PART = re.compile(r"^(\d+)(?:-(\d+))?$")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Fields that do not fit together. ``keys`` are all that are involved, the culprit first."""
+    """A broken rule. ``keys`` are the fields that it is about, the one to change first."""
 
     keys: tuple[str, ...]
     reason: str
 
 
 class RuleError(ValueError):
-    """Rules between fields are broken; holds every one of them."""
+    """Rules between fields are broken; it holds all of them."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         super().__init__("; ".join(f"{problem.keys[0]}: {problem.reason}" for problem in problems))
@@ -68,7 +68,7 @@ SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(^|_)KEY)(S|
 
 
 def problems_between_fields(recipe: Recipe) -> Iterator[Problem]:
-    """Every broken rule that needs more than one field, with all the values in the reason."""
+    """Yield every broken rule that is about several fields, with their values in the reason."""
     for index, node in enumerate(recipe.nodes):
         yield from _node_problems(f"nodes[{index}]", node)
     yield from _cluster_problems(recipe)
@@ -187,9 +187,10 @@ def _vllm_problems(rollout: RolloutSpec) -> Iterator[Problem]:
 
 
 def expand_range(text: str) -> list[str]:
-    """``gpu-[01-03,07]`` -> gpu-01, gpu-02, gpu-03, gpu-07; several brackets multiply.
+    """Expand ``gpu-[01-03,07]`` to gpu-01, gpu-02, gpu-03, gpu-07; several brackets multiply.
 
-    Raises ``ValueError`` with the reason for a malformed range.
+    Raises:
+        ValueError: the range is malformed; the message is the reason.
     """
     if _RANGE.sub("", text).count("[") or _RANGE.sub("", text).count("]"):
         raise ValueError(f"has a bracket without its partner: {text!r}")

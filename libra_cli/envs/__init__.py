@@ -1,1 +1,1 @@
-"""Environments: the protocol, and the ones that ship with libra."""
+"""The protocol of environments, and the environments that ship with libra."""

@@ -1,7 +1,7 @@
-"""A calculator that reads arithmetic, and never Python.
+"""Evaluates arithmetic expressions exactly, and never as Python.
 
-An expression may only hold numbers, operators and the functions below. It is parsed by ``ast`` and
-walked node by node with exact fractions; the interpreter evaluates nothing of it. The length of an
+An expression may only hold numbers, operators and the functions below. ``ast`` parses it, and its
+nodes are computed with exact fractions; the interpreter evaluates nothing of it. The length of an
 expression and the bits of every value are bounded, for powers *before* they are computed, so that
 ``9**9**9`` is an error at once and no expression takes longer than a few milliseconds.
 """
@@ -20,7 +20,7 @@ from libra_cli.envs.protocol import ToolFailed
 
 LONGEST_EXPRESSION = 300
 LARGEST_BITS = 2_048
-"""Of the numerator and of the denominator of any value; about 600 digits."""
+"""The most bits of a value's numerator and of its denominator; about 600 digits."""
 _DIGITS = 12
 
 # A number, and no letter or second point glued to it; or a name; or an operator.
@@ -31,7 +31,11 @@ _SPELLINGS = str.maketrans({"×": "*", "÷": "/", "−": "-", "·": "*"})
 
 
 def evaluate(expression: str) -> Fraction:
-    """The exact value of an arithmetic expression; ToolFailed says what is wrong with it."""
+    """Return the exact value of an arithmetic expression.
+
+    Raises:
+        ToolFailed: it cannot be evaluated; the message tells the model why.
+    """
     text = expression.translate(_SPELLINGS).replace("^", "**").replace("$", "").strip()
     if len(text) > LONGEST_EXPRESSION:
         raise ToolFailed(f"the expression is longer than {LONGEST_EXPRESSION} characters")
@@ -45,7 +49,7 @@ def evaluate(expression: str) -> Fraction:
 
 
 def shown(value: Fraction) -> str:
-    """A value for reading: an integer as it is, anything else to twelve significant digits."""
+    """Write a value: an integer in full, any other to twelve significant digits."""
     if value.denominator == 1:
         return str(value.numerator)
     try:

@@ -1,15 +1,14 @@
-"""Word problems with a calculator: for a real model, such as Qwen3.
+"""The environment ``calculator``: word problems with a calculator, for a model such as Qwen3.
 
-A task is ``{"question": str, "answer": number}``, a line of a JSONL file or made here, seeded. The
-answer may be a string, then its number is found as in a reply (so ``"... #### 72"`` works).
+A task is ``{"question": str, "answer": number}``, a line of a JSONL file or one that
+``word_problems`` makes. The answer may be a string; then its number is found as in a reply (so
+``"... #### 72"`` works). The tool is ``arithmetic``.
 
-**The reward** is 1 if the reply's number is exactly the answer's, else 0. The reply's number is, in
-this order: what stands in the last ``\\boxed{}``; the first number after the last ``answer:`` or
-``answer is`` (after the last ``=`` of that line, if it has one); the last number of the text.
-Numbers are compared as exact fractions: ``1,250.0``, ``$1250`` and ``2500/2`` are the same, and
-``0.33`` is not ``1/3``. Thinking and tool calls are no part of a reply.
-
-The calculator itself is ``envs.arithmetic``, the problems made here are ``envs.word_problems``.
+**The reward** is 1 if the reply's number is exactly the answer's, else 0. The reply's number is the
+first of these that exists: the number in the last ``\\boxed{}``; the first number after the last
+``answer:`` or ``answer is`` (after the last ``=`` of that line, if it has one); the last number of
+the text. Numbers are compared as exact fractions: ``1,250.0``, ``$1250`` and ``2500/2`` are the
+same, and ``0.33`` is not ``1/3``. Thinking and tool calls are no part of a reply.
 """
 
 from __future__ import annotations
@@ -38,8 +37,11 @@ _FRACTION = re.compile(r"\\d?frac\{(\d+)\}\{(\d+)\}")
 class Calculator:
     """One word problem.
 
-    ``min_steps`` and ``max_steps`` bound the operations of a problem made here; they do nothing
-    with a tasks file. ``instructions`` follows every question.
+    ``min_steps`` and ``max_steps`` bound the operations of the problems of ``task``, and have no
+    effect with a tasks file. ``instructions`` follow every question.
+
+    Raises:
+        ValueError: there are no problems with so many steps.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Calculator:
 
     @property
     def tools(self) -> Sequence[ToolSchema]:
+        """The schema of the calculator."""
         return (
             function(
                 "calculator",
@@ -61,10 +64,15 @@ class Calculator:
         )
 
     def task(self, index: int, seed: int) -> Task:
-        """Problem ``index`` of the stream that ``seed`` names."""
+        """Make problem ``index`` of the stream that ``seed`` names."""
         return word_problem(index, seed, self._stories)
 
     def reset(self, task: Task, seed: int) -> list[Message]:
+        """Begin with the task's question.
+
+        Raises:
+            ValueError: the task has no question or no answer with a number.
+        """
         question, answer = task.get("question"), task.get("answer")
         self._answer = number_in(str(answer)) if answer is not None else None
         if not isinstance(question, str) or self._answer is None:
@@ -73,16 +81,18 @@ class Calculator:
         return [{"role": "user", "content": content}]
 
     def step(self, call: ToolCall) -> str:
+        """Evaluate an expression; ToolFailed if that is impossible."""
         if call.name != "calculator":
             raise ToolFailed(f"there is no tool {call.name!r}, only calculator")
         return shown(evaluate(str(call.arguments.get("expression", ""))))
 
     def score(self, answer: str) -> float:
+        """Return 1 if the reply's number is the task's, else 0."""
         return float(self._answer is not None and number_in(answer) == self._answer)
 
 
 def number_in(text: str) -> Fraction | None:
-    """The number that a reply gives as its answer, as the module docstring defines it."""
+    """Find the number that a reply gives as its answer, as the module docstring defines it."""
     text = _FRACTION.sub(r"\1/\2", text.replace("−", "-"))
     boxed = _last_boxed(text)
     if boxed is not None:

@@ -1,24 +1,25 @@
-"""Follow keys through a store: ``start ab hops 3`` means look up ab, then what it gives, 3 in all.
+"""The environment ``pointer-chase``, where the policy follows keys through a store.
 
-The tool ``get(key)`` returns the next key. It fails from time to time (``busy, retry``) and must
-then be asked again; every well-formed key leads somewhere, so a wrong one is not noticed until the
-answer is. The score is 1 if the answer is the key after the last hop, else 0. Hop counts are
-heavy-tailed, so trajectories are, and failures lengthen them.
+``start ab hops 3`` asks to look up ab, then the key that it returns, and so on, 3 times. The tool
+``get(key)`` returns the next key. It fails from time to time (``busy, retry``) and must then be
+called again. Every well-formed key leads somewhere, so a wrong one shows in the answer only. The
+score is 1 if the answer is the key after the last hop, else 0. Hop counts are heavy-tailed, so
+trajectories are too, and failures lengthen them.
 
-The store is a pure function of the task, and failures one of the task, the episode's seed and the
-number of calls so far, so the members of a group play exactly the same game.
+The store is a pure function of the task, and a failure one of the task, the episode's seed and the
+number of calls so far, so equal tasks and seeds play exactly the same game.
 
-A workload that drifts: with ``drift`` the hop counts are scaled by a factor that changes along the
-tasks' numbers. The factors stand evenly spread over the first ``drift_tasks`` tasks, with straight
-lines between them; the last one holds from there on. ``drift: [1, 4, 1]`` over 1,000 tasks begins
-as usual, scales its hops by four at task 500, and is as usual again from task 1,000 on; in a run,
-group n plays task n. A scaled count is rounded up or down by chance, so that the mean follows the
-factor, and is then kept between 1 and ``MOST_HOPS`` (more, if ``hop_weights`` is longer), so a big
+A workload that drifts: ``drift`` scales the hop counts by a factor that changes with the tasks'
+numbers. The factors are spread evenly over the first ``drift_tasks`` tasks, with straight lines
+between them; the last one holds from there on. ``drift: [1, 4, 1]`` over 1,000 tasks begins as
+usual, has four times the hops at task 500, and is as usual again from task 1,000 on; in a run,
+group n plays task n. A scaled count is rounded up or down at random, so that the mean follows the
+factor, and is kept between 1 and ``MOST_HOPS`` (more, if ``hop_weights`` is longer), so a big
 factor raises the mean by less.
 
 Tools that take time: each call waits ``latency_s`` seconds, one number or several, which then
-change along the tasks as the factors do. What waits for a tool needs no cores, only a seat of a
-server, so with it rollout grows on a small machine without training growing too.
+change along the tasks as the factors do. Waiting for a tool needs no cores, so this makes rollout
+slower on a small machine without making training slower.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 KEY_LENGTH = 2
 BUSY = "busy, retry"
 HOP_WEIGHTS = (0.28, 0.2, 0.15, 0.12, 0.09, 0.07, 0.05, 0.04)
-"""How often 1, 2, 3, ... hops are asked for."""
+"""The relative frequencies of 1, 2, 3, ... hops."""
 FAILURE_RATE = 0.15
 MOST_HOPS = 8
-"""As many as the shipped model has practised; a drift asks for no more."""
+"""The most hops of a drifted task: the built model has been trained on no more."""
 
 
 class PointerChase:
     """One episode. ``failure_rate`` is the share of calls that must be repeated.
 
     Raises:
-        ValueError: an argument that makes no sense; the text names it.
+        ValueError: an argument is out of its range; the message names it.
     """
 
     tools: Sequence[ToolSchema] = (
@@ -83,7 +84,7 @@ class PointerChase:
         self._answer = ""
 
     def task(self, index: int, seed: int) -> Task:
-        """Task ``index`` of the stream that ``seed`` names."""
+        """Make task ``index`` of the stream that ``seed`` names."""
         rng = random.Random(f"pointer-chase {seed} {index}")
         hops = rng.choices(range(1, len(self._hop_weights) + 1), self._hop_weights)[0]
         start = random_key(rng)
@@ -99,7 +100,7 @@ class PointerChase:
         return min(most, max(1, math.floor(scaled + rng.random())))
 
     def reset(self, task: Task, seed: int) -> list[Message]:
-        """Begin; the prompt names the first key and the number of hops."""
+        """Begin with a prompt that names the first key and the number of hops."""
         start, hops = str(task["start"]), int(task["hops"])
         self._store = Store(str(task["salt"]))
         self._seed, self._calls = seed, 0
@@ -108,7 +109,7 @@ class PointerChase:
         return [{"role": "user", "content": prompt(start, hops)}]
 
     def step(self, call: ToolCall) -> str:
-        """Look one key up."""
+        """Look a key up; ToolFailed if the store is busy or there is no such key."""
         if call.name != "get":
             raise ToolFailed(f"no tool {call.name!r}")
         self._calls += 1
@@ -121,30 +122,30 @@ class PointerChase:
         return self._store.get(key)
 
     def score(self, answer: str) -> float:
-        """1 for exactly the key after the last hop."""
+        """Return 1 for exactly the key after the last hop, else 0."""
         return float(answer.strip() == self._answer)
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Every key leads to a key; ``salt`` makes it another store."""
+    """A map from every key to a key; another ``salt`` gives another store."""
 
     salt: str
 
     def get(self, key: str) -> str:
-        """The key stored under ``key``."""
+        """Return the key that is stored under ``key``."""
         rng = random.Random(f"store {self.salt} {key}")
         return random_key(rng)
 
     def follow(self, key: str, hops: int) -> str:
-        """The key after that many hops."""
+        """Return the key after so many hops."""
         for _ in range(hops):
             key = self.get(key)
         return key
 
 
 def factor_at(factors: Sequence[float], share: float) -> float:
-    """On the straight lines through factors evenly spread over 0..1; the last beyond 1."""
+    """Interpolate linearly between factors spread evenly over [0, 1]; the last holds beyond 1."""
     place = min(1.0, share) * (len(factors) - 1)
     left = min(int(place), len(factors) - 1)
     right = min(left + 1, len(factors) - 1)
@@ -162,27 +163,27 @@ def _check_drift(factors: Sequence[float], tasks: int, *, moving: bool) -> None:
 
 
 def prompt(start: str, hops: int) -> str:
-    """What the user asks."""
+    """Return the user's message."""
     return f"start {start} hops {hops}"
 
 
 def random_key(rng: random.Random) -> str:
-    """Any key."""
+    """Draw a key."""
     return "".join(rng.choice(LETTERS) for _ in range(KEY_LENGTH))
 
 
 def is_key(value: object) -> TypeGuard[str]:
-    """Whether a store has it."""
+    """Tell whether a value is a well-formed key, which every store has."""
     return isinstance(value, str) and len(value) == KEY_LENGTH and set(value) <= set(LETTERS)
 
 
 def demonstration(
     environment: PointerChase, task: Task, seed: int, *, rng: random.Random, slips: float
 ) -> Iterator[tuple[str, str]]:
-    """Play one episode as a distracted expert: ``(what it says, what it then reads)`` per turn.
+    """Play one episode as an expert that makes mistakes, and yield each turn's text and reply.
 
-    It keeps count and asks again when the tool is busy, but with probability ``slips`` it swaps the
-    letters of the key it says, and does not notice. The last pair reads nothing.
+    It keeps count and repeats a call when the tool is busy, but with probability ``slips`` it swaps
+    the letters of the key that it says. The last turn is the answer, with an empty reply.
     """
     environment.reset(task, seed)
     key, left = str(task["start"]), int(task["hops"])
@@ -199,7 +200,7 @@ def demonstration(
 
 
 def call_text(key: str) -> str:
-    """A tool call as a model writes it."""
+    """Return the text of a tool call as a model writes it."""
     return f"{CALL_HEAD}{key}{CALL_TAIL}"
 
 
@@ -208,6 +209,6 @@ CALL_TAIL = '"}}\n</tool_call>'
 
 
 def _unit(*parts: Any) -> float:
-    """A number in [0, 1) that depends on the parts and on nothing else."""
+    """Hash the parts to a number in [0, 1)."""
     digest = blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

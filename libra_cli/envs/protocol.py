@@ -1,6 +1,6 @@
-"""What an environment is: five members, synchronous, one object a trajectory.
+"""The protocol of an environment: an object per trajectory, with five synchronous members.
 
-An environment is any callable that, given the recipe's ``environment.args`` as keywords, returns an
+The recipe names a factory: a callable that, given ``environment.args`` as keywords, returns an
 object with ``tools``, ``task``, ``reset``, ``step`` and ``score``. It is found by the entry point
 group ``libra.environments`` or by ``package.module:attribute`` (see ``envs.registry``).
 
@@ -22,15 +22,15 @@ group ``libra.environments`` or by ``package.module:attribute`` (see ``envs.regi
         def score(self, answer: str) -> float:
             return float(self.word in answer)
 
-What the caller promises: ``reset`` comes first and once; then ``step`` for each tool call, one at a
+The caller promises that ``reset`` comes first and once; then ``step`` for each tool call, one at a
 time, in order; then ``score`` at most once, with the text of the last turn. Calls may come from
-different threads, never two at once. What the environment promises: the same task and seed give
-the same episode (the members of a group share both), so that their rewards can be compared.
+different threads, never two at once. The environment promises that the same task and seed give the
+same episode, so that the rewards of a group can be compared.
 
 Two things are optional. A factory with a parameter ``secrets`` gets the recipe's, by name, if the
-recipe has any. An environment with a method ``close`` has it called when its episode is over.
+recipe has any. If an environment has a method ``close``, it is called when the episode is over.
 
-How a call ends decides what the model and the books see:
+The end of a call decides what the model reads and what is recorded:
 
     returns a string       the observation, outcome ok
     raises ToolFailed      its message is the observation, outcome error
@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
 
 Task: TypeAlias = Mapping[str, Any]
-"""What tells one episode from another; a line of the tasks file, or made by ``task``."""
+"""The data of one problem: a line of the tasks file, or made by ``task``."""
 ToolSchema: TypeAlias = Mapping[str, Any]
 """``{"type": "function", "function": {"name", "description", "parameters"}}``."""
 
@@ -61,8 +61,8 @@ class Message(TypedDict):
 class ToolCall:
     """A well-formed request to run a tool.
 
-    Where ``tools`` has schemas, the name, the required arguments and their types one level deep
-    have been checked against them; everything else is for the environment to check.
+    If ``tools`` has schemas, the name, the required arguments and their types one level deep have
+    been checked against them; the environment checks everything else.
     """
 
     name: str
@@ -70,37 +70,41 @@ class ToolCall:
 
 
 class ToolFailed(Exception):
-    """The tool ran and says no. The message is what the model reads."""
+    """A tool refuses a call; the model reads the message."""
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """One episode's world."""
+    """The environment of one episode."""
 
     @property
     def tools(self) -> Sequence[ToolSchema]:
-        """The schemas the model is shown; empty if there are none."""
+        """The schemas that the model is shown; empty if there are none."""
 
     def task(self, index: int, seed: int) -> Task:
-        """Task number ``index`` of the stream, when the recipe names no tasks file.
+        """Make task ``index`` of the stream ``seed``, for a recipe without a tasks file.
 
-        Defined for every index >= 0, without state, so that any process can make it again.
+        It is defined for every index >= 0 and keeps no state, so any process can make it again.
         """
 
     def reset(self, task: Task, seed: int) -> list[Message]:
-        """Begin the episode; the messages the model starts from."""
+        """Begin the episode and return the messages that the model starts from."""
 
     def step(self, call: ToolCall) -> str:
-        """Run one tool call; raise ToolFailed for an error the model should read."""
+        """Run one tool call and return the text that the model reads.
+
+        Raises:
+            ToolFailed: the model should read the message instead.
+        """
 
     def score(self, answer: str) -> float:
-        """The reward, given the text of the last turn."""
+        """Return the reward, given the text of the last turn without thinking and tool calls."""
 
 
 def function(
     name: str, description: str, properties: Mapping[str, Any], *, required: Sequence[str] = ()
 ) -> ToolSchema:
-    """The schema of one tool; every property is required unless ``required`` says otherwise."""
+    """Return the schema of a tool; all properties are required unless ``required`` names some."""
     return {
         "type": "function",
         "function": {

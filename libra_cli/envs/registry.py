@@ -1,7 +1,8 @@
-"""Finding an environment by name, and the tasks it is given.
+"""Finds environments by name, makes them, and reads their tasks.
 
-A name is an entry point of group ``libra.environments``, the name of one that ships with libra, or
-an import path (``libra_cli.config.plugins``). Whatever goes wrong is an ``EnvironmentBroken``.
+A name is an entry point of group ``libra.environments`` (with which a package adds one), the name
+of one that ships with libra, or an import path (``config.plugins``). Every failure is an
+``EnvironmentBroken`` that names what exists and what was probably meant.
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ _MEMBERS = ("tools", "task", "reset", "step", "score")
 
 
 class Factory(Protocol):
-    """Makes one environment, for one trajectory."""
+    """Makes the environment of one trajectory."""
 
     def __call__(self, **arguments: Any) -> Environment:
-        """The keywords are ``environment.args``, and ``secrets`` if the recipe has any."""
+        """Make one from ``environment.args``, and ``secrets`` if the recipe has any."""
 
 
 def find(name: str) -> Factory:
-    """The factory of the environment ``name``."""
+    """Import the factory of an environment.
+
+    Raises:
+        EnvironmentBroken: there is none of this name, or it cannot be imported.
+    """
     factory = ENVIRONMENTS.find(name)
     if not callable(factory):
         raise EnvironmentBroken(f"environment {name!r}: {factory!r} is not callable")
@@ -44,7 +49,11 @@ def find(name: str) -> Factory:
 
 
 def make(name: str, factory: Factory, arguments: Mapping[str, Any]) -> Environment:
-    """One environment; says which argument is wrong instead of how Python put it."""
+    """Make one environment.
+
+    Raises:
+        EnvironmentBroken: the arguments do not fit, or it lacks a member of the protocol.
+    """
     try:
         inspect.signature(factory).bind(**arguments)
     except TypeError as error:
@@ -53,7 +62,7 @@ def make(name: str, factory: Factory, arguments: Mapping[str, Any]) -> Environme
             hint=f"it takes: {inspect.signature(factory)}",
         ) from error
     except ValueError:
-        pass  # some callables have no signature; then the call itself will tell
+        pass  # some callables have no signature; then the call itself shows what is wrong
     environment = factory(**arguments)
     missing = [member for member in _MEMBERS if not hasattr(environment, member)]
     if missing:
@@ -65,7 +74,11 @@ def make(name: str, factory: Factory, arguments: Mapping[str, Any]) -> Environme
 
 
 def load_tasks(path: Path) -> Sequence[Task]:
-    """The tasks of a JSONL file, one object a line; empty lines are skipped."""
+    """Read the tasks of a JSONL file, one object a line; empty lines are skipped.
+
+    Raises:
+        EnvironmentBroken: the file cannot be read, is malformed, or has no task.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

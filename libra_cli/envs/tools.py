@@ -1,4 +1,4 @@
-"""Reading a generated turn: which tools it calls, and what it answers.
+"""Parses a generated turn into tool calls and an answer, and checks calls against schemas.
 
 The form is the hermes one that Qwen3 and many others use, any number of times in a turn::
 
@@ -6,18 +6,18 @@ The form is the hermes one that Qwen3 and many others use, any number of times i
     {"name": "get", "arguments": {"key": "ab"}}
     </tool_call>
 
-``parse_tool_calls`` never raises: what cannot be read comes back as ``Malformed`` with a reason the
-model can act on. Four decisions:
+``parse_tool_calls`` never raises: a call that cannot be read is ``Malformed``, with a reason for
+the model. Four rules:
 
-- Thinking is not acting: nothing before the last ``</think>`` counts, and neither does thinking
-  that was never closed (the turn was cut in it).
+- Calls inside thinking do not count: neither before the last ``</think>``, nor in thinking that was
+  never closed since the turn was cut in it.
 - A call whose JSON object is complete counts even if ``</tool_call>`` is missing, since models
   stop right after the brace. If the JSON is cut as well, the call is ``Malformed`` and ``cut``.
 - ``arguments`` may be a JSON object, a string that holds one, or absent (no arguments).
-- What stands around the calls is allowed and ignored.
+- Text around the calls is allowed and ignored.
 
-``objection`` holds a call against the schemas before an environment sees it: a policy that makes up
-a tool, or leaves an argument out, must read about it and must not break the environment.
+``objection`` checks a call against the schemas before an environment sees it: a policy that makes
+up a tool, or leaves an argument out, must read about it and must not break the environment.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """Something that looks like a tool call and cannot be read."""
+    """A tool call that cannot be read."""
 
     text: str
     reason: str
     cut: bool = False
-    """The text ended before the call did, so there was nothing wrong with it yet."""
+    """Whether the turn ended within the call, so that it may have been right so far."""
 
 
 class _Unreadable(Exception):
@@ -57,25 +57,25 @@ class _Unreadable(Exception):
 
 
 def parse_tool_calls(text: str) -> list[ToolCall | Malformed]:
-    """Every tool call of a turn, in order."""
+    """Return every tool call of a turn, in order."""
     return [_parse(match) for match in _CALL.finditer(after_thinking(text))]
 
 
 def answer_of(text: str) -> str:
-    """What a turn says: without its thinking and without its tool calls."""
+    """Return a turn's text without its thinking and its tool calls."""
     return _CALL.sub("", after_thinking(text)).strip()
 
 
 def after_thinking(text: str) -> str:
-    """The part of a turn that follows its thinking; empty if the thinking never ended."""
+    """Return the part of a turn after its thinking; empty if the thinking never ended."""
     visible = text.rpartition("</think>")[2]
     return visible.partition("<think>")[0]
 
 
 def objection(call: ToolCall, tools: Sequence[ToolSchema]) -> str | None:
-    """What is wrong with a call, for the model to read; None if it fits, or there is no schema.
+    """Say what is wrong with a call, for the model to read; None if it fits or has no schema.
 
-    Checks the name, the required arguments and the types of the arguments, one level deep.
+    It checks the name, the required arguments and the types of the arguments, one level deep.
     """
     schemas = {tool["function"]["name"]: tool["function"] for tool in tools}
     if not schemas:

@@ -1,1 +1,1 @@
-"""Code that runs on the hosts; the only place torch, vllm and accelerate may be imported."""
+"""The code that runs on the hosts, and the only place that may import torch, vllm, accelerate."""

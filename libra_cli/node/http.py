@@ -1,4 +1,8 @@
-"""HTTP for the processes of a run: JSON or bytes out, the run's bearer token on every route."""
+"""HTTP servers for the processes of a run, with the run's bearer token on every route.
+
+``BearerHandler`` checks the token; ``JsonHandler`` adds routes that answer with JSON or bytes.
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -22,31 +26,35 @@ SOCKET_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """An answer that is not JSON."""
+    """An answer of raw bytes, with headers of its own."""
 
     data: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
 Answer: TypeAlias = tuple[HTTPStatus, dict[str, Any]]
+"""The status and the JSON object of an answer."""
 Reply: TypeAlias = tuple[HTTPStatus, dict[str, Any] | Blob]
+"""The status and the body of an answer, JSON or bytes."""
 
 
 def refusal(status: HTTPStatus, reason: str) -> Answer:
-    """``{"error": reason}``."""
+    """Return an answer whose body is ``{"error": reason}``."""
     return status, {"error": reason}
 
 
 def read_token(path: str) -> str:
-    """The run's token, from the file that LIBRA_TOKEN_FILE names."""
+    """Read the run's token from the file that ``LIBRA_TOKEN_FILE`` names."""
     return Path(path).read_text(encoding="utf-8").strip()
 
 
-class BearerHandler(BaseHTTPRequestHandler):
-    """Subclasses answer ``get`` and ``post``; whoever has no token hears 401 and nothing else.
+def carries_token(authorization: bytes, token: str) -> bool:
+    """Tell in constant time whether an ``Authorization`` header holds the run's token."""
+    return hmac.compare_digest(authorization, f"Bearer {token}".encode())
 
-    ``TrainerError`` and whatever cannot be read become 400.
-    """
+
+class BearerHandler(BaseHTTPRequestHandler):
+    """An HTTP/1.1 handler that knows who carries the token and logs no requests."""
 
     token: str
     protocol_version = "HTTP/1.1"
@@ -54,30 +62,49 @@ class BearerHandler(BaseHTTPRequestHandler):
     # Without it Nagle and delayed acks add 40 ms to every answer.
     disable_nagle_algorithm = True
 
+    def is_trusted(self) -> bool:
+        """Tell whether the request carries the run's token."""
+        return carries_token(self.headers.get("Authorization", "").encode(), self.token)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Log nothing: a line for every poll would bury the log."""
+
+
+class JsonHandler(BearerHandler):
+    """A handler whose subclasses implement the routes ``get`` and ``post``.
+
+    A request without the token is answered with 401 before any route sees it. ``TrainerError``, and
+    a body or a query that cannot be read, become 400.
+    """
+
     def get(self, path: str, query: Mapping[str, str]) -> Reply:
-        """The answer to a GET."""
+        """Answer a GET request."""
         return self.no_route(path)
 
     def post(self, path: str, body: bytes) -> Reply:
-        """The answer to a POST."""
+        """Answer a POST request."""
         return self.no_route(path)
 
     def no_route(self, path: str) -> Answer:
-        """404."""
+        """Answer 404."""
         return refusal(HTTPStatus.NOT_FOUND, f"no route {path}")
 
     def do_GET(self) -> None:
+        """Route a GET request; ``http.server`` calls this."""
         url = urlsplit(self.path)
         self._answer(lambda: self.get(url.path, dict(parse_qsl(url.query))))
 
     def do_POST(self) -> None:
+        """Route a POST request; ``http.server`` calls this."""
         self._answer(lambda: self.post(urlsplit(self.path).path, self._body()))
 
     def _answer(self, route: Callable[[], Reply]) -> None:
         status: HTTPStatus
         body: dict[str, Any] | Blob
         try:
-            status, body = route() if self._trusted() else refusal(HTTPStatus.UNAUTHORIZED, "token")
+            status, body = (
+                route() if self.is_trusted() else refusal(HTTPStatus.UNAUTHORIZED, "token")
+            )
         except TrainerError as error:
             status, body = refusal(HTTPStatus.BAD_REQUEST, str(error))
         except (KeyError, TypeError, ValueError) as error:
@@ -99,10 +126,6 @@ class BearerHandler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(blob.data)
 
-    def _trusted(self) -> bool:
-        given = self.headers.get("Authorization", "")
-        return hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode())
-
     def _body(self) -> bytes:
         length = int(self.headers.get("Content-Length", "0"))
         if length > MAX_BODY_BYTES:
@@ -112,13 +135,17 @@ class BearerHandler(BaseHTTPRequestHandler):
             raise ValueError(f"{len(body)} bytes came of {length}")
         return body
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """The journal knows what was asked; a line a poll would bury the log."""
 
+def start(
+    handler: type[BearerHandler], *, bind: str, port: int, token: str, **attributes: object
+) -> ThreadingHTTPServer:
+    """Answer with a handler that has these class attributes, until ``shutdown()``.
 
-def start(handler: type[BearerHandler], *, bind: str, port: int) -> ThreadingHTTPServer:
-    """Answer until ``shutdown()``; returns at once."""
-    server = ThreadingHTTPServer((bind, port), handler)
+    Returns at once; the server and the threads of its requests are daemon threads. Port 0 picks a
+    free one.
+    """
+    bound = type(handler.__name__, (handler,), {"token": token, **attributes})
+    server = ThreadingHTTPServer((bind, port), bound)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
     return server

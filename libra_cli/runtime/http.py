@@ -1,4 +1,4 @@
-"""One way to open an HTTP session to something on a host: its endpoint and the run's token."""
+"""Opens HTTP sessions to servers on hosts, with the run's token."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import aiohttp
 from libra_cli.runtime.hosts.transport import Endpoint
 
 KEEP_ALIVE_S = 2.0
-"""Less than any server of ours keeps an idle connection (uvicorn: 5 s), or requests would meet a
-connection that is just being closed."""
+"""How long an idle connection is kept: less than any server of ours keeps one (uvicorn: 5 s), or a
+request could meet a connection that is just being closed."""
 
 
 def open_session(endpoint: Endpoint, token: str) -> aiohttp.ClientSession:
-    """A session whose relative URLs go to ``endpoint``, with the bearer token on every request."""
+    """Return a session whose relative URLs go to ``endpoint``, with the token on every request."""
     connector: aiohttp.BaseConnector = (
         aiohttp.UnixConnector(path=endpoint.address, limit=0, keepalive_timeout=KEEP_ALIVE_S)
         if endpoint.kind == "unix"
@@ -24,5 +24,5 @@ def open_session(endpoint: Endpoint, token: str) -> aiohttp.ClientSession:
 
 
 def describe(error: BaseException) -> str:
-    """What went wrong, also for the errors that say nothing of themselves."""
+    """Return an error's message, or its type's name if it has none."""
     return str(error) or type(error).__name__

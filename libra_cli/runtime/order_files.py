@@ -1,10 +1,10 @@
-"""Orders to a live run, as files: whoever may write the run directory may give them.
+"""Carries orders to a live run in files, which anybody who may write the run directory can give.
 
     <run dir>/orders/<id>.json           {"to": {"rollout": 3}, "pins": {"a/0": "gradient"}}
     <run dir>/orders/<id>.answer.json    {"accepted": true, "text": "..."}
 
-Both appear by a rename, so nobody reads half of one. A Unix socket was weighed: its path may have
-107 characters, and run directories are often longer; a port would need a token of its own.
+Both appear by a rename, so nobody reads half of one. A Unix socket would not do, since its path may
+have 107 characters and run directories are often longer; a port would need a token of its own.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from libra_cli.core.types import Role, SlotId
 
 POLL_S = 0.5
 ANSWER_S = 90.0
-"""A planner looks at a long run for seconds."""
+"""How long to wait for an answer; planning for a long run takes seconds."""
 _ANSWER = ".answer.json"
 
 
 class Orders:
-    """The controller's side: reads orders, writes answers."""
+    """The controller's side, which reads orders and writes answers."""
 
     def __init__(self, run_dir: Path, *, post: Callable[[PlanOrdered], None]) -> None:
         self._directory = run_dir / "orders"
         self._post = post
 
     async def watch(self) -> None:
-        """Hand on every order that comes, for ever; those of an earlier controller are void."""
+        """Post every order that comes, for ever; those to an earlier controller are removed."""
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(mode=0o700)
         while True:
@@ -58,7 +58,7 @@ class Orders:
         path.unlink(missing_ok=True)
 
     async def answer(self, action: AnswerOrder) -> None:
-        """Tell whoever gave the order."""
+        """Write the answer for whoever gave the order."""
         self._write(action.order, accepted=action.accepted, text=action.text)
 
     def _write(self, order: str, *, accepted: bool, text: str) -> None:
@@ -74,10 +74,13 @@ def _event(order: str, message: Mapping[str, Any]) -> PlanOrdered:
 def give_order(
     run_dir: Path, to: Mapping[Role, int], pins: Mapping[SlotId, Role | None]
 ) -> tuple[bool, str]:
-    """The user's side: give an order to a live run; whether it was accepted, and what was said.
+    """Give an order to a live run, from another process, and wait for the answer.
+
+    Returns:
+        Whether the controller accepted it, and its explanation.
 
     Raises:
-        StateError: the controller does not take it, or does not answer.
+        StateError: the controller takes no orders yet, or does not answer within ``ANSWER_S``.
     """
     directory, order = run_dir / "orders", f"{time.time_ns()}-{secrets.token_hex(2)}"
     if not directory.is_dir():

@@ -1,9 +1,9 @@
-"""Work that makes sense only while a process lives: waiting for it to start, asking it for a step.
+"""Tasks that make sense only while a process lives, such as waiting for its start or for a step.
 
-A process that ends by itself is reported by its host's agent at once, long before a request to it
-times out. So work on it is kept by name, and whoever hears of the end cancels it. The cancelled
-work then answers None, since the end itself has been told. Whoever is cancelled *while waiting* for
-work is another matter, and is told so.
+When a process ends, its host's agent reports it at once, long before a request to it times out. So
+tasks are kept by the process's name, and whoever hears of its end cancels them. A cancelled task
+then returns None, since the end has its own event. A cancellation of the *caller* that waits for a
+task is passed on as usual.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from libra_cli.core.events import Event
 
 
 class ProcessTasks:
-    """What goes on with each process, by a name of the owner's choice."""
+    """The work under way on each process, by a name of the owner's choice."""
 
     def __init__(self) -> None:
         self._work: defaultdict[str, set[asyncio.Task[Event]]] = defaultdict(set)
@@ -26,7 +26,7 @@ class ProcessTasks:
     async def during(
         self, name: str, work: Coroutine[Any, Any, Event], failed: Callable[[str], Event]
     ) -> Event | None:
-        """Do it. An error of ours is ``failed`` with its text; None if the process ended first."""
+        """Do the work; a LibraError becomes ``failed``. None if the process ended first."""
         task: asyncio.Task[Event] = asyncio.create_task(work)
         self._work[name].add(task)
         try:
@@ -40,17 +40,17 @@ class ProcessTasks:
         finally:
             self._work[name].discard(task)
 
-    def goes_on(self, name: str) -> bool:
-        """Whether there is any with that process."""
+    def is_busy(self, name: str) -> bool:
+        """Whether any work on that process is under way."""
         return bool(self._work[name])
 
     def end(self, name: str) -> None:
-        """The process has ended, or is about to."""
+        """Cancel the work on a process that has ended, or is about to."""
         for task in self._work[name]:
             task.cancel()
 
 
 def _is_cancelled() -> bool:
-    """Whether the task that asks is to end, and not only something it waits for."""
+    """Whether the running task itself was cancelled, and not only something it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,9 +1,9 @@
-"""Where weight versions are, and how a host gets one.
+"""Brings published weight versions to the hosts that need them.
 
 The trainer publishes a version as a directory on its own host. Another host pulls it over HTTP,
 with the run's token, from the trainer's host or from any peer that already has it; every file is
 checked against the manifest before the directory gets its name. Each host pulls a version once,
-however many servers it has. A host that has the version before gets only what changed.
+however many servers it has. A host that has the version before pulls only the difference.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a version lies on a host, and what it took to get there."""
+class VersionLocation:
+    """Where a version lies on a host, and what its transfer cost."""
 
     directory: str
     pull_s: float
     kind: str
     """``full | delta | local``"""
     sent_bytes: int
-    """What travelled on behalf of whoever asked; nothing for the second server of a host."""
+    """Bytes that were sent for this request; 0 for the second server of a host."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedProbe:
-    """A fixed sequence, and the trainer's log-probabilities of all its tokens but the first."""
+    """A fixed token sequence ``[T]`` and the trainer's log-probabilities ``[T - 1]``, in nats."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -56,10 +56,10 @@ class Weights:
         keep: int,
         timeout_s: float,
     ) -> None:
-        """``directories``: per node, where version directories of this run are.
+        """Describe the hosts of a run, by node.
 
-        ``addresses`` and ``ports``: per node, where its peers reach it. ``origin``: the node that
-        publishes.
+        ``directories`` hold the run's version directories; peers reach a node at its ``addresses``
+        and ``ports``. ``origin`` is the node whose trainer publishes. ``keep`` versions stay.
         """
         self._hosts = hosts
         self._addresses = addresses
@@ -69,22 +69,22 @@ class Weights:
         self._keep = keep
         self._timeout_s = timeout_s
         self._urls: dict[str, str] = {}
-        self._pulls: dict[tuple[str, str], asyncio.Task[Place]] = {}
+        self._pulls: dict[tuple[str, str], asyncio.Task[VersionLocation]] = {}
         self._have: dict[str, list[str]] = {}
-        #: Size of the newest version that was asked for.
+        #: Size in bytes of the newest version that was asked for.
         self.newest_bytes = 0
 
-    async def on(self, node: str, published: PublishedVersion) -> Place:
-        """The version on that node, fetched if it is not there yet.
+    async def on(self, node: str, published: PublishedVersion) -> VersionLocation:
+        """Return where the version lies on a node, and pull it if it is not there yet.
 
         Raises:
-            WeightsError: no source had it whole.
+            WeightsError: no source has it whole.
             HostLost: the node does not answer.
         """
         self.newest_bytes = published.bytes
         if node == self.origin:
-            # At once, without a look: requests that this version sets free must not overtake it.
-            return Place(f"{self._directories[node]}/{published.name}", 0.0, "local", 0)
+            # Without awaiting: requests that this version allows must not overtake it.
+            return VersionLocation(f"{self._directories[node]}/{published.name}", 0.0, "local", 0)
         key = (node, published.name)
         task = self._pulls.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
@@ -92,7 +92,7 @@ class Weights:
             return await asyncio.shield(task)
         return replace(await asyncio.shield(task), kind="local", sent_bytes=0)
 
-    async def _pull(self, node: str, name: str) -> Place:
+    async def _pull(self, node: str, name: str) -> VersionLocation:
         host = self._hosts[node]
         try:
             pulled = await host.pull(name, await self._sources(name), timeout_s=self._timeout_s)
@@ -103,10 +103,10 @@ class Weights:
         await host.forget(held)
         for old in [key for key in self._pulls if key[0] == node][: -self._keep]:
             del self._pulls[old]
-        return Place(pulled.path, pulled.seconds, pulled.kind, pulled.sent_bytes)
+        return VersionLocation(pulled.path, pulled.seconds, pulled.kind, pulled.sent_bytes)
 
     async def probe(self, published: PublishedVersion) -> ExpectedProbe:
-        """What every server that has loaded the version must agree with.
+        """Read the probe, with which every server that has loaded the version must agree.
 
         Raises:
             WeightsError: the manifest is damaged.
@@ -121,7 +121,7 @@ class Weights:
             raise WeightsError(f"{self.origin}: {path} is damaged: {error}") from error
 
     async def _sources(self, name: str) -> list[str]:
-        """Peers first (they share the load), the origin last (it surely has it)."""
+        """List the URLs of hosts with a version: peers first to share the load, the origin last."""
         peers = [node for node, names in self._have.items() if name in names]
         return [await self._url(node) for node in [*peers, self.origin]]
 
@@ -133,7 +133,7 @@ class Weights:
 
 
 def weights_of(cluster: Cluster, *, origin: str) -> Weights:
-    """The weight versions of an open cluster's run, published by the trainer on ``origin``."""
+    """Return the weight versions of an open cluster, whose trainer publishes on ``origin``."""
     facts, spec = cluster.facts, cluster.recipe.weight_sync
     return Weights(
         cluster.hosts,
@@ -147,10 +147,10 @@ def weights_of(cluster: Cluster, *, origin: str) -> Weights:
 
 
 def probe_gap(expected: tuple[float, ...], measured: list[float]) -> float:
-    """Mean absolute difference of log-probabilities, in nats.
+    """Return the mean absolute difference of log-probabilities, in nats.
 
     Raises:
-        WeightsError: the probe came back with another length.
+        WeightsError: the two have different lengths, or none.
     """
     if len(expected) != len(measured) or not expected:
         raise WeightsError(f"the probe has {len(expected)} tokens, the answer {len(measured)}")

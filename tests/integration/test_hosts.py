@@ -21,7 +21,14 @@ import aiohttp
 import pytest
 
 from libra_cli.config.errors import HostError, HostKeyError, HostLost
-from libra_cli.runtime.hosts.host import Back, Exited, Gone, Host, HostEvent, Lost
+from libra_cli.runtime.hosts.agent_messages import (
+    ConnectionLost,
+    Exited,
+    HostEvent,
+    LeaseExpired,
+    Reconnected,
+)
+from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.ssh import SshTransport
 from tests.netns import Network, marked, missing, network
 
@@ -96,12 +103,18 @@ async def opened(
     run_id: str,
     *,
     lease_s: float = 30.0,
-    pulse_s: float = 5.0,
+    ping_interval_s: float = 5.0,
 ) -> AsyncIterator[tuple[Host, Events]]:
     place, events = net.hosts[index], Events()
     transport = SshTransport(place.address, config=net.config)
     workdir = str(tmp_path / place.name)
-    host = Host(place.name, transport, workdir=workdir, python=sys.executable, pulse_s=pulse_s)
+    host = Host(
+        place.name,
+        transport,
+        workdir=workdir,
+        python=sys.executable,
+        ping_interval_s=ping_interval_s,
+    )
     await host.open(
         run_id, token=TOKEN, lease_s=lease_s, weights_dir=WEIGHTS_DIR, on_event=events.append
     )
@@ -163,22 +176,22 @@ def test_a_host_tells_what_it_is_and_runs_our_code(net, tmp_path, run_id) -> Non
 
 def test_a_pulled_cable_costs_nothing_but_time(net, tmp_path, run_id) -> None:
     async def scene() -> None:
-        async with opened(net, 0, tmp_path, run_id, pulse_s=PULSE_S) as (host, events):
+        async with opened(net, 0, tmp_path, run_id, ping_interval_s=PULSE_S) as (host, events):
             port = await serve(host)
             before = await host.processes()
             async with client(host, port) as post:
                 await answers(post)
                 net.cut(net.hosts[0])
-                lost = await events.first(Lost)
+                lost = await events.first(ConnectionLost)
                 assert "nothing heard" in lost.reason
                 request = asyncio.create_task(host.processes())
                 with pytest.raises(aiohttp.ClientConnectionError):
                     await post(b"nobody there")
                 net.heal(net.hosts[0])
-                await events.first(Back)
+                await events.first(Reconnected)
                 assert await request == before
                 await answers(post)
-            assert [type(event) for event in events] == [Lost, Back]
+            assert [type(event) for event in events] == [ConnectionLost, Reconnected]
 
     play(scene())
 
@@ -188,28 +201,28 @@ def test_a_request_in_flight_when_the_cable_is_pulled_fails_instead_of_hanging(
 ) -> None:
     async def scene() -> None:
         async with (
-            opened(net, 0, tmp_path, run_id, pulse_s=PULSE_S) as (host, events),
+            opened(net, 0, tmp_path, run_id, ping_interval_s=PULSE_S) as (host, events),
             client(host, await serve(host)) as post,
         ):
             await answers(post)
             request = asyncio.create_task(post(b"slow"))
             await asyncio.sleep(0.1)
             net.cut(net.hosts[0])
-            await events.first(Lost)
+            await events.first(ConnectionLost)
             with pytest.raises(aiohttp.ClientConnectionError):
                 await request
             net.heal(net.hosts[0])
-            await events.first(Back)
+            await events.first(Reconnected)
 
     play(scene())
 
 
 def test_an_exit_behind_a_pulled_cable_is_heard_of_later(net, tmp_path, run_id) -> None:
     async def scene() -> None:
-        async with opened(net, 0, tmp_path, run_id, pulse_s=PULSE_S) as (host, events):
+        async with opened(net, 0, tmp_path, run_id, ping_interval_s=PULSE_S) as (host, events):
             started = await host.start("server-0", ["sh", "-c", "echo bye; sleep 5; exit 5"])
             net.cut(net.hosts[0])
-            await events.first(Lost)
+            await events.first(ConnectionLost)
             await until(lambda: len(marked(run_id)) == 1)  # the agent is all there is
             net.heal(net.hosts[0])
             event = await events.first(Exited)
@@ -222,10 +235,13 @@ def test_a_host_cut_off_for_longer_than_the_lease_stops_everything_by_itself(
     net, tmp_path, run_id
 ) -> None:
     async def scene() -> None:
-        async with opened(net, 0, tmp_path, run_id, pulse_s=PULSE_S, lease_s=6.0) as (host, events):
+        async with opened(net, 0, tmp_path, run_id, ping_interval_s=PULSE_S, lease_s=6.0) as (
+            host,
+            events,
+        ):
             await host.start("server-0", ["sh", "-c", "setsid sleep 100 & wait"])
             net.cut(net.hosts[0])
-            gone = await events.first(Gone)
+            gone = await events.first(LeaseExpired)
             assert net.hosts[0].address in gone.reason
             await until(lambda: not marked(run_id))
 

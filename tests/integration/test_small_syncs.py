@@ -42,7 +42,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def learner(
+def trainer(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Trainer]:
     """The trainer's own, of one process, that publishes in bf16."""
@@ -61,9 +61,9 @@ def learner(
         training=TrainingSpec.model_validate({"learning_rate": request.param}),
         max_len=128,
     )
-    learner = Trainer(config)
-    yield learner
-    learner.close()
+    trainer = Trainer(config)
+    yield trainer
+    trainer.close()
 
 
 def batch(step: int) -> list[TokenSample]:
@@ -84,24 +84,24 @@ def batch(step: int) -> list[TokenSample]:
     ]
 
 
-@pytest.mark.parametrize(("learner", "most"), [(1e-6, 0.1), (2e-4, 0.4)], indirect=["learner"])
+@pytest.mark.parametrize(("trainer", "most"), [(1e-6, 0.1), (2e-4, 0.4)], indirect=["trainer"])
 def test_every_step_of_the_real_trainer_arrives_bit_for_bit_in_few_bytes(
-    learner: Trainer, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "DELTA_S", PULL_S)  # however busy the machine is
-    there = WeightServer(learner.config.versions, "token")
+    there = WeightServer(trainer.config.versions, "token")
     here = WeightServer(tmp_path / "host" / "run", "token")
     source = f"http://127.0.0.1:{there.serve('127.0.0.1', 0)}"
     try:
         for step in range(STEPS + 1):
             if step:
-                learner.train(step, batch(step))
+                trainer.train(step, batch(step))
             published = publish(
-                learner.tensors(),
+                trainer.tensors(),
                 there.root,
                 version=step,
                 trainer_incarnation=0,
-                probe=learner.probe(),
+                probe=trainer.probe(),
                 keep=2,
             )
             pulled = here.pull(published.name, [source], timeout_s=PULL_S)

@@ -16,8 +16,8 @@ from libra_cli.core.actions import StartTrainer, StopTrainer, Train, TrainSample
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.records import Record
 from libra_cli.core.types import Trajectory, TrajectoryId, VersionSpan
+from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.hosts.cluster import Cluster
-from libra_cli.runtime.hosts.host import Exited
 from libra_cli.runtime.trainer.processes import TrainerProcesses
 from tests.netns import Network, missing, network
 

@@ -28,7 +28,14 @@ from libra_cli.node.agent import facts, proc
 from libra_cli.node.agent.proc import Marker, ProcessIdentity
 from libra_cli.node.weights import patch
 from libra_cli.node.weights.weight_server import WeightServer
-from libra_cli.runtime.hosts.host import Back, Exited, Gone, Host, HostEvent, Lost
+from libra_cli.runtime.hosts.agent_messages import (
+    ConnectionLost,
+    Exited,
+    HostEvent,
+    LeaseExpired,
+    Reconnected,
+)
+from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.local import LocalTransport, ProcessStream
 from libra_cli.runtime.weights import Weights
 from tests.netns import marked
@@ -398,10 +405,10 @@ def test_a_controller_that_comes_back_within_the_lease_finds_the_same_processes(
         async with opened(tmp_path, run_id) as (host, events):
             started = await host.start("server-0", ["sleep", "100"])
             await cable(host).cut()
-            lost = await events.first(Lost)
+            lost = await events.first(ConnectionLost)
             assert "hung up" in lost.reason
             cable(host).passable.set()
-            await events.first(Back)
+            await events.first(Reconnected)
             (row,) = await host.processes()
             assert (row.pid, row.started, row.state) == (started.pid, started.started, "running")
 
@@ -414,11 +421,11 @@ def test_a_second_controller_takes_over_from_the_first(tmp_path, run_id) -> None
             started = await first.start("server-0", ["sleep", "100"])
             cable(first).passable.clear()
             async with opened(tmp_path, run_id) as (second, _):
-                await events.first(Lost)
+                await events.first(ConnectionLost)
                 assert [row.pid for row in await second.processes()] == [started.pid]
             # The second one has ended the run; a new agent welcomes the first.
             cable(first).passable.set()
-            await events.first(Back)
+            await events.first(Reconnected)
             event = await events.first(Exited)
             assert (event.pid, event.exit_code) == (started.pid, None)
 
@@ -444,12 +451,12 @@ def test_an_exit_while_nobody_listens_is_reported_once_when_the_line_is_back(
         async with opened(tmp_path, run_id) as (host, events):
             started = await host.start("server-0", ["sleep", "100"])
             await cable(host).cut()
-            await events.first(Lost)
+            await events.first(ConnectionLost)
             os.kill(started.pid, signal.SIGKILL)
             await until(lambda: proc.status(started.pid) is None)
             cable(host).passable.set()
             await events.first(Exited)
-            assert [type(event) for event in events.seen] == [Lost, Back, Exited]
+            assert [type(event) for event in events.seen] == [ConnectionLost, Reconnected, Exited]
             await host.processes()
             assert len(events.seen) == 3
 
@@ -460,7 +467,7 @@ def test_a_request_waits_for_the_line_to_come_back(tmp_path, run_id) -> None:
     async def scene() -> None:
         async with opened(tmp_path, run_id) as (host, events):
             await cable(host).cut()
-            await events.first(Lost)
+            await events.first(ConnectionLost)
             request = asyncio.create_task(host.start("server-0", ["sleep", "100"]))
             await asyncio.sleep(0)
             cable(host).passable.set()
@@ -475,7 +482,7 @@ def test_a_host_that_does_not_come_back_is_given_up(tmp_path, run_id) -> None:
         async with opened(tmp_path, run_id, lease_s=1.0) as (host, events):
             await cable(host).cut()
             request = asyncio.create_task(host.processes())
-            gone = await events.first(Gone)
+            gone = await events.first(LeaseExpired)
             assert "cut" in gone.reason
             with pytest.raises(HostLost, match="given up"):
                 await request
@@ -509,7 +516,7 @@ def test_the_successor_of_a_killed_agent_takes_its_processes_over(tmp_path, run_
             marker = Marker(run_id, "n1")
             (agent,) = [pid for pid in marked(run_id) if marker.process_of(pid) == "agent"]
             os.kill(agent, signal.SIGKILL)
-            await events.first(Back)
+            await events.first(Reconnected)
             (row,) = await host.processes()
             assert (row.pid, row.state) == (started.pid, "running")
             os.kill(started.pid, signal.SIGTERM)

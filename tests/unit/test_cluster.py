@@ -11,7 +11,7 @@ import pytest
 from libra_cli.config.errors import HostError, HostLost
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.cluster.placement import initial_plan
-from libra_cli.runtime.hosts.agent_messages import Gone, Lost
+from libra_cli.runtime.hosts.agent_messages import ConnectionLost, LeaseExpired
 from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.hosts.host import Host
 
@@ -49,7 +49,7 @@ def test_a_process_on_a_host_that_was_given_up_counts_as_stopped() -> None:
     async def scene() -> None:
         host = Away(1000)
         given_up = cluster(host)
-        given_up._happened(Gone("n1", "given up"))
+        given_up._happened(LeaseExpired("n1", "given up"))
         async with asyncio.timeout(1.0):
             await given_up.stop("n1", "server-0")
 
@@ -60,7 +60,7 @@ def test_a_host_that_is_only_lost_is_asked_again() -> None:
     async def scene() -> None:
         host = Away(1)
         lost = cluster(host)
-        lost._happened(Lost("n1", "no answer"))
+        lost._happened(ConnectionLost("n1", "no answer"))
         async with asyncio.timeout(5.0):
             await lost.stop("n1", "server-0")
         assert host.left == -1, "and then it did stop it"
@@ -71,12 +71,12 @@ def test_a_host_that_is_only_lost_is_asked_again() -> None:
 def test_waiting_for_a_host_ends_when_it_is_given_up() -> None:
     async def scene() -> None:
         lost = cluster(Away(1000))
-        lost._happened(Lost("n1", "no answer"))
+        lost._happened(ConnectionLost("n1", "no answer"))
         stopping = asyncio.create_task(lost.stop("n1", "server-0"))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await asyncio.shield(stopping)
-        lost._happened(Gone("n1", "given up"))
+        lost._happened(LeaseExpired("n1", "given up"))
         async with asyncio.timeout(5.0):
             await stopping
 

@@ -8,9 +8,8 @@ import pytest
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import initial_plan
-from libra_cli.runtime.hosts.agent_messages import GpuHolder, NodeFacts
+from libra_cli.runtime.hosts.agent_messages import Exited, Gpu, GpuHolder, NodeFacts
 from libra_cli.runtime.hosts.cluster import how_it_ended
-from libra_cli.runtime.hosts.host import Exited, Gpu
 from libra_cli.runtime.hosts.preflight import problems
 
 NOW = 1_790_000_000.0

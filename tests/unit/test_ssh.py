@@ -31,7 +31,7 @@ from aiohttp import web
 
 from libra_cli.config.errors import HostError, HostKeyError, HostLost
 from libra_cli.runtime.hosts.ssh import SshTransport
-from libra_cli.runtime.hosts.ssh_target import SshTarget, way
+from libra_cli.runtime.hosts.ssh_target import SshTarget, resolve_route
 from libra_cli.runtime.hosts.transport import Endpoint
 
 SSHD = "/usr/sbin/sshd"
@@ -162,7 +162,7 @@ def test_a_command_gets_its_words_and_input_and_gives_back_its_output_and_code(s
             assert done.stdout.decode().split("\n")[:-1] == words
             argv = ["sh", "-c", "cat; echo trouble >&2; exit 3"]
             done = await transport.run(argv, stdin=b"input", timeout_s=DEADLINE_S)
-            assert (done.exit_code, done.stdout, done.story) == (3, b"input", "trouble")
+            assert (done.exit_code, done.stdout, done.last_words) == (3, b"input", "trouble")
 
     play(scene())
 
@@ -359,10 +359,12 @@ def test_a_jump_host_may_come_from_the_recipe_and_the_hop_that_fails_is_named(se
 
 def test_the_recipe_wins_over_the_configuration(home) -> None:
     (home / ".ssh/config").write_text("Host a\n  User bob\n  Port 2222\n  ProxyJump b,c\n")
-    hops = way(SshTarget("a"), "~/.ssh/config", None)
+    hops = resolve_route(SshTarget("a"), "~/.ssh/config", None)
     assert [str(hop).partition("@")[2] for hop in hops] == ["b", "c", "a:2222"]
     assert str(hops[-1]) == "bob@a:2222"
-    (direct,) = way(SshTarget("a", user="eve", port=22, jump="none"), "~/.ssh/config", None)
+    (direct,) = resolve_route(
+        SshTarget("a", user="eve", port=22, jump="none"), "~/.ssh/config", None
+    )
     assert str(direct) == "eve@a"
 
 

@@ -1,4 +1,4 @@
-"""The trainer's desk, and its HTTP, without a trainer behind it."""
+"""The trainer's queue, and its HTTP, without a trainer behind it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 
 from libra_cli.config.errors import TrainerError
+from libra_cli.node.command_queue import IdleCommand, StopCommand
 from libra_cli.node.trainer.commands import (
     AccumulateCommand,
     CheckpointCommand,
     CommandQueue,
-    IdleCommand,
-    StopCommand,
     TrainCommand,
     serve,
 )
@@ -43,115 +42,115 @@ def trajectory(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def desk() -> CommandQueue:
-    desk = CommandQueue(world_size=1, trainer_incarnation=2, max_len=16)
-    desk.state = "ready"
-    return desk
+def queue() -> CommandQueue:
+    queue = CommandQueue(world_size=1, trainer_incarnation=2, max_len=16)
+    queue.state = "ready"
+    return queue
 
 
 def step(number: int) -> dict[str, Any]:
     return {"step": number, "checkpoint": None, "trajectories": [trajectory()]}
 
 
-def test_a_step_is_taken_once_however_often_it_is_sent(desk: CommandQueue):
-    assert desk.train(step(1))[0] == HTTPStatus.ACCEPTED
-    assert desk.train(step(1))[0] == HTTPStatus.ACCEPTED
-    command = desk.next(0)
+def test_a_step_is_taken_once_however_often_it_is_sent(queue: CommandQueue):
+    assert queue.train(step(1))[0] == HTTPStatus.ACCEPTED
+    assert queue.train(step(1))[0] == HTTPStatus.ACCEPTED
+    command = queue.next(0)
     assert isinstance(command, TrainCommand)
     assert command.step == 1
     assert command.ledger is None
-    assert isinstance(desk.next(0), IdleCommand)
+    assert isinstance(queue.next(0), IdleCommand)
 
 
 def part(number: int, of: int = 1) -> dict[str, Any]:
     return {"step": of, "part": number, "trajectories": [trajectory()]}
 
 
-def test_parts_are_taken_in_order_each_once_and_then_the_step(desk: CommandQueue):
+def test_parts_are_taken_in_order_each_once_and_then_the_step(queue: CommandQueue):
     for number in (1, 1, 2, 1, 2):
-        assert desk.accumulate(part(number))[0] == HTTPStatus.ACCEPTED
-    assert desk.part_result(1, 2, 0) == (HTTPStatus.OK, {"state": "running"})
-    assert desk.train({**step(1), "parts": 2})[0] == HTTPStatus.ACCEPTED
-    commands = [desk.next(0) for _ in range(4)]
+        assert queue.accumulate(part(number))[0] == HTTPStatus.ACCEPTED
+    assert queue.part_result(1, 2, 0) == (HTTPStatus.OK, {"state": "running"})
+    assert queue.train({**step(1), "parts": 2})[0] == HTTPStatus.ACCEPTED
+    commands = [queue.next(0) for _ in range(4)]
     assert [type(one) for one in commands] == [
         AccumulateCommand,
         AccumulateCommand,
         TrainCommand,
         IdleCommand,
     ]
-    desk.accumulated(1, 1, {"tokens": 2})
-    assert desk.part_result(1, 1, 0)[1] == {"state": "done", "metrics": {"tokens": 2}}
-    assert desk.accumulate(part(1, of=2))[0] == HTTPStatus.ACCEPTED
+    queue.accumulated(1, 1, {"tokens": 2})
+    assert queue.part_result(1, 1, 0)[1] == {"state": "done", "metrics": {"tokens": 2}}
+    assert queue.accumulate(part(1, of=2))[0] == HTTPStatus.ACCEPTED
 
 
 @pytest.mark.parametrize(("number", "of"), [(2, 1), (0, 1), (1, 0), (1, 2)])
-def test_any_other_part_than_the_next_is_a_conflict(desk: CommandQueue, number: int, of: int):
-    assert desk.accumulate(part(number, of))[0] == HTTPStatus.CONFLICT
-    assert desk.part_result(of, number, 0)[0] == HTTPStatus.NOT_FOUND
+def test_any_other_part_than_the_next_is_a_conflict(queue: CommandQueue, number: int, of: int):
+    assert queue.accumulate(part(number, of))[0] == HTTPStatus.CONFLICT
+    assert queue.part_result(of, number, 0)[0] == HTTPStatus.NOT_FOUND
 
 
-def test_a_step_that_counts_other_parts_than_came_is_refused_with_both_numbers(desk: CommandQueue):
-    desk.accumulate(part(1))
+def test_a_step_that_counts_other_parts_than_came_is_refused_with_both_numbers(queue: CommandQueue):
+    queue.accumulate(part(1))
     with pytest.raises(TrainerError, match="3 parts should be accumulated, 1 are"):
-        desk.train({**step(1), "parts": 3})
-    assert desk.train({**step(1), "parts": 1})[0] == HTTPStatus.ACCEPTED
+        queue.train({**step(1), "parts": 3})
+    assert queue.train({**step(1), "parts": 1})[0] == HTTPStatus.ACCEPTED
 
 
-def test_who_waits_for_a_part_hears_that_the_trainer_failed(desk: CommandQueue):
-    desk.accumulate(part(1))
-    desk.fail("out of memory")
-    assert desk.part_result(1, 1, 5)[1] == {"state": "failed", "error": "out of memory"}
+def test_who_waits_for_a_part_hears_that_the_trainer_failed(queue: CommandQueue):
+    queue.accumulate(part(1))
+    queue.fail("out of memory")
+    assert queue.part_result(1, 1, 5)[1] == {"state": "failed", "error": "out of memory"}
 
 
 @pytest.mark.parametrize("number", [0, 2, 7])
-def test_any_other_step_than_the_next_is_a_conflict(desk: CommandQueue, number: int):
-    status, body = desk.train(step(number))
+def test_any_other_step_than_the_next_is_a_conflict(queue: CommandQueue, number: int):
+    status, body = queue.train(step(number))
     assert status == HTTPStatus.CONFLICT
     assert body["error"] == f"step {number} was sent, the next one is 1"
 
 
-def test_a_step_is_refused_before_ready_and_while_stopping(desk: CommandQueue):
-    desk.state = "starting"
-    assert desk.train(step(1))[0] == HTTPStatus.SERVICE_UNAVAILABLE
-    desk.state = "ready"
-    desk.stop()
-    assert desk.train(step(1))[0] == HTTPStatus.SERVICE_UNAVAILABLE
-    assert isinstance(desk.next(0), StopCommand)
+def test_a_step_is_refused_before_ready_and_while_stopping(queue: CommandQueue):
+    queue.state = "starting"
+    assert queue.train(step(1))[0] == HTTPStatus.SERVICE_UNAVAILABLE
+    queue.state = "ready"
+    queue.stop()
+    assert queue.train(step(1))[0] == HTTPStatus.SERVICE_UNAVAILABLE
+    assert isinstance(queue.next(0), StopCommand)
 
 
-def test_a_failure_wakes_who_waits_and_says_why(desk: CommandQueue):
-    desk.train(step(1))
+def test_a_failure_wakes_who_waits_and_says_why(queue: CommandQueue):
+    queue.train(step(1))
     answers: list[Any] = []
-    waiting = threading.Thread(target=lambda: answers.append(desk.result(1, 30)), daemon=True)
+    waiting = threading.Thread(target=lambda: answers.append(queue.result(1, 30)), daemon=True)
     waiting.start()
-    desk.fail("TrainerError: out of luck")
+    queue.fail("TrainerError: out of luck")
     waiting.join(10)
     assert answers == [(HTTPStatus.OK, {"state": "failed", "error": "TrainerError: out of luck"})]
-    assert desk.health()[1]["state"] == "failed"
-    assert desk.train(step(2))[1] == {"error": "TrainerError: out of luck"}
+    assert queue.health()[1]["state"] == "failed"
+    assert queue.train(step(2))[1] == {"error": "TrainerError: out of luck"}
 
 
-def test_a_step_that_was_never_sent_is_unknown(desk: CommandQueue):
-    assert desk.result(1, 0)[0] == HTTPStatus.NOT_FOUND
-    desk.train(step(1))
-    assert desk.result(1, 0)[1] == {"state": "running"}
+def test_a_step_that_was_never_sent_is_unknown(queue: CommandQueue):
+    assert queue.result(1, 0)[0] == HTTPStatus.NOT_FOUND
+    queue.train(step(1))
+    assert queue.result(1, 0)[1] == {"state": "running"}
 
 
-def test_asking_for_a_checkpoint_waits_for_that_one(desk: CommandQueue):
-    desk.train({**step(1), "checkpoint": {"ledger": {"at": 1}}})
+def test_asking_for_a_checkpoint_waits_for_that_one(queue: CommandQueue):
+    queue.train({**step(1), "checkpoint": {"ledger": {"at": 1}}})
     answers: list[Any] = []
-    asking = threading.Thread(target=lambda: answers.append(desk.save({"at": 2})), daemon=True)
+    asking = threading.Thread(target=lambda: answers.append(queue.save({"at": 2})), daemon=True)
     asking.start()
-    train = desk.next(10)
+    train = queue.next(10)
     assert isinstance(train, TrainCommand)
     assert train.ledger == {"at": 1}
-    save = desk.next(10)
-    desk.saved(1, "step-000001")
+    save = queue.next(10)
+    queue.saved(1, "step-000001")
     assert isinstance(save, CheckpointCommand)
     assert save.ledger == {"at": 2}
     asking.join(0.05)
     assert answers == []
-    desk.saved(1, "step-000001-again")
+    queue.saved(1, "step-000001-again")
     asking.join(10)
     assert answers == [(HTTPStatus.OK, {"path": "step-000001-again"})]
 
@@ -182,8 +181,8 @@ def test_a_wrong_trajectory_is_named_with_what_is_wrong(changes: dict[str, Any],
 
 
 @pytest.fixture
-def port(desk: CommandQueue) -> Iterator[int]:
-    server = serve(desk, port=0, token=TOKEN)
+def port(queue: CommandQueue) -> Iterator[int]:
+    server = serve(queue, port=0, token=TOKEN)
     yield server.server_address[1]
     server.shutdown()
     server.server_close()
@@ -205,16 +204,16 @@ def ask(
     ("method", "path"),
     [("GET", "/health"), ("GET", "/train/1"), ("POST", "/train"), ("POST", "/stop"), ("GET", "/x")],
 )
-def test_every_route_demands_the_token(desk: CommandQueue, port: int, method: str, path: str):
+def test_every_route_demands_the_token(queue: CommandQueue, port: int, method: str, path: str):
     assert ask(port, method, path, token="of-another-run")[0] == HTTPStatus.UNAUTHORIZED
-    assert not desk.stopping
+    assert not queue.stopping
 
 
-def test_a_step_goes_over_the_wire(desk: CommandQueue, port: int):
+def test_a_step_goes_over_the_wire(queue: CommandQueue, port: int):
     body = msgpack.packb(step(1))
     assert ask(port, "POST", "/train", body) == (HTTPStatus.ACCEPTED, {"state": "running"})
     assert ask(port, "GET", "/train/1?wait_s=0")[1] == {"state": "running"}
-    command = desk.next(10)
+    command = queue.next(10)
     assert isinstance(command, TrainCommand)
     (sample,) = command.samples
     assert sample.token_ids.tolist() == [5, 6, 7, 8]

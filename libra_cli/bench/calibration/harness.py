@@ -40,12 +40,12 @@ from libra_cli.core.events import (
 )
 from libra_cli.core.records import NodeRecord, Record
 from libra_cli.core.types import Bucket, Seconds, Slot, SlotId, Tokens, TrajectoryId
+from libra_cli.runtime.hosts.agent_messages import Exited, HostEvent, LeaseExpired
 from libra_cli.runtime.hosts.cluster import Cluster
-from libra_cli.runtime.hosts.host import Exited, Gone, HostEvent
 from libra_cli.runtime.hosts.threads import Threads
+from libra_cli.runtime.rollout.connection import Sampling, ServerFacts
+from libra_cli.runtime.rollout.servers import Servers
 from libra_cli.runtime.trainer.processes import TrainerProcesses
-from libra_cli.runtime.vllm.client import Sampling, ServerFacts
-from libra_cli.runtime.vllm.servers import Servers
 from libra_cli.runtime.weights import weights_of
 
 INCARNATION = 1
@@ -164,7 +164,7 @@ class MeasurementHarness:
         if isinstance(event, Exited):
             self._up(self._servers).exited(event)
             self._up(self._ranks).exited(event)
-        elif isinstance(event, Gone):
+        elif isinstance(event, LeaseExpired):
             self._failure = ProcessError(f"{event.node}: {event.reason}")
 
     def _post(self, event: Event) -> None:

@@ -1,15 +1,15 @@
-"""The one error of the host protocol: what was asked cannot be done, and why, for the asker."""
+"""The error that the agent answers with when it cannot carry out an operation."""
 
 from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
 Kind: TypeAlias = Literal["request", "start", "ports", "weights", "disk"]
-"""What the controller should blame: its own request, a process, the host or a weight version."""
+"""What is at fault: the request, a process, the host's ports or disk, or a weight version."""
 
 
 class AgentRefused(Exception):
-    """An operation of the agent was not carried out. ``kind`` chooses the controller's error."""
+    """The agent did not carry out an operation. ``kind`` selects the controller's exception."""
 
     def __init__(self, kind: Kind, reason: str) -> None:
         super().__init__(reason)

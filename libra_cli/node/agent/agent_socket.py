@@ -1,7 +1,7 @@
-"""The way in to the agent: a socket in the run directory, which only its owner can enter.
+"""The agent's Unix socket in the run directory, which only the directory's owner can enter.
 
-Everybody here works from within that directory, because the path of a socket may have 107 bytes at
-most and a run directory may need more.
+These functions work in that directory as the current one, because the path of a socket may have 107
+bytes at most and the path of a run directory may be longer.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ CHUNK = 64 * 1024
 
 
 def connect() -> socket.socket | None:
-    """A line to the agent, or None if there is none."""
-    line = socket.socket(socket.AF_UNIX)
+    """Connect to the agent; None if there is no agent."""
+    connection = socket.socket(socket.AF_UNIX)
     try:
-        line.connect(SOCKET)
+        connection.connect(SOCKET)
     except OSError:
-        line.close()
+        connection.close()
         return None
-    return line
+    return connection
 
 
-def summon(run_dir: Path) -> socket.socket | None:
-    """Start an agent that outlives this process and its terminal; a line to it, or None."""
+def spawn(run_dir: Path) -> socket.socket | None:
+    """Start an agent that outlives this process and its terminal, and connect to it.
+
+    None if no agent answers within ``START_S``.
+    """
     marker = Marker.of(run_dir)
     with open(LOG, "ab") as log:
         agent = subprocess.Popen(
@@ -47,23 +50,23 @@ def summon(run_dir: Path) -> socket.socket | None:
         )
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
-        if (line := connect()) is not None:
-            return line
+        if (connection := connect()) is not None:
+            return connection
         if agent.poll():  # 0 means that another agent was faster
             return None
         time.sleep(0.02)
     return None
 
 
-def bridge(line: socket.socket) -> None:
+def bridge(connection: socket.socket) -> None:
     """Join standard input and output to the agent until either side ends."""
-    threading.Thread(target=_carry_in, args=(line,), daemon=True).start()
-    while data := line.recv(CHUNK):
+    threading.Thread(target=_copy_stdin, args=(connection,), daemon=True).start()
+    while data := connection.recv(CHUNK):
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
 
 
-def _carry_in(line: socket.socket) -> None:
+def _copy_stdin(connection: socket.socket) -> None:
     while data := os.read(0, CHUNK):
-        line.sendall(data)
-    line.shutdown(socket.SHUT_WR)
+        connection.sendall(data)
+    connection.shutdown(socket.SHUT_WR)

@@ -1,7 +1,7 @@
-"""What a host is: read once when a run begins, from /proc, the routing table and nvidia-smi.
+"""Reads what a host is from /proc, the routing table and nvidia-smi, once when a run begins.
 
-Nothing here changes anything. A GPU held by somebody is reported with the holder's pid, user and
-command; what to do about it is for people.
+Nothing here changes the host. A GPU on which somebody holds memory is reported with the holder's
+pid, user and command, so that a person can decide what to do about it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ SIOCGIFADDR = 0x8915
 def facts(
     peers: Sequence[str], packages: Sequence[str], paths: Sequence[str], work: Path, weights: Path
 ) -> dict[str, object]:
-    """Everything the controller wants to know. ``packages`` and ``paths`` come back if present."""
+    """Describe the host: sizes in bytes, ``clock`` in seconds since the epoch.
+
+    Of ``packages`` and ``paths`` the result names those that are there. ``work`` and ``weights``
+    are the directories whose free space is measured.
+    """
     interface, address = route(peers[0]) if peers else ("lo", "127.0.0.1")
     memory = _memory()
     return {
@@ -57,7 +61,13 @@ def facts(
 
 
 def route(peer: str) -> tuple[str, str]:
-    """The interface and own address this host uses to reach a peer. Sends nothing."""
+    """Return the interface and the own address with which this host reaches a peer.
+
+    It asks the routing table and sends nothing.
+
+    Raises:
+        AgentRefused: there is no route to the peer.
+    """
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -70,7 +80,7 @@ def route(peer: str) -> tuple[str, str]:
 
 
 def gpus() -> list[dict[str, object]]:
-    """The GPUs of this host and who holds memory on them; none where there is no nvidia-smi."""
+    """List this host's GPUs and who holds memory on them; empty where there is no nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
     listing = _nvidia_smi(f"--query-gpu={','.join(GPU_COLUMNS)}")
@@ -79,7 +89,10 @@ def gpus() -> list[dict[str, object]]:
 
 
 def parse_gpus(listing: str, holders: str) -> list[dict[str, object]]:
-    """Join nvidia-smi's two tables (CSV, no header, no units: memory in MiB, may be ``[N/A]``)."""
+    """Join nvidia-smi's tables of GPUs and of processes.
+
+    Both are CSV without header and units; memory is in MiB and may be ``[N/A]``.
+    """
     held: dict[str, list[dict[str, object]]] = {}
     for row in _rows(holders, len(HOLDER_COLUMNS)):
         uuid, pid = row
@@ -97,7 +110,7 @@ def parse_gpus(listing: str, holders: str) -> list[dict[str, object]]:
 
 
 def holder(pid: int) -> dict[str, object]:
-    """Who a process belongs to. In a container the pid may be one that cannot be looked up."""
+    """Describe who a process belongs to. A pid from outside a container cannot be looked up."""
     user = ""
     with suppress(OSError, KeyError):
         user = pwd.getpwuid((proc.PROC / str(pid)).stat().st_uid).pw_name

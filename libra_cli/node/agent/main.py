@@ -1,19 +1,19 @@
-"""The agent: one a host and run, supervising what libra runs there. Standard library only.
+"""The agent, which supervises the processes of one run on one host. Standard library only.
 
-    python -m libra_cli.node.agent.main attach RUN_DIR   # stdin and stdout become a line to the
-                                                         # agent, started first if there is none
-    python -m libra_cli.node.agent.main serve  RUN_DIR   # the agent itself
+    python -m libra_cli.node.agent.main attach RUN_DIR   # connect stdin and stdout to the agent,
+                                                         # which is started if there is none
+    python -m libra_cli.node.agent.main serve  RUN_DIR   # be the agent
     python -m libra_cli.node.agent.main stop   RUN_DIR   # stop and verify, with or without an agent
 
 ``RUN_DIR`` is ``<work directory>/runs/<run id>/<node>``; its last two parts are the marker by which
 everything of the run is recognised. The agent listens on a socket in there, which only its owner
 can enter. It speaks JSON lines: ``{"id": 1, "op": "tail", "process": "server-0", "lines": 20}`` is
 answered by ``{"id": 1, "ok": true, "result": "..."}`` or ``{"id": 1, "ok": false, "kind": "...",
-"error": "..."}``, in whatever order the work gets done. An event such as ``{"event": "exited",
-...}`` may come at any time, to whoever said hello last.
+"error": "..."}``, in the order in which operations end. An event such as ``{"event": "exited",
+...}`` may be sent at any time, to the controller that said hello last.
 
-The lease: a controller that has not been heard for ``lease_s`` is gone for good. Then, as after a
-``shutdown`` or a TERM, everything of the run is stopped, that is verified, and the agent ends.
+The lease: a controller that has not been heard for ``lease_s`` seconds is given up. Then, as after
+a ``shutdown`` or a SIGTERM, the agent stops everything of the run, verifies that, and ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from libra_cli.node.agent.agent_errors import AgentRefused
-from libra_cli.node.agent.agent_socket import LOG, SOCKET, bridge, connect, summon
+from libra_cli.node.agent.agent_socket import LOG, SOCKET, bridge, connect, spawn
 from libra_cli.node.agent.facts import facts
 from libra_cli.node.agent.ports import Ports
 from libra_cli.node.agent.proc import Marker
@@ -43,10 +43,10 @@ from libra_cli.node.agent.supervisor import Supervisor, tail
 from libra_cli.node.weights.weight_server import WeightServer
 
 FIRST_LEASE_S = 60.0
-"""Until a controller has said how long it wants."""
+"""The lease until a controller has said how long it wants."""
 LAST_GRACE_S = 10.0
 ASKED_S = 60.0
-"""How long an agent may take that is asked to stop everything."""
+"""How long an agent that is asked to stop everything may take."""
 WEIGHTS = "weights"
 """A link to this run's weight versions, so that their memory can be freed without an agent."""
 LINE_LIMIT = 64 * 1024**2
@@ -55,13 +55,13 @@ Operation: TypeAlias = Callable[..., Awaitable[object]]
 
 
 class Agent:
-    """What answers on the socket. It decides nothing but when the lease is over."""
+    """Answers on the socket. It decides nothing but when the lease is over."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._supervisor = Supervisor(run_dir, Marker.of(run_dir), self._tell)
+        self._supervisor = Supervisor(run_dir, Marker.of(run_dir), self._send_event)
         self._ports = Ports()
-        self._exchange: WeightServer | None = None
+        self._weight_server: WeightServer | None = None
         self._controller: asyncio.StreamWriter | None = None
         self._token = ""
         self._lease_s = FIRST_LEASE_S
@@ -84,18 +84,18 @@ class Agent:
         }
 
     async def serve(self) -> None:
-        """Answer until the run is over here, one way or another."""
+        """Answer until a shutdown, a SIGTERM or the end of the lease, then stop everything."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ended.set)
         self._supervisor.open()
         _remove(SOCKET)  # an agent that was killed leaves it; this one holds the lock
-        server = await asyncio.start_unix_server(self._attend, SOCKET, limit=LINE_LIMIT)
+        server = await asyncio.start_unix_server(self._serve_connection, SOCKET, limit=LINE_LIMIT)
         self._renew_lease()
         await self._ended.wait()
         server.close()
         await self._supervisor.stop_all(LAST_GRACE_S)
         await asyncio.gather(*self._requests)
-        if self._exchange is not None:
-            self._exchange.close()
+        if self._weight_server is not None:
+            self._weight_server.close()
         _remove(SOCKET, "token", WEIGHTS)
 
     def _renew_lease(self) -> None:
@@ -107,9 +107,11 @@ class Agent:
         _log(f"no controller for {self._lease_s:.0f} s: stopping everything")
         self._ended.set()
 
-    # -- the line ------------------------------------------------------------------------------
+    # -- connections ---------------------------------------------------------------------------
 
-    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         try:
             while line := await reader.readline():
                 self._renew_lease()
@@ -120,12 +122,12 @@ class Agent:
                 self._requests.add(task)
                 task.add_done_callback(self._requests.discard)
         except (ValueError, ConnectionError) as error:
-            _log(f"a line to a controller broke: {error}")
+            _log(f"a connection to a controller broke: {error}")
         finally:
             writer.close()
 
     def _take_over(self, writer: asyncio.StreamWriter) -> None:
-        """The newest controller is the controller: an older line may be dead without knowing."""
+        """Make this the controller's connection: an older one may be dead without a sign."""
         if self._controller is not None and self._controller is not writer:
             self._controller.close()
         self._controller = writer
@@ -145,7 +147,7 @@ class Agent:
             answer = {"id": number, "ok": False, "kind": "request", "error": reason}
         await _write(writer, answer)
 
-    def _tell(self, event: dict[str, object]) -> None:
+    def _send_event(self, event: dict[str, object]) -> None:
         # Nobody there: whoever attaches next is told by hello, which lists every process.
         if self._controller is not None and not self._controller.is_closing():
             self._controller.write(json.dumps(event).encode() + b"\n")
@@ -158,9 +160,9 @@ class Agent:
         self._token, self._lease_s = token, lease_s
         self._renew_lease()
         _write_private("token", token)
-        if self._exchange is None:
+        if self._weight_server is None:
             root = os.path.join(weights_dir, self._run_dir.parent.name)
-            self._exchange = WeightServer(Path(root), token)
+            self._weight_server = WeightServer(Path(root), token)
             _remove(WEIGHTS)
             os.symlink(root, WEIGHTS)
         return {"pid": os.getpid(), "processes": self._supervisor.describe()}
@@ -213,14 +215,14 @@ class Agent:
         return await asyncio.to_thread(self._weights().forget, keep)
 
     async def _shutdown(self, grace_s: float) -> dict[str, object]:
-        cleared = await self._supervisor.stop_all(grace_s)
+        result = await self._supervisor.stop_all(grace_s)
         self._ended.set()
-        return asdict(cleared)
+        return asdict(result)
 
     def _weights(self) -> WeightServer:
-        if self._exchange is None:
+        if self._weight_server is None:
             raise AgentRefused("request", "say hello first")
-        return self._exchange
+        return self._weight_server
 
 
 # -- the three commands ------------------------------------------------------------------------
@@ -238,35 +240,35 @@ def serve(run_dir: Path) -> int:
 
 
 def attach(run_dir: Path) -> int:
-    """Join standard input and output to the agent, starting it if need be."""
-    line = connect() or summon(run_dir)
-    if line is None:
+    """Connect standard input and output to the agent, and start it if there is none."""
+    connection = connect() or spawn(run_dir)
+    if connection is None:
         sys.stderr.write(f"the agent did not start: {tail(run_dir / LOG, 1)}\n")
         return 1
-    bridge(line)
+    bridge(connection)
     return 0
 
 
 def stop(run_dir: Path) -> int:
-    """Stop everything of the run here; 0 if nothing is left.
+    """Stop everything of the run on this host; 0 if nothing is left.
 
-    An agent that is there is asked to do it. Then this process looks for itself, and stops what it
-    finds: the agent that did not answer, or what it did not know of.
+    An agent that is there is asked to do it. Then this process searches as well and stops what it
+    finds: an agent that did not answer, or processes that the agent did not know.
     """
-    line = connect()
-    if line is not None:
-        _ask_to_stop(line)
+    connection = connect()
+    if connection is not None:
+        _ask_to_stop(connection)
     supervisor = Supervisor(run_dir, Marker.of(run_dir), report=lambda _: None)
-    cleared = asyncio.run(supervisor.stop_all(LAST_GRACE_S))
+    result = asyncio.run(supervisor.stop_all(LAST_GRACE_S))
     shutil.rmtree(os.path.realpath(WEIGHTS), ignore_errors=True)
     _remove(WEIGHTS)
-    sys.stdout.write(json.dumps(asdict(cleared)) + "\n")
-    return 1 if cleared.leftovers else 0
+    sys.stdout.write(json.dumps(asdict(result)) + "\n")
+    return 1 if result.leftovers else 0
 
 
-def _ask_to_stop(line: socket.socket) -> None:
-    line.settimeout(ASKED_S)
-    with line, line.makefile("rw") as file, suppress(OSError):
+def _ask_to_stop(connection: socket.socket) -> None:
+    connection.settimeout(ASKED_S)
+    with connection, connection.makefile("rw") as file, suppress(OSError):
         file.write(json.dumps({"id": 0, "op": "shutdown", "grace_s": LAST_GRACE_S}) + "\n")
         file.flush()
         file.read()  # to the very end: it hangs up when it is done
@@ -276,7 +278,7 @@ async def _write(writer: asyncio.StreamWriter, message: object) -> None:
     try:
         writer.write(json.dumps(message).encode() + b"\n")
         await writer.drain()
-    except ConnectionError as error:  # it asks again when it is back
+    except ConnectionError as error:  # the controller asks again when it is back
         _log(f"an answer was not taken: {error}")
 
 
@@ -296,7 +298,7 @@ def _log(text: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one of the three commands inside the run directory."""
+    """Run one of the three commands in the run directory, and return its exit code."""
     commands = {"serve": serve, "attach": attach, "stop": stop}
     if len(arguments) != 2 or arguments[0] not in commands:
         sys.stderr.write("usage: python -m libra_cli.node.agent.main serve|attach|stop RUN_DIR\n")

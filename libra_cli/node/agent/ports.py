@@ -1,10 +1,10 @@
-"""Ports of one host, probed and reserved in one step.
+"""Reserves TCP ports of one host for servers that start later.
 
-A port that was merely seen free is gone by the time a server that takes half a minute to start
-wants it. So the agent binds what it gives out and keeps it bound, without listening, until it ends.
-Two rules of Linux make that a reservation: a bind *without* ``SO_REUSEADDR``, which is how others
-are probed here, fails on any bound port; a bind *with* it, which is how servers bind, fails only if
-somebody listens.
+A port that was merely seen free may be taken by the time a server that needs half a minute to start
+binds it. So the agent binds the ports that it gives out and keeps them bound, without listening,
+until it ends. Two rules of Linux make that a reservation: a bind *without* ``SO_REUSEADDR``, which
+is how ports are probed here, fails on any bound port; a bind *with* it, which is how servers bind,
+fails only if somebody listens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ class Ports:
         self._reserved: dict[int, socket.socket] = {}
 
     def take(self, first: int, last: int, count: int, taken: Collection[int]) -> list[int]:
-        """Reserve ``count`` ports of ``[first, last]`` that nobody uses."""
+        """Reserve ``count`` ports of ``[first, last]`` that nobody uses and ``taken`` lacks.
+
+        Raises:
+            AgentRefused: there are fewer; none is reserved then.
+        """
         found: list[int] = []
         for port in range(first, last + 1):
             if len(found) == count:
@@ -37,7 +41,7 @@ class Ports:
         return found
 
     def release(self, ports: Collection[int]) -> None:
-        """Give ports back."""
+        """Unbind ports that were reserved."""
         for port in ports:
             self._reserved.pop(port).close()
 

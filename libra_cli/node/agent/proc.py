@@ -1,11 +1,12 @@
-"""What /proc says about processes: which one, whose, and how to signal no other.
+"""Identifies the processes of a run through /proc, and signals exactly those.
 
-A pid names nobody for long, since the kernel hands it out again; a pid together with its start time
-does. Whose a process is stands in its environment: everything libra starts inherits a marker of
-run, node and process name, which survives being orphaned, a new session and the death of the agent.
+A pid alone does not identify a process, since the kernel reuses it; a pid together with its start
+time does. The environment tells to which run a process belongs: everything libra starts inherits a
+marker of run, node and process name, which survives being orphaned, a new session and the death of
+the agent.
 
 Limit: a process that clears its environment *and* leaves its session is no longer recognised. That
-is the price of the guarantee that nothing of anybody else's is ever touched.
+is the price of the guarantee that processes of others are never touched.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process for all time (until the next boot)."""
+    """Identifies one process until the next boot."""
 
     pid: int
     started: int
-    """Clock ticks since boot; field 22 of ``/proc/<pid>/stat``."""
+    """The start time in clock ticks since boot; field 22 of ``/proc/<pid>/stat``."""
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs. A zombie does not: it holds neither memory nor a GPU."""
+        """Whether the process still runs. A zombie does not: it holds neither memory nor a GPU."""
         now = status(self.pid)
         return now is not None and now.identity == self and now.state not in "ZX"
 
     @property
     def ignores_term(self) -> bool:
-        """Whether SIGTERM means nothing to it."""
+        """Whether the process ignores SIGTERM."""
         now = status(self.pid)
         return now is not None and now.identity == self and now.ignores_term
 
@@ -47,7 +48,7 @@ class ProcessIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The part of ``/proc/<pid>/stat`` that libra looks at."""
+    """The fields of ``/proc/<pid>/stat`` that libra reads."""
 
     identity: ProcessIdentity
     state: str
@@ -57,29 +58,29 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """What every process of one run on one node carries in its environment."""
+    """The run and the node that every process of theirs names in its environment."""
 
     run: str
     node: str
 
     @classmethod
     def of(cls, run_dir: Path) -> Marker:
-        """The marker of a run directory, ``<work directory>/runs/<run id>/<node>``."""
+        """Return the marker of a run directory, ``<work directory>/runs/<run id>/<node>``."""
         return cls(run_dir.parent.name, run_dir.name)
 
     def environment(self, process: str) -> dict[str, str]:
-        """The marker as variables for a process of this name."""
+        """Return the marker as environment variables for a process of this name."""
         return {"LIBRA_RUN": self.run, "LIBRA_NODE": self.node, "LIBRA_PROCESS": process}
 
     def process_of(self, pid: int) -> str | None:
-        """The name this process carries, or None if it is not ours (or nobody may know)."""
+        """Return the process name in a process's environment; None without this marker."""
         environment = _environment(pid)
         if (environment.get("LIBRA_RUN"), environment.get("LIBRA_NODE")) != (self.run, self.node):
             return None
         return environment.get("LIBRA_PROCESS")
 
-    def bearers(self) -> dict[ProcessIdentity, str]:
-        """Every living process with this marker but the one that asks, with its name."""
+    def marked_processes(self) -> dict[ProcessIdentity, str]:
+        """Return the name of every living process with this marker, but of the caller's own."""
         # The identity is read before the environment: if the pid changes hands in between, the
         # identity is that of the dead owner, and a signal to it goes nowhere.
         living = (one.identity for one in statuses() if one.state not in "ZX")
@@ -88,7 +89,7 @@ class Marker:
 
 
 def status(pid: int) -> Status | None:
-    """What the kernel says about a process now, or None if there is none."""
+    """Read the status of a process; None if there is no such process."""
     try:
         text = (PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
@@ -102,14 +103,14 @@ def status(pid: int) -> Status | None:
 
 
 def statuses() -> Iterator[Status]:
-    """Every process this user can see, zombies included."""
+    """Read the status of every process that this user can see, zombies included."""
     for entry in os.listdir(PROC):
         if entry.isdigit() and (one := status(int(entry))) is not None:
             yield one
 
 
 def command(pid: int) -> str:
-    """The command line of a process, for people."""
+    """Return the command line of a process, at most 200 characters; empty if it is gone."""
     with suppress(OSError):
         words = (PROC / str(pid) / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
         return b" ".join(words).decode(errors="replace")[:200]
@@ -117,7 +118,7 @@ def command(pid: int) -> str:
 
 
 def send(identity: ProcessIdentity, signum: signal.Signals) -> None:
-    """Signal exactly this process, or nobody if it has gone."""
+    """Signal exactly this process, or none if it is gone."""
     with suppress(ProcessLookupError, PermissionError):
         handle = _handle(identity.pid)
         try:

@@ -1,17 +1,18 @@
-"""The processes of one run on one host: started apart, watched, and stopped without a trace.
+"""Starts, watches and stops the processes of one run on one host.
 
 Guarantees
     Own session    Each process leads its own session, writes to its own log and carries the marker.
     Exited is gone An exit is reported only when nothing of the process is left: the orphans of a
-                   leader that died (vLLM's engine and workers outlive their server, memory held)
-                   are stopped first, so whoever hears of the exit may start anew at once.
-    Never others   Signalled is only what carries the marker, or is in the session of a leader that
-                   has not been reaped. Until then the kernel gives the leader's number to nobody,
-                   so the session is still ours even where a child has wiped its environment.
+                   leader that died (vLLM's engine and workers outlive their server and hold GPU
+                   memory) are stopped first, so whoever hears of the exit may start anew at once.
+    Never others   Only processes that carry the marker, or are in the session of a leader that has
+                   not been reaped, are signalled. Until a leader is reaped the kernel gives its pid
+                   to no other process, so the session is ours even where a child has cleared its
+                   environment.
 
-What runs is also written to ``processes.json``: should the agent itself die, its successor takes
-over what it finds there. It is not the parent then, so it has to look once a second instead of
-being told, and cannot know the exit code.
+The running processes are also written to ``processes.json``: if the agent dies, its successor takes
+them over from there. It is not their parent then, so it polls once a second and cannot know their
+exit codes.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from libra_cli.node.agent.proc import Marker, ProcessIdentity
 POLL_S = 0.05
 ORPHANS_GRACE_S = 2.0
 KILL_S = 10.0
-"""How long to go on killing. Only a process stuck in the kernel outlives the first round."""
+"""How long to repeat SIGKILL. Only a process stuck in the kernel outlives the first round."""
 CLEANERS_S = 1.0
-"""How much longer what ignores SIGTERM may live than those that are killed. It may be what clears
-up after them: Python's resource tracker unlinks the shared memory of vLLM's dead processes."""
+"""How much longer a process that ignores SIGTERM may live than those that are killed. It may be one
+that cleans up: Python's resource tracker unlinks the shared memory of vLLM's dead processes."""
 TAIL_BYTES = 64 * 1024
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Cleared:
-    """How a process went: which pids had to be killed, and what even that did not end."""
+class StopResult:
+    """The pids that had to be killed, and descriptions of the processes that are still there."""
 
     killed: tuple[int, ...] = ()
     leftovers: tuple[str, ...] = ()
@@ -55,32 +56,32 @@ class Cleared:
 
 @dataclass(slots=True)
 class Child:
-    """One named process. ``popen`` is None when an earlier agent was its parent."""
+    """One named process. ``popen`` is None if an earlier agent was its parent."""
 
     name: str
     identity: ProcessIdentity
     log: Path
     log_start: int
-    """Where in the log this process began to write; names are used again."""
+    """The offset in bytes at which this process began to write: names, and logs, are used again."""
     digest: str
-    """Of the request that started it: the same request again is answered, not repeated."""
+    """Hash of the request that started it: the same request again is answered, not repeated."""
     popen: subprocess.Popen[bytes] | None = None
     exit_code: int | None = None
     requested: bool = False
-    clearing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    buried: asyncio.Event = field(default_factory=asyncio.Event)
+    stop_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    reaped: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def has_exited(self) -> bool:
-        """Whether the leader has ended. A child of ours stays unreaped, its number kept."""
+        """Whether the leader has ended. A child of this agent stays unreaped and keeps its pid."""
         if self.popen is None:
             return not self.identity.alive
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.identity.pid, options) is not None
 
     def describe(self) -> dict[str, object]:
-        """The process as the controller sees it."""
-        ended = self.buried.is_set()
+        """Describe the process for the controller."""
+        ended = self.reaped.is_set()
         return {
             "process": self.name,
             **asdict(self.identity),
@@ -93,7 +94,7 @@ class Child:
 
 
 class Supervisor:
-    """Starts and stops the processes of one run. ``report`` is told of every exit."""
+    """Starts and stops the processes of one run. ``report`` is called with every exit."""
 
     def __init__(
         self, run_dir: Path, marker: Marker, report: Callable[[dict[str, object]], None]
@@ -102,16 +103,16 @@ class Supervisor:
         self._marker = marker
         self._report = report
         self._children: dict[str, Child] = {}
-        self._burials: dict[str, asyncio.Task[None]] = {}
+        self._reaping: dict[str, asyncio.Task[None]] = {}
         self._watch: asyncio.Task[None] | None = None
 
     def open(self) -> None:
-        """Take over what an earlier agent left behind, and listen for deaths."""
+        """Take over the processes of an earlier agent, and listen for exits."""
         (self._run_dir / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
         self._children = {child.name: child for child in self._recorded()}
-        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._bury_the_dead)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap_exited)
         if self._children:
-            self._watch = asyncio.create_task(self._watch_adopted())
+            self._watch = asyncio.create_task(self._poll_adopted())
 
     def start(
         self,
@@ -121,12 +122,19 @@ class Supervisor:
         cwd: str | None,
         files: Mapping[str, str],
     ) -> Child:
-        """Start a process. One that already runs from the very same request is simply returned."""
+        """Start a process. One that already runs from the same request is returned as it is.
+
+        ``files`` are written first, at paths below the run directory.
+
+        Raises:
+            AgentRefused: the request is wrong, another process of this name runs, or the process
+                cannot be started.
+        """
         if not NAME.fullmatch(name):
             raise AgentRefused("request", f"{name!r} is no name for a process")
         digest = _digest(argv, env, cwd, files)
         known = self._children.get(name)
-        if known is not None and not known.buried.is_set():
+        if known is not None and not known.reaped.is_set():
             if known.digest == digest and not known.requested:
                 return known
             raise AgentRefused("start", f"{name} is still running as pid {known.identity}")
@@ -142,32 +150,35 @@ class Supervisor:
         self._record()
         return child
 
-    async def stop(self, name: str, grace_s: float) -> Cleared:
-        """TERM, wait, KILL, and look again. A name that never ran may still have orphans."""
-        child = self._children.get(name)
-        if child is None or child.buried.is_set():
-            return await self._clear(lambda: self._bearers(name), grace_s)
-        child.requested = True
-        cleared = await self._clear_child(child, grace_s)
-        if not cleared.leftovers:
-            self._bury_the_dead()
-            await child.buried.wait()
-        return cleared
+    async def stop(self, name: str, grace_s: float) -> StopResult:
+        """Send SIGTERM, after ``grace_s`` SIGKILL, and verify that nothing is left.
 
-    async def stop_all(self, grace_s: float) -> Cleared:
-        """Stop every process at once, then whatever else carries the marker."""
+        A name that this agent never started may still have orphans.
+        """
+        child = self._children.get(name)
+        if child is None or child.reaped.is_set():
+            return await self._stop_members(lambda: self._marked(name), grace_s)
+        child.requested = True
+        result = await self._stop_child(child, grace_s)
+        if not result.leftovers:
+            self._reap_exited()
+            await child.reaped.wait()
+        return result
+
+    async def stop_all(self, grace_s: float) -> StopResult:
+        """Stop all processes at once, then whatever else carries the marker."""
         stops = [self.stop(name, grace_s) for name in self._children]
-        cleared = await asyncio.gather(*stops)
-        rest = await self._clear(lambda: set(self._marker.bearers()), grace_s)
-        killed = sorted({pid for one in (*cleared, rest) for pid in one.killed})
-        return Cleared(tuple(killed), rest.leftovers)
+        results = await asyncio.gather(*stops)
+        rest = await self._stop_members(lambda: set(self._marker.marked_processes()), grace_s)
+        killed = sorted({pid for one in (*results, rest) for pid in one.killed})
+        return StopResult(tuple(killed), rest.leftovers)
 
     def describe(self) -> list[dict[str, object]]:
-        """Every process, running and ended, as the controller sees it."""
+        """Describe every process, running and ended, for the controller."""
         return [child.describe() for child in self._children.values()]
 
     def tail(self, name: str, lines: int) -> str:
-        """The end of a process's log, across its earlier lives."""
+        """Return the last lines of a log, which all processes of this name have written."""
         return tail(self._log(name), lines)
 
     def _spawn(
@@ -217,69 +228,71 @@ class Supervisor:
     def _log(self, name: str) -> Path:
         return self._run_dir / "logs" / f"{name}.log"
 
-    # -- death ---------------------------------------------------------------------------------
+    # -- exits ---------------------------------------------------------------------------------
 
-    def _bury_the_dead(self) -> None:
+    def _reap_exited(self) -> None:
         for child in self._children.values():
-            known = child.name in self._burials or child.buried.is_set()
+            known = child.name in self._reaping or child.reaped.is_set()
             if not known and child.has_exited:
-                self._burials[child.name] = asyncio.create_task(self._bury(child))
+                self._reaping[child.name] = asyncio.create_task(self._reap(child))
 
-    async def _bury(self, child: Child) -> None:
-        """End the orphans while the leader still holds its number; only then let it go."""
-        cleared = await self._clear_child(child, ORPHANS_GRACE_S)
+    async def _reap(self, child: Child) -> None:
+        """Stop the orphans while the leader still holds its pid; only then reap the leader."""
+        result = await self._stop_child(child, ORPHANS_GRACE_S)
         if child.popen is not None:
             child.exit_code = child.popen.wait()
-        child.buried.set()
-        del self._burials[child.name]
+        child.reaped.set()
+        del self._reaping[child.name]
         self._record()
-        self._report({"event": "exited", **child.describe(), "leftovers": cleared.leftovers})
+        self._report({"event": "exited", **child.describe(), "leftovers": result.leftovers})
 
-    async def _watch_adopted(self) -> None:
-        while any(one.popen is None and not one.buried.is_set() for one in self._children.values()):
-            self._bury_the_dead()
+    async def _poll_adopted(self) -> None:
+        while any(one.popen is None and not one.reaped.is_set() for one in self._children.values()):
+            self._reap_exited()
             await asyncio.sleep(1.0)
 
-    async def _clear_child(self, child: Child, grace_s: float) -> Cleared:
-        # A stop that is under way has granted its own grace: a burial must not cut it short.
-        async with child.clearing:
-            return await self._clear(lambda: self._family(child), grace_s)
+    async def _stop_child(self, child: Child, grace_s: float) -> StopResult:
+        # A stop that is under way has granted its own grace: reaping must not cut it short.
+        async with child.stop_lock:
+            return await self._stop_members(lambda: self._members(child), grace_s)
 
-    def _family(self, child: Child) -> set[ProcessIdentity]:
-        family = self._bearers(child.name)
+    def _members(self, child: Child) -> set[ProcessIdentity]:
+        members = self._marked(child.name)
         if child.popen is not None and child.popen.returncode is None:
             session = (one for one in proc.statuses() if one.session == child.identity.pid)
-            family |= {one.identity for one in session if one.state not in "ZX"}
-        return family
+            members |= {one.identity for one in session if one.state not in "ZX"}
+        return members
 
-    def _bearers(self, name: str) -> set[ProcessIdentity]:
-        return {one for one, process in self._marker.bearers().items() if process == name}
+    def _marked(self, name: str) -> set[ProcessIdentity]:
+        return {one for one, process in self._marker.marked_processes().items() if process == name}
 
-    async def _clear(self, members: Callable[[], set[ProcessIdentity]], grace_s: float) -> Cleared:
+    async def _stop_members(
+        self, members: Callable[[], set[ProcessIdentity]], grace_s: float
+    ) -> StopResult:
         deadline = time.monotonic() + grace_s
         killed: set[int] = set()
         seen: set[ProcessIdentity] = set()
-        # A dying process loses its environment before its GPU memory: who was seen once is waited
-        # for by identity, not by marker.
+        # A dying process loses its environment before its GPU memory, so a process that was seen
+        # once is waited for by identity, not by marker.
         while present := members() | {one for one in seen if one.alive}:
             overdue_s = time.monotonic() - deadline
             if overdue_s >= KILL_S:
                 break
             late, cleaned = overdue_s >= 0, overdue_s >= CLEANERS_S
-            doomed = {one for one in present if late and (cleaned or not one.ignores_term)}
-            for one in doomed:
+            to_kill = {one for one in present if late and (cleaned or not one.ignores_term)}
+            for one in to_kill:
                 proc.send(one, signal.SIGKILL)
-            for one in present - seen - doomed:
+            for one in present - seen - to_kill:
                 proc.send(one, signal.SIGTERM)
-            killed |= {one.pid for one in doomed}
+            killed |= {one.pid for one in to_kill}
             seen |= present
             await asyncio.sleep(POLL_S)
-        return Cleared(tuple(sorted(killed)), tuple(str(one) for one in present))
+        return StopResult(tuple(sorted(killed)), tuple(str(one) for one in present))
 
-    # -- memory --------------------------------------------------------------------------------
+    # -- processes.json ------------------------------------------------------------------------
 
     def _record(self) -> None:
-        """Write down what runs, for the agent that may have to take over."""
+        """Write down the running processes, for an agent that has to take over."""
         rows = [
             {
                 "name": child.name,
@@ -288,11 +301,11 @@ class Supervisor:
                 "digest": child.digest,
             }
             for child in self._children.values()
-            if not child.buried.is_set()
+            if not child.reaped.is_set()
         ]
         path = self._run_dir / "processes.json"
         draft = path.with_suffix(".new")
-        with suppress(OSError):  # a full disk: only a successor would miss it
+        with suppress(OSError):  # on a full disk: only a successor would miss it
             draft.write_text(json.dumps(rows))
             draft.rename(path)
 
@@ -312,7 +325,7 @@ class Supervisor:
 
 
 def tail(log: Path, lines: int, *, since: int = 0) -> str:
-    """The last lines of a log file, at most 64 KiB, from byte ``since`` on."""
+    """Return the last lines of a log file, at most 64 KiB of it, from byte ``since`` on."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

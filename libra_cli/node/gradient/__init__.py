@@ -1,1 +1,1 @@
-"""A gradient worker: a whole replica that computes a share of a step beside the trainer."""
+"""A gradient worker: a replica of the policy that computes a share of a step for the trainer."""

@@ -1,9 +1,10 @@
-"""A share's gradients on their way from a gradient worker to one rank of the core.
+"""The client that fetches a share's gradients from a gradient worker for one rank of the trainer.
 
-A thread asks the worker's side channel what is finished and reads this rank's rows of it, while the
-rank computes its own part. What arrives lies in buffers of its own and counts only once it is
-complete, so a share is used whole or not at all. The thread tries again after a lost connection and
-gives up when nobody wants the share any more; whoever waits for it has a deadline of their own.
+A thread asks ``gradient.server`` on the worker which tensors are finished and reads this rank's
+rows of them, while the rank computes its own part of the step. The rows lie in buffers of their
+own and count only once all have come, so a share is used whole or not at all. The thread retries
+after a lost connection and ends when nobody wants the share any more. The rank that waits for it
+has a deadline.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -27,16 +28,16 @@ from libra_cli.node.trainer.shares import WorkerShare
 POLL_S = 2.0
 """How long the worker may hold back an answer that brings nothing new."""
 TIMEOUT_S = 5.0
-"""For a connection, and for the next bytes of an answer."""
+"""How long to wait for a connection, and for the next bytes of an answer."""
 RETRY_S = 0.2
 BLOCK_BYTES = 64 * 1024**2
-"""Read with one request; the worker holds as much in memory for it."""
+"""The most that one request reads; the worker holds as much in memory for it."""
 DIGEST = "X-Sha256"
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows ``[start, stop)`` of a tensor of this shape; of a scalar, row 0."""
+    """Rows ``[start, stop)`` of a tensor of this shape. A scalar has one row."""
 
     shape: tuple[int, ...]
     start: int
@@ -44,42 +45,44 @@ class Rows:
 
     @property
     def width(self) -> int:
-        """Values in a row."""
+        """The number of values in a row."""
         return int(np.prod(self.shape[1:], dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """How it went on one rank."""
+    """How the fetching of a share ended on one rank."""
 
     problem: str
-    """Empty: everything this rank needs is there."""
-    sums: tuple[float, ...] = ()
+    """Why the share cannot be used; empty if everything this rank needs is there."""
+    sums: Mapping[str, float] = field(default_factory=dict)
+    """Over the share's generated tokens, by name, as ``PolicyModel.gradients_of`` gives them."""
     seconds: float | None = None
-    """What the worker computed for."""
+    """How long the worker computed."""
     bytes: int = 0
     transfer_s: float = 0.0
     waited_s: float = 0.0
+    """How long the rank waited after its own part."""
 
 
 class _Unusable(Exception):
-    """The worker's answer rules the share out."""
+    """The worker's answer says that the share cannot be used."""
 
 
 class GradientClient:
-    """One share, one rank."""
+    """Fetches the gradients of one share for one rank, in a thread."""
 
     def __init__(
         self, share: WorkerShare, step: int, *, tokens: int, wanted: Mapping[str, Rows], token: str
     ) -> None:
-        """``tokens``: generated tokens of the share, which the worker must have counted too."""
+        """``tokens`` is the number of generated tokens, which the worker must have counted too."""
         self.share = share
         self.rows: dict[str, NDArray[np.float32]] = {}
-        """Flat, by tensor; complete when ``settle`` finds no problem."""
+        """This rank's rows by tensor, ``[rows * width]``; complete if ``settle`` has no problem."""
         self._step = step
         self._tokens = tokens
         self._wanted = wanted
-        self._line = _Line(share, step, token)
+        self._connection = _Connection(share, step, token)
         self._answer: dict[str, Any] = {}
         self._bytes = 0
         self._transfer_s = 0.0
@@ -88,20 +91,20 @@ class GradientClient:
         self._ended_at = 0.0
         self._ended = threading.Event()
         self._unwanted = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fetch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="gradient-client", daemon=True)
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Begin to fetch; returns at once."""
         self._thread.start()
 
     def settle(self, since: float, patience_s: float) -> Arrival:
-        """Wait until ``since`` (of ``time.monotonic``) ``+ patience_s`` at most, and no longer."""
+        """Wait for the end until ``since + patience_s`` (on ``time.monotonic``), then cancel."""
         if not self._ended.wait(max(0.0, since + patience_s - time.monotonic())):
             self._unwanted.set()
             return Arrival(self._overdue(patience_s), waited_s=time.monotonic() - since)
         return Arrival(
             problem=self._problem,
-            sums=tuple(self._answer.get("sums") or ()),
+            sums=self._answer.get("sums") or {},
             seconds=self._answer.get("seconds"),
             bytes=self._bytes,
             transfer_s=self._transfer_s,
@@ -109,12 +112,12 @@ class GradientClient:
         )
 
     def abandon(self) -> None:
-        """Nobody wants it any more; the thread ends within ``TIMEOUT_S``."""
+        """Cancel the fetching; the thread ends within ``TIMEOUT_S``."""
         self._unwanted.set()
 
     def _overdue(self, patience_s: float) -> str:
         state = self._answer.get("state", "no answer yet")
-        found = f"not done within {patience_s:.1f} s of the core's own part: {state}"
+        found = f"not done within {patience_s:.1f} s of the trainer's own part: {state}"
         found += f", {len(self.rows)} of {len(self._wanted)} tensors"
         return f"{found} ({self._trouble})" if self._trouble else found
 
@@ -123,10 +126,10 @@ class GradientClient:
             self._fetch()
         except _Unusable as error:
             self._problem = str(error)
-        except Exception as error:  # noqa: BLE001  the share is computed by the core instead
+        except Exception as error:  # noqa: BLE001  the trainer computes the share instead
             self._problem = f"cannot be read: {error!r}"
         finally:
-            self._line.close()
+            self._connection.close()
             self._ended_at = time.monotonic()
             self._ended.set()
 
@@ -157,7 +160,7 @@ class GradientClient:
         rows = self._wanted.get(name)
         if rows is None or rows.shape != shape:
             mine = "no such tensor" if rows is None else f"it as {rows.shape}"
-            raise _Unusable(f"{name} is {shape} there, and the core has {mine}")
+            raise _Unusable(f"{name} is {shape} there, and the trainer has {mine}")
         began = time.monotonic()
         values: NDArray[np.float32] = np.empty((rows.stop - rows.start, rows.width), dtype="<f4")
         block = max(1, BLOCK_BYTES // max(1, 4 * rows.width))
@@ -178,21 +181,21 @@ class GradientClient:
     def _persist(
         self, path: str, query: Mapping[str, Any], timeout_s: float
     ) -> tuple[bytes, str | None]:
-        """Ask until there is an answer, or nobody wants it."""
+        """Repeat a request until there is an answer, or nobody wants the share."""
         while not self._unwanted.is_set():
             try:
-                return self._line.ask(path, query, timeout_s)
+                return self._connection.ask(path, query, timeout_s)
             except ConnectionRefusedError as error:
                 raise _Unusable("nothing listens there any more") from error
             except (OSError, http.client.HTTPException) as error:
-                self._line.close()
+                self._connection.close()
                 self._trouble = f"{type(error).__name__}: {error}"
                 self._unwanted.wait(RETRY_S)
         raise _Unusable("given up")
 
 
-class _Line:
-    """A connection to the side channel, opened when it is needed."""
+class _Connection:
+    """A connection to the worker's gradient server, opened when it is needed."""
 
     def __init__(self, share: WorkerShare, step: int, token: str) -> None:
         url = urlsplit(share.url)
@@ -205,7 +208,11 @@ class _Line:
     def ask(
         self, path: str, query: Mapping[str, Any], timeout_s: float
     ) -> tuple[bytes, str | None]:
-        """The body and its digest; ``_Unusable`` if the worker refuses."""
+        """Return the body and its digest.
+
+        Raises:
+            _Unusable: the worker refuses.
+        """
         # http.client, since a cluster's http_proxy is not meant for the host next door.
         connection = self._connection
         if connection.sock is None:
@@ -221,5 +228,5 @@ class _Line:
         return data, response.headers.get(DIGEST)
 
     def close(self) -> None:
-        """The next question opens it again."""
+        """Close the connection; the next request opens it again."""
         self._connection.close()

@@ -1,32 +1,29 @@
-"""What rank 0 of a gradient worker answers to the controller, on its host's loopback.
+"""The HTTP of a gradient worker's rank 0 on its host's loopback, for the controller.
 
-    GET  /health    state, version, incarnation, step (of the last share taken), world; always at
-    once
-    POST /load      {"directory", "name", "version", "trainer_incarnation"}; answers when it is
-    loaded
+    GET  /health    state, version, incarnation, step of the last share taken, world; at once
+    POST /load      {"directory", "name", "version", "trainer_incarnation"}; when it is loaded
     POST /share     msgpack; 202 taken (again: 202), 409 if something else is loaded or being done
-    POST /drop      {"step"}: its share is not wanted any more
-    POST /stop      all ranks leave, dropping what is under way
+    POST /drop      {"step"}: the share of this step is not wanted any more
+    POST /stop      all ranks leave and drop the share that they compute
 
-Every route demands the run's bearer token. The core reads results from the side channel.
+Every route demands the run's bearer token. The trainer's ranks read gradients from
+``gradient.server``.
 """
 
 from __future__ import annotations
 
 import json
-import threading
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 from typing import Any, TypeAlias
 
 import msgpack
 
+from libra_cli.node.command_queue import BaseCommandQueue, IdleCommand, StopCommand
 from libra_cli.node.gradient.server import GradientStore
-from libra_cli.node.http import LOOPBACK, Answer, BearerHandler, Reply, refusal, start
-from libra_cli.node.trainer.commands import IdleCommand, StopCommand
+from libra_cli.node.http import LOOPBACK, Answer, JsonHandler, Reply, refusal, start
 from libra_cli.node.trainer.samples import TokenSample, read_samples
 
 LOAD_TIMEOUT_S = 1800.0
@@ -34,16 +31,18 @@ LOAD_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class LoadCommand:
-    """Compute with this weight version from now on."""
+    """Load a weight version and compute with it from now on."""
 
     directory: str
     name: str
+    """Name of the version, as in ``v000007-e0``."""
     trainer_incarnation: int
+    """Incarnation of the trainer that published the version."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeCommand:
-    """Gradients of a share of step ``step``."""
+    """Compute the gradients of a share of step ``step``."""
 
     step: int
     samples: tuple[TokenSample, ...]
@@ -52,69 +51,53 @@ class ComputeCommand:
 Command: TypeAlias = LoadCommand | ComputeCommand | StopCommand | IdleCommand
 
 
-@dataclass(slots=True)
-class WorkerCommandQueue:
-    """Commands in, results out, under one condition. One thing at a time."""
+@dataclass
+class WorkerCommandQueue(BaseCommandQueue[LoadCommand | ComputeCommand]):
+    """The worker's commands and results. It takes one command at a time."""
 
     world_size: int
     max_len: int
-    board: GradientStore
-    state: str = "starting"
-    """``starting | ready | failed``"""
-    error: str = ""
+    store: GradientStore
     version: str = ""
-    """Name of the version that is loaded; empty: none is, or not wholly."""
+    """Name of the version that is loaded; empty while none is, or only a part of one."""
     trainer_incarnation: int = -1
-    """That published it."""
-    stopping: bool = False
+    """Incarnation of the trainer that published the loaded version."""
     busy: str = ""
-    """What is being done, for whoever asks for something else."""
+    """The command under way in words, for whoever asks for another; empty if there is none."""
     load_timeout_s: float = LOAD_TIMEOUT_S
-    _commands: deque[Command] = field(default_factory=deque)
     _loaded: Answer | None = None
-    _changed: threading.Condition = field(default_factory=threading.Condition)
 
     # The computing side.
 
-    def next(self, timeout_s: float) -> Command:
-        """The oldest command, or ``IdleCommand`` after ``timeout_s``."""
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._commands), timeout_s)
-            return self._commands.popleft() if self._commands else IdleCommand()
-
     def ready(self) -> None:
-        """The model is there."""
+        """Record that the model is there and commands can be taken."""
         with self._changed:
             self.state = "ready"
             self._changed.notify_all()
 
     def fail(self, error: str) -> None:
-        """The worker can do no more; everybody who waits is told."""
-        self.board.drop(self.board.step, error)
-        with self._changed:
-            self.state, self.error = "failed", error
-            self._changed.notify_all()
-
-    def wait_for_stop(self, timeout_s: float) -> bool:
-        """After a failure: until someone has read it and says stop."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.stopping, timeout_s)
+        """Record that the worker can do no more, drop its share, and wake everybody who waits."""
+        self.store.drop(self.store.step, error)
+        super().fail(error)
 
     def loaded(self, load: LoadCommand, gap: float, load_s: float) -> None:
-        """The version is in place."""
+        """Record that a version is in place.
+
+        ``gap`` is the mean absolute difference of log-probabilities on its probe, in nats.
+        """
         with self._changed:
             self.version, self.trainer_incarnation = load.name, load.trainer_incarnation
             self._loaded = HTTPStatus.OK, {"gap": gap, "load_s": load_s}
             self._rest()
 
     def not_loaded(self, problem: str) -> None:
-        """The version does not fit; ``version`` was forgotten when loading began."""
+        """Record that a version does not fit; ``version`` was forgotten when loading began."""
         with self._changed:
             self._loaded = refusal(HTTPStatus.BAD_REQUEST, problem)
             self._rest()
 
     def computed(self) -> None:
-        """The share is done with, well or not."""
+        """Record that the share's computation has ended, complete or not."""
         with self._changed:
             self._rest()
 
@@ -125,19 +108,19 @@ class WorkerCommandQueue:
     # The HTTP threads' side.
 
     def health(self) -> Answer:
-        """How it stands."""
+        """Answer the worker's state at once."""
         with self._changed:
             return HTTPStatus.OK, {
                 "state": self.state,
                 "error": self.error,
                 "version": self.version,
-                "incarnation": self.board.incarnation,
-                "step": self.board.step,
+                "incarnation": self.store.incarnation,
+                "step": self.store.step,
                 "world_size": self.world_size,
             }
 
     def load(self, message: Mapping[str, Any]) -> Answer:
-        """Load a version; answers when that is done."""
+        """Queue the loading of a version, and answer when it is done."""
         name, trainer_incarnation = str(message["name"]), int(message["trainer_incarnation"])
         command = LoadCommand(str(message["directory"]), name, trainer_incarnation)
         with self._changed:
@@ -156,7 +139,7 @@ class WorkerCommandQueue:
             )
 
     def share(self, message: Mapping[str, Any]) -> Answer:
-        """Take a share, if the version it is for is loaded and nothing else is being done."""
+        """Queue a share, if the version it is for is loaded and no other command is under way."""
         step, version = int(message["step"]), str(message["version"])
         wanted = int(message["incarnation"]), int(message["trainer_incarnation"]), version
         with self._changed:
@@ -169,72 +152,65 @@ class WorkerCommandQueue:
             refused = self._share_refusal(step, wanted)
             if refused:
                 return refused
-            # Before anybody hears that it is taken, so that the core's question finds it here.
-            self.board.begin(step, version)
+            # Before anybody hears that it is taken, so that the trainer's question finds it here.
+            self.store.begin(step, version)
             self._take(command, f"computing a share of step {step}")
         return HTTPStatus.ACCEPTED, {"state": "running"}
 
     def _share_refusal(self, step: int, wanted: tuple[int, int, str]) -> Answer | None:
-        here = self.board.incarnation, self.trainer_incarnation, self.version
+        here = self.store.incarnation, self.trainer_incarnation, self.version
         if wanted != here:
             return refusal(
                 HTTPStatus.CONFLICT,
                 "wanted is incarnation {}, trainer incarnation {}, version {}; ".format(*wanted)
                 + "here is incarnation {}, trainer incarnation {}, version {!r}".format(*here),
             )
-        if self.board.has(step, self.version):
+        if self.store.has(step, self.version):
             return HTTPStatus.ACCEPTED, {"state": "running"}
         return self._refusal()
 
     def _refusal(self) -> Answer | None:
-        if self.state != "ready" or self.stopping:
-            reason = self.error or f"worker is {'stopping' if self.stopping else self.state}"
-            return refusal(HTTPStatus.SERVICE_UNAVAILABLE, reason)
+        if unavailable := self._unavailable("worker"):
+            return unavailable
         if self.busy:
             return refusal(HTTPStatus.CONFLICT, f"busy {self.busy}")
         return None
 
-    def _take(self, command: Command, busy: str) -> None:
+    def _take(self, command: LoadCommand | ComputeCommand, busy: str) -> None:
         self.busy = busy
-        self._commands.append(command)
-        self._changed.notify_all()
+        self._add(command)
 
     def drop(self, step: int) -> Answer:
-        """Forget the share of a step; its computation ends with its micro-batch."""
-        self.board.drop(step, f"the share of step {step} was dropped")
+        """Drop the share of a step; its computation ends after the micro-batch under way."""
+        self.store.drop(step, f"the share of step {step} was dropped")
         return HTTPStatus.ACCEPTED, {"state": "dropped"}
 
     def stop(self) -> Answer:
-        """Leave, dropping what is being done."""
-        self.board.drop(self.board.step, "the worker was stopped")
-        with self._changed:
-            self.stopping = True
-            self._commands.append(StopCommand())
-            self._changed.notify_all()
-        return HTTPStatus.ACCEPTED, {"state": "stopping"}
+        """Queue the end and drop the share that is being computed."""
+        self.store.drop(self.store.step, "the worker was stopped")
+        return super().stop()
 
 
-def serve(desk: WorkerCommandQueue, *, port: int, token: str) -> ThreadingHTTPServer:
+def serve(queue: WorkerCommandQueue, *, port: int, token: str) -> ThreadingHTTPServer:
     """Answer on the loopback until ``shutdown()``; returns at once."""
-    handler = type("Handler", (_WorkerHandler,), {"desk": desk, "token": token})
-    return start(handler, bind=LOOPBACK, port=port)
+    return start(_WorkerHandler, bind=LOOPBACK, port=port, token=token, queue=queue)
 
 
-class _WorkerHandler(BearerHandler):
-    desk: WorkerCommandQueue
+class _WorkerHandler(JsonHandler):
+    queue: WorkerCommandQueue
 
     def get(self, path: str, query: Mapping[str, str]) -> Reply:
-        return self.desk.health() if path == "/health" else self.no_route(path)
+        return self.queue.health() if path == "/health" else self.no_route(path)
 
     def post(self, path: str, body: bytes) -> Reply:
         match path:
             case "/load":
-                return self.desk.load(json.loads(body))
+                return self.queue.load(json.loads(body))
             case "/share":
-                return self.desk.share(msgpack.unpackb(body))
+                return self.queue.share(msgpack.unpackb(body))
             case "/drop":
-                return self.desk.drop(int(json.loads(body)["step"]))
+                return self.queue.drop(int(json.loads(body)["step"]))
             case "/stop":
-                return self.desk.stop()
+                return self.queue.stop()
             case _:
                 return self.no_route(path)

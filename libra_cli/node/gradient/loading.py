@@ -1,4 +1,4 @@
-"""A published weight version into the fp32 parameters of a gradient worker."""
+"""Loads a published weight version into the fp32 parameters of a gradient worker."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from libra_cli.node.weights.versions import MANIFEST
 
 
 def load_version(policy: PolicyModel, directory: Path) -> float:
-    """*Collective.* Load it; how far the policy then is from the trainer on the version's probe.
+    """*Collective.* Load a version and compare the policy with the trainer on its probe.
 
-    The mean absolute difference of log-probabilities. Each rank reads its shard of every tensor.
+    Each rank reads its shard of every tensor.
+
+    Returns:
+        The mean absolute difference of log-probabilities, in nats.
 
     Raises:
-        TrainerError: the version is incomplete, or is of another model; on all ranks alike.
+        TrainerError: the version is incomplete or of another model; raised on all ranks alike.
     """
     named = policy.named_once()
     problem, manifest = "", {}
@@ -43,7 +46,7 @@ def load_version(policy: PolicyModel, directory: Path) -> float:
 
 
 def _misfit(named: Mapping[str, Tensor], tensors: Mapping[str, Mapping[str, Any]]) -> str:
-    """Why the version is not of this model; empty if it is."""
+    """Say why the version is not of this model; empty if it is."""
     for name in sorted(named.keys() ^ tensors.keys()):
         return f"{name} is in the " + (
             "version, not in the model" if name in tensors else "model, not in the version"

@@ -1,12 +1,15 @@
-"""A gradient worker: ``accelerate launch ... -m libra_cli.node.gradient.main config.json``.
+"""The entry point of a gradient worker.
 
-A complete world of its own on one host, without an optimizer. It computes the gradients of shares
-of the core's steps with the weight version it was told to load, and the core fetches them from its
-side channel and adds them to its own. So it can come and go while the core's process group stays.
+    accelerate launch ... -m libra_cli.node.gradient.main config.json
+
+A worker is a complete world of its own on one host, without an optimizer. It computes the gradients
+of shares of the trainer's steps with the weight version it was told to load; the trainer's ranks
+fetch them from its gradient server and add them to their own. So it can come and go while the
+trainer's process group stays.
 
     wait for a command     at most IDLE_S, then all ranks hear ``IdleCommand``, so that a dead rank
                            is noticed
-    load a version         every rank its shard; then the probe is compared with the trainer's
+    load a version         every rank reads its shard; the probe is compared with the trainer's
     compute a share        until it is done, dropped, or the worker is told to stop
 """
 
@@ -22,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from libra_cli.config.errors import TrainerError
+from libra_cli.node.command_queue import IdleCommand, StopCommand
 from libra_cli.node.gradient.commands import (
     Command,
     ComputeCommand,
@@ -30,11 +34,10 @@ from libra_cli.node.gradient.commands import (
     serve,
 )
 from libra_cli.node.gradient.server import GradientStore
-from libra_cli.node.gradient.server import serve as serve_side
+from libra_cli.node.gradient.server import serve as serve_gradients
 from libra_cli.node.http import read_token
-from libra_cli.node.trainer.commands import IdleCommand, StopCommand
 from libra_cli.node.trainer.config import WorkerConfig
-from libra_cli.node.trainer.rank import answering, attempt, start_logging
+from libra_cli.node.trainer.rank import answering, attempt, log_ready, start_logging
 
 if TYPE_CHECKING:
     from libra_cli.node.model.policy import PolicyModel
@@ -44,7 +47,7 @@ log = logging.getLogger("libra.gradient")
 
 
 def main() -> int:
-    """The exit code of this rank."""
+    """Run this rank and return its exit code."""
     start_logging()
     config = WorkerConfig.from_json(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     if int(os.environ.get("RANK", "0")):
@@ -52,16 +55,16 @@ def main() -> int:
     # An exit like any other, so that the memory-backed files are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     token = read_token(os.environ["LIBRA_TOKEN_FILE"])
-    desk = WorkerCommandQueue(config.world_size, config.max_len, GradientStore(config.incarnation))
+    queue = WorkerCommandQueue(config.world_size, config.max_len, GradientStore(config.incarnation))
     servers = [
-        serve(desk, port=config.port, token=token),
-        serve_side(desk.board, bind=config.side_bind, port=config.side_port, token=token),
+        serve(queue, port=config.port, token=token),
+        serve_gradients(queue.store, bind=config.side_bind, port=config.side_port, token=token),
     ]
     with answering(servers):
-        return attempt(lambda: _work(config, desk), desk)
+        return attempt(lambda: _work(config, queue), queue)
 
 
-def _work(config: WorkerConfig, desk: WorkerCommandQueue | None) -> None:
+def _work(config: WorkerConfig, queue: WorkerCommandQueue | None) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from libra_cli.node.model.policy import PolicyModel
@@ -69,50 +72,44 @@ def _work(config: WorkerConfig, desk: WorkerCommandQueue | None) -> None:
     disable_progress_bar()
     started = time.monotonic()
     policy = PolicyModel(config)
-    log.info(
-        "rank %d of %d is ready after %.1f s%s",
-        policy.rank,
-        policy.world,
-        time.monotonic() - started,
-        " (sharded)" if policy.sharded else "",
-    )
-    WorkerRank(config, desk, policy).serve()
+    log_ready(log, policy, started)
+    WorkerRank(config, queue, policy).serve()
 
 
 class WorkerRank:
-    """One process of the world. Only rank 0 has a desk."""
+    """One rank of a gradient worker. Only rank 0 has a queue."""
 
     def __init__(
-        self, config: WorkerConfig, desk: WorkerCommandQueue | None, policy: PolicyModel
+        self, config: WorkerConfig, queue: WorkerCommandQueue | None, policy: PolicyModel
     ) -> None:
         from libra_cli.node.gradient.writer import GradientWriter
 
-        if (desk is None) != (policy.rank > 0):
+        if (queue is None) != (policy.rank > 0):
             raise TrainerError(f"RANK says otherwise than accelerate: {policy.rank}")
-        self.desk = desk
+        self.queue = queue
         self.policy = policy
-        board = None if desk is None else desk.board
-        self.handover = GradientWriter(policy, board, config.outbox)
+        store = None if queue is None else queue.store
+        self.writer = GradientWriter(policy, store, config.outbox)
 
     def serve(self) -> None:
-        """Until told to stop."""
-        if self.desk is not None:
-            self.handover.clear()
-            self.desk.ready()
+        """Carry out commands until told to stop."""
+        if self.queue is not None:
+            self.writer.clear()
+            self.queue.ready()
         try:
             while self._obey(self._next()):
                 pass
         finally:
-            if self.desk is not None:
-                self.handover.clear()
+            if self.queue is not None:
+                self.writer.clear()
         self.policy.close()
 
     def _next(self) -> Command:
-        given: Command | None = self.desk.next(IDLE_S) if self.desk is not None else None
+        given: Command | None = self.queue.next(IDLE_S) if self.queue is not None else None
         return cast("Command", self.policy.broadcast(given))
 
     def _obey(self, command: Command) -> bool:
-        """Whether to go on afterwards."""
+        """Carry out a command; tell whether to go on afterwards."""
         match command:
             case LoadCommand():
                 self._load(command)
@@ -131,32 +128,32 @@ class WorkerRank:
         try:
             gap = load_version(self.policy, Path(command.directory))
         except TrainerError as error:
-            if self.desk is not None:
-                self.desk.not_loaded(str(error))
+            if self.queue is not None:
+                self.queue.not_loaded(str(error))
             return
-        if self.desk is not None:
-            self.desk.loaded(command, gap, time.monotonic() - began)
+        if self.queue is not None:
+            self.queue.loaded(command, gap, time.monotonic() - began)
 
     def _compute(self, command: ComputeCommand) -> None:
         began = time.monotonic()
-        self.handover.begin(command.step)
+        self.writer.begin(command.step)
         sums = self.policy.gradients_of(command.samples, before=self._before)
         if sums is not None:
-            self.handover.finish()
-        if self.desk is None:
+            self.writer.finish()
+        if self.queue is None:
             return
         seconds = time.monotonic() - began
-        # First of all free, since the next version may be loaded as soon as the core has the share.
-        self.desk.computed()
+        # Free first: the next version may be loaded as soon as the trainer has the share.
+        self.queue.computed()
         if sums is not None:
             tokens = sum(sample.generated for sample in command.samples)
-            self.desk.board.done(command.step, sums, tokens, seconds)
+            self.queue.store.done(command.step, sums, tokens, seconds)
             log.info("share of step %d: %d tokens, %.2f s", command.step, tokens, seconds)
 
     def _before(self, last: bool) -> bool:
-        """Ahead of every micro-batch: whether anybody still wants the share."""
-        wanted = self.policy.broadcast(None if self.desk is None else self.desk.board.wanted())
-        self.handover.before(last)
+        """Tell, ahead of every micro-batch, whether anybody still wants the share."""
+        wanted = self.policy.broadcast(None if self.queue is None else self.queue.store.wanted())
+        self.writer.before(last)
         return bool(wanted)
 
 

@@ -1,4 +1,4 @@
-"""The side channel of a gradient worker: the core's ranks read a share's gradients here.
+"""The HTTP server from which the trainer's ranks read the gradients of a worker's share.
 
     GET /share?incarnation=&step=&version=&have=0&wait_s=0
         {"state": awaited | running | done | failed, "error", "tensors": {name: shape} so far,
@@ -6,10 +6,10 @@
     GET /gradient?incarnation=&step=&version=&tensor=&start=&stop=
         rows [start, stop) as little-endian fp32, their SHA-256 in the header X-Sha256
 
-A share of a later step may be on its way and is awaited. Any other incarnation, step or version
-than the one at hand is a 409, a tensor that is not finished a 404.
-Every route demands the run's bearer token. ``GradientStore`` is what the computing thread and the
-threads that answer share. Needs no torch.
+A share of a later step may be on its way and is awaited. A request for any other incarnation, step
+or version than the one in the store is answered with 409, for a tensor that is not finished with
+404. Every route demands the run's bearer token. ``GradientStore`` is the object that the computing
+thread and the HTTP threads share. Needs no torch.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from libra_cli.node.gradient.client import DIGEST
-from libra_cli.node.http import Answer, BearerHandler, Blob, Reply, refusal, start
+from libra_cli.node.http import Answer, Blob, JsonHandler, Reply, refusal, start
 
 MAX_WAIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows ``[start, stop)`` of a gradient, in a file."""
+    """A file that holds rows ``[start, stop)`` of a gradient as little-endian fp32."""
 
     path: Path
     start: int
@@ -39,17 +39,18 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class GradientsFinished:
-    """A tensor whose gradient is complete; its pieces are in order and leave nothing out."""
+class FinishedGradient:
+    """The complete gradient of one tensor; its pieces are in order and leave nothing out."""
 
     shape: tuple[int, ...]
     pieces: Sequence[Piece]
 
     def read(self, first: int, last: int) -> bytes:
-        """Rows ``[first, last)``.
+        """Read rows ``[first, last)`` as little-endian fp32.
 
         Raises:
-            ValueError: there are no such rows.
+            ValueError: the tensor has no such rows.
+            FileNotFoundError: the next share has removed the files.
         """
         rows = self.pieces[-1].stop
         if not 0 <= first <= last <= rows:
@@ -69,55 +70,59 @@ class GradientsFinished:
 
 @dataclass(slots=True)
 class GradientStore:
-    """The share at hand, or the last one."""
+    """The gradients of the share that is computed, or of the last one."""
 
     incarnation: int
+    """Number of the slot's assignment to this worker."""
     step: int = 0
     version: str = ""
     state: str = "failed"
     """``running | done | failed``"""
     error: str = "no share yet"
-    _finished: dict[str, GradientsFinished] = field(default_factory=dict)
+    _finished: dict[str, FinishedGradient] = field(default_factory=dict)
     _result: dict[str, Any] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     # The computing side.
 
     def begin(self, step: int, version: str) -> None:
-        """A share is taken; nothing of the one before is served any more."""
+        """Begin a share; nothing of the one before is served any more."""
         with self._changed:
             self.step, self.version, self.state, self.error = step, version, "running", ""
             self._finished, self._result = {}, {}
             self._changed.notify_all()
 
-    def finish(self, name: str, tensor: GradientsFinished) -> None:
-        """A tensor's gradient is complete and can be read."""
+    def finish(self, name: str, tensor: FinishedGradient) -> None:
+        """Offer the complete gradient of a tensor."""
         with self._changed:
             self._finished[name] = tensor
             self._changed.notify_all()
 
-    def done(self, step: int, sums: Sequence[float], tokens: int, seconds: float) -> None:
-        """All of it is finished, if it is still wanted."""
+    def done(self, step: int, sums: Mapping[str, float], tokens: int, seconds: float) -> None:
+        """Mark the share as done, unless it was dropped.
+
+        ``sums`` are over the share's generated tokens, by name; ``tokens`` counts those.
+        """
         with self._changed:
             if self.state == "running" and self.step == step:
                 self.state = "done"
-                self._result = {"sums": list(sums), "tokens": tokens, "seconds": seconds}
+                self._result = {"sums": dict(sums), "tokens": tokens, "seconds": seconds}
             self._changed.notify_all()
 
     def drop(self, step: int, reason: str) -> None:
-        """The share of this step is not wanted any more, or cannot be had."""
+        """Mark the share of this step as failed: nobody wants it, or it cannot be computed."""
         with self._changed:
             if step == self.step:
                 self.state, self.error = "failed", reason
             self._changed.notify_all()
 
     def wanted(self) -> bool:
-        """Whether to go on computing."""
+        """Tell whether the share is still to be computed."""
         with self._changed:
             return self.state == "running"
 
     def has(self, step: int, version: str) -> bool:
-        """Whether this share was taken, and not dropped since."""
+        """Tell whether this share was taken and not dropped since."""
         with self._changed:
             taken = (step, version) == (self.step, self.version)
             return taken and self.state != "failed"
@@ -125,7 +130,10 @@ class GradientStore:
     # The answering side.
 
     def share(self, about: Mapping[str, str], have: int, wait_s: float) -> Answer:
-        """How far it is."""
+        """Answer how far the share is, after at most ``wait_s`` (no more than ``MAX_WAIT_S``).
+
+        It waits for more than ``have`` finished tensors, or for the end of the share.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._has_news(about, have), min(wait_s, MAX_WAIT_S))
             if self._is_awaited(about):
@@ -146,11 +154,11 @@ class GradientStore:
         return not going_on or len(self._finished) > have
 
     def _is_awaited(self, about: Mapping[str, str]) -> bool:
-        """The core hears of a share a moment before the worker has taken it."""
+        """The trainer hears of a share a moment before the worker has taken it."""
         return int(about["incarnation"]) == self.incarnation and int(about["step"]) > self.step
 
     def gradient(self, about: Mapping[str, str], name: str, first: int, last: int) -> Reply:
-        """Rows of a finished tensor."""
+        """Answer rows ``[first, last)`` of a finished tensor, with their SHA-256."""
         with self._changed:
             if other := self._other(about):
                 return other
@@ -175,22 +183,21 @@ class GradientStore:
         )
 
 
-def serve(board: GradientStore, *, bind: str, port: int, token: str) -> ThreadingHTTPServer:
+def serve(store: GradientStore, *, bind: str, port: int, token: str) -> ThreadingHTTPServer:
     """Answer until ``shutdown()``; returns at once."""
-    handler = type("Handler", (_GradientHandler,), {"board": board, "token": token})
-    return start(handler, bind=bind, port=port)
+    return start(_GradientHandler, bind=bind, port=port, token=token, store=store)
 
 
-class _GradientHandler(BearerHandler):
-    board: GradientStore
+class _GradientHandler(JsonHandler):
+    store: GradientStore
 
     def get(self, path: str, query: Mapping[str, str]) -> Reply:
         match path:
             case "/share":
                 have, wait_s = int(query.get("have", "0")), float(query.get("wait_s", "0"))
-                return self.board.share(query, have, wait_s)
+                return self.store.share(query, have, wait_s)
             case "/gradient":
                 first, last = int(query["start"]), int(query["stop"])
-                return self.board.gradient(query, query["tensor"], first, last)
+                return self.store.gradient(query, query["tensor"], first, last)
             case _:
                 return self.no_route(path)

@@ -1,10 +1,10 @@
-"""From ``.grad`` to files that the side channel serves, one a tensor and rank.
+"""Writes gradients to the files that the gradient server reads, one for each tensor and rank.
 
-A worker of one rank hands over a tensor as soon as its gradient of the last micro-batch is
-accumulated, while the backward pass goes on below it, so the core fetches the upper layers while
-the lower ones are computed. With several ranks a gradient is whole only after their collectives,
-and everything is handed over at the end of the pass: each rank writes the rows it has, or for
-replicas its part of them.
+A worker of one rank writes a tensor as soon as its gradient of the last micro-batch is accumulated,
+while the backward pass goes on below it, so the trainer fetches the upper layers while the lower
+ones are computed. With several ranks a gradient is complete only after their collectives, and
+everything is written at the end of the pass: each rank writes the rows of its shard, or its part of
+the rows where ranks are replicas.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from libra_cli.node.gradient.server import GradientsFinished, GradientStore, Piece
+from libra_cli.node.gradient.server import FinishedGradient, GradientStore, Piece
 from libra_cli.node.model.policy import PolicyModel, local_gradient, row_count
 from libra_cli.node.trainer.shares import rows_of
 
 
 class GradientWriter:
-    """One rank's side. Only rank 0 has a board."""
+    """Writes one rank's gradients. Only rank 0 has a store."""
 
-    def __init__(self, policy: PolicyModel, board: GradientStore | None, outbox: Path) -> None:
+    def __init__(self, policy: PolicyModel, store: GradientStore | None, outbox: Path) -> None:
         self._policy = policy
-        self._board = board
+        self._store = store
         self._outbox = outbox
         self._directory = outbox
         self._last_pass = False
         self._parameters = policy.parameters()
         self._files = {name: f"{number:05d}" for number, name in enumerate(self._parameters)}
-        self._writer = ThreadPoolExecutor(1, "handover")
+        self._writer = ThreadPoolExecutor(1, "gradient-writer")
         self._writes: dict[str, Future[None]] = {}
         on_gpu = policy.device.type == "cuda"
         self._stream = torch.cuda.Stream(policy.device) if on_gpu else None
@@ -44,29 +44,29 @@ class GradientWriter:
                 parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))
 
     def begin(self, step: int) -> None:
-        """*Collective.* Remove the files of the share before, make room for this one's."""
+        """*Collective.* Remove the files of the share before, and clear the gradients."""
         self._directory = self._outbox / f"step-{step:06d}"
         self._last_pass = False
         self._writes = {}
         self._policy.clear_gradients()
-        if self._board is not None:
+        if self._store is not None:
             self.clear()
             self._directory.mkdir(mode=0o700, parents=True)
         self._policy.gather(None)  # until it is made
 
     def before(self, last: bool) -> None:
-        """The next backward pass begins; after the last one gradients are handed over."""
+        """Say that the next backward pass begins; gradients are written after the last one."""
         self._last_pass = last
 
     def finish(self) -> None:
-        """*Collective.* Whatever is not handed over yet; returns when everything is."""
+        """*Collective.* Write every gradient that is not written yet; returns when all are."""
         for name, parameter in self._parameters.items():
             if name not in self._writes:
                 self._writes[name] = self._writer.submit(self._write, name, parameter, None)
         for write in self._writes.values():
             write.result()
         self._policy.gather(None)  # until the other ranks have written theirs
-        if self._policy.world > 1 and self._board is not None:
+        if self._policy.world > 1 and self._store is not None:
             for name, parameter in self._parameters.items():
                 self._announce(name, parameter, range(self._policy.world))
 
@@ -96,7 +96,7 @@ class GradientWriter:
             self._announce(name, parameter, range(1))
 
     def _rows(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's, of a gradient that is whole (a replica's) or only those (a shard's)."""
+        """This rank's rows of the gradient, ``[rows, ...]``, cut out of it if it is a replica's."""
         gradient = local_gradient(parameter).detach()
         if isinstance(parameter, DTensor) or self._policy.world == 1:
             return gradient.contiguous()
@@ -104,13 +104,13 @@ class GradientWriter:
         return gradient.reshape(row_count(parameter), -1)[start:stop].contiguous()
 
     def _announce(self, name: str, parameter: Tensor, ranks: range) -> None:
-        if self._board is None:
+        if self._store is None:
             return
         rows, world = row_count(parameter), len(ranks)
         pieces = [
             Piece(self._path(name, rank), *rows_of(rows, rank=rank, world=world)) for rank in ranks
         ]
-        self._board.finish(name, GradientsFinished(tuple(parameter.shape), pieces))
+        self._store.finish(name, FinishedGradient(tuple(parameter.shape), pieces))
 
     def _path(self, name: str, rank: int) -> Path:
         return self._directory / f"{self._files[name]}.{rank}"

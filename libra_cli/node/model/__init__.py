@@ -1,1 +1,1 @@
-"""The policy model: built or found, loaded, warmed up and sampled."""
+"""The policy model: building or finding it, and computing log-probabilities and gradients."""

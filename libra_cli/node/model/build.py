@@ -1,11 +1,13 @@
-"""Build or locate the policy: ``python -m libra_cli.node.model.build spec.json out.json``.
+"""Builds the small policy model, or locates the one that the recipe names.
+
+    python -m libra_cli.node.model.build spec.json out.json
 
     spec   {"path": str | null, "build": {task, seed, warm_steps} | null, "cache": directory}
     out    {"model_dir", "sha256", "success", "seconds"}
 
-A built model is cached under the hash of what was asked for and of the code that makes it, and
-appears there by an atomic rename; whoever asks for the same one meanwhile waits. ``sha256`` tells
-whether two hosts have the same model. ``success`` is null for a model that was only located.
+A built model is cached under the hash of the request and of the code that makes it, and appears
+there by an atomic rename; whoever asks for the same one meanwhile waits. ``sha256`` tells whether
+two hosts have the same model. ``success`` is null for a model that was only located.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ ABOUT = "libra.json"
 BUILD_TIMEOUT_S = 1800.0
 WHOLE_FILE_BYTES = 64 * 1024**2
 """Of larger files only the size and both ends go into the hash."""
-EDGE_BYTES = 1024**2
+END_BYTES = 1024**2
 MADE_BY = ("envs/pointer_chase.py", "node/model/tokenizer.py", "node/model/warmup.py")
 log = logging.getLogger("libra.model")
 
 
 def main() -> int:
-    """Write the answer; 1 and a sentence on stderr if there is no such model."""
+    """Write the answer; return 1, with a sentence on stderr, if there is no such model."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     started = time.monotonic()
@@ -54,7 +56,11 @@ def main() -> int:
 
 
 def provide(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the model is; build it if it must be."""
+    """Locate or build the model, and return the answer without ``seconds``.
+
+    Raises:
+        LibraError: the path holds no model, or another build holds the lock for too long.
+    """
     if spec.get("path") is not None:
         directory = Path(str(spec["path"])).expanduser()
         _check(directory)
@@ -75,7 +81,7 @@ def provide(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_hash(build: ModelBuild) -> str:
-    """Changes with the request, and with the code that answers it."""
+    """Hash the request and the code that answers it, as 16 hexadecimal digits."""
     digest = hashlib.sha256(json.dumps(build.model_dump(mode="json"), sort_keys=True).encode())
     package = Path(__file__).resolve().parents[2]
     for name in MADE_BY:
@@ -84,7 +90,7 @@ def build_hash(build: ModelBuild) -> str:
 
 
 def fingerprint(directory: Path) -> str:
-    """Of configuration, tokenizer and weights."""
+    """Return the SHA-256 of configuration, tokenizer and weights (of large files: the ends)."""
     digest = hashlib.sha256()
     for path in sorted(directory.iterdir()):
         if path.suffix not in {".json", ".safetensors"} or path.name == ABOUT:
@@ -95,9 +101,9 @@ def fingerprint(directory: Path) -> str:
             if size <= WHOLE_FILE_BYTES:
                 digest.update(file.read())
             else:
-                digest.update(file.read(EDGE_BYTES))
-                file.seek(-EDGE_BYTES, os.SEEK_END)
-                digest.update(file.read(EDGE_BYTES))
+                digest.update(file.read(END_BYTES))
+                file.seek(-END_BYTES, os.SEEK_END)
+                digest.update(file.read(END_BYTES))
     return digest.hexdigest()
 
 
@@ -116,7 +122,7 @@ def _check(directory: Path) -> None:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """One builder at a time; a builder that dies lets go by itself."""
+    """Let one builder in at a time; the kernel releases the lock of a builder that dies."""
     deadline = time.monotonic() + BUILD_TIMEOUT_S
     with path.open("w") as file:
         while True:

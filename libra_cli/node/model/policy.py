@@ -1,22 +1,24 @@
-"""One rank's part of the policy: the model, and the gradients of a loss on trajectories.
+"""The policy on one rank: the model, and the gradients of the GRPO loss on trajectories.
 
-The core's ranks and a gradient worker's compute with the same code. Methods marked *collective*
+The trainer's ranks and a gradient worker's compute with the same code. Methods marked *collective*
 must be called by all ranks, in the same order.
 
-Sums: a gradient here is that of the **sum** of the loss over generated tokens, of everything since
-the gradients were last cleared: parts of a step and shares of it add up, whoever computes them and
-in whatever order. Whoever takes the optimizer step divides by the number of tokens, once.
+Sums: the gradients here are those of the **sum** of the loss over all generated tokens since the
+gradients were last cleared. So the gradients of parts and shares of a step add up, whoever computes
+them and in whatever order; the trainer divides by the number of generated tokens once, before its
+optimizer step.
 
 Precision: parameters and gradients are fp32. With ``bfloat16`` the passes compute in bf16.
-Sharding: ``ddp`` keeps a replica a rank, ``fsdp2`` shards parameters and gradients. Both average
-gradients over the ranks, so each share's loss is multiplied by their number. The average of what
-all ranks hold alike is itself, so later passes leave earlier ones as they are.
+Sharding: ``ddp`` keeps a replica on each rank, ``fsdp2`` shards parameters and gradients (torch's
+``fully_shard``). Both average gradients over the ranks, so the loss of each rank's micro-batch is
+multiplied by their number. Values that all ranks hold alike are their own average, so a later pass
+leaves the sums of earlier ones as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -32,28 +34,33 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from libra_cli.config.errors import TrainerError
+from libra_cli.node.losses.protocol import LossInputs, loss_of
+from libra_cli.node.model.logprobs import token_logprobs
+from libra_cli.node.trainer.advantages import group_advantages
 from libra_cli.node.trainer.batching import MicroBatch, collate, deal
 from libra_cli.node.trainer.config import PolicyConfig
-from libra_cli.node.trainer.loss import LossSettings, group_advantages, grpo_loss, token_logprobs
 from libra_cli.node.trainer.samples import TokenSample
 from libra_cli.node.trainer.sharding import load_sharded
 from libra_cli.node.trainer.shares import rows_of
-from libra_cli.node.weights.versions import check_names
+from libra_cli.node.weights.versions import check_names, in_chunks
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """No rank waits longer than this for another; a step or a checkpoint must fit in."""
 BUCKET_BYTES = 256 * 1024**2
-"""Rows that replicas put together with one collective."""
-SUMS = ("loss", "kl", "entropy", "clipped", "weight", "gap", "gap_tokens")
-"""What is summed over tokens, micro-batches and ranks."""
+"""The gradients that replicas exchange with one collective."""
 T = TypeVar("T")
 
 
 class PolicyModel:
-    """The policy on this rank."""
+    """The policy on this rank: a replica, or a shard of every tensor."""
 
     def __init__(self, config: PolicyConfig) -> None:
-        """*Collective.* Join the world, check it, load the model."""
+        """*Collective.* Join the world, check its size, load the model.
+
+        Raises:
+            TrainerError: the world has another size than planned.
+            WeightsError: servers could not load versions of this model.
+        """
         timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         self._accelerator = Accelerator(kwargs_handlers=[timeout])
         self.rank = self._accelerator.process_index
@@ -61,6 +68,7 @@ class PolicyModel:
         check_world(self.rank, self.world, config.world_size)
         set_seed(config.seed)
         self._config = config
+        self._loss = loss_of(config.training)
         # Commands and checkpoints are agreed on over gloo: an idle rank then burns no GPU, and a
         # rank that died is noticed at once.
         self.control = (
@@ -78,14 +86,14 @@ class PolicyModel:
         self._reference = self._frozen() if config.training.kl_coef > 0 else None
 
     def broadcast(self, value: T | None) -> T:
-        """*Collective.* Rank 0's value; what the others give is ignored."""
+        """*Collective.* Return rank 0's value; the other ranks' values are ignored."""
         message = [value]
         if self.control is not None:
             dist.broadcast_object_list(message, src=0, group=self.control)
         return cast(T, message[0])
 
     def gather(self, value: T) -> list[T]:
-        """*Collective.* Every rank's value, in rank order."""
+        """*Collective.* Return every rank's value, in rank order."""
         if self.control is None:
             return [value]
         values: list[Any] = [None] * self.world
@@ -94,18 +102,23 @@ class PolicyModel:
 
     def gradients_of(
         self, samples: Sequence[TokenSample], *, before: Callable[[bool], bool] = lambda last: True
-    ) -> list[float] | None:
-        """*Collective.* Add the gradients of the loss's sum; the sums of ``SUMS`` over all ranks.
+    ) -> dict[str, float] | None:
+        """*Collective.* Add the gradients of the loss summed over the samples' generated tokens.
 
-        Every rank is given all samples, and all of each group. ``before`` is called ahead of each
-        micro-batch and told whether it is the last; None if it says to stop, and then what has been
-        added is of no use.
+        Every rank is given all samples, and all members of each group. ``before`` is called ahead
+        of each micro-batch with whether it is the last, and returns whether to go on.
+
+        Returns:
+            The sums over all ranks, by name: ``loss``, ``entropy`` and the loss's metrics over
+            generated tokens; ``gap``, of |rollout - trainer| log-probability, over the
+            ``gap_tokens`` fresh ones. None if ``before`` said to stop: then the gradients are
+            incomplete.
         """
         advantages = self._advantages(samples)
         lengths = [len(sample.token_ids) for sample in samples]
         budget = self._config.training.micro_batch_tokens
         dealt = deal(lengths, shares=self.world, budget=budget)[self.rank]
-        sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        sums: list[dict[str, float]] = []
         for number, indices in enumerate(dealt, 1):
             last = number == len(dealt)
             if not before(last):
@@ -114,9 +127,8 @@ class PolicyModel:
                 [samples[i] for i in indices], [advantages[i] for i in indices], self.device
             )
             with self._sync_only(last=last):
-                sums += self._backward(batch)
-        by_rank: list[list[float]] = self.gather(sums.tolist())
-        return [sum(values) for values in zip(*by_rank, strict=True)]
+                sums.append(self._backward(batch))
+        return summed(self.gather(summed(sums)))
 
     def _advantages(self, samples: Sequence[TokenSample]) -> list[float]:
         rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
@@ -126,24 +138,27 @@ class PolicyModel:
         return found
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those that are trained, by name; a tied one once.
+        """Return the trained parameters by name; a tied one once.
 
-        Always this and never ``model.parameters()``: between a forward pass and the next backward
-        pass FSDP2 leaves whole copies, which have no gradients, in place of its outermost shards.
-        Asking for the state puts the shards back.
+        Use this and never ``model.parameters()``: between a forward pass and the next backward pass
+        FSDP2 leaves whole copies, which have no gradients, in place of its outermost shards.
+        Asking for the state dict puts the shards back.
         """
         named = self.named_once()
         return {name: cast(nn.Parameter, one) for name, one in named.items() if one.requires_grad}
 
     def own_rows(self, tensor: Tensor) -> tuple[int, int]:
-        """``[start, stop)`` of the rows of ``tensor`` that are this rank's to read or to hold."""
+        """Return ``[start, stop)`` of the rows of ``tensor`` that this rank reads or holds."""
         return rows_of(row_count(tensor), rank=self.rank, world=self.world)
 
     def add_gradients(self, rows: Mapping[str, NDArray[Any]]) -> None:
-        """*Collective.* Add gradients of which each rank has its ``own_rows``, flat, by name."""
+        """*Collective.* Add gradients of which each rank gives its ``own_rows``.
+
+        ``rows`` holds one flat fp32 array ``[rows * width]`` for each parameter's name.
+        """
         parameters = self.parameters()
         if self.world > 1 and not self.sharded:
-            for bucket in _buckets(parameters):
+            for bucket in in_chunks(parameters.items(), BUCKET_BYTES):
                 self._add_bucket(bucket, rows)
             return
         for name, parameter in parameters.items():
@@ -153,7 +168,7 @@ class PolicyModel:
     def _add_bucket(
         self, bucket: Mapping[str, nn.Parameter], rows: Mapping[str, NDArray[Any]]
     ) -> None:
-        """Each rank puts its rows among zeros, and the sum over the ranks is the whole."""
+        """Each rank puts its rows among zeros; the sum over the ranks is the whole gradient."""
         sizes = [parameter.numel() for parameter in bucket.values()]
         whole = torch.zeros(sum(sizes), device=self.device)
         parts = whole.split(sizes)
@@ -167,18 +182,20 @@ class PolicyModel:
             gradient += part.view(gradient.shape)
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply what has been added so far."""
+        """Multiply the gradients that have been added so far."""
         for parameter in self.parameters().values():
             local_gradient(parameter).mul_(factor)
 
     def clear_gradients(self) -> None:
-        """Begin to add anew."""
+        """Drop all gradients."""
         for parameter in self.parameters().values():
             parameter.grad = None
 
     def logprobs_of(self, token_ids: Sequence[int]) -> list[float]:
-        """*Collective.* What the policy thinks of a sequence, at temperature 1; entry ``i`` belongs
-        to ``token_ids[i + 1]``."""
+        """*Collective.* Return a sequence's log-probabilities at temperature 1, in nats.
+
+        Of ``[T]`` tokens it returns ``[T - 1]``: entry ``i`` belongs to ``token_ids[i + 1]``.
+        """
         batch = torch.tensor([token_ids], device=self.device)
         with torch.no_grad():
             logits = self._forward(input_ids=batch, use_cache=False).logits[0, :-1]
@@ -187,39 +204,45 @@ class PolicyModel:
         return values
 
     def named_once(self) -> dict[str, Tensor]:
-        """Parameters and buffers. A tied tensor counts once, under its first name, as in Hugging
-        Face directories."""
+        """Return parameters and buffers by name.
+
+        A tied tensor appears once, under its first name, as in Hugging Face directories.
+        """
         named: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
         first = {id(tensor): name for name, tensor in reversed(named.items())}
         return {name: tensor for name, tensor in named.items() if first[id(tensor)] == name}
 
     def close(self) -> None:
-        """*Collective.* Leave the world."""
+        """*Collective.* Leave the world and destroy its process groups."""
         self._accelerator.end_training()
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _backward(self, batch: MicroBatch) -> Tensor:
+    def _backward(self, batch: MicroBatch) -> dict[str, float]:
         current, entropy = self._logprobs(self._forward, batch)
         reference = None
         if self._reference is not None:
             with torch.no_grad():
                 reference, _ = self._logprobs(self._reference, batch)
-        training = self._config.training
-        loss = grpo_loss(
-            current,
-            proximal=current.detach(),
-            rollout=batch.rollout,
-            advantages=batch.advantages,
-            settings=LossSettings(
-                training.clip_low, training.clip_high, training.tis_cap, training.kl_coef
-            ),
-            reference=reference,
+        outputs = self._loss(
+            LossInputs(
+                logprobs=current,
+                proximal=current.detach(),
+                rollout=batch.rollout,
+                advantages=batch.advantages,
+                trajectories=batch.rows,
+                reference=reference,
+            )
         )
-        self._accelerator.backward(loss.loss * self.world)
+        self._accelerator.backward(outputs.loss * self.world)
         gap = (current.detach() - batch.rollout).abs()[batch.fresh]
-        values = [loss.loss.detach(), loss.kl, entropy.sum(), loss.clipped, loss.weight, gap.sum()]
-        return torch.tensor([*(float(value) for value in values), len(gap)], dtype=torch.float64)
+        return {
+            "loss": float(outputs.loss.detach()),
+            "entropy": float(entropy.sum()),
+            "gap": float(gap.sum()),
+            "gap_tokens": float(len(gap)),
+            **{name: float(total) for name, total in outputs.metrics.items()},
+        }
 
     def _logprobs(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         logits = model(input_ids=batch.token_ids, use_cache=False).logits
@@ -227,8 +250,10 @@ class PolicyModel:
         return token_logprobs(chosen, batch.targets, temperature=self._config.temperature)
 
     def _sync_only(self, *, last: bool) -> AbstractContextManager[None]:
-        """Replicas exchange gradients once a step. Shards do each time, or each rank would hold
-        whole gradients."""
+        """Let replicas reduce gradients in the last micro-batch only.
+
+        Shards reduce in each, or each rank would hold whole gradients.
+        """
         if last or self.sharded:
             return contextlib.nullcontext()
         return cast(AbstractContextManager[None], self._accelerator.no_sync(self._forward))
@@ -256,7 +281,7 @@ class PolicyModel:
         )
 
     def _wrap(self, model: nn.Module, *, checkpointing: bool) -> nn.Module:
-        """What to call: autocast and DDP come from accelerate, shards bring their own policy."""
+        """Return the module to call: accelerate adds autocast and DDP, FSDP2 has its own policy."""
         model.train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -272,7 +297,11 @@ class PolicyModel:
 
 
 def check_world(rank: int, world: int, wanted: int) -> None:
-    """``accelerate launch`` can make several small worlds out of one and say nothing."""
+    """Check the world's size: ``accelerate launch`` can silently form several small worlds.
+
+    Raises:
+        TrainerError: the world has another size than wanted.
+    """
     if world != wanted:
         raise TrainerError(
             f"rank {rank} is in a world of {world}, but the plan has {wanted} processes: "
@@ -280,27 +309,23 @@ def check_world(rank: int, world: int, wanted: int) -> None:
         )
 
 
+def summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Sums by name, added up in the order they come."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
+
+
 def row_count(tensor: Tensor) -> int:
-    """Length of the first axis; a scalar is one row."""
+    """Return the length of the first axis; a scalar has one row."""
     return int(tensor.shape[0]) if tensor.ndim else 1
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """What this rank holds of the gradient: zeros, kept, where nothing was added yet."""
+    """Return this rank's part of a gradient; where there is none yet, zeros are put there."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     gradient = parameter.grad
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def _buckets(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
-    bucket: dict[str, nn.Parameter] = {}
-    size = 0
-    for name, parameter in parameters.items():
-        bucket[name] = parameter
-        size += parameter.nbytes
-        if size >= BUCKET_BYTES:
-            yield bucket
-            bucket, size = {}, 0
-    if bucket:
-        yield bucket

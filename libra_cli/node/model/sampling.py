@@ -1,8 +1,8 @@
-"""Play pointer-chase with plain torch, to measure how often the small model succeeds.
+"""Plays pointer-chase with plain torch, to measure how often the small model succeeds.
 
-All episodes advance one token at a time and in lockstep: where the text is given (the prompt, a
-tool's return) the token is forced, elsewhere it is sampled. So every row is at the same position,
-and there is neither padding nor a scheduler. A run uses vLLM; this needs only what the trainer has.
+All episodes advance in lockstep, one token at a time: where the text is given (the prompt, a tool's
+return) the token is forced, elsewhere it is sampled. So every row is at the same position, and
+neither padding nor a scheduler is needed. A run uses vLLM; this needs only the trainer's packages.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class PlayedEpisode:
     environment: PointerChase
     tokenizer: Tokenizer
     forced: list[int]
-    """Tokens still to be fed."""
+    """Given tokens that are still to be fed to the model."""
     said: list[int] = field(default_factory=list)
-    """Tokens of this turn so far."""
+    """Tokens that the model generated in this turn so far."""
     reward: float | None = None
 
     @classmethod
     def begin(cls, task: Task, seed: int, tokenizer: Tokenizer) -> PlayedEpisode:
-        """At its first prompt token."""
+        """Begin an episode at its first prompt token."""
         environment = PointerChase()
         (message,) = environment.reset(task, seed)
         return cls(environment, tokenizer, encode(tokenizer, prompt_text(message["content"])))
 
     def advance(self, sampled: int, end: int) -> int:
-        """The token to feed next; ``sampled`` counts only where nothing is forced."""
+        """Return the token to feed next: a forced one, or else ``sampled``."""
         if self.forced:
             return self.forced.pop(0)
         if sampled == end:
@@ -73,9 +73,9 @@ def success_rate(
     episodes: int = 256,
     temperature: float = 1.0,
 ) -> float:
-    """Share of episodes that score 1; one that is not over after MAX_TOKENS has failed.
+    """Return the share of episodes that score 1; one that runs over MAX_TOKENS has failed.
 
-    Temperature 0 is greedy. These tasks are none that a run plays: their stream is their own.
+    Temperature 0 is greedy. A run plays none of these tasks, which have a stream of their own.
     """
     generator = torch.Generator().manual_seed(seed)
     stream = PointerChase()

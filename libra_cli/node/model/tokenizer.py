@@ -1,12 +1,12 @@
-"""The small model's tokenizer: every byte a token, and the boilerplate of the dialogue one each.
+"""The small model's tokenizer: a token for every byte, and one for each boilerplate text.
 
-Written as ``tokenizer.json`` and ``tokenizer_config.json``, so that vLLM, transformers and the
-plain ``tokenizers`` library read the same thing. Any text can be encoded (byte by byte), and the
-whole of a tool call but its argument is two tokens, so a turn is five generated tokens long.
+It is written as ``tokenizer.json`` and ``tokenizer_config.json``, which vLLM, transformers and the
+``tokenizers`` library read alike. Any text can be encoded byte by byte. All of a tool call but its
+argument is two tokens, so a turn is five generated tokens long.
 
-The chat template is Qwen3's form of ChatML with hermes tool calls, with one thing left out: it does
-not show the tools' schemas. The small model knows its tool from its demonstrations, and a schema
-spelt in bytes would be longer than the episode.
+The chat template is Qwen3's form of ChatML with hermes tool calls, except that it does not show the
+tools' schemas: the small model knows its tool from demonstrations, and a schema spelt in bytes
+would be longer than the episode.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer() -> Tokenizer:
-    """Three special tokens, 256 bytes, then the boilerplate."""
+    """Build the tokenizer: three special tokens, 256 bytes, then the boilerplate."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -66,7 +66,7 @@ def build_tokenizer() -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, *, max_len: int) -> None:
-    """Write both files."""
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``; ``max_len`` is in tokens."""
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -82,19 +82,23 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, *, max_len: int) -> No
 
 
 def prompt_text(user: str) -> str:
-    """One user message and the generation prompt, as the chat template writes them."""
+    """Return one user message and the generation prompt, as the chat template writes them."""
     return f"{START}user\n{user}{END}\n{START}assistant\n"
 
 
 def observation_text(observation: str) -> str:
-    """What follows a generated ``<|im_end|>``: the tool's return and the generation prompt."""
+    """Return the text after a generated ``<|im_end|>``: a tool's return, a generation prompt."""
     return (
         f"\n{START}user\n<tool_response>\n{observation}\n</tool_response>{END}\n{START}assistant\n"
     )
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a token that is there."""
+    """Return the id of a token.
+
+    Raises:
+        KeyError: the vocabulary has no such token.
+    """
     found: int | None = tokenizer.token_to_id(token)
     if found is None:
         raise KeyError(token)
@@ -102,6 +106,6 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids, boilerplate and special tokens recognised."""
+    """Return the token ids of a text, in which boilerplate and special tokens are recognised."""
     token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return token_ids

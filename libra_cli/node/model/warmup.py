@@ -1,12 +1,11 @@
-"""Teach a new small model to play pointer-chase, on purpose not well.
+"""Trains a new small model to play pointer-chase, on purpose not well.
 
-Supervised steps on demonstrations in which the expert swaps the letters of a key now and then. The
-model learns both the game and the habit: it succeeds in about a third of the episodes when sampled
-at temperature 1, and in nearly all when greedy. What is left to reinforcement learning is to drop
-the habit, which it does within tens of steps; a mistake that is one choice among two is unlearnt
-far faster than one among all keys.
+It takes supervised steps on demonstrations in which the expert sometimes swaps the letters of a
+key. The model learns both the game and the mistake: it succeeds in about a third of the episodes
+when sampled at temperature 1, and in nearly all when greedy. Reinforcement learning then unlearns
+the mistake within tens of steps, since it is one of two choices and not one among all keys.
 
-Seeded, and the same on the same machine with the same number of threads.
+The result depends on the seed only, on the same machine with the same number of threads.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from libra_cli.node.model.tokenizer import END, PAD, encode, observation_text, p
 LAYERS, WIDTH, HEAD_DIM = 3, 128, 32
 POSITIONS = 1024
 SLIPS = 0.22
-"""How often the expert swaps a key's letters."""
+"""The probability that the expert swaps a key's letters."""
 BATCH = 32
 CUTS = 2
-"""Parts of a batch, by length, to waste less on padding."""
+"""The number of parts into which a batch is cut by length, to waste less on padding."""
 PEAK_RATE = 2e-3
 RAMP_STEPS = 50
 FINAL_SHARE = 0.1
-"""The learning rate falls to this share of its peak."""
+"""The share of its peak to which the learning rate falls."""
 LOG_EVERY = 25
 log = logging.getLogger("libra.model")
 
 
 def new_model(tokenizer: Tokenizer, seed: int, width: int = WIDTH) -> nn.Module:
-    """A Qwen3, at the usual width of 0.5M parameters.
+    """Make a Qwen3 with random weights; the usual width has 0.5M parameters.
 
-    Untied: vLLM on CPUs cannot reload a tied output layer.
+    Its output layer is not tied to the embedding: vLLM on CPUs cannot reload a tied one.
     """
     torch.manual_seed(seed)
     end, pad = token_id(tokenizer, END), token_id(tokenizer, PAD)
@@ -70,7 +69,10 @@ def new_model(tokenizer: Tokenizer, seed: int, width: int = WIDTH) -> nn.Module:
 
 
 def warm_up(model: nn.Module, tokenizer: Tokenizer, *, seed: int, steps: int) -> None:
-    """Cross-entropy on what the expert says; AdamW, a ramp, then a linear fall."""
+    """Train on the tokens that the expert says, with cross-entropy and AdamW.
+
+    The learning rate rises linearly for ``RAMP_STEPS`` and then falls linearly.
+    """
     rng = random.Random(f"warm-up {seed}")
     pad = token_id(tokenizer, PAD)
     optimizer = torch.optim.AdamW(
@@ -98,7 +100,10 @@ def _schedule(step: int, steps: int) -> float:
 
 
 def _demonstration(tokenizer: Tokenizer, rng: random.Random) -> tuple[list[int], list[int]]:
-    """Token ids, and for each whether the expert said it. The prompt stream is one of its own."""
+    """Return the token ids of an episode, and 1 for each that the expert said, else 0.
+
+    The tasks are seeded apart from those of a run.
+    """
     environment = PointerChase()
     seed = rng.randrange(2**62)
     task = environment.task(seed, 0)
@@ -114,7 +119,7 @@ def _demonstration(tokenizer: Tokenizer, rng: random.Random) -> tuple[list[int],
 
 
 def _step(model: nn.Module, demos: Sequence[tuple[list[int], list[int]]], pad: int) -> float:
-    """Add the batch's gradient; the mean loss a token."""
+    """Add the batch's gradient and return the mean loss of a token, in nats."""
     ordered = sorted(demos, key=lambda demo: len(demo[0]))
     tokens = sum(sum(mask) for _, mask in ordered)
     total = 0.0

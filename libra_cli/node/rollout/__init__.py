@@ -1,1 +1,1 @@
-"""The rollout server: vLLM behind a bearer token."""
+"""The rollout server, which is vLLM behind a bearer token."""

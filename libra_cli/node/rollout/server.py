@@ -1,27 +1,27 @@
-"""vLLM's own server, behind a bearer token on every route, with one route added.
+"""The rollout server: vLLM's own, with a bearer token on every route and one route added.
 
     python -m libra_cli.node.rollout.server <vLLM flags>
         --middleware libra_cli.node.rollout.server.BearerAuth
 
 vLLM's ``--api-key`` leaves its control routes open, and those can run any method of a worker. Here
-nothing answers without the run's token (read from LIBRA_TOKEN_FILE), and the development routes
-stay off; the one control that libra needs is ``POST /libra/load``:
+no route answers without the run's token (read from LIBRA_TOKEN_FILE), and the development routes
+stay off. The one control route that libra needs is ``POST /libra/load``:
 
     {"directory": "<version directory>", "label": "e1v7"}  ->  {"load_s": 0.05, "paused_s": 0.06}
 
-It pauses with requests in flight kept, loads the weights in place, labels what is generated from
-now on, and resumes. If the load fails the engine stays paused: it has half a version in it, and
-must not say another word.
+It pauses generation and keeps the requests in flight, loads the weights in place, sets the label of
+the tokens generated from now on, and resumes. If the load fails the engine stays paused: it may
+hold parts of two versions and must not generate another token.
 """
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from libra_cli.node.http import carries_token, read_token
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -30,27 +30,26 @@ LOAD_ROUTE = "/libra/load"
 
 
 class BearerAuth:
-    """ASGI middleware: no token, no answer. Not even a health check."""
+    """ASGI middleware that refuses every request without the token, health checks included."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        token = Path(os.environ["LIBRA_TOKEN_FILE"]).read_text().strip()
-        self._expected = f"Bearer {token}".encode()
+        self._token = read_token(os.environ["LIBRA_TOKEN_FILE"])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let lifespan messages pass; anything that came over the wire must carry the token."""
+        """Let lifespan messages pass, and requests that carry the token."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-        elif scope["type"] != "http" or not self._allowed(scope):
+        elif scope["type"] != "http" or not self._is_trusted(scope):
             await _answer(send, 401, {"error": "a bearer token is needed"})
         elif scope["path"] == LOAD_ROUTE and scope["method"] == "POST":
             await _load(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _allowed(self, scope: Scope) -> bool:
+    def _is_trusted(self, scope: Scope) -> bool:
         given = next((value for key, value in scope["headers"] if key == b"authorization"), b"")
-        return hmac.compare_digest(given, self._expected)
+        return carries_token(given, self._token)
 
 
 async def _load(scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,7 +60,7 @@ async def _load(scope: Scope, receive: Receive, send: Send) -> None:
     paused = time.monotonic()
     try:
         await engine.collective_rpc("reload_weights", kwargs={"weights_path": body["directory"]})
-    except Exception as error:  # noqa: BLE001  whatever it was, the caller must hear it
+    except Exception as error:  # noqa: BLE001  the caller must hear of any failure
         await _answer(send, 500, {"error": f"{type(error).__name__}: {error}"})
         return
     loaded = time.monotonic()
@@ -87,7 +86,7 @@ async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Hand over to vLLM; its flags are ours."""
+    """Run vLLM's server with this process's arguments."""
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     serve()

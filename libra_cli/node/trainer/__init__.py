@@ -1,1 +1,1 @@
-"""The trainer: one accelerate world that takes optimizer steps and publishes weight versions."""
+"""The trainer: an accelerate world that takes optimizer steps and publishes weight versions."""

@@ -1,9 +1,9 @@
-"""Shares of the global batch, and padded micro-batches.
+"""Splits the global batch over ranks and into padded micro-batches.
 
-``deal`` gives each rank its share and cuts it: rows are sorted by length, so that a micro-batch
-holds ``rows x longest`` padded tokens, at most the budget, and little padding. Every rank gets the
-same number of micro-batches (empty ones if need be), because a sharded model's collectives run once
-a forward pass. The sum over all shares is the same however the batch is dealt.
+``deal`` gives each rank its share and cuts it: rows are sorted by length, so that a micro-batch of
+``rows x longest`` padded tokens, at most the budget, has little padding. Every rank gets the same
+number of micro-batches (empty ones if need be), because a sharded model's collectives run in every
+forward pass. The sum over all ranks is the same however the batch is split.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from libra_cli.node.trainer.samples import TokenSample
 
 
 def deal(lengths: Sequence[int], *, shares: int, budget: int) -> list[list[list[int]]]:
-    """For each share its micro-batches, each a list of indices into ``lengths``.
+    """Return for each share its micro-batches, each a list of indices into ``lengths``.
 
-    Longest first, each to the share with the fewest tokens so far; then each share is cut.
+    The longest sample goes first, each to the share with the fewest tokens so far; then each share
+    is cut. ``lengths`` and ``budget`` are in tokens; a longer sample is a micro-batch by itself.
     """
     dealt: list[list[int]] = [[] for _ in range(shares)]
     tokens = [0] * shares
@@ -36,7 +37,7 @@ def deal(lengths: Sequence[int], *, shares: int, budget: int) -> list[list[list[
 
 
 def _cut(indices: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices come longest first, so a micro-batch is as wide as its first row."""
+    """Cut a share; indices come longest first, so a micro-batch is as wide as its first row."""
     batches: list[list[int]] = []
     for index in indices:
         if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= budget:
@@ -48,30 +49,34 @@ def _cut(indices: Sequence[int], lengths: Sequence[int], budget: int) -> list[li
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Right-padded rows, and flat vectors with one entry a generated token.
+    """Right-padded samples ``[B, T]``, and vectors ``[N]`` over their N generated tokens.
 
     Right padding needs no attention mask: under causal attention no real token sees it.
     """
 
     token_ids: Tensor
-    """(rows, longest)"""
+    """``[B, T]``, int64, padded with 0."""
     rows: Tensor
+    """``[N]``: the row of each generated token."""
     columns: Tensor
-    """Where the generated tokens are; logits at ``columns - 1`` predict them."""
+    """``[N]``: the column of each generated token; the logits at ``columns - 1`` predict it."""
     rollout: Tensor
+    """``[N]``: log-probabilities under the rollout policy, in nats."""
     advantages: Tensor
+    """``[N]``: the advantage of the token's trajectory."""
     fresh: Tensor
+    """``[N]``, bool: whether the trajectory is wholly of the trainer's current version."""
 
     @property
     def targets(self) -> Tensor:
-        """The generated tokens."""
+        """The generated tokens ``[N]``."""
         return self.token_ids[self.rows, self.columns]
 
 
 def collate(
     samples: Sequence[TokenSample], advantages: Sequence[float], device: torch.device
 ) -> MicroBatch:
-    """Pad; an empty share becomes one row of two tokens without a loss."""
+    """Pad samples to a micro-batch; no samples become one row of two tokens without a loss."""
     longest = max((len(sample.token_ids) for sample in samples), default=2)
     token_ids: NDArray[np.int64] = np.zeros((max(1, len(samples)), longest), dtype=np.int64)
     mask: NDArray[np.bool_] = np.zeros(token_ids.shape, dtype=bool)

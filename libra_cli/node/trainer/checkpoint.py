@@ -1,9 +1,10 @@
-"""Checkpoints as directories: ``step-000010/`` appears by an atomic rename, complete or not at all.
+"""Writes and loads checkpoints as directories, which appear by an atomic rename when complete.
 
-    .metadata, *.distcp    model and optimizer (torch.distributed.checkpoint; fp32, by name)
-    rng.pt                 random states, one a rank
-    ledger.json            the controller's position, exactly as it was given
-    checkpoint.json        step, world size; written last
+    step-000010/
+      .metadata, *.distcp    model and optimizer (torch.distributed.checkpoint; fp32, by name)
+      rng.pt                 random states, one for each rank
+      ledger.json            the controller's position in the data, as it was given
+      checkpoint.json        step and world size; written last
 
 The format is the same for replicas and shards, so a checkpoint can be resumed by a world of another
 size or sharding. Replicas are written and read by rank 0 alone, so no shared directory is needed;
@@ -34,70 +35,78 @@ from libra_cli.node.weights.versions import (
 )
 
 
-def save(learner: Trainer, root: Path, *, ledger: Mapping[str, Any], keep: int) -> Path:
-    """*Collective.* Write the checkpoint of ``learner.step`` and remove all but the last ``keep``.
+def save(trainer: Trainer, root: Path, *, ledger: Mapping[str, Any], keep: int) -> Path:
+    """*Collective.* Write the checkpoint of ``trainer.step`` and remove all but the last ``keep``.
 
-    The path, which exists on rank 0's host when this returns.
+    Returns:
+        Its path, which exists on rank 0's host.
+
+    Raises:
+        TrainerError: a sharded checkpoint needs a directory that all hosts share.
     """
-    final = root / f"step-{learner.step:06d}"
+    final = root / f"step-{trainer.step:06d}"
     temporary = root / f".{final.name}"
-    main = learner.rank == 0
+    main = trainer.rank == 0
     if main:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         remove_unfinished(root)
         temporary.mkdir(mode=0o700)
-    learner.gather(None)  # until it is made
-    seen = learner.gather(temporary.is_dir())
-    if learner.sharded and not all(seen):
+    trainer.gather(None)  # until it is made
+    seen = trainer.gather(temporary.is_dir())
+    if trainer.sharded and not all(seen):
         raise TrainerError(
             f"{root} is not the same directory on every train host, as a sharded checkpoint needs: "
             "put nodes[].workdir on shared storage, or train with sharding: ddp"
         )
-    state = _state(learner)
-    if learner.sharded:
-        dcp.save(state, checkpoint_id=temporary, process_group=learner.control)
+    state = _state(trainer)
+    if trainer.sharded:
+        dcp.save(state, checkpoint_id=temporary, process_group=trainer.control)
     elif main:
         dcp.save(state, checkpoint_id=temporary, no_dist=True)
-    states = learner.gather(_random_state())
+    states = trainer.gather(_random_state())
     if main:
         torch.save(states, temporary / "rng.pt")
         write_durably(temporary / "ledger.json", json.dumps(ledger).encode())
-        about = {"step": learner.step, "world_size": learner.world}
+        about = {"step": trainer.step, "world_size": trainer.world}
         write_durably(temporary / "checkpoint.json", json.dumps(about).encode())
         replace_directory(temporary, final)
         remove_old(root, "step-*", keep=keep)
     return final
 
 
-def load(learner: Trainer, path: Path) -> None:
-    """*Collective.* Put the learner where it was when ``path`` was saved."""
+def load(trainer: Trainer, path: Path) -> None:
+    """*Collective.* Restore the state that the trainer had when ``path`` was saved.
+
+    Raises:
+        TrainerError: there is no complete checkpoint.
+    """
     about: dict[str, Any] | None = None
     states: list[dict[str, Any]] | None = None
-    if learner.rank == 0:
+    if trainer.rank == 0:
         about = _read_about(path)
         states = torch.load(path / "rng.pt", weights_only=False)
-    about, states = learner.broadcast(about), learner.broadcast(states)
-    state = _state(learner)
-    if learner.sharded:
-        dcp.load(state, checkpoint_id=path, process_group=learner.control)
+    about, states = trainer.broadcast(about), trainer.broadcast(states)
+    state = _state(trainer)
+    if trainer.sharded:
+        dcp.load(state, checkpoint_id=path, process_group=trainer.control)
     else:
-        if learner.rank == 0:
+        if trainer.rank == 0:
             dcp.load(state, checkpoint_id=path, no_dist=True)
-        state = learner.broadcast(state)
+        state = trainer.broadcast(state)
     set_state_dict(
-        learner.model,
-        learner.optimizer,
+        trainer.model,
+        trainer.optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
     )
-    learner.step = int(about["step"])
-    if learner.rank < len(states):
-        _restore_random_state(states[learner.rank])
+    trainer.step = int(about["step"])
+    if trainer.rank < len(states):
+        _restore_random_state(states[trainer.rank])
 
 
-def _state(learner: Trainer) -> dict[str, Any]:
-    """References to the learner's tensors, by name; loading into it fills them in place."""
-    model, optimizer = get_state_dict(learner.model, learner.optimizer)
+def _state(trainer: Trainer) -> dict[str, Any]:
+    """Return references to its tensors by name; loading into them fills them in place."""
+    model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
     return {"model": model, "optimizer": optimizer}
 
 

@@ -1,4 +1,4 @@
-"""What rank 0 answers to, and the desk where HTTP threads leave work for the training loop.
+"""The HTTP of the trainer's rank 0, and the queue that hands its commands to the training loop.
 
     GET  /health                    state, world, step, published, checkpoint; always at once
     POST /train                     msgpack; 202 taken (again: 202, nothing happens), 409 wrong step
@@ -11,7 +11,7 @@
 Every route demands the run's bearer token. A step is ``done`` as soon as its version is published;
 a checkpoint asked for with it is written after that, and then named in the same answer (asked for
 again) and in ``/health``. Torch releases the interpreter in its kernels, so these threads answer
-during a step. ``CommandQueue`` is the only thing that threads share.
+during a step. ``CommandQueue`` is the only object that threads share.
 
 A step may come in parts: ``/accumulate`` with part 1, 2, ... and then ``/train`` with the last part
 and the number of those before it. All trajectories of a group come in the same part.
@@ -20,8 +20,6 @@ and the number of those before it. All trajectories of a group come in the same 
 from __future__ import annotations
 
 import json
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
@@ -31,7 +29,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import msgpack
 
 from libra_cli.config.errors import TrainerError
-from libra_cli.node.http import LOOPBACK, Answer, BearerHandler, refusal, start
+from libra_cli.node.command_queue import BaseCommandQueue, IdleCommand, StopCommand
+from libra_cli.node.http import LOOPBACK, Answer, JsonHandler, refusal, start
 from libra_cli.node.trainer.samples import TokenSample, read_samples
 from libra_cli.node.trainer.shares import WorkerShare, read_shares
 
@@ -70,32 +69,18 @@ class CheckpointCommand:
     ledger: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class StopCommand:
-    """Leave."""
+WorkCommand: TypeAlias = TrainCommand | AccumulateCommand | CheckpointCommand
+Command: TypeAlias = WorkCommand | StopCommand | IdleCommand
 
 
-@dataclass(frozen=True, slots=True)
-class IdleCommand:
-    """Nothing came; sent so that no rank waits long without hearing from rank 0."""
-
-
-Command: TypeAlias = (
-    TrainCommand | AccumulateCommand | CheckpointCommand | StopCommand | IdleCommand
-)
-
-
-@dataclass(slots=True)
-class CommandQueue:
-    """Commands in, results out, under one condition. Steps are taken in order, each once."""
+@dataclass
+class CommandQueue(BaseCommandQueue[WorkCommand]):
+    """The trainer's commands and results. Steps are taken in order, each once."""
 
     world_size: int
     trainer_incarnation: int
     max_len: int
     checkpoint_timeout_s: float = 1800.0
-    state: str = "starting"
-    """``starting | ready | failed``"""
-    error: str = ""
     step: int = 0
     """The last step that is done; the version that is published."""
     accepted: int = 0
@@ -106,21 +91,12 @@ class CommandQueue:
     """The last checkpoint that is complete."""
     published: dict[str, Any] | None = None
     """The newest version: name, version, bytes, published_at."""
-    stopping: bool = False
     _checkpoints: int = 0
-    _commands: deque[Command] = field(default_factory=deque)
     _results: dict[int, dict[str, Any]] = field(default_factory=dict)
     _accumulated: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
     """By step and part, of the newest step that came in parts."""
-    _changed: threading.Condition = field(default_factory=threading.Condition)
 
     # The training loop's side.
-
-    def next(self, timeout_s: float) -> Command:
-        """The oldest command, or ``IdleCommand`` after ``timeout_s``."""
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._commands), timeout_s)
-            return self._commands.popleft() if self._commands else IdleCommand()
 
     def ready(self, version: VersionOnDisk, checkpoint: str) -> None:
         """The version to start from is published."""
@@ -159,17 +135,6 @@ class CommandQueue:
             if step in self._results:
                 self._results[step]["checkpoint"] = path
             self._changed.notify_all()
-
-    def fail(self, error: str) -> None:
-        """The trainer can do no more; everybody who waits is told."""
-        with self._changed:
-            self.state, self.error = "failed", error
-            self._changed.notify_all()
-
-    def wait_for_stop(self, timeout_s: float) -> bool:
-        """After a failure: until someone has read it and says stop."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.stopping, timeout_s)
 
     # The HTTP threads' side.
 
@@ -227,16 +192,12 @@ class CommandQueue:
             self._add(command)
         return HTTPStatus.ACCEPTED, {"state": "running"}
 
-    def _add(self, command: Command) -> None:
-        self._commands.append(command)
-        self._changed.notify_all()
-
     def _refusal_now(self, step: int, parts: int) -> Answer | None:
         with self._changed:
             return self._refusal(step, parts)
 
     def _refusal(self, step: int, parts: int) -> Answer | None:
-        if unavailable := self._unavailable():
+        if unavailable := self._unavailable("trainer"):
             return unavailable
         if step == self.accepted and step > 0:
             return HTTPStatus.ACCEPTED, {"state": "running"}
@@ -250,7 +211,7 @@ class CommandQueue:
         return None
 
     def _part_refusal(self, step: int, part: int) -> Answer | None:
-        if unavailable := self._unavailable():
+        if unavailable := self._unavailable("trainer"):
             return unavailable
         if step != self.accepted + 1:
             return self._wrong_step(step)
@@ -262,12 +223,6 @@ class CommandQueue:
                 f"part {part} of step {step} was sent, the next one is {self.parts + 1}",
             )
         return None
-
-    def _unavailable(self) -> Answer | None:
-        if self.state == "ready" and not self.stopping:
-            return None
-        reason = self.error or f"trainer is {self.state}"
-        return refusal(HTTPStatus.SERVICE_UNAVAILABLE, reason)
 
     def _wrong_step(self, step: int) -> Answer:
         return refusal(
@@ -323,8 +278,7 @@ class CommandQueue:
                 for command in self._commands
             )
             wanted = self._checkpoints + queued + 1
-            self._commands.append(CheckpointCommand(ledger))
-            self._changed.notify_all()
+            self._add(CheckpointCommand(ledger))
             self._changed.wait_for(
                 lambda: self._checkpoints >= wanted or self.state == "failed",
                 self.checkpoint_timeout_s,
@@ -338,45 +292,36 @@ class CommandQueue:
                 )
             return HTTPStatus.OK, {"path": self.checkpoint}
 
-    def stop(self) -> Answer:
-        """Leave after what is being done."""
-        with self._changed:
-            self.stopping = True
-            self._commands.append(StopCommand())
-            self._changed.notify_all()
-        return HTTPStatus.ACCEPTED, {"state": "stopping"}
 
-
-def serve(desk: CommandQueue, *, port: int, token: str) -> ThreadingHTTPServer:
+def serve(queue: CommandQueue, *, port: int, token: str) -> ThreadingHTTPServer:
     """Answer on the loopback until ``shutdown()``; returns at once."""
-    handler = type("Handler", (_TrainerHandler,), {"desk": desk, "token": token})
-    return start(handler, bind=LOOPBACK, port=port)
+    return start(_TrainerHandler, bind=LOOPBACK, port=port, token=token, queue=queue)
 
 
-class _TrainerHandler(BearerHandler):
-    desk: CommandQueue
+class _TrainerHandler(JsonHandler):
+    queue: CommandQueue
 
     def get(self, path: str, query: Mapping[str, str]) -> Answer:
         wait_s = float(query.get("wait_s", "0"))
         match path.split("/")[1:]:
             case ["health"]:
-                return self.desk.health()
+                return self.queue.health()
             case ["train", step]:
-                return self.desk.result(int(step), wait_s)
+                return self.queue.result(int(step), wait_s)
             case ["accumulate", step, part]:
-                return self.desk.part_result(int(step), int(part), wait_s)
+                return self.queue.part_result(int(step), int(part), wait_s)
             case _:
                 return self.no_route(path)
 
     def post(self, path: str, body: bytes) -> Answer:
         match path:
             case "/train":
-                return self.desk.train(msgpack.unpackb(body))
+                return self.queue.train(msgpack.unpackb(body))
             case "/accumulate":
-                return self.desk.accumulate(msgpack.unpackb(body))
+                return self.queue.accumulate(msgpack.unpackb(body))
             case "/checkpoint":
-                return self.desk.save(json.loads(body)["ledger"])
+                return self.queue.save(json.loads(body)["ledger"])
             case "/stop":
-                return self.desk.stop()
+                return self.queue.stop()
             case _:
                 return self.no_route(path)

@@ -1,5 +1,7 @@
-"""``config.json`` of the trainer and of a gradient worker: written by the controller, the same on
-every rank."""
+"""The ``config.json`` of the trainer and of a gradient worker.
+
+The controller writes it; it is the same for every rank.
+"""
 
 from __future__ import annotations
 
@@ -12,48 +14,58 @@ from libra_cli.config.recipe import TrainingSpec
 
 
 class PolicyConfig(Protocol):
-    """What both need to compute gradients."""
+    """The settings that both need to compute gradients."""
 
     @property
-    def model_dir(self) -> str: ...
+    def model_dir(self) -> str:
+        """Hugging Face directory of the model on this host."""
+
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """The number of ranks that the plan has."""
+
     @property
-    def seed(self) -> int: ...
+    def seed(self) -> int:
+        """Seed of every random state."""
+
     @property
-    def temperature(self) -> float: ...
+    def temperature(self) -> float:
+        """Temperature with which rollouts sample, and with which the loss scales logits."""
+
     @property
-    def training(self) -> TrainingSpec: ...
+    def training(self) -> TrainingSpec:
+        """The recipe's ``training``."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerConfig:
-    """Names as in the recipe; directories are paths on the trainer's hosts."""
+    """The trainer's settings. Names are those of the recipe, directories are on its hosts."""
 
     run_id: str
     model_dir: str
     weights_dir: str
-    """Versions go to ``<weights_dir>/<run_id>/``."""
+    """Versions are published in ``<weights_dir>/<run_id>/``."""
     checkpoint_dir: str
     """With ``fsdp2`` every rank writes there, so several hosts must share it."""
     port: int
     world_size: int
     trainer_incarnation: int
-    """Generation number of the trainer process; part of every version's name."""
+    """How often the trainer was started before; part of every version's name."""
     seed: int
     dtype: str
-    """``float32`` or ``bfloat16``; what versions are published in."""
+    """``float32`` or ``bfloat16``, in which versions are published."""
     temperature: float
     training: TrainingSpec
     max_len: int
+    """The longest trajectory, in tokens."""
     resume: str | None = None
-    """A checkpoint directory."""
+    """The checkpoint directory to resume from."""
     probe_tokens: int = 64
     keep_versions: int = 2
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> TrainerConfig:
-        """Unknown and missing keys are errors, here and in ``training``."""
+        """Parse a ``config.json``; unknown and missing keys are errors, in ``training`` too."""
         return cls(**{**values, "training": TrainingSpec.model_validate(values["training"])})
 
     @property
@@ -64,17 +76,17 @@ class TrainerConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """A gradient worker: one slot's own world, on one host."""
+    """A gradient worker's settings; it is a world of its own in one slot of one host."""
 
     run_id: str
     slot: str
     incarnation: int
-    """Generation number of the slot's assignment; every answer to the core carries it."""
+    """Number of the slot's assignment; the trainer names it in every request."""
     model_dir: str
     port: int
-    """On the loopback, for the controller."""
+    """Port on the loopback, for the controller."""
     side_bind: str
-    """Address that the core's hosts reach; every route there demands the run's token."""
+    """Address of the gradient server, which the trainer's hosts reach."""
     side_port: int
     world_size: int
     seed: int
@@ -82,14 +94,14 @@ class WorkerConfig:
     training: TrainingSpec
     max_len: int
     shm_dir: str
-    """Where gradients wait to be fetched; memory-backed."""
+    """A memory-backed directory for gradients that wait to be fetched."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> WorkerConfig:
-        """Unknown and missing keys are errors, here and in ``training``."""
+        """Parse a ``config.json``; unknown and missing keys are errors, in ``training`` too."""
         return cls(**{**values, "training": TrainingSpec.model_validate(values["training"])})
 
     @property
     def outbox(self) -> Path:
-        """This worker's own directory in ``shm_dir``; what an earlier one left there is removed."""
+        """The slot's own directory in ``shm_dir``, which a new worker empties."""
         return Path(self.shm_dir) / f"{self.run_id}-{self.slot.replace('/', '-')}"

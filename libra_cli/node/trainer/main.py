@@ -1,17 +1,17 @@
-"""The trainer: ``accelerate launch ... -m libra_cli.node.trainer.main config.json``.
+"""The entry point of the trainer, one process for each rank.
 
-One process a rank.
+    accelerate launch ... -m libra_cli.node.trainer.main config.json
 
-Rank 0 answers HTTP on its host's loopback (``trainer_http``) and hands every command to the other
-ranks; all of them then do the same, in the same order:
+Rank 0 answers HTTP on its host's loopback (``commands``) and broadcasts every command to the other
+ranks; all of them then carry it out, in the same order:
 
     wait for a command       at most IDLE_S, then all hear ``IdleCommand``: a dead rank is noticed
-    take the step            gradients of the dealt shares, one sum, one update
-    publish the version      rank 0 writes; the step is ``done`` from here
+    take the step            gradients of each rank's samples, one sum, one update
+    publish the version      rank 0 writes it; from then on the step is ``done``
     write the checkpoint     if it was asked for
 
 Gradients of a step that comes in parts are added part by part, with the weights of the step before.
-How a rank fails is told in ``rank``. No wait is without a deadline.
+``rank`` describes how a rank fails. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from libra_cli.config.errors import TrainerError
+from libra_cli.node.command_queue import IdleCommand, StopCommand
 from libra_cli.node.http import read_token
 from libra_cli.node.trainer.commands import (
     AccumulateCommand,
     CheckpointCommand,
     Command,
     CommandQueue,
-    IdleCommand,
-    StopCommand,
     TrainCommand,
     serve,
 )
 from libra_cli.node.trainer.config import TrainerConfig
-from libra_cli.node.trainer.rank import answering, attempt, start_logging
+from libra_cli.node.trainer.rank import answering, attempt, log_ready, start_logging
 
 if TYPE_CHECKING:
     from libra_cli.node.trainer.trainer import Trainer
@@ -48,64 +47,58 @@ log = logging.getLogger("libra.trainer")
 
 
 def main() -> int:
-    """The exit code of this rank."""
+    """Run this rank and return its exit code."""
     start_logging()
     config = TrainerConfig.from_json(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     if int(os.environ.get("RANK", "0")):
         return attempt(lambda: _work(config, None), None)
     # Before torch is imported, so that the controller hears "starting" within a second.
-    desk = CommandQueue(config.world_size, config.trainer_incarnation, config.max_len)
-    server = serve(desk, port=config.port, token=read_token(os.environ["LIBRA_TOKEN_FILE"]))
+    queue = CommandQueue(config.world_size, config.trainer_incarnation, config.max_len)
+    server = serve(queue, port=config.port, token=read_token(os.environ["LIBRA_TOKEN_FILE"]))
     with answering([server]):
-        return attempt(lambda: _work(config, desk), desk)
+        return attempt(lambda: _work(config, queue), queue)
 
 
-def _work(config: TrainerConfig, desk: CommandQueue | None) -> None:
+def _work(config: TrainerConfig, queue: CommandQueue | None) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from libra_cli.node.trainer.trainer import Trainer
 
     disable_progress_bar()
     started = time.monotonic()
-    rank = Rank(config, desk, Trainer(config))
+    rank = TrainerRank(config, queue, Trainer(config))
     rank.begin()
-    log.info(
-        "rank %d of %d is ready after %.1f s%s",
-        rank.learner.rank,
-        rank.learner.world,
-        time.monotonic() - started,
-        " (sharded)" if rank.learner.sharded else "",
-    )
+    log_ready(log, rank.trainer, started)
     rank.serve()
 
 
-class Rank:
-    """One process of the world. Only rank 0 has a desk."""
+class TrainerRank:
+    """One rank of the trainer. Only rank 0 has a queue."""
 
-    def __init__(self, config: TrainerConfig, desk: CommandQueue | None, learner: Trainer) -> None:
-        if (desk is None) != (learner.rank > 0):
-            raise TrainerError(f"RANK says otherwise than accelerate: {learner.rank}")
+    def __init__(self, config: TrainerConfig, queue: CommandQueue | None, trainer: Trainer) -> None:
+        if (queue is None) != (trainer.rank > 0):
+            raise TrainerError(f"RANK says otherwise than accelerate: {trainer.rank}")
         self.config = config
-        self.desk = desk
-        self.learner = learner
+        self.queue = queue
+        self.trainer = trainer
 
     def begin(self) -> None:
-        """Resume if asked to, and publish the version to start from."""
+        """Resume from a checkpoint if the config names one, and publish the first version."""
         from libra_cli.node.trainer import checkpoint
 
         if self.config.resume:
-            checkpoint.load(self.learner, Path(self.config.resume))
+            checkpoint.load(self.trainer, Path(self.config.resume))
         version = self._publish()
-        if self.desk is not None and version is not None:
-            self.desk.ready(version, self.config.resume or "")
+        if self.queue is not None and version is not None:
+            self.queue.ready(version, self.config.resume or "")
 
     def serve(self) -> None:
-        """Until told to stop."""
+        """Carry out commands until told to stop."""
         while True:
-            given: Command | None = self.desk.next(IDLE_S) if self.desk is not None else None
-            command = cast("Command", self.learner.broadcast(given))
+            given: Command | None = self.queue.next(IDLE_S) if self.queue is not None else None
+            command = cast("Command", self.trainer.broadcast(given))
             if isinstance(command, StopCommand):
-                self.learner.close()
+                self.trainer.close()
                 return
             self._obey(command)
 
@@ -116,9 +109,9 @@ class Rank:
                 if command.ledger is not None:
                     self._save(CheckpointCommand(command.ledger))
             case AccumulateCommand():
-                metrics = self.learner.accumulate(command.samples)
-                if self.desk is not None:
-                    self.desk.accumulated(command.step, command.part, metrics)
+                metrics = self.trainer.accumulate(command.samples)
+                if self.queue is not None:
+                    self.queue.accumulated(command.step, command.part, metrics)
             case CheckpointCommand():
                 self._save(command)
             case IdleCommand() | StopCommand():
@@ -126,28 +119,28 @@ class Rank:
 
     def _train(self, command: TrainCommand) -> None:
         started = time.monotonic()
-        metrics = self.learner.train(command.step, command.samples, command.shares)
+        metrics = self.trainer.train(command.step, command.samples, command.shares)
         stepped = time.monotonic()
         version = self._publish()
-        if self.desk is None or version is None:
+        if self.queue is None or version is None:
             return
         ended = time.monotonic()
         metrics |= {"publish_s": ended - stepped, "trainer_s": ended - started}
-        self.desk.done(command.step, metrics, version)
+        self.queue.done(command.step, metrics, version)
         log.info("step %d: %s", command.step, json.dumps(metrics))
 
     def _publish(self) -> VersionOnDisk | None:
         from libra_cli.node.weights.versions import publish
 
-        probe = self.learner.probe()
-        if self.desk is None:
-            for _ in self.learner.tensors():
+        probe = self.trainer.probe()
+        if self.queue is None:
+            for _ in self.trainer.tensors():
                 pass
             return None
         return publish(
-            self.learner.tensors(),
+            self.trainer.tensors(),
             self.config.versions,
-            version=self.learner.step,
+            version=self.trainer.step,
             trainer_incarnation=self.config.trainer_incarnation,
             probe=probe,
             keep=self.config.keep_versions,
@@ -157,13 +150,13 @@ class Rank:
         from libra_cli.node.trainer import checkpoint
 
         path = checkpoint.save(
-            self.learner,
+            self.trainer,
             Path(self.config.checkpoint_dir),
             ledger=command.ledger,
             keep=self.config.training.keep_checkpoints,
         )
-        if self.desk is not None:
-            self.desk.saved(self.learner.step, str(path))
+        if self.queue is not None:
+            self.queue.saved(self.trainer.step, str(path))
 
 
 if __name__ == "__main__":

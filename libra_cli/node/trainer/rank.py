@@ -1,66 +1,81 @@
-"""What every rank's ``main`` does around its work, in the trainer and in a gradient worker.
+"""Runs a rank of the trainer or of a gradient worker, and reports its failure.
 
-A rank that fails says why on stderr and exits with 1; its launcher and the broken connections take
-the others down. If rank 0 fails, it first answers ``failed`` for LINGER_S or until told to stop, so
-that whoever waits learns why.
+A rank that fails says why on stderr and exits with 1; its launcher and the broken connections end
+the others. If rank 0 fails, it first answers ``failed`` for LINGER_S or until told to stop, so that
+whoever waits learns why.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from libra_cli.config.errors import LibraError
+
+if TYPE_CHECKING:
+    from libra_cli.node.model.policy import PolicyModel
 
 LINGER_S = 30.0
 log = logging.getLogger("libra.rank")
 
 
-class Listener(Protocol):
-    """The desk of rank 0."""
+class FailureListener(Protocol):
+    """The part of rank 0's queue that hears of a failure."""
 
     def fail(self, error: str) -> None:
-        """Everybody who waits is told."""
+        """Tell everybody who waits."""
 
     def wait_for_stop(self, timeout_s: float) -> bool:
-        """Until someone has read it and says stop."""
+        """Wait until somebody has read the failure and sends a stop."""
 
 
 def start_logging() -> None:
-    """To stderr, which the host's agent keeps in a file."""
+    """Log to stderr, which the host's agent keeps in a file."""
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
 
 
-def attempt(work: Callable[[], None], desk: Listener | None) -> int:
-    """Do this rank's work; its exit code."""
+def attempt(work: Callable[[], None], queue: FailureListener | None) -> int:
+    """Do this rank's work and return its exit code."""
     try:
         work()
-    except Exception as error:  # noqa: BLE001  whatever it is, who waits must be told
+    except Exception as error:  # noqa: BLE001  who waits must be told of any failure
         if not isinstance(error, LibraError):
             traceback.print_exc()
         log.error("failed: %s", last_line(error))  # noqa: TRY400  printed above
-        if desk is not None:
-            desk.fail(last_line(error))
-            desk.wait_for_stop(LINGER_S)
+        if queue is not None:
+            queue.fail(last_line(error))
+            queue.wait_for_stop(LINGER_S)
         return 1
     return 0
 
 
+def log_ready(log: logging.Logger, policy: PolicyModel, started: float) -> None:
+    """Log how long a rank took to become ready since ``started`` (of ``time.monotonic``)."""
+    log.info(
+        "rank %d of %d is ready after %.1f s%s",
+        policy.rank,
+        policy.world,
+        time.monotonic() - started,
+        " (sharded)" if policy.sharded else "",
+    )
+
+
 def last_line(error: BaseException) -> str:
-    """What went wrong, in one line."""
+    """Return an error's type and message in one line."""
     return traceback.format_exception_only(error)[-1].strip()
 
 
 @contextmanager
 def answering(servers: Sequence[ThreadingHTTPServer]) -> Iterator[None]:
-    """Take the servers down afterwards, whatever happens."""
+    """Shut the servers down at the end."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""A trajectory as it arrives at the trainer. Needs no torch, so rank 0 can answer at once."""
+"""Decodes the trajectories that the trainer receives. Needs no torch, so rank 0 answers early."""
 
 from __future__ import annotations
 
@@ -14,27 +14,32 @@ from libra_cli.config.errors import TrainerError
 
 @dataclass(frozen=True, slots=True)
 class TokenSample:
-    """One trajectory to train on."""
+    """One trajectory to train on, of T tokens."""
 
     group: int
     member: int
     token_ids: NDArray[np.int32]
+    """``[T]``: prompt, generated tokens and tools' returns."""
     logprobs: NDArray[np.float32]
-    """Of the rollout policy; 0 where the mask is."""
+    """``[T]``: log-probabilities under the rollout policy, in nats; 0 where the mask is 0."""
     loss_mask: NDArray[np.int8]
-    """1 on generated tokens; never on the first token, which nothing predicts."""
+    """``[T]``: 1 on generated tokens; 0 on the first token, which nothing predicts."""
     reward: float
     fresh: bool
     """Whether every generated token is of the version the trainer holds now."""
 
     @property
     def generated(self) -> int:
-        """Tokens that count in the loss."""
+        """The number of generated tokens, over which the loss is summed."""
         return int(self.loss_mask.sum())
 
 
 def read_sample(message: Mapping[str, Any], *, max_len: int) -> TokenSample:
-    """Decode one trajectory of ``POST /train``; ``TrainerError`` names what is wrong with it."""
+    """Decode one trajectory of ``POST /train``; ``max_len`` is in tokens.
+
+    Raises:
+        TrainerError: the trajectory is malformed; the message names it and the reason.
+    """
     name = f"trajectory {message.get('group')}.{message.get('member')}"
     try:
         sample = TokenSample(
@@ -55,7 +60,11 @@ def read_sample(message: Mapping[str, Any], *, max_len: int) -> TokenSample:
 
 
 def read_samples(messages: Sequence[Mapping[str, Any]], max_len: int) -> tuple[TokenSample, ...]:
-    """Decode the trajectories of one message; ``TrainerError`` names the first that is wrong."""
+    """Decode the trajectories of one message.
+
+    Raises:
+        TrainerError: a trajectory is malformed; the message names the first of them.
+    """
     return tuple(read_sample(message, max_len=max_len) for message in messages)
 
 

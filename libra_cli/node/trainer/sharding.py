@@ -1,9 +1,9 @@
-"""FSDP2 with torch's ``fully_shard``, the same over gloo and NCCL.
+"""Shards a model with FSDP2 (torch's ``fully_shard``), the same way over gloo and NCCL.
 
-accelerate turns its own FSDP2 on for accelerator devices only, so its plugin cannot run where the
-tests run. Here accelerate makes the process group and this module shards over it. Only local rank
-0 of the first host reads the checkpoint; the others begin on the meta device and receive their
-shards, so a host needs memory for one copy and not for one a GPU.
+accelerate's FSDP2 plugin works on accelerator devices only, so it cannot run where the tests run.
+Here accelerate makes the process group and this module shards over it. Only rank 0 reads the
+model's files; the other ranks begin on the meta device and receive their shards, so a host needs
+memory for one copy of the model and not for one per GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ def load_sharded(
     group: dist.ProcessGroup | None,
     bf16: bool,
 ) -> nn.Module:
-    """*Collective.* ``read`` loads the model (rank 0), ``empty`` makes its like without weights."""
+    """*Collective.* Return the model with its parameters sharded over all ranks.
+
+    ``read`` loads the model on rank 0; ``empty`` makes the same model without weights.
+    """
     source: nn.Module | None = read() if dist.get_rank() == 0 else None
     with torch.device("meta"):
         model = empty()
@@ -42,7 +45,7 @@ def load_sharded(
 
 
 def shard(model: nn.Module, *, device: torch.device, bf16: bool) -> None:
-    """One unit a transformer layer, and one for the rest."""
+    """Shard a model in place: one unit for each transformer layer, and one for the rest."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None,
@@ -59,7 +62,7 @@ def shard(model: nn.Module, *, device: torch.device, bf16: bool) -> None:
 def _copy_buffers(
     source: nn.Module | None, model: nn.Module, group: dist.ProcessGroup | None
 ) -> None:
-    """Buffers that no state dict has (rotary frequencies) are garbage after ``to_empty``."""
+    """Copy the buffers that no state dict has (rotary frequencies), lost by ``to_empty``."""
     message: list[dict[str, Tensor] | None] = [None]
     if source is not None:
         message = [{name: buffer.cpu() for name, buffer in source.named_buffers()}]

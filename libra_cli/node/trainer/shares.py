@@ -1,7 +1,7 @@
-"""Shares of a step: what a gradient worker computes in place of the core.
+"""Shares of a step, which gradient workers compute in place of the trainer.
 
-A share is named in ``POST /train`` by the groups it takes. The core is given their trajectories all
-the same, so that it can compute any share itself. Needs no torch.
+``POST /train`` names a share by its groups. The trainer is given their trajectories all the same,
+so that it can compute any share itself. Needs no torch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from libra_cli.node.trainer.samples import TokenSample
 
 @dataclass(frozen=True, slots=True)
 class WorkerShare:
-    """Groups of one step that a gradient worker was given."""
+    """The groups of one step that a gradient worker was given."""
 
     worker: str
     """The worker's slot."""
     incarnation: int
-    """The generation number of that slot's assignment."""
+    """The number of that slot's assignment."""
     url: str
-    """Of the worker's side channel."""
+    """URL of the worker's gradient server, ``http://host:port``."""
     version: str
     """Name of the weight version that the worker computes with."""
     groups: frozenset[int]
@@ -36,8 +36,8 @@ def read_shares(
     """Decode the ``shares`` of ``POST /train``.
 
     Raises:
-        TrainerError: a share names a group that is not in the message, or that another has; or its
-            URL leads nowhere.
+        TrainerError: a share names a group that is not in the message or that another share has, or
+            its URL is no ``http://host:port``.
     """
     shares = tuple(
         WorkerShare(
@@ -68,6 +68,6 @@ def _check_url(share: WorkerShare) -> None:
 
 
 def rows_of(rows: int, *, rank: int, world: int) -> tuple[int, int]:
-    """``[start, stop)`` of a rank's rows, cut as ``torch.chunk`` and FSDP2 cut the first axis."""
+    """Return ``[start, stop)`` of a rank's rows, cut as ``torch.chunk`` and FSDP2 cut axis 0."""
     size = -(-rows // world)
     return min(rank * size, rows), min((rank + 1) * size, rows)

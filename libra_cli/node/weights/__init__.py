@@ -1,1 +1,1 @@
-"""Weight versions on disk and on their way between hosts."""
+"""Weight versions: how they are written, encoded as deltas, and served between hosts."""

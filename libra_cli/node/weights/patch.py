@@ -1,15 +1,15 @@
-"""What changed between two files of the same size, and the newer one from the older and that.
+"""Encodes the difference between two files of the same size, and rebuilds the newer from it.
 
     python -m libra_cli.node.weights.patch BASE_DIR DRAFT_DIR
 
 applies every DRAFT_DIR/<file>.delta to BASE_DIR/<file>, which gives DRAFT_DIR/<file>.
 
-Files are read as words of the size of their tensors' elements, so a change of a value is a change
-of one word, whatever the word means: what comes out is the newer file bit for bit. An optimizer
-step moves most of the values that it moves at all, in the precision they are published in, to a
-neighbour. Hence a changed word is kept as its distance from the old one, a small number, and its
-position as the gap to the changed word before it. Of both the bytes of the same significance are
-put together and compressed, which leaves little more than the entropy of the gaps.
+Files are read as words of the size of their tensors' elements, so a changed value is one changed
+word, and the result is the newer file bit for bit. In the precision of publication an optimizer
+step leaves most values as they are and moves most others to a neighbouring value. Hence a changed
+word is stored as its distance from the old one, a small number, and its position as the gap to the
+changed word before it. The bytes of the same significance of either are put together and
+compressed, which leaves little more than the entropy of the gaps.
 
     file     magic, bytes a word, words, then blocks of up to BLOCK_WORDS words in order
     block    number of changes, bytes a gap; if there are changes, the planes of the gaps and then
@@ -17,7 +17,7 @@ put together and compressed, which leaves little more than the entropy of the ga
     plane    its length here, and its bytes: compressed if that is shorter than one a change
 
 All numbers are little-endian. Whoever applies a delta must compare the result's checksum: a delta
-on another base gives nonsense without a complaint. Needs numpy, and nothing else of the node side.
+applied to another base gives a wrong file without an error. Needs numpy only.
 """
 
 from __future__ import annotations
@@ -40,29 +40,31 @@ HEAD = struct.Struct("<8sBQ")
 BLOCK = struct.Struct("<IB")
 PLANE = struct.Struct("<I")
 BLOCK_WORDS = 2**22
-"""Bounds the memory that a file takes while it is compared or rebuilt: some 100 MB."""
+"""Words compared or rebuilt at a time, which take some 100 MB of memory for a file."""
 PACE_SHARE = 1 / 8
-"""Of the time allowed for a delta: by then it shows whether it will do."""
+"""Share of the time allowed for a delta after which its pace is trusted to predict its end."""
 FILES = 4
-"""Rebuilt at a time."""
+"""How many files are rebuilt at a time."""
 SAMPLE = 2**16
-"""Bytes of a plane that show whether it can be compressed: noise would cost most of the time."""
+"""How many bytes of a plane are compressed to see whether that is worth it: compressing noise would
+take most of the time."""
 
 Words: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
 
 class Damaged(Exception):
-    """A delta that cannot be one of this base."""
+    """A delta is damaged or does not belong to this base."""
 
 
 def encode(
     base: Path, new: Path, delta: Path, *, word_bytes: int, limit: int, within_s: float
 ) -> bool:
-    """Write to ``delta`` what makes ``new`` of ``base``.
+    """Write to ``delta`` how to make ``new`` from ``base``.
 
-    False, with what is in ``delta`` being of no use, where that takes more than ``limit`` bytes, or
-    would take longer than ``within_s`` at the pace so far, or the two files are not of the same
-    size, in whole words.
+    Returns:
+        False, with a useless file at ``delta``, if that takes more than ``limit`` bytes, would take
+        longer than ``within_s`` seconds at the pace so far, or the two files differ in size or are
+        not whole words.
     """
     started = time.monotonic()
     size = new.stat().st_size
@@ -82,10 +84,10 @@ def encode(
 
 
 def rebuild(base: Path, delta: Path, new: Path) -> None:
-    """Write to ``new`` what ``delta`` makes of ``base``.
+    """Apply ``delta`` to ``base`` and write the result to ``new``.
 
     Raises:
-        Damaged: these two do not belong together.
+        Damaged: the two do not belong together.
         OSError: a file cannot be read or written.
     """
     with delta.open("rb") as source, new.open("wb") as out:
@@ -137,7 +139,7 @@ def _decoded(source: BinaryIO, old: Words) -> Words:
 
 
 def _folded(distances: Words) -> Words:
-    """0, -1, 1, -2, ... become 0, 1, 2, 3, ...: near in either direction is small."""
+    """Zigzag encoding: 0, -1, 1, -2, ... become 0, 1, 2, 3, ..., so that near values are small."""
     sign = distances >> (8 * distances.itemsize - 1)
     return (distances << 1) ^ -sign
 
@@ -162,8 +164,8 @@ def _packed(plane: bytes) -> Iterator[bytes]:
 
 
 def _compressed(plane: bytes) -> bytes:
-    # The bytes are as good as independent of one another: there are runs and frequent values to
-    # find, no phrases, and the search for those would take most of the time.
+    # The bytes are nearly independent: there are runs and frequent values to find, no repeated
+    # strings, and the search for those would take most of the time.
     packer = zlib.compressobj(level=1, strategy=zlib.Z_RLE)
     return packer.compress(plane) + packer.flush()
 
@@ -186,7 +188,7 @@ def _exactly(source: BinaryIO, count: int) -> bytes:
 
 
 def main() -> int:
-    """Rebuild every file there is a delta of; 1 and a sentence on stderr if that fails."""
+    """Rebuild every file that has a delta; return 1, with a sentence on stderr, on failure."""
     base, draft = (Path(argument) for argument in sys.argv[1:])
     deltas = sorted(draft.glob(f"*{SUFFIX}"))
     names = [delta.name.removesuffix(SUFFIX) for delta in deltas]

@@ -1,17 +1,17 @@
-"""Weight versions as directories: written whole, named by version and incarnation, never changed.
+"""Writes weight versions as directories, complete and never changed afterwards.
 
-    <root>/v000007-e0/
-      model-00000.safetensors ...   tensors under their Hugging Face names
-      model-00000.safetensors.delta ...   what makes each of them of version 6's (node.patch)
-      manifest.json                 names, shapes, dtypes, checksums, base of the deltas, the probe
+    <root>/v000007-e0/                    version 7 of the trainer's incarnation 0
+      model-00000.safetensors ...         tensors under their Hugging Face names
+      model-00000.safetensors.delta ...   how to make each of them from version 6's (``patch``)
+      manifest.json                       names, shapes, dtypes, checksums, base of deltas, probe
 
 A directory appears by an atomic rename after everything in it is on disk, so whoever sees one sees
 all of it. The probe is a fixed token sequence with the log-probabilities that this version gives
-it: the only way to know that a server computes with these weights is to ask it the same question.
+it: a server computes with these weights if it gives the same sequence the same ones.
 
-There are deltas if the trainer's version before is still there and most of the bytes need not
-travel again. Everyone pulls a version as soon as it is there, so they are written before it is, and
-a step waits for that: at most as long as for the files themselves, or ``DELTA_S`` in a small model.
+Deltas are written if the version before is still there and they save most of the bytes. Hosts pull
+a version as soon as it appears, so its deltas must be there by then, and the step waits for them:
+at most as long as for the files themselves, or ``DELTA_S`` with a small model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -37,18 +37,23 @@ from libra_cli.config.errors import WeightsError
 from libra_cli.node.weights import patch
 
 FILE_BYTES = 2 * 1024**3
-"""A file is closed once it is this large, so that files are hashed and pulled in parallel."""
+"""A file is closed once it has this size, so that files are hashed and pulled in parallel."""
 WRITERS = 4
 MANIFEST = "manifest.json"
 DELTA_SHARE = 0.5
-"""Of a file's size; a larger delta would cost its reader more time than it saves on the way."""
+"""The largest delta, as a share of its file's size: rebuilding from a larger one would take a host
+more time than the smaller transfer saves."""
 DELTA_S = 1.0
 log = logging.getLogger("libra.weights")
+TensorT = TypeVar("TensorT", bound=Tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """``logprobs[i]`` belongs to ``token_ids[i + 1]`` given everything before it, temperature 1."""
+    """A token sequence ``[T]`` and its log-probabilities ``[T - 1]`` at temperature 1, in nats.
+
+    ``logprobs[i]`` is that of ``token_ids[i + 1]`` given the tokens before it.
+    """
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -60,8 +65,11 @@ class VersionOnDisk:
 
     name: str
     version: int
+    """The number of optimizer steps taken."""
     bytes: int
+    """Size of its tensors' files, without deltas and manifest."""
     published_at: float
+    """Seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +85,28 @@ _Written: TypeAlias = tuple[_File, _File | None]
 
 
 def version_name(version: int, trainer_incarnation: int) -> str:
-    """The directory of a version. A restarted trainer may publish a number again, not a name."""
+    """Return the name of a version's directory.
+
+    A restarted trainer may publish a number again; its incarnation makes the name another.
+    """
     return f"v{version:06d}-e{trainer_incarnation}"
 
 
 def probe_tokens(vocabulary: int, count: int) -> list[int]:
-    """The same sequence in every process: tokens from all over the vocabulary."""
+    """Return ``count`` tokens from the whole vocabulary, the same ones in every process."""
     generator = torch.Generator().manual_seed(20776)
     tokens: list[int] = torch.randint(0, vocabulary, (count,), generator=generator).tolist()
     return tokens
 
 
 def check_names(names: Iterable[str], model_dir: Path) -> None:
-    """Servers load a version by the names in the model's own files, so ours must be among them.
+    """Check that tensors have the names of the model's own files, by which servers load them.
 
     transformers renames or fuses tensors of some architectures while it loads them (experts of a
-    mixture, for example); a version of such a model could not be loaded.
+    mixture, for example); servers could not load a version of such a model.
+
+    Raises:
+        WeightsError: a tensor has another name.
     """
     known: set[str] = set()
     for path in sorted(model_dir.glob("*.safetensors")):
@@ -115,7 +129,10 @@ def publish(
     probe: ProbeResult,
     keep: int,
 ) -> VersionOnDisk:
-    """Write one version and remove all but the last ``keep``."""
+    """Write one version and remove all but the last ``keep``.
+
+    ``tensors`` are pairs of a Hugging Face name and a tensor on the CPU.
+    """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     name = version_name(version, trainer_incarnation)
     temporary = root / f".{name}.{os.getpid()}"
@@ -143,7 +160,7 @@ def publish(
 
 
 def _delta(base: Path, written: Sequence[_Written], directory: Path) -> dict[str, object] | None:
-    """The manifest's word on it. One file without a delta makes those of the others useless."""
+    """The manifest's entry. One file without a delta makes those of the others useless."""
     deltas = [delta for _, delta in written if delta is not None]
     if len(deltas) == len(written):
         return {"base": base.name, "files": _listed(deltas)}
@@ -162,7 +179,7 @@ def _write_tensors(
     described: _Described = {}
     writes: list[Future[_Written]] = []
     with ThreadPoolExecutor(WRITERS) as pool:
-        for number, part in enumerate(_parts(tensors)):
+        for number, part in enumerate(in_chunks(tensors, FILE_BYTES)):
             path = directory / f"model-{number:05d}.safetensors"
             for name, tensor in part.items():
                 dtype = str(tensor.dtype).removeprefix("torch.")
@@ -175,17 +192,18 @@ def _write_tensors(
         return described, [write.result() for write in writes]
 
 
-def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    part: dict[str, Tensor] = {}
-    size = 0
+def in_chunks(tensors: Iterable[tuple[str, TensorT]], size: int) -> Iterator[dict[str, TensorT]]:
+    """Cut a sequence of named tensors after every ``size`` bytes, at the ends of tensors."""
+    chunk: dict[str, TensorT] = {}
+    filled = 0
     for name, tensor in tensors:
-        part[name] = tensor
-        size += tensor.nbytes
-        if size >= FILE_BYTES:
-            yield part
-            part, size = {}, 0
-    if part:
-        yield part
+        chunk[name] = tensor
+        filled += tensor.nbytes
+        if filled >= size:
+            yield chunk
+            chunk, filled = {}, 0
+    if chunk:
+        yield chunk
 
 
 def _write_file(path: Path, part: dict[str, Tensor], base: Path) -> _Written:
@@ -199,7 +217,7 @@ def _write_file(path: Path, part: dict[str, Tensor], base: Path) -> _Written:
 
 
 def _write_delta(base: Path, path: Path, word_bytes: int, within_s: float) -> _File | None:
-    """None where it is not worth its bytes, and where it cannot be had: it is never needed."""
+    """Write a delta; None if it would be too large or cannot be written, since none is needed."""
     delta = path.with_name(path.name + patch.SUFFIX)
     limit = int(DELTA_SHARE * path.stat().st_size)
     try:
@@ -221,7 +239,7 @@ def _on_disk(path: Path) -> _File:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write and wait for the disk."""
+    """Write a file and wait until it is on disk."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -229,10 +247,10 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def replace_directory(temporary: Path, final: Path) -> None:
-    """Give a complete directory its name, and wait for the disk to know it."""
+    """Rename a complete directory, and wait until that is on disk."""
     _sync_directory(temporary)
     if final.exists():
-        # A crash after the rename and before anyone heard of it; the new one is as good.
+        # Left by a crash after the rename and before anyone heard of it; the new one is as good.
         shutil.rmtree(final)
     temporary.rename(final)
     _sync_directory(final.parent)
@@ -247,13 +265,13 @@ def _sync_directory(path: Path) -> None:
 
 
 def remove_unfinished(root: Path) -> None:
-    """What a writer that was killed left behind; there is one writer a directory."""
+    """Remove hidden directories, which a writer that was killed left; a root has one writer."""
     for leftover in root.glob(".*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def remove_old(root: Path, pattern: str, *, keep: int) -> None:
-    """Keep the last ``keep`` directories by time of writing."""
+    """Remove all but the ``keep`` directories that were written last."""
     found = sorted(root.glob(pattern), key=lambda path: (path.stat().st_mtime_ns, path.name))
     for path in found[:-keep]:
         shutil.rmtree(path, ignore_errors=True)

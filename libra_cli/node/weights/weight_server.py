@@ -1,20 +1,19 @@
-"""Weight versions going from host to host: every host serves what it has and pulls what it lacks.
+"""Serves the weight versions that a host has to its peers, and pulls those that it lacks.
 
-A version is a directory with a ``manifest.json`` that gives size and SHA-256 of every file. Served
-are only plain files one level below the weights directory, only to a bearer of the run's token. A
-pull is complete or has not happened: files go to a hidden directory beside the target, are checked
-while they arrive, and the directory is renamed once all of them are right.
+A version is a directory with a ``manifest.json`` that gives size and SHA-256 of every file. Only
+plain files in a version's directory are served, and only to bearers of the run's token. A pull is
+complete or has no effect: files go to a hidden directory beside the target, are checked while they
+arrive, and the directory is renamed once all of them are right.
 
-Where the manifest names a delta and its base is here, only the delta travels, and a process of its
-own (``node.patch``; this one has no more than the standard library) rebuilds the files beside it.
-They are checked as if they had arrived. Whatever goes wrong with that ends in a full copy.
+If the manifest names a delta and this host has its base, only the delta travels, and a process of
+its own (``node.weights.patch``, which needs numpy; the agent has only the standard library)
+rebuilds the files. They are checked as if they had arrived. If that fails, a full copy is fetched.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import hmac
 import json
 import os
 import re
@@ -29,24 +28,25 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from libra_cli.node.agent.agent_errors import AgentRefused
+from libra_cli.node.http import BearerHandler, start
 
 MANIFEST = "manifest.json"
 DELTA = ".delta"
-"""Added to the name of the file that it rebuilds."""
+"""Suffix of a delta's name, after the name of the file that it rebuilds."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 VERSION = re.compile(r"v\d+-e\d+")
 CHUNK = 1024**2
 STREAMS = 4
-"""Files fetched at a time: one stream does not fill a fast network."""
+"""How many files are fetched at a time: one stream does not fill a fast network."""
 STALL_S = 15.0
 """A source that sends nothing for this long is given up."""
 PATCH_SHARE = 0.5
-"""Of the time that is left: so that a full copy has time too."""
+"""Share of the remaining time that rebuilding may take, so that a full copy has time too."""
 
 # A cluster's http_proxy is meant for the world outside, not for the host next door.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -54,21 +54,21 @@ _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """What a pull did."""
+    """Where a pulled version lies and how it came there."""
 
     path: str
     source: str
     kind: str
     """``full | delta``, or ``local`` where the version was there already."""
     sent_bytes: int
-    """Everything that came over the network for it, from whichever source, of use or not."""
+    """All bytes that came over the network for it, from all sources, used or not."""
     seconds: float
     detail: str = ""
-    """Why a delta that was offered was of no use."""
+    """Why a delta that was offered could not be used; empty otherwise."""
 
 
 class WeightServer:
-    """The weight versions of one run on one host."""
+    """Serves, pulls and removes the weight versions of one run on one host."""
 
     def __init__(self, root: Path, token: str) -> None:
         self.root = root
@@ -85,17 +85,19 @@ class WeightServer:
         root.mkdir(mode=0o700, exist_ok=True)
 
     def serve(self, bind: str, port: int) -> int:
-        """Serve the directory to peers; the port. A second call answers with the first's."""
+        """Serve the directory to peers and return the port; once, however often it is called."""
         if self._server is None:
-            handler = type("Handler", (_WeightHandler,), {"root": self.root, "token": self._token})
-            self._server = ThreadingHTTPServer((bind, port), handler)
-            # It is never told to stop, since it ends with the agent: so it need not wake up to ask.
-            loop = threading.Thread(target=self._server.serve_forever, args=(3600.0,), daemon=True)
-            loop.start()
+            self._server = start(
+                _WeightHandler, bind=bind, port=port, token=self._token, root=self.root
+            )
         return int(self._server.server_address[1])
 
     def pull(self, name: str, sources: Sequence[str], timeout_s: float) -> PullResult:
-        """Fetch a version from the first source that has all of it. Blocks."""
+        """Fetch a version from the first source that has all of it, unless it is here. Blocks.
+
+        Raises:
+            AgentRefused: no source gave it whole in ``timeout_s``, or the disk is full.
+        """
         _check_name(name)
         started = time.monotonic()
         target = self.root / name
@@ -117,17 +119,17 @@ class WeightServer:
         raise AgentRefused("weights", f"{name}: " + ("; ".join(failures) or "no source was given"))
 
     def forget(self, keep: Collection[str]) -> list[str]:
-        """Remove every other version, and say which."""
+        """Remove every version but these, and return the names of the removed ones."""
         gone = [one for one in self.root.iterdir() if one.is_dir() and one.name not in keep]
-        # What has another name is no version: a pull under way, a gradient worker's outbox.
+        # Directories with other names are no versions: a pull under way, a worker's gradients.
         gone = [one for one in gone if VERSION.fullmatch(one.name)]
         for one in gone:
-            # Out of sight in one step, so that nobody begins to read what is half removed.
+            # Renamed first, so that nobody begins to read a version that is half removed.
             shutil.rmtree(one.rename(self.root / f".gone-{one.name}"), ignore_errors=True)
         return sorted(one.name for one in gone)
 
     def close(self) -> None:
-        """Free the memory the versions take up."""
+        """Stop serving and remove all versions."""
         if self._server is not None:
             self._server.server_close()
         shutil.rmtree(self.root, ignore_errors=True)
@@ -138,7 +140,7 @@ class _Failed(Exception):
 
 
 _Files: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""Name -> size and SHA-256, as the manifest lists them."""
+"""By name the size in bytes and the SHA-256 of each file, as the manifest lists them."""
 
 
 class _Pull:
@@ -152,11 +154,11 @@ class _Pull:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._deadline = deadline
         self.received: list[int] = []
-        """Bytes of each file that was fetched, or of the part of it that came."""
+        """Bytes of each file that was fetched, whole or in part."""
         self.detail = ""
 
     def run(self, target: Path) -> str:
-        """Fetch, check, and put in place; ``delta`` or ``full``."""
+        """Fetch, check, and put in place; return ``delta`` or ``full``."""
         shutil.rmtree(self._draft, ignore_errors=True)
         self._draft.mkdir(mode=0o700)
         try:
@@ -169,14 +171,14 @@ class _Pull:
         return kind
 
     def _fill(self, files: _Files, delta: Mapping[str, Any] | None) -> str:
-        # A host that is several versions behind has not got the base.
+        # A host that is several versions behind has no base.
         if delta is not None and (self._root / delta["base"]).is_dir():
             try:
                 self._rebuild(files, delta)
             except _Failed as error:
                 self.detail = f"a full copy, since by delta {error}"
                 for file in (*files, *delta["files"]):
-                    (self._draft / file).unlink(missing_ok=True)  # it takes the copy's space
+                    (self._draft / file).unlink(missing_ok=True)  # it takes the full copy's space
             else:
                 return "delta"
         free, needed = self._free(), _size(files)
@@ -241,7 +243,7 @@ class _Pull:
             raise _Failed(f"nothing was rebuilt: {last or f'exit code {done.returncode}'}")
 
     def _read(self, file: str) -> tuple[int, str]:
-        """Size and SHA-256 of a file of the draft."""
+        """Return size and SHA-256 of a file of the draft."""
         try:
             with (self._draft / file).open("rb") as rebuilt:
                 digest = hashlib.file_digest(rebuilt, "sha256").hexdigest()
@@ -250,7 +252,7 @@ class _Pull:
             raise _Failed(f"{file}: {error}") from error
 
     def _fetch(self, file: str) -> tuple[int, str]:
-        """One file into the draft; its size and SHA-256."""
+        """Fetch one file into the draft; return its size and SHA-256."""
         request = urllib.request.Request(f"{self._base}/{file}", headers=self._headers)
         try:
             with (
@@ -289,34 +291,27 @@ def _compare(file: str, found: tuple[int, str], entry: Mapping[str, Any]) -> Non
         raise _Failed(f"{file} is damaged: {size} bytes with SHA-256 {digest[:12]}...")
 
 
-class _WeightHandler(BaseHTTPRequestHandler):
-    """``GET /<version>/<file>``, and nothing else."""
+class _WeightHandler(BearerHandler):
+    """Answers ``GET /<version>/<file>``."""
 
-    protocol_version = "HTTP/1.1"
     timeout: ClassVar[float | None] = 60.0
     root: Path
-    token: str
 
-    def do_GET(self) -> None:
-        path = self._wanted() if self._is_trusted() else None
-        if path is not None:
+    def do_GET(self) -> None:  # noqa: N802  http.server calls it
+        if not self.is_trusted():
+            self._refuse(HTTPStatus.UNAUTHORIZED)
+        elif (path := self._wanted()) is None:
+            self._refuse(HTTPStatus.NOT_FOUND)
+        else:
             self._send(path)
-
-    def _is_trusted(self) -> bool:
-        given = self.headers.get("Authorization", "")
-        if hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
-            return True
-        self._refuse(HTTPStatus.UNAUTHORIZED)
-        return False
 
     def _wanted(self) -> Path | None:
         version, _, file = self.path.removeprefix("/").partition("/")
         path = self.root / version / file
         plain = NAME.fullmatch(version) and NAME.fullmatch(file)
-        # A link could lead anywhere, so the answer must be the very place that was asked for.
+        # A link could lead anywhere, so the path must be the very one that was asked for.
         if plain and path.is_file() and path.resolve() == self.root.resolve() / version / file:
             return path
-        self._refuse(HTTPStatus.NOT_FOUND)
         return None
 
     def _send(self, path: Path) -> None:
@@ -332,9 +327,6 @@ class _WeightHandler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", "0")
         self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """The agent's log is for what goes wrong; who pulls hears of it from its own errors."""
 
 
 def _check_name(name: str) -> None:

@@ -1,1 +1,1 @@
-"""``report.html`` and ``bench.html``: single files that open without a network."""
+"""Writes ``report.html``, a single file that opens without a network."""

@@ -1,9 +1,9 @@
-"""The drawings of the report, as SVG text that follows the page's light or dark colours.
+"""Draws the charts of a report as SVG text that follows the page's light or dark colours.
 
-Importing this module imports matplotlib, which takes half a second: only ``report`` does, and only
-when it writes. A drawing is made with marker colours that no design would choose; in the text they
-become CSS variables, so that the page decides what they look like. Letters stay letters and take
-the page's font. The number of drawn points is bounded, so a long run gives a file of the same size.
+Importing this module imports matplotlib, which takes half a second, so reports import it when they
+write. Charts are drawn in placeholder colours that no design would use; in the SVG these become CSS
+variables of the page. Text stays text and takes the page's font. The number of drawn points is
+bounded, so a long run gives a file of the same size.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COLOURS = {
     "idle": "#101112",
     "failed": "#111213",
 }
-"""The variables of a page, each with the marker that stands for it while drawing."""
+"""The CSS variables of a page, each with its placeholder colour."""
 _RC = {
     "svg.fonttype": "none",
     "svg.hashsalt": "libra",
@@ -66,13 +66,13 @@ _STEPS = [1, 2, 5, 10]
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _MAX_POINTS = 250
 _TOP, _BOTTOM = 8, 24
-"""Margins in pixels; the lower one has the numbers of the axis."""
+"""Margins in pixels; the lower one has the axis' numbers."""
 _ROW_HEIGHT = 34
 _ROW_TOP = 0.8
-"""The share of a row that is drawn on; the rest keeps it apart from the one above."""
+"""The share of a row's height that is drawn on; the rest separates it from the row above."""
 _MARK_TOP = 20
 _MARK_APART = 18
-"""Pixels above the rows for the names of marks, and from one name to the next."""
+"""Pixels above the rows for the names of marks, and the least distance between two names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class TimelineRow:
-    """One slot's life: shaded states (start, end, state), and how busy it was, between 0 and 1."""
+    """One slot's states as (start, end, state) in seconds, and how busy it was, from 0 to 1."""
 
     name: str
     states: Sequence[tuple[float, float, str]]
@@ -106,9 +106,9 @@ def over_steps(
     limit: float | None = None,
     floor: float | None = None,
 ) -> str:
-    """Curves over steps, under a name that no other drawing of the page has.
+    """Draw curves over steps; ``name`` is unique on the page, width and height are in pixels.
 
-    ``limit`` draws a line; ``floor`` is the least the axis reaches.
+    ``limit`` draws a horizontal line; the axis begins at 0 and reaches ``floor`` at least.
     """
 
     def paint(axes: Axes) -> None:
@@ -137,11 +137,11 @@ def timeline(
     band: float = _ROW_TOP,
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """One row a slot over the life of the run, under a name of its own.
+    """Draw a row for each slot over a run of ``seconds``; ``name`` is unique on the page.
 
-    ``colours`` says which states are shaded, and in which page variable; ``opacity`` how strongly,
-    and ``band`` up to which share of the row: how busy it was is drawn above. ``marks`` are seconds
-    and a name: a line through all rows.
+    ``colours`` maps the states that are shaded to page variables. The shade takes the share
+    ``band`` of a row, and how busy the slot was is drawn above it. ``marks`` are pairs of seconds
+    and a name, drawn as a line through all rows.
     """
     left, top = 110, _MARK_TOP if marks else _TOP
 
@@ -170,10 +170,10 @@ def drawing(
     left: int = 46,
     top: int = _TOP,
 ) -> str:
-    """An SVG of that many pixels, painted in the colours of the page; ``left`` and ``top`` of them
-    for labels.
+    """Let ``paint`` draw on axes, and return the SVG in the colours of the page.
 
-    The name is no other drawing's of the page.
+    All sizes are in pixels; ``left`` and ``top`` are margins for labels. ``name`` is unique on the
+    page.
     """
     with mpl.rc_context(_RC):
         figure = Figure(figsize=(width / _DPI, height / _DPI), dpi=_DPI)
@@ -183,7 +183,7 @@ def drawing(
 
 
 def thinned(values: Sequence[float]) -> Iterator[int]:
-    """At most ``_MAX_POINTS`` indices, evenly spread, with the first and the last."""
+    """Return at most ``_MAX_POINTS`` indices, evenly spread, with the first and the last."""
     count = min(len(values), _MAX_POINTS)
     if count < 2:
         return iter(range(count))
@@ -214,8 +214,10 @@ def _draw(axes: Axes, series: Series) -> None:
 
 
 def _dots(axes: Axes, xs: Sequence[float], ys: Sequence[float], colour: str) -> None:
-    """Points as one path of lines without length and with round ends: a marker is six times the
-    text, and where many lie together they would add up to a dark blot."""
+    """Draw points as one path of zero-length lines with round ends.
+
+    Markers would take six times the text, and many in one place would add up to a dark blot.
+    """
     doubled_xs = [value for x in xs for value in (x, x, math.nan)]
     doubled_ys = [value for y in ys for value in (y, y, math.nan)]
     (line,) = axes.plot(
@@ -260,7 +262,7 @@ def _shade(
     opacity: float,
     band: float,
 ) -> None:
-    """The states of all rows, one path a colour: a shape for each would be ten times the text."""
+    """Draw the states of all rows in one path per colour, a tenth of the text of single shapes."""
     corners: dict[str, list[tuple[float, float]]] = {}
     for bottom, row in enumerate(reversed(rows)):
         top = bottom + band
@@ -275,7 +277,7 @@ def _shade(
 
 
 def _draw_row(axes: Axes, row: TimelineRow, *, bottom: int, base: float) -> None:
-    """How busy it was, from ``base`` of the row's height up."""
+    """Draw how busy a slot was, from the share ``base`` of the row's height upwards."""
     axes.axhline(bottom, color=COLOURS["grid"], linewidth=0.8)
     if row.times:
         low = bottom + base
@@ -287,7 +289,7 @@ def _draw_row(axes: Axes, row: TimelineRow, *, bottom: int, base: float) -> None
 def _draw_marks(
     axes: Axes, marks: Sequence[tuple[float, str]], *, top: float, apart: float
 ) -> None:
-    """A line for each, and its name above unless that would touch the name before."""
+    """Draw a line for each mark, and its name unless that would touch the name before."""
     named = -math.inf
     for at, name in marks:
         axes.axvline(at, color=COLOURS["ink"], linewidth=1.1, dashes=(4, 3))
@@ -315,7 +317,7 @@ def _svg(name: str, figure: Figure) -> str:
 
 
 def _rounded(text: str) -> str:
-    """A tenth of a pixel is enough, and a third of the text."""
+    """Round coordinates to a tenth of a pixel, which shortens the text to a third."""
 
     def shorter(number: re.Match[str]) -> str:
         return f"{float(number[0]):.1f}".removesuffix(".0")
@@ -327,7 +329,7 @@ def _rounded(text: str) -> str:
 
 
 def _own_ids(name: str, text: str) -> str:
-    """Drop the ids nobody refers to, and keep the others apart from those of other drawings."""
+    """Drop unused ids, and make the others unique on the page."""
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
 
     def renamed(found: re.Match[str]) -> str:

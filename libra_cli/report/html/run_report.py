@@ -1,14 +1,14 @@
-"""``report.html``: one run in one file that opens without a network.
+"""Writes ``report.html``, which shows one run in one file that opens without a network.
 
-Everything is inside: drawings as SVG, a few lines of CSS, no script. It follows the reader's light
-or dark setting. It is made from the database alone, so it can be made again at any time.
+It holds drawings as SVG, a few lines of CSS and no script, and follows the reader's light or dark
+setting. It is made from the run's database alone, so it can be made again at any time.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +20,7 @@ from libra_cli.core.records import StepRecord, SyncRecord
 from libra_cli.report.html.slot_rows import SHADES, slot_rows
 from libra_cli.report.html.templates import template
 from libra_cli.report.status.console import duration, number, shorter, took
+from libra_cli.report.status.metrics import of_servers, of_steps
 from libra_cli.report.status.migration_impact import bystanders
 from libra_cli.report.status.plans import PHASES, MovePart, PlanPart, changes, phase_seconds
 from libra_cli.report.status.summary import RunSummary, smooth, summary, sync_times
@@ -28,16 +29,16 @@ from libra_cli.runtime.store.reader import Reader
 REPORT = "report.html"
 _TEMPLATE = "report.html.j2"
 _MAX_ROWS = 200
-"""Rows of the step table; a longer run shows evenly spread ones."""
+"""The most rows of the step table; a longer run shows evenly spread ones."""
 _NEWEST = 40
-"""Rows of the tables of plans and of moves; a longer run shows the newest ones."""
+"""The most rows of the tables of plans and of moves, which show the newest ones."""
 SMOOTHED = (("a", "dot", "one step"), ("a", "line", "smoothed"))
-"""The key of a chart with a point for every step and a line through them."""
+"""The key of a chart with a point for every step and a smoothed line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One drawing with the words around it. ``keys`` are (colour variable, shape, meaning)."""
+    """One drawing with its title and its key, as (colour variable, shape, meaning)."""
 
     title: str
     unit: str
@@ -47,12 +48,14 @@ class Chart:
 
 
 def write_report(run_dir: Path, *, now: float, tolerance: float = 1e-3) -> Path:
-    """Write ``report.html`` into the run directory. ``tolerance`` is ``weight_sync.tolerance``.
+    """Write ``report.html`` into the run directory and return its path.
+
+    ``now`` is in seconds since the epoch, ``tolerance`` is ``weight_sync.tolerance`` in nats.
 
     Raises:
-        StateError: there is no run to read, or no room to write.
+        StateError: there is no run to read, or the file cannot be written.
     """
-    import jinja2  # here, not above: a command that writes no report need not wait for it
+    import jinja2  # here, so that commands that write no report start faster
 
     with Reader(run_dir) as reader:
         told = summary(reader, now=now)
@@ -62,6 +65,7 @@ def write_report(run_dir: Path, *, now: float, tolerance: float = 1e-3) -> Path:
             "charts": _charts(reader, told, steps, tolerance),
             "tiles": _tiles(told, tolerance),
             "steps": _spread(steps),
+            "metric_names": list(told["metrics"]),
             "plans": _plan_rows(told["plans"])[-_NEWEST:],
             "moves": told["moves"][-_NEWEST:],
             "phases": _phases(told["moves"][-_NEWEST:]),
@@ -91,7 +95,7 @@ def write_report(run_dir: Path, *, now: float, tolerance: float = 1e-3) -> Path:
 
 
 def _tiles(told: RunSummary, tolerance: float) -> list[tuple[str, str, str]]:
-    """(name, value, what it says) of the row of numbers on top."""
+    """The row of numbers on top, as (name, value, explanation)."""
     reward, staleness, sync = told["reward"], told["staleness"], told["sync"]
     idle, gap = told["idle"], told["logprob_gap"]
     verdict = f"{sync['failed']} not verified" if sync["failed"] else "every one verified"
@@ -132,8 +136,17 @@ def _tiles(told: RunSummary, tolerance: float) -> list[tuple[str, str, str]]:
 def _charts(
     reader: Reader, told: RunSummary, steps: Sequence[StepRecord], tolerance: float
 ) -> list[Chart]:
-    charts = [*_step_charts(steps, tolerance), *_sync_chart(reader.syncs())] if steps else []
-    return charts + _slot_chart(reader, told, steps)
+    if not steps:
+        return _slot_chart(reader, told, steps)
+    return [
+        *_step_charts(steps, tolerance),
+        *_sync_chart(reader.syncs()),
+        *_metric_charts("metric", "of a step", steps, of_steps(steps)),
+        *_metric_charts(
+            "server-metric", "mean of the servers", steps, of_servers(reader.samples(), steps)
+        ),
+        *_slot_chart(reader, told, steps),
+    ]
 
 
 def _slot_chart(reader: Reader, told: RunSummary, steps: Sequence[StepRecord]) -> list[Chart]:
@@ -162,13 +175,13 @@ def _slot_chart(reader: Reader, told: RunSummary, steps: Sequence[StepRecord]) -
 
 
 def _plan_rows(plans: Sequence[PlanPart]) -> list[tuple[PlanPart, list[str]]]:
-    """Each plan with what it changed."""
+    """Return each plan with its changes from the plan before."""
     before = [None, *plans]
     return [(plan, changes(old, plan)) for old, plan in zip(before, plans, strict=False)]
 
 
 def _phases(moves: Sequence[MovePart]) -> list[str]:
-    """The phases that any of the moves went through, in their order."""
+    """Return the phases that any of the moves went through, in their order."""
     seen = dict.fromkeys(phase["phase"] for move in moves for phase in move["phases"])
     return [*(name for name in PHASES if name in seen), *(n for n in seen if n not in PHASES)]
 
@@ -247,6 +260,21 @@ def _sync_chart(syncs: Sequence[SyncRecord]) -> list[Chart]:
     unit = "seconds until the last server has it"
     keys = (("a", "dot", "one version"), ("a", "line", "smoothed"))
     return [Chart("Weight sync", unit, over_steps("sync", series, floor=0.1), keys)]
+
+
+def _metric_charts(
+    kind: str, unit: str, steps: Sequence[StepRecord], metrics: Mapping[str, Sequence[float]]
+) -> list[Chart]:
+    """One for each of the metrics that have a value anywhere."""
+    from libra_cli.report.html.charts import Series, over_steps
+
+    xs = [float(step.step) for step in steps]
+    charts = []
+    for index, (name, values) in enumerate(metrics.items()):
+        if any(map(math.isfinite, values)):
+            series = [Series(xs, values, "a", "points"), Series(xs, smooth(values), "a")]
+            charts.append(Chart(name, unit, over_steps(f"{kind}-{index}", series), SMOOTHED))
+    return charts
 
 
 def _spread(steps: Sequence[StepRecord]) -> list[StepRecord]:

@@ -1,9 +1,9 @@
-"""What every slot did over a run, as the rows of the report's timeline.
+"""Computes the rows of the report's timeline: the states of every slot, and how busy it was.
 
-A slot's states come from ``slot_states``; how busy it was from the samples of its server, or, for
-the core of the trainer, from the steps. The run is cut into bins, so that a long one gives a
-drawing of the same size; a bin has the state that a reader must not miss, so that a short one is
-never too thin to be seen.
+A slot's states come from the table ``slot_states``; how busy it was from the samples of its server,
+or for the trainer's slots from the steps. The run is cut into bins, so that a long one gives a
+drawing of the same size. A bin shows the most important of its states, so that a short failure or
+move is not too thin to be seen.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHADES = {
     "idle": "idle",
     "failed": "failed, unreachable",
 }
-"""What a band may be, by the page's colour for it, with the words of the legend."""
+"""The shades of a row, by their page variable, with the words of the legend."""
 _SHORT = ("draining", "stopping", "starting", "syncing")
 _STATE_BINS = 400
 _BINS = 200
@@ -40,8 +40,11 @@ _SILENT_S = 10.0
 def slot_rows(
     reader: Reader, steps: Sequence[StepRecord], *, began: float, seconds: float
 ) -> list[TimelineRow]:
-    """One row a slot, over ``seconds`` from ``began``; its states are keys of ``SHADES``."""
-    from libra_cli.report.html.charts import TimelineRow  # here, not above: it imports matplotlib
+    """Return a row for each slot, over ``seconds`` from ``began`` (seconds since the epoch).
+
+    Its states are keys of ``SHADES``.
+    """
+    from libra_cli.report.html.charts import TimelineRow  # here, since it imports matplotlib
 
     if seconds <= 0:
         return []
@@ -66,7 +69,7 @@ def slot_rows(
 def _spans(
     states: Sequence[SlotStateRow], began: float, seconds: float
 ) -> list[tuple[float, float, str]]:
-    """The shade of each bin, neighbours of one shade joined."""
+    """Return the shade of each bin as (start, end, shade), with equal neighbours joined."""
     shades = [""] * _STATE_BINS
     ends = [state.since for state in states[1:]] + [began + seconds]
     for state, end in zip(states, ends, strict=True):
@@ -91,7 +94,7 @@ def _shade(state: SlotStateRow) -> str:
 
 
 def _weight(shade: str) -> int:
-    """Of two shades in one bin the heavier is drawn."""
+    """Rank a shade: of several in one bin the one with the largest weight is drawn."""
     if shade == "failed":
         return 4
     if shade in _SHORT:
@@ -100,9 +103,9 @@ def _weight(shade: str) -> int:
 
 
 def _running_bins(samples: Sequence[SampleRecord], began: float, seconds: float) -> list[float]:
-    """The mean share of a server's seats that were taken in each bin.
+    """Return for each bin the mean share of a server's ``max_num_seqs`` that was running.
 
-    A bin without a sample repeats the one before, unless the server was silent for long.
+    A bin without a sample repeats the one before, for up to ``_SILENT_S``.
     """
     sums, counts = [0.0] * _BINS, [0] * _BINS
     for sample in samples:
@@ -121,7 +124,7 @@ def _running_bins(samples: Sequence[SampleRecord], began: float, seconds: float)
 
 
 def _training_bins(steps: Sequence[StepRecord], began: float, seconds: float) -> list[float]:
-    """The share of each bin that the trainer spent in a step."""
+    """Return for each bin the share that the trainer spent in a step."""
     width = seconds / _BINS
     edges = [began + width * index for index in range(_BINS + 1)]
     shares = [0.0] * _BINS

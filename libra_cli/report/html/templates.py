@@ -1,7 +1,7 @@
-"""The text of a file in ``templates/``: from the installed package, else from the checkout.
+"""Reads files of ``templates/``.
 
-The wheel carries ``templates/`` as ``libra_cli/templates``; an editable install and a checkout have
-it beside the package.
+The wheel carries them as ``libra_cli/templates``; an editable install and a checkout have them
+beside the package.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from libra_cli.config.errors import StateError
 
 
 def template(name: str) -> str:
-    """The text of ``templates/<name>``; ``StateError`` if this installation does not have it."""
+    """Read ``templates/<name>``.
+
+    Raises:
+        StateError: this installation does not have it.
+    """
     installed = resources.files("libra_cli") / "templates" / name
     checkout = Path(__file__).resolve().parents[3] / "templates" / name
     for place in (installed, checkout):

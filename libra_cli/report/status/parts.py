@@ -22,11 +22,6 @@ class RunPart(TypedDict):
     error: str
 
 
-class Reward(TypedDict):
-    first: float | None
-    last: float | None
-
-
 class Lengths(TypedDict):
     mean: float | None
     p99: float | None
@@ -104,6 +99,7 @@ class ServerPart(TypedDict):
     tokens_per_s: float | None
     prefix_hit_rate: float | None
     preemptions: int | None
+    metrics: dict[str, float | None]
     sync_s: float | None
     sync_kind: str | None
     sync_sent_bytes: int | None

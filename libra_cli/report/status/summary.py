@@ -7,6 +7,8 @@ incarnation, durations are seconds, shares lie between 0 and 1.
 How the numbers are made (``RECENT`` = 10):
 
     reward.first, .last    mean of the steps' rewards over the first and over the last 10 steps
+    metrics.*              the same of everything that the trainer and the loss name;
+                           servers[].metrics: the newest reading of what the rollout backend names
     logprob_gap            mean over all steps, weighted by the tokens compared in each
     tokens_per_s           generated tokens of the last 10 batches over the time these took; before
                            the first step: the sum over the servers' newest samples
@@ -61,13 +63,13 @@ from libra_cli.core.records import (
     StepRecord,
     SyncRecord,
 )
+from libra_cli.report.status.metrics import FirstLast, first_last
 from libra_cli.report.status.parts import (
     CheckpointPart,
     IdlePart,
     Lengths,
     NodePart,
     ProcessPart,
-    Reward,
     RunPart,
     ServerPart,
     SlotPart,
@@ -103,7 +105,8 @@ class RunSummary(TypedDict):
     run: RunPart
     step: int
     weight_version: int
-    reward: Reward
+    reward: FirstLast
+    metrics: dict[str, FirstLast]
     lengths: Lengths
     logprob_gap: float | None
     logprob_gap_max: float | None
@@ -151,6 +154,7 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
             "first": _mean(step.reward for step in steps[:RECENT]),
             "last": _mean(step.reward for step in steps[-RECENT:]),
         },
+        "metrics": first_last(steps, RECENT),
         "lengths": _lengths(steps),
         "logprob_gap": _weighted(gaps, _gap, lambda step: step.logprob_gap_tokens),
         "logprob_gap_max": _largest(_gap(step) for step in gaps),
@@ -428,6 +432,7 @@ def _server(
         "tokens_per_s": sample.tokens_per_s if sample else None,
         "prefix_hit_rate": sample.prefix_hit_rate if sample else None,
         "preemptions": sample.preemptions if sample else None,
+        "metrics": sample.metrics if sample else {},
         "sync_s": last.served_at - last.published_at if last else None,
         "sync_kind": last.kind if last else None,
         "sync_sent_bytes": last.sent_bytes if last else None,

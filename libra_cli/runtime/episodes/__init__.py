@@ -1,1 +1,1 @@
-"""The environments' side of trajectories: tokens in, tokens and typed outcomes out."""
+"""Episodes: rendering conversations to tokens, and running environments and their tools."""

@@ -1,11 +1,11 @@
-"""Playing the environments' side of the trajectories: tokens in, tokens and typed outcomes out.
+"""Runs the environments of all trajectories: generated tokens in, tools' tokens and rewards out.
 
-One environment object a trajectory, one daemon thread a running call. Environments are somebody's
-synchronous code, which may block for ever; a pool of threads would fill up with such calls until
-nobody was served, so a call that takes longer than ``tool_timeout_s`` is abandoned together with
-its thread, and gives up its place among the ``concurrency`` calls that may run at once.
+Each trajectory has an environment object, and each running call a daemon thread. Environments are
+synchronous code of others, which may block for ever and would fill a fixed pool of threads. So a
+call that takes longer than ``tool_timeout_s`` is abandoned together with its thread, and another
+may run among the ``concurrency`` calls at once.
 
-    what happens                        what the model reads        recorded as
+    event                               what the model reads        recorded as
     the tool returns                    its text                    ok
     it raises ToolFailed                the message                 error
     the call cannot be read, or does    why                         error, tool "invalid"
@@ -15,19 +15,19 @@ its thread, and gives up its place among the ``concurrency`` calls that may run 
     score fails, hangs or is not a                                  trajectory is tried again from
     finite number                                                   the start, and never scored
 
-**After a time-out** the abandoned thread may still be inside the environment, and two threads must
-never be. So as long as it is, further tool calls of that trajectory time out at once, without
-being run: the model keeps its turn and can answer with what it has, and nobody waits a second time
-for the same hung call. Should the call come back after all (its result is dropped), the
-environment is used again. The score needs the environment, so it waits for the hung call up to
-``tool_timeout_s``; then it is an EnvironmentBroken.
+**After a time-out** the abandoned thread may still be inside the environment, where never two
+threads may be. Until it returns, further tool calls of that trajectory time out at once without
+being run, so that nobody waits twice for the same hung call, and the model can answer with what it
+has. If the call returns, its result is dropped and the environment is used again. The score needs
+the environment, so it waits for the hung call up to ``tool_timeout_s``, and then raises
+EnvironmentBroken.
 
-**Where an episode ends.** A turn without a tool call is the answer: score it. So is a turn that was
-cut by its length, unless a complete call is in it: then that is run, the unfinished rest of the
+**Where an episode ends.** A turn without a tool call is the answer and is scored. So is a turn that
+was cut by its length, unless it has a complete call: then that is run, the unfinished rest of the
 turn stays in the trajectory as generated, and the turn is closed for the model.
 
-Latency counts from the start of the thread by a monotonic clock; size is the length of the text
-the tool gave, in characters, before it is shortened to ``LONGEST_OBSERVATION``.
+Latency is measured from the start of the thread by a monotonic clock; size is the length of the
+tool's text in characters, before it is shortened to ``LONGEST_OBSERVATION``.
 """
 
 from __future__ import annotations
@@ -52,18 +52,19 @@ from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.hosts.threads import Threads
 
 LONGEST_OBSERVATION = 100_000
-"""Characters of one tool's text that the model is shown; encoding more would hold up everyone."""
+"""Characters of one tool's text that the model is shown; encoding more would delay all episodes."""
 MOST_HUNG = 1_000
-"""Abandoned calls that may be alive. Each keeps a thread; more means that the tool is broken."""
+"""Abandoned calls that may be running. Each keeps a thread; more mean that a tool is broken."""
 _TIMED_OUT = "tool timed out"
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Advanced:
-    """What a turn led to. ``reward`` is set exactly if ``done``."""
+class TurnResult:
+    """The outcome of a turn. ``reward`` is set exactly if ``done``."""
 
     observation_ids: array[int]
+    """The token ids that follow the turn, up to and including the next generation prompt."""
     returns: tuple[ToolReturn, ...]
     done: bool
     reward: float | None
@@ -72,12 +73,12 @@ class Advanced:
 @dataclass(slots=True)
 class _Episode:
     environment: Environment = field(init=False)
-    """Made by the first call, in its thread; not there before."""
+    """Made by the first call, in its thread; unset before."""
     tools: list[ToolSchema] = field(default_factory=list)
     said: str = ""
     """The text of the last turn."""
     call: _Call[Any] | None = None
-    """The last call into the environment; no other starts before it is finished."""
+    """The last call into the environment; the next one starts after it has finished."""
 
 
 @dataclass(slots=True)
@@ -89,8 +90,9 @@ class _Call(Generic[T]):
     future: asyncio.Future[T]
     seconds: Seconds = 0.0
     finished: bool = False
-    """Nothing of it runs any more. Set by the thread, so a late return is seen as well."""
+    """Whether the function has returned. Set by the thread, so a late return counts as well."""
     after: list[Callable[[], object]] = field(default_factory=list)
+    """Called in the event loop when the function has returned."""
 
     def run(self) -> None:
         started = time.monotonic()
@@ -98,7 +100,7 @@ class _Call(Generic[T]):
         failure: BaseException | None = None
         try:
             result = self.function()
-        except BaseException as error:  # noqa: BLE001  SystemExit too: it is the environment's
+        except BaseException as error:  # noqa: BLE001  an environment may raise SystemExit
             failure = error
         self.seconds = time.monotonic() - started
         self.finished = True
@@ -110,7 +112,7 @@ class _Call(Generic[T]):
         for function in self.after:
             function()
         if self.future.done():
-            return  # abandoned, or the trajectory was cancelled
+            return  # the call was abandoned, or the trajectory cancelled
         if failure is None:
             self.future.set_result(result)
         else:
@@ -127,10 +129,14 @@ class _Raised(Exception):
 
 
 class EnvironmentFactory:
-    """The recipe's environment, found, with its arguments and its tasks."""
+    """Makes the recipe's environment, with its arguments and its tasks."""
 
     def __init__(self, spec: EnvironmentSpec) -> None:
-        """Find the environment and read the tasks; EnvironmentBroken if that fails."""
+        """Find the environment and read the tasks.
+
+        Raises:
+            EnvironmentBroken: there is no such environment, or the tasks cannot be read.
+        """
         self._name = spec.name
         self._factory = registry.find(spec.name)
         self._tasks = registry.load_tasks(Path(spec.tasks)) if spec.tasks else None
@@ -141,43 +147,54 @@ class EnvironmentFactory:
             }
 
     def make(self) -> Environment:
-        """A new one; EnvironmentBroken if its arguments do not fit."""
+        """Make a new environment.
+
+        Raises:
+            EnvironmentBroken: its arguments do not fit.
+        """
         return registry.make(self._name, self._factory, self._arguments)
 
     def task(self, environment: Environment, index: int, seed: int) -> Task:
-        """Task ``index``: of the recipe's file, over and over, or of the environment's own."""
+        """Return task ``index``, of the recipe's file (repeated) or of the environment's own."""
         if self._tasks is None:
             return environment.task(index, seed)
         return self._tasks[index % len(self._tasks)]
 
 
 class Episodes:
-    """The environments of all trajectories in flight. Not thread-safe: one event loop owns it."""
+    """Runs the environments of all trajectories in flight. It belongs to one event loop."""
 
     def __init__(self, spec: EnvironmentSpec, renderer: Renderer) -> None:
-        """Find the environment and read the tasks; EnvironmentBroken if that fails."""
+        """Find the environment and read the tasks.
+
+        Raises:
+            EnvironmentBroken: there is no such environment, or the tasks cannot be read.
+        """
         self._spec = spec
         self._renderer = renderer
-        self._maker = EnvironmentFactory(spec)
+        self._environments = EnvironmentFactory(spec)
         self._threads = Threads("libra-environment")
-        self._places = asyncio.Semaphore(spec.concurrency)
+        self._permits = asyncio.Semaphore(spec.concurrency)
         self._episodes: dict[TrajectoryId, _Episode] = {}
         self._hung = 0
 
     @property
     def running(self) -> int:
-        """Episodes begun and not forgotten."""
+        """The number of episodes that were begun and not forgotten."""
         return len(self._episodes)
 
     @property
     def hung(self) -> int:
-        """Abandoned calls that have not come back."""
+        """The number of abandoned calls that have not returned."""
         return self._hung
 
     async def check(self, seed: int) -> int:
-        """Begin the first task and forget it: the length of its prompt in tokens, or an error.
+        """Begin the first task, forget it, and return the length of its prompt in tokens.
 
-        For start-up: an environment that cannot work is found before the GPUs are busy.
+        It finds an environment that cannot work at start-up, before the GPUs are busy.
+
+        Raises:
+            EnvironmentBroken: the episode cannot be begun.
         """
         probe = TrajectoryId(group=-1, member=0)
         try:
@@ -188,10 +205,13 @@ class Episodes:
     async def start(
         self, trajectory: TrajectoryId, task_index: int, *, task_seed: int, seed: int
     ) -> array[int]:
-        """Make an environment, reset it to a task, and give the prompt's tokens.
+        """Make an environment, reset it to a task, and return the prompt's token ids.
 
-        ``task_seed`` is the run's, so that siblings get one task; ``seed`` is the trajectory's own,
-        so that their tools do not all fail at the same moment.
+        ``task_seed`` is the run's, so that the members of a group get one task; ``seed`` is the
+        trajectory's own, so that their tools do not all fail at the same moment.
+
+        Raises:
+            EnvironmentBroken: the environment failed, or too many calls hang.
         """
         if self._hung >= MOST_HUNG:
             raise EnvironmentBroken(
@@ -200,18 +220,24 @@ class Episodes:
             )
         episode = self._episodes[trajectory] = _Episode()
         try:
-            messages = await self._must(
+            messages = await self._run_checked(
                 episode, "reset", lambda: self._begin(episode, task_index, task_seed, seed)
             )
             return array("i", self._renderer.prompt(messages, episode.tools))
-        except BaseException:  # cancelled as well: what reset has opened must be closed
+        except BaseException:  # a cancellation too: what reset has opened must be closed
             self.forget(trajectory)
             raise
 
     async def advance(
         self, trajectory: TrajectoryId, generated_ids: Sequence[int], finish_reason: str
-    ) -> Advanced:
-        """Act on one generated turn: run its tool calls, or score its answer."""
+    ) -> TurnResult:
+        """Run the tool calls of a generated turn, or score its answer.
+
+        ``finish_reason`` is vLLM's; ``length`` means that the turn was cut.
+
+        Raises:
+            EnvironmentBroken: the environment failed.
+        """
         episode = self._episodes[trajectory]
         episode.said = self._renderer.decode_turn(generated_ids)
         calls = parse_tool_calls(episode.said)
@@ -227,14 +253,18 @@ class Episodes:
             returns.append(returned)
         closed = bool(generated_ids) and generated_ids[-1] == self._renderer.end_of_turn
         tokens = self._renderer.extend(texts, closed=closed)
-        return Advanced(array("i", tokens), tuple(returns), done=False, reward=None)
+        return TurnResult(array("i", tokens), tuple(returns), done=False, reward=None)
 
-    async def finish(self, trajectory: TrajectoryId) -> Advanced:
-        """A limit is reached: score what the last turn says, without its tool calls."""
+    async def finish(self, trajectory: TrajectoryId) -> TurnResult:
+        """Score the last turn's text, without its tool calls, since a limit is reached.
+
+        Raises:
+            EnvironmentBroken: the environment failed.
+        """
         return _done(await self._score(self._episodes[trajectory]))
 
     def forget(self, trajectory: TrajectoryId) -> None:
-        """Drop the episode, if there is one, and let its environment close itself."""
+        """Drop the episode, if there is one, and close its environment."""
         episode = self._episodes.pop(trajectory, None)
         if episode is None:
             return
@@ -244,7 +274,7 @@ class Episodes:
             self._close(episode)
 
     def close(self) -> None:
-        """Forget everything and end the threads, except those that hang."""
+        """Forget all episodes and end the threads, except those that hang."""
         for trajectory in list(self._episodes):
             self.forget(trajectory)
         self._threads.close()
@@ -252,8 +282,8 @@ class Episodes:
     def _begin(
         self, episode: _Episode, task_index: int, task_seed: int, seed: int
     ) -> list[Message]:
-        environment = episode.environment = self._maker.make()
-        task = self._maker.task(environment, task_index, task_seed)
+        environment = episode.environment = self._environments.make()
+        task = self._environments.task(environment, task_index, task_seed)
         messages = _messages(environment.reset(task, seed))
         episode.tools = list(environment.tools)
         return messages
@@ -283,15 +313,19 @@ class Episodes:
     async def _score(self, episode: _Episode) -> float:
         answer = answer_of(episode.said)
         environment = episode.environment
-        reward = await self._must(episode, "score", lambda: float(environment.score(answer)))
+        reward = await self._run_checked(episode, "score", lambda: float(environment.score(answer)))
         if not math.isfinite(reward):
             raise self._broke("score", f"it returned {reward}")
         return reward
 
-    async def _must(self, episode: _Episode, name: str, function: Callable[[], T]) -> T:
-        """Run a part of the environment that may not fail."""
+    async def _run_checked(self, episode: _Episode, name: str, function: Callable[[], T]) -> T:
+        """Run a call that may not fail.
+
+        Raises:
+            EnvironmentBroken: it failed or took too long.
+        """
         try:
-            await self._returned(episode)
+            await self._wait_for_hung_call(episode)
             return await self._run(episode, function)
         except TimeoutError as error:
             limit = self._spec.tool_timeout_s
@@ -301,8 +335,8 @@ class Episodes:
                 raise raised.error from raised.error.__cause__
             raise self._broke(name, raised) from raised.error
 
-    async def _returned(self, episode: _Episode) -> None:
-        """Wait for a call that may be hung, for as long as a call may take."""
+    async def _wait_for_hung_call(self, episode: _Episode) -> None:
+        """Wait for a call that may hang, for as long as a call may take."""
         if episode.call is None or episode.call.finished:
             return
         back = asyncio.Event()
@@ -311,8 +345,13 @@ class Episodes:
             await back.wait()
 
     async def _run(self, episode: _Episode, function: Callable[[], T]) -> T:
-        """Run a call, within its time and the places there are; abandon it on TimeoutError."""
-        async with self._places:
+        """Run a call when one more may run, and abandon it if it takes too long.
+
+        Raises:
+            TimeoutError: it took longer than ``tool_timeout_s``.
+            _Raised: the environment raised an error.
+        """
+        async with self._permits:
             loop = asyncio.get_running_loop()
             call: _Call[T] = _Call(function, loop, loop.create_future())
             episode.call = call
@@ -321,7 +360,7 @@ class Episodes:
                 async with asyncio.timeout(self._spec.tool_timeout_s):
                     return await call.future
             finally:
-                if not call.finished:  # too late, or cancelled
+                if not call.finished:  # it takes too long, or the trajectory was cancelled
                     self._hung += 1
                     call.after.append(self._came_back)
 
@@ -338,19 +377,19 @@ class Episodes:
 
 
 def _refusal(call: ToolCall | Malformed, tools: Sequence[ToolSchema]) -> str | None:
-    """Why a call is not even tried, for the model; None if it is."""
+    """Say why a call is not run, for the model to read; None if it is."""
     if isinstance(call, Malformed):
         return f"invalid tool call: {call.reason}"
     return objection(call, tools)
 
 
 def _complete(calls: Iterable[ToolCall | Malformed]) -> list[ToolCall | Malformed]:
-    """Of a turn cut by its length, the calls that are all there."""
+    """Return the complete calls of a turn that was cut by its length."""
     return [call for call in calls if isinstance(call, ToolCall) or not call.cut]
 
 
-def _done(reward: float) -> Advanced:
-    return Advanced(array("i"), (), done=True, reward=reward)
+def _done(reward: float) -> TurnResult:
+    return TurnResult(array("i"), (), done=True, reward=reward)
 
 
 def _shortened(text: str) -> str:
@@ -359,7 +398,7 @@ def _shortened(text: str) -> str:
 
 
 def _messages(messages: object) -> list[Message]:
-    """What ``reset`` returned, if it is a conversation; the template's errors are less kind."""
+    """Check that ``reset`` returned a conversation; the template's errors would be less clear."""
     if not isinstance(messages, list) or not messages:
         raise TypeError("reset must return a list of messages")
     for message in messages:
@@ -369,6 +408,6 @@ def _messages(messages: object) -> list[Message]:
 
 
 def _quietly(close: Callable[[], object]) -> None:
-    # The episode is over and its reward counted: there is nobody left whom this would help.
+    # The episode is over and its reward counted, so an error here changes nothing.
     with contextlib.suppress(BaseException):
         close()

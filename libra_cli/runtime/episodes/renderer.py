@@ -1,22 +1,22 @@
-"""Between messages and tokens, once: a chat template that only ever appends.
+"""Renders conversations to tokens with the model's chat template, only ever appending.
 
-The trainer computes the probability of the very tokens the server sampled, so those tokens may not
-be touched again: not decoded and encoded (``"ab"`` may come back as ``"a", "b"``), not re-rendered
-(Qwen3's template drops old thinking and adds an empty block of it). The prompt of a turn must be
-the exact tokens of the turn before, plus its generated tokens, plus what the tools said: the
-*exact-prefix property*. It keeps the log-probabilities comparable and the servers' prefix caches
-warm, and it is why this module has ``extend`` and nothing that renders a conversation again.
+The trainer computes the probability of the tokens that the server sampled, so those tokens may not
+change afterwards: not by decoding and encoding (``"ab"`` may come back as ``"a", "b"``), not by
+rendering again (Qwen3's template drops old thinking and adds an empty block of it). The prompt of a
+turn must be the exact tokens of the prompt before, plus the generated tokens, plus the tools'
+returns: the *exact-prefix property*. It keeps log-probabilities comparable and the servers' prefix
+caches warm; for its sake this module has ``extend`` and never renders a conversation again.
 
 ``extend`` finds the tokens between one turn and the next by rendering a dummy conversation,
 ``user, assistant MARK, tool...``, with the generation prompt, and taking what follows MARK: the end
 of the turn, the tool messages, and the opening of the next turn. That is right if it does not
 depend on what came before MARK and if its tokens do not merge with those before it. Both are
 checked at start-up, on conversations that differ in their system message, tools, thinking and
-length; a template that fails is refused with its differing texts, rather than trained on.
+length; a template that fails is refused, with the texts that differ.
 
-A tool's text is data. A control token written out in it (``<|im_end|>``) is broken up by a space,
-or a web page could end the turn and speak as the user. ``prompt`` renders what it is given, as
-transformers' ``apply_chat_template`` does, whose output it reproduces without transformers.
+A tool's text is data. A control token in it (``<|im_end|>``) is broken up by a space, or a web page
+could end the turn and speak as the user. ``prompt`` renders messages as transformers'
+``apply_chat_template`` does, whose output it reproduces without transformers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,11 @@ class Renderer:
     """The tokenizer and chat template of one model directory."""
 
     def __init__(self, model_dir: Path, *, template_args: Mapping[str, Any] | None = None) -> None:
-        """``template_args`` reach the template, for example ``{"enable_thinking": False}``."""
+        """Load and check them; ``template_args`` are the template's, as ``enable_thinking``.
+
+        Raises:
+            LibraError: the tokenizer or the template is missing, damaged or not prefix-stable.
+        """
         self._model_dir = model_dir
         self._tokenizer = _load_tokenizer(model_dir)
         config = _read_json(model_dir / "tokenizer_config.json")
@@ -65,36 +69,43 @@ class Renderer:
         self._templates = _compile(model_dir, config)
         self._controls = self._control_pattern()
         self._frames: dict[int, list[str]] = {}
-        """By number of observations: the text around them. Rendering is most of the work."""
+        """The texts around so many observations, by their number: rendering is most of the work."""
         self._literal = self._is_literal()
-        """The template puts a tool's text in as it is, so that the frames can be used."""
+        """Whether the template inserts a tool's text unchanged, so that frames can be used."""
         self.end_of_turn: int = self.encode(self._between([""]))[0]
-        """The token with which the template closes a turn, and the model must."""
+        """The token with which the template, and so the model, closes a turn."""
         self.stop_token_ids: frozenset[int] = self._stop_tokens(config)
         """The tokens that end a generation."""
         self.opens_thinking: bool = self._between([""]).rstrip().endswith("<think>")
-        """The generation prompt ends inside a thinking block, so generated text starts in one."""
+        """Whether the generation prompt opens a thinking block, in which generated text begins."""
         self._check()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        """The tokens a trajectory starts with, up to and including the generation prompt."""
+        """Return a trajectory's first token ids, up to and including the generation prompt.
+
+        Raises:
+            LibraError: the template cannot render the conversation.
+        """
         return self.encode(self._render(messages, tools))
 
     def extend(self, observations: Sequence[str], *, closed: bool = True) -> list[int]:
-        """The tokens that follow a generated turn, up to and including the generation prompt.
+        """Return the token ids after a generated turn, up to and including the generation prompt.
 
-        ``closed`` says that the turn's last token is ``end_of_turn``; if not (it was cut by its
-        length after a complete tool call), the tokens begin with it.
+        ``closed`` says that the turn's last token is ``end_of_turn``. A turn that was cut by its
+        length after a complete tool call is not closed: then the result begins with that token.
         """
         tokens = self.encode(self._between([self.harmless(text) for text in observations]))
         return tokens[1:] if closed else tokens
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of some tokens, control tokens included."""
+        """Return the text of token ids, control tokens included."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def decode_turn(self, token_ids: Sequence[int]) -> str:
-        """What a generated turn says: without the token that ended it, thinking marked as such."""
+        """Return a generated turn's text, without the token that ended it.
+
+        Thinking begins with ``<think>`` also where the generation prompt holds that tag.
+        """
         body = token_ids
         if body and body[-1] in self.stop_token_ids:
             body = body[:-1]
@@ -102,12 +113,12 @@ class Renderer:
         return f"<think>{text}" if self.opens_thinking and "<think>" not in text else text
 
     def harmless(self, text: str) -> str:
-        """The text with every control token in it broken up, and encodable as UTF-8."""
+        """Return a text that can be encoded as UTF-8, with every control token broken up."""
         text = text.encode("utf-8", "replace").decode("utf-8")
         return self._controls.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text on its own; control tokens written out in it become tokens."""
+        """Return the token ids of a text; control tokens that it spells out become tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def _render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
@@ -127,7 +138,7 @@ class Renderer:
             ) from error
 
     def _between(self, observations: Sequence[str]) -> str:
-        """What the template puts between a turn and the next one."""
+        """Return the template's text between a turn and the next one."""
         if not self._literal:
             return self._render_between(observations)
         count = len(observations)
@@ -149,7 +160,7 @@ class Renderer:
     ) -> str:
         answers: list[Message] = [{"role": "tool", "content": text} for text in observations]
         rendered = self._render([*messages, *answers], tools)
-        # The first mark: a later one could only stand in a tool's text.
+        # The first mark: a later one could only be in a tool's text.
         _, found, rest = rendered.partition(_MARK)
         if not found or not rest:
             raise LibraError(
@@ -167,7 +178,7 @@ class Renderer:
 
     def _control_pattern(self) -> re.Pattern[str]:
         added = self._tokenizer.get_added_tokens_decoder().values()
-        # A control token of one character cannot be broken up, and is none.
+        # A token of one character cannot be broken up, and controls nothing.
         contents = [t.content for t in added if t.special and len(t.content) > 1]
         contents.sort(key=len, reverse=True)
         return re.compile("|".join(map(re.escape, contents)) or r"(?!)")
@@ -190,7 +201,7 @@ class Renderer:
         return frozenset(stops)
 
     def _check(self) -> None:
-        """Refuse a template for which ``extend`` would not give the tokens that follow."""
+        """Refuse a template for which ``extend`` would return wrong tokens."""
         first: Message = {"role": "assistant", "content": "first"}
         tool: Message = {"role": "tool", "content": "found"}
         last: Message = {"role": "assistant", "content": _MARK}
@@ -207,7 +218,7 @@ class Renderer:
                 actual = self._after_mark(list(history), observations, tools)
                 if actual != expected:
                     raise _unstable(self._model_dir, expected, actual)
-            # In context, the same tokens: nothing before merges with the end of the turn.
+            # The tokens must be the same in context: nothing merges with the end of the turn.
             whole = self.encode(f"question\n{_MARK}{expected}")
             alone = self.encode(expected)
             if whole[-len(alone) :] != alone:
@@ -215,7 +226,7 @@ class Renderer:
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks a turn for loss masks; here its body is all that matters."""
+    """Accepts ``{% generation %}``, which marks a turn for loss masks, and keeps its body."""
 
     tags = {"generation"}  # noqa: RUF012  the base class declares it so
 
@@ -249,7 +260,7 @@ def _compile(model_dir: Path, config: Mapping[str, Any]) -> dict[str, jinja2.Tem
 
 
 def _template_texts(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """By name, from ``chat_template.jinja`` or ``tokenizer_config.json``, as transformers does."""
+    """Read the templates by name, from the files that transformers reads."""
     texts: dict[str, str] = {}
     declared = config.get("chat_template")
     if isinstance(declared, str):

@@ -1,1 +1,1 @@
-"""Hosts: getting there, and running processes on them."""
+"""The controller's side of hosts: reaching them, and running processes on them."""

@@ -1,8 +1,8 @@
-"""The line to one agent: requests and answers by number, events, and a pulse.
+"""The connection to one agent, which carries numbered requests, answers, events and pings.
 
-A request outlives the connection it was sent on. If the line breaks before the answer has come, the
-request waits, goes out again on the next connection, and fails only at its own deadline. Every
-operation of the agent may therefore be asked twice.
+A request outlives the stream it was sent on. If the stream breaks before the answer has come, the
+request waits, is sent again on the next stream, and fails only at its own deadline. So an agent
+may receive every request twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from libra_cli.config.errors import HostError, HostLost, LibraError, ProcessError, WeightsError
 from libra_cli.runtime.hosts.transport import ByteStream
 
-MISSED_BEATS = 3
+MISSED_PINGS = 3
 HELLO_S = 30.0
 
 Message: TypeAlias = Mapping[str, Any]
@@ -26,19 +26,24 @@ _BLAME: dict[str, type[LibraError]] = {"start": ProcessError, "weights": Weights
 
 
 class AgentConnection:
-    """Asks one agent. ``hear`` is called with each event."""
+    """Sends requests to one agent. ``on_event`` is called with each of its events."""
 
-    def __init__(self, name: str, hear: Callable[[Message], None]) -> None:
+    def __init__(self, name: str, on_event: Callable[[Message], None]) -> None:
         self._name = name
-        self._hear = hear
+        self._on_event = on_event
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[Message, asyncio.Future[Any]]] = {}
         self._stream: ByteStream | None = None
         self._heard = 0.0
-        self._over: LibraError | None = None
+        self._failure: LibraError | None = None
 
-    async def join(self, stream: ByteStream, hello: Message) -> Any:
-        """Use a new connection. Returns the agent's answer to hello; then repeats what waits."""
+    async def attach(self, stream: ByteStream, hello: Message) -> Any:
+        """Use a new stream: say hello, repeat the requests that wait, and return the answer.
+
+        Raises:
+            HostLost: the agent did not answer within ``HELLO_S``.
+            HostError: the agent refused, or there is none.
+        """
         try:
             async with asyncio.timeout(HELLO_S):
                 await stream.write(_encode({"id": 0, "op": "hello", **hello}))
@@ -56,9 +61,14 @@ class AgentConnection:
         return answer
 
     async def ask(self, operation: str, *, timeout_s: float, **arguments: object) -> Any:
-        """The result of an operation. Waits out a loss of the line, up to the deadline."""
-        if self._over is not None:
-            raise self._over
+        """Return an operation's result, also across a lost stream, up to the deadline.
+
+        Raises:
+            HostLost: no answer came in time, or the connection was given up.
+            LibraError: the agent refused; its kind of error selects the class.
+        """
+        if self._failure is not None:
+            raise self._failure
         number = next(self._numbers)
         message = {"id": number, "op": operation, **arguments}
         answer = asyncio.get_running_loop().create_future()
@@ -75,12 +85,12 @@ class AgentConnection:
         finally:
             del self._waiting[number]
 
-    async def until_lost(self, pulse_s: float) -> str:
-        """Carry answers and events until the connection is gone; the reason."""
+    async def until_lost(self, ping_interval_s: float) -> str:
+        """Carry answers and events until the stream breaks; return the reason."""
         assert self._stream is not None, "joined first"
         stream = self._stream
         self._heard = asyncio.get_running_loop().time()
-        halves = self._listen(stream), self._beat(stream, pulse_s)
+        halves = self._listen(stream), self._ping(stream, ping_interval_s)
         tasks = [asyncio.create_task(half) for half in halves]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -93,8 +103,8 @@ class AgentConnection:
             await stream.close()
 
     def fail(self, error: LibraError) -> None:
-        """The line will not come back: nobody has to wait for an answer any more."""
-        self._over = error
+        """Fail all requests, now and later: there will be no other stream."""
+        self._failure = error
         for _, answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(error)
@@ -102,7 +112,7 @@ class AgentConnection:
     async def _send(self, message: Message) -> None:
         if self._stream is None:
             return
-        with suppress(HostLost):  # the listener notices too; it goes out again after the loss
+        with suppress(HostLost):  # the listener notices too; the request is sent again later
             await self._stream.write(_encode(message))
 
     async def _first_answer(self, stream: ByteStream) -> Any:
@@ -123,7 +133,7 @@ class AgentConnection:
 
     def _take(self, message: Message) -> None:
         if "event" in message:
-            self._hear(message)
+            self._on_event(message)
         elif (entry := self._waiting.get(message.get("id", 0))) and not entry[1].done():
             self._settle(entry[1], message)
 
@@ -138,17 +148,17 @@ class AgentConnection:
             return message["result"]
         raise _BLAME.get(message["kind"], HostError)(f"{self._name}: {message['error']}")
 
-    async def _beat(self, stream: ByteStream, pulse_s: float) -> str:
-        """Ask for a sign of life now and then: it keeps the lease, and finds a dead connection."""
+    async def _ping(self, stream: ByteStream, ping_interval_s: float) -> str:
+        """Ping the agent at intervals, which renews the lease and finds a dead connection."""
         loop = asyncio.get_running_loop()
-        patience_s = MISSED_BEATS * pulse_s
-        while loop.time() - self._heard < patience_s:
+        silence_limit_s = MISSED_PINGS * ping_interval_s
+        while loop.time() - self._heard < silence_limit_s:
             try:
-                async with asyncio.timeout(patience_s):
+                async with asyncio.timeout(silence_limit_s):
                     await stream.write(_encode({"op": "ping"}))
             except (TimeoutError, HostLost):
                 break
-            await asyncio.sleep(pulse_s)
+            await asyncio.sleep(ping_interval_s)
         return f"nothing heard for {loop.time() - self._heard:.0f} s"
 
 
@@ -157,7 +167,7 @@ def _encode(message: Message) -> bytes:
 
 
 def _decode(line: bytes) -> Message:
-    """A message of the agent's, or an empty one: a login script may print what it likes."""
+    """Parse a message of the agent; empty for other lines, which a login script may print."""
     try:
         message = json.loads(line)
     except ValueError:

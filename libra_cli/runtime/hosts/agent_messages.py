@@ -1,4 +1,4 @@
-"""What comes back from a host: the agent's answers, and the events it and its line give rise to."""
+"""The agent's answers, and the events that report changes of a host or its processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What a host is; sizes in bytes, ``clock`` in seconds since the epoch."""
+    """A description of a host; sizes in bytes, ``clock`` in seconds since the epoch."""
 
     python: str
     hostname: str
@@ -40,19 +40,19 @@ class NodeFacts:
     shm_free: int
     gpus: tuple[Gpu, ...]
     interface: str
-    """The network interface on the way to the first peer."""
+    """The network interface that leads to the first peer."""
     address: str
-    """This host's own address on that way."""
+    """The host's own address on that interface."""
     clock: float
     packages: tuple[str, ...]
-    """Of those asked for, the ones that can be imported."""
+    """The requested packages that can be imported there."""
     paths: tuple[str, ...]
-    """Of those asked for, the ones that exist."""
+    """The requested paths that exist there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """A process that runs. ``started`` is its start time in clock ticks since boot."""
+class StartedProcess:
+    """A process that was started. ``started`` is its start time in clock ticks since boot."""
 
     pid: int
     started: int
@@ -60,21 +60,21 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
-    """How a process ended: whether all of it did, who had to be killed, and what is left."""
+class StoppedProcess:
+    """The pids that had to be killed, and descriptions of the processes that are still there."""
 
     killed: tuple[int, ...]
     leftovers: tuple[str, ...]
 
     @property
     def stopped(self) -> bool:
-        """Whether, verified, nothing of it is left."""
+        """Whether nothing of the process is left."""
         return not self.leftovers
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """A process as the agent knows it."""
+    """A process that the agent runs or has run."""
 
     process: str
     pid: int
@@ -98,10 +98,10 @@ class PulledVersion:
     kind: str
     """``full | delta``, or ``local`` if it was there before."""
     sent_bytes: int
-    """Everything that came over the network for it."""
+    """All bytes that came over the network for it."""
     seconds: float
     detail: str
-    """Why a delta that was offered was of no use."""
+    """Why a delta that was offered could not be used; empty otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,27 +120,27 @@ class Exited:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """The connection is gone. Whatever runs goes on; requests wait."""
+class ConnectionLost:
+    """The connection broke. Processes go on there; requests wait."""
 
     node: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Back:
-    """The connection is there again, after this long, and so are the processes."""
+class Reconnected:
+    """The connection is there again after so many seconds, and so are the processes."""
 
     node: str
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
-    """The lease is over: the host is given up, and its agent has stopped everything."""
+class LeaseExpired:
+    """The lease is over: the host is given up, since its agent has stopped everything."""
 
     node: str
     reason: str
 
 
-HostEvent: TypeAlias = Exited | Lost | Back | Gone
+HostEvent: TypeAlias = Exited | ConnectionLost | Reconnected | LeaseExpired

@@ -1,12 +1,12 @@
-"""The hosts of a run, from the first connection to the proof that nothing of ours is left.
+"""All hosts of a run, from the first connection until nothing of the run is left on them.
 
-Start-up goes host by host in parallel, and each phase reports *every* problem of every host at
-once, before a single GPU is busy:
+All hosts start up in parallel, and each phase reports *every* problem of every host at once, before
+a single GPU is busy:
 
-    connect     reach, trust, upload our code, start the agent
+    connect     reach the host, check its key, upload our code, start the agent
     check       python packages, GPUs and who holds them, model directory, memory, clock
-    ports       probed and reserved on the host, for everything the plan will start there
-    model       built on the first train node if the recipe says so, and copied to the others
+    ports       reserve them on the host, for everything the plan will start there
+    model       build it on the first train node if the recipe says so, and copy it to the others
 """
 
 from __future__ import annotations
@@ -22,13 +22,22 @@ from typing import Any, TypeVar
 
 from libra_cli.config.errors import HostError, HostLost, LibraError, ProcessError
 from libra_cli.config.recipe import NodeSpec, Recipe
-from libra_cli.core.launch.commands import HostFacts, ProcessSpec, model_process, ports_needed
+from libra_cli.core.launch.model import model_process
+from libra_cli.core.launch.ports import ports_needed
+from libra_cli.core.launch.process import HostFacts, ProcessSpec
 from libra_cli.core.records import NodeRecord, ProcessRecord, Record
 from libra_cli.core.types import Plan, Seconds, node_of
-from libra_cli.runtime.hosts.agent_messages import NodeFacts
-from libra_cli.runtime.hosts.host import Back, Exited, Gone, Host, HostEvent, Lost
+from libra_cli.runtime.hosts.agent_messages import (
+    ConnectionLost,
+    Exited,
+    HostEvent,
+    LeaseExpired,
+    NodeFacts,
+    Reconnected,
+)
+from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.local import LocalTransport
-from libra_cli.runtime.hosts.preflight import PACKAGES, problems
+from libra_cli.runtime.hosts.preflight import packages_needed, problems
 from libra_cli.runtime.hosts.ssh import SshTransport
 from libra_cli.runtime.hosts.transport import Transport
 
@@ -39,7 +48,7 @@ T = TypeVar("T")
 
 
 def transport_to(node: NodeSpec) -> Transport:
-    """Pipes for this machine, SSH for any other."""
+    """Return the transport to a node: pipes for this machine, SSH for any other."""
     if node.is_local:
         return LocalTransport()
     return SshTransport(
@@ -48,7 +57,7 @@ def transport_to(node: NodeSpec) -> Transport:
 
 
 def host_of(node: NodeSpec) -> Host:
-    """The controller's handle of a node; nothing is opened yet."""
+    """Return the controller's handle of a node; nothing is opened yet."""
     return Host(node.name, transport_to(node), workdir=node.workdir, python=node.python)
 
 
@@ -58,7 +67,7 @@ _ERROR = re.compile(
 
 
 def how_it_ended(event: Exited) -> str:
-    """In words, with the line of its log that most likely says why: the last error, or the last."""
+    """Describe an exit, with the last line of its log that names an error, or the last of all."""
     if event.exit_code is None or event.exit_code < 0:
         by = "by nobody knows what" if event.exit_code is None else f"by signal {-event.exit_code}"
         return f"was ended {by}"
@@ -69,7 +78,7 @@ def how_it_ended(event: Exited) -> str:
 
 
 class Cluster:
-    """Every host of a run. ``facts``, ``ports`` and ``model_dirs`` are complete after ``open``."""
+    """All hosts of a run. ``facts``, ``ports`` and ``model_dirs`` are complete after ``open``."""
 
     def __init__(
         self,
@@ -90,11 +99,11 @@ class Cluster:
         self.facts: dict[str, HostFacts] = {}
         self.ports: dict[str, dict[str, int]] = {}
         self.model_dirs: dict[str, str] = {}
-        #: Called with every later event of a host; set before the machine starts.
+        #: Called with every event of a host; set before the run's machine starts.
         self.on_event: Callable[[HostEvent], None] = lambda event: None
         self._save = save
         self._seen: dict[str, NodeFacts] = {}
-        #: Nodes that do not answer at the moment; and those that did not within their lease.
+        #: The nodes that do not answer now, and those that did not answer within their lease.
         self.lost: set[str] = set()
         self._gone: set[str] = set()
         self._changed = asyncio.Event()
@@ -103,10 +112,10 @@ class Cluster:
     # -- opening --------------------------------------------------------------------------------
 
     async def open(self, model_copy: Path) -> None:
-        """All four phases; ``model_copy`` receives the tokenizer's files.
+        """Go through the four phases; ``model_copy`` receives the tokenizer's files.
 
         Raises:
-            HostError: one line a problem, of all hosts.
+            HostError: the hosts have problems; the message has a line for each.
         """
         await self._on_all(self._connect)
         await self._on_all(self._check)
@@ -156,7 +165,9 @@ class Cluster:
     async def _check(self, node: NodeSpec) -> None:
         host, path = self.hosts[node.name], self.recipe.model.path
         peers = [other.reach for other in self.recipe.nodes if other.name != node.name]
-        packages = sorted({name for names in PACKAGES.values() for name in names})
+        packages = sorted(
+            {name for names in packages_needed(self.recipe).values() for name in names}
+        )
         seen = await host.facts(peers, packages=packages, paths=[path] if path else [])
         self._seen[node.name] = seen
         found = problems(self.recipe, self.plan, node, seen, now=time.time())
@@ -209,7 +220,7 @@ class Cluster:
         return {name: await transport.get(f"{directory}/{name}") for name in names}
 
     async def _fetch_tokenizer(self, model_copy: Path) -> None:
-        """The controller speaks tokens too; it needs the tokenizer, not the weights."""
+        """Copy the tokenizer, which the controller needs, and not the weights."""
         head = node_of(self.plan.train[0])
         transport, source = self.hosts[head].transport, self.model_dirs[head]
         listed = await transport.run(["ls", "-1", source], timeout_s=COMMAND_TIMEOUT_S)
@@ -222,28 +233,19 @@ class Cluster:
     # -- processes ------------------------------------------------------------------------------
 
     async def start(self, spec: ProcessSpec) -> None:
-        """Start a process; its exit will be an event."""
+        """Start a process. Its exit will be reported as an event."""
         host = self.hosts[spec.node]
         started = await host.start(
             spec.process, spec.argv, env=dict(spec.env), files=dict(spec.files)
         )
-        self._save(
-            ProcessRecord(
-                node=spec.node,
-                process=spec.process,
-                pid=started.pid,
-                state="running",
-                since=self.clock(),
-                exit_code=None,
-                log=started.log,
-            )
-        )
+        self._save_process(spec.node, spec.process, started.pid, "running", log=started.log)
 
     async def run_to_end(self, spec: ProcessSpec, *, timeout_s: float) -> None:
-        """Start a process and wait until it has ended well.
+        """Start a process and wait until it has succeeded.
 
         Raises:
-            ProcessError: it ended with an error, or not in time; with the end of its log.
+            ProcessError: it failed, or ran over ``timeout_s``; the message has the end of its log.
+            HostLost: its host was given up.
         """
         key = (spec.node, spec.process)
         ended = self._waiting[key] = asyncio.get_running_loop().create_future()
@@ -260,8 +262,10 @@ class Cluster:
             )
 
     async def stop(self, node: str, process: str) -> None:
-        """Stop a process and all it started. An unreachable host's lease does it for us, and has
-        done it on a host that was given up."""
+        """Stop a process and all that it started.
+
+        On a host that stays unreachable, the agent does so when the lease is over.
+        """
         give_up = time.monotonic() + self.recipe.run.lease_s + STOP_GRACE_S
         while time.monotonic() < give_up and node not in self._gone:
             try:
@@ -275,13 +279,13 @@ class Cluster:
     def _happened(self, event: HostEvent) -> None:
         if isinstance(event, Exited):
             self._exited(event)
-        elif isinstance(event, Lost):
+        elif isinstance(event, ConnectionLost):
             self.lost.add(event.node)
             self._save_node(event.node, "unreachable", detail=event.reason)
-        elif isinstance(event, Back):
+        elif isinstance(event, Reconnected):
             self.lost.discard(event.node)
             self._save_node(event.node, "ready", detail=f"was away for {event.seconds:.0f} s")
-        elif isinstance(event, Gone):
+        elif isinstance(event, LeaseExpired):
             self.lost.discard(event.node)
             self._gone.add(event.node)
             self._give_up_waiting(event)
@@ -290,27 +294,32 @@ class Cluster:
         self._changed.clear()
         self.on_event(event)
 
-    def _give_up_waiting(self, event: Gone) -> None:
+    def _give_up_waiting(self, event: LeaseExpired) -> None:
         for (node, process), ended in self._waiting.items():
             if node == event.node and not ended.done():
                 ended.set_exception(HostLost(f"{node}: {process}: {event.reason}"))
 
     def _exited(self, event: Exited) -> None:
-        host = self.hosts[event.node]
-        self._save(
-            ProcessRecord(
-                node=event.node,
-                process=event.process,
-                pid=event.pid,
-                state="exited",
-                since=self.clock(),
-                exit_code=event.exit_code,
-                log=f"{host.run_dir}/logs/{event.process}.log",
-            )
+        log = f"{self.hosts[event.node].run_dir}/logs/{event.process}.log"
+        self._save_process(
+            event.node, event.process, event.pid, "exited", exit_code=event.exit_code, log=log
         )
         waiting = self._waiting.get((event.node, event.process))
         if waiting is not None and not waiting.done():
             waiting.set_result(event)
+
+    def _save_process(
+        self,
+        node: str,
+        process: str,
+        pid: int,
+        state: str,
+        *,
+        exit_code: int | None = None,
+        log: str,
+    ) -> None:
+        since = self.clock()
+        self._save(ProcessRecord(node, process, pid, state, since, exit_code, log))
 
     def _save_node(self, name: str, state: str, *, detail: str = "") -> None:
         seen = self._seen.get(name)
@@ -326,14 +335,14 @@ class Cluster:
         )
 
     async def until_back(self, node: str) -> None:
-        """Wait while the node is lost; its lease bounds that."""
+        """Wait while the node does not answer, at most until its lease is over."""
         while node in self.lost:
             await self._changed.wait()
 
     # -- closing --------------------------------------------------------------------------------
 
     async def close(self) -> list[str]:
-        """End every agent with all it has started; returns what could not be proved gone."""
+        """Stop all agents and their processes; return a line for each that may be left."""
         results = await asyncio.gather(
             *(self._release(name, host) for name, host in self.hosts.items())
         )
@@ -350,7 +359,7 @@ class Cluster:
 
 
 def _joined(failures: Sequence[LibraError]) -> HostError:
-    """One error for all hosts; every failure with its own next step, unless they have the same."""
+    """Join the failures of all hosts; each keeps its own hint unless they have the same one."""
     hints = {failure.hint for failure in failures if failure.hint}
     if len(hints) < 2:
         return HostError("\n".join(map(str, failures)), hint=next(iter(hints), ""))

@@ -1,12 +1,13 @@
-"""A host and the processes libra runs on it.
+"""The controller's handle of one host and of the processes that libra runs on it.
 
-``Host.open`` connects, puts this very package there (once per content), starts or finds the agent
-of the run, and then keeps the line up: when it breaks, ``Lost`` is reported, requests wait, and it
-is joined again with growing pauses. Within the lease that ends in ``Back``, with the same processes
-as before; otherwise in ``Gone``, since by then the agent has stopped everything.
+``Host.open`` connects, uploads this package (once per content), starts or finds the agent of the
+run, and keeps the connection up. When it breaks, ``ConnectionLost`` is reported, requests wait, and
+the host connects again with growing pauses. If that succeeds within the lease, ``Reconnected`` is
+reported and the processes are the same as before; otherwise ``LeaseExpired`` is, since by then the
+agent has stopped everything.
 
-Every exit is reported exactly once, as ``Exited``, even if it happened while the line was down, and
-never before the ``start`` that it belongs to has returned.
+Every exit is reported exactly once, as ``Exited``, even if it happened while there was no
+connection, and never before the ``start`` that it belongs to has returned.
 """
 
 from __future__ import annotations
@@ -19,52 +20,36 @@ from typing import Any
 from libra_cli.config.errors import HostError, HostKeyError, HostLost
 from libra_cli.runtime.hosts.agent_connection import AgentConnection, Message
 from libra_cli.runtime.hosts.agent_messages import (
-    Back,
+    ConnectionLost,
     Exited,
-    Gone,
     Gpu,
     GpuHolder,
     HostEvent,
-    Lost,
+    LeaseExpired,
     NodeFacts,
     ProcessState,
     PulledVersion,
-    Started,
-    Stopped,
+    Reconnected,
+    StartedProcess,
+    StoppedProcess,
 )
 from libra_cli.runtime.hosts.transport import Endpoint, Transport
 from libra_cli.runtime.hosts.upload import check_python, last_line, package
 
-__all__ = [
-    "Back",
-    "Exited",
-    "Gone",
-    "Gpu",
-    "GpuHolder",
-    "Host",
-    "HostEvent",
-    "Lost",
-    "NodeFacts",
-    "ProcessState",
-    "PulledVersion",
-    "Started",
-    "Stopped",
-]
-
 ANSWER_S = 30.0
 STOP_EXTRA_S = 20.0
-"""What a stop may take beyond its grace: the killing, the verifying, and the way there and back."""
+"""What a stop may take beyond its grace, for killing, verifying and the network."""
 STOP_S = 90.0
-PULSE_S = 5.0
-BEATS_A_LEASE = 5
-"""So that a dead connection is noticed, and can be replaced, before the lease is over."""
+PING_INTERVAL_S = 5.0
+PINGS_A_LEASE = 5
+"""At least so many pings go out in a lease, so that a dead connection can be replaced in time."""
 RECONNECT_S = 10.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
 
 
 class Host:
-    """One node of a run. The paths are absolute ones on the host, known once it is open."""
+    """One node of a run. Its paths are absolute ones on the host, known once it is open."""
 
     def __init__(
         self,
@@ -73,7 +58,7 @@ class Host:
         *,
         workdir: str = "~/.libra",
         python: str | None = None,
-        pulse_s: float = PULSE_S,
+        ping_interval_s: float = PING_INTERVAL_S,
     ) -> None:
         if not NAME.fullmatch(name):
             raise HostError(f"{name!r} is no name for a node: use letters, digits, '.', '_', '-'")
@@ -84,12 +69,12 @@ class Host:
         self.code_dir = ""
         self.run_dir = ""
         self.weights_dir = ""
-        self._pulse_s = pulse_s
+        self._ping_interval_s = ping_interval_s
         self._hello: Message = {}
         self._exits: dict[tuple[str, int], bool] = {}
-        """Every process heard of, by name and pid, and whether its exit has been reported."""
-        self._line = AgentConnection(name, self._hear)
-        self._keeper: asyncio.Task[None] | None = None
+        """By name and pid of every known process, whether its exit has been reported."""
+        self._connection = AgentConnection(name, self._on_message)
+        self._keep_task: asyncio.Task[None] | None = None
         self._on_event: Callable[[HostEvent], None] = lambda event: None
 
     # -- the connection ------------------------------------------------------------------------
@@ -103,7 +88,11 @@ class Host:
         weights_dir: str,
         on_event: Callable[[HostEvent], None],
     ) -> None:
-        """Connect, upload, and attach to the agent of this run; from now on events are reported."""
+        """Connect, upload, and attach to the agent of this run; events are reported from then on.
+
+        Raises:
+            HostError: the host cannot be reached, trusted or used.
+        """
         self._on_event = on_event
         try:
             await self._prepare(run_id)
@@ -115,40 +104,40 @@ class Host:
             await self.close()
             raise
         self._exits = {_key(row): row["state"] == "exited" for row in rows}
-        self._keeper = asyncio.create_task(self._keep(lease_s))
+        self._keep_task = asyncio.create_task(self._keep_connected(lease_s))
 
     async def close(self) -> None:
-        """Hang up. What runs there goes on until the lease is over."""
+        """Disconnect. Processes go on there until the lease is over."""
         await self._hang_up()
-        self._line.fail(HostLost(f"{self.name}: closed"))
+        self._connection.fail(HostLost(f"{self.name}: closed"))
         await self.transport.close()
 
     async def shutdown(self, *, grace_s: float = 10.0) -> tuple[str, ...]:
-        """Stop everything of the run there and hang up. Returns what is left: nothing, verified.
+        """Stop everything of the run there, verify that, disconnect, and return what is left.
 
-        The agent stops and looks; once it has said so a fresh process looks again, since the agent
-        itself has to be gone too.
+        The agent stops its processes and verifies; then a fresh process verifies again, since the
+        agent itself has to be gone too.
         """
         try:
-            if self._keeper is None:  # never open: nothing was started
+            if self._keep_task is None:  # it was never open, so nothing was started
                 return ()
             limit_s = 2 * grace_s + STOP_EXTRA_S
-            await self._line.ask("shutdown", timeout_s=limit_s, grace_s=grace_s)
+            await self._connection.ask("shutdown", timeout_s=limit_s, grace_s=grace_s)
             await self._hang_up()
-            return await self._stop_and_look()
+            return await self._stop_and_verify()
         finally:
             await self.close()
 
     async def stop_remains(self, run_id: str) -> tuple[str, ...]:
-        """Stop what a run has left there, without its controller, its token or even its agent."""
+        """Stop what a run has left there, without its controller, token or agent; as above."""
         try:
             await self._prepare(run_id)
-            return await self._stop_and_look()
+            return await self._stop_and_verify()
         finally:
             await self.close()
 
     def expand(self, path: str) -> str:
-        """A path of the recipe as an absolute one there."""
+        """Return a path of the recipe as an absolute one on the host."""
         return f"{self.transport.home}{path[1:]}" if path.partition("/")[0] == "~" else path
 
     # -- operations ----------------------------------------------------------------------------
@@ -160,7 +149,7 @@ class Host:
         packages: Sequence[str] = (),
         paths: Sequence[str] = (),
     ) -> NodeFacts:
-        """What the host is, and which of the packages and paths it has."""
+        """Describe the host, and which of the packages and paths it has."""
         found = await self._ask("facts", peers=[*peers], packages=[*packages], paths=[*paths])
         gpus = (
             Gpu(**{**gpu, "holders": tuple(GpuHolder(**one) for one in gpu["holders"])})
@@ -172,7 +161,11 @@ class Host:
     async def ports(
         self, first: int, last: int, count: int, taken: Collection[int] = ()
     ) -> list[int]:
-        """Free ports, kept free for servers that bind with ``SO_REUSEADDR`` until the run ends."""
+        """Reserve ports until the run ends, for servers that bind with ``SO_REUSEADDR``.
+
+        Raises:
+            HostError: there are not enough in ``[first, last]``.
+        """
         answer = await self._ask("ports", first=first, last=last, count=count, taken=[*taken])
         return [int(port) for port in answer]
 
@@ -184,14 +177,17 @@ class Host:
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         files: Mapping[str, str] | None = None,
-    ) -> Started:
+    ) -> StartedProcess:
         """Start a process in its own session, with the marker of the run in its environment.
 
-        ``files`` are written first, private, at paths below the run directory, which is also where
-        it runs by default. Starting what already runs in exactly this way changes nothing.
+        ``files`` are written first, readable by their owner only, at paths below the run directory,
+        which is also the default ``cwd``. A repeated request for a process that runs has no effect.
+
+        Raises:
+            ProcessError: the process cannot be started.
         """
         # A connection that drops now must not look like a process that cannot start.
-        row = await self._line.ask(
+        row = await self._connection.ask(
             "start",
             timeout_s=self._hello["lease_s"] + ANSWER_S,
             process=process,
@@ -201,49 +197,55 @@ class Host:
             files=files or {},
         )
         self._exits.setdefault(_key(row), False)
-        return Started(row["pid"], row["started"], row["log"])
+        return StartedProcess(row["pid"], row["started"], row["log"])
 
-    async def stop(self, process: str, *, grace_s: float = 10.0) -> Stopped:
-        """TERM, wait, KILL, verify. Nothing happens if there is nothing of that name."""
+    async def stop(self, process: str, *, grace_s: float = 10.0) -> StoppedProcess:
+        """Send SIGTERM, after ``grace_s`` SIGKILL, and verify; no effect if nothing runs."""
         limit_s = grace_s + STOP_EXTRA_S
-        answer = await self._line.ask("stop", timeout_s=limit_s, process=process, grace_s=grace_s)
-        return Stopped(tuple(answer["killed"]), tuple(answer["leftovers"]))
+        answer = await self._connection.ask(
+            "stop", timeout_s=limit_s, process=process, grace_s=grace_s
+        )
+        return StoppedProcess(tuple(answer["killed"]), tuple(answer["leftovers"]))
 
     async def processes(self) -> list[ProcessState]:
-        """Everything the agent runs or has run."""
+        """List the processes that the agent runs or has run."""
         return [ProcessState(**row) for row in await self._ask("list")]
 
     async def tail(self, process: str, lines: int = 20) -> str:
-        """The end of a process's log."""
+        """Return the last lines of a process's log."""
         return str(await self._ask("tail", process=process, lines=lines))
 
     async def serve_weights(self, bind: str = "0.0.0.0", port: int = 0) -> int:
-        """Serve this host's weight versions to peers that know the token; the port (0: any)."""
+        """Serve this host's weight versions to peers with the token; return the port (0: any)."""
         return int(await self._ask("weights_serve", bind=bind, port=port))
 
     async def pull(
         self, name: str, sources: Sequence[str], *, timeout_s: float = 120.0
     ) -> PulledVersion:
-        """Fetch a weight version from the first source (``http://host:port``) that has it whole."""
-        # The host is told to give up first: its answer says which source failed in what way.
+        """Fetch a weight version from the first source (``http://host:port``) that has it whole.
+
+        Raises:
+            WeightsError: no source gave it whole within ``timeout_s``.
+        """
+        # The agent is given less time: its answer says which source failed in what way.
         limit_s = timeout_s + ANSWER_S
-        answer = await self._line.ask(
+        answer = await self._connection.ask(
             "pull", timeout_s=limit_s, name=name, sources=[*sources], limit_s=timeout_s
         )
         return PulledVersion(**answer)
 
     async def forget(self, keep: Collection[str]) -> list[str]:
-        """Remove every other weight version of the run; their names."""
+        """Remove all other weight versions of the run, and return their names."""
         return [str(name) for name in await self._ask("forget", keep=[*keep])]
 
     async def dial(self, port: int) -> Endpoint:
-        """A way from here to a port of the host's loopback."""
+        """Return a local endpoint that leads to a port of the host's loopback."""
         return await self.transport.dial(port)
 
     async def _ask(self, operation: str, **arguments: object) -> Any:
-        return await self._line.ask(operation, timeout_s=ANSWER_S, **arguments)
+        return await self._connection.ask(operation, timeout_s=ANSWER_S, **arguments)
 
-    # -- getting there -------------------------------------------------------------------------
+    # -- connecting ----------------------------------------------------------------------------
 
     async def _prepare(self, run_id: str) -> None:
         await self.transport.connect()
@@ -255,11 +257,11 @@ class Host:
         await self.transport.put_tree(code, self.code_dir)
 
     async def _hang_up(self) -> None:
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._keep_task is not None:
+            self._keep_task.cancel()
+            await asyncio.gather(self._keep_task, return_exceptions=True)
 
-    async def _stop_and_look(self) -> tuple[str, ...]:
+    async def _stop_and_verify(self) -> tuple[str, ...]:
         done = await self.transport.run(self._agent("stop"), timeout_s=STOP_S)
         return tuple(last_line(self.name, done)["leftovers"])
 
@@ -268,29 +270,29 @@ class Host:
         return ["env", f"PYTHONPATH={self.code_dir}", *python, command, self.run_dir]
 
     async def _attach(self) -> list[Message]:
-        """Take up the line; every process the agent knows of."""
+        """Connect to the agent and return every process that it knows of."""
         stream = await self.transport.open_stream(self._agent("attach"))
-        answer = await self._line.join(stream, self._hello)
+        answer = await self._connection.attach(stream, self._hello)
         return list(answer["processes"])
 
-    async def _keep(self, lease_s: float) -> None:
-        """Hold the line; when it is lost, take it up again while the lease lasts."""
+    async def _keep_connected(self, lease_s: float) -> None:
+        """Keep the connection; when it is lost, connect again while the lease lasts."""
         loop = asyncio.get_running_loop()
-        pulse_s = min(self._pulse_s, lease_s / BEATS_A_LEASE)
+        ping_interval_s = min(self._ping_interval_s, lease_s / PINGS_A_LEASE)
         while True:
-            reason = await self._line.until_lost(pulse_s)
+            reason = await self._connection.until_lost(ping_interval_s)
             lost_at = loop.time()
-            self._report(Lost(self.name, reason))
+            self._report(ConnectionLost(self.name, reason))
             try:
-                rows = await self._return(lost_at + lease_s)
+                rows = await self._reconnect(lost_at + lease_s)
             except HostError as error:
-                self._line.fail(HostLost(f"{self.name}: given up after {reason}: {error}"))
-                self._report(Gone(self.name, str(error)))
+                self._connection.fail(HostLost(f"{self.name}: given up after {reason}: {error}"))
+                self._report(LeaseExpired(self.name, str(error)))
                 return
-            self._report(Back(self.name, loop.time() - lost_at))
+            self._report(Reconnected(self.name, loop.time() - lost_at))
             self._reconcile(rows)
 
-    async def _return(self, deadline: float) -> list[Message]:
+    async def _reconnect(self, deadline: float) -> list[Message]:
         loop = asyncio.get_running_loop()
         pause_s = FIRST_PAUSE_S
         while True:
@@ -299,31 +301,31 @@ class Host:
                 await self.transport.connect(timeout_s=min(left_s, RECONNECT_S))
                 return await self._attach()
             except HostKeyError:
-                raise  # another machine answers now: no use in asking again
+                raise  # another machine answers now, so trying again is useless
             except HostError:
                 if loop.time() + pause_s > deadline:
                     raise
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    # -- what is heard -------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------
 
     def _report(self, event: HostEvent) -> None:
         # Not at once: whoever waits for an answer that came before the event shall go first.
         asyncio.get_running_loop().call_soon(self._on_event, event)
 
-    def _hear(self, event: Message) -> None:
+    def _on_message(self, event: Message) -> None:
         if event["event"] == "exited":
             self._exited(event)
 
     def _reconcile(self, rows: Sequence[Message]) -> None:
-        """Report the exits that happened while nobody listened."""
+        """Report the exits that happened while there was no connection."""
         for row in rows:
             if row["state"] == "exited":
                 self._exited(row)
         known = {_key(row) for row in rows}
         for process, pid in [key for key, reported in self._exits.items() if not reported]:
-            if (process, pid) not in known:  # not even the agent is the one that started it
+            if (process, pid) not in known:  # the agent is not the one that started it
                 self._exited({"process": process, "pid": pid})
 
     def _exited(self, row: Message) -> None:

@@ -1,4 +1,4 @@
-"""The transport to this very machine: subprocesses and plain files."""
+"""The transport to the controller's own machine, with subprocesses and plain files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from libra_cli.config.errors import HostError, HostLost
-from libra_cli.runtime.hosts.transport import CONNECT_S, LINE_LIMIT, Completed, Endpoint
+from libra_cli.runtime.hosts.transport import CONNECT_S, LINE_LIMIT, CommandResult, Endpoint
 
 ERRORS_KEPT = 16 * 1024
 
@@ -26,21 +26,23 @@ class LocalTransport:
 
     @property
     def home(self) -> str:
-        """The home directory of whoever runs libra."""
+        """The home directory of the user who runs libra."""
         return str(Path.home())
 
     async def connect(self, *, timeout_s: float = CONNECT_S) -> None:
-        """Nothing to do: this machine is always there."""
+        """Do nothing: this machine is always there."""
 
     async def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
-    async def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float) -> Completed:
+    async def run(
+        self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float
+    ) -> CommandResult:
         """Run a command to its end; it is killed if it does not come in time."""
         try:
             process = await _spawn(argv)
         except FileNotFoundError as error:  # what a shell makes of it
-            return Completed(127, b"", f"{argv[0]}: {error.strerror}".encode())
+            return CommandResult(127, b"", f"{argv[0]}: {error.strerror}".encode())
         try:
             async with asyncio.timeout(timeout_s):
                 stdout, stderr = await process.communicate(stdin)
@@ -48,28 +50,28 @@ class LocalTransport:
             raise HostLost(f"local: {argv[0]}: no answer within {timeout_s:g} s") from error
         finally:
             _kill(process)
-        return Completed(process.returncode or 0, stdout, stderr)
+        return CommandResult(process.returncode or 0, stdout, stderr)
 
     async def open_stream(self, argv: Sequence[str]) -> ProcessStream:
-        """Start a command and talk to it over pipes."""
+        """Start a command and return its pipes."""
         return ProcessStream(await _spawn(argv))
 
     async def put_tree(self, files: Mapping[str, bytes], directory: str) -> None:
-        """Write files into a new directory, visible all at once."""
+        """Write files into a new directory, which appears complete."""
         try:
             await asyncio.to_thread(_put_tree, files, Path(directory))
         except OSError as error:
             raise HostError(f"local: {error.filename}: {error.strerror}") from error
 
     async def get(self, path: str) -> bytes:
-        """The contents of a file."""
+        """Read a file."""
         try:
             return await asyncio.to_thread(Path(path).read_bytes)
         except OSError as error:
             raise HostError(f"local: {path}: {error.strerror}") from error
 
     async def dial(self, port: int) -> Endpoint:
-        """The port itself."""
+        """Return the port itself."""
         return Endpoint("tcp", f"127.0.0.1:{port}", port)
 
 
@@ -83,16 +85,20 @@ class ProcessStream:
 
     @property
     def errors(self) -> str:
-        """The end of what it has written to standard error."""
+        """The end of the process's standard error."""
         return self._errors.decode(errors="replace").strip()
 
     async def readline(self) -> bytes:
-        """The next line of standard output."""
+        """Read the next line of standard output."""
         assert self._process.stdout is not None
         return await self._process.stdout.readline()
 
     async def write(self, data: bytes) -> None:
-        """Write to standard input."""
+        """Write to standard input.
+
+        Raises:
+            HostLost: the process reads no more.
+        """
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(data)
@@ -101,7 +107,7 @@ class ProcessStream:
             raise HostLost(f"local: process {self._process.pid} does not read any more") from error
 
     async def close(self) -> None:
-        """End the process."""
+        """Kill the process and wait for its end."""
         _kill(self._process)
         await self._process.wait()
         await self._listening
@@ -141,5 +147,5 @@ def _put_tree(files: Mapping[str, bytes], directory: Path) -> None:
         os.rename(draft, directory)
     except OSError:
         shutil.rmtree(draft, ignore_errors=True)
-        if not directory.exists():  # somebody else was faster otherwise, with the same files
+        if not directory.exists():  # else another process has put the same files there
             raise

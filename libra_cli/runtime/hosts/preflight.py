@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a host before anything is started on it."""
+"""Checks whether a host can do its part of a plan, before anything is started on it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ from collections.abc import Iterator
 
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.cluster.placement import slots_of
+from libra_cli.core.launch.rollout_backend import rollout_backend
+from libra_cli.core.launch.trainer_backend import trainer_backend
 from libra_cli.core.types import Plan, node_of
-from libra_cli.runtime.hosts.agent_messages import NodeFacts
-from libra_cli.runtime.hosts.host import Gpu
-
-PACKAGES = {
-    "rollout": ("vllm", "torch", "transformers"),
-    "train": ("accelerate", "torch", "transformers", "msgpack", "safetensors"),
-}
-"""Python packages each half needs on its hosts."""
+from libra_cli.runtime.hosts.agent_messages import Gpu, NodeFacts
 
 MAX_CLOCK_SKEW_S = 5.0
 MIN_SHM_BYTES = 256 * 2**20
@@ -23,9 +18,12 @@ MIN_SHM_BYTES = 256 * 2**20
 def problems(
     recipe: Recipe, plan: Plan, node: NodeSpec, seen: NodeFacts, *, now: float
 ) -> list[str]:
-    """Every reason why this host cannot do its part, each with what to do about it."""
+    """Return every reason why this host cannot do its part, each with what to do about it.
+
+    ``now`` is the controller's clock in seconds since the epoch.
+    """
     return [
-        *_packages(plan, node, seen),
+        *_packages(recipe, plan, node, seen),
         *_gpus(recipe, node, seen),
         *_model(recipe, seen),
         *_room(seen),
@@ -33,16 +31,25 @@ def problems(
     ]
 
 
+def packages_needed(recipe: Recipe) -> dict[str, tuple[str, ...]]:
+    """The Python packages that each half needs on its hosts."""
+    return {
+        "rollout": rollout_backend(recipe.rollout.backend).packages,
+        "train": trainer_backend(recipe.training.backend).packages,
+    }
+
+
 def _halves(plan: Plan, node: NodeSpec) -> list[str]:
-    """Of a run, that it takes part in now or may later."""
+    """The halves of a run (``rollout``, ``train``) that a node is part of now or may be later."""
     elastic = bool({"hybrid", "auto"} & set(node.slot_pools))
     serves = elastic or any(node_of(slot) == node.name for slot, _ in plan.servers)
     trains = elastic or any(node_of(slot) == node.name for slot in plan.train)
     return [half for half, used in (("rollout", serves), ("train", trains)) if used]
 
 
-def _packages(plan: Plan, node: NodeSpec, seen: NodeFacts) -> Iterator[str]:
-    needed = {name for half in _halves(plan, node) for name in PACKAGES[half]}
+def _packages(recipe: Recipe, plan: Plan, node: NodeSpec, seen: NodeFacts) -> Iterator[str]:
+    packages = packages_needed(recipe)
+    needed = {name for half in _halves(plan, node) for name in packages[half]}
     missing = sorted(needed - set(seen.packages))
     if missing:
         extra = "gpu" if node.gpus else "cpu"

@@ -1,8 +1,8 @@
-"""The transport over SSH: paramiko for the wire, asyncio for everything else.
+"""The transport to a host over SSH, with paramiko behind an asyncio interface.
 
-One connection a host (and one for each jump host before it), a handful of threads for what blocks,
-and descriptors for what does not. A lost connection is not repaired here: calls raise ``HostLost``
-until somebody calls ``connect`` again. Endpoints given out by ``dial`` stay the same throughout.
+There is one connection for each host (and one for each jump host before it). Calls that block run
+on a few threads; reading waits on descriptors. A lost connection is not repaired here: calls raise
+``HostLost`` until somebody calls ``connect`` again. Endpoints given out by ``dial`` stay valid.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from typing import TypeVar
 import paramiko
 
 from libra_cli.config.errors import HostError, HostLost
-from libra_cli.runtime.hosts import ssh_target as hops
+from libra_cli.runtime.hosts import ssh_target
 from libra_cli.runtime.hosts.ssh_channels import ChannelStream, Forward
-from libra_cli.runtime.hosts.transport import CONNECT_S, COPY_S, OPEN_S, Completed, Endpoint
+from libra_cli.runtime.hosts.transport import CONNECT_S, COPY_S, OPEN_S, CommandResult, Endpoint
 
 T = TypeVar("T")
 
 THREADS = 8
 WINDOW = 16 * 1024**2
-"""What the host may send on a channel before it hears from us. An acknowledgement is the one thing
-the loop itself sends, so it should be rare."""
+"""Bytes that the host may send on a channel before it hears from us. Acknowledgements are sent by
+the event loop itself, so they should be rare."""
 FORBIDDEN = 1
 """SSH_OPEN_ADMINISTRATIVELY_PROHIBITED (RFC 4254, 5.1)."""
 
-# It logs every lost connection with a traceback; what matters of that is in our own errors.
+# It logs every lost connection with a traceback, and our own errors say what matters.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 
 class SshTransport:
-    """One host, reached by SSH."""
+    """A host that is reached over SSH."""
 
     default_python = "~/.libra/venv/bin/python"
 
@@ -59,7 +59,7 @@ class SshTransport:
     ) -> None:
         self.target = f"{user}@{host}" if user else host
         self.home = ""
-        self._wish = hops.SshTarget(host, user, port, identity, jump)
+        self._ssh_target = ssh_target.SshTarget(host, user, port, identity, jump)
         self._config = config
         self._known_hosts = known_hosts
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix=f"ssh {host}")
@@ -67,20 +67,25 @@ class SshTransport:
         self._clients: list[paramiko.SSHClient] = []
         self._guard = threading.Lock()
         self._attempt = 0
-        """Counts calls of ``connect`` and ``close``; a connection that comes up after its attempt
-        was given up is closed again by the thread that made it."""
+        """Counts calls of ``connect`` and ``close``: a thread whose attempt has been given up
+        closes the connection that it made."""
         self._forwards: dict[int, Forward] = {}
         self._sockets = ""
 
     async def connect(self, *, timeout_s: float = CONNECT_S) -> None:
-        """Connect through every hop and look up the home directory."""
+        """Connect through every hop and look up the home directory.
+
+        Raises:
+            HostKeyError: a hop's key is unknown or has changed.
+            HostError: a hop cannot be reached or refuses the login; the message names it.
+        """
         attempt = await self._hang_up()
-        # The deadline is that of each step of each hop; the outer one is for what has none.
+        # Each step of each hop has the deadline; the outer one is for steps that have none.
         await self._call(self._connect, attempt, timeout_s, timeout_s=3 * timeout_s)
         self.home = await self._call(self._find_home)
 
     async def close(self) -> None:
-        """Hang up, and remove the sockets of ``dial``."""
+        """Disconnect, and remove the sockets of ``dial``."""
         for forward in self._forwards.values():
             await forward.close()
         self._forwards.clear()
@@ -90,10 +95,16 @@ class SshTransport:
         if self._sockets:
             shutil.rmtree(self._sockets, ignore_errors=True)
 
-    async def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float) -> Completed:
-        """Run a command to its end. On a timeout it only loses its channel, not its life."""
+    async def run(
+        self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float
+    ) -> CommandResult:
+        """Run a command to its end. A timeout closes its channel and does not kill it.
+
+        Raises:
+            HostLost: it did not end within ``timeout_s``, or the connection broke.
+        """
         async with self._deadline(argv[0], timeout_s), self._session(argv) as stream:
-            # Both at once: a command may say a lot before it has read everything.
+            # Both at once: a command may write a lot before it has read everything.
             writing = asyncio.create_task(_feed(stream, stdin))
             stdout = bytearray()
             while data := await stream.read():
@@ -102,23 +113,23 @@ class SshTransport:
             exit_code = await stream.exit_code()
         if exit_code < 0:
             raise HostLost(f"{self.target}: {argv[0]}: the connection broke")
-        return Completed(exit_code, bytes(stdout), stream.errors.encode())
+        return CommandResult(exit_code, bytes(stdout), stream.errors.encode())
 
     async def open_stream(self, argv: Sequence[str]) -> ChannelStream:
-        """Start a command and talk to it."""
+        """Start a command and return its channel."""
         channel = await self._call(self._execute, shlex.join(argv), timeout_s=OPEN_S)
         return ChannelStream(channel, self._call)
 
     async def put_tree(self, files: Mapping[str, bytes], directory: str) -> None:
-        """Upload files into a new directory over SFTP, visible all at once."""
+        """Upload files over SFTP into a new directory, which appears complete."""
         await self._call(self._put_tree, files, directory, timeout_s=COPY_S)
 
     async def get(self, path: str) -> bytes:
-        """The contents of a file, over SFTP."""
+        """Read a file over SFTP."""
         return await self._call(self._get, path, timeout_s=COPY_S)
 
     async def dial(self, port: int) -> Endpoint:
-        """A socket in a private directory that leads to the port."""
+        """Return a socket in a private directory that leads to the port."""
         if port not in self._forwards:
             self._sockets = self._sockets or tempfile.mkdtemp(prefix="libra-")
             forward = Forward(Path(self._sockets, f"{port}.sock"), port, self._open_port)
@@ -126,12 +137,12 @@ class SshTransport:
             await forward.open()
         return self._forwards[port].endpoint
 
-    # -- on the loop ---------------------------------------------------------------------------
+    # -- in the event loop ---------------------------------------------------------------------
 
     async def _call(
         self, function: Callable[..., T], *arguments: object, timeout_s: float = OPEN_S
     ) -> T:
-        """Run something that blocks on a thread of this transport, with a deadline."""
+        """Run a blocking function on a thread of this transport, with a deadline."""
         name = function.__name__.strip("_").replace("_", " ")
         if self._is_closed:
             raise HostLost(f"{self.target}: {name}: closed")
@@ -167,25 +178,27 @@ class SshTransport:
             self._attempt += 1
             clients, self._clients = self._clients, []
             attempt = self._attempt
-        # Not on our own threads, which a dead connection may have stuck: closing it frees them.
-        await asyncio.to_thread(hops.close, clients)
+        # Not on our own threads, which a dead connection may block: closing it frees them.
+        await asyncio.to_thread(ssh_target.close, clients)
         return attempt
 
     # -- on a thread ---------------------------------------------------------------------------
 
     def _connect(self, attempt: int, timeout_s: float) -> None:
-        clients = hops.connect(hops.way(self._wish, self._config, self._known_hosts), timeout_s)
+        clients = ssh_target.connect(
+            ssh_target.resolve_route(self._ssh_target, self._config, self._known_hosts), timeout_s
+        )
         with self._guard:
             if attempt == self._attempt:
                 self._clients = clients
                 return
-        hops.close(clients)
+        ssh_target.close(clients)
 
     def _wire(self) -> paramiko.Transport:
         with self._guard:
             if not self._clients:
                 raise HostLost(f"{self.target}: not connected")
-            return hops.transport_of(self._clients[-1])
+            return ssh_target.transport_of(self._clients[-1])
 
     def _execute(self, command: str) -> paramiko.Channel:
         channel = self._wire().open_session(window_size=WINDOW, timeout=OPEN_S)
@@ -238,7 +251,7 @@ class SshTransport:
                 sftp.posix_rename(draft, directory)
             except OSError as error:
                 _discard(sftp, files, draft)
-                if not _exists(sftp, directory):  # somebody else was faster otherwise
+                if not _exists(sftp, directory):  # else another process has put it there
                     raise HostError(f"{self.target}: cannot write {draft}: {error}") from error
 
 
@@ -267,7 +280,7 @@ def _make_directories(sftp: paramiko.SFTPClient, path: str, made: set[str]) -> N
     try:
         sftp.mkdir(path, 0o700)
     except OSError:
-        if not _exists(sftp, path):  # somebody else was faster otherwise
+        if not _exists(sftp, path):  # else another process has made it
             raise
     made.add(path)
 

@@ -1,9 +1,9 @@
-"""paramiko's channels in asyncio, with no thread a channel.
+"""Adapts paramiko's channels to asyncio, without a thread for each channel.
 
-Reading  A channel has a descriptor that is readable while it has data, so the loop waits for that.
-         Then ``recv`` does not block.
-Sending  It may block: on the other side's window, on a rekey, on a dead link. So everything that
-         sends, including a close, is handed to the few threads of the transport (``Call``).
+Reading  A channel has a descriptor that is readable while it has data; the event loop waits for
+         that, and then ``recv`` does not block.
+Sending  A send may block on the other side's window, on a rekey, on a dead link. So everything
+         that sends, including a close, runs on the few threads of the transport (``Call``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 CHUNK = 64 * 1024
 ERRORS_KEPT = 16 * 1024
 SEND_S = 30.0
-"""How long the other side may leave its window shut."""
+"""How long the other side may accept no more data."""
 
 Call: TypeAlias = Callable[..., Awaitable[Any]]
 """Run a blocking function on the transport's threads; its failures become ``HostLost``."""
@@ -34,7 +34,7 @@ Dial: TypeAlias = "Callable[[int], Awaitable[ChannelStream]]"
 
 
 class ChannelStream:
-    """One channel, read by the loop."""
+    """One channel, which the event loop reads."""
 
     def __init__(self, channel: paramiko.Channel, call: Call) -> None:
         self._channel = channel
@@ -45,13 +45,13 @@ class ChannelStream:
 
     @property
     def errors(self) -> str:
-        """The end of what came on standard error."""
+        """The end of the command's standard error."""
         return self._errors.decode(errors="replace").strip()
 
     async def read(self) -> bytes:
-        """Whatever has come, or nothing at the end."""
+        """Read the data that has come; empty at the end."""
         while True:
-            # In this order: what came before the end is in the buffer when the end is seen.
+            # In this order, data that came before the end is in the buffer when the end is seen.
             has_ended = self._channel.eof_received or self._channel.closed
             self._keep_errors()
             if self._channel.recv_ready():
@@ -61,7 +61,7 @@ class ChannelStream:
             await self._readable()
 
     async def readline(self) -> bytes:
-        """The next line, or what is left of one at the end."""
+        """Read the next line; at the end the rest of one."""
         searched = 0
         while (end := self._unread.find(b"\n", searched)) < 0:
             searched = len(self._unread)
@@ -75,19 +75,19 @@ class ChannelStream:
         return line
 
     async def write(self, data: bytes) -> None:
-        """Hand over all of it."""
+        """Send all of it."""
         await self._call(self._channel.sendall, data)
 
     async def end_input(self) -> None:
-        """Tell the other side that nothing more will come."""
+        """Close the command's standard input."""
         await self._call(self._channel.shutdown_write)
 
     async def exit_code(self) -> int:
-        """What the command ended with, once it has; -1 if the connection broke instead."""
+        """Wait for the command's exit code; -1 if the connection broke instead."""
         return int(await self._call(self._channel.recv_exit_status))
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close the channel."""
         with suppress(HostError):
             await self._call(self._channel.close)
 
@@ -108,10 +108,10 @@ class ChannelStream:
 
 
 class Forward:
-    """A socket on this machine that leads to one port of a host's loopback.
+    """A Unix socket on this machine that leads to one port of a host's loopback.
 
-    Clients keep their connections to it across requests, so a channel is opened rarely. While the
-    host cannot be reached a new connection is closed at once, as if the port were shut.
+    Clients keep their connections to it across requests, so channels are opened rarely. While the
+    host cannot be reached a new connection is closed at once, as if nothing listened on the port.
     """
 
     def __init__(self, path: Path, port: int, dial: Dial) -> None:
@@ -125,7 +125,7 @@ class Forward:
         self._server = await asyncio.start_unix_server(self._accept, self.endpoint.address)
 
     async def close(self) -> None:
-        """Stop listening and hang up on everybody."""
+        """Stop listening and close all connections."""
         if self._server is not None:
             self._server.close()
         for connection in self._connections:
@@ -142,7 +142,7 @@ class Forward:
         try:
             channel = await self._dial(self.endpoint.port)
         except HostError as error:
-            # That nobody answers is everyday life; that nobody may ask is not.
+            # A port where nobody listens is usual; a host that forbids forwarding is not.
             level = logging.INFO if isinstance(error, HostLost) else logging.WARNING
             log.log(level, "%s", error)
             writer.close()

@@ -1,7 +1,7 @@
-"""The way to an SSH host: what ``~/.ssh/config`` says about it, and one connection a hop.
+"""Resolves the route to an SSH host from ``~/.ssh/config``, and connects through its hops.
 
-Blocking code, for a thread. A host key is trusted only if a known-hosts file has it. Every failure
-names the hop that failed, who is to blame, and a command that shows or fixes it.
+All calls block and belong on a thread. A host key is trusted only if a known-hosts file has it.
+Every error names the hop that failed, the cause, and a command that shows or fixes it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from libra_cli.config.errors import HostError, HostKeyError
 
 KEEPALIVE_S = 15
 UNACKNOWLEDGED_MS = 30_000
-"""After this long without a sign of life the kernel ends the connection, and with it whatever
-thread is stuck in sending."""
+"""How long sent data may stay unacknowledged before the kernel ends the connection, which frees a
+thread that is blocked in sending."""
 SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One SSH server on the way, as the configuration describes it."""
+    """One SSH server of a route, as the configuration describes it."""
 
     address: str
     port: int
@@ -41,7 +41,7 @@ class Hop:
 
     @property
     def command(self) -> str:
-        """How to reach it by hand."""
+        """The command that reaches it by hand."""
         port = f"-p {self.port} " if self.port != 22 else ""
         return f"ssh {port}{self.user}@{self.address}"
 
@@ -53,7 +53,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class SshTarget:
-    """What the recipe says about a host. None leaves it to the configuration."""
+    """The recipe's settings of a host. None leaves a setting to ``~/.ssh/config``."""
 
     host: str
     user: str | None = None
@@ -62,26 +62,30 @@ class SshTarget:
     jump: str | None = None
 
 
-def way(wish: SshTarget, config_path: str, known_hosts: str | None) -> list[Hop]:
-    """Every server on the way to a host, the host last."""
+def resolve_route(target: SshTarget, config_path: str, known_hosts: str | None) -> list[Hop]:
+    """Return the hops of the route to a host, the host last.
+
+    Raises:
+        HostError: the configuration has a ProxyCommand for it.
+    """
     path = Path(config_path).expanduser()
     config = paramiko.SSHConfig.from_path(str(path)) if path.exists() else paramiko.SSHConfig()
-    entry = config.lookup(wish.host)
-    if entry.get("proxycommand", "none") != "none" and wish.jump is None:
+    entry = config.lookup(target.host)
+    if entry.get("proxycommand", "none") != "none" and target.jump is None:
         raise HostError(
-            f"{wish.host}: {path} has a ProxyCommand for it, which libra does not run",
+            f"{target.host}: {path} has a ProxyCommand for it, which libra does not run",
             hint="use ProxyJump in the configuration, or `jump` in the recipe",
         )
     hops = []
-    for jump in _jumps(wish.jump or entry.get("proxyjump", "none")):
+    for jump in _jumps(target.jump or entry.get("proxyjump", "none")):
         # The identity is offered to jump hosts too: a recipe has no other place to name one.
-        hops += way(_parse_jump(jump, wish.identity), config_path, known_hosts)
-    identities = [wish.identity] if wish.identity else entry.get("identityfile", [])
+        hops += resolve_route(_parse_jump(jump, target.identity), config_path, known_hosts)
+    identities = [target.identity] if target.identity else entry.get("identityfile", [])
     trusted = [known_hosts] if known_hosts else _known_hosts(entry)
     hop = Hop(
         address=entry["hostname"],
-        port=wish.port or int(entry.get("port", 22)),
-        user=wish.user or entry.get("user") or getpass.getuser(),
+        port=target.port or int(entry.get("port", 22)),
+        user=target.user or entry.get("user") or getpass.getuser(),
         identities=tuple(os.path.expanduser(one) for one in identities),
         known_hosts=tuple(os.path.expanduser(one) for one in trusted),
         use_agent=entry.get("identitiesonly", "no") != "yes",
@@ -90,7 +94,12 @@ def way(wish: SshTarget, config_path: str, known_hosts: str | None) -> list[Hop]
 
 
 def connect(hops: Sequence[Hop], timeout_s: float) -> list[paramiko.SSHClient]:
-    """A connection through every hop; the last one is to the host. All of them or none."""
+    """Connect through every hop and return all connections; the last one is to the host.
+
+    Raises:
+        HostKeyError: a hop's key is unknown or has changed.
+        HostError: a hop cannot be reached or refuses the login; all connections are closed.
+    """
     clients: list[paramiko.SSHClient] = []
     try:
         for hop in hops:
@@ -103,13 +112,13 @@ def connect(hops: Sequence[Hop], timeout_s: float) -> list[paramiko.SSHClient]:
 
 
 def close(clients: Sequence[paramiko.SSHClient]) -> None:
-    """Hang up, the far end first."""
+    """Close the connections, the last hop first."""
     for client in reversed(clients):
         client.close()
 
 
 def transport_of(client: paramiko.SSHClient) -> paramiko.Transport:
-    """The connection of a client that has been connected."""
+    """Return the transport of a client that has been connected."""
     transport = client.get_transport()
     assert transport is not None, "a client of ours is connected or forgotten"
     return transport
@@ -172,7 +181,7 @@ def _login(
 
 
 class _Refuse(paramiko.MissingHostKeyPolicy):
-    """An unknown key is an error, with the command that makes it known."""
+    """Refuses an unknown key, with the command that makes it known."""
 
     def __init__(self, hop: Hop, is_reached_by_jump: bool) -> None:
         self._hop = hop

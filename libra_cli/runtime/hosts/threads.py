@@ -1,8 +1,8 @@
-"""Daemon threads for code that may never return.
+"""Daemon threads for functions that may never return.
 
-A thread serves one function at a time and is reused for the next; one that is stuck is simply never
-idle again, and the next function gets a new thread. So there is nothing that could fill up, a stuck
-thread keeps no process from ending, and the usual call costs a wake-up instead of a new stack.
+A thread runs one function at a time and is reused for the next; a thread that is stuck is never
+idle again, and the next function gets a new one. So stuck functions block neither others nor the
+end of the process, and a usual call wakes a thread instead of starting one.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _Inbox: TypeAlias = "SimpleQueue[Callable[[], object] | None]"
 
 
 class Threads:
-    """``run`` and ``close`` are for one thread, the owner's; functions may not raise."""
+    """Runs functions, which may not raise. ``run`` and ``close`` belong to the owner's thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._closed = False
         self._idle: list[_Inbox] = []
-        """Inboxes of the threads that wait. Both ends use only pop and append, which are atomic."""
+        """Inboxes of the idle threads. All threads use only pop and append, which are atomic."""
 
     def run(self, function: Callable[[], object]) -> None:
-        """Call the function in a thread that does nothing else meanwhile."""
+        """Call the function in a thread of its own."""
         try:
             inbox = self._idle.pop()
         except IndexError:
@@ -37,9 +37,9 @@ class Threads:
         inbox.put(function)
 
     def close(self) -> None:
-        """End the threads: the idle ones now, the others as soon as they come back."""
+        """End the idle threads now, and the others when their functions return."""
         self._closed = True
-        with contextlib.suppress(IndexError):  # both ends may come here at the same time
+        with contextlib.suppress(IndexError):  # owner and thread may be here at the same time
             while True:
                 self._idle.pop().put(None)
 
@@ -50,4 +50,4 @@ class Threads:
             del function
             self._idle.append(inbox)
             if self._closed:
-                self.close()  # it may have looked before this thread was idle
+                self.close()  # the owner may have called it before this thread was idle

@@ -1,7 +1,7 @@
-"""The seam to a host: run a command, hold a line, put files, reach a port.
+"""The protocol of a transport to a host: run a command, open a stream, put files, reach a port.
 
-``ssh`` and ``local`` implement ``Transport``; nothing above them knows which it talks to. Every
-call has a deadline, and raises ``HostError`` (or one of its kinds) that names the host.
+``ssh`` and ``local`` implement ``Transport``; their callers do not know which one they use. Every
+call has a deadline, and raises a ``HostError`` (or a subclass) that names the host.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ LINE_LIMIT = 64 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
-class Completed:
-    """A command that has ended."""
+class CommandResult:
+    """The exit code and the output of a command that has ended."""
 
     exit_code: int
     stdout: bytes
     stderr: bytes
 
     @property
-    def story(self) -> str:
-        """The last thing it said, for an error message."""
-        said = (self.stderr.strip() or self.stdout.strip()).decode(errors="replace")
-        return said.rpartition("\n")[2] or f"exit code {self.exit_code}"
+    def last_words(self) -> str:
+        """The last line of its output, for an error message."""
+        output = (self.stderr.strip() or self.stdout.strip()).decode(errors="replace")
+        return output.rpartition("\n")[2] or f"exit code {self.exit_code}"
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a client on this machine finds a port of a host's loopback."""
+    """An address on this machine that leads to a port of a host's loopback."""
 
     kind: Literal["tcp", "unix"]
     address: str
@@ -43,33 +43,33 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """The base of HTTP URLs. With a socket only its path decides where a request goes."""
+        """The base of HTTP URLs. A client of a socket uses it for the ``Host`` header only."""
         return f"http://127.0.0.1:{self.port}"
 
 
 class ByteStream(Protocol):
-    """Standard input and output of a command that goes on."""
+    """Standard input and output of a running command."""
 
     @property
     def errors(self) -> str:
-        """The end of what it has written to standard error so far."""
+        """The end of its standard error so far."""
 
     async def readline(self) -> bytes:
-        """The next line with its newline, or nothing at the end."""
+        """Read the next line with its newline; empty at the end."""
 
     async def write(self, data: bytes) -> None:
-        """Hand over all of it."""
+        """Send all of it."""
 
     async def close(self) -> None:
-        """Hang up. The command sees the end of its input."""
+        """Close the stream. The command sees the end of its input."""
 
 
 class Transport(Protocol):
-    """One way to a host."""
+    """A way to run commands on one host."""
 
     @property
     def target(self) -> str:
-        """The host for people, in the form that ``ssh`` understands."""
+        """The host's name for messages, in the form that ``ssh`` understands."""
 
     @property
     def home(self) -> str:
@@ -80,24 +80,31 @@ class Transport(Protocol):
         """The interpreter for node code where the recipe names none; may begin with ``~/``."""
 
     async def connect(self, *, timeout_s: float = CONNECT_S) -> None:
-        """Connect, or connect again in place of a connection that was lost."""
+        """Connect, or replace a connection that was lost."""
 
     async def close(self) -> None:
-        """End the connection and everything that goes through it, for good."""
+        """End the connection and everything that goes through it, finally."""
 
-    async def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float) -> Completed:
+    async def run(
+        self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float
+    ) -> CommandResult:
         """Run a command to its end."""
 
     async def open_stream(self, argv: Sequence[str]) -> ByteStream:
-        """Start a command and talk to it."""
+        """Start a command and return its stream."""
 
     async def put_tree(self, files: Mapping[str, bytes], directory: str) -> None:
-        """Create a directory with these files. It appears complete or not at all; one that exists
-        is left as it is."""
+        """Create a directory with these files, by name and content.
+
+        It appears complete or not at all; one that exists is left as it is.
+        """
 
     async def get(self, path: str) -> bytes:
-        """The contents of a file."""
+        """Read a file."""
 
     async def dial(self, port: int) -> Endpoint:
-        """A way to a port of the host's loopback. It stays valid across reconnects, and each new
-        connection to it needs the port to be open only then."""
+        """Return an endpoint that leads to a port of the host's loopback.
+
+        It stays valid when the transport connects again. Something must listen on the port only
+        when a client connects.
+        """

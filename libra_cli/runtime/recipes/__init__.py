@@ -1,1 +1,1 @@
-"""A recipe file in, a ``Recipe`` out, or every problem at once with its line."""
+"""Reads recipe files, and reports all their problems at once with their lines."""

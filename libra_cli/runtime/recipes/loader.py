@@ -1,17 +1,17 @@
-"""A recipe file in, a ``Recipe`` out, or every problem at once as ``path:line: key: reason``.
+"""Loads a recipe file, or reports all its problems at once as ``path:line: key: reason``.
 
-The steps, each of which adds to one list of problems instead of stopping:
+Each step adds to one list of problems instead of stopping:
 
-1. YAML to plain values plus the line of every key (``show.positions``).
-2. ``${NAME}`` is replaced, in ``environment.secrets`` only; there nothing else is accepted, so that
+1. ``yaml_lines`` parses the YAML to plain values and the line of every key.
+2. ``${NAME}`` is replaced, in ``environment.secrets`` only; nothing else is accepted there, so that
    no secret is ever written in a recipe.
 3. Ranges of hosts are expanded; a problem keeps the line of the range.
 4. The models of ``config.recipe`` check types, ranges and unknown keys, strictly: ``"8"`` is not a
    number.
-5. What was wrong is put aside and the rules between fields are checked on the rest, so that a
-   typing error does not hide a rule that is broken elsewhere. A rule that involves a field already
-   found wrong stays silent.
-6. The initial plan is made once, so that a bucket no slot can serve has a line too.
+5. Wrong values are put aside and the rules between fields are checked on the rest, so that a typing
+   error does not hide a rule that is broken elsewhere. A rule about a wrong field is not checked.
+6. The plug-ins that it names are found, and the initial plan is made once, so that a bucket that
+   no slot can serve has a line too.
 """
 
 from __future__ import annotations
@@ -30,54 +30,57 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 import libra_cli
-from libra_cli.config.errors import RecipeError, did_you_mean
+from libra_cli.config.errors import PluginError, RecipeError, did_you_mean
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.rules import Problem, RuleError, expand_range
 from libra_cli.core.cluster.placement import PlanError, initial_plan
+from libra_cli.core.launch.rollout_backend import ROLLOUT_BACKENDS
+from libra_cli.core.launch.trainer_backend import TRAINER_BACKENDS
+from libra_cli.core.scheduling.policy import POLICIES
 from libra_cli.runtime.recipes.yaml_lines import Loc, NotYaml, read_yaml
 
 _SECRETS: Loc = ("environment", "secrets")
 _SECRET = re.compile(r"^\$\{([A-Za-z_][A-Za-z0-9_]*)\}$")
 _LIKE_A_SECRET = re.compile(r"\$\{[^}]*\}")
 _STAND_INS: dict[str, Any] = {"model": {"path": "x"}, "nodes": [{"host": "x", "slots": 2}]}
-"""In place of what is missing or wrong and has no default, while the rest is checked."""
+"""Values that replace missing or wrong ones without a default, while the rest is checked."""
 
 
 @dataclass(slots=True)
 class _Draft:
-    """What is known of a file so far. ``lines`` maps the place of a key to where it was written."""
+    """The problems found in a file so far. ``lines`` maps the place of a key to its line."""
 
     path: str
     lines: dict[Loc, int] = field(default_factory=dict)
     problems: dict[tuple[int, str, str], None] = field(default_factory=dict)
     origin: list[int] = field(default_factory=list)
-    """The position in the file of each node, after ranges were expanded."""
+    """For each node after expansion, its index in the file's list of nodes."""
     wrong: list[Loc] = field(default_factory=list)
-    """Places already found wrong, after expansion."""
+    """Places that were found wrong, after expansion."""
 
     def line(self, loc: Loc) -> int:
-        """The line of that place, or of the nearest thing around it that was written."""
+        """Return the line of a place, or of the nearest place around it that the file has."""
         while loc and loc not in self.lines:
             loc = loc[:-1]
         return self.lines.get(loc, 1)
 
     def written(self, loc: Loc) -> Loc:
-        """The same place in the file, before ranges were expanded."""
+        """Return the place in the file of a place after expansion."""
         if len(loc) > 1 and loc[0] == "nodes" and isinstance(loc[1], int) and self.origin:
             return ("nodes", self.origin[loc[1]], *loc[2:])
         return loc
 
     def add(self, loc: Loc, reason: str) -> None:
-        """Note a problem once; ``loc`` is a place in the file."""
+        """Add a problem at a place in the file, once."""
         self.problems.setdefault((self.line(loc), _key(loc), reason))
 
     def note(self, loc: Loc, reason: str) -> None:
-        """Add a problem at a place after expansion, and remember that the place is wrong."""
+        """Add a problem at a place after expansion, and mark the place as wrong."""
         self.add(self.written(loc), reason)
         self.wrong.append(loc)
 
     def error(self) -> RecipeError:
-        """All of it, in the order of the file."""
+        """Return all problems as one error, in the order of the file."""
         lines = [
             f"{self.path}:{line}: {key}: {reason}" if key else f"{self.path}:{line}: {reason}"
             for line, key, reason in sorted(self.problems, key=lambda problem: problem[:2])
@@ -89,9 +92,13 @@ class _Draft:
 
 
 def load_recipe(path: Path, environ: Mapping[str, str] | None = None) -> Recipe:
-    """The recipe in that file; ``RecipeError`` with a line for every problem.
+    """Load a recipe file.
 
-    ``recipes/...`` that is not there is looked up among the recipes that came with libra.
+    A missing ``recipes/...`` is looked up among the recipes that came with libra. ``environ``
+    replaces the environment variables of this process.
+
+    Raises:
+        RecipeError: the file cannot be read, or the recipe is wrong; with a line for each problem.
     """
     shipped = Path(libra_cli.__file__).parent / path
     if path.parts[:1] == ("recipes",) and not path.exists() and shipped.is_file():
@@ -144,7 +151,7 @@ def _read_secret(
 ) -> None:
     match = _SECRET.match(text)
     secrets = data["environment"]["secrets"]
-    # Whatever is wrong with it, the text itself never reaches a model, a message or a log.
+    # Right or wrong, the text itself never reaches a model, a message or a log.
     secrets[loc[2]] = ""
     if match is None:
         draft.add(loc, "must be ${VARIABLE}: a secret does not belong in a recipe")
@@ -232,7 +239,7 @@ def _resolve_tasks(data: dict[str, Any], draft: _Draft, path: Path) -> None:
 
 
 def _validate(data: dict[str, Any], draft: _Draft) -> Recipe | None:
-    """Check, put aside what is wrong, check again: at most one pass a layer of the models."""
+    """Check, put wrong values aside, check again: at most one pass for each level of models."""
     data = copy.deepcopy(data)
     recipe: Recipe | None = None
     for _ in range(4):
@@ -244,15 +251,36 @@ def _validate(data: dict[str, Any], draft: _Draft) -> Recipe | None:
             if not _note(error, data, draft):
                 return None
     if recipe is not None:
-        try:
-            initial_plan(recipe)
-        except PlanError as error:
-            _note_rules((error.problem,), draft)
+        _note_rules(tuple(_plugin_problems(recipe)) or _plan_problems(recipe), draft)
     return recipe
 
 
+def _plugin_problems(recipe: Recipe) -> Iterator[Problem]:
+    """The names of plug-ins that lead nowhere; none is imported, since some need torch."""
+    named = [
+        ("rollout.backend", ROLLOUT_BACKENDS, recipe.rollout.backend),
+        ("training.backend", TRAINER_BACKENDS, recipe.training.backend),
+        ("training.loss", LOSSES, recipe.training.loss),
+        ("scheduler.policy", POLICIES, recipe.scheduler.policy),
+    ]
+    named += [(f"run.monitors[{n}]", MONITORS, name) for n, name in enumerate(recipe.run.monitors)]
+    for key, group, name in named:
+        try:
+            group.check(name)
+        except PluginError as error:
+            yield Problem((key,), f"{error} ({error.hint})")
+
+
+def _plan_problems(recipe: Recipe) -> tuple[Problem, ...]:
+    try:
+        initial_plan(recipe)
+    except PlanError as error:
+        return (error.problem,)
+    return ()
+
+
 def _note(error: ValidationError, data: dict[str, Any], draft: _Draft) -> bool:
-    """Add what pydantic found; whether another pass over the rest makes sense."""
+    """Add the problems that pydantic found; tell whether another pass makes sense."""
     removed = False
     for details in error.errors(include_url=False):
         cause = details.get("ctx", {}).get("error")
@@ -280,7 +308,7 @@ def _overlap(one: Loc, other: Loc) -> bool:
 
 
 def _put_aside(data: dict[str, Any], loc: Loc) -> bool:
-    """Let the default, or a stand-in, take the place of what is wrong; False if nothing can."""
+    """Replace a wrong value by its default or a stand-in; False if it has neither."""
     while loc and isinstance(loc[-1], int):
         loc = loc[:-1]
     if not loc:
@@ -338,7 +366,7 @@ _PLAIN_REASONS = {
 
 
 def _fields_at(loc: Loc) -> list[str]:
-    """The keys that may stand at that place."""
+    """Return the keys that a place may have."""
     model: Any = Recipe
     for part in loc:
         if isinstance(part, int):

@@ -1,8 +1,8 @@
-"""YAML text in, plain values and the line of every key out.
+"""Parses YAML text to plain values and the line of every key.
 
 Scalars follow YAML 1.2's core schema: ``2e-4`` is a number, ``on`` and ``yes`` are strings, ``010``
-is ten. Keys given twice are a problem each; anchors, aliases, tags and several documents are
-refused, since every value of a recipe stands where it is used.
+is ten. A key that is given twice is a problem. Anchors, aliases, tags and several documents are
+refused, since every value of a recipe is written where it is used.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any, TypeAlias
 import yaml
 
 Loc: TypeAlias = tuple[str | int, ...]
+"""A place in a document: the keys and list indices that lead to a value."""
 
 
 class NotYaml(Exception):
-    """The text cannot be read at all."""
+    """The text cannot be parsed; ``line`` counts from 1."""
 
     def __init__(self, line: int, reason: str) -> None:
         super().__init__(reason)
@@ -28,7 +29,7 @@ class NotYaml(Exception):
 
 @dataclass(slots=True)
 class Document:
-    """Plain values, where each was written, and what was wrong: ``(line, place, reason)``."""
+    """Plain values, the line of each, and the problems as ``(line, place, reason)``."""
 
     value: Any = None
     lines: dict[Loc, int] = field(default_factory=dict)
@@ -36,7 +37,7 @@ class Document:
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes; never constructs an object."""
+    """Composes nodes and never constructs an object."""
 
     # Not inherited: SafeLoader's resolvers are YAML 1.1's.
     yaml_implicit_resolvers = {}  # noqa: RUF012
@@ -77,7 +78,11 @@ for _tag, _pattern, _first in (
 
 
 def read_yaml(text: str) -> Document:
-    """The one document in ``text``; ``NotYaml`` if there is none."""
+    """Parse the one document in ``text``.
+
+    Raises:
+        NotYaml: the text is empty, no YAML, or more than one document.
+    """
     document = Document()
     try:
         loader = _Loader(text)

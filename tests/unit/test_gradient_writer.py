@@ -23,7 +23,7 @@ VERSION = "v000006-e1"
 
 
 class OneRank:
-    """As much of ``PolicyModel`` as a handover asks for."""
+    """As much of ``PolicyModel`` as a writer asks for."""
 
     world, rank, sharded = 1, 0, False
     device = torch.device("cpu")
@@ -56,26 +56,26 @@ class Gate(torch.autograd.Function):  # type: ignore[misc,name-defined]
 
 
 @pytest.fixture
-def board() -> GradientStore:
+def store() -> GradientStore:
     return GradientStore(incarnation=3)
 
 
 @pytest.fixture
-def port(board: GradientStore) -> Iterator[int]:
-    server = serve(board, bind="127.0.0.1", port=0, token="of-this-run")
+def port(store: GradientStore) -> Iterator[int]:
+    server = serve(store, bind="127.0.0.1", port=0, token="of-this-run")
     yield server.server_address[1]
     server.shutdown()
     server.server_close()
 
 
 def test_upper_layers_are_fetched_before_the_gradients_of_lower_ones_exist(
-    board: GradientStore, port: int, tmp_path: Path
+    store: GradientStore, port: int, tmp_path: Path
 ):
     lower, upper, unused = torch.nn.Linear(4, 3), torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)
     model = torch.nn.ModuleDict({"lower": lower, "upper": upper, "unused": unused})
-    handover = GradientWriter(cast(PolicyModel, OneRank(model)), board, tmp_path / "outbox")
-    board.begin(7, VERSION)
-    handover.begin(7)
+    writer = GradientWriter(cast(PolicyModel, OneRank(model)), store, tmp_path / "outbox")
+    store.begin(7, VERSION)
+    writer.begin(7)
     wanted = {
         name: Rows(tuple(one.shape), 0, one.shape[0]) for name, one in model.named_parameters()
     }
@@ -91,16 +91,16 @@ def test_upper_layers_are_fetched_before_the_gradients_of_lower_ones_exist(
             time.sleep(0.005)
         seen.append(set(fetch.rows))
         assert lower.weight.grad is not None  # of the first pass
-        assert board.wanted()
+        assert store.wanted()
 
     inputs = torch.randn(8, 4)
-    handover.before(last=False)
+    writer.before(last=False)
     upper(lower(inputs[:4])).sum().backward()
     assert not fetch.rows
-    handover.before(last=True)
+    writer.before(last=True)
     upper(Gate.apply(lower(inputs[4:]), upper_is_fetched)).sum().backward()
-    handover.finish()
-    board.done(7, [0.0] * 7, 8, 0.1)
+    writer.finish()
+    store.done(7, {"loss": 1.0}, 8, 0.1)
     assert fetch.settle(time.monotonic(), DEADLINE_S).problem == ""
     assert seen == [{"upper.weight", "upper.bias"}]
     expected = torch.autograd.grad(upper(lower(inputs)).sum(), [lower.weight, upper.weight])
@@ -110,13 +110,13 @@ def test_upper_layers_are_fetched_before_the_gradients_of_lower_ones_exist(
 
 
 def test_files_of_a_share_go_when_the_next_comes_and_all_of_them_at_the_end(
-    board: GradientStore, tmp_path: Path
+    store: GradientStore, tmp_path: Path
 ):
     model = torch.nn.ModuleDict({"layer": torch.nn.Linear(2, 2)})
-    handover = GradientWriter(cast(PolicyModel, OneRank(model)), board, tmp_path / "outbox")
+    writer = GradientWriter(cast(PolicyModel, OneRank(model)), store, tmp_path / "outbox")
     for step in (7, 8):
-        handover.begin(step)
-        handover.finish()
+        writer.begin(step)
+        writer.finish()
         assert [path.name for path in (tmp_path / "outbox").iterdir()] == [f"step-{step:06d}"]
-    handover.clear()
+    writer.clear()
     assert not (tmp_path / "outbox").exists()

@@ -1,4 +1,4 @@
-"""A share's way from the worker's side channel to a rank of the core, over real HTTP."""
+"""A share's way from the gradient server of a worker to a rank of the trainer, over real HTTP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from libra_cli.config.errors import TrainerError
 from libra_cli.node.gradient.client import GradientClient, Rows
-from libra_cli.node.gradient.server import GradientsFinished, GradientStore, Piece, serve
+from libra_cli.node.gradient.server import FinishedGradient, GradientStore, Piece, serve
 from libra_cli.node.http import Blob, Reply
 from libra_cli.node.trainer.samples import read_samples
 from libra_cli.node.trainer.shares import WorkerShare, read_shares, rows_of
@@ -34,33 +34,33 @@ BIAS: NDArray[np.float32] = np.array(0.5, dtype="<f4")
 
 
 @pytest.fixture
-def board(tmp_path: Path) -> GradientStore:
+def store(tmp_path: Path) -> GradientStore:
     """A share of step 7 that is under way; of its two tensors the scalar is not finished."""
-    board = GradientStore(incarnation=3)
-    board.begin(7, "v000006-e1")
-    board.finish("weight", in_pieces(tmp_path, world=2))
-    return board
+    store = GradientStore(incarnation=3)
+    store.begin(7, "v000006-e1")
+    store.finish("weight", in_pieces(tmp_path, world=2))
+    return store
 
 
-def in_pieces(directory: Path, *, world: int) -> GradientsFinished:
+def in_pieces(directory: Path, *, world: int) -> FinishedGradient:
     pieces = []
     for rank in range(world):
         start, stop = rows_of(5, rank=rank, world=world)
         path = directory / f"weight.{rank}"
         VALUES[start:stop].tofile(path)
         pieces.append(Piece(path, start, stop))
-    return GradientsFinished((5, 3), pieces)
+    return FinishedGradient((5, 3), pieces)
 
 
-def complete(board: GradientStore, directory: Path, step: int = 7) -> None:
+def complete(store: GradientStore, directory: Path, step: int = 7) -> None:
     BIAS.tofile(directory / "bias")
-    board.finish("bias", GradientsFinished((), [Piece(directory / "bias", 0, 1)]))
-    board.done(step, [1.0] * 7, 20, 0.5)
+    store.finish("bias", FinishedGradient((), [Piece(directory / "bias", 0, 1)]))
+    store.done(step, {"loss": 1.0}, 20, 0.5)
 
 
 @pytest.fixture
-def port(board: GradientStore) -> Iterator[int]:
-    server = serve(board, bind="127.0.0.1", port=0, token=TOKEN)
+def port(store: GradientStore) -> Iterator[int]:
+    server = serve(store, bind="127.0.0.1", port=0, token=TOKEN)
     yield server.server_address[1]
     server.shutdown()
     server.server_close()
@@ -117,17 +117,17 @@ def test_a_gradient_is_refused_that_is_old_or_not_there(
     assert ask(port, "/gradient", GRADIENT | changes)[0] == status
 
 
-def test_nothing_of_a_share_is_served_once_the_next_is_taken(board: GradientStore, port: int):
+def test_nothing_of_a_share_is_served_once_the_next_is_taken(store: GradientStore, port: int):
     assert ask(port, "/gradient", GRADIENT)[0] == HTTPStatus.OK
-    board.begin(8, "v000007-e1")
+    store.begin(8, "v000007-e1")
     assert ask(port, "/gradient", GRADIENT)[0] == HTTPStatus.CONFLICT
     assert ask(port, "/share", {**ABOUT, "wait_s": 5})[0] == HTTPStatus.CONFLICT
 
 
-def test_a_share_that_is_done_late_does_not_end_the_next_one(board: GradientStore):
-    board.begin(8, "v000007-e1")
-    board.done(7, [1.0] * 7, 20, 0.5)
-    assert board.wanted()
+def test_a_share_that_is_done_late_does_not_end_the_next_one(store: GradientStore):
+    store.begin(8, "v000007-e1")
+    store.done(7, {"loss": 1.0}, 20, 0.5)
+    assert store.wanted()
 
 
 @given(
@@ -146,20 +146,20 @@ def test_any_rows_are_read_whatever_the_worker_s_world(
         values[start:stop].tofile(directory / str(rank))
         pieces.append(Piece(directory / str(rank), start, stop))
     first, last = sorted(min(one, rows) for one in cut)
-    assert GradientsFinished((rows, 2), pieces).read(first, last) == values[first:last].tobytes()
+    assert FinishedGradient((rows, 2), pieces).read(first, last) == values[first:last].tobytes()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_ranks_of_the_core_get_their_rows_and_together_everything(
-    board: GradientStore, port: int, tmp_path: Path, world: int
+def test_the_ranks_of_the_trainer_get_their_rows_and_together_everything(
+    store: GradientStore, port: int, tmp_path: Path, world: int
 ):
-    complete(board, tmp_path)
+    complete(store, tmp_path)
     parts, bias = [], []
     for rank in range(world):
         one = fetch(port, rank=rank, world=world)
         arrival = one.settle(time.monotonic(), DEADLINE_S)
         assert arrival.problem == ""
-        assert (arrival.sums, arrival.seconds) == ((1.0,) * 7, 0.5)
+        assert (arrival.sums, arrival.seconds) == ({"loss": 1.0}, 0.5)
         parts.append(one.rows["weight"])
         bias.append(one.rows["bias"])
         assert arrival.bytes == parts[-1].nbytes + bias[-1].nbytes
@@ -168,12 +168,12 @@ def test_the_ranks_of_the_core_get_their_rows_and_together_everything(
 
 
 def test_a_tensor_is_fetched_while_the_share_is_still_running(
-    board: GradientStore, port: int, tmp_path: Path
+    store: GradientStore, port: int, tmp_path: Path
 ):
     one = fetch(port)
     wait_for(lambda: "weight" in one.rows)
-    assert board.state == "running"
-    complete(board, tmp_path)
+    assert store.state == "running"
+    complete(store, tmp_path)
     assert one.settle(time.monotonic(), DEADLINE_S).problem == ""
 
 
@@ -194,10 +194,10 @@ class Damaging(GradientStore):
 
 
 def test_a_damaged_gradient_is_not_used(tmp_path: Path):
-    board = Damaging(incarnation=3)
-    board.begin(7, "v000006-e1")
-    board.finish("weight", in_pieces(tmp_path, world=1))
-    server = serve(board, bind="127.0.0.1", port=0, token=TOKEN)
+    store = Damaging(incarnation=3)
+    store.begin(7, "v000006-e1")
+    store.finish("weight", in_pieces(tmp_path, world=1))
+    server = serve(store, bind="127.0.0.1", port=0, token=TOKEN)
     arrival = fetch(server.server_address[1]).settle(time.monotonic(), DEADLINE_S)
     server.shutdown()
     server.server_close()
@@ -211,7 +211,7 @@ def test_a_damaged_gradient_is_not_used(tmp_path: Path):
         ({"token": "of-another-run"}, "/share answered 401"),
         ({"tokens": 19}, "of 20 tokens instead of 19"),
         ({"wanted": {"weight": Rows((5, 4), 0, 5)}}, r"weight is \(5, 3\) there"),
-        ({"wanted": {}}, "the core has no such tensor"),
+        ({"wanted": {}}, "the trainer has no such tensor"),
         (
             {
                 "wanted": {
@@ -225,27 +225,27 @@ def test_a_damaged_gradient_is_not_used(tmp_path: Path):
     ],
 )
 def test_a_share_that_is_not_the_one_asked_for_is_not_used(
-    board: GradientStore, port: int, tmp_path: Path, changes: dict[str, Any], reason: str
+    store: GradientStore, port: int, tmp_path: Path, changes: dict[str, Any], reason: str
 ):
-    complete(board, tmp_path)
+    complete(store, tmp_path)
     problem = fetch(port, **changes).settle(time.monotonic(), DEADLINE_S).problem
     assert re.search(reason, problem), problem
 
 
 def test_a_share_that_the_worker_has_yet_to_take_is_awaited(
-    board: GradientStore, port: int, tmp_path: Path
+    store: GradientStore, port: int, tmp_path: Path
 ):
     early = fetch(port, step=8)
     assert "not done within 0.5 s" in early.settle(time.monotonic(), 0.5).problem
     patient = fetch(port, step=8)
-    board.begin(8, "v000006-e1")
-    board.finish("weight", in_pieces(tmp_path, world=2))
-    complete(board, tmp_path, step=8)
+    store.begin(8, "v000006-e1")
+    store.finish("weight", in_pieces(tmp_path, world=2))
+    complete(store, tmp_path, step=8)
     assert patient.settle(time.monotonic(), DEADLINE_S).problem == ""
 
 
-def test_a_worker_that_failed_says_why(board: GradientStore, port: int):
-    board.drop(7, "the worker was stopped")
+def test_a_worker_that_failed_says_why(store: GradientStore, port: int):
+    store.drop(7, "the worker was stopped")
     arrival = fetch(port).settle(time.monotonic(), DEADLINE_S)
     assert arrival.problem == "the worker failed: the worker was stopped"
 
@@ -258,27 +258,29 @@ def test_a_worker_that_is_gone_is_known_to_be_at_once():
     assert arrival.waited_s < DEADLINE_S / 2
 
 
-def test_a_silent_worker_is_waited_for_no_longer_than_the_core_is_patient():
+def test_a_silent_worker_is_waited_for_no_longer_than_the_trainer_is_patient():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         since = time.monotonic()
         one = fetch(listener.getsockname()[1])
         arrival = one.settle(since, 0.2)
         assert time.monotonic() - since < DEADLINE_S / 2
-    assert arrival.problem.startswith("not done within 0.2 s of the core's own part: no answer yet")
+    assert arrival.problem.startswith(
+        "not done within 0.2 s of the trainer's own part: no answer yet"
+    )
     assert arrival.waited_s >= 0.2
 
 
-def test_a_slow_worker_is_told_from_a_silent_one(board: GradientStore, port: int):
+def test_a_slow_worker_is_told_from_a_silent_one(store: GradientStore, port: int):
     one = fetch(port)
     wait_for(lambda: "weight" in one.rows)
     problem = one.settle(time.monotonic(), 0.0).problem
     assert "running, 1 of 2 tensors" in problem
 
 
-def test_a_wait_over_since_the_core_was_busy_counts_for_nothing(
-    board: GradientStore, port: int, tmp_path: Path
+def test_a_wait_over_since_the_trainer_was_busy_counts_for_nothing(
+    store: GradientStore, port: int, tmp_path: Path
 ):
-    complete(board, tmp_path)
+    complete(store, tmp_path)
     one = fetch(port)
     assert one.settle(time.monotonic(), DEADLINE_S).problem == ""
     assert one.settle(time.monotonic(), 0.0).waited_s == 0.0

@@ -1,0 +1,162 @@
+"""The package keeps the rules by which a reader finds their way in it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import typing
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from libra_cli.config import recipe
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "libra_cli"
+FOLDERS = sorted({path.parent for path in PACKAGE.rglob("*.py")})
+MOST_MODULES = 13
+MOST_LINES = 60
+LEFT = ("core/records.py", "report/status/", "runtime/store/", "Trajectories")
+"""What still breaks a rule; it only shrinks."""
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Module:
+    path: Path
+    tree: ast.Module
+
+    def __str__(self) -> str:
+        return str(self.path.relative_to(PACKAGE))
+
+
+MODULES = [
+    Module(path, ast.parse(path.read_text(encoding="utf-8")))
+    for path in sorted(PACKAGE.rglob("*.py"))
+]
+
+
+def public(body: list[ast.stmt]) -> Iterator[Definition]:
+    for node in body:
+        if isinstance(node, Definition) and not node.name.startswith("_"):
+            yield node
+            if isinstance(node, ast.ClassDef):
+                yield from public(node.body)
+
+
+def assert_none(offenders: list[str]) -> None:
+    found = [offender for offender in offenders if not offender.startswith(LEFT)]
+    assert not found, "\n".join(["", *found])
+
+
+def test_every_public_class_and_function_has_a_docstring() -> None:
+    offenders = [
+        f"{module}:{node.lineno}: {node.name}"
+        for module in MODULES
+        for node in public(module.tree.body)
+        if not ast.get_docstring(node)
+    ]
+    assert_none(offenders)
+
+
+def test_every_docstring_begins_with_a_sentence() -> None:
+    offenders = []
+    for module in MODULES:
+        for node in (module.tree, *public(module.tree.body)):
+            first = (ast.get_docstring(node) or ".").partition("\n\n")[0]
+            if not first.rstrip().endswith((".", ":", "::", "?", "``")):
+                offenders.append(f"{module}:{getattr(node, 'lineno', 1)}: {first.splitlines()[0]}")
+    assert_none(offenders)
+
+
+def test_every_class_name_exists_once() -> None:
+    places = defaultdict(list)
+    for module in MODULES:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{module}:{node.lineno}")
+    offenders = [f"{name}: {', '.join(found)}" for name, found in places.items() if found[1:]]
+    assert_none(offenders)
+
+
+def test_no_function_is_longer_than_a_screen() -> None:
+    offenders = [
+        f"{module}:{node.lineno}: {node.name} has {lines} lines"
+        for module in MODULES
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES
+    ]
+    assert_none(offenders)
+
+
+def test_no_folder_has_more_modules_than_a_glance_takes_in() -> None:
+    counts = {folder: len(list(folder.glob("*.py"))) for folder in FOLDERS}
+    offenders = [f"{path.name}: {count}" for path, count in counts.items() if count > MOST_MODULES]
+    assert_none(offenders)
+
+
+def test_every_module_is_in_a_folder() -> None:
+    assert [path.name for path in PACKAGE.glob("*.py")] == ["__init__.py"]
+
+
+def test_every_folder_says_what_it_holds() -> None:
+    offenders = [str(folder) for folder in FOLDERS if not (folder / "__init__.py").is_file()]
+    assert_none(offenders)
+
+
+def test_docstrings_name_only_modules_that_exist() -> None:
+    """A name in double backticks that begins with a folder of the package is a module of it."""
+    zones = {folder.name for folder in FOLDERS if folder.parent == PACKAGE}
+    offenders = []
+    for module in MODULES:
+        text = module.path.read_text(encoding="utf-8")
+        for match in re.finditer(r"``(?:libra_cli\.)?([a-z_]+(?:\.(?!json|html)[a-z_]+)+)``", text):
+            zone, *_ = parts = match[1].split(".")
+            place = PACKAGE.joinpath(*parts)
+            if zone in zones and not (place.is_dir() or place.with_suffix(".py").is_file()):
+                offenders.append(f"{module}: {match[1]}")
+    assert_none(offenders)
+
+
+SPECS = [
+    value
+    for value in vars(recipe).values()
+    if isinstance(value, type) and issubclass(value, BaseModel) and value.model_fields
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.__name__)
+def test_every_key_of_a_recipe_has_a_sentence(spec: type[BaseModel]) -> None:
+    """As the README promises. A key that holds other keys has the docstring of their class."""
+    text = Path(recipe.__file__).read_text(encoding="utf-8")
+    (node,) = (one for one in public(ast.parse(text).body) if one.name == spec.__name__)
+    told = {
+        line.target.id
+        for line, below in zip(node.body, node.body[1:], strict=False)
+        if isinstance(line, ast.AnnAssign)
+        and isinstance(line.target, ast.Name)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+    }
+    sections = {name for name, field in spec.model_fields.items() if holds_keys(field.annotation)}
+    assert set(spec.model_fields) == told | sections
+
+
+def holds_keys(annotation: object) -> bool:
+    if isinstance(annotation, type):
+        return issubclass(annotation, BaseModel)
+    return any(holds_keys(argument) for argument in typing.get_args(annotation))
+
+
+def test_the_readme_shows_the_folders_that_there_are() -> None:
+    house = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The house")[2]
+    tree = house.partition("```")[2].partition("```")[0]
+    shown = re.findall(r"^  (\w+)/", tree, re.MULTILINE)
+    there = [folder.name for folder in FOLDERS if folder.parent == PACKAGE]
+    assert sorted(shown) == there
