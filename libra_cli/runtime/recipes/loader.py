@@ -31,12 +31,14 @@ from pydantic_core import ErrorDetails
 
 import libra_cli
 from libra_cli.config.errors import PluginError, RecipeError, did_you_mean
+from libra_cli.config.losses import LOSSES
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.rules import Problem, RuleError, expand_range
 from libra_cli.core.cluster.placement import PlanError, initial_plan
 from libra_cli.core.launch.rollout_backend import ROLLOUT_BACKENDS
 from libra_cli.core.launch.trainer_backend import TRAINER_BACKENDS
 from libra_cli.core.scheduling.policy import POLICIES
+from libra_cli.runtime.monitors.protocol import MONITORS
 from libra_cli.runtime.recipes.yaml_lines import Loc, NotYaml, read_yaml
 
 _SECRETS: Loc = ("environment", "secrets")
