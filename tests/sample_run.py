@@ -231,14 +231,11 @@ def _step(world: _World, step: int) -> None:
     _samples(world, rollout_s)
     if step == 23:
         _server_dies(world)
-    reward, lengths, groups = _groups(world, step, skill, rollout_s)
+    reward, lengths = _groups(world, step, skill, rollout_s)
     world.now += rollout_s
     trainer_s = world.rng.uniform(1.2, 1.9)
     tokens = sum(lengths)
-    world.emit(
-        r.BatchRecord(step, json.dumps(groups), len(lengths), tokens, world.now),
-        run_record(step=step - 1, version=step - 1, waiting="nobody waits"),
-    )
+    world.emit(run_record(step=step - 1, version=step - 1, waiting="nobody waits"))
     began = world.now
     world.now += trainer_s
     ordered = sorted(lengths)
@@ -317,15 +314,11 @@ def _server_dies(world: _World) -> None:
     world.now = now
 
 
-def _groups(
-    world: _World, step: int, skill: float, seconds: float
-) -> tuple[float, list[int], list[int]]:
+def _groups(world: _World, step: int, skill: float, seconds: float) -> tuple[float, list[int]]:
     rewards: list[float] = []
     lengths: list[int] = []
-    groups: list[int] = []
     for _ in range(GROUPS_PER_STEP):
         group, world.group = world.group, world.group + 1
-        groups.append(group)
         mine = [_trajectory(world, group, member, step, skill, seconds) for member in range(8)]
         rewards += [reward for reward, _ in mine]
         lengths += [length for _, length in mine]
@@ -335,7 +328,7 @@ def _groups(
                 group, "trained", world.now, world.now + seconds, step - 1, step, mean, ""
             )
         )
-    return sum(rewards) / len(rewards), lengths, groups
+    return sum(rewards) / len(rewards), lengths
 
 
 def _trajectory(

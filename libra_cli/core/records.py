@@ -1,8 +1,11 @@
 """What a run remembers: one frozen dataclass a table, in the order a reader would want them.
 
-The machine emits records inside ``Save`` actions; ``edge.journal`` derives the SQLite schema from
+The machine emits records inside ``Save`` actions; ``runtime.store`` derives the SQLite schema from
 these classes and upserts by ``KEY``. A field is a column; its type is the column's type. Times are
 seconds since the epoch. A column that holds JSON ends in ``_json``.
+
+Databases of older versions stay readable: a field that is added has a default, which older rows are
+read with; a field that is renamed is entered in ``RENAMED``. See ``runtime.store.schema``.
 """
 
 from __future__ import annotations
@@ -11,7 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from json import dumps, loads
 from math import isfinite
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Final, TypeAlias
+
+RENAMED: Final[Mapping[str, str]] = {
+    "incarnation": "epoch",
+    "trainer_incarnation": "trainer_epoch",
+}
+"""Column, in whichever table it is -> its name in databases of libra 0.1.0."""
 
 
 def to_metrics_json(metrics: Mapping[str, float | None]) -> str:
@@ -55,6 +64,8 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
+    """One host of the recipe: whether it can be reached, and what was found on it."""
+
     TABLE: ClassVar[str] = "nodes"
     KEY: ClassVar[tuple[str, ...]] = ("node",)
     node: str
@@ -68,11 +79,13 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
+    """One process that was started on a host, as its agent last reported it."""
+
     TABLE: ClassVar[str] = "processes"
     KEY: ClassVar[tuple[str, ...]] = ("node", "process")
     node: str
     process: str
-    """``agent``, ``server-<slot index>``, ``trainer-<rank>``, ``model``"""
+    """``agent``, ``model``, ``trainer-<rank>``, ``server-<index of slot>``, ``gradient-<index>``"""
     pid: int
     state: str
     """``running | exited``"""
@@ -84,6 +97,8 @@ class ProcessRecord:
 
 @dataclass(frozen=True, slots=True)
 class SlotRecord:
+    """One slot as it is now; ``SlotStateRecord`` keeps what it was before."""
+
     TABLE: ClassVar[str] = "slots"
     KEY: ClassVar[tuple[str, ...]] = ("slot",)
     slot: str
@@ -92,7 +107,7 @@ class SlotRecord:
     pool: str
     role: str
     state: str
-    """A state of ``core.slots``."""
+    """A state of ``core.cluster.replica``."""
     since: float
     incarnation: int
     bucket: str
@@ -101,12 +116,28 @@ class SlotRecord:
     running: int
     """Requests of ours now inside the server."""
     waiting: int
-    """Trajectories that wait for a server of this bucket."""
+    """Trajectories that the scheduler holds back for this bucket."""
     busy_s: float
     """Seconds, while serving, with at least one request running."""
     serving_s: float
     restarts: int
     detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStateRecord:
+    """From ``since`` until the next row of its slot, the slot was this.
+
+    ``runtime.store.journal`` writes one whenever a ``SlotRecord`` differs from the one before.
+    """
+
+    TABLE: ClassVar[str] = "slot_states"
+    KEY: ClassVar[tuple[str, ...]] = ("slot", "since", "role", "state", "incarnation")
+    slot: str
+    since: float
+    role: str
+    state: str
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +169,8 @@ class SampleRecord:
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
+    """The trajectories of one prompt, and the step that trained on them."""
+
     TABLE: ClassVar[str] = "groups"
     KEY: ClassVar[tuple[str, ...]] = ("group_id",)
     group_id: int
@@ -154,6 +187,8 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryRecord:
+    """One attempt at one trajectory; an attempt that fails is followed by another."""
+
     TABLE: ClassVar[str] = "trajectories"
     KEY: ClassVar[tuple[str, ...]] = ("group_id", "member", "attempt")
     group_id: int
@@ -177,6 +212,8 @@ class TrajectoryRecord:
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
+    """One generation of a trajectory, where it was played, and the tool calls after it."""
+
     TABLE: ClassVar[str] = "turns"
     KEY: ClassVar[tuple[str, ...]] = ("group_id", "member", "attempt", "turn")
     group_id: int
@@ -201,17 +238,6 @@ class TurnRecord:
     expected_p90: float
     tools_json: str
     """``[[tool, outcome, latency_s, size], ...]``"""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRecord:
-    TABLE: ClassVar[str] = "batches"
-    KEY: ClassVar[tuple[str, ...]] = ("step",)
-    step: int
-    groups_json: str
-    trajectories: int
-    generated_tokens: int
-    created_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +279,8 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
+    """One weight version that a trainer has published."""
+
     TABLE: ClassVar[str] = "versions"
     KEY: ClassVar[tuple[str, ...]] = ("version", "trainer_incarnation")
     version: int
@@ -291,6 +319,8 @@ class SyncRecord:
 
 @dataclass(frozen=True, slots=True)
 class PlanRecord:
+    """One plan that was adopted: the role of every slot, why, and what it gained."""
+
     TABLE: ClassVar[str] = "plans"
     KEY: ClassVar[tuple[str, ...]] = ("plan",)
     plan: int
@@ -298,7 +328,7 @@ class PlanRecord:
     servers_json: str
     """``[[slot, bucket, tensor_parallel, max_num_seqs, up_to_tokens], ...]``"""
     train_json: str
-    """The slots of the core, in rank order."""
+    """The slots of the trainer, in rank order."""
     reasons_json: str
     gradient_json: str = "[]"
     """The slots of gradient workers."""
@@ -317,6 +347,8 @@ class PlanRecord:
 
 @dataclass(frozen=True, slots=True)
 class MoveRecord:
+    """One slot changing its role, phase by phase."""
+
     TABLE: ClassVar[str] = "moves"
     KEY: ClassVar[tuple[str, ...]] = ("move",)
     move: int
@@ -326,7 +358,7 @@ class MoveRecord:
     from_role: str
     to_role: str
     state: str
-    """A phase of ``elastic.move`` while it is under way, then ``done | failed``."""
+    """A phase of ``core.reconcile.migration`` while it is under way, then ``done | failed``."""
     started_at: float
     ended_at: float | None
     phases_json: str
@@ -358,11 +390,11 @@ Record: TypeAlias = (
     | NodeRecord
     | ProcessRecord
     | SlotRecord
+    | SlotStateRecord
     | SampleRecord
     | GroupRecord
     | TrajectoryRecord
     | TurnRecord
-    | BatchRecord
     | StepRecord
     | VersionRecord
     | SyncRecord

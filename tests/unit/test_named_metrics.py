@@ -28,13 +28,14 @@ from libra_cli.core import events as e
 from libra_cli.core.records import Record, SampleRecord, StepRecord
 from libra_cli.report.html.run_report import write_report
 from libra_cli.report.status.console import status_view
-from libra_cli.report.status.summary import RunSummary, process_started, summary, to_json
+from libra_cli.report.status.summary import RunSummary, summary, to_json
 from libra_cli.runtime.hosts.transport import Endpoint
 from libra_cli.runtime.monitors import dispatch
 from libra_cli.runtime.monitors.dispatch import Monitors
 from libra_cli.runtime.monitors.jsonl import FILE
 from libra_cli.runtime.monitors.protocol import MonitoredRun
 from libra_cli.runtime.recipes.loader import load_recipe
+from libra_cli.runtime.store.controller_process import process_started
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.vllm.client import ServerClient

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from enum import StrEnum
-from json import dumps
 from statistics import fmean
 
 from libra_cli.core.actions import (
@@ -42,7 +41,7 @@ from libra_cli.core.events import (
     StepDone,
     TrainerStarted,
 )
-from libra_cli.core.records import BatchRecord, StepRecord, VersionRecord, to_metrics_json
+from libra_cli.core.records import StepRecord, VersionRecord, to_metrics_json
 from libra_cli.core.rollout.groups import Group, GroupLedger
 from libra_cli.core.types import Role, Seconds, Slot, SlotId, Trajectory
 
@@ -289,15 +288,7 @@ class TrainerGroup:
     def _train(self, step: int, rest: list[Group], now: Seconds, *, save: bool) -> list[Action]:
         assert self.published is not None
         self._begin(rest, now)
-        trajectories = [member for group in self._batch for member in group.members]
         shares = self._workers.shares(rest)
-        row = BatchRecord(
-            step=step,
-            groups_json=dumps([group.id for group in self._batch]),
-            trajectories=len(trajectories),
-            generated_tokens=sum(trajectory.generated for trajectory in trajectories),
-            created_at=now,
-        )
         ledger = self._ledger.position(step) if save else None
         if save:
             self._asked_step = step
@@ -310,7 +301,7 @@ class TrainerGroup:
             parts=self._parts,
             shares=shares,
         )
-        return [train, Save(row)]
+        return [train]
 
     def _sample(self, trajectory: Trajectory) -> TrainSample:
         assert self.published is not None

@@ -21,9 +21,11 @@ from libra_cli.report.html.slot_rows import SHADES, slot_rows
 from libra_cli.report.html.templates import template
 from libra_cli.report.status.console import duration, number, shorter, took
 from libra_cli.report.status.metrics import of_servers, of_steps
-from libra_cli.report.status.migration_impact import bystanders
+from libra_cli.report.status.migration_impact import migration_impacts
 from libra_cli.report.status.plans import PHASES, MovePart, PlanPart, changes, phase_seconds
-from libra_cli.report.status.summary import RunSummary, smooth, summary, sync_times
+from libra_cli.report.status.steps import smooth
+from libra_cli.report.status.summary import RunSummary, summary
+from libra_cli.report.status.syncs import sync_times
 from libra_cli.runtime.store.reader import Reader
 
 REPORT = "report.html"
@@ -69,7 +71,7 @@ def write_report(run_dir: Path, *, now: float, tolerance: float = 1e-3) -> Path:
             "plans": _plan_rows(told["plans"])[-_NEWEST:],
             "moves": told["moves"][-_NEWEST:],
             "phases": _phases(told["moves"][-_NEWEST:]),
-            "others": bystanders(reader, told["moves"][-_NEWEST:]),
+            "others": migration_impacts(reader, told["moves"][-_NEWEST:]),
             "phase_seconds": phase_seconds,
             "shorter": shorter,
             "took": took,

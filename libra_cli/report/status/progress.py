@@ -48,7 +48,7 @@ from libra_cli.report.status.console import (
 )
 from libra_cli.report.status.metrics import told
 from libra_cli.report.status.plots import Portable, sparkline
-from libra_cli.report.status.summary import RECENT, smooth
+from libra_cli.report.status.steps import RECENT, smooth
 
 _REFRESH_PER_S = 2.0
 _MANY = 12

@@ -14,16 +14,16 @@ import pytest
 from libra_cli.config.errors import StateError
 from libra_cli.core import records as r
 from libra_cli.report.status.plans import changes, plans
+from libra_cli.report.status.steps import smooth
 from libra_cli.report.status.summary import (
     RunSummary,
-    newest_run,
-    process_started,
-    smooth,
     summary,
     to_json,
 )
+from libra_cli.runtime.store.controller_process import process_started
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.run_directory import newest_run
 from tests import sample_run
 from tests.sample_run import run_record, slot_record, step_record
 
