@@ -66,6 +66,7 @@ def run(
 ) -> None:
     """Run a complete agentic RL job on the recipe's hosts."""
     from libra_cli.app import run as commands
+    from libra_cli.runtime.store.run_directory import new_run_dir
 
     with errors_told():
         loaded, plan, hosts = commands.plan_of(recipe)
@@ -78,12 +79,13 @@ def run(
         if seed is not None:
             spec = loaded.run.model_copy(update={"seed": seed})
             loaded = loaded.model_copy(update={"run": spec})
-        run_dir = resume or commands.new_run_dir(loaded)
+        run_dir = resume or new_run_dir(loaded)
         _run(loaded, recipe, run_dir, resume=resume is not None)
 
 
 def _run(recipe: Recipe, path: Path, run_dir: Path, *, resume: bool) -> None:
     from libra_cli.app import run as commands
+    from libra_cli.app.status import status
     from libra_cli.report.status.console import final_view
     from libra_cli.report.status.progress import Progress
     from libra_cli.runtime.store.reader import Reader
@@ -98,7 +100,7 @@ def _run(recipe: Recipe, path: Path, run_dir: Path, *, resume: bool) -> None:
             note=progress.note,
         )
     with Reader(run_dir) as reader:
-        told, steps = commands.status(run_dir), reader.steps()
+        told, steps = status(run_dir), reader.steps()
     out.print(final_view(told, steps, report=report))
     if told["run"]["state"] == "stopped":
         again = f" --resume {run_dir}" if told["checkpoint"] else ""
@@ -132,7 +134,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Keep it live until Ctrl-C.")] = False,
 ) -> None:
     """Show a run: slots, servers, step, reward, who waits on whom."""
-    from libra_cli.app import run as commands
+    from libra_cli.app import status as commands
     from libra_cli.report.status.console import status_view
     from libra_cli.report.status.summary import to_json
 
@@ -149,7 +151,7 @@ def status(
 def _watch(run_dir: Path | None) -> None:
     from rich.live import Live
 
-    from libra_cli.app import run as commands
+    from libra_cli.app import status as commands
     from libra_cli.report.status.console import status_view
 
     told = commands.status(run_dir)
@@ -219,7 +221,7 @@ def logs(
     run_dir: Annotated[Path | None, typer.Option("--run", help="A run directory.")] = None,
 ) -> None:
     """Show what a process on a host has written."""
-    from libra_cli.app import run as commands
+    from libra_cli.app import logs as commands
 
     async def show() -> None:
         async for line in commands.logs(node, process, run_dir, follow=follow, lines=lines):
@@ -238,7 +240,7 @@ def stop(
     now: Annotated[bool, typer.Option("--now", help="No checkpoint, no drain.")] = False,
 ) -> None:
     """Stop a run and prove that nothing of it is left on any host."""
-    from libra_cli.app import run as commands
+    from libra_cli.app import stop as commands
 
     with errors_told():
         left = commands.stop(run_dir, at_once=now, note=lambda text: err.print(text))

@@ -1,14 +1,42 @@
 """What a run remembers: one frozen dataclass a table, in the order a reader would want them.
 
-The machine emits records inside ``Save`` actions; ``edge.journal`` derives the SQLite schema from
+The machine emits records inside ``Save`` actions; ``runtime.store`` derives the SQLite schema from
 these classes and upserts by ``KEY``. A field is a column; its type is the column's type. Times are
 seconds since the epoch. A column that holds JSON ends in ``_json``.
+
+Databases of older versions stay readable: a field that is added has a default, which older rows are
+read with; a field that is renamed is entered in ``RENAMED``. See ``runtime.store.schema``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from json import dumps, loads
+from math import isfinite
+from typing import ClassVar, Final, TypeAlias
+
+RENAMED: Final[Mapping[str, str]] = {
+    "incarnation": "epoch",
+    "trainer_incarnation": "trainer_epoch",
+}
+"""Column, in whichever table it is -> its name in databases of libra 0.1.0."""
+
+
+def to_metrics_json(metrics: Mapping[str, float | None]) -> str:
+    """The text of a column ``metrics_json``. JSON knows no NaN and no infinity: they are null."""
+    return dumps(
+        {
+            name: value if value is not None and isfinite(value) else None
+            for name, value in metrics.items()
+        }
+    )
+
+
+def from_metrics_json(text: str) -> dict[str, float | None]:
+    """The metrics in a column ``metrics_json``."""
+    metrics: dict[str, float | None] = loads(text)
+    return metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +64,8 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
+    """One host of the recipe: whether it can be reached, and what was found on it."""
+
     TABLE: ClassVar[str] = "nodes"
     KEY: ClassVar[tuple[str, ...]] = ("node",)
     node: str
@@ -49,11 +79,13 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
+    """One process that was started on a host, as its agent last reported it."""
+
     TABLE: ClassVar[str] = "processes"
     KEY: ClassVar[tuple[str, ...]] = ("node", "process")
     node: str
     process: str
-    """``agent``, ``server-<slot index>``, ``trainer-<rank>``, ``model``"""
+    """``agent``, ``model``, ``trainer-<rank>``, ``server-<index of slot>``, ``gradient-<index>``"""
     pid: int
     state: str
     """``running | exited``"""
@@ -65,6 +97,8 @@ class ProcessRecord:
 
 @dataclass(frozen=True, slots=True)
 class SlotRecord:
+    """One slot as it is now; ``SlotStateRecord`` keeps what it was before."""
+
     TABLE: ClassVar[str] = "slots"
     KEY: ClassVar[tuple[str, ...]] = ("slot",)
     slot: str
@@ -73,7 +107,7 @@ class SlotRecord:
     pool: str
     role: str
     state: str
-    """A state of ``core.slots``."""
+    """A state of ``core.cluster.replica``."""
     since: float
     incarnation: int
     bucket: str
@@ -82,12 +116,28 @@ class SlotRecord:
     running: int
     """Requests of ours now inside the server."""
     waiting: int
-    """Trajectories that wait for a server of this bucket."""
+    """Trajectories that the scheduler holds back for this bucket."""
     busy_s: float
     """Seconds, while serving, with at least one request running."""
     serving_s: float
     restarts: int
     detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStateRecord:
+    """From ``since`` until the next row of its slot, the slot was this.
+
+    ``runtime.store.journal`` writes one whenever a ``SlotRecord`` differs from the one before.
+    """
+
+    TABLE: ClassVar[str] = "slot_states"
+    KEY: ClassVar[tuple[str, ...]] = ("slot", "since", "role", "state", "incarnation")
+    slot: str
+    since: float
+    role: str
+    state: str
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +158,19 @@ class SampleRecord:
     generated_tokens: int
     """The server's counter, since its start."""
     tokens_per_s: float
+    metrics_json: str = "{}"
+    """Name -> number or null: all else that the rollout backend names."""
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """``metrics_json``, read."""
+        return from_metrics_json(self.metrics_json)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
+    """The trajectories of one prompt, and the step that trained on them."""
+
     TABLE: ClassVar[str] = "groups"
     KEY: ClassVar[tuple[str, ...]] = ("group_id",)
     group_id: int
@@ -128,6 +187,8 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryRecord:
+    """One attempt at one trajectory; an attempt that fails is followed by another."""
+
     TABLE: ClassVar[str] = "trajectories"
     KEY: ClassVar[tuple[str, ...]] = ("group_id", "member", "attempt")
     group_id: int
@@ -151,6 +212,8 @@ class TrajectoryRecord:
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
+    """One generation of a trajectory, where it was played, and the tool calls after it."""
+
     TABLE: ClassVar[str] = "turns"
     KEY: ClassVar[tuple[str, ...]] = ("group_id", "member", "attempt", "turn")
     group_id: int
@@ -178,17 +241,6 @@ class TurnRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchRecord:
-    TABLE: ClassVar[str] = "batches"
-    KEY: ClassVar[tuple[str, ...]] = ("step",)
-    step: int
-    groups_json: str
-    trajectories: int
-    generated_tokens: int
-    created_at: float
-
-
-@dataclass(frozen=True, slots=True)
 class StepRecord:
     """One optimizer step; the step log."""
 
@@ -200,13 +252,6 @@ class StepRecord:
     waited_s: float
     """Seconds the trainer stood idle before this step."""
     reward: float
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    kl: float | None
-    entropy: float
-    clip_fraction: float
-    tis_mean: float
     logprob_gap: float | None
     """Mean |rollout - trainer| log-probability over the tokens of this batch that were generated
     with the very version the trainer held when it computed theirs; None if there was none."""
@@ -223,10 +268,19 @@ class StepRecord:
     trainer_s: float
     checkpoint: str
     """Path of the checkpoint written after this step, or empty."""
+    metrics_json: str = "{}"
+    """Name -> number or null: the loss, and all else that the trainer and the loss name."""
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """``metrics_json``, read."""
+        return from_metrics_json(self.metrics_json)
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
+    """One weight version that a trainer has published."""
+
     TABLE: ClassVar[str] = "versions"
     KEY: ClassVar[tuple[str, ...]] = ("version", "trainer_incarnation")
     version: int
@@ -265,6 +319,8 @@ class SyncRecord:
 
 @dataclass(frozen=True, slots=True)
 class PlanRecord:
+    """One plan that was adopted: the role of every slot, why, and what it gained."""
+
     TABLE: ClassVar[str] = "plans"
     KEY: ClassVar[tuple[str, ...]] = ("plan",)
     plan: int
@@ -272,7 +328,7 @@ class PlanRecord:
     servers_json: str
     """``[[slot, bucket, tensor_parallel, max_num_seqs, up_to_tokens], ...]``"""
     train_json: str
-    """The slots of the core, in rank order."""
+    """The slots of the trainer, in rank order."""
     reasons_json: str
     gradient_json: str = "[]"
     """The slots of gradient workers."""
@@ -291,6 +347,8 @@ class PlanRecord:
 
 @dataclass(frozen=True, slots=True)
 class MoveRecord:
+    """One slot changing its role, phase by phase."""
+
     TABLE: ClassVar[str] = "moves"
     KEY: ClassVar[tuple[str, ...]] = ("move",)
     move: int
@@ -300,7 +358,7 @@ class MoveRecord:
     from_role: str
     to_role: str
     state: str
-    """A phase of ``elastic.move`` while it is under way, then ``done | failed``."""
+    """A phase of ``core.reconcile.migration`` while it is under way, then ``done | failed``."""
     started_at: float
     ended_at: float | None
     phases_json: str
@@ -332,11 +390,11 @@ Record: TypeAlias = (
     | NodeRecord
     | ProcessRecord
     | SlotRecord
+    | SlotStateRecord
     | SampleRecord
     | GroupRecord
     | TrajectoryRecord
     | TurnRecord
-    | BatchRecord
     | StepRecord
     | VersionRecord
     | SyncRecord

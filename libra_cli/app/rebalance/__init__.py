@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from libra_cli.app import run as runs
 from libra_cli.app.rebalance.cases import case_of_recipe, case_of_run
 from libra_cli.app.rebalance.orders import RebalanceError
 from libra_cli.app.rebalance.result import result_of
 from libra_cli.report.status.rebalance import RebalanceResult
-from libra_cli.report.status.summary import newest_run
+from libra_cli.runtime.store.run_directory import newest_run
 from libra_cli.sim.traces import DEFAULT_TRACE
 
 
@@ -34,4 +33,4 @@ def explain(target: Path | None, *, trace: str | None, profile: str | None) -> R
             "a run has its own trajectories: --trace is for a recipe",
             hint=f"leave it out, or: libra rebalance RECIPE.yaml --dry-run --trace {trace}",
         )
-    return result_of(case_of_run(target or newest_run(runs.RUNS), profile))
+    return result_of(case_of_run(target or newest_run(), profile))

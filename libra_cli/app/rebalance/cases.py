@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from libra_cli.app import run as runs
 from libra_cli.app.costs import costs_of_run, profile_of_recipe, recipe_planner
 from libra_cli.app.rebalance.replay import gpu_names, observation_of_run
 from libra_cli.config.recipe import Recipe
@@ -18,9 +17,11 @@ from libra_cli.core.costs.profile import Profile
 from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.planner import Planner
-from libra_cli.report.status.summary import LIVE, summary
+from libra_cli.report.status.run_state import LIVE
+from libra_cli.report.status.summary import summary
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.run_directory import recipe_of
 from libra_cli.sim.traces import RecordedEpisode, Trace, load_trace
 
 
@@ -128,7 +129,7 @@ def case_of_run(run_dir: Path, profile: str | None) -> Case:
         LibraError: there is no such run, it has not come far enough, or the profile is not its own.
     """
     with Reader(run_dir) as reader:
-        recipe = runs.resolved(run_dir)
+        recipe = recipe_of(run_dir)
         seen = summary(reader, now=time.time())["run"]
         live = seen["state"] in LIVE
         observation = observation_of_run(reader, recipe, live=live)

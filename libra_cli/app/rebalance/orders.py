@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from libra_cli.app import run as app
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.core.types import Role
-from libra_cli.report.status.summary import controller_alive, newest_run
 from libra_cli.runtime.order_files import give_order
+from libra_cli.runtime.store.controller_process import controller_alive
 from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.run_directory import newest_run
 
 ORDERED = {str(role): role for role in (Role.ROLLOUT, Role.GRADIENT, Role.TRAIN)}
 """What a user may order and pin."""
@@ -43,7 +43,7 @@ def order(target: Path | None, *, to: str, pins: Sequence[str]) -> tuple[bool, s
     Raises:
         LibraError: no live run there, or an argument that cannot be read.
     """
-    run_dir = target or newest_run(app.RUNS)
+    run_dir = target or newest_run()
     if run_dir.is_file():
         raise RebalanceError(
             f"{run_dir} is a recipe: only a live run can move slots",

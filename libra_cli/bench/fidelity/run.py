@@ -28,7 +28,6 @@ from statistics import fmean
 
 from libra_cli.bench.config import Progress
 from libra_cli.bench.fidelity.server import RunError
-from libra_cli.config.errors import StateError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import TrainSample
 from libra_cli.core.cluster.placement import initial_plan, slots_of
@@ -39,6 +38,7 @@ from libra_cli.core.records import StepRecord, TrajectoryRecord, TurnRecord
 from libra_cli.core.scheduling.policy import make_policy
 from libra_cli.core.types import Bucket, Seconds, Slot, ToolOutcome, TrajectoryId
 from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.run_directory import recipe_of
 from libra_cli.sim.traces import RecordedEpisode, Turn
 from libra_cli.sim.world import Recording, SimConfig, World
 
@@ -131,12 +131,7 @@ def read_run_dir(run_dir: Path) -> Recorded:
         steps = reader.rows(StepRecord)
         turns = reader.rows(TurnRecord)
         ended = reader.rows(TrajectoryRecord, "state = 'finished'")
-    try:
-        recipe = Recipe.model_validate_json((run_dir / "recipe.json").read_text())
-    except (OSError, ValueError) as error:
-        raise StateError(
-            f"{run_dir} has no usable recipe.json: {error}", hint=f"ls {run_dir}"
-        ) from error
+    recipe = recipe_of(run_dir)
     finished = frozenset(TrajectoryId(row.group_id, row.member, row.attempt) for row in ended)
     return Recorded(run_dir.name, recipe, tuple(steps), tuple(turns), finished)
 

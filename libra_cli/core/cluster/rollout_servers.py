@@ -39,7 +39,7 @@ from libra_cli.core.events import (
     SyncFailed,
 )
 from libra_cli.core.launch.process import process_of
-from libra_cli.core.records import SampleRecord, SyncRecord
+from libra_cli.core.records import SampleRecord, SyncRecord, to_metrics_json
 from libra_cli.core.scheduling.request_scheduler import RequestScheduler
 from libra_cli.core.scheduling.server_queues import ServerQueue
 from libra_cli.core.types import Bucket, Plan, Role, Seconds, Slot, SlotId
@@ -306,6 +306,7 @@ class RolloutServers:
             occupancy=(this.request_s - before.request_s) / (seconds * seats),
             generated_tokens=event.generated_tokens,
             tokens_per_s=max(0, this.tokens - before.tokens) / seconds,
+            metrics_json=to_metrics_json(event.metrics),
         )
         return [Save(sample), self.record(status, now)]
 

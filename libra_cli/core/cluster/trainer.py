@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from enum import StrEnum
-from json import dumps
 from statistics import fmean
 
 from libra_cli.core.actions import (
@@ -42,7 +41,7 @@ from libra_cli.core.events import (
     StepDone,
     TrainerStarted,
 )
-from libra_cli.core.records import BatchRecord, StepRecord, VersionRecord
+from libra_cli.core.records import StepRecord, VersionRecord, to_metrics_json
 from libra_cli.core.rollout.groups import Group, GroupLedger
 from libra_cli.core.types import Role, Seconds, Slot, SlotId, Trajectory
 
@@ -52,7 +51,10 @@ TIMER = "restart trainer"
 PARTS = 4
 """A streamed part is at least this fraction of a batch: each costs a round trip to the trainer."""
 
-
+_WITH_A_PLACE = frozenset(
+    {"logprob_gap", "logprob_gap_tokens", "generated_tokens", "trainer_s", "own_tokens", "own_s"}
+)
+"""What the trainer says of a step that is a column, or that is for the workers' speeds only."""
 _ROLES = {ReplicaState.FAILED: Role.FAILED, ReplicaState.IDLE: Role.IDLE}
 
 
@@ -286,15 +288,7 @@ class TrainerGroup:
     def _train(self, step: int, rest: list[Group], now: Seconds, *, save: bool) -> list[Action]:
         assert self.published is not None
         self._begin(rest, now)
-        trajectories = [member for group in self._batch for member in group.members]
         shares = self._workers.shares(rest)
-        row = BatchRecord(
-            step=step,
-            groups_json=dumps([group.id for group in self._batch]),
-            trajectories=len(trajectories),
-            generated_tokens=sum(trajectory.generated for trajectory in trajectories),
-            created_at=now,
-        )
         ledger = self._ledger.position(step) if save else None
         if save:
             self._asked_step = step
@@ -307,7 +301,7 @@ class TrainerGroup:
             parts=self._parts,
             shares=shares,
         )
-        return [train, Save(row)]
+        return [train]
 
     def _sample(self, trajectory: Trajectory) -> TrainSample:
         assert self.published is not None
@@ -379,13 +373,6 @@ class TrainerGroup:
             ended_at=now,
             waited_s=self._batch_at - self._idle_since,
             reward=fmean(member.reward or 0.0 for member in members),
-            loss=metrics.get("loss") or 0.0,
-            grad_norm=metrics.get("grad_norm") or 0.0,
-            learning_rate=metrics.get("learning_rate") or 0.0,
-            kl=metrics.get("kl"),
-            entropy=metrics.get("entropy") or 0.0,
-            clip_fraction=metrics.get("clip_fraction") or 0.0,
-            tis_mean=metrics.get("tis_mean") or 0.0,
             logprob_gap=metrics.get("logprob_gap"),
             logprob_gap_tokens=int(metrics.get("logprob_gap_tokens") or 0),
             generated_tokens=sum(lengths),
@@ -397,6 +384,9 @@ class TrainerGroup:
             tokens_per_s=sum(lengths) / seconds,
             trainer_s=metrics.get("trainer_s") or 0.0,
             checkpoint="",
+            metrics_json=to_metrics_json(
+                {name: value for name, value in metrics.items() if name not in _WITH_A_PLACE}
+            ),
         )
 
     def check(self) -> None:

@@ -13,8 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from libra_cli.core.records import SampleRecord, StepRecord
-from libra_cli.runtime.store.reader import Reader, SlotStateRow
+from libra_cli.core.records import SampleRecord, SlotStateRecord, StepRecord
+from libra_cli.runtime.store.reader import Reader
 
 if TYPE_CHECKING:
     from libra_cli.report.html.charts import TimelineRow
@@ -52,7 +52,7 @@ def slot_rows(
     samples: dict[str, list[SampleRecord]] = {}
     for sample in reader.samples():
         samples.setdefault(sample.slot, []).append(sample)
-    history: dict[str, list[SlotStateRow]] = {}
+    history: dict[str, list[SlotStateRecord]] = {}
     for state in reader.slot_history():
         history.setdefault(state.slot, []).append(state)
     rows = []
@@ -67,7 +67,7 @@ def slot_rows(
 
 
 def _spans(
-    states: Sequence[SlotStateRow], began: float, seconds: float
+    states: Sequence[SlotStateRecord], began: float, seconds: float
 ) -> list[tuple[float, float, str]]:
     """Return the shade of each bin as (start, end, shade), with equal neighbours joined."""
     shades = [""] * _STATE_BINS
@@ -87,7 +87,7 @@ def _spans(
     return spans
 
 
-def _shade(state: SlotStateRow) -> str:
+def _shade(state: SlotStateRecord) -> str:
     if state.state == "training":
         return "gradient" if state.role == "gradient" else "training"
     return {"joining": "syncing", "unreachable": "failed"}.get(state.state, state.state)

@@ -1,6 +1,6 @@
 """What a person sees of a run in a terminal: its status, and its end.
 
-Nothing here decides or computes: numbers come from ``monitors.summary``. Every view fits 80
+Nothing here decides or computes: numbers come from ``summary``. Every view fits 80
 columns, reads the same on light and dark, and turns to ASCII where the encoding knows no more.
 ``cli`` makes the ``Console``.
 """
@@ -17,9 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from libra_cli.core.records import StepRecord
+from libra_cli.report.status.metrics import mean_by_name, told
 from libra_cli.report.status.plans import MovePart, PlanPart
 from libra_cli.report.status.plots import Plot, Portable, bar, sparkline
-from libra_cli.report.status.summary import LIVE, RECENT, RunSummary, smooth
+from libra_cli.report.status.run_state import LIVE
+from libra_cli.report.status.steps import RECENT, smooth
+from libra_cli.report.status.summary import RunSummary
 
 _BAR_WIDTH = 34
 _SLOT_WIDTH = 12
@@ -102,10 +105,12 @@ def slot_label(slot: str) -> str:
 
 
 def styled(state: str) -> Text:
+    """The state in its colour."""
     return Text(state, style=_COLOURS.get(state, ""))
 
 
 def grid() -> Table:
+    """A table of facts: names on the left, values on the right."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True, min_width=12)
     grid.add_column(overflow="fold")
@@ -113,6 +118,7 @@ def grid() -> Table:
 
 
 def fact(grid: Table, name: str, *values: str | Text) -> None:
+    """Add one row; empty values are left out."""
     grid.add_row(name, Text("   ").join(_text(value) for value in values if value))
 
 
@@ -121,10 +127,12 @@ def _text(value: str | Text) -> Text:
 
 
 def number(value: float | None, form: str = ".3g", unit: str = "") -> str:
+    """The number in that format with its unit; a dash where nobody knows it."""
     return f"{value:{form}}{unit}" if value is not None and math.isfinite(value) else "–"
 
 
 def percent(share: float | None) -> str:
+    """A share in whole percent; a dash where nobody knows it."""
     return "–" if share is None else f"{share:.0%}"
 
 
@@ -156,6 +164,8 @@ def _facts(summary: RunSummary, *, now: float) -> Table:
             fact(facts, name, text)
     _fact_trajectories(facts, summary)
     _fact_scheduler(facts, summary)
+    if named := mean_by_name(server["metrics"] for server in summary["servers"]):
+        fact(facts, "servers", told(named))
     if summary["checkpoint"]:
         fact(facts, "checkpoint", f"step {summary['checkpoint']['step']}")
     if run["state"] in LIVE and run["waiting"]:
@@ -178,6 +188,7 @@ def _left(summary: RunSummary) -> str:
 
 
 def step_bar(done: int, target: int, left: str) -> Text:
+    """``12 of 40`` steps, a bar, and the words that follow it."""
     share = done / target if target else 0.0
     full = round(min(1.0, share) * _BAR_WIDTH)
     text = Text(f"{done} of {target}  ")
@@ -205,6 +216,8 @@ def _fact_quality(facts: Table, summary: RunSummary, steps: Sequence[StepRecord]
         fact(facts, "speed", ", ".join(filter(None, (speed, pace))))
     staleness = summary["staleness"]
     fact(facts, "staleness", f"{number(staleness['mean'])} mean, {number(staleness['max'])} max")
+    if summary["metrics"]:
+        fact(facts, "metrics", told({name: m["last"] for name, m in summary["metrics"].items()}))
 
 
 def _fact_weights(facts: Table, summary: RunSummary) -> None:
@@ -243,7 +256,7 @@ def _fact_trajectories(facts: Table, summary: RunSummary) -> None:
 
 
 def _fact_scheduler(facts: Table, summary: RunSummary) -> None:
-    """The queue at the gate, who went on elsewhere, and how good the estimates were."""
+    """The queue, who went on elsewhere, and how good the estimates were."""
     buckets, placed, hits = summary["buckets"], summary["placement"], summary["estimates"]
     if summary["run"]["state"] in LIVE and buckets:
         waiting = sum(bucket["waiting"] for bucket in buckets)
@@ -305,6 +318,7 @@ def _slot_table(summary: RunSummary) -> Table:
 
 
 def version(version: int | None, *, verified: bool) -> Text:
+    """A weight version and whether the server that holds it was verified."""
     if version is None:
         return Text("–")
     mark = ("✓", "green") if verified else ("✗", "bold red")

@@ -37,8 +37,10 @@ class MigrationImpact:
     after: Span
 
 
-def bystanders(reader: Reader, moves: Sequence[MovePart]) -> list[tuple[MovePart, MigrationImpact]]:
-    """For every move that has ended."""
+def migration_impacts(
+    reader: Reader, moves: Sequence[MovePart]
+) -> list[tuple[MovePart, MigrationImpact]]:
+    """What each move that has ended cost the others."""
     steps = reader.steps()
     return [
         (move, _around(reader, steps, move, move["ended_at"]))

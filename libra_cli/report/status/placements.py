@@ -1,6 +1,6 @@
 """Where turns were played and what had been expected of them: the scheduler's part of a summary.
 
-What each key means is told in ``monitors``. Guarantee: what is not known is null. Limit: estimates
+What each key means is told in ``summary``. Guarantee: what is not known is null. Limit: estimates
 are judged by trajectories that have finished, and the long ones finish last.
 """
 
@@ -15,10 +15,13 @@ from typing import TypedDict
 from libra_cli.core.records import SampleRecord, SlotRecord
 from libra_cli.core.scheduling.estimates import bucket_of
 from libra_cli.core.types import Bucket
+from libra_cli.report.status.steps import mean
 from libra_cli.runtime.store.reader import Placed, Reader, Way
 
 
 class BucketPart(TypedDict):
+    """What the servers of one bucket do together."""
+
     bucket: str
     up_to_tokens: int
     servers: int
@@ -34,12 +37,16 @@ class BucketPart(TypedDict):
 
 
 class Placement(TypedDict):
+    """How many turns went on at another server."""
+
     turns: int
     moved: int
     moved_share: float | None
 
 
 class Estimates(TypedDict):
+    """How good the expected lengths were, by trajectories that have finished."""
+
     turns: int
     below_p10: float | None
     below_p50: float | None
@@ -87,7 +94,7 @@ def _bucket(
         "seats": len(mine) * bucket.max_num_seqs,
         "running": sum(slot.running for slot in rows),
         "waiting": sum(slot.waiting for slot in rows),
-        "occupancy": _mean(sample.occupancy for sample in samples if sample.slot in mine),
+        "occupancy": mean(sample.occupancy for sample in samples if sample.slot in mine),
         "turns": _turns(way for way in ways if way.slot in mine),
         "moved_in": _turns(way for way in moves if way.slot in mine),
         "moved_out": _turns(way for way in moves if way.moved_from in mine),
@@ -128,9 +135,4 @@ def estimates(placed: Sequence[Placed], shapes: Mapping[str, Bucket]) -> Estimat
 
 
 def _share(hits: Iterable[bool]) -> float | None:
-    return _mean(map(float, hits))
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return statistics.fmean(known) if known else None
+    return mean(map(float, hits))

@@ -1,6 +1,6 @@
 """Which plans were adopted, what they changed and what they gained: their part of a summary.
 
-What each key means is told in ``monitors``. Guarantee: what is not known is null. Limit: a gain is
+What each key means is told in ``summary``. Guarantee: what is not known is null. Limit: a gain is
 observed over the few steps around the moves, so whatever else changed then is in it too.
 """
 
@@ -13,6 +13,7 @@ from typing import TypedDict
 
 from libra_cli.core.records import MoveRecord, PlanRecord
 from libra_cli.core.types import Role
+from libra_cli.report.status.parts import part_of
 from libra_cli.runtime.store.reader import Reader
 
 PHASES = ("drain", "stop", "start", "sync", "verify", "join")
@@ -20,6 +21,8 @@ PHASES = ("drain", "stop", "start", "sync", "verify", "join")
 
 
 class PhasePart(TypedDict):
+    """One phase of a move; ``seconds`` until it ended, or until now."""
+
     phase: str
     began: float
     ended: float | None
@@ -46,6 +49,8 @@ MovePart = TypedDict(
 
 
 class PlannedServer(TypedDict):
+    """One server of a plan: its slot and its shape."""
+
     slot: str
     bucket: str
     tensor_parallel: int
@@ -54,6 +59,8 @@ class PlannedServer(TypedDict):
 
 
 class PlanPart(TypedDict):
+    """One plan that was adopted, and what it gained."""
+
     plan: int
     at: float
     cause: str
@@ -123,22 +130,16 @@ def _told(role: str, shape: str) -> str:
 
 
 def _plan(plan: PlanRecord) -> PlanPart:
-    return {
-        "plan": plan.plan,
-        "at": plan.at,
-        "cause": plan.cause,
-        "reasons": json.loads(plan.reasons_json or "[]"),
-        "train": json.loads(plan.train_json or "[]"),
-        "gradient": json.loads(plan.gradient_json or "[]"),
-        "servers": [_server(*row) for row in json.loads(plan.servers_json or "[]")],
-        "predicted_before_s": plan.predicted_before_s,
-        "predicted_after_s": plan.predicted_after_s,
-        "cost_s": plan.cost_s,
-        "observed_before_s": plan.observed_before_s,
-        "observed_after_s": plan.observed_after_s,
-        "predicted_gain": _gain(plan.predicted_before_s, plan.predicted_after_s),
-        "observed_gain": _gain(plan.observed_before_s, plan.observed_after_s),
-    }
+    return part_of(
+        PlanPart,
+        plan,
+        reasons=json.loads(plan.reasons_json or "[]"),
+        train=json.loads(plan.train_json or "[]"),
+        gradient=json.loads(plan.gradient_json or "[]"),
+        servers=[_server(*row) for row in json.loads(plan.servers_json or "[]")],
+        predicted_gain=_gain(plan.predicted_before_s, plan.predicted_after_s),
+        observed_gain=_gain(plan.observed_before_s, plan.observed_after_s),
+    )
 
 
 def _server(slot: str, bucket: str, degree: int, seats: int, up_to: int) -> PlannedServer:
@@ -160,20 +161,14 @@ def _gain(before: float | None, after: float | None) -> float | None:
 
 def _move(move: MoveRecord, plan: PlanPart | None, *, now: float) -> MovePart:
     phases = json.loads(move.phases_json or "[]")
-    return {
-        "move": move.move,
-        "plan": move.plan,
-        "slot": move.slot,
+    others: dict[str, object] = {
         "from": move.from_role,
         "to": move.to_role,
-        "state": move.state,
         "phases": [_phase(*phase, now=now) for phase in phases],
         "predicted_gain": plan["predicted_gain"] if plan else None,
         "observed_gain": plan["observed_gain"] if plan else None,
-        "started_at": move.started_at,
-        "ended_at": move.ended_at,
-        "detail": move.detail,
     }
+    return part_of(MovePart, move, **others)
 
 
 def _phase(phase: str, began: float, ended: float | None, *, now: float) -> PhasePart:

@@ -46,8 +46,9 @@ from libra_cli.report.status.console import (
     styled,
     version,
 )
+from libra_cli.report.status.metrics import told
 from libra_cli.report.status.plots import Portable, sparkline
-from libra_cli.report.status.summary import RECENT, smooth
+from libra_cli.report.status.steps import RECENT, smooth
 
 _REFRESH_PER_S = 2.0
 _MANY = 12
@@ -265,6 +266,7 @@ class Progress:
         speed = f"{_recent(steps, _speed):,.0f} tokens/s"
         _curve(facts, "speed", Text(speed), [step.tokens_per_s for step in steps])
         fact(facts, "staleness", f"{last.staleness_mean:.2f} mean, {last.staleness_max} max")
+        fact(facts, "metrics", told(last.metrics))
         if last.logprob_gap is not None:
             fact(facts, "gap", f"{last.logprob_gap:.1e} log-probability, rollout to trainer")
 

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from libra_cli.report.status.console import duration, fact, grid, number, slot_label, styled
+from libra_cli.report.status.plans import PlannedServer
 from libra_cli.report.status.plots import Portable
 
 MOST_MOVES = 12
@@ -30,12 +31,16 @@ FORMAT = 1
 
 
 class StageTimes(TypedDict):
+    """Seconds a step of either half, and of both as they overlap."""
+
     rollout_s: float | None
     train_s: float | None
     step_s: float | None
 
 
 class TimesPart(TypedDict):
+    """The columns of ``times``, told apart above."""
+
     measured: StageTimes
     priced: StageTimes
     now: StageTimes
@@ -43,20 +48,16 @@ class TimesPart(TypedDict):
 
 
 class StageIdle(TypedDict):
+    """Shares of a step in which either half waits."""
+
     rollout: float | None
     training: float | None
 
 
-class ServerRole(TypedDict):
-    slot: str
-    bucket: str
-    tensor_parallel: int
-    max_num_seqs: int
-    up_to_tokens: int
-
-
 class PlanResult(TypedDict):
-    servers: list[ServerRole]
+    """Which slots serve and which train, and the GPUs of each half."""
+
+    servers: list[PlannedServer]
     train: list[str]
     gradient: list[str]
     rollout_gpus: int
@@ -67,6 +68,8 @@ SlotMoveTold = TypedDict("SlotMoveTold", {"slot": str, "from": str, "to": str, "
 
 
 class WorkloadResult(TypedDict):
+    """The trajectories that were planned for: lengths in tokens, tool time in seconds."""
+
     source: str
     trajectories: int
     seen: int
@@ -78,6 +81,8 @@ class WorkloadResult(TypedDict):
 
 
 class ProfileResult(TypedDict):
+    """The prices that were planned with, and where they come from."""
+
     name: str
     gpu: str
     model: str
@@ -88,11 +93,15 @@ class ProfileResult(TypedDict):
 
 
 class Corrections(TypedDict):
+    """Measured over priced seconds, by which each half's prices are multiplied."""
+
     rollout: float
     training: float
 
 
 class Verdict(TypedDict):
+    """Whether to move, why not, and what moving gains and costs."""
+
     move: bool
     why_not: str
     gain_s: float | None

@@ -31,23 +31,19 @@ from pydantic_core import ErrorDetails
 
 import libra_cli
 from libra_cli.config.errors import PluginError, RecipeError, did_you_mean
+from libra_cli.config.losses import LOSSES
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.rules import Problem, RuleError, expand_range
 from libra_cli.core.cluster.placement import PlanError, initial_plan
 from libra_cli.core.launch.rollout_backend import ROLLOUT_BACKENDS
 from libra_cli.core.launch.trainer_backend import TRAINER_BACKENDS
 from libra_cli.core.scheduling.policy import POLICIES
+from libra_cli.runtime.monitors.protocol import MONITORS
 from libra_cli.runtime.recipes.yaml_lines import Loc, NotYaml, read_yaml
 
 _SECRETS: Loc = ("environment", "secrets")
 _SECRET = re.compile(r"^\$\{([A-Za-z_][A-Za-z0-9_]*)\}$")
 _LIKE_A_SECRET = re.compile(r"\$\{[^}]*\}")
-_PLUGINS = {
-    "rollout.backend": ROLLOUT_BACKENDS,
-    "training.backend": TRAINER_BACKENDS,
-    "scheduler.policy": POLICIES,
-}
-"""Fields that name a plug-in, with the group it is looked up in."""
 _STAND_INS: dict[str, Any] = {"model": {"path": "x"}, "nodes": [{"host": "x", "slots": 2}]}
 """Values that replace missing or wrong ones without a default, while the rest is checked."""
 
@@ -262,11 +258,17 @@ def _validate(data: dict[str, Any], draft: _Draft) -> Recipe | None:
 
 
 def _plugin_problems(recipe: Recipe) -> Iterator[Problem]:
-    """A name of a seam that leads nowhere."""
-    for key, group in _PLUGINS.items():
-        section, _, name = key.partition(".")
+    """The names of plug-ins that lead nowhere; none is imported, since some need torch."""
+    named = [
+        ("rollout.backend", ROLLOUT_BACKENDS, recipe.rollout.backend),
+        ("training.backend", TRAINER_BACKENDS, recipe.training.backend),
+        ("training.loss", LOSSES, recipe.training.loss),
+        ("scheduler.policy", POLICIES, recipe.scheduler.policy),
+    ]
+    named += [(f"run.monitors[{n}]", MONITORS, name) for n, name in enumerate(recipe.run.monitors)]
+    for key, group, name in named:
         try:
-            group.find(getattr(getattr(recipe, section), name))
+            group.check(name)
         except PluginError as error:
             yield Problem((key,), f"{error} ({error.hint})")
 

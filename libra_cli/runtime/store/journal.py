@@ -9,10 +9,8 @@ thread writes what has gathered every ``flush_s`` seconds in one transaction.
     limit      a controller killed outright loses at most the last ``flush_s`` seconds; a machine
                that loses power may lose a little more (WAL with ``synchronous=NORMAL``).
 
-The schema is derived from the dataclasses of ``core.records``: a table a class, a column a field.
-Its fingerprint is stored, so a file of another shape is refused rather than misread. Three tables
-have no class: ``events`` (everything that happened, in order), ``slot_states`` (one row a change
-of a slot, because ``slots`` only holds the present) and ``meta``.
+A file of an older libra is migrated when it is opened (``runtime.store.schema``), so that a run
+that is resumed goes on in one file.
 
 ``close`` folds the write-ahead log back, so that a finished run is one plain file that can be
 copied and read from read-only storage.
@@ -22,27 +20,24 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import sqlite3
 import threading
 import time
-import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from pathlib import Path
 
 from libra_cli import __version__
 from libra_cli.config.errors import StateError
-from libra_cli.core.records import Record, SlotRecord
+from libra_cli.core.records import Record, SlotRecord, SlotStateRecord
+from libra_cli.runtime.store.controller_process import boot_id
+from libra_cli.runtime.store.schema import COLUMNS, DATABASE, RECORDS, Value, check_format, migrate
 
-DATABASE = "libra.db"
 LOCK = "libra.lock"
-RECORDS: tuple[type[Record], ...] = typing.get_args(Record)
 
-_SQL_TYPES: dict[type, str] = {str: "TEXT", int: "INTEGER", bool: "INTEGER", float: "REAL"}
 _ACCEPTED: dict[type, tuple[type, ...]] = {
     str: (str,),
     int: (int,),
@@ -52,87 +47,27 @@ _ACCEPTED: dict[type, tuple[type, ...]] = {
 _CLOSE_DEADLINE_S = 2.0
 _RETRY_S = 1.0
 
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One field of a record, as SQL sees it."""
-
-    name: str
-    kind: type
-    optional: bool
-
-    @property
-    def ddl(self) -> str:
-        # SQLite stores NaN as NULL, and a loss can be NaN: a float column must take it.
-        nullable = self.optional or self.kind is float
-        return f'"{self.name}" {_SQL_TYPES[self.kind]}' + ("" if nullable else " NOT NULL")
+_Row: typing.TypeAlias = tuple[Value, ...]
+_Key: typing.TypeAlias = tuple[str, _Row]
 
 
-def _column(name: str, hint: object) -> Column:
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    plain = [kind for kind in kinds if kind is not type(None)]
-    return Column(name, typing.cast("type", plain[0]), optional=len(plain) < len(kinds))
+def _upsert(kind: type[Record]) -> str:
+    names = ", ".join(f'"{column.name}"' for column in COLUMNS[kind])
+    marks = ", ".join("?" * len(COLUMNS[kind]))
+    return f"INSERT OR REPLACE INTO {kind.TABLE} ({names}) VALUES ({marks})"
 
-
-def _columns(kind: type[Record]) -> tuple[Column, ...]:
-    hints = typing.get_type_hints(kind)
-    return tuple(_column(field.name, hints[field.name]) for field in fields(kind))
-
-
-COLUMNS: dict[type, tuple[Column, ...]] = {kind: _columns(kind) for kind in RECORDS}
-
-_EXTRA_DDL = (
-    """CREATE TABLE events (
-        seq INTEGER PRIMARY KEY, at REAL, kind TEXT NOT NULL, payload_json TEXT NOT NULL)""",
-    """CREATE TABLE slot_states (
-        slot TEXT NOT NULL, since REAL, role TEXT NOT NULL, state TEXT NOT NULL,
-        incarnation INTEGER NOT NULL, PRIMARY KEY (slot, since, role, state, incarnation))""",
-    "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
-    "CREATE INDEX sample_times ON samples (at)",
-    # `libra status --watch` counts trajectories by state, again and again, beside megabytes of ids.
-    "CREATE INDEX trajectory_states ON trajectories (state, group_id, attempt)",
-    "CREATE INDEX trajectory_ends ON trajectories (state, ended_at, group_id, member, attempt)",
-    "CREATE INDEX turn_ways ON turns (slot, moved_from, turn)",
-)
-
-
-def _ddl(kind: type[Record]) -> str:
-    columns = ", ".join(column.ddl for column in COLUMNS[kind])
-    return f"CREATE TABLE {kind.TABLE} ({columns}, PRIMARY KEY ({', '.join(kind.KEY)}))"
-
-
-SCHEMA: tuple[str, ...] = (*(_ddl(kind) for kind in RECORDS), *_EXTRA_DDL)
-SCHEMA_VERSION = hashlib.sha256(" ".join("\n".join(SCHEMA).split()).encode()).hexdigest()[:8]
-"""A fingerprint of the schema: it changes when a record changes, without anybody's help."""
 
 _UPSERTS: dict[str, str] = {
-    kind.TABLE: f"INSERT OR REPLACE INTO {kind.TABLE} VALUES"
-    f" ({', '.join('?' * len(COLUMNS[kind]))})"
-    for kind in RECORDS
-} | {
-    "slot_states": "INSERT OR REPLACE INTO slot_states VALUES (?, ?, ?, ?, ?)",
+    **{kind.TABLE: _upsert(kind) for kind in RECORDS},
     "events": "INSERT INTO events (at, kind, payload_json) VALUES (?, ?, ?)",
 }
-
-_Value: typing.TypeAlias = str | int | float | None
-_Row: typing.TypeAlias = tuple[_Value, ...]
-_Key: typing.TypeAlias = tuple[str, _Row]
-_SlotState: typing.TypeAlias = tuple[float, tuple[str, str, int]]
-
-
-def boot_id() -> str:
-    """The kernel's id of this boot, so that a pid of before a reboot is never taken for alive."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _row(record: Record) -> _Row:
     """The record as SQL values. A wrong type is the caller's bug and is told where it is made."""
-    row: list[_Value] = []
+    row: list[Value] = []
     for column in COLUMNS[type(record)]:
-        value: _Value = getattr(record, column.name)
+        value: Value = getattr(record, column.name)
         wrong = value is None and not column.optional
         if wrong or (value is not None and not isinstance(value, _ACCEPTED[column.kind])):
             name = f"{type(record).__name__}.{column.name}"
@@ -159,7 +94,7 @@ class Journal:
         self._on_error = on_error
         self._rows: dict[_Key, _Row] = {}
         self._events: list[_Row] = []
-        self._slots: dict[str, _SlotState] = {}
+        self._slots: dict[str, SlotStateRecord] = {}
         self._mutex = threading.Lock()
         self._writing = threading.Lock()
         self._stop = threading.Event()
@@ -189,22 +124,23 @@ class Journal:
     def save(self, record: Record) -> None:
         """Remember the newest row of this record's key."""
         row = _row(record)
-        key = tuple(getattr(record, name) for name in record.KEY)
         with self._mutex:
-            self._rows[record.TABLE, key] = row
+            self._keep(record, row)
             if isinstance(record, SlotRecord):
                 self._save_slot_state(record)
 
-    def _save_slot_state(self, record: SlotRecord) -> None:
-        state = (record.role, record.state, record.incarnation)
-        last_since, last = self._slots.get(record.slot, (-1.0, None))
-        if last == state:
-            return
+    def _keep(self, record: Record, row: _Row) -> None:
+        key = tuple(getattr(record, name) for name in record.KEY)
+        self._rows[record.TABLE, key] = row
+
+    def _save_slot_state(self, slot: SlotRecord) -> None:
+        last = self._slots.get(slot.slot)
         # An unreachable slot keeps the `since` of the state it will come back to.
-        since = record.since if record.since > last_since else time.time()
-        self._slots[record.slot] = (since, state)
-        row = (record.slot, since, *state)
-        self._rows["slot_states", row] = row
+        since = slot.since if slot.since > (last.since if last else -1.0) else time.time()
+        state = SlotStateRecord(slot.slot, since, slot.role, slot.state, slot.incarnation)
+        if last is None or replace(last, since=since) != state:
+            self._slots[slot.slot] = state
+            self._keep(state, _row(state))
 
     def event(self, at: float, kind: str, payload: Mapping[str, object]) -> None:
         """Append one event. ``payload`` must be JSON; secrets have no business in it."""
@@ -304,9 +240,10 @@ def _open(path: Path) -> sqlite3.Connection:
     except sqlite3.Error as error:
         raise StateError(f"cannot open {path}: {error}") from error
     try:
+        check_format(connection, path)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")
-        check_schema(connection, path)
+        _make_ours(connection)
     except sqlite3.Error as error:
         connection.close()
         raise StateError(f"cannot open {path}: {error}") from error
@@ -320,51 +257,30 @@ def _create(path: Path) -> None:
     """Under another name until its tables are in it: who finds the file can read it."""
     new = path.with_name(f"{path.name}.new")
     new.unlink(missing_ok=True)
-    meta = {
-        "schema": SCHEMA_VERSION,
-        "libra": __version__,
-        "host": os.uname().nodename,
-        "boot": boot_id(),
-    }
     with contextlib.closing(_connected(new)) as connection:
-        connection.execute("BEGIN IMMEDIATE")
-        for statement in SCHEMA:
-            connection.execute(statement)
-        connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
-        connection.execute("COMMIT")
+        _make_ours(connection)
     new.rename(path)
+
+
+def _make_ours(connection: sqlite3.Connection) -> None:
+    """Bring the file to this libra's schema, and say who writes it from now on."""
+    writer = {"libra": __version__, "host": os.uname().nodename, "boot": boot_id()}
+    connection.execute("BEGIN IMMEDIATE")
+    migrate(connection)
+    connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", writer.items())
+    connection.execute("COMMIT")
 
 
 def _connected(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(path, isolation_level=None, timeout=1.0, check_same_thread=False)
 
 
-def check_schema(connection: sqlite3.Connection, path: Path) -> dict[str, str]:
-    """The ``meta`` table, or StateError when the file is not a run of this libra's schema."""
-    try:
-        meta: dict[str, str] = dict(connection.execute("SELECT key, value FROM meta"))
-    except sqlite3.DatabaseError as error:
-        raise StateError(
-            f"{path} is not a run of libra: {error}", hint="name the directory of a run"
-        ) from error
-    if meta.get("schema") != SCHEMA_VERSION:
-        wrote = meta.get("libra", "?")
-        raise StateError(
-            f"{path} was written by libra {wrote} (schema {meta.get('schema', '?')});"
-            f" this is libra {__version__} (schema {SCHEMA_VERSION})",
-            hint=f"read it with the libra that wrote it: pip install libra-rl=={wrote}",
-        )
-    return meta
-
-
-def _present(connection: sqlite3.Connection) -> dict[str, _SlotState]:
+def _present(connection: sqlite3.Connection) -> dict[str, SlotStateRecord]:
     """The newest state of every slot, for a controller that comes back to its run."""
-    rows = connection.execute(
-        "SELECT slot, since, role, state, incarnation FROM slot_states ORDER BY 2"
-    )
-    return {
-        slot: (since, (role, state, incarnation)) for slot, since, role, state, incarnation in rows
-    }
+    names = ", ".join(column.name for column in COLUMNS[SlotStateRecord])
+    rows = connection.execute(f"SELECT {names} FROM slot_states ORDER BY since")
+    states = (SlotStateRecord(*row) for row in rows)
+    return {state.slot: state for state in states}
 
 
 def _fold(connection: sqlite3.Connection) -> None:

@@ -6,6 +6,8 @@ a view belongs to the same instant. It is meant to be short-lived: open, ask, cl
     guarantee  nothing in the run directory is created, changed or locked for the writer.
     limit      what the controller saved in the last quarter of a second may not be there yet.
 
+A file of an older libra is shown in the shape of this one (``runtime.store.schema``).
+
 SQLite itself would create ``-shm`` beside a database in WAL mode. So a file without ``-wal`` (a
 finished run) is opened as immutable, and one that has ``-wal`` but lost its ``-shm`` (a killed run
 that somebody copied) is read from a private copy.
@@ -35,35 +37,15 @@ from libra_cli.core.records import (
     RunRecord,
     SampleRecord,
     SlotRecord,
+    SlotStateRecord,
     StepRecord,
     SyncRecord,
     TurnRecord,
     VersionRecord,
 )
-from libra_cli.runtime.store.journal import COLUMNS, DATABASE, Column, check_schema
+from libra_cli.runtime.store.schema import COLUMNS, DATABASE, Column, check_format, show
 
 R = TypeVar("R", bound=Record)
-
-
-@dataclass(frozen=True, slots=True)
-class EventRow:
-    """One thing that happened."""
-
-    seq: int
-    at: float
-    kind: str
-    payload: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class SlotStateRow:
-    """From ``since`` on, until the next row of this slot, it was this."""
-
-    slot: str
-    since: float
-    role: str
-    state: str
-    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +108,7 @@ _LAST = (
 
 
 class Reader:
-    """A snapshot of one run. StateError, with a hint, if there is none or it is of another schema.
+    """A snapshot of one run. StateError, with a hint, if there is none or a newer libra wrote it.
 
     >>> with Reader(Path("runs/quickstart-1")) as reader:  # doctest: +SKIP
     ...     reader.run().step
@@ -145,7 +127,8 @@ class Reader:
                 self._connection = _connect(path, stack)
                 stack.callback(self._connection.close)
                 self._connection.execute("BEGIN")
-                self.meta = check_schema(self._connection, path)
+                self.meta = check_format(self._connection, path)
+                show(self._connection)
             except sqlite3.Error as error:
                 raise StateError(f"cannot read {path}: {error}") from error
             self._stack = stack.pop_all()
@@ -157,6 +140,7 @@ class Reader:
         self.close()
 
     def close(self) -> None:
+        """Let go of the file."""
         self._stack.close()
 
     def rows(
@@ -171,6 +155,11 @@ class Reader:
         return [kind(*map(_value, columns, row)) for row in rows]
 
     def run(self) -> RunRecord:
+        """The run itself.
+
+        Raises:
+            StateError: its controller has not written anything yet.
+        """
         runs = self.rows(RunRecord)
         if not runs:
             raise StateError(
@@ -179,18 +168,23 @@ class Reader:
         return runs[-1]
 
     def steps(self) -> list[StepRecord]:
+        """The optimizer steps, in order."""
         return self.rows(StepRecord)
 
     def slots(self) -> list[SlotRecord]:
+        """The slots as they are now, by name."""
         return self.rows(SlotRecord)
 
     def nodes(self) -> list[NodeRecord]:
+        """The hosts, by name."""
         return self.rows(NodeRecord)
 
     def processes(self) -> list[ProcessRecord]:
+        """The processes on the hosts, by host and name."""
         return self.rows(ProcessRecord)
 
     def samples(self, since: float = 0.0) -> list[SampleRecord]:
+        """The readings of all servers from ``since`` on (seconds since the epoch), in order."""
         return self.rows(SampleRecord, "at >= ?", (since,), order="at, slot")
 
     def latest_samples(self) -> dict[str, SampleRecord]:
@@ -199,33 +193,27 @@ class Reader:
         return {sample.slot: sample for sample in self.rows(SampleRecord, newest)}
 
     def syncs(self) -> list[SyncRecord]:
+        """Every server that took a version, in the order in which they served it."""
         return self.rows(SyncRecord, order="served_at, slot")
 
     def versions(self) -> list[VersionRecord]:
+        """The weight versions, in the order of their publication."""
         return self.rows(VersionRecord, order="published_at")
 
     def plans(self) -> list[PlanRecord]:
+        """The plans that were adopted, the newest last."""
         return self.rows(PlanRecord)
 
     def moves(self) -> list[MoveRecord]:
+        """The moves of slots, the newest last."""
         return self.rows(MoveRecord)
 
-    def events(
-        self, *, after: int = 0, kinds: Sequence[str] = (), limit: int = 1000
-    ) -> list[EventRow]:
-        """Events in order, those with a ``seq`` above ``after``; all kinds, or only those named."""
-        among = f"AND kind IN ({', '.join('?' * len(kinds))})" if kinds else ""
-        query = f"SELECT seq, at, kind, payload_json FROM events WHERE seq > ? {among}"
-        rows = self._all(f"{query} ORDER BY seq LIMIT ?", (after, *kinds, limit))
-        return [EventRow(seq, at, kind, json.loads(payload)) for seq, at, kind, payload in rows]
-
-    def slot_history(self) -> list[SlotStateRow]:
+    def slot_history(self) -> list[SlotStateRecord]:
         """Every state every slot was in, by slot, in order."""
-        rows = self._all("SELECT slot, since, role, state, incarnation FROM slot_states")
-        history = [SlotStateRow(*row) for row in rows]
-        return sorted(history, key=lambda state: (state.slot, state.since))
+        return self.rows(SlotStateRecord)
 
     def trajectory_counts(self) -> TrajectoryCounts:
+        """How many attempts are in which state."""
         query = "SELECT state, count(*), sum(attempt > 0) FROM trajectories GROUP BY state"
         rows = self._all(query)
         states = {state: count for state, count, _ in rows}
@@ -291,11 +279,12 @@ class Reader:
             f" FROM turns WHERE (group_id, member, attempt) IN ({_NEWEST})",
             (trajectories,),
         )
-        return [Placed(*row) for row in rows if row[2]]
+        return [Placed(*row) for row in rows if row[2] and None not in row]
 
     def recent_turns(self, limit: int = 20_000) -> list[TurnRecord]:
         """The turns that ended last, by trajectory and in order."""
-        newest = "rowid IN (SELECT rowid FROM turns ORDER BY ended_at DESC LIMIT ?)"
+        key = ", ".join(TurnRecord.KEY)
+        newest = f"({key}) IN (SELECT {key} FROM turns ORDER BY ended_at DESC LIMIT ?)"
         return self.rows(TurnRecord, newest, (limit,))
 
     def in_play(self, since: float, until: float) -> list[tuple[float, float]]:

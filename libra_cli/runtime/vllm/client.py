@@ -7,7 +7,7 @@ import json
 import re
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -26,6 +26,7 @@ from libra_cli.runtime.rollout.connection import (
     ServerUnreachable,
     turn_failed,
 )
+from libra_cli.runtime.vllm.metrics import named
 
 REQUEST_PREFIX = "generate-tokens-"
 """What vLLM puts before the request id of its token route, and expects in an abort."""
@@ -54,6 +55,8 @@ class ServerClient:
         self.slot = slot
         self.incarnation = incarnation
         self._session = open_session(endpoint, token)
+        self._counters: Mapping[str, float] = {}
+        """Of the last reading."""
 
     async def close(self) -> None:
         """Drop the connections; the server itself is not touched."""
@@ -174,6 +177,7 @@ class ServerClient:
     async def sample(self) -> ServerSampled:
         """One reading of the server's counters."""
         counters = parse_metrics(await self._call("GET", "/metrics"))
+        before, self._counters = self._counters, counters
         queries = counters.get("vllm:prefix_cache_queries_total", 0.0)
         hits = counters.get("vllm:prefix_cache_hits_total", 0.0)
         return ServerSampled(
@@ -185,6 +189,7 @@ class ServerClient:
             prefix_hit_rate=hits / queries if queries else None,
             preemptions=int(counters.get("vllm:num_preemptions_total", 0)),
             generated_tokens=int(counters.get("vllm:generation_tokens_total", 0)),
+            metrics=named(before, counters),
         )
 
 

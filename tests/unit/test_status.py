@@ -14,16 +14,16 @@ import pytest
 from libra_cli.config.errors import StateError
 from libra_cli.core import records as r
 from libra_cli.report.status.plans import changes, plans
+from libra_cli.report.status.steps import smooth
 from libra_cli.report.status.summary import (
     RunSummary,
-    newest_run,
-    process_started,
-    smooth,
     summary,
     to_json,
 )
+from libra_cli.runtime.store.controller_process import process_started
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.run_directory import newest_run
 from tests import sample_run
 from tests.sample_run import run_record, slot_record, step_record
 
@@ -159,8 +159,10 @@ def test_what_nobody_knows_yet_is_null(tmp_path: Path) -> None:
 
 
 def test_a_reward_that_is_not_a_number_is_null_and_not_broken_json(tmp_path: Path) -> None:
-    value = told(tmp_path, [step_record(1, 10.0, reward=float("nan"), loss=float("inf"))])
+    infinite = r.to_metrics_json({"loss": float("inf")})
+    value = told(tmp_path, [step_record(1, 10.0, reward=float("nan"), metrics_json=infinite)])
     assert json.loads(to_json(value))["reward"] == {"first": None, "last": None}
+    assert json.loads(to_json(value))["metrics"] == {"loss": {"first": None, "last": None}}
 
 
 def test_the_gap_weighs_each_step_by_the_tokens_it_compared(tmp_path: Path) -> None:

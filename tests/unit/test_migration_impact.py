@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_cli.report.status.migration_impact import bystanders
+from libra_cli.report.status.migration_impact import migration_impacts
 from libra_cli.report.status.plans import moves, plans
 from libra_cli.runtime.store.reader import Reader
 from tests import sample_run
@@ -17,7 +17,7 @@ def test_only_other_servers_count_and_only_what_they_said_in_the_span(tmp_path: 
     with Reader(run_dir) as reader:
         told = moves(reader, plans(reader), now=0.0)
         ended = [move for move in told if move["ended_at"] is not None]
-        seen = bystanders(reader, told)
+        seen = migration_impacts(reader, told)
         assert [move["move"] for move, _ in seen] == [move["move"] for move in ended]
         for move, around in seen:
             began, until = move["started_at"], move["ended_at"]

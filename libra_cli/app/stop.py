@@ -1,0 +1,83 @@
+"""``libra stop``: end a run, and prove that nothing of it is left on any host."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from libra_cli.config.errors import LibraError, StateError
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.records import RunRecord
+from libra_cli.runtime.hosts.cluster import host_of
+from libra_cli.runtime.store.controller_process import controller_alive, process_started
+from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.run_directory import recipe_of
+
+STOP_TIMEOUT_S = 300.0
+POLL_S = 0.2
+
+
+def stop(run_dir: Path, *, at_once: bool, note: Callable[[str], None]) -> list[str]:
+    """``libra stop``: ask the controller, or clean up after one that is gone.
+
+    Returns:
+        What could not be proved gone; empty when nothing is left.
+
+    Raises:
+        StateError: no such run, or the controller does not come to an end.
+    """
+    with Reader(run_dir) as reader:
+        row, alive = reader.run(), controller_alive(reader)
+        home = str(reader.meta.get("host"))
+    if alive and home != os.uname().nodename:
+        raise StateError(
+            f"{run_dir} was started on {home}, and only there its controller can be told to stop",
+            hint=f"on {home}: libra stop {run_dir}",
+        )
+    if alive:
+        _interrupt(row, at_once=at_once)
+        note("waiting for the controller: checkpoint, drain, stop")
+        _await_end(row, run_dir)
+    note("asking every host what is left of this run")
+    return asyncio.run(_stop_remains(recipe_of(run_dir), row.id))
+
+
+def _interrupt(row: RunRecord, *, at_once: bool) -> None:
+    try:
+        pidfd = os.pidfd_open(row.controller_pid)
+    except ProcessLookupError:
+        return  # it has just come to its end
+    try:
+        # Looked at again with the descriptor in hand: now the pid cannot be recycled under us.
+        if process_started(row.controller_pid) == row.controller_started:
+            for _ in range(2 if at_once else 1):
+                signal.pidfd_send_signal(pidfd, signal.SIGINT)
+                time.sleep(POLL_S)
+    finally:
+        os.close(pidfd)
+
+
+def _await_end(row: RunRecord, run_dir: Path) -> None:
+    give_up = time.monotonic() + STOP_TIMEOUT_S
+    while process_started(row.controller_pid) == row.controller_started:
+        if time.monotonic() > give_up:
+            raise StateError(
+                f"the controller (pid {row.controller_pid}) is still stopping",
+                hint=f"libra stop --now {run_dir}",
+            )
+        time.sleep(POLL_S)
+
+
+async def _stop_remains(recipe: Recipe, run_id: str) -> list[str]:
+    left: list[str] = []
+    for node in recipe.nodes:
+        host = host_of(node)
+        try:
+            left += [f"{node.name}: {line}" for line in await host.stop_remains(run_id)]
+        except LibraError as error:
+            left.append(f"{node.name}: {error}")
+    return left

@@ -1,0 +1,130 @@
+"""The slots, the servers on them, the hosts below and the processes there, as they are now."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TypedDict
+
+from libra_cli.core.records import SampleRecord, SlotRecord, SyncRecord
+from libra_cli.report.status.parts import part_of
+from libra_cli.runtime.store.reader import Reader
+
+
+class SlotPart(TypedDict):
+    """One slot; what concerns a server is empty elsewhere."""
+
+    slot: str
+    node: str
+    gpus: list[int]
+    pool: str
+    role: str
+    state: str
+    since: float
+    incarnation: int
+    epoch: int
+    """The same: its name in libra 0.1.0, and keys stay."""
+    bucket: str
+    version: int | None
+    verified: bool
+    running: int
+    waiting: int
+    idle: float | None
+    restarts: int
+    detail: str
+
+
+class ServerPart(TypedDict):
+    """One server: what it holds and does, and how its newest sync went."""
+
+    slot: str
+    node: str
+    bucket: str
+    state: str
+    version: int | None
+    verified: bool
+    verified_at: float | None
+    gap: float | None
+    running: int
+    waiting: int
+    queued: int | None
+    kv_use: float | None
+    tokens_per_s: float | None
+    prefix_hit_rate: float | None
+    preemptions: int | None
+    metrics: dict[str, float | None]
+    sync_s: float | None
+    sync_kind: str | None
+    sync_sent_bytes: int | None
+    restarts: int
+
+
+class NodePart(TypedDict):
+    """One host of the recipe."""
+
+    node: str
+    host: str
+    state: str
+    since: float
+    detail: str
+
+
+class ProcessPart(TypedDict):
+    """One process on a host, as its agent last reported it."""
+
+    node: str
+    process: str
+    pid: int
+    state: str
+    since: float
+    exit_code: int | None
+    log: str
+
+
+def slot_part(slot: SlotRecord) -> SlotPart:
+    """The slot as it is; ``idle`` is the share of its serving time without a request."""
+    return part_of(
+        SlotPart,
+        slot,
+        gpus=json.loads(slot.gpus_json or "[]"),
+        epoch=slot.incarnation,
+        idle=max(0.0, 1 - slot.busy_s / slot.serving_s) if slot.serving_s else None,
+    )
+
+
+def server_part(
+    slot: SlotRecord, sample: SampleRecord | None, syncs: Sequence[SyncRecord]
+) -> ServerPart:
+    """The server of a slot; one that was stopped has the version it took last.
+
+    ``sample`` is its newest reading if that is fresh, ``syncs`` are those of all slots in order.
+    """
+    last = next((sync for sync in reversed(syncs) if sync.slot == slot.slot), None)
+    stopped = slot.version is None and slot.role != "rollout" and last is not None
+    return part_of(
+        ServerPart,
+        slot,
+        version=last.version if last and stopped else slot.version,
+        verified=last.verified if last and stopped else slot.verified,
+        verified_at=last.verified_at if last else None,
+        gap=last.gap if last else None,
+        queued=sample.waiting if sample else None,
+        kv_use=sample.kv_use if sample else None,
+        tokens_per_s=sample.tokens_per_s if sample else None,
+        prefix_hit_rate=sample.prefix_hit_rate if sample else None,
+        preemptions=sample.preemptions if sample else None,
+        metrics=sample.metrics if sample else {},
+        sync_s=last.served_at - last.published_at if last else None,
+        sync_kind=last.kind if last else None,
+        sync_sent_bytes=last.sent_bytes if last else None,
+    )
+
+
+def nodes(reader: Reader) -> list[NodePart]:
+    """Every host, by name."""
+    return [part_of(NodePart, node) for node in reader.nodes()]
+
+
+def processes(reader: Reader) -> list[ProcessPart]:
+    """Every process, by host and name."""
+    return [part_of(ProcessPart, process) for process in reader.processes()]

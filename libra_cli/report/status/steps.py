@@ -1,0 +1,207 @@
+"""What the steps of a run say: reward, lengths, speed, staleness, idle time, checkpoint.
+
+A number nobody knows yet is None, and so is the mean of nothing. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+from typing import TypedDict
+
+from libra_cli.core.records import SampleRecord, SlotRecord, StepRecord
+from libra_cli.report.status.metrics import FirstLast
+from libra_cli.report.status.parts import part_of
+from libra_cli.runtime.store.reader import Reader
+
+RECENT = 10
+"""The last so many steps are what is called recent."""
+
+
+class Lengths(TypedDict):
+    """Generated tokens a trajectory, over the last ``RECENT`` steps."""
+
+    mean: float | None
+    p99: float | None
+
+
+class Staleness(TypedDict):
+    """Versions between a token's and the trainer's; ``histogram`` counts trajectories by it."""
+
+    mean: float | None
+    max: int | None
+    histogram: dict[str, int]
+
+
+class IdlePart(TypedDict):
+    """Shares of time: of the servers without a request, of the trainer without a batch."""
+
+    rollout: float | None
+    training: float | None
+    recent_rollout: float | None
+    recent_training: float | None
+
+
+class TrajectoryCountsPart(TypedDict):
+    """Attempts, by what became of them."""
+
+    finished: int
+    trained: int
+    in_flight: int
+    retried: int
+    failed: int
+    dropped: int
+
+
+class CheckpointPart(TypedDict):
+    """The newest checkpoint; ``path`` is on the host of the trainer's rank 0."""
+
+    step: int
+    path: str
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """Of those that are finite; None if there is none."""
+    known = [value for value in values if math.isfinite(value)]
+    return fmean(known) if known else None
+
+
+def largest(values: Iterable[float]) -> float | None:
+    """Of those that are finite; None if there is none."""
+    return max((value for value in values if math.isfinite(value)), default=None)
+
+
+def _weighted(
+    steps: Sequence[StepRecord],
+    value: Callable[[StepRecord], float],
+    weight: Callable[[StepRecord], float],
+) -> float | None:
+    known = [(value(step), weight(step)) for step in steps if math.isfinite(value(step))]
+    total = sum(weight_ for _, weight_ in known)
+    return sum(value_ * weight_ for value_, weight_ in known) / total if total else None
+
+
+def reward(steps: Sequence[StepRecord]) -> FirstLast:
+    """How the reward has changed."""
+    return {
+        "first": mean(step.reward for step in steps[:RECENT]),
+        "last": mean(step.reward for step in steps[-RECENT:]),
+    }
+
+
+def logprob_gap(steps: Sequence[StepRecord]) -> float | None:
+    """Mean over the steps that measured one, weighted by the tokens compared."""
+    return _weighted(_measured(steps), _gap, lambda step: step.logprob_gap_tokens)
+
+
+def logprob_gap_max(steps: Sequence[StepRecord]) -> float | None:
+    """The largest gap of a step."""
+    return largest(_gap(step) for step in _measured(steps))
+
+
+def _measured(steps: Sequence[StepRecord]) -> list[StepRecord]:
+    return [step for step in steps if step.logprob_gap is not None]
+
+
+def _gap(step: StepRecord) -> float:
+    return math.nan if step.logprob_gap is None else step.logprob_gap
+
+
+def step_s(steps: Sequence[StepRecord]) -> float | None:
+    """Mean seconds from step to step, over the last ``RECENT``."""
+    return mean(period_s(step) for step in steps[-RECENT:])
+
+
+def period_s(step: StepRecord) -> float:
+    """Seconds from the end of the step before to the end of this one."""
+    return step.waited_s + step.ended_at - step.started_at
+
+
+def lengths(steps: Sequence[StepRecord]) -> Lengths:
+    """How long the trajectories have become."""
+    recent = [step for step in steps[-RECENT:] if step.mean_length > 0]
+    trajectories = sum(step.generated_tokens / step.mean_length for step in recent)
+    return {
+        "mean": sum(s.generated_tokens for s in recent) / trajectories if trajectories else None,
+        "p99": largest(step.p99_length for step in recent),
+    }
+
+
+def tokens_per_s(steps: Sequence[StepRecord], samples: Iterable[SampleRecord]) -> float | None:
+    """Generated tokens a second, of the last steps, or of the servers before the first step."""
+    recent = [step for step in steps[-RECENT:] if step.tokens_per_s > 0]
+    if recent:
+        seconds = sum(step.generated_tokens / step.tokens_per_s for step in recent)
+        return sum(step.generated_tokens for step in recent) / seconds if seconds else None
+    speeds = [sample.tokens_per_s for sample in samples]
+    return sum(speeds) if speeds else None
+
+
+def staleness(reader: Reader, steps: Sequence[StepRecord]) -> Staleness:
+    """Means weighted by generated tokens, and the count of trained trajectories."""
+    histogram = reader.staleness_histogram()
+    return {
+        "mean": _weighted(
+            steps, lambda step: step.staleness_mean, lambda step: step.generated_tokens
+        ),
+        "max": max((step.staleness_max for step in steps), default=None),
+        "histogram": {str(staleness): count for staleness, count in histogram.items()},
+    }
+
+
+def trajectories(reader: Reader, *, live: bool) -> TrajectoryCountsPart:
+    """``live``: the run has not ended, so what runs may still finish."""
+    counts = reader.trajectory_counts()
+    # What was running when the run ended was never finished, and nobody will.
+    playing, left = (counts.running, 0) if live else (0, counts.running)
+    return part_of(TrajectoryCountsPart, counts, in_flight=playing, dropped=counts.dropped + left)
+
+
+def recent_samples(reader: Reader, steps: Sequence[StepRecord]) -> list[SampleRecord]:
+    """Those of the last steps; none before the first."""
+    recent = steps[-RECENT:]
+    return reader.samples(recent[0].started_at - recent[0].waited_s) if recent else []
+
+
+def idle(
+    samples: Sequence[SampleRecord], steps: Sequence[StepRecord], slots: Sequence[SlotRecord]
+) -> IdlePart:
+    """Of the whole run, and of the last ``RECENT`` steps; ``samples`` are of those."""
+    serving = sum(slot.serving_s for slot in slots)
+    busy = sum(slot.busy_s for slot in slots)
+    return {
+        "rollout": max(0.0, 1 - busy / serving) if serving else None,
+        "training": _waited_share(steps),
+        "recent_rollout": mean(float(sample.running == 0) for sample in samples),
+        "recent_training": _waited_share(steps[-RECENT:]),
+    }
+
+
+def _waited_share(steps: Sequence[StepRecord]) -> float | None:
+    total = sum(period_s(step) for step in steps)
+    return sum(step.waited_s for step in steps) / total if total else None
+
+
+def checkpoint(steps: Sequence[StepRecord]) -> CheckpointPart | None:
+    """The newest one, if any was written."""
+    for step in reversed(steps):
+        if step.checkpoint:
+            return {"step": step.step, "path": step.checkpoint}
+    return None
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """A centred moving mean over about an eighth of the run; the nearer weighs more, and what is
+    not finite is left out."""
+    half = max(2, len(values) // 14)
+    weights = [1 - (distance / (half + 1)) ** 2 for distance in range(half + 1)]
+    return [_around(values, at, weights) for at in range(len(values))]
+
+
+def _around(values: Sequence[float], at: int, weights: Sequence[float]) -> float:
+    half = len(weights) - 1
+    near = range(max(0, at - half), min(len(values), at + half + 1))
+    known = [(values[i], weights[abs(i - at)]) for i in near if math.isfinite(values[i])]
+    total = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / total if total else math.nan

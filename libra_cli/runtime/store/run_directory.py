@@ -1,0 +1,72 @@
+"""A run's directory on the controller, ``<run.directory>/<name>-<time>``, and what lies in it.
+
+recipe.json   the recipe, resolved, secrets masked  libra.db      the journal
+model/        the tokenizer's files                 report.html   made at the end
+orders/       what ``libra rebalance`` asks for     libra.lock    held by the one writer
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from libra_cli.config.errors import StateError
+from libra_cli.config.recipe import Recipe
+from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.schema import DATABASE
+
+RUNS = Path("runs")
+"""Where runs are looked for that are not named."""
+RECIPE = "recipe.json"
+
+
+def new_run_dir(recipe: Recipe) -> Path:
+    """A fresh run directory's path; nothing is created yet."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    names = (f"{recipe.run.name}-{stamp}{more}" for more in ("", *(f"-{n}" for n in range(2, 99))))
+    return next(path for name in names if not (path := Path(recipe.run.directory) / name).exists())
+
+
+def newest_run(directory: Path = RUNS) -> Path:
+    """The run under ``directory`` that started last.
+
+    Raises:
+        StateError: there is no run that can be read.
+    """
+    started: dict[Path, float] = {}
+    for database in directory.glob(f"*/{DATABASE}"):
+        try:
+            with Reader(database.parent) as reader:
+                started[database.parent] = reader.run().started_at
+        except StateError:
+            continue  # of a newer libra, or just being made: not what was asked for
+    if not started:
+        raise StateError(
+            f"there is no run under {directory}",
+            hint="libra run recipes/quickstart.yaml, or name a run directory",
+        )
+    return max(started, key=lambda run_dir: (started[run_dir], run_dir.name))
+
+
+def keep_recipe(recipe: Recipe, run_dir: Path) -> None:
+    """Write the recipe, its secrets masked, where only this user can read it."""
+    path = run_dir / RECIPE
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(recipe.model_dump_json(indent=2))
+
+
+def recipe_of(run_dir: Path) -> Recipe:
+    """The recipe a run was made from, without its secrets.
+
+    Raises:
+        StateError: the run directory has none that can be read.
+    """
+    try:
+        # A key that went since the run was made says nothing any more.
+        return Recipe.model_validate_json((run_dir / RECIPE).read_text(), extra="ignore")
+    except (OSError, ValueError) as error:
+        raise StateError(
+            f"{run_dir} has no usable {RECIPE}: {error}", hint=f"ls {run_dir}"
+        ) from error
