@@ -20,7 +20,7 @@ PACKAGE = ROOT / "libra_cli"
 FOLDERS = sorted({path.parent for path in PACKAGE.rglob("*.py")})
 MOST_MODULES = 13
 MOST_LINES = 60
-LEFT = ("core/records.py", "report/status/", "runtime/store/", "Trajectories")
+LEFT: tuple[str, ...] = ()
 """What still breaks a rule; it only shrinks."""
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
