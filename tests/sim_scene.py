@@ -15,7 +15,7 @@ from libra_cli.core.observation import Observation
 from libra_cli.core.planning.planner import Decision, DecisionMaker
 from libra_cli.core.planning.recalibration import RecalibratedSearch
 from libra_cli.core.planning.search import Times
-from libra_cli.core.scheduling.baselines import SchedulingPolicy
+from libra_cli.core.scheduling.policy import SchedulingPolicy
 from libra_cli.core.types import Bucket, Plan, Pool, Slot, ToolOutcome
 from libra_cli.sim.traces import RecordedEpisode, Trace, Turn
 from libra_cli.sim.world import SimConfig, World

@@ -14,12 +14,14 @@ from libra_cli.app.costs import live_planner
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import initial_plan
-from libra_cli.core.launch.commands import HostPlan, dry_run
+from libra_cli.core.launch.dry_run import HostPlan, dry_run
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.types import Plan
 from libra_cli.report.html.run_report import write_report
 from libra_cli.report.status.run_state import LIVE
 from libra_cli.runtime.episodes.player import EnvironmentFactory
+from libra_cli.runtime.monitors.dispatch import Monitors
+from libra_cli.runtime.monitors.protocol import MonitoredRun
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.session import Session
 from libra_cli.runtime.store.controller_process import controller_alive, process_started
@@ -60,7 +62,17 @@ def run(
         first = _continued(first, recipe, run_dir)
     # Found and made once before any host is asked for anything; begun later, with a deadline.
     EnvironmentFactory(recipe.environment).make()
-    with Journal(run_dir, on_error=lambda error: note(f"{error}; {error.hint}")) as journal:
+    monitored = MonitoredRun(run_dir.name, run_dir, recipe.model_dump(mode="json"))
+    monitors = Monitors(recipe.run.monitors, monitored, note=note)
+
+    def saved(record: Record) -> None:
+        watch(record)
+        monitors.on(record)
+
+    with (
+        Journal(run_dir, on_error=lambda error: note(f"{error}; {error.hint}")) as journal,
+        monitors,
+    ):
         keep_recipe(recipe, run_dir)
         session = Session(
             recipe,
@@ -68,7 +80,7 @@ def run(
             journal,
             first,
             plan_with=partial(live_planner, recipe),
-            watch=watch,
+            watch=saved,
             note=note,
         )
         last = asyncio.run(session.run(checkpoint, trainer_incarnation))

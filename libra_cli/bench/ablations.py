@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from libra_cli.core.scheduling.baseline_estimators import TurnIndexMean
-from libra_cli.core.scheduling.baselines import (
-    LeastLoaded,
-    SchedulingPolicy,
-    StickyLeastLoaded,
-    stay_or_least,
-)
+from libra_cli.core.scheduling.baselines import LeastLoaded, StickyLeastLoaded, stay_or_least
 from libra_cli.core.scheduling.causal_estimator import CausalEstimator
 from libra_cli.core.scheduling.least_cost import LeastExpectedCost, caches_hold
+from libra_cli.core.scheduling.policy import SchedulingPolicy
 from libra_cli.core.scheduling.server_queues import Request, ServerQueue, ServerQueues
 from libra_cli.core.types import Seconds, Tokens
 
@@ -20,7 +16,7 @@ from libra_cli.core.types import Seconds, Tokens
 class _NoAdmission(LeastExpectedCost):
     """A free seat is enough to be admitted; vLLM preempts when its cache is full."""
 
-    def admits(self, request: Request, lane: ServerQueue) -> bool:
+    def admits(self, request: Request, queue: ServerQueue) -> bool:
         """Whether a request is admitted: always."""
         return True
 
@@ -28,7 +24,7 @@ class _NoAdmission(LeastExpectedCost):
 class _NoBackPressure(LeastExpectedCost):
     """More trajectories begin while there are seats."""
 
-    def has_room(self, contexts: Tokens, lanes: ServerQueues) -> bool:
+    def has_room(self, contexts: Tokens, queues: ServerQueues) -> bool:
         """Whether more trajectories may begin: always."""
         return True
 
@@ -36,24 +32,24 @@ class _NoBackPressure(LeastExpectedCost):
 class _NoMoves(LeastExpectedCost):
     """A trajectory ends where it began."""
 
-    def choose(self, request: Request, lanes: ServerQueues, *, now: Seconds) -> ServerQueue | None:
+    def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
         """The server the trajectory was on, if it still serves; else the cheapest."""
-        last = lanes.by_slot.get(request.last_slot or "")
-        return last or super().choose(request, lanes, now=now)
+        last = queues.by_slot.get(request.last_slot or "")
+        return last or super().choose(request, queues, now=now)
 
-    def lets_go(
-        self, request: Request, home: ServerQueue, thief: ServerQueue, *, now: Seconds
+    def allow_steal(
+        self, request: Request, queued: ServerQueue, idle: ServerQueue, *, now: Seconds
     ) -> bool:
         """Whether an idle server may take the request: only one that has not begun."""
-        return not request.turns and super().lets_go(request, home, thief, now=now)
+        return not request.turns and super().allow_steal(request, queued, idle, now=now)
 
 
 class _NoCosts(LeastExpectedCost):
     """Placement by seats: the server it was on, else the least loaded."""
 
-    def choose(self, request: Request, lanes: ServerQueues, *, now: Seconds) -> ServerQueue | None:
+    def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
         """The server it was on while that has a seat, else the least loaded, whatever it costs."""
-        return stay_or_least(request, lanes, lanes.all)
+        return stay_or_least(request, queues, queues.all)
 
 
 class _NoOrder(LeastExpectedCost):
@@ -67,17 +63,17 @@ class _NoOrder(LeastExpectedCost):
 class _LeastLoadedHeldBack(LeastLoaded):
     """The baseline, with libra's back-pressure."""
 
-    def has_room(self, contexts: Tokens, lanes: ServerQueues) -> bool:
+    def has_room(self, contexts: Tokens, queues: ServerQueues) -> bool:
         """Whether more may begin, by libra's rule."""
-        return caches_hold(contexts, lanes)
+        return caches_hold(contexts, queues)
 
 
 class _StickyHeldBack(StickyLeastLoaded):
     """The baseline, with libra's back-pressure."""
 
-    def has_room(self, contexts: Tokens, lanes: ServerQueues) -> bool:
+    def has_room(self, contexts: Tokens, queues: ServerQueues) -> bool:
         """Whether more may begin, by libra's rule."""
-        return caches_hold(contexts, lanes)
+        return caches_hold(contexts, queues)
 
 
 ABLATIONS: dict[str, Callable[[], SchedulingPolicy]] = {

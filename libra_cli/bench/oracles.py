@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
-from libra_cli.core.scheduling.baselines import LONG_SHARE, SchedulingPolicy, StreamRL
+from libra_cli.core.scheduling.baselines import LONG_SHARE, StreamRL
 from libra_cli.core.scheduling.estimates import Estimate
-from libra_cli.core.scheduling.least_cost import LeastExpectedCost, make_policy
+from libra_cli.core.scheduling.least_cost import LeastExpectedCost
+from libra_cli.core.scheduling.policy import SchedulingPolicy, make_policy
 from libra_cli.core.types import Tokens, ToolReturn, TrajectoryId
 from libra_cli.sim.traces import RecordedEpisode, Trace
 

@@ -20,7 +20,8 @@ from libra_cli.cli.terminal import err, errors_told, out
 
 if TYPE_CHECKING:
     from libra_cli.config.recipe import Recipe
-    from libra_cli.core.launch.commands import HostPlan, ProcessSpec
+    from libra_cli.core.launch.dry_run import HostPlan
+    from libra_cli.core.launch.process import ProcessSpec
 
 STOPPED = 4
 app = typer.Typer(

@@ -40,12 +40,18 @@ class PluginGroup:
     error: type[LibraError] = PluginError
 
     def available(self) -> dict[str, str]:
-        """Every name that can be used, and the import path it stands for."""
-        installed = {entry.name: entry.value for entry in entry_points(group=self.name)}
-        return dict(sorted({**self.shipped, **installed}.items()))
+        """Every name that can be used, and the import path it stands for; libra's own first."""
+        installed = sorted((entry.name, entry.value) for entry in entry_points(group=self.name))
+        return {**self.shipped, **{k: v for k, v in installed if k not in self.shipped}}
+
+    def check(self, name: str) -> None:
+        """Raise ``error`` if nothing is called that; imports nothing, so an import path is fine."""
+        if ":" not in name and name not in self.shipped and name not in self.available():
+            raise self._unknown(name)
 
     def find(self, name: str) -> Any:
         """Import what ``name`` stands for; raises ``error`` if that cannot be done."""
+        # What ships is not looked for among what is installed: that reads a file of every package.
         target = name if ":" in name else self.shipped.get(name) or self.available().get(name)
         if target is None:
             raise self._unknown(name)

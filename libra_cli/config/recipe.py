@@ -12,6 +12,7 @@ import re
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -61,6 +62,9 @@ class RunSpec(_Model):
     """Where run directories are made, relative to the working directory of ``libra``."""
     lease_s: Annotated[float, Field(ge=5.0)] = 120.0
     """A host that hears nothing from the controller for so many seconds stops its processes."""
+    monitors: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    """Who is told of every step: jsonl (``metrics.jsonl`` in the run directory), entry points of
+    group ``libra.monitors``, or module:attr; what one is is in ``runtime.monitors.protocol``."""
 
 
 class NodeSpec(_Model):
@@ -201,6 +205,8 @@ class BucketSpec(_Model):
 class RolloutSpec(_Model):
     """How trajectories are generated."""
 
+    backend: str = "vllm"
+    """What serves them: ``vllm``, an entry point of ``libra.rollout_backends``, or module:attr."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Trajectories of one prompt, whose rewards are compared with one another."""
     temperature: Annotated[float, Field(gt=0.0, le=5.0)] = 1.0
@@ -224,6 +230,13 @@ class RolloutSpec(_Model):
 class TrainingSpec(_Model):
     """Asynchronous GRPO (arXiv 2402.03300)."""
 
+    loss: Annotated[str, Field(validation_alias=AliasChoices("loss", "algorithm"))] = "grpo"
+    """A shipped loss, an entry point of group ``libra.losses``, or module:attr; what one is and
+    where it must be installed is in ``node.losses.protocol``. The key's old name is algorithm."""
+    loss_args: dict[str, JsonValue] = {}
+    """Keyword arguments of the loss; those below reach it too."""
+    backend: str = "accelerate"
+    """What trains: ``accelerate``, an entry point of ``libra.trainer_backends``, or module:attr."""
     groups_per_step: _Positive = 16
     """Prompts in the global batch, each with a group of trajectories."""
     learning_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 1e-6

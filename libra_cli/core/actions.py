@@ -1,4 +1,4 @@
-"""What ``edge`` is to do, in the imperative. Every action but the last four ends in an event."""
+"""What the runtime is to do, in the imperative. Every action ends in the event it names, if any."""
 
 from __future__ import annotations
 
@@ -247,28 +247,12 @@ class End:
     error: str
 
 
-Action: TypeAlias = (
-    StartServer
-    | CheckServer
-    | StopServer
-    | SyncServer
-    | StartTrainer
-    | StopTrainer
-    | Train
-    | Accumulate
-    | Checkpoint
-    | StartWorker
-    | SyncWorker
-    | StopWorker
-    | AbortTurn
-    | Propose
-    | AnswerOrder
-    | StartEpisode
-    | Generate
-    | AdvanceEpisode
-    | FinishEpisode
-    | ForgetEpisode
-    | Wake
-    | Save
-    | End
+ServerAction: TypeAlias = StartServer | CheckServer | StopServer | SyncServer | Generate | AbortTurn
+TrainerAction: TypeAlias = StartTrainer | StopTrainer | Train | Accumulate | Checkpoint
+WorkerAction: TypeAlias = StartWorker | SyncWorker | StopWorker
+EpisodeAction: TypeAlias = StartEpisode | AdvanceEpisode | FinishEpisode | ForgetEpisode
+RuntimeAction: TypeAlias = (
+    ServerAction | TrainerAction | WorkerAction | EpisodeAction | Propose | AnswerOrder | Wake
 )
+"""What the runtime carries out; Save and End are the driver's own."""
+Action: TypeAlias = RuntimeAction | Save | End

@@ -8,6 +8,7 @@ incarnation.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -318,6 +319,8 @@ class ServerSampled:
     prefix_hit_rate: float | None
     preemptions: int
     generated_tokens: int
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    """By name: what else the backend's page says."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,7 @@ from libra_cli.core.reconcile.reconciler import Reconciler
 from libra_cli.core.records import RunRecord
 from libra_cli.core.rollout.groups import GroupLedger, GroupState, new_trajectory
 from libra_cli.core.rollout.trajectories import Limits, Stage, Trajectories, group_record
-from libra_cli.core.scheduling.baselines import SchedulingPolicy
-from libra_cli.core.scheduling.least_cost import make_policy
+from libra_cli.core.scheduling.policy import SchedulingPolicy, make_policy
 from libra_cli.core.scheduling.request_scheduler import RequestScheduler
 from libra_cli.core.types import Bucket, Plan, Seconds, Slot, Trajectory, TrajectoryId
 
@@ -321,7 +320,7 @@ class Machine:
             lengths=self._observer.lengths,
             evidence=self._observer.evidence,
             rollout_idle=0.0 if starved else self._ready_share,
-            queue=len(self.scheduler) / max(1, self.scheduler.lanes.seats),
+            queue=len(self.scheduler) / max(1, self.scheduler.queues.seats),
             steps_left=self.recipe.run.steps - self.training.step,
         )
 
@@ -390,7 +389,7 @@ class Machine:
         target = self.recipe.run.steps
         if self.training.state is TrainerState.READY and self.training.step >= target:
             return self._wind_down("finished", "", now)
-        if self.phase is Phase.STARTING and self.scheduler.lanes.seats:
+        if self.phase is Phase.STARTING and self.scheduler.queues.seats:
             self.phase = Phase.RUNNING
         actions: list[Action] = []
         if self.phase is Phase.RUNNING:
@@ -467,7 +466,7 @@ class Machine:
         trainer = self.training.state
         if trainer in (TrainerState.DOWN, TrainerState.STARTING, TrainerState.STOPPING):
             return "rollout goes on up to the staleness bound; the trainer is starting again"
-        if not self.scheduler.lanes.seats:
+        if not self.scheduler.queues.seats:
             return "training waits for rollout: no server is serving"
         if trainer is TrainerState.BUSY and not self.ledger.may_open and not self.ledger.playing:
             return "rollout waits for training: the staleness bound is reached"

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from json import dumps, loads
+from math import isfinite
 from typing import ClassVar, Final, TypeAlias
 
 RENAMED: Final[Mapping[str, str]] = {
@@ -19,6 +21,22 @@ RENAMED: Final[Mapping[str, str]] = {
     "trainer_incarnation": "trainer_epoch",
 }
 """Column, in whichever table it is -> its name in databases of libra 0.1.0."""
+
+
+def to_metrics_json(metrics: Mapping[str, float | None]) -> str:
+    """The text of a column ``metrics_json``. JSON knows no NaN and no infinity: they are null."""
+    return dumps(
+        {
+            name: value if value is not None and isfinite(value) else None
+            for name, value in metrics.items()
+        }
+    )
+
+
+def from_metrics_json(text: str) -> dict[str, float | None]:
+    """The metrics in a column ``metrics_json``."""
+    metrics: dict[str, float | None] = loads(text)
+    return metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +158,13 @@ class SampleRecord:
     generated_tokens: int
     """The server's counter, since its start."""
     tokens_per_s: float
+    metrics_json: str = "{}"
+    """Name -> number or null: all else that the rollout backend names."""
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """``metrics_json``, read."""
+        return from_metrics_json(self.metrics_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,13 +252,6 @@ class StepRecord:
     waited_s: float
     """Seconds the trainer stood idle before this step."""
     reward: float
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    kl: float | None
-    entropy: float
-    clip_fraction: float
-    tis_mean: float
     logprob_gap: float | None
     """Mean |rollout - trainer| log-probability over the tokens of this batch that were generated
     with the very version the trainer held when it computed theirs; None if there was none."""
@@ -250,6 +268,13 @@ class StepRecord:
     trainer_s: float
     checkpoint: str
     """Path of the checkpoint written after this step, or empty."""
+    metrics_json: str = "{}"
+    """Name -> number or null: the loss, and all else that the trainer and the loss name."""
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """``metrics_json``, read."""
+        return from_metrics_json(self.metrics_json)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,26 +3,27 @@
     outside finishes -> post(event) -> machine.handle(event, now) -> actions -> tasks -> outside
 
 The driver is the only one that looks at the clock for the machine, and the only caller of
-``handle``. It decides nothing. An action that raises is a bug in ``edge``, where failures are
-events: the run is stopped at once and ``run`` raises it, so that nothing limps on unseen.
+``handle``. It decides nothing. An action that raises is a bug in ``libra_cli.runtime``, where
+failures are events: the run is stopped at once and ``run`` raises it, so that nothing limps on
+unseen.
 """
 
 from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeAlias
 
-from libra_cli.core.actions import Action, End, Save
+from libra_cli.core.actions import End, RuntimeAction, Save
 from libra_cli.core.events import Event, ServerSampled, StopRequested
 from libra_cli.core.machine import Machine
 from libra_cli.core.records import Record
 from libra_cli.core.types import Seconds, TrajectoryId
 
-Perform: TypeAlias = Callable[[Any], Coroutine[Any, Any, Event | None]]
-
+Perform: TypeAlias = Callable[[RuntimeAction], Coroutine[Any, Any, Event | None]]
+"""Carries out one action; what it returns is the next event of the machine."""
 
 GIVE_UP_S = 120.0
 """How long a run may take to stop after a bug, before it is left to whoever owns the hosts."""
@@ -34,14 +35,12 @@ class Driver:
     def __init__(
         self,
         machine: Machine,
-        perform: Mapping[type, Perform],
         *,
         clock: Callable[[], Seconds],
         save: Callable[[Record], None],
         tell: Callable[[Seconds, Event], None],
     ) -> None:
         self._machine = machine
-        self._perform = perform
         self._clock = clock
         self._save = save
         self._tell = tell
@@ -53,8 +52,8 @@ class Driver:
         """Something happened outside. Call it from the loop's own thread."""
         self._events.put_nowait(event)
 
-    async def run(self) -> End:
-        """Feed the machine until it says End.
+    async def run(self, perform: Perform) -> End:
+        """Feed the machine until it says End; ``perform`` carries out what it wants.
 
         Raises:
             whatever an action raised, after everything was stopped.
@@ -69,7 +68,7 @@ class Driver:
                 for action in self._machine.handle(event, now=now):
                     if isinstance(action, End):
                         return self._ended(action)
-                    self._start(action)
+                    self._start(action, perform)
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -80,11 +79,11 @@ class Driver:
             raise self._failure
         return end
 
-    def _start(self, action: Action) -> None:
+    def _start(self, action: RuntimeAction | Save, perform: Perform) -> None:
         if isinstance(action, Save):
             self._save(action.record)
             return
-        task = asyncio.create_task(self._perform[type(action)](action))
+        task = asyncio.create_task(perform(action))
         self._tasks.add(task)
         task.add_done_callback(self._finished)
 

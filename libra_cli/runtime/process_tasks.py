@@ -18,7 +18,7 @@ from libra_cli.core.events import Event
 
 
 class ProcessTasks:
-    """The tasks of each process, by a name of the owner's choice."""
+    """The work under way on each process, by a name of the owner's choice."""
 
     def __init__(self) -> None:
         self._work: defaultdict[str, set[asyncio.Task[Event]]] = defaultdict(set)
@@ -26,10 +26,7 @@ class ProcessTasks:
     async def during(
         self, name: str, work: Coroutine[Any, Any, Event], failed: Callable[[str], Event]
     ) -> Event | None:
-        """Run a task and return its event; None if the process ended first.
-
-        A ``LibraError`` becomes the event that ``failed`` makes of its message.
-        """
+        """Do the work; a LibraError becomes ``failed``. None if the process ended first."""
         task: asyncio.Task[Event] = asyncio.create_task(work)
         self._work[name].add(task)
         try:
@@ -43,17 +40,17 @@ class ProcessTasks:
         finally:
             self._work[name].discard(task)
 
-    def goes_on(self, name: str) -> bool:
-        """Tell whether a task of that process is running."""
+    def is_busy(self, name: str) -> bool:
+        """Whether any work on that process is under way."""
         return bool(self._work[name])
 
     def end(self, name: str) -> None:
-        """Cancel the tasks of a process that has ended or is about to."""
+        """Cancel the work on a process that has ended, or is about to."""
         for task in self._work[name]:
             task.cancel()
 
 
 def _is_cancelled() -> bool:
-    """Tell whether the current task is cancelled, and not only a task it waits for."""
+    """Whether the running task itself was cancelled, and not only something it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -10,41 +10,36 @@ one skips the checkpoint and the drain.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import secrets
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
-from libra_cli.core import actions, events
+from libra_cli.core import events
 from libra_cli.core.actions import End
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.machine import Machine, Resume, RunIdentity
-from libra_cli.core.planning.planner import DecisionMaker, answer
+from libra_cli.core.planning.planner import DecisionMaker
 from libra_cli.core.records import Record, RunRecord
-from libra_cli.core.types import TrajectoryId, node_of
-from libra_cli.runtime.driver import QUIET, Driver, Perform, describe
-from libra_cli.runtime.episodes.player import Episodes, TurnResult
+from libra_cli.core.types import node_of
+from libra_cli.runtime.driver import QUIET, Driver, describe
+from libra_cli.runtime.episodes.performer import EpisodePerformer
+from libra_cli.runtime.episodes.player import Episodes
 from libra_cli.runtime.episodes.renderer import Renderer
-from libra_cli.runtime.hosts.agent_messages import (
-    ConnectionLost,
-    Exited,
-    HostEvent,
-    LeaseExpired,
-    Reconnected,
-)
+from libra_cli.runtime.host_events import HostEvents
 from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.order_files import Orders
+from libra_cli.runtime.performer import Performer
+from libra_cli.runtime.rollout.connection import Sampling
+from libra_cli.runtime.rollout.servers import Servers
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.trainer.processes import TrainerProcesses
 from libra_cli.runtime.trainer.worker_processes import WorkerProcesses
-from libra_cli.runtime.vllm.client import Sampling
-from libra_cli.runtime.vllm.servers import Servers
 from libra_cli.runtime.weights import weights_of
 
 
@@ -169,191 +164,46 @@ class Session:
         return Resume(checkpoint, position, trainer_incarnation)
 
     async def _drive(self, renderer: Renderer, episodes: Episodes, resume: Resume | None) -> End:
-        recipe, cluster, run = self._recipe, self._cluster, self._run
-        identity = RunIdentity(run.id, run.recipe, run.controller_pid, run.controller_started)
-        slots = list(self._slots.values())
-        machine = Machine(recipe, self._plan, slots, identity, resume=resume)
-        performers: dict[type, Perform] = {}
-        driver = Driver(machine, performers, clock=self._clock, save=self._save, tell=self._tell)
-        head = self._slots[self._plan.train[0]].node
-        planner = self._plan_with(cluster.gpu_names)
-        weights = weights_of(cluster, origin=head)
-        ranks = TrainerProcesses(cluster, self._slots, head=head, post=driver.post)
-        workers = WorkerProcesses(cluster, weights, self._slots, post=driver.post)
-        orders = Orders(self._run_dir, post=driver.post)
-        servers = Servers(
-            cluster,
-            weights,
-            self._slots,
-            Sampling(
-                recipe.rollout.temperature, recipe.rollout.top_p, tuple(renderer.stop_token_ids)
-            ),
-            post=driver.post,
+        driver = Driver(self._machine(resume), clock=self._clock, save=self._save, tell=self._tell)
+        performer = self._performer(renderer, episodes, driver.post)
+        servers, orders = performer.servers, performer.orders
+        reports = HostEvents(
+            self._cluster.hosts, servers, performer.trainer, performer.workers, post=driver.post
         )
-        performers |= _performers(servers, ranks, episodes, recipe.run.seed)
-        performers |= _elastic(workers, ranks, servers, orders, planner)
-        cluster.on_event = _Reporter(cluster, servers, ranks, workers, driver).happened
+        self._cluster.on_event = reports.happened
         background = [asyncio.create_task(work) for work in (servers.sample(), orders.watch())]
         self._driver = driver
         driver.post(events.RunStarted())
         try:
-            return await driver.run()
+            return await driver.run(performer.perform)
         finally:
-            cluster.on_event = lambda event: None
+            self._cluster.on_event = lambda event: None
             for task in background:
                 task.cancel()
-            await servers.close()
-            await workers.close()
-            await ranks.close()
+            await performer.close()
+
+    def _machine(self, resume: Resume | None) -> Machine:
+        run = self._run
+        identity = RunIdentity(run.id, run.recipe, run.controller_pid, run.controller_started)
+        slots = list(self._slots.values())
+        return Machine(self._recipe, self._plan, slots, identity, resume=resume)
+
+    def _performer(
+        self, renderer: Renderer, episodes: Episodes, post: Callable[[events.Event], None]
+    ) -> Performer:
+        cluster, slots, rollout = self._cluster, self._slots, self._recipe.rollout
+        head = node_of(self._plan.train[0])
+        weights = weights_of(cluster, origin=head)
+        sampling = Sampling(rollout.temperature, rollout.top_p, tuple(renderer.stop_token_ids))
+        return Performer(
+            servers=Servers(cluster, weights, slots, sampling, post=post),
+            trainer=TrainerProcesses(cluster, slots, head=head, post=post),
+            workers=WorkerProcesses(cluster, weights, slots, post=post),
+            episodes=EpisodePerformer(episodes, run_seed=self._recipe.run.seed),
+            orders=Orders(self._run_dir, post=post),
+            planner=self._plan_with(cluster.gpu_names),
+        )
 
     def _tell(self, now: float, event: events.Event) -> None:
         if not isinstance(event, QUIET):
             self._journal.event(now, type(event).__name__, describe(event))
-
-
-class _Reporter:
-    """Turns what hosts report into events of the machine."""
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        servers: Servers,
-        ranks: TrainerProcesses,
-        workers: WorkerProcesses,
-        driver: Driver,
-    ) -> None:
-        self._cluster = cluster
-        self._servers = servers
-        self._ranks = ranks
-        self._workers = workers
-        self._driver = driver
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def happened(self, event: HostEvent) -> None:
-        if isinstance(event, Exited):
-            self._servers.exited(event)
-            self._ranks.exited(event)
-            self._workers.exited(event)
-        elif isinstance(event, ConnectionLost):
-            self._driver.post(events.NodeLost(event.node, event.reason))
-        elif isinstance(event, LeaseExpired):
-            self._returned(event.node, frozenset())
-        elif isinstance(event, Reconnected):
-            task = asyncio.create_task(self._take_stock(event.node))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _take_stock(self, node: str) -> None:
-        try:
-            states = await self._cluster.hosts[node].processes()
-        except LibraError:
-            return  # lost again; there will be another Reconnected, or a LeaseExpired
-        alive = frozenset(state.process for state in states if state.state == "running")
-        self._returned(node, alive)
-
-    def _returned(self, node: str, alive: frozenset[str]) -> None:
-        self._ranks.returned(node, alive)
-        self._driver.post(events.NodeBack(node, alive))
-
-
-def _performers(
-    servers: Servers, ranks: TrainerProcesses, episodes: Episodes, run_seed: int
-) -> Mapping[type, Perform]:
-    """Who carries out what."""
-    players = _Players(episodes, run_seed)
-    return {
-        actions.StartServer: servers.start,
-        actions.CheckServer: servers.check,
-        actions.StopServer: servers.stop,
-        actions.SyncServer: servers.sync,
-        actions.Generate: servers.generate,
-        actions.StartTrainer: ranks.start,
-        actions.StopTrainer: ranks.stop,
-        actions.Accumulate: ranks.accumulate,
-        actions.Checkpoint: ranks.checkpoint,
-        actions.StartEpisode: players.start,
-        actions.AdvanceEpisode: players.advance,
-        actions.FinishEpisode: players.finish,
-        actions.ForgetEpisode: players.forget,
-        actions.Wake: _wake,
-    }
-
-
-def _elastic(
-    workers: WorkerProcesses,
-    ranks: TrainerProcesses,
-    servers: Servers,
-    orders: Orders,
-    planner: DecisionMaker,
-) -> Mapping[type, Perform]:
-    """What the elastic pool adds to that."""
-
-    async def train(action: actions.Train) -> events.Event | None:
-        async with workers.handing_out(action) as shares:
-            return await ranks.train(action, shares)
-
-    async def look(action: actions.Propose) -> events.Event:
-        return await asyncio.to_thread(answer, planner, action)
-
-    return {
-        actions.Train: train,
-        actions.StartWorker: workers.start,
-        actions.SyncWorker: workers.sync,
-        actions.StopWorker: workers.stop,
-        actions.AbortTurn: servers.abort,
-        actions.Propose: look,
-        actions.AnswerOrder: orders.answer,
-    }
-
-
-async def _wake(action: actions.Wake) -> events.Event:
-    await asyncio.sleep(action.after_s)
-    return events.TimerFired(action.name)
-
-
-class _Players:
-    """Environments, with their failures as events."""
-
-    def __init__(self, episodes: Episodes, run_seed: int) -> None:
-        self._episodes = episodes
-        self._run_seed = run_seed
-
-    async def start(self, action: actions.StartEpisode) -> events.Event:
-        who = action.trajectory
-        try:
-            prompt_ids = await self._episodes.start(
-                who, who.group, task_seed=self._run_seed, seed=episode_seed(self._run_seed, who)
-            )
-        except LibraError as error:
-            return events.EpisodeFailed(who, str(error))
-        return events.EpisodeStarted(who, prompt_ids)
-
-    async def advance(self, action: actions.AdvanceEpisode) -> events.Event:
-        who = action.trajectory
-        try:
-            answer = await self._episodes.advance(who, action.token_ids, action.finish_reason)
-        except LibraError as error:
-            return events.EpisodeFailed(who, str(error))
-        return _advanced(who, answer)
-
-    async def finish(self, action: actions.FinishEpisode) -> events.Event:
-        try:
-            answer = await self._episodes.finish(action.trajectory)
-        except LibraError as error:
-            return events.EpisodeFailed(action.trajectory, str(error))
-        return _advanced(action.trajectory, answer)
-
-    async def forget(self, action: actions.ForgetEpisode) -> None:
-        self._episodes.forget(action.trajectory)
-
-
-def _advanced(who: TrajectoryId, answer: TurnResult) -> events.EpisodeAdvanced:
-    return events.EpisodeAdvanced(
-        who, answer.observation_ids, answer.returns, answer.done, answer.reward
-    )
-
-
-def episode_seed(run_seed: int, who: TrajectoryId) -> int:
-    """The same for the same trajectory in every run of this seed, different for its siblings."""
-    digest = hashlib.blake2b(f"{run_seed} {who}".encode(), digest_size=6).digest()
-    return int.from_bytes(digest, "big")

@@ -40,7 +40,7 @@ from libra_cli.core.records import (
     TurnRecord,
 )
 from libra_cli.core.rollout.trajectories import ABORTED
-from libra_cli.core.scheduling.baselines import SchedulingPolicy
+from libra_cli.core.scheduling.policy import SchedulingPolicy
 from libra_cli.core.types import (
     Bucket,
     Plan,

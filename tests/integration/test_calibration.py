@@ -21,7 +21,12 @@ from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.sim.profiles import load_profile
 from tests.live import CHECKOUT
 
-pytestmark = [pytest.mark.integration, pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.alone,
+    pytest.mark.vllm,
+    pytest.mark.timeout(400),
+]
 pytest.importorskip("vllm", reason="needs the [cpu] extra")
 
 UNSEEN = ServerLoad(players=6, cached=96, fresh=16, generate=12)
@@ -29,9 +34,15 @@ UNSEEN = ServerLoad(players=6, cached=96, fresh=16, generate=12)
 QUICK = Effort(window_s=0.5, rounds=1, every=3)
 
 
-def a_recipe(base: Path) -> Path:
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the host keeps between calibrations: the small model."""
+    return tmp_path_factory.mktemp("work")
+
+
+def a_recipe(base: Path, work: Path) -> Path:
     document = yaml.safe_load((CHECKOUT / "recipes/quickstart.yaml").read_text())
-    document["nodes"][0] |= {"workdir": str(base / "work"), "python": sys.executable}
+    document["nodes"][0] |= {"workdir": str(work), "python": sys.executable}
     document["model"]["build"]["warm_steps"] = 1
     document["rollout"]["buckets"] = [{"name": "all", "max_num_seqs": 16}]
     document["training"]["groups_per_step"] = 4
@@ -68,7 +79,7 @@ def predicted_s(profile: Profile, load: ServerLoad) -> float:
     return sum(price * amount for price, amount in zip(prices, amounts, strict=True))
 
 
-def test_a_calibration_predicts_a_load_it_has_not_seen(tmp_path, monkeypatch):
+def test_a_calibration_predicts_a_load_it_has_not_seen(tmp_path, work, monkeypatch):
     unseen: list[tuple[ServerLoad, float]] = []
     steady = calibration._Survey._steady
 
@@ -79,8 +90,8 @@ def test_a_calibration_predicts_a_load_it_has_not_seen(tmp_path, monkeypatch):
 
     monkeypatch.setattr(calibration._Survey, "_steady", after_an_unseen_load)
     told: list[str] = []
-    measured = measure(load_recipe(a_recipe(tmp_path)), QUICK, note=told.append)
-    assert left_over(tmp_path) == []
+    measured = measure(load_recipe(a_recipe(tmp_path, work)), QUICK, note=told.append)
+    assert left_over(work) == []
     assert any("stopping" in line for line in told)
     profile = profile_of(measured)
     path = tmp_path / "profile.json"
@@ -95,16 +106,16 @@ def test_a_calibration_predicts_a_load_it_has_not_seen(tmp_path, monkeypatch):
     assert median(ratios) == pytest.approx(1.0, abs=0.5), sorted(ratios)
 
 
-def test_a_failure_while_starting_leaves_nothing(tmp_path):
-    recipe = load_recipe(a_recipe(tmp_path))
+def test_a_failure_while_starting_leaves_nothing(tmp_path, work):
+    recipe = load_recipe(a_recipe(tmp_path, work))
     broken = recipe.rollout.model_copy(update={"vllm_args": ("--no-such-flag",)})
     with pytest.raises(LibraError, match="no-such-flag"):
         measure(recipe.model_copy(update={"rollout": broken}), QUICK, note=lambda line: None)
-    assert left_over(tmp_path) == []
+    assert left_over(work) == []
 
 
-def test_being_cancelled_leaves_nothing(tmp_path):
-    recipe = load_recipe(a_recipe(tmp_path))
+def test_being_cancelled_leaves_nothing(tmp_path, work):
+    recipe = load_recipe(a_recipe(tmp_path, work))
 
     async def stopped_soon():
         task = asyncio.create_task(calibration._measure(recipe, QUICK, lambda line: None))
@@ -114,4 +125,4 @@ def test_being_cancelled_leaves_nothing(tmp_path):
             await task
 
     asyncio.run(stopped_soon())
-    assert left_over(tmp_path) == []
+    assert left_over(work) == []

@@ -147,9 +147,7 @@ def test_a_worker_that_joins_and_leaves_changes_no_parameter(
 
 
 WORLDS = [
-    ({}, {}),
     ({"processes": 2, "sharding": "ddp"}, {}),
-    ({"processes": 2, "sharding": "fsdp2"}, {}),
     ({}, {"processes": 2, "sharding": "fsdp2"}),
     ({"processes": 2, "sharding": "fsdp2"}, {"processes": 2, "sharding": "ddp"}),
 ]

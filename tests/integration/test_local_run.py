@@ -1,56 +1,182 @@
-"""``libra run`` on this machine alone: interrupted, resumed, and left behind by its controller."""
+"""``libra run`` on this machine alone: a server is killed, the run interrupted, resumed, and ends.
+
+One run carries most claims, because starting vLLM is what costs the time. Another is left behind by
+its controller.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 import signal
+import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.live import CHECKOUT, QUICK_S, START_S, live
+from tests.live import CHECKOUT, QUICK_S, START_S, STEP_S, Live, live
 
-pytestmark = [pytest.mark.integration, pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.alone,
+    pytest.mark.vllm,
+    pytest.mark.timeout(1200),
+]
 pytest.importorskip("vllm", reason="needs the [cpu] extra")
 
-STEPS = 5
-GROUPS = 4
+STEPS = 16
+GROUPS = 8
+INTERRUPTED = 4
+"""The exit status after Ctrl-C."""
+SLOT = "local/0"
 
 
-def recipe_text(base: Path) -> str:
+def recipe_text(base: Path, models: Path) -> str:
     """The quickstart, smaller."""
     document = yaml.safe_load((CHECKOUT / "recipes/quickstart.yaml").read_text())
     document["run"] = {"name": "local", "steps": STEPS, "lease_s": 30}
-    document["nodes"][0] |= {"workdir": str(base / "work"), "python": sys.executable}
-    document["model"]["build"]["warm_steps"] = 60
-    document["rollout"]["buckets"] = [{"name": "all", "max_num_seqs": 16}]
+    work = base / "work"
+    work.mkdir(parents=True)
+    (work / "models").symlink_to(models)
+    document["nodes"][0] |= {"workdir": str(work), "python": sys.executable}
+    document["model"]["build"]["warm_steps"] = 150
+    document["rollout"]["buckets"] = [{"name": "all", "max_num_seqs": 32}]
     document["training"] |= {"groups_per_step": GROUPS, "checkpoint_every": 100}
     return yaml.safe_dump(document)
 
 
-def test_an_interrupted_run_leaves_nothing_and_goes_on_where_it_was(tmp_path):
-    with live(recipe_text(tmp_path), tmp_path, Path.home()) as started:
-        started.wait_step(2, timeout_s=START_S)
+@dataclass(frozen=True)
+class Interrupted:
+    """A run that went on after an interruption, and what was seen of it in between."""
+
+    live: Live
+    status: int
+    """The exit status of the interrupted controller."""
+    left: list[int]
+    """Processes that the interrupted controller left."""
+    restarts: list[tuple[int]]
+    """Of the slot whose server was killed, before the interruption."""
+    checkpoint: int
+    """The step of the interruption's checkpoint."""
+    resumed: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Interrupted]:
+    """Its server is killed, its controller interrupted, and resumed until its last step."""
+    base = tmp_path_factory.mktemp("run")
+    with live(recipe_text(base, models), base, Path.home()) as started:
+        started.wait_step(1, timeout_s=2 * START_S)  # the model is built first
+        started.kill("server-0", "local")
+        started.wait_step(4, timeout_s=START_S)
         started.process.send_signal(signal.SIGINT)
-        assert started.process.wait(timeout=QUICK_S) == 4, started.told()
-        assert started.processes() == []
-        ((before, checkpoint),) = started.query(
-            "SELECT step, checkpoint FROM steps WHERE checkpoint != ''"
-        )
-        assert checkpoint
-        assert 2 <= before < STEPS
+        status = started.process.wait(timeout=QUICK_S)
+        left = started.processes()
+        restarts = started.query(f"SELECT restarts FROM slots WHERE slot = '{SLOT}'")
+        ((checkpoint,),) = started.query("SELECT step FROM steps WHERE checkpoint != ''")
         arguments = ("run", str(started.recipe), "--resume", str(started.run_dir))
-        done = started.libra(*arguments, timeout_s=START_S)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        groups = started.groups()
-        assert len(groups) == len(set(groups)) == STEPS * GROUPS
-        assert started.query("SELECT state FROM runs") == [("finished",)]
-        assert started.processes() == []
+        resumed = started.libra(*arguments, timeout_s=START_S + STEP_S)
+        yield Interrupted(started, status, left, restarts, checkpoint, resumed)
 
 
-def test_what_a_killed_controller_leaves_is_stopped_by_libra_stop(tmp_path):
-    with live(recipe_text(tmp_path), tmp_path, Path.home()) as started:
+def test_an_interrupted_run_ends_soon_with_a_checkpoint_and_leaves_nothing(run):
+    assert run.status == INTERRUPTED, run.live.told()
+    assert run.left == []
+    assert 4 <= run.checkpoint < STEPS
+
+
+def test_a_resumed_run_goes_on_to_its_last_step(run):
+    assert run.resumed.returncode == 0, run.resumed.stdout[-3000:] + run.resumed.stderr[-3000:]
+    assert run.live.query("SELECT state, error FROM runs") == [("finished", "")]
+    steps = [step for (step,) in run.live.query("SELECT step FROM steps ORDER BY step")]
+    assert steps == list(range(1, STEPS + 1))
+    assert run.live.processes() == []
+
+
+def test_the_resumed_trainer_begins_where_the_checkpoint_was_taken(run):
+    incarnations = run.live.query(
+        "SELECT trainer_incarnation, min(version), max(version) FROM versions GROUP BY 1 ORDER BY 1"
+    )
+    assert incarnations == [(1, 0, run.checkpoint), (2, run.checkpoint, STEPS)]
+
+
+def test_no_group_is_trained_twice(run):
+    groups = run.live.groups()
+    assert len(groups) == len(set(groups)) == STEPS * GROUPS
+
+
+def test_a_failure_is_recorded_and_never_scored(run):
+    scored = "SELECT 1 FROM trajectories WHERE state = 'failed' AND reward IS NOT NULL"
+    assert run.live.query(scored) == []
+    unscored = "SELECT 1 FROM groups WHERE state = 'trained' AND reward IS NULL"
+    assert run.live.query(unscored) == []
+
+
+def test_the_killed_server_came_back_and_proved_every_version_it_served(run):
+    assert run.restarts == [(1,)]
+    sql = "SELECT count(*), sum(verified), max(gap), max(version) FROM syncs"
+    ((count, verified, gap, newest),) = run.live.query(sql)
+    assert newest == STEPS
+    assert verified >= STEPS
+    assert gap < 1e-3
+    assert count - verified <= 3, "only syncs that a fault cut off may have failed"
+
+
+def test_the_reward_rises_all_the_same(run):
+    rewards = [reward for (reward,) in run.live.query("SELECT reward FROM steps ORDER BY step")]
+    assert sum(rewards[-5:]) > sum(rewards[:5]), rewards
+
+
+def test_rollout_and_trainer_agree_on_log_probabilities(run):
+    gaps = run.live.query("SELECT logprob_gap FROM steps WHERE logprob_gap IS NOT NULL")
+    assert gaps
+    assert max(gap for (gap,) in gaps) < 1e-3
+
+
+def test_status_tells_the_documented_object(run):
+    done = run.live.libra("status", "--json", str(run.live.run_dir))
+    told = json.loads(done.stdout)
+    assert told["run"]["state"] == "finished"
+    assert told["step"] == told["weight_version"] == STEPS
+    assert set(told["reward"]) >= {"first", "last"}
+    assert {server["verified"] for server in told["servers"]} == {True}
+    assert {server["version"] for server in told["servers"]} == {STEPS}
+    assert told["trajectories"]["in_flight"] == 0
+    assert told["moves"] == []
+
+
+def test_the_report_is_one_offline_file(run):
+    text = (run.live.run_dir / "report.html").read_text()
+    assert "<svg" in text
+    # What an error says may name an address; nothing may be fetched from one.
+    assert not re.search(r"""(src|href)=["']https?://|url\(["']?https?://|@import""", text)
+
+
+def test_the_logs_of_a_host_can_be_read_afterwards(run):
+    about = ("local", "trainer-0", "--run", str(run.live.run_dir), "-n", "5")
+    done = run.live.libra("logs", *about)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_the_token_of_the_run_is_nowhere_to_be_read(run):
+    work = run.live.run_dir.parents[1] / "work"
+    tokens = list(work.rglob("token"))
+    for token in tokens:
+        assert token.stat().st_mode & 0o077 == 0
+    secrets = {token.read_text().strip() for token in tokens}
+    told = [run.live.log, *run.live.run_dir.glob("*.*"), *work.rglob("logs/*.log")]
+    for path in told:
+        content = path.read_bytes()
+        assert not any(secret.encode() in content for secret in secrets), path
+
+
+def test_what_a_killed_controller_leaves_is_stopped_by_libra_stop(tmp_path, models):
+    with live(recipe_text(tmp_path, models), tmp_path, Path.home()) as started:
         running = "SELECT 1 FROM processes WHERE process = 'server-0' AND state = 'running'"
         started.wait("server process", lambda: started.query(running), timeout_s=START_S)
         started.process.kill()

@@ -27,12 +27,14 @@ from tests.netns import Network, missing, network
 
 pytestmark = [
     pytest.mark.integration,
+    pytest.mark.alone,
     pytest.mark.vllm,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(missing()), reason=missing() or "hosts can be made"),
 ]
 pytest.importorskip("vllm", reason="needs the [cpu] extra")
 
+CORE = "host-3"
 LEASE_S = 60
 STOPPED = 4
 WEIGHTS = "/dev/shm/libra-root"
@@ -134,9 +136,12 @@ def recipe_text(net: Network, workdir: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What hosts keep between runs: the small model."""
-    return tmp_path_factory.mktemp("hosts")
+def workdir(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Path:
+    """What hosts keep between runs: the small model, which the first rank's host builds."""
+    hosts = tmp_path_factory.mktemp("hosts")
+    (hosts / CORE).mkdir()
+    (hosts / CORE / "models").symlink_to(models)
+    return hosts
 
 
 @contextmanager

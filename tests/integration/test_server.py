@@ -20,11 +20,13 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import Generate
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.events import PublishedVersion, TurnFailed, TurnGenerated
-from libra_cli.core.launch.commands import HostFacts, server_process
+from libra_cli.core.launch.process import HostFacts
+from libra_cli.core.launch.rollout_backend import server_process
 from libra_cli.core.types import TrajectoryId, VersionSpan, WeightVersion
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.local import LocalTransport
-from libra_cli.runtime.vllm.client import Sampling, ServerClient
+from libra_cli.runtime.rollout.connection import Sampling
+from libra_cli.runtime.vllm.client import ServerClient
 from libra_cli.runtime.weights import probe_gap
 
 pytestmark = [pytest.mark.integration, pytest.mark.vllm, pytest.mark.timeout(300)]

@@ -62,7 +62,7 @@ def test_a_step_is_measured_and_moves_the_policy(reference: Reference):
     metrics = reference.results[0]["metrics"]
     assert metrics["learning_rate"] == pytest.approx(1e-3 / 3)
     assert metrics["generated_tokens"] > metrics["logprob_gap_tokens"] > 0
-    assert metrics["kl"] is None
+    assert "kl" not in metrics
     assert 0 < metrics["grad_norm"] < 100
     assert 0 < metrics["entropy"] < np.log(268)
     assert metrics["trainer_s"] > metrics["publish_s"] > 0
@@ -86,7 +86,7 @@ def test_resuming_gives_exactly_what_going_on_would_have(
         assert resumed.stop() == 0
 
 
-def test_two_replicas_give_the_same_parameters(
+def test_two_replicas_give_the_same_parameters_and_end_when_one_dies(
     reference: Reference, model_dir: Path, tmp_path: Path
 ):
     with trainer(tmp_path / "two", model_dir, processes=2, sharding="ddp") as two:
@@ -94,7 +94,13 @@ def test_two_replicas_give_the_same_parameters(
         for number in range(1, 5):
             two.step(number)
         assert largest_difference(two.parameters(4), reference.last) < 1e-5
-        assert two.stop() == 0
+        (victim,) = (
+            pid
+            for pid, environment in processes_marked(two.marker).items()
+            if b"\0RANK=1\0" in environment
+        )
+        os.kill(victim, signal.SIGKILL)
+        assert two.process.wait(60) != 0
 
 
 def test_two_shards_resume_a_replica_s_checkpoint_and_the_other_way_round(
@@ -143,15 +149,3 @@ def test_a_step_that_fails_is_reported_and_ends_the_trainer(model_dir: Path, tmp
         assert result["state"] == "failed"
         assert "step 1 has no generated token to learn from" in result["error"]
         assert failing.stop() != 0
-
-
-def test_a_dead_rank_is_noticed(model_dir: Path, tmp_path: Path):
-    with trainer(tmp_path / "dead", model_dir, processes=2) as two:
-        two.wait_ready()
-        (victim,) = (
-            pid
-            for pid, environment in processes_marked(two.marker).items()
-            if b"\0RANK=1\0" in environment
-        )
-        os.kill(victim, signal.SIGKILL)
-        assert two.process.wait(60) != 0

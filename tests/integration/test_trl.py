@@ -12,15 +12,13 @@ from numpy.typing import NDArray
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 pytest.importorskip("trl", reason="needs the [test] extra")
 
+from libra_cli.config.recipe import TrainingSpec  # noqa: E402
+from libra_cli.node.losses.grpo import grpo, truncated_weights  # noqa: E402
+from libra_cli.node.losses.protocol import LossInputs  # noqa: E402
+from libra_cli.node.model.logprobs import token_logprobs  # noqa: E402
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
 from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
 from libra_cli.node.trainer.batching import collate  # noqa: E402
-from libra_cli.node.trainer.loss import (  # noqa: E402
-    LossSettings,
-    grpo_loss,
-    token_logprobs,
-    truncated_weights,
-)
 from libra_cli.node.trainer.samples import TokenSample  # noqa: E402
 
 pytestmark = [
@@ -90,7 +88,7 @@ def trl_inputs(batch: list[TokenSample], old: Any, rollout: Any, reference: Any)
     }
 
 
-def make_trainer(model: Any, model_dir: Path, directory: Path, settings: LossSettings) -> Any:
+def make_trainer(model: Any, model_dir: Path, directory: Path, settings: TrainingSpec) -> Any:
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -126,7 +124,7 @@ def make_trainer(model: Any, model_dir: Path, directory: Path, settings: LossSet
 def test_loss_and_gradient_agree_with_trl(model_dir: Path, tmp_path: Path, kl_coef: float):
     from transformers import AutoModelForCausalLM
 
-    settings = LossSettings(clip_low=0.2, clip_high=0.28, tis_cap=2.0, kl_coef=kl_coef)
+    settings = TrainingSpec(clip_low=0.2, clip_high=0.28, tis_cap=2.0, kl_coef=kl_coef)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
     rows = samples()
     advantages = torch.linspace(-1.5, 1.5, ROWS)
@@ -141,23 +139,24 @@ def test_loss_and_gradient_agree_with_trl(model_dir: Path, tmp_path: Path, kl_co
     rollout = old + 0.6 * torch.randn(current.shape, generator=generator)
     reference = old + 0.2 * torch.randn(current.shape, generator=generator)
 
-    share = grpo_loss(
-        current,
+    inputs = LossInputs(
+        logprobs=current,
         proximal=old,
         rollout=rollout,
         advantages=batch.advantages,
-        settings=settings,
+        trajectories=batch.rows,
         reference=reference if kl_coef else None,
     )
+    share = grpo(inputs, settings)
     ours = share.loss / len(current)
     ours.backward()
     our_gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).double()
-    assert 0.2 < float(share.clipped) / len(current) < 0.8
+    assert 0.2 < float(share.metrics["clip_fraction"]) / len(current) < 0.8
     model.zero_grad()
 
     trainer = make_trainer(model, model_dir, tmp_path, settings)
-    inputs = {"advantages": advantages, **trl_inputs(rows, old, rollout, reference)}
-    theirs = trainer._compute_loss(trainer.model, inputs)
+    theirs_in = {"advantages": advantages, **trl_inputs(rows, old, rollout, reference)}
+    theirs = trainer._compute_loss(trainer.model, theirs_in)
     theirs.backward()
     their_gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()]).double()
 

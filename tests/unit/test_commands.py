@@ -16,17 +16,12 @@ import pytest
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.rules import RESERVED_VLLM_FLAGS
 from libra_cli.core.cluster.placement import initial_plan, slots_of
-from libra_cli.core.launch.commands import (
-    HostFacts,
-    ProcessSpec,
-    dry_run,
-    masked,
-    model_process,
-    ports_needed,
-    process_of,
-    server_process,
-    trainer_processes,
-)
+from libra_cli.core.launch.dry_run import dry_run, masked
+from libra_cli.core.launch.model import model_process
+from libra_cli.core.launch.ports import ports_needed
+from libra_cli.core.launch.process import HostFacts, ProcessSpec, process_of
+from libra_cli.core.launch.rollout_backend import server_process
+from libra_cli.core.launch.trainer_backend import TrainerLaunch, trainer_processes
 from libra_cli.core.types import Bucket
 
 CASES = sorted((Path(__file__).parent / "commands").glob("*.json"))
@@ -54,11 +49,10 @@ def processes(case: dict[str, Any]) -> list[ProcessSpec]:
                 model_dir="/models/m",
             )
         )
-    train = [slots[slot] for slot in plan.train]
-    specs += trainer_processes(
-        recipe,
-        train,
-        facts,
+    train = tuple(slots[slot] for slot in plan.train)
+    launch = TrainerLaunch(
+        train=train,
+        facts=facts,
         run_id="r1",
         http_port=21100,
         rendezvous_port=21101,
@@ -66,6 +60,7 @@ def processes(case: dict[str, Any]) -> list[ProcessSpec]:
         trainer_incarnation=2,
         resume={slot.node: f"/checkpoints/{slot.node}" for slot in train},
     )
+    specs += trainer_processes(recipe, launch)
     return specs
 
 

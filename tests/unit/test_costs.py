@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_cli.core.costs.profile import (
@@ -82,7 +82,6 @@ def test_memory_of_a_server_is_weights_cache_and_overhead() -> None:
     assert FACTS.server_gib(2, 1000) == pytest.approx(FACTS.server_gib(2, 0) + room)
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     short=st.integers(1, 20_000),
     more=st.integers(0, 20_000),

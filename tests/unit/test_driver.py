@@ -26,7 +26,6 @@ class Stage:
         self.now = 0.0
         self.driver = Driver(
             self.world.machine,
-            {kind: self.perform for kind in a.Action.__args__ if kind not in (a.Save, a.End)},
             clock=self.clock,
             save=self.world.records.append,
             tell=lambda now, event: self.told.append(type(event).__name__),
@@ -49,7 +48,7 @@ class Stage:
     def play(self) -> a.End:
         async def main() -> a.End:
             self.driver.post(e.RunStarted())
-            return await asyncio.wait_for(self.driver.run(), DEADLINE_S)
+            return await asyncio.wait_for(self.driver.run(self.perform), DEADLINE_S)
 
         return asyncio.run(main())
 

@@ -319,7 +319,7 @@ def refer(
     return items, reference
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=4 * settings().max_examples)
 @given(workloads, servers, st.integers(1, 12), st.sampled_from(["order", "priority", "peek"]))
 def test_finish_times_are_those_of_a_simulation_step_by_step(
     load: list[tuple[float, EngineRequest]], server: ServerCost, seqs: int, way: str
@@ -335,7 +335,6 @@ def test_finish_times_are_those_of_a_simulation_step_by_step(
     assert engine.preemptions == reference.preemptions
 
 
-@settings(max_examples=100, deadline=None)
 @given(workloads, servers, st.integers(1, 12))
 def test_no_token_is_lost_and_the_cache_never_overfull(
     load: list[tuple[float, EngineRequest]], server: ServerCost, seqs: int
@@ -370,7 +369,6 @@ def test_no_token_is_lost_and_the_cache_never_overfull(
         assert f.submitted_at <= f.admitted_at < f.first_token_at <= f.finished_at
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     workloads,
     servers,

@@ -55,7 +55,7 @@ def in_pieces(directory: Path, *, world: int) -> FinishedGradient:
 def complete(store: GradientStore, directory: Path, step: int = 7) -> None:
     BIAS.tofile(directory / "bias")
     store.finish("bias", FinishedGradient((), [Piece(directory / "bias", 0, 1)]))
-    store.done(step, [1.0] * 7, 20, 0.5)
+    store.done(step, {"loss": 1.0}, 20, 0.5)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_nothing_of_a_share_is_served_once_the_next_is_taken(store: GradientStor
 
 def test_a_share_that_is_done_late_does_not_end_the_next_one(store: GradientStore):
     store.begin(8, "v000007-e1")
-    store.done(7, [1.0] * 7, 20, 0.5)
+    store.done(7, {"loss": 1.0}, 20, 0.5)
     assert store.wanted()
 
 
@@ -159,7 +159,7 @@ def test_the_ranks_of_the_trainer_get_their_rows_and_together_everything(
         one = fetch(port, rank=rank, world=world)
         arrival = one.settle(time.monotonic(), DEADLINE_S)
         assert arrival.problem == ""
-        assert (arrival.sums, arrival.seconds) == ((1.0,) * 7, 0.5)
+        assert (arrival.sums, arrival.seconds) == ({"loss": 1.0}, 0.5)
         parts.append(one.rows["weight"])
         bias.append(one.rows["bias"])
         assert arrival.bytes == parts[-1].nbytes + bias[-1].nbytes

@@ -18,7 +18,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_cli.config.errors import StateError
@@ -74,7 +74,6 @@ def same(left: r.Record, right: r.Record) -> bool:
 
 
 @given(record=any_record())
-@settings(max_examples=40, deadline=None)
 def test_every_record_comes_back_as_it_was_saved(
     record: r.Record, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -11,14 +11,11 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
-from libra_cli.node.trainer.loss import (  # noqa: E402
-    LossSettings,
-    group_advantages,
-    grpo_loss,
-    k3,
-    token_logprobs,
-    truncated_weights,
-)
+from libra_cli.config.recipe import TrainingSpec  # noqa: E402
+from libra_cli.node.losses.grpo import grpo, k3, truncated_weights  # noqa: E402
+from libra_cli.node.losses.protocol import LossInputs  # noqa: E402
+from libra_cli.node.model.logprobs import token_logprobs  # noqa: E402
+from libra_cli.node.trainer.advantages import group_advantages  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
@@ -29,13 +26,14 @@ def vector(*values: float, grad: bool = False) -> Any:
 
 def gradient(current: float, *, old: float, rollout: float, advantage: float) -> float:
     x = vector(current, grad=True)
-    grpo_loss(
-        x,
+    inputs = LossInputs(
+        logprobs=x,
         proximal=vector(old),
         rollout=vector(rollout),
         advantages=vector(advantage),
-        settings=LossSettings(clip_low=0.2, clip_high=0.28, tis_cap=2.0),
-    ).loss.backward()
+        trajectories=torch.tensor([0]),
+    )
+    grpo(inputs, TrainingSpec(clip_low=0.2, clip_high=0.28, tis_cap=2.0)).loss.backward()
     return float(x.grad)
 
 
@@ -81,13 +79,16 @@ def test_the_sum_does_not_depend_on_the_cut(logits: list[float], cut: int, shift
         x = vector(*logits, grad=True)
         advantages = torch.linspace(-1, 1, len(logits), dtype=torch.float64)
         losses = [
-            grpo_loss(
-                x[part],
-                proximal=x.detach()[part] + shift,
-                rollout=x.detach()[part] - shift,
-                advantages=advantages[part],
-                settings=LossSettings(kl_coef=0.1),
-                reference=x.detach()[part] + 2 * shift,
+            grpo(
+                LossInputs(
+                    logprobs=x[part],
+                    proximal=x.detach()[part] + shift,
+                    rollout=x.detach()[part] - shift,
+                    advantages=advantages[part],
+                    trajectories=torch.zeros(len(x[part]), dtype=torch.int64),
+                    reference=x.detach()[part] + 2 * shift,
+                ),
+                TrainingSpec(kl_coef=0.1),
             ).loss
             for part in parts
         ]

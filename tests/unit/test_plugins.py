@@ -10,9 +10,12 @@ import pytest
 
 from libra_cli.config.errors import PluginError
 from libra_cli.config.plugins import PluginGroup
+from libra_cli.core.launch.rollout_backend import ROLLOUT_BACKENDS
+from libra_cli.core.launch.trainer_backend import TRAINER_BACKENDS
+from libra_cli.core.scheduling.policy import POLICIES
 from libra_cli.envs.registry import ENVIRONMENTS
 
-GROUPS = (ENVIRONMENTS,)
+GROUPS = (ENVIRONMENTS, POLICIES, ROLLOUT_BACKENDS, TRAINER_BACKENDS)
 TOYS = PluginGroup("libra.toys", "toy", {"counter": "collections:Counter", "gone": "no_module:x"})
 
 

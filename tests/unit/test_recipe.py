@@ -168,3 +168,14 @@ def test_any_text_is_a_recipe_or_a_refusal(
     path.write_text(text, encoding="utf-8", newline="", errors="surrogatepass")
     with pytest.raises(RecipeError):
         load_recipe(path, {})
+
+
+def test_a_recipe_that_still_says_algorithm_means_its_loss(tmp_path: Path) -> None:
+    old = load_recipe(write(tmp_path, SMALLEST + "training: {algorithm: grpo}\n"), {})
+    assert old == load_recipe(write(tmp_path, SMALLEST), {})
+    assert old.training.loss == "grpo"
+
+
+def test_a_loss_of_an_import_path_is_not_looked_for_on_the_controller(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, SMALLEST + "training: {loss: 'only.on_hosts:mine'}\n"), {})
+    assert recipe.training.loss == "only.on_hosts:mine"

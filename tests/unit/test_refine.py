@@ -149,7 +149,7 @@ def test_a_run_teaches_its_lanes_what_its_servers_do() -> None:
             tokens[slot] += 50
             reading = e.ServerSampled(slot, status.incarnation, 1, 0, 0.1, None, 0, tokens[slot])
             world.give(reading)
-        prices = {lane.cost.step_s for lane in world.machine.scheduler.lanes}
+        prices = {queue.cost.step_s for queue in world.machine.scheduler.queues}
         learned = max((price for price in prices if price != PRIOR.step_s), default=0.0)
     assert 0 < learned < PRIOR.step_s, "50 tokens between two events is faster than the guess"
 

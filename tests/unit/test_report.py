@@ -81,9 +81,10 @@ def test_it_is_small(page_text: str) -> None:
 def test_every_curve_that_was_asked_for_is_there(page_text: str) -> None:
     page = Page(page_text)
     titles = ("Reward", "Trajectory length", "Speed", "Staleness", "Log-probability gap")
-    for title in (*titles, "Weight sync", "Time of a step", "Slots"):
+    named = ("loss", "grad_norm", "entropy", "clip_fraction", "tis_mean", "request_queue_time_s")
+    for title in (*titles, "Weight sync", "Time of a step", "Slots", *named):
         assert f"<b>{title}</b>" in page_text
-    assert page.tags.count("svg") == 8
+    assert page.tags.count("svg") == 8 + len(named)
     assert "tolerance 0.001" in page.words
     assert "local/1" in page.words
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import ceil, inf, isclose
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_cli.core.costs.profile import NothingFits
@@ -105,7 +105,6 @@ WORKLOADS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(workload=WORKLOADS, gpus=st.integers(1, 6))
 def test_the_table_equals_exhaustive_search(workload: Workload, gpus: int) -> None:
     table = RolloutTable(SERVERS, workload, gpus, max_num_seqs=SEATS)
@@ -113,7 +112,6 @@ def test_the_table_equals_exhaustive_search(workload: Workload, gpus: int) -> No
         assert isclose(table.seconds(budget), least_s(workload, budget), rel_tol=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
 @given(workload=WORKLOADS, gpus=st.integers(1, 40))
 def test_the_layout_takes_what_the_table_says(workload: Workload, gpus: int) -> None:
     table = RolloutTable(SERVERS, workload, gpus, max_num_seqs=SEATS)
@@ -125,7 +123,6 @@ def test_the_layout_takes_what_the_table_says(workload: Workload, gpus: int) -> 
     assert lengths[-1] == max(sample.generated for sample in workload.samples)
 
 
-@settings(max_examples=60, deadline=None)
 @given(workload=WORKLOADS, gpus=st.integers(1, 40), tolerance=st.sampled_from([0.01, 0.1, 0.5]))
 def test_a_simpler_layout_stays_within_the_tolerance(
     workload: Workload, gpus: int, tolerance: float
@@ -137,7 +134,6 @@ def test_a_simpler_layout_stays_within_the_tolerance(
     assert table.buckets_s(buckets) <= table.seconds(gpus) * (1 + tolerance) * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
 @given(workload=WORKLOADS)
 def test_more_gpus_never_take_longer(workload: Workload) -> None:
     table = RolloutTable(SERVERS, workload, 32, max_num_seqs=SEATS)

@@ -10,7 +10,7 @@ import pytest
 
 from libra_cli.core import actions as a
 from libra_cli.core.reconcile.reconciler import GRACE_S
-from libra_cli.core.scheduling.least_cost import POLICIES, make_policy
+from libra_cli.core.scheduling.policy import POLICIES, make_policy
 from libra_cli.core.types import Plan, Pool, Slot, TrajectoryId
 from libra_cli.sim.world import World
 from tests import sim_scene
@@ -25,7 +25,7 @@ def run(policy: str = "libra", seed: int = 0, **more: object) -> World:
     return world
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES.shipped)
 def test_every_step_trains_a_full_batch_and_no_trajectory_twice(policy: str) -> None:
     world = run(policy)
     assert [step.step for step in world.recording.steps] == [1, 2, 3]

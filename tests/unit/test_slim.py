@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,12 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
         timeout=20,
         check=False,
     )
+
+
+def cpu_s() -> float:
+    """Seconds that child processes have computed."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_the_command_line_imports_nothing_heavy() -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.placement import PlanError, initial_plan, processes_per_node, slots_of
+from libra_cli.core.cluster.placement import PlanError, initial_plan, slots_of
+from libra_cli.core.launch.trainer_backend import ranks_per_node
 from libra_cli.core.types import Pool
 
 
@@ -127,8 +128,8 @@ def test_gpus_and_none_cannot_train_together() -> None:
 
 def test_trainer_processes_are_one_a_gpu_or_one_a_slot() -> None:
     slots = slots_of(recipe_of({"host": "a", "gpus": 4, "slots": 2}, {"host": "b", "slots": 3}))
-    train = frozenset({"a/1", "b/0", "b/2"})
-    assert processes_per_node(slots, train) == {"a": 2, "b": 2}
+    train = [slot for slot in slots if slot.id in {"a/1", "b/0", "b/2"}]
+    assert ranks_per_node(train) == {"a": 2, "b": 2}
 
 
 _NODES = st.lists(
@@ -167,5 +168,5 @@ def test_a_plan_gives_every_slot_one_role_or_there_is_a_reason(nodes: list[dict[
         assert all(slots[slot].pool is not Pool.ROLLOUT for slot in plan.train)
         assert all(slots[slot].pool is not Pool.TRAIN for slot, _ in plan.servers)
         assert all(max(len(slots[s].gpus), 1) == b.tensor_parallel for s, b in plan.servers)
-        shares = processes_per_node(tuple(slots.values()), frozenset(plan.train))
+        shares = ranks_per_node(slots[slot] for slot in plan.train)
         assert len(set(shares.values())) == 1

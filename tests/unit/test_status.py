@@ -159,8 +159,10 @@ def test_what_nobody_knows_yet_is_null(tmp_path: Path) -> None:
 
 
 def test_a_reward_that_is_not_a_number_is_null_and_not_broken_json(tmp_path: Path) -> None:
-    value = told(tmp_path, [step_record(1, 10.0, reward=float("nan"), loss=float("inf"))])
+    infinite = r.to_metrics_json({"loss": float("inf")})
+    value = told(tmp_path, [step_record(1, 10.0, reward=float("nan"), metrics_json=infinite)])
     assert json.loads(to_json(value))["reward"] == {"first": None, "last": None}
+    assert json.loads(to_json(value))["metrics"] == {"loss": {"first": None, "last": None}}
 
 
 def test_the_gap_weighs_each_step_by_the_tokens_it_compared(tmp_path: Path) -> None:

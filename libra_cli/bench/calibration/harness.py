@@ -43,9 +43,9 @@ from libra_cli.core.types import Bucket, Seconds, Slot, SlotId, Tokens, Trajecto
 from libra_cli.runtime.hosts.agent_messages import Exited, HostEvent, LeaseExpired
 from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.hosts.threads import Threads
+from libra_cli.runtime.rollout.connection import Sampling, ServerFacts
+from libra_cli.runtime.rollout.servers import Servers
 from libra_cli.runtime.trainer.processes import TrainerProcesses
-from libra_cli.runtime.vllm.client import Sampling, ServerFacts
-from libra_cli.runtime.vllm.servers import Servers
 from libra_cli.runtime.weights import weights_of
 
 INCARNATION = 1

@@ -23,7 +23,7 @@ from libra_cli.core.costs.profile import (
     Profile,
     TrainingCost,
 )
-from libra_cli.core.launch.commands import dtype_of
+from libra_cli.core.launch.process import dtype_of
 from libra_cli.runtime.recipes.loader import load_recipe
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -121,7 +121,7 @@ def _facts(measured: CalibrationMeasurement) -> MemoryModel:
     config = measured.model.get("text_config") or measured.model
     assert isinstance(config, dict)
     recipe = measured.recipe
-    size = BYTES[dtype_of(recipe, slots_of(recipe))]
+    size = BYTES[dtype_of(recipe.model, slots_of(recipe))]
     heads = config["num_attention_heads"]
     head = config.get("head_dim") or config["hidden_size"] // heads
     kv_heads = config.get("num_key_value_heads") or heads

@@ -47,7 +47,7 @@ from libra_cli.core.costs.loads import (
     training_batches,
 )
 from libra_cli.core.types import Seconds, SlotId, Tokens, Trajectory, TrajectoryId
-from libra_cli.runtime.vllm.client import ServerFacts
+from libra_cli.runtime.rollout.connection import ServerFacts
 
 WINDOW_S: Seconds = 1.5
 """Seconds that a load is watched at least; this and what follows chosen, not measured."""

@@ -35,7 +35,7 @@ from libra_cli.core.costs.profile import Profile, ProfileError, TrainingShape
 from libra_cli.core.costs.server import ServerCost, guessed_cost
 from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.records import StepRecord, TrajectoryRecord, TurnRecord
-from libra_cli.core.scheduling.least_cost import make_policy
+from libra_cli.core.scheduling.policy import make_policy
 from libra_cli.core.types import Bucket, Seconds, Slot, ToolOutcome, TrajectoryId
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import recipe_of

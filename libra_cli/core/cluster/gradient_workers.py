@@ -27,7 +27,7 @@ from libra_cli.core.events import (
     WorkerSynced,
     WorkerSyncFailed,
 )
-from libra_cli.core.launch.commands import worker_of
+from libra_cli.core.launch.process import worker_of
 from libra_cli.core.rollout.groups import Group
 from libra_cli.core.types import Role, Seconds, Slot, SlotId
 

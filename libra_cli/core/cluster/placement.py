@@ -8,8 +8,9 @@ The control law of ``initial_plan``:
   are seldom equal: decoding reads every weight once a token while training reads them once a batch,
   so rollout is the larger half at the usual lengths. It is a place to start from, not an optimum:
   with short answers it gives rollout too much, with very long ones too little.
-- The trainer's launcher gives every machine the same number of processes. If a third would break
-  that, more free slots train, one at a time, and if no larger number works, fewer.
+- The trainer backend may refuse a number of ranks on each node (accelerate gives every machine the
+  same). If it refuses a third, more free slots train, one at a time, and if no larger number works,
+  fewer.
 - Buckets are filled in the order of the recipe: a bucket takes slots with exactly
   ``tensor_parallel`` GPUs (a slot without GPUs counts as 1), first those with a ``slots`` count,
   then the one without takes what is left of its shape. No slot may be left over.
@@ -26,6 +27,7 @@ from collections import Counter
 from libra_cli.config.errors import RecipeError
 from libra_cli.config.recipe import BucketSpec, NodeSpec, Recipe
 from libra_cli.config.rules import Problem
+from libra_cli.core.launch.trainer_backend import TrainerBackend, ranks_per_node, trainer_backend
 from libra_cli.core.types import Bucket, Plan, Pool, Slot, SlotId
 
 
@@ -43,9 +45,14 @@ def slots_of(recipe: Recipe) -> tuple[Slot, ...]:
 
 
 def initial_plan(recipe: Recipe) -> Plan:
-    """The first plan of a run; ``PlanError`` if there is none."""
+    """The first plan of a run.
+
+    Raises:
+        PlanError: there is none.
+        PluginError: there is no trainer backend of the recipe's name.
+    """
     slots = slots_of(recipe)
-    train, reason = _choose_train(slots)
+    train, reason = _choose_train(slots, trainer_backend(recipe.training.backend))
     return plan_with(recipe, slots, train, reason)
 
 
@@ -62,23 +69,16 @@ def plan_with(
     ``PlanError`` if the recipe has none.
     """
     serving = tuple(slot for slot in slots if slot.id not in train | gradient)
-    _check_halves(slots, train, serving)
-    servers = _fill_buckets(recipe, serving)
+    _check_halves(len(slots), train, serving)
+    training = [slot for slot in slots if slot.id in train]
+    _check_trainer(training, trainer_backend(recipe.training.backend))
+    servers = _fill_buckets(recipe.rollout.buckets, serving, max_len=recipe.model.max_len)
     return Plan(
         servers=servers,
         train=tuple(slot.id for slot in slots if slot.id in train),
         reasons=(why, _describe(servers)),
         gradient=tuple(slot.id for slot in slots if slot.id in gradient),
     )
-
-
-def processes_per_node(slots: tuple[Slot, ...], train: frozenset[SlotId]) -> dict[str, int]:
-    """Trainer processes of each node: one a GPU, or one a slot where there are none."""
-    counts: Counter[str] = Counter()
-    for slot in slots:
-        if slot.id in train:
-            counts[slot.node] += slot.num_devices
-    return dict(counts)
 
 
 def _slots_of_node(node: NodeSpec) -> tuple[Slot, ...]:
@@ -94,7 +94,9 @@ def _slots_of_node(node: NodeSpec) -> tuple[Slot, ...]:
     )
 
 
-def _choose_train(slots: tuple[Slot, ...]) -> tuple[frozenset[SlotId], str]:
+def _choose_train(
+    slots: tuple[Slot, ...], backend: TrainerBackend
+) -> tuple[frozenset[SlotId], str]:
     fixed = [slot.id for slot in slots if slot.pool is Pool.TRAIN]
     free = [slot.id for slot in slots if slot.pool is Pool.HYBRID]
     rollout = len(slots) - len(fixed) - len(free)
@@ -107,7 +109,8 @@ def _choose_train(slots: tuple[Slot, ...]) -> tuple[frozenset[SlotId], str]:
     order = [*range(wanted, most + 1), *range(wanted - 1, -1, -1)]
     for number in order:
         train = frozenset(fixed + free[:number])
-        if train and _is_even(slots, train):
+        ranks = ranks_per_node(slot for slot in slots if slot.id in train)
+        if train and not backend.refuses(ranks):
             return train, (
                 f"{_count(len(train), 'slot')} of {len(slots)} trains: a third of them to begin "
                 f"with, {len(fixed)} because the pool says so"
@@ -115,36 +118,28 @@ def _choose_train(slots: tuple[Slot, ...]) -> tuple[frozenset[SlotId], str]:
     return frozenset(fixed + free[:wanted]), ""
 
 
-def _is_even(slots: tuple[Slot, ...], train: frozenset[SlotId]) -> bool:
-    return len(set(processes_per_node(slots, train).values())) <= 1
-
-
-def _check_halves(
-    slots: tuple[Slot, ...], train: frozenset[SlotId], serving: tuple[Slot, ...]
-) -> None:
+def _check_halves(number: int, train: frozenset[SlotId], serving: tuple[Slot, ...]) -> None:
     if not train or not serving:
         raise PlanError(
             "nodes",
-            f"give {_count(len(slots), 'slot')}: {len(train)} would train and {len(serving)} would "
+            f"give {_count(number, 'slot')}: {len(train)} would train and {len(serving)} would "
             "serve, but at least one of each is needed (raise slots, or change pool)",
         )
-    processes = processes_per_node(slots, train)
-    if len(set(processes.values())) > 1:
-        shares = ", ".join(f"{node} {number}" for node, number in processes.items())
-        raise PlanError(
-            "nodes",
-            "the launcher needs the same number of trainer processes on every node, "
-            f"but the train slots give {shares}",
-        )
-    with_gpus = {bool(slot.gpus) for slot in slots if slot.id in train}
-    if len(with_gpus) > 1:
+
+
+def _check_trainer(train: list[Slot], backend: TrainerBackend) -> None:
+    if refusal := backend.refuses(ranks_per_node(train)):
+        raise PlanError("nodes", refusal)
+    if len({bool(slot.gpus) for slot in train}) > 1:
         raise PlanError("nodes", "train slots with GPUs and without cannot form one world")
 
 
-def _fill_buckets(recipe: Recipe, serving: tuple[Slot, ...]) -> tuple[tuple[SlotId, Bucket], ...]:
+def _fill_buckets(
+    buckets: tuple[BucketSpec, ...], serving: tuple[Slot, ...], *, max_len: int
+) -> tuple[tuple[SlotId, Bucket], ...]:
     free = list(serving)
     chosen: dict[SlotId, Bucket] = {}
-    order = sorted(enumerate(recipe.rollout.buckets), key=lambda item: item[1].slots is None)
+    order = sorted(enumerate(buckets), key=lambda item: item[1].slots is None)
     for index, spec in order:
         for slot in _take(index, spec, free):
             free.remove(slot)
@@ -152,11 +147,11 @@ def _fill_buckets(recipe: Recipe, serving: tuple[Slot, ...]) -> tuple[tuple[Slot
                 name=spec.name,
                 tensor_parallel=spec.tensor_parallel,
                 max_num_seqs=spec.max_num_seqs,
-                up_to_tokens=spec.up_to_tokens or recipe.model.max_len,
+                up_to_tokens=spec.up_to_tokens or max_len,
             )
     if free:
         shape = free[0].num_devices
-        given = ", ".join(f"{b.name} {b.tensor_parallel}" for b in recipe.rollout.buckets)
+        given = ", ".join(f"{b.name} {b.tensor_parallel}" for b in buckets)
         raise PlanError(
             "rollout.buckets",
             f"none is left for {_count(len(free), 'rollout slot')} such as {free[0].id}, which "

@@ -38,8 +38,8 @@ from libra_cli.core.events import (
     ServerSynced,
     SyncFailed,
 )
-from libra_cli.core.launch.commands import process_of
-from libra_cli.core.records import SampleRecord, SyncRecord
+from libra_cli.core.launch.process import process_of
+from libra_cli.core.records import SampleRecord, SyncRecord, to_metrics_json
 from libra_cli.core.scheduling.request_scheduler import RequestScheduler
 from libra_cli.core.scheduling.server_queues import ServerQueue
 from libra_cli.core.types import Bucket, Plan, Role, Seconds, Slot, SlotId
@@ -306,6 +306,7 @@ class RolloutServers:
             occupancy=(this.request_s - before.request_s) / (seconds * seats),
             generated_tokens=event.generated_tokens,
             tokens_per_s=max(0, this.tokens - before.tokens) / seconds,
+            metrics_json=to_metrics_json(event.metrics),
         )
         return [Save(sample), self.record(status, now)]
 
@@ -335,7 +336,7 @@ class RolloutServers:
             lane = self._lanes.get(status.slot.id)
             assert lane is None or lane.running == status.running, status.slot.id
         routable = [status.slot.id for status in self.slots.values() if status.routable]
-        assert self._changed or routable == list(self._scheduler.lanes.by_slot), (
+        assert self._changed or routable == list(self._scheduler.queues.by_slot), (
             "the scheduler is behind"
         )
 

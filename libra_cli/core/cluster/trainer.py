@@ -41,7 +41,7 @@ from libra_cli.core.events import (
     StepDone,
     TrainerStarted,
 )
-from libra_cli.core.records import StepRecord, VersionRecord
+from libra_cli.core.records import StepRecord, VersionRecord, to_metrics_json
 from libra_cli.core.rollout.groups import Group, GroupLedger
 from libra_cli.core.types import Role, Seconds, Slot, SlotId, Trajectory
 
@@ -51,7 +51,10 @@ TIMER = "restart trainer"
 PARTS = 4
 """A streamed part is at least this fraction of a batch: each costs a round trip to the trainer."""
 
-
+_WITH_A_PLACE = frozenset(
+    {"logprob_gap", "logprob_gap_tokens", "generated_tokens", "trainer_s", "own_tokens", "own_s"}
+)
+"""What the trainer says of a step that is a column, or that is for the workers' speeds only."""
 _ROLES = {ReplicaState.FAILED: Role.FAILED, ReplicaState.IDLE: Role.IDLE}
 
 
@@ -370,13 +373,6 @@ class TrainerGroup:
             ended_at=now,
             waited_s=self._batch_at - self._idle_since,
             reward=fmean(member.reward or 0.0 for member in members),
-            loss=metrics.get("loss") or 0.0,
-            grad_norm=metrics.get("grad_norm") or 0.0,
-            learning_rate=metrics.get("learning_rate") or 0.0,
-            kl=metrics.get("kl"),
-            entropy=metrics.get("entropy") or 0.0,
-            clip_fraction=metrics.get("clip_fraction") or 0.0,
-            tis_mean=metrics.get("tis_mean") or 0.0,
             logprob_gap=metrics.get("logprob_gap"),
             logprob_gap_tokens=int(metrics.get("logprob_gap_tokens") or 0),
             generated_tokens=sum(lengths),
@@ -388,6 +384,9 @@ class TrainerGroup:
             tokens_per_s=sum(lengths) / seconds,
             trainer_s=metrics.get("trainer_s") or 0.0,
             checkpoint="",
+            metrics_json=to_metrics_json(
+                {name: value for name, value in metrics.items() if name not in _WITH_A_PLACE}
+            ),
         )
 
     def check(self) -> None:

@@ -158,7 +158,7 @@ class Trajectories:
         actions: list[Action] = []
         size = self._ledger.group_size
         while self._ledger.may_open and self._ledger.playing + size <= max(
-            self._scheduler.lanes.seats, size
+            self._scheduler.queues.seats, size
         ):
             if self.flights and not self._fits_beside():
                 break
@@ -172,7 +172,7 @@ class Trajectories:
         """Whether the policy has room for the contexts in play and those of one more group."""
         playing = len(self.flights) + self._ledger.group_size
         expected = max(self._contexts, int(playing * self._usual.value))
-        return self._scheduler.policy.has_room(expected, self._scheduler.lanes)
+        return self._scheduler.policy.has_room(expected, self._scheduler.queues)
 
     def _begin(self, trajectory: Trajectory) -> list[Action]:
         self.flights[trajectory.id] = ActiveTrajectory(trajectory)

@@ -1,1 +1,1 @@
-"""Which server plays the next turn: estimates, policies, and the gate in front of the servers."""
+"""Which server plays the next turn: estimates, policies, and the request scheduler."""

@@ -42,7 +42,7 @@ class AlwaysShortest:
     """Nothing remains: everything stays in the first bucket."""
 
     def begin(self, trajectory: TrajectoryId, *, prompt: Tokens) -> Estimate:
-        """Nothing."""
+        """Zero tokens."""
         return Estimate.point(0)
 
     def returned(
@@ -53,14 +53,14 @@ class AlwaysShortest:
         context: Tokens,
         returns: Sequence[ToolReturn],
     ) -> Estimate:
-        """Nothing."""
+        """Zero tokens."""
         return Estimate.point(0)
 
     def finished(self, trajectory: TrajectoryId, *, generated: Tokens) -> None:
-        """Learns nothing."""
+        """It learns nothing."""
 
     def withdrawn(self, trajectory: TrajectoryId) -> None:
-        """Learns nothing."""
+        """It learns nothing."""
 
 
 class Attained(AlwaysShortest):
@@ -74,7 +74,7 @@ class Attained(AlwaysShortest):
         context: Tokens,
         returns: Sequence[ToolReturn],
     ) -> Estimate:
-        """As much again."""
+        """As many tokens as have been generated."""
         return Estimate.point(generated)
 
 
@@ -86,7 +86,7 @@ class TurnIndexMean:
         self._marks: dict[TrajectoryId, list[Tokens]] = {}
 
     def begin(self, trajectory: TrajectoryId, *, prompt: Tokens) -> Estimate:
-        """The mean length."""
+        """The mean length of all that have finished."""
         self._marks[trajectory] = [0]
         return self._at(0)
 
@@ -187,7 +187,7 @@ WINDOW = 128
 
 
 class PaperTree:
-    """The published rule: a node per prompt, then per ordered states; the mean and the P90 of it.
+    """The published tree (Libra, arXiv 2606.03077): a node per prompt, then per ordered states.
 
     A node that does not exist falls back to its parent, whose remainder is taken as it stands. One
     visit makes a node. ``pooled`` leaves the prompt out of the key (a variant: in a run whose

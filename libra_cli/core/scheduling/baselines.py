@@ -1,9 +1,4 @@
-"""Placement policies: which server a trajectory's next turn queues at, and in which order.
-
-A policy is asked at every tool return. It sees the past of the trajectory (``Request``), an
-estimate of what is left, made by the estimator it brings along, and the servers as
-``ServerQueue``. Here are the protocol and the baselines that libra's own policy (``least_cost``) is
-measured against:
+"""The baselines that libra's own policy (``least_cost``) is measured against.
 
     round-robin           the next server in turn; the queue in front of it is its fate
     least-loaded          any free seat, the emptiest server first
@@ -11,56 +6,29 @@ measured against:
     attained-service      classic MLFQ: the bucket of the tokens so far, least served first
     sibling-history       the bucket of what finished siblings suggest is left
     streamrl              the predicted longest fifth on servers of their own, longest first
-    dynarl                least loaded; more finished tool calls first
-    heddle                longest predicted first, onto the fastest server
+                          (arXiv 2504.15930)
+    dynarl                least loaded; more finished tool calls first (DynaRL, OSDI 2026)
+    heddle                longest predicted first, onto the fastest server (Heddle)
     cmlfq-published       up a bucket only if the prefix tree's mean and P90 agree
+                          (Libra, arXiv 2606.03077)
 
-All but round-robin are work-conserving: a free server takes what waits for a full one. Published
-are StreamRL (arXiv 2504.15930), DynaRL (OSDI 2026), Heddle (arXiv 2603.28101; here without
-preemption) and Libra's C-MLFQ (arXiv 2606.03077); each is only the scheduling rule of its system.
+Each keeps the rule that is published and nothing else of its system. All but round-robin are
+work-conserving: a free server takes what waits for a full one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-from libra_cli.core.scheduling.baseline_estimators import PaperTree
+from libra_cli.core.scheduling.baseline_estimators import PaperTree, SiblingMean
+from libra_cli.core.scheduling.causal_estimator import CausalEstimator
 from libra_cli.core.scheduling.estimates import Estimator, bucket_of
 from libra_cli.core.scheduling.server_queues import Request, ServerQueue, ServerQueues
 from libra_cli.core.types import Seconds, Tokens, TrajectoryId
 
 LONG_SHARE = 0.2
-"""Share of a batch that StreamRL calls long, and gives servers of its own; as published."""
-
-
-class SchedulingPolicy(Protocol):
-    """The seam of every scheduler in libra."""
-
-    estimator: Estimator | None
-
-    def choose(self, request: Request, lanes: ServerQueues, *, now: Seconds) -> ServerQueue | None:
-        """The server to queue at; None only if there is none."""
-        ...
-
-    def rank(self, request: Request) -> float:
-        """Order within a queue: the smallest leaves first, ties in the order they came."""
-        ...
-
-    def admits(self, request: Request, lane: ServerQueue) -> bool:
-        """Whether a lane with a free seat has room for this request."""
-        ...
-
-    def lets_go(
-        self, request: Request, home: ServerQueue, thief: ServerQueue, *, now: Seconds
-    ) -> bool:
-        """Whether a request that waits at ``home`` may be taken over by ``thief``."""
-        ...
-
-    def has_room(self, contexts: Tokens, lanes: ServerQueues) -> bool:
-        """Back-pressure: whether to begin more while the trajectories in play, between turns too,
-        are expected to hold ``contexts`` tokens."""
-        ...
+"""StreamRL (arXiv 2504.15930) calls the longest fifth of a batch long, and gives it servers of its
+own."""
 
 
 class LeastLoaded:
@@ -69,25 +37,25 @@ class LeastLoaded:
     def __init__(self, estimator: Estimator | None = None) -> None:
         self.estimator = estimator
 
-    def choose(self, request: Request, lanes: ServerQueues, *, now: Seconds) -> ServerQueue | None:
+    def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
         """The least loaded of all."""
-        return least_loaded(lanes.all)
+        return least_loaded(queues.all)
 
     def rank(self, request: Request) -> float:
         """First come, first served."""
         return 0.0
 
-    def admits(self, request: Request, lane: ServerQueue) -> bool:
+    def admits(self, request: Request, queue: ServerQueue) -> bool:
         """A seat is enough; vLLM looks after its memory."""
         return True
 
-    def lets_go(
-        self, request: Request, home: ServerQueue, thief: ServerQueue, *, now: Seconds
+    def allow_steal(
+        self, request: Request, queued: ServerQueue, idle: ServerQueue, *, now: Seconds
     ) -> bool:
         """Anybody with a free seat may have it."""
         return True
 
-    def has_room(self, contexts: Tokens, lanes: ServerQueues) -> bool:
+    def has_room(self, contexts: Tokens, queues: ServerQueues) -> bool:
         """Seats alone count."""
         return True
 
@@ -99,13 +67,13 @@ class RoundRobin(LeastLoaded):
         super().__init__(estimator)
         self._turn = 0
 
-    def choose(self, request: Request, lanes: ServerQueues, *, now: Seconds) -> ServerQueue | None:
+    def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
         """Whose turn it is, however full."""
         self._turn += 1
-        return lanes.all[self._turn % len(lanes)] if lanes.all else None
+        return queues.all[self._turn % len(queues)] if queues.all else None
 
-    def lets_go(
-        self, request: Request, home: ServerQueue, thief: ServerQueue, *, now: Seconds
+    def allow_steal(
+        self, request: Request, queued: ServerQueue, idle: ServerQueue, *, now: Seconds
     ) -> bool:
         """Never."""
         return False
@@ -114,9 +82,9 @@ class RoundRobin(LeastLoaded):
 class StickyLeastLoaded(LeastLoaded):
     """Stay where the prefix cache is while there is a seat."""
 
-    def choose(self, request: Request, lanes: ServerQueues, *, now: Seconds) -> ServerQueue | None:
+    def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
         """The last server if it has a seat, else the least loaded."""
-        return stay(request, lanes) or least_loaded(lanes.all)
+        return stay(request, queues) or least_loaded(queues.all)
 
 
 class DynaRL(StickyLeastLoaded):
@@ -130,11 +98,11 @@ class DynaRL(StickyLeastLoaded):
 class _Bucketed(LeastLoaded):
     """One queue level a bucket: the least loaded server of the bucket that a rule names."""
 
-    def choose(self, request: Request, lanes: ServerQueues, *, now: Seconds) -> ServerQueue | None:
+    def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
         """In its bucket, the last server if it has a seat, else the least loaded."""
-        if not lanes.all:
+        if not queues.all:
             return None
-        return stay_or_least(request, lanes, lanes.buckets[self.level(request, lanes.bounds)])
+        return stay_or_least(request, queues, queues.buckets[self.level(request, queues.bounds)])
 
     def level(self, request: Request, bounds: Sequence[int]) -> int:
         """Index of the request's bucket, shortest first."""
@@ -153,8 +121,11 @@ class AttainedService(_Bucketed):
         return float(request.generated)
 
 
-class Predicted(_Bucketed):
-    """The bucket of the predicted mean: sibling history, or any other estimator."""
+class SiblingHistory(_Bucketed):
+    """The bucket of what the finished trajectories of the group suggest is left."""
+
+    def __init__(self) -> None:
+        super().__init__(SiblingMean())
 
     def level(self, request: Request, bounds: Sequence[int]) -> int:
         """The bucket of the mean of what is left."""
@@ -164,27 +135,30 @@ class Predicted(_Bucketed):
 class PaperCmlfq(LeastLoaded):
     """The published rule: move only if the prefix tree's mean and P90 name the same bucket."""
 
-    def __init__(self, tree: PaperTree) -> None:
-        super().__init__(tree)
-        self._tree = tree
+    def __init__(self) -> None:
+        self._tree = PaperTree()
+        super().__init__(self._tree)
 
-    def choose(self, request: Request, lanes: ServerQueues, *, now: Seconds) -> ServerQueue | None:
+    def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
         """The bucket both agree on, else the one it was in; everything starts in the shortest."""
-        if not lanes.all:
+        if not queues.all:
             return None
-        agreed = self._tree.agrees(request.trajectory, lanes.bounds[:-1])
-        last = lanes.by_slot.get(request.last_slot or "")
+        agreed = self._tree.agrees(request.trajectory, queues.bounds[:-1])
+        last = queues.by_slot.get(request.last_slot or "")
         if agreed is None and last is not None:
-            agreed = lanes.bounds.index(last.bucket.up_to_tokens)
-        return stay_or_least(request, lanes, lanes.buckets[agreed or 0])
+            agreed = queues.bounds.index(last.bucket.up_to_tokens)
+        return stay_or_least(request, queues, queues.buckets[agreed or 0])
 
 
 class Heddle(LeastLoaded):
     """Longest predicted first, each onto the server that is fastest for one sequence."""
 
-    def choose(self, request: Request, lanes: ServerQueues, *, now: Seconds) -> ServerQueue | None:
+    def __init__(self) -> None:
+        super().__init__(CausalEstimator())
+
+    def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
         """Stay put; at first the long go to the fast servers in proportion to their speed."""
-        return stay(request, lanes) or min(lanes.all, key=_pace, default=None)
+        return stay(request, queues) or min(queues.all, key=_next_step_s, default=None)
 
     def rank(self, request: Request) -> float:
         """Minus the predicted tokens left."""
@@ -208,40 +182,40 @@ class StreamRL(LeastLoaded):
         self._share = wanted / (wanted + (1 - LONG_SHARE) * short)
         self._expected = {True: long, False: short}
 
-    def choose(self, request: Request, lanes: ServerQueues, *, now: Seconds) -> ServerQueue | None:
+    def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
         """Among the servers of its group, the last one if it has a seat, else least loaded."""
-        dedicated = min(max(1, round(len(lanes) * self._share)), max(len(lanes) - 1, 0))
-        cut = len(lanes) - dedicated
-        mine = lanes.all[cut:] if self._is_long(request.trajectory) else lanes.all[:cut]
-        return stay_or_least(request, lanes, mine or lanes.all)
+        dedicated = min(max(1, round(len(queues) * self._share)), max(len(queues) - 1, 0))
+        cut = len(queues) - dedicated
+        mine = queues.all[cut:] if self._is_long(request.trajectory) else queues.all[:cut]
+        return stay_or_least(request, queues, mine or queues.all)
 
     def rank(self, request: Request) -> float:
         """Longest first."""
         return float(request.generated - self._expected[self._is_long(request.trajectory)])
 
 
-def stay(request: Request, lanes: ServerQueues) -> ServerQueue | None:
+def stay(request: Request, queues: ServerQueues) -> ServerQueue | None:
     """The server of the last turn, if it still serves and has a free seat."""
-    lane = lanes.by_slot.get(request.last_slot or "")
-    return lane if lane is not None and lane.has_seat else None
+    queue = queues.by_slot.get(request.last_slot or "")
+    return queue if queue is not None and queue.has_seat else None
 
 
 def stay_or_least(
-    request: Request, lanes: ServerQueues, mine: Sequence[ServerQueue]
+    request: Request, queues: ServerQueues, mine: Sequence[ServerQueue]
 ) -> ServerQueue | None:
     """The server of the last turn if it is one of ``mine`` with a seat, else their emptiest."""
-    held = stay(request, lanes)
+    held = stay(request, queues)
     return held if held is not None and held in mine else least_loaded(mine)
 
 
-def least_loaded(lanes: Sequence[ServerQueue]) -> ServerQueue | None:
+def least_loaded(queues: Sequence[ServerQueue]) -> ServerQueue | None:
     """The one with the smallest load; ties go to the first."""
-    return min(lanes, key=_load, default=None)
+    return min(queues, key=_load, default=None)
 
 
-def _load(lane: ServerQueue) -> float:
-    return lane.load
+def _load(queue: ServerQueue) -> float:
+    return queue.load
 
 
-def _pace(lane: ServerQueue) -> Seconds:
-    return lane.pace
+def _next_step_s(queue: ServerQueue) -> Seconds:
+    return queue.next_step_s

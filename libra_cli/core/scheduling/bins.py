@@ -10,6 +10,6 @@ BINS = len(BOUNDS)
 
 
 def bin_of(tokens: float) -> int:
-    """The bin a count of tokens falls in."""
+    """The index of the bin that a count of tokens falls in."""
     place = bisect_left(BOUNDS, tokens)
     return place if place < BINS else BINS - 1

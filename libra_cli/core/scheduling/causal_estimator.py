@@ -1,5 +1,8 @@
 """libra's own estimator of what a trajectory has yet to generate, learned while the run goes on.
 
+The idea of a causal prefix tree over tool returns is published (Libra, arXiv 2606.03077); the law
+below, which joins five paths of it with the siblings, is libra's own.
+
 The law of ``CausalEstimator``. At a return, with ``S_v(b)`` the probability of view ``v`` that more
 than ``b`` tokens remain (``b`` runs over ``BOUNDS``) and ``S_0`` that of every return there was:
 
@@ -17,9 +20,9 @@ a censored observation and not a missing one) and ``a`` the tokens of this one,
     x = SIBLING_KAPPA * mean square,
 
 and the view is what this adds over ``n = X = 0``. The weights ``w >= 0`` start equal and follow
-the gradient of the log loss at every bound, by AdaGrad, whenever a trajectory finishes (or is
-withdrawn: at the bounds it had passed); after ``EAGER`` of them, on every fourth. That one weight
-serves every bound keeps S falling in b.
+the gradient of the log loss at every bound, by AdaGrad (Duchi, Hazan and Singer, 2011), whenever a
+trajectory finishes (or is withdrawn: at the bounds it had passed); after ``EAGER`` of them, on
+every fourth. That one weight serves every bound keeps S falling in b.
 
 Those that finish early in a run are the short ones. So the result is tilted: a person-time table
 (ends and passages per bin of total length, fading together) gives the length distribution with
@@ -49,8 +52,9 @@ from libra_cli.core.scheduling.prefix_tree import SILENT, Key, PrefixTree, Vecto
 from libra_cli.core.types import GroupId, Tokens, ToolReturn, TrajectoryId
 
 EDGES = np.array(BOUNDS[:-1])
-"""The bounds that something may lie above."""
+"""The bounds that something may lie above, in tokens; shape (BINS - 1,), as every log odds here."""
 CENTRES = np.array(MIDDLES)
+"""What a trajectory of a bin counts for, in tokens; shape (BINS,)."""
 VIEWS = ("now", "age", "context", "prompt", "turn", "siblings")
 """What an estimate joins; see the law."""
 WEIGHT = 0.24
@@ -59,14 +63,15 @@ twice as much at most 0.6 % of the placements on tau2bench and moatless change."
 SIBLING_WEIGHT = 0.5
 """The siblings' weight to start with; chosen, and replaced in the same way."""
 RATE = 0.1
-"""AdaGrad's step."""
+"""AdaGrad's step size."""
 SIBLING_KAPPA = 2.0
+"""Siblings of average length that the prior of the sixth view is worth."""
 SURE = 1e-4
-"""Probabilities nearer to 0 than this count as this."""
+"""Probabilities below this count as this, so that their log odds stay finite."""
 TRIFLE = 0.05
-"""A view that weighs less is left out of an answer: its time is not worth it."""
+"""A view of less weight is left out of an answer, to save its time."""
 EAGER = 512
-"""Trajectories until the weights learn from every fourth only."""
+"""Trajectories after which the weights learn from every fourth only."""
 LESSONS = 8
 """Returns of one trajectory that the weights learn from."""
 IDLE_GROUPS = 4096
@@ -108,7 +113,7 @@ MARKS = 4
 
 
 class CausalEstimator:
-    """Ours. See the module for the law."""
+    """libra's own; the module states its law."""
 
     def __init__(self, *, half_life: float = 4000.0, cap: int = 20_000) -> None:
         """``half_life`` in finished trajectories; ``cap`` in nodes of the tree."""
@@ -118,7 +123,7 @@ class CausalEstimator:
         self._weights = [*[WEIGHT] * (len(VIEWS) - 1), SIBLING_WEIGHT]
         self._slopes = [0.01] * len(VIEWS)
         self._count = 0
-        self._flights: dict[TrajectoryId, _TrackedTrajectory] = {}
+        self._active: dict[TrajectoryId, _TrackedTrajectory] = {}
         self._groups: dict[GroupId, _Group] = {}
 
     @property
@@ -133,8 +138,8 @@ class CausalEstimator:
 
     def begin(self, trajectory: TrajectoryId, *, prompt: Tokens) -> Estimate:
         """See the protocol."""
-        flight = self._flight(trajectory, prompt)
-        return self._tilted(np.array(self._starts.estimate((flight.prompt,))), 0)
+        tracked = self._tracked(trajectory, prompt)
+        return self._tilted(np.array(self._starts.estimate((tracked.prompt,))), 0)
 
     def returned(
         self,
@@ -145,47 +150,47 @@ class CausalEstimator:
         returns: Sequence[ToolReturn],
     ) -> Estimate:
         """See the protocol. One that never began begins here."""
-        flight = self._flight(trajectory, context - generated)
-        group, before = flight.group, flight.attained
-        flight.states.append(state_of(returns))
+        tracked = self._tracked(trajectory, context - generated)
+        group, before = tracked.group, tracked.attained
+        tracked.states.append(state_of(returns))
         others = group.squares - before * before
-        flight.marks.extend((generated, context, group.ended, others))
+        tracked.marks.extend((generated, context, group.ended, others))
         group.squares = others + generated * generated
-        flight.attained = generated
+        tracked.attained = generated
         self._lengths.passage(before, generated)
-        odds = self._answer(flight, len(flight.states) - 1)
+        odds = self._answer(tracked, len(tracked.states) - 1)
         return self._tilted(_bins(odds), generated)
 
     def finished(self, trajectory: TrajectoryId, *, generated: Tokens) -> None:
         """See the protocol."""
-        flight = self._leave(trajectory)
-        if flight is None:
+        tracked = self._leave(trajectory)
+        if tracked is None:
             return
-        flight.group.ended += 1
-        flight.group.squares += generated * generated - flight.attained * flight.attained
-        self._lengths.passage(flight.attained, generated)
+        tracked.group.ended += 1
+        tracked.group.squares += generated * generated - tracked.attained * tracked.attained
+        self._lengths.passage(tracked.attained, generated)
         self._lengths.end(generated)
-        self._learn(flight, generated, ended=True)
-        self._starts.observe((flight.prompt,), generated)
-        for turn in range(len(flight.states)):
-            remaining = generated - flight.marks[MARKS * turn]
-            for path in self._paths(flight, turn):
+        self._learn(tracked, generated, ended=True)
+        self._starts.observe((tracked.prompt,), generated)
+        for turn in range(len(tracked.states)):
+            remaining = generated - tracked.marks[MARKS * turn]
+            for path in self._paths(tracked, turn):
                 self._tree.observe(path, remaining)
-            if flight.states[turn] != SILENT:
+            if tracked.states[turn] != SILENT:
                 self._tree.observe((TOOLED,), remaining)
         self._tree.tick()
         self._starts.tick()
 
     def withdrawn(self, trajectory: TrajectoryId) -> None:
         """See the protocol."""
-        flight = self._leave(trajectory)
-        if flight is None:
+        tracked = self._leave(trajectory)
+        if tracked is None:
             return
-        self._learn(flight, flight.attained, ended=False)
-        self._starts.observe_censored((flight.prompt,), flight.attained)
-        for turn in range(len(flight.states)):
-            beyond = flight.attained - flight.marks[MARKS * turn]
-            for path in self._paths(flight, turn):
+        self._learn(tracked, tracked.attained, ended=False)
+        self._starts.observe_censored((tracked.prompt,), tracked.attained)
+        for turn in range(len(tracked.states)):
+            beyond = tracked.attained - tracked.marks[MARKS * turn]
+            for path in self._paths(tracked, turn):
                 self._tree.observe_censored(path, beyond)
 
     def state(self) -> dict[str, Any]:
@@ -221,31 +226,31 @@ class CausalEstimator:
         self._slopes = [a + b for a, b in zip(mine, theirs, strict=True)]
         self._count += int(state["count"])
 
-    def _flight(self, trajectory: TrajectoryId, prompt: Tokens) -> _TrackedTrajectory:
-        flight = self._flights.get(trajectory)
-        if flight is not None:
-            return flight
+    def _tracked(self, trajectory: TrajectoryId, prompt: Tokens) -> _TrackedTrajectory:
+        tracked = self._active.get(trajectory)
+        if tracked is not None:
+            return tracked
         group = self._groups.pop(trajectory.group, None) or _Group()
         # At the end of the order: the oldest idle group is the first to be forgotten.
         self._groups[trajectory.group] = group
         group.active += 1
-        flight = self._flights[trajectory] = _TrackedTrajectory(group, prompt)
-        return flight
+        tracked = self._active[trajectory] = _TrackedTrajectory(group, prompt)
+        return tracked
 
     def _leave(self, trajectory: TrajectoryId) -> _TrackedTrajectory | None:
-        flight = self._flights.pop(trajectory, None)
-        if flight is None:
+        tracked = self._active.pop(trajectory, None)
+        if tracked is None:
             return None
-        flight.group.active -= 1
-        if len(self._groups) > IDLE_GROUPS + len(self._flights):
+        tracked.group.active -= 1
+        if len(self._groups) > IDLE_GROUPS + len(self._active):
             idle = [number for number, group in self._groups.items() if not group.active]
             for number in idle[: len(idle) // 4]:
                 del self._groups[number]
-        return flight
+        return tracked
 
-    def _paths(self, flight: _TrackedTrajectory, turn: int) -> tuple[tuple[Key, ...], ...]:
+    def _paths(self, tracked: _TrackedTrajectory, turn: int) -> tuple[tuple[Key, ...], ...]:
         """The five views as paths. The hundreds of a path's first key tell the views apart."""
-        marks, states = flight.marks, flight.states
+        marks, states = tracked.marks, tracked.states
         at = MARKS * turn
         generated, context = marks[at], marks[at + 1]
         attained = bin_of(generated)
@@ -257,23 +262,23 @@ class CausalEstimator:
             (which, f"{tool}/{outcome}", state, before),
             (100 + attained, which),
             (200 + bin_of(context), attained),
-            (1000 + flight.prompt, attained, which),
+            (1000 + tracked.prompt, attained, which),
             (300 + latest, attained, which),
         )
 
-    def _views(self, flight: _TrackedTrajectory, turn: int) -> list[Vector]:
+    def _views(self, tracked: _TrackedTrajectory, turn: int) -> list[Vector]:
         """Every view's log odds less those of every return."""
         base = self._tree.log_odds(())
-        paths = self._paths(flight, turn)
+        paths = self._paths(tracked, turn)
         return [
             *(self._tree.log_odds(path) - base for path in paths),
-            self._siblings(flight, turn),
+            self._siblings(tracked, turn),
         ]
 
-    def _answer(self, flight: _TrackedTrajectory, turn: int) -> Vector:
+    def _answer(self, tracked: _TrackedTrajectory, turn: int) -> Vector:
         """The law's log odds, without the views that weigh next to nothing."""
         told, kept = [], 1.0
-        for weight, path in zip(self._weights, self._paths(flight, turn), strict=False):
+        for weight, path in zip(self._weights, self._paths(tracked, turn), strict=False):
             if weight > TRIFLE:
                 told.append(weight * self._tree.log_odds(path))
                 kept -= weight
@@ -281,12 +286,12 @@ class CausalEstimator:
         for view in told:
             odds += view
         if self._weights[-1] > TRIFLE:
-            odds += self._weights[-1] * self._siblings(flight, turn)
+            odds += self._weights[-1] * self._siblings(tracked, turn)
         return odds
 
-    def _siblings(self, flight: _TrackedTrajectory, turn: int) -> Vector:
+    def _siblings(self, tracked: _TrackedTrajectory, turn: int) -> Vector:
         """What is known of the siblings, less what would be thought without any."""
-        generated, _, ended, squares = flight.marks[MARKS * turn : MARKS * turn + MARKS]
+        generated, _, ended, squares = tracked.marks[MARKS * turn : MARKS * turn + MARKS]
         if not squares:
             return _NOTHING
         prior = SIBLING_KAPPA * self._lengths.mean_square
@@ -309,7 +314,7 @@ class CausalEstimator:
         shares = weights / np.add.reduce(weights)
         return Estimate(tuple(shares.tolist()), float(shares @ CENTRES))
 
-    def _learn(self, flight: _TrackedTrajectory, generated: float, *, ended: bool) -> None:
+    def _learn(self, tracked: _TrackedTrajectory, generated: float, *, ended: bool) -> None:
         """One AdaGrad step for some returns of a trajectory, spread over its length.
 
         Where it has not ended, only the bounds below what it reached have taught anything.
@@ -317,13 +322,13 @@ class CausalEstimator:
         self._count += 1
         if self._count > EAGER and self._count % 4:
             return
-        turns = len(flight.states)
+        turns = len(tracked.states)
         stride = max(1.0, turns / LESSONS)
         for lesson in range(min(turns, LESSONS)):
             turn = int((lesson + 0.5) * stride)
-            views = np.array(self._views(flight, turn))
+            views = np.array(self._views(tracked, turn))
             odds = self._tree.log_odds(()) + np.array(self._weights) @ views
-            place = bin_of(generated - flight.marks[MARKS * turn])
+            place = bin_of(generated - tracked.marks[MARKS * turn])
             # Truth less prediction, at every bound.
             residuals = -1 / (1 + np.exp(-odds))
             residuals[:place] += 1.0

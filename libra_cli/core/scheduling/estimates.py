@@ -1,8 +1,8 @@
 """How many tokens a trajectory has yet to generate: a distribution, and who gives one.
 
-An ``Estimate`` is a histogram over the bins of ``bins.BOUNDS``. An ``Estimator`` sees the
-past only: it is told when a trajectory begins, what its tools return and when it ends, and answers
-with what may be left. libra's own is in ``causal_estimator``, the others in ``rival_estimates``.
+An ``Estimate`` is a histogram over the bins of ``bins.BOUNDS``. An ``Estimator`` sees the past
+only: it is told when a trajectory begins, what its tools return and when it ends, and answers with
+what may be left. libra's own is in ``causal_estimator``, others are in ``baseline_estimators``.
 ``choose_bucket`` turns a distribution into the bucket to be in.
 """
 

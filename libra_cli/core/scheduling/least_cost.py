@@ -1,15 +1,20 @@
-"""C-MLFQ: libra's own placement, decided anew at every tool return.
+"""libra's own policy: C-MLFQ by least expected cost, decided anew at every tool return.
+
+Late binding at tool returns and the sum of expected decode time and movement time are published:
+Libra, arXiv 2606.03077. The terms below for what a request costs the *others*, for the context that
+must be computed again and for the queue are libra's own.
 
 A request's **cost** on a server is the time it would take there plus the time it would take from
 the others there, in seconds summed over everybody::
 
-    cost(s) = n x step(s)                      its own tokens, at the pace of that server
-            + n x company x (b + c x context)  what its presence adds to every step of the others
-            + wait(s)                          until a seat or KV is free
-            + recompute(s) x (1 + company)     its context, where no prefix cache holds it
+    cost(s) = n x step(s)                    its own tokens, each a decode step of that server
+            + n x r x (b + c x context)      what its presence adds to every step of the others
+            + wait(s)                        until a seat or KV is free
+            + recompute(s) x (1 + r)         its context, where no prefix cache holds it
 
-``n`` are the tokens it has left, ``company`` the requests inside and waiting, ``b`` and ``c`` are
-prices of a decode step there (``pricing.server_costs``), and recompute is 0 where its KV is held.
+``n`` are the tokens it has left, ``r`` the requests inside and waiting (``num_requests``),
+``step(s)`` the seconds of a decode step with one more (``next_step_s``), ``b`` and ``c`` what a
+sequence and a token of KV add to it (``core.costs.server``); recompute is 0 where its KV is held.
 The step time is linear in the tokens, so summing over the bins of the estimate comes to using its
 mean; the distribution matters for fit: a server whose KV cache is too small for what the request
 may grow to (its 90th percentile) is only taken if all are. The cheapest server wins. Staying costs
@@ -20,7 +25,7 @@ short step worth the way, short ones do not.
 **Admission.** A server takes no more than its seats and no more context than its KV cache holds, so
 vLLM never preempts. **Order.** Older groups first, since the next batch is made of them and what
 gets too old is played again; in a group, the longest expected first. **Aging:** see
-``lanes.PATIENCE_S``.
+``server_queues.STARVATION_LIMIT_S``.
 
 Guarantee: with one server nothing changes but the order; a wrong estimate costs time, never a
 token. Limit: greedy, one request at a time; it assumes the load stays as it is.
@@ -28,95 +33,85 @@ token. Limit: greedy, one request at a time; it assumes the load stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from libra_cli.core.scheduling.baseline_estimators import PaperTree, SiblingMean
-from libra_cli.core.scheduling.baselines import (
-    AttainedService,
-    DynaRL,
-    Heddle,
-    LeastLoaded,
-    PaperCmlfq,
-    Predicted,
-    RoundRobin,
-    SchedulingPolicy,
-    StickyLeastLoaded,
-)
 from libra_cli.core.scheduling.causal_estimator import CausalEstimator
 from libra_cli.core.scheduling.estimates import Estimator
 from libra_cli.core.scheduling.server_queues import Request, ServerQueue, ServerQueues
 from libra_cli.core.types import Seconds, Tokens
 
 KV_SHARE = 0.95
-"""Of a server's KV cache that may be given out: the rest is what turns under way still add."""
+"""Share of a server's KV cache that admission gives out; turns under way still add to the rest."""
 PLAY_SHARE = 0.5
 """Share of all KV caches that trajectories in play may be expected to fill; chosen."""
+NEVER_S: Seconds = 1e9
+"""Added to the cost of a server that the request may outgrow: more than any time there."""
 TURN_TOKENS: Tokens = 256
-"""A turn's expected tokens before the trajectory has had one."""
+"""Tokens that a trajectory's first turn is expected to have."""
 
 
 class LeastExpectedCost:
-    """Least expected cost; see the module."""
+    """The server of least expected cost; see the module."""
 
-    def __init__(self, estimator: Estimator) -> None:
-        self.estimator: Estimator | None = estimator
+    def __init__(self, estimator: Estimator | None = None) -> None:
+        """Without an estimator, it learns with one of its own."""
+        self.estimator: Estimator | None = estimator or CausalEstimator()
 
-    def choose(self, request: Request, lanes: ServerQueues, *, now: Seconds) -> ServerQueue | None:
+    def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
         """The cheapest of the server it was on and the fastest of each bucket."""
-        last = lanes.by_slot.get(request.last_slot or "")
+        last = queues.by_slot.get(request.last_slot or "")
         best = last
         least = self.cost(request, last) if last is not None else float("inf")
-        for bucket in lanes.buckets:
-            lane = min(bucket, key=_pace)
-            cost = self.cost(request, lane)
+        for bucket in queues.buckets:
+            queue = min(bucket, key=_next_step_s)
+            cost = self.cost(request, queue)
             if best is None or cost < least:
-                best, least = lane, cost
+                best, least = queue, cost
         return best
 
-    def cost(self, request: Request, lane: ServerQueue) -> Seconds:
+    def cost(self, request: Request, queue: ServerQueue) -> Seconds:
         """Seconds the request takes on this server, from itself and from the others there."""
-        price, company = lane.cost, lane.company
+        price, num_requests = queue.cost, queue.num_requests
         left = max(request.estimate.mean, 1.0)
-        added = price.sequence_s + price.kv_token_s * request.context
-        cost = left * (lane.pace + price.kv_token_s * request.context + company * added)
-        cost += self._wait(request, lane)
-        if not lane.holds_prefix_of(request):
-            cost += price.prefill_s(request.context, 0) * (1 + company)
+        context_s = price.kv_token_s * request.context
+        added_s = price.sequence_s + context_s
+        cost = left * (queue.next_step_s + context_s + num_requests * added_s)
+        cost += self._wait(request, queue)
+        if not queue.holds_prefix_of(request):
+            cost += price.prefill_s(request.context, 0) * (1 + num_requests)
         if request.context + request.p90 > price.kv_tokens:
-            cost += 1e9
+            cost += NEVER_S
         return cost
 
-    def _wait(self, request: Request, lane: ServerQueue) -> Seconds:
+    def _wait(self, request: Request, queue: ServerQueue) -> Seconds:
         """Until the queue in front has had its turns, by seats and by KV."""
-        seats = (lane.company + 1 - lane.bucket.max_num_seqs) / lane.bucket.max_num_seqs
-        wanted = lane.context + lane.queued_context + request.context
-        room = wanted / (KV_SHARE * lane.cost.kv_tokens) - 1
-        return max(0.0, seats, room) * lane.pace * turn_tokens(request)
+        seats = (queue.num_requests + 1 - queue.bucket.max_num_seqs) / queue.bucket.max_num_seqs
+        wanted = queue.context + queue.queued_context + request.context
+        room = wanted / (KV_SHARE * queue.cost.kv_tokens) - 1
+        return max(0.0, seats, room) * queue.next_step_s * turn_tokens(request)
 
     def rank(self, request: Request) -> float:
         """Older groups first; in a group, the longest expected first."""
         return request.trajectory.group - 1 + 1 / (1 + request.estimate.mean)
 
-    def admits(self, request: Request, lane: ServerQueue) -> bool:
+    def admits(self, request: Request, queue: ServerQueue) -> bool:
         """Within the KV budget; an empty server takes anything."""
-        wanted = lane.context + request.context + turn_tokens(request)
-        return not lane.inside or wanted <= KV_SHARE * lane.cost.kv_tokens
+        wanted = queue.context + request.context + turn_tokens(request)
+        return not queue.inside or wanted <= KV_SHARE * queue.cost.kv_tokens
 
-    def has_room(self, contexts: Tokens, lanes: ServerQueues) -> bool:
+    def has_room(self, contexts: Tokens, queues: ServerQueues) -> bool:
         """While the servers' KV caches hold the contexts in play."""
-        return caches_hold(contexts, lanes)
+        return caches_hold(contexts, queues)
 
-    def lets_go(
-        self, request: Request, home: ServerQueue, thief: ServerQueue, *, now: Seconds
+    def allow_steal(
+        self, request: Request, queued: ServerQueue, idle: ServerQueue, *, now: Seconds
     ) -> bool:
-        """Only where it is cheaper."""
-        return self.cost(request, thief) < self.cost(request, home)
+        """If the idle server is the cheaper one."""
+        return self.cost(request, idle) < self.cost(request, queued)
 
 
-def caches_hold(contexts: Tokens, lanes: ServerQueues) -> bool:
+def caches_hold(contexts: Tokens, queues: ServerQueues) -> bool:
     """Whether contexts between turns stay cached: what is evicted during a tool call is computed
     again at every turn."""
-    return contexts <= PLAY_SHARE * sum(lane.cost.kv_tokens for lane in lanes.all)
+    return contexts <= PLAY_SHARE * sum(queue.cost.kv_tokens for queue in queues.all)
 
 
 def turn_tokens(request: Request) -> float:
@@ -124,25 +119,5 @@ def turn_tokens(request: Request) -> float:
     return request.generated / request.turns if request.turns else TURN_TOKENS
 
 
-def _pace(lane: ServerQueue) -> Seconds:
-    return lane.pace
-
-
-def make_policy(name: str) -> SchedulingPolicy:
-    """The policy of that name, with a fresh estimator; ``KeyError`` for an unknown one."""
-    return _MAKERS[name]()
-
-
-_MAKERS: dict[str, Callable[[], SchedulingPolicy]] = {
-    "libra": lambda: LeastExpectedCost(CausalEstimator()),
-    "round-robin": RoundRobin,
-    "least-loaded": LeastLoaded,
-    "sticky-least-loaded": StickyLeastLoaded,
-    "attained-service": AttainedService,
-    "sibling-history": lambda: Predicted(SiblingMean()),
-    "dynarl": DynaRL,
-    "heddle": lambda: Heddle(CausalEstimator()),
-    "cmlfq-published": lambda: PaperCmlfq(PaperTree()),
-}
-POLICIES = tuple(_MAKERS)
-"""By the names a recipe uses; what needs to know true lengths lives in the simulator."""
+def _next_step_s(queue: ServerQueue) -> Seconds:
+    return queue.next_step_s

@@ -1,5 +1,8 @@
 """The causal prefix tree: what a tool return says about the tokens yet to be generated.
 
+The tree of ordered tool-return states is published (Libra, arXiv 2606.03077); shrinking, fading and
+censoring are libra's own.
+
 A *state* is one turn's tool return, reduced to tool x payload class x outcome. A *path* is a word
 of keys, coarsest first; every node of the tree is a prefix of some path and holds a histogram of
 remaining generated tokens over the bins of ``bins.BOUNDS``. An observation counts in every
@@ -23,8 +26,8 @@ rooted per prompt has two homes: a path that begins with the prompt's length, an
 the group (causal_estimator.py), since no prompt comes again once its group is done.
 
 A censored observation (more than r tokens remained, then nobody looked) is given to the bins from
-r's on in proportion to the node's estimate there (Efron's redistribution to the right, the
-histogram form of Kaplan-Meier).
+r's on in proportion to the node's estimate there (Efron's redistribution to the right, 1967,
+the histogram form of Kaplan and Meier's estimate, 1958).
 
 Guarantee: estimates sum to 1 and are never 0 in a bin; at most ``cap`` nodes exist below the root,
 about 1.3 KB each (three arrays and a dictionary); beyond, the least decayed weights go,

@@ -1,8 +1,8 @@
-"""A lane: one server as the gate sees it, what is inside and what waits for it.
+"""One server as the request scheduler sees it: what is inside, and the queue in front of it.
 
-A lane's KV budget counts the contexts of the requests inside, as they were when they went in, plus
-what each is expected to add in one turn. Contexts between turns are not counted: vLLM keeps them
-as long as it has room and drops the oldest when it has not.
+Its KV budget counts the contexts of the requests inside, as they were when they went in, plus what
+each is expected to add in one turn. Contexts between turns are not counted: vLLM keeps them as long
+as it has room and drops the oldest when it has not.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.scheduling.estimates import Estimate
 from libra_cli.core.types import Bucket, Seconds, SlotId, Tokens, TrajectoryId, WeightVersion
 
-PATIENCE_S: Seconds = 60.0
-"""A request that has waited longer leaves next, whatever its rank."""
+STARVATION_LIMIT_S: Seconds = 60.0
+"""A request that has waited longer leaves its queue next, whatever its rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class ServerQueue:
     #: Their sum.
     context: Tokens = 0
     #: Requests that wait for this server, in the order they came.
-    queue: dict[TrajectoryId, Request] = field(default_factory=dict)
+    waiting: dict[TrajectoryId, Request] = field(default_factory=dict)
     queued_context: Tokens = 0
     #: Seconds a token would take a newcomer, with everybody who is inside or waits.
-    pace: Seconds = 0.0
+    next_step_s: Seconds = 0.0
     _ranked: list[tuple[float, int, TrajectoryId]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -69,12 +69,12 @@ class ServerQueue:
 
     def _settle(self) -> None:
         kv = self.context + self.queued_context
-        self.pace = self.cost.decode_step_s(len(self.inside) + len(self.queue) + 1, kv)
+        self.next_step_s = self.cost.decode_step_s(len(self.inside) + len(self.waiting) + 1, kv)
 
     @property
-    def company(self) -> int:
+    def num_requests(self) -> int:
         """Requests inside and waiting."""
-        return len(self.inside) + len(self.queue)
+        return len(self.inside) + len(self.waiting)
 
     @property
     def running(self) -> int:
@@ -84,7 +84,7 @@ class ServerQueue:
     @property
     def load(self) -> float:
         """Requests inside and waiting, per seat."""
-        return self.company / self.bucket.max_num_seqs
+        return self.num_requests / self.bucket.max_num_seqs
 
     @property
     def has_seat(self) -> bool:
@@ -97,29 +97,29 @@ class ServerQueue:
 
     def enqueue(self, request: Request, rank: float, order: int) -> None:
         """Put a request in the queue; lower ranks leave first."""
-        self.queue[request.trajectory] = request
+        self.waiting[request.trajectory] = request
         self.queued_context += request.context
         heappush(self._ranked, (rank, order, request.trajectory))
         self._settle()
 
     def head(self, now: Seconds) -> Request | None:
-        """The request that leaves next: the first in rank, unless the oldest lost its patience.
+        """The request that leaves next: the first in rank, unless the oldest starves.
 
-        So a request waits at most ``PATIENCE_S`` and then for those that came before it.
+        So a request waits at most ``STARVATION_LIMIT_S`` and then for those that came before it.
         """
-        if not self.queue:
+        if not self.waiting:
             return None
-        oldest = next(iter(self.queue.values()))
-        if now - oldest.waiting_since > PATIENCE_S:
+        oldest = next(iter(self.waiting.values()))
+        if now - oldest.waiting_since > STARVATION_LIMIT_S:
             return oldest
-        while self._ranked[0][2] not in self.queue:
+        while self._ranked[0][2] not in self.waiting:
             heappop(self._ranked)
-        return self.queue[self._ranked[0][2]]
+        return self.waiting[self._ranked[0][2]]
 
     def dequeue(self, trajectory: TrajectoryId) -> None:
         """Take a request out of the queue."""
-        self.queued_context -= self.queue.pop(trajectory).context
-        if not self.queue:
+        self.queued_context -= self.waiting.pop(trajectory).context
+        if not self.waiting:
             self._ranked.clear()
         self._settle()
 
@@ -144,18 +144,18 @@ class ServerQueues:
     """
 
     def __init__(
-        self, lanes: Iterable[ServerQueue] = (), latest: WeightVersion | None = None
+        self, queues: Iterable[ServerQueue] = (), latest: WeightVersion | None = None
     ) -> None:
-        self.by_slot = {lane.slot: lane for lane in lanes}
+        self.by_slot = {queue.slot: queue for queue in queues}
         self.all = tuple(self.by_slot.values())
-        self.bounds = sorted({lane.bucket.up_to_tokens for lane in self.all})
+        self.bounds = sorted({queue.bucket.up_to_tokens for queue in self.all})
         self.buckets = tuple(
-            tuple(lane for lane in self.all if lane.bucket.up_to_tokens == bound)
+            tuple(queue for queue in self.all if queue.bucket.up_to_tokens == bound)
             for bound in self.bounds
         )
-        #: All seats of all lanes.
-        self.seats = sum(lane.bucket.max_num_seqs for lane in self.all)
-        newest = [lane for lane in self.all if lane.key == latest]
+        #: All seats of all queues.
+        self.seats = sum(queue.bucket.max_num_seqs for queue in self.all)
+        newest = [queue for queue in self.all if queue.key == latest]
         self.newest = (
             self if latest is None or len(newest) == len(self.all) else ServerQueues(newest)
         )

@@ -15,7 +15,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -55,8 +55,8 @@ class Arrival:
 
     problem: str
     """Why the share cannot be used; empty if everything this rank needs is there."""
-    sums: tuple[float, ...] = ()
-    """The worker's sums over the share, with the entries of ``node.model.policy.SUMS``."""
+    sums: Mapping[str, float] = field(default_factory=dict)
+    """Over the share's generated tokens, by name, as ``PolicyModel.gradients_of`` gives them."""
     seconds: float | None = None
     """How long the worker computed."""
     bytes: int = 0
@@ -104,7 +104,7 @@ class GradientClient:
             return Arrival(self._overdue(patience_s), waited_s=time.monotonic() - since)
         return Arrival(
             problem=self._problem,
-            sums=tuple(self._answer.get("sums") or ()),
+            sums=self._answer.get("sums") or {},
             seconds=self._answer.get("seconds"),
             bytes=self._bytes,
             transfer_s=self._transfer_s,

@@ -98,15 +98,15 @@ class GradientStore:
             self._finished[name] = tensor
             self._changed.notify_all()
 
-    def done(self, step: int, sums: Sequence[float], tokens: int, seconds: float) -> None:
+    def done(self, step: int, sums: Mapping[str, float], tokens: int, seconds: float) -> None:
         """Mark the share as done, unless it was dropped.
 
-        ``sums`` has the entries of ``node.model.policy.SUMS``; ``tokens`` counts generated tokens.
+        ``sums`` are over the share's generated tokens, by name; ``tokens`` counts those.
         """
         with self._changed:
             if self.state == "running" and self.step == step:
                 self.state = "done"
-                self._result = {"sums": list(sums), "tokens": tokens, "seconds": seconds}
+                self._result = {"sums": dict(sums), "tokens": tokens, "seconds": seconds}
             self._changed.notify_all()
 
     def drop(self, step: int, reason: str) -> None:

@@ -18,7 +18,7 @@ leaves the sums of earlier ones as they are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -34,9 +34,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from libra_cli.config.errors import TrainerError
+from libra_cli.node.losses.protocol import LossInputs, loss_of
+from libra_cli.node.model.logprobs import token_logprobs
+from libra_cli.node.trainer.advantages import group_advantages
 from libra_cli.node.trainer.batching import MicroBatch, collate, deal
 from libra_cli.node.trainer.config import PolicyConfig
-from libra_cli.node.trainer.loss import LossSettings, group_advantages, grpo_loss, token_logprobs
 from libra_cli.node.trainer.samples import TokenSample
 from libra_cli.node.trainer.sharding import load_sharded
 from libra_cli.node.trainer.shares import rows_of
@@ -46,8 +48,6 @@ COLLECTIVE_TIMEOUT_S = 1800.0
 """No rank waits longer than this for another; a step or a checkpoint must fit in."""
 BUCKET_BYTES = 256 * 1024**2
 """The gradients that replicas exchange with one collective."""
-SUMS = ("loss", "kl", "entropy", "clipped", "weight", "gap", "gap_tokens")
-"""The quantities that are summed over tokens, micro-batches and ranks, beside the gradients."""
 T = TypeVar("T")
 
 
@@ -68,6 +68,7 @@ class PolicyModel:
         check_world(self.rank, self.world, config.world_size)
         set_seed(config.seed)
         self._config = config
+        self._loss = loss_of(config.training)
         # Commands and checkpoints are agreed on over gloo: an idle rank then burns no GPU, and a
         # rank that died is noticed at once.
         self.control = (
@@ -101,21 +102,23 @@ class PolicyModel:
 
     def gradients_of(
         self, samples: Sequence[TokenSample], *, before: Callable[[bool], bool] = lambda last: True
-    ) -> list[float] | None:
+    ) -> dict[str, float] | None:
         """*Collective.* Add the gradients of the loss summed over the samples' generated tokens.
 
         Every rank is given all samples, and all members of each group. ``before`` is called ahead
         of each micro-batch with whether it is the last, and returns whether to go on.
 
         Returns:
-            The sums of ``SUMS`` over all ranks. None if ``before`` said to stop: then the gradients
-            are incomplete.
+            The sums over all ranks, by name: ``loss``, ``entropy`` and the loss's metrics over
+            generated tokens; ``gap``, of |rollout - trainer| log-probability, over the
+            ``gap_tokens`` fresh ones. None if ``before`` said to stop: then the gradients are
+            incomplete.
         """
         advantages = self._advantages(samples)
         lengths = [len(sample.token_ids) for sample in samples]
         budget = self._config.training.micro_batch_tokens
         dealt = deal(lengths, shares=self.world, budget=budget)[self.rank]
-        sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        sums: list[dict[str, float]] = []
         for number, indices in enumerate(dealt, 1):
             last = number == len(dealt)
             if not before(last):
@@ -124,9 +127,8 @@ class PolicyModel:
                 [samples[i] for i in indices], [advantages[i] for i in indices], self.device
             )
             with self._sync_only(last=last):
-                sums += self._backward(batch)
-        by_rank: list[list[float]] = self.gather(sums.tolist())
-        return [sum(values) for values in zip(*by_rank, strict=True)]
+                sums.append(self._backward(batch))
+        return summed(self.gather(summed(sums)))
 
     def _advantages(self, samples: Sequence[TokenSample]) -> list[float]:
         rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
@@ -216,27 +218,31 @@ class PolicyModel:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _backward(self, batch: MicroBatch) -> Tensor:
+    def _backward(self, batch: MicroBatch) -> dict[str, float]:
         current, entropy = self._logprobs(self._forward, batch)
         reference = None
         if self._reference is not None:
             with torch.no_grad():
                 reference, _ = self._logprobs(self._reference, batch)
-        training = self._config.training
-        loss = grpo_loss(
-            current,
-            proximal=current.detach(),
-            rollout=batch.rollout,
-            advantages=batch.advantages,
-            settings=LossSettings(
-                training.clip_low, training.clip_high, training.tis_cap, training.kl_coef
-            ),
-            reference=reference,
+        outputs = self._loss(
+            LossInputs(
+                logprobs=current,
+                proximal=current.detach(),
+                rollout=batch.rollout,
+                advantages=batch.advantages,
+                trajectories=batch.rows,
+                reference=reference,
+            )
         )
-        self._accelerator.backward(loss.loss * self.world)
+        self._accelerator.backward(outputs.loss * self.world)
         gap = (current.detach() - batch.rollout).abs()[batch.fresh]
-        values = [loss.loss.detach(), loss.kl, entropy.sum(), loss.clipped, loss.weight, gap.sum()]
-        return torch.tensor([*(float(value) for value in values), len(gap)], dtype=torch.float64)
+        return {
+            "loss": float(outputs.loss.detach()),
+            "entropy": float(entropy.sum()),
+            "gap": float(gap.sum()),
+            "gap_tokens": float(len(gap)),
+            **{name: float(total) for name, total in outputs.metrics.items()},
+        }
 
     def _logprobs(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         logits = model(input_ids=batch.token_ids, use_cache=False).logits
@@ -301,6 +307,15 @@ def check_world(rank: int, world: int, wanted: int) -> None:
             f"rank {rank} is in a world of {world}, but the plan has {wanted} processes: "
             "accelerate launch formed separate jobs, or another number of them"
         )
+
+
+def summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Sums by name, added up in the order they come."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
 
 
 def row_count(tensor: Tensor) -> int:

@@ -19,10 +19,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -30,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from libra_cli.config.errors import TrainerError
 from libra_cli.node.gradient.client import Arrival, GradientClient, Rows
 from libra_cli.node.http import read_token
-from libra_cli.node.model.policy import SUMS, PolicyModel
+from libra_cli.node.model.policy import PolicyModel, summed
 from libra_cli.node.trainer.config import TrainerConfig
 from libra_cli.node.trainer.samples import TokenSample
 from libra_cli.node.trainer.shares import WorkerShare
@@ -58,7 +57,7 @@ class Trainer(PolicyModel):
         )
         self._fill_optimizer()
         self._tokens = 0
-        self._sums = np.zeros(len(SUMS))
+        self._sums: dict[str, float] = {}
         self._tokens_per_s = 0.0
         """Of all tokens, not only generated ones: what a pass costs."""
 
@@ -94,7 +93,7 @@ class Trainer(PolicyModel):
         }
 
     def _update(self, step: int) -> dict[str, Any]:
-        tokens, sums = self._tokens, dict(zip(SUMS, self._sums.tolist(), strict=True))
+        tokens, sums = self._tokens, self._sums
         self.scale_gradients(1 / tokens)
         norm = self._clip(self.config.training.max_grad_norm)
         if not torch.isfinite(norm):
@@ -105,17 +104,13 @@ class Trainer(PolicyModel):
         self.optimizer.step()
         self.clear_gradients()
         self.step = step
-        self._tokens, self._sums = 0, np.zeros(len(SUMS))
-        gap_tokens = int(sums["gap_tokens"])
+        self._tokens, self._sums = 0, {}
+        gap, gap_tokens = sums.pop("gap"), int(sums.pop("gap_tokens"))
         return {
-            "loss": sums["loss"] / tokens,
+            **{name: total / tokens for name, total in sums.items()},
             "grad_norm": norm.item(),
             "learning_rate": rate,
-            "kl": sums["kl"] / tokens if self.config.training.kl_coef > 0 else None,
-            "entropy": sums["entropy"] / tokens,
-            "clip_fraction": sums["clipped"] / tokens,
-            "tis_mean": sums["weight"] / tokens,
-            "logprob_gap": sums["gap"] / gap_tokens if gap_tokens else None,
+            "logprob_gap": gap / gap_tokens if gap_tokens else None,
             "logprob_gap_tokens": gap_tokens,
             "generated_tokens": tokens,
         }
@@ -130,8 +125,8 @@ class Trainer(PolicyModel):
             self._tokens_per_s = sum(len(one.token_ids) for one in samples) / taken
         return time.monotonic() - began
 
-    def _add(self, sums: Sequence[float], tokens: int) -> None:
-        self._sums += np.asarray(sums)
+    def _add(self, sums: Mapping[str, float], tokens: int) -> None:
+        self._sums = summed((self._sums, sums))
         self._tokens += tokens
 
     @contextlib.contextmanager

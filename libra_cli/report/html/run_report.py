@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from libra_cli.config.errors import StateError
 from libra_cli.core.records import StepRecord, SyncRecord
 from libra_cli.report.html.slot_rows import SHADES, slot_rows
 from libra_cli.report.html.templates import template
+from libra_cli.report.status.metrics import of_servers, of_steps
 from libra_cli.report.status.migration_impact import migration_impacts
 from libra_cli.report.status.plans import PHASES, MovePart, PlanPart, changes, phase_seconds
 from libra_cli.report.status.steps import smooth
@@ -66,6 +67,7 @@ def write_report(run_dir: Path, *, now: float, tolerance: float = 1e-3) -> Path:
             "charts": _charts(reader, told, steps, tolerance),
             "tiles": _tiles(told, tolerance),
             "steps": _spread(steps),
+            "metric_names": list(told["metrics"]),
             "plans": _plan_rows(told["plans"])[-_NEWEST:],
             "moves": told["moves"][-_NEWEST:],
             "phases": _phases(told["moves"][-_NEWEST:]),
@@ -136,8 +138,17 @@ def _tiles(told: RunSummary, tolerance: float) -> list[tuple[str, str, str]]:
 def _charts(
     reader: Reader, told: RunSummary, steps: Sequence[StepRecord], tolerance: float
 ) -> list[Chart]:
-    charts = [*_step_charts(steps, tolerance), *_sync_chart(reader.syncs())] if steps else []
-    return charts + _slot_chart(reader, told, steps)
+    if not steps:
+        return _slot_chart(reader, told, steps)
+    return [
+        *_step_charts(steps, tolerance),
+        *_sync_chart(reader.syncs()),
+        *_metric_charts("metric", "of a step", steps, of_steps(steps)),
+        *_metric_charts(
+            "server-metric", "mean of the servers", steps, of_servers(reader.samples(), steps)
+        ),
+        *_slot_chart(reader, told, steps),
+    ]
 
 
 def _slot_chart(reader: Reader, told: RunSummary, steps: Sequence[StepRecord]) -> list[Chart]:
@@ -251,6 +262,21 @@ def _sync_chart(syncs: Sequence[SyncRecord]) -> list[Chart]:
     unit = "seconds until the last server has it"
     keys = (("a", "dot", "one version"), ("a", "line", "smoothed"))
     return [Chart("Weight sync", unit, over_steps("sync", series, floor=0.1), keys)]
+
+
+def _metric_charts(
+    kind: str, unit: str, steps: Sequence[StepRecord], metrics: Mapping[str, Sequence[float]]
+) -> list[Chart]:
+    """One for each of the metrics that have a value anywhere."""
+    from libra_cli.report.html.charts import Series, over_steps
+
+    xs = [float(step.step) for step in steps]
+    charts = []
+    for index, (name, values) in enumerate(metrics.items()):
+        if any(map(math.isfinite, values)):
+            series = [Series(xs, values, "a", "points"), Series(xs, smooth(values), "a")]
+            charts.append(Chart(name, unit, over_steps(f"{kind}-{index}", series), SMOOTHED))
+    return charts
 
 
 def _spread(steps: Sequence[StepRecord]) -> list[StepRecord]:

@@ -52,6 +52,7 @@ class ServerPart(TypedDict):
     tokens_per_s: float | None
     prefix_hit_rate: float | None
     preemptions: int | None
+    metrics: dict[str, float | None]
     sync_s: float | None
     sync_kind: str | None
     sync_sent_bytes: int | None
@@ -112,6 +113,7 @@ def server_part(
         tokens_per_s=sample.tokens_per_s if sample else None,
         prefix_hit_rate=sample.prefix_hit_rate if sample else None,
         preemptions=sample.preemptions if sample else None,
+        metrics=sample.metrics if sample else {},
         sync_s=last.served_at - last.published_at if last else None,
         sync_kind=last.kind if last else None,
         sync_sent_bytes=last.sent_bytes if last else None,

@@ -11,18 +11,12 @@ from statistics import fmean
 from typing import TypedDict
 
 from libra_cli.core.records import SampleRecord, SlotRecord, StepRecord
+from libra_cli.report.status.metrics import FirstLast
 from libra_cli.report.status.parts import part_of
 from libra_cli.runtime.store.reader import Reader
 
 RECENT = 10
 """The last so many steps are what is called recent."""
-
-
-class Reward(TypedDict):
-    """Mean over the first and over the last ``RECENT`` steps."""
-
-    first: float | None
-    last: float | None
 
 
 class Lengths(TypedDict):
@@ -88,7 +82,7 @@ def _weighted(
     return sum(value_ * weight_ for value_, weight_ in known) / total if total else None
 
 
-def reward(steps: Sequence[StepRecord]) -> Reward:
+def reward(steps: Sequence[StepRecord]) -> FirstLast:
     """How the reward has changed."""
     return {
         "first": mean(step.reward for step in steps[:RECENT]),

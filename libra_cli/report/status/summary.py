@@ -7,6 +7,10 @@ epoch, durations are seconds, shares lie between 0 and 1.
 How the numbers are made (``RECENT`` = 10):
 
     reward.first, .last    mean of the steps' rewards over the first and over the last 10 steps
+    metrics.*              the same of everything that the trainer and the loss name;
+                           servers[].metrics: the newest reading of what the rollout backend names
+    metrics.*              the same of everything that the trainer and the loss name;
+                           servers[].metrics: the newest reading of what the rollout backend names
     logprob_gap            mean over all steps, weighted by the tokens compared in each
     tokens_per_s           generated tokens of the last 10 batches over the time these took; before
                            the first step: the sum over the servers' newest samples
@@ -53,6 +57,7 @@ from typing import Any, TypedDict
 
 from libra_cli.report.status import slots as slot_parts
 from libra_cli.report.status import steps as step_parts
+from libra_cli.report.status.metrics import FirstLast, first_last
 from libra_cli.report.status.placements import (
     BucketPart,
     Estimates,
@@ -79,7 +84,8 @@ class RunSummary(TypedDict):
     run: RunPart
     step: int
     weight_version: int
-    reward: step_parts.Reward
+    reward: FirstLast
+    metrics: dict[str, FirstLast]
     lengths: step_parts.Lengths
     logprob_gap: float | None
     logprob_gap_max: float | None
@@ -125,6 +131,7 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
         "step": record.step,
         "weight_version": record.version,
         "reward": step_parts.reward(steps),
+        "metrics": first_last(steps, step_parts.RECENT),
         "lengths": step_parts.lengths(steps),
         "logprob_gap": step_parts.logprob_gap(steps),
         "logprob_gap_max": step_parts.logprob_gap_max(steps),

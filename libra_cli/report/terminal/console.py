@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from libra_cli.core.records import StepRecord
+from libra_cli.report.status.metrics import mean_by_name, told
 from libra_cli.report.status.plans import MovePart, PlanPart
 from libra_cli.report.status.run_state import LIVE
 from libra_cli.report.status.steps import RECENT, smooth
@@ -163,6 +164,8 @@ def _facts(summary: RunSummary, *, now: float) -> Table:
             fact(facts, name, text)
     _fact_trajectories(facts, summary)
     _fact_scheduler(facts, summary)
+    if named := mean_by_name(server["metrics"] for server in summary["servers"]):
+        fact(facts, "servers", told(named))
     if summary["checkpoint"]:
         fact(facts, "checkpoint", f"step {summary['checkpoint']['step']}")
     if run["state"] in LIVE and run["waiting"]:
@@ -213,6 +216,8 @@ def _fact_quality(facts: Table, summary: RunSummary, steps: Sequence[StepRecord]
         fact(facts, "speed", ", ".join(filter(None, (speed, pace))))
     staleness = summary["staleness"]
     fact(facts, "staleness", f"{number(staleness['mean'])} mean, {number(staleness['max'])} max")
+    if summary["metrics"]:
+        fact(facts, "metrics", told({name: m["last"] for name, m in summary["metrics"].items()}))
 
 
 def _fact_weights(facts: Table, summary: RunSummary) -> None:

@@ -36,6 +36,7 @@ from libra_cli.core.records import (
     StepRecord,
     SyncRecord,
 )
+from libra_cli.report.status.metrics import told
 from libra_cli.report.status.steps import RECENT, smooth
 from libra_cli.report.terminal.console import (
     duration,
@@ -265,6 +266,7 @@ class Progress:
         speed = f"{_recent(steps, _speed):,.0f} tokens/s"
         _curve(facts, "speed", Text(speed), [step.tokens_per_s for step in steps])
         fact(facts, "staleness", f"{last.staleness_mean:.2f} mean, {last.staleness_max} max")
+        fact(facts, "metrics", told(last.metrics))
         if last.logprob_gap is not None:
             fact(facts, "gap", f"{last.logprob_gap:.1e} log-probability, rollout to trainer")
 

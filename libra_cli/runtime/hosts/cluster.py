@@ -22,7 +22,9 @@ from typing import Any, TypeVar
 
 from libra_cli.config.errors import HostError, HostLost, LibraError, ProcessError
 from libra_cli.config.recipe import NodeSpec, Recipe
-from libra_cli.core.launch.commands import HostFacts, ProcessSpec, model_process, ports_needed
+from libra_cli.core.launch.model import model_process
+from libra_cli.core.launch.ports import ports_needed
+from libra_cli.core.launch.process import HostFacts, ProcessSpec
 from libra_cli.core.records import NodeRecord, ProcessRecord, Record
 from libra_cli.core.types import Plan, Seconds, node_of
 from libra_cli.runtime.hosts.agent_messages import (
@@ -35,7 +37,7 @@ from libra_cli.runtime.hosts.agent_messages import (
 )
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.local import LocalTransport
-from libra_cli.runtime.hosts.preflight import PACKAGES, problems
+from libra_cli.runtime.hosts.preflight import packages_needed, problems
 from libra_cli.runtime.hosts.ssh import SshTransport
 from libra_cli.runtime.hosts.transport import Transport
 
@@ -163,7 +165,9 @@ class Cluster:
     async def _check(self, node: NodeSpec) -> None:
         host, path = self.hosts[node.name], self.recipe.model.path
         peers = [other.reach for other in self.recipe.nodes if other.name != node.name]
-        packages = sorted({name for names in PACKAGES.values() for name in names})
+        packages = sorted(
+            {name for names in packages_needed(self.recipe).values() for name in names}
+        )
         seen = await host.facts(peers, packages=packages, paths=[path] if path else [])
         self._seen[node.name] = seen
         found = problems(self.recipe, self.plan, node, seen, now=time.time())

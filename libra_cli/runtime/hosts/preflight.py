@@ -6,14 +6,10 @@ from collections.abc import Iterator
 
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.cluster.placement import slots_of
+from libra_cli.core.launch.rollout_backend import rollout_backend
+from libra_cli.core.launch.trainer_backend import trainer_backend
 from libra_cli.core.types import Plan, node_of
 from libra_cli.runtime.hosts.agent_messages import Gpu, NodeFacts
-
-PACKAGES = {
-    "rollout": ("vllm", "torch", "transformers"),
-    "train": ("accelerate", "torch", "transformers", "msgpack", "safetensors"),
-}
-"""The Python packages that rollout and training need on their hosts."""
 
 MAX_CLOCK_SKEW_S = 5.0
 MIN_SHM_BYTES = 256 * 2**20
@@ -27,12 +23,20 @@ def problems(
     ``now`` is the controller's clock in seconds since the epoch.
     """
     return [
-        *_packages(plan, node, seen),
+        *_packages(recipe, plan, node, seen),
         *_gpus(recipe, node, seen),
         *_model(recipe, seen),
         *_room(seen),
         *_clock(seen, now),
     ]
+
+
+def packages_needed(recipe: Recipe) -> dict[str, tuple[str, ...]]:
+    """The Python packages that each half needs on its hosts."""
+    return {
+        "rollout": rollout_backend(recipe.rollout.backend).packages,
+        "train": trainer_backend(recipe.training.backend).packages,
+    }
 
 
 def _halves(plan: Plan, node: NodeSpec) -> list[str]:
@@ -43,8 +47,9 @@ def _halves(plan: Plan, node: NodeSpec) -> list[str]:
     return [half for half, used in (("rollout", serves), ("train", trains)) if used]
 
 
-def _packages(plan: Plan, node: NodeSpec, seen: NodeFacts) -> Iterator[str]:
-    needed = {name for half in _halves(plan, node) for name in PACKAGES[half]}
+def _packages(recipe: Recipe, plan: Plan, node: NodeSpec, seen: NodeFacts) -> Iterator[str]:
+    packages = packages_needed(recipe)
+    needed = {name for half in _halves(plan, node) for name in packages[half]}
     missing = sorted(needed - set(seen.packages))
     if missing:
         extra = "gpu" if node.gpus else "cpu"

@@ -10,7 +10,8 @@ Each step adds to one list of problems instead of stopping:
    number.
 5. Wrong values are put aside and the rules between fields are checked on the rest, so that a typing
    error does not hide a rule that is broken elsewhere. A rule about a wrong field is not checked.
-6. The initial plan is made once, so that a bucket that no slot can serve has a line too.
+6. The plug-ins that it names are found, and the initial plan is made once, so that a bucket that
+   no slot can serve has a line too.
 """
 
 from __future__ import annotations
@@ -29,10 +30,15 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 import libra_cli
-from libra_cli.config.errors import RecipeError, did_you_mean
+from libra_cli.config.errors import PluginError, RecipeError, did_you_mean
+from libra_cli.config.losses import LOSSES
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.rules import Problem, RuleError, expand_range
 from libra_cli.core.cluster.placement import PlanError, initial_plan
+from libra_cli.core.launch.rollout_backend import ROLLOUT_BACKENDS
+from libra_cli.core.launch.trainer_backend import TRAINER_BACKENDS
+from libra_cli.core.scheduling.policy import POLICIES
+from libra_cli.runtime.monitors.protocol import MONITORS
 from libra_cli.runtime.recipes.yaml_lines import Loc, NotYaml, read_yaml
 
 _SECRETS: Loc = ("environment", "secrets")
@@ -247,11 +253,32 @@ def _validate(data: dict[str, Any], draft: _Draft) -> Recipe | None:
             if not _note(error, data, draft):
                 return None
     if recipe is not None:
-        try:
-            initial_plan(recipe)
-        except PlanError as error:
-            _note_rules((error.problem,), draft)
+        _note_rules(tuple(_plugin_problems(recipe)) or _plan_problems(recipe), draft)
     return recipe
+
+
+def _plugin_problems(recipe: Recipe) -> Iterator[Problem]:
+    """The names of plug-ins that lead nowhere; none is imported, since some need torch."""
+    named = [
+        ("rollout.backend", ROLLOUT_BACKENDS, recipe.rollout.backend),
+        ("training.backend", TRAINER_BACKENDS, recipe.training.backend),
+        ("training.loss", LOSSES, recipe.training.loss),
+        ("scheduler.policy", POLICIES, recipe.scheduler.policy),
+    ]
+    named += [(f"run.monitors[{n}]", MONITORS, name) for n, name in enumerate(recipe.run.monitors)]
+    for key, group, name in named:
+        try:
+            group.check(name)
+        except PluginError as error:
+            yield Problem((key,), f"{error} ({error.hint})")
+
+
+def _plan_problems(recipe: Recipe) -> tuple[Problem, ...]:
+    try:
+        initial_plan(recipe)
+    except PlanError as error:
+        return (error.problem,)
+    return ()
 
 
 def _note(error: ValidationError, data: dict[str, Any], draft: _Draft) -> bool:

@@ -1,1 +1,1 @@
-"""The controller's side of the trainer and of gradient workers."""
+"""The trainer and its gradient workers, seen from the controller."""

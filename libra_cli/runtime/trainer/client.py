@@ -18,7 +18,8 @@ from libra_cli.config.errors import TrainerError
 from libra_cli.core.actions import Accumulate, BatchPartition, Train, TrainSample
 from libra_cli.core.events import Accumulated, PublishedVersion, ShareDone, StepDone
 from libra_cli.core.types import WeightVersion
-from libra_cli.runtime.trainer.rank_client import CALL_TIMEOUT_S, POLL_S, RankClient, Unreachable
+from libra_cli.runtime.trainer.connection import Unreachable
+from libra_cli.runtime.trainer.rank_client import CALL_TIMEOUT_S, POLL_S, RankClient
 
 RETRY_S = 0.5
 LONG_POLL_S = 20

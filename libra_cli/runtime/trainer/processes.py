@@ -22,16 +22,16 @@ from libra_cli.core.events import (
     TrainerStarted,
     TrainerStopped,
 )
-from libra_cli.core.launch.commands import trainer_processes
+from libra_cli.core.launch.trainer_backend import TrainerLaunch, trainer_processes
 from libra_cli.core.types import Slot, SlotId
 from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
 from libra_cli.runtime.process_tasks import ProcessTasks
-from libra_cli.runtime.trainer.client import TrainerClient
+from libra_cli.runtime.trainer.connection import TrainerConnection, connect_trainer_with
 
 STARTUP_TIMEOUT_S = 1800.0
 TRAINER = "trainer"
-"""All its ranks live and die together."""
+"""The name of the work on it: its ranks start and end together."""
 
 
 class TrainerProcesses:
@@ -50,11 +50,12 @@ class TrainerProcesses:
         self._slots = slots
         self.head = head
         self._post = post
+        self._connect = connect_trainer_with(cluster.recipe.training.backend)
         self._patience_s = cluster.recipe.run.lease_s
-        self._trainer: TrainerClient | None = None
+        self._trainer: TrainerConnection | None = None
         self._incarnation = 0
         self._running: dict[str, str] = {}
-        self._lives = ProcessTasks()
+        self._tasks = ProcessTasks()
         self._reports: set[asyncio.Task[None]] = set()
 
     async def start(self, action: StartTrainer) -> Event | None:
@@ -65,12 +66,11 @@ class TrainerProcesses:
     async def _start(self, action: StartTrainer) -> Event:
         cluster = self._cluster
         ports = cluster.ports[self.head]
-        train = [self._slots[slot] for slot in action.train]
+        train = tuple(self._slots[slot] for slot in action.train)
         nodes = dict.fromkeys(slot.node for slot in train)
-        specs = trainer_processes(
-            cluster.recipe,
-            train,
-            cluster.facts,
+        launch = TrainerLaunch(
+            train=train,
+            facts=cluster.facts,
             run_id=cluster.run_id,
             http_port=ports["trainer"],
             rendezvous_port=ports["rendezvous"],
@@ -78,27 +78,28 @@ class TrainerProcesses:
             trainer_incarnation=action.incarnation,
             resume=dict.fromkeys(nodes, action.resume) if action.resume else None,
         )
+        specs = trainer_processes(cluster.recipe, launch)
         for spec in specs:
             self._running[spec.node] = spec.process
             await cluster.start(spec)
         endpoint = await cluster.hosts[self.head].dial(ports["trainer"])
-        await self._hang_up()
-        self._trainer = TrainerClient(action.incarnation, endpoint, cluster.token)
+        await self._disconnect()
+        self._trainer = self._connect(action.incarnation, endpoint, cluster.token)
         published = await self._trainer.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
         return TrainerStarted(action.incarnation, published)
 
     async def _while_alive(
         self, incarnation: int, work: Coroutine[Any, Any, Event]
     ) -> Event | None:
-        return await self._lives.during(TRAINER, work, partial(TrainerFailed, incarnation))
+        return await self._tasks.during(TRAINER, work, partial(TrainerFailed, incarnation))
 
     async def stop(self, action: StopTrainer) -> Event:
         """Ask the ranks to leave, then make sure."""
-        self._lives.end(TRAINER)
+        self._tasks.end(TRAINER)
         if self._trainer is not None:
             with contextlib.suppress(LibraError):  # it may be gone already; the agents find out
                 await self._trainer.stop()
-        await self._hang_up()
+        await self._disconnect()
         stops = [self._cluster.stop(node, name) for node, name in self._running.items()]
         await asyncio.gather(*stops)
         self._running.clear()
@@ -108,7 +109,7 @@ class TrainerProcesses:
         """A launcher ended; if nobody asked for that, the trainer has failed."""
         if self._running.get(event.node) != event.process or event.requested:
             return
-        self._lives.end(TRAINER)
+        self._tasks.end(TRAINER)
         reason = f"{event.process} on {event.node} {how_it_ended(event)}"
         self._post(TrainerFailed(self._incarnation, reason))
 
@@ -116,7 +117,7 @@ class TrainerProcesses:
         """A lost node answers again, or is given up; a rank that died there was never reported."""
         process = self._running.get(node)
         if process is not None and process not in alive:
-            self._lives.end(TRAINER)
+            self._tasks.end(TRAINER)
             self._post(
                 TrainerFailed(self._incarnation, f"{process} on {node} died while unreachable")
             )
@@ -166,11 +167,11 @@ class TrainerProcesses:
         path = await self._trainer.checkpoint(action.ledger)
         return CheckpointSaved(action.incarnation, action.step, path)
 
-    async def _hang_up(self) -> None:
+    async def _disconnect(self) -> None:
         if self._trainer is not None:
             await self._trainer.close()
             self._trainer = None
 
     async def close(self) -> None:
         """Drop the connection."""
-        await self._hang_up()
+        await self._disconnect()

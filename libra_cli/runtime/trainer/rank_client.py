@@ -1,4 +1,4 @@
-"""The HTTP side of a first rank, of the core or of a gradient worker: one call, and until ready."""
+"""What the HTTP sides of the trainer and of a gradient worker have in common: rank 0 of each."""
 
 from __future__ import annotations
 
@@ -12,17 +12,10 @@ import aiohttp
 from libra_cli.config.errors import TrainerError
 from libra_cli.runtime.hosts.transport import Endpoint
 from libra_cli.runtime.http import describe, open_session
+from libra_cli.runtime.trainer.connection import Conflict, Unreachable
 
 POLL_S = 0.25
 CALL_TIMEOUT_S = 120.0
-
-
-class Unreachable(TrainerError):
-    """No answer came; the request may be repeated."""
-
-
-class Conflict(TrainerError):
-    """It is busy with something else, or holds something else than the request is about."""
 
 
 class RankClient:

@@ -12,7 +12,8 @@ import msgpack
 from libra_cli.core.actions import TrainSample
 from libra_cli.core.events import PublishedVersion
 from libra_cli.runtime.trainer.client import pack_sample
-from libra_cli.runtime.trainer.rank_client import CALL_TIMEOUT_S, POLL_S, Conflict, RankClient
+from libra_cli.runtime.trainer.connection import Conflict
+from libra_cli.runtime.trainer.rank_client import CALL_TIMEOUT_S, POLL_S, RankClient
 
 
 class WorkerClient(RankClient):

@@ -14,10 +14,17 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 from libra_cli.config.errors import HostError, LibraError, WeightsError
-from libra_cli.core.actions import BatchPartition, StartWorker, StopWorker, SyncWorker, Train
+from libra_cli.core.actions import (
+    BatchPartition,
+    StartWorker,
+    StopWorker,
+    SyncWorker,
+    Train,
+    WorkerAction,
+)
 from libra_cli.core.events import (
     Event,
     PublishedVersion,
@@ -27,19 +34,19 @@ from libra_cli.core.events import (
     WorkerSynced,
     WorkerSyncFailed,
 )
-from libra_cli.core.launch.commands import worker_of, worker_process
+from libra_cli.core.launch.process import worker_of
+from libra_cli.core.launch.trainer_backend import WorkerLaunch, worker_process
 from libra_cli.core.types import Slot, SlotId
 from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
 from libra_cli.runtime.process_tasks import ProcessTasks
-from libra_cli.runtime.trainer.rank_client import Unreachable
-from libra_cli.runtime.trainer.worker_client import WorkerClient
+from libra_cli.runtime.trainer.connection import Unreachable, WorkerConnection, connect_worker_with
 from libra_cli.runtime.weights import Weights
 
 _log = logging.getLogger(__name__)
 
 STARTUP_TIMEOUT_S = 1800.0
-ROOM = 3.0
+MEMORY_FACTOR = 3.0
 """Memory a worker needs on a host without GPUs, in sizes of the fp32 model: parameters, gradients,
 and what waits to be fetched; activations come on top and are small beside a server's."""
 
@@ -60,14 +67,27 @@ class WorkerProcesses:
         self._slots = slots
         self._post = post
         self._spec = cluster.recipe.weight_sync
-        self._workers: dict[SlotId, WorkerClient] = {}
+        self._connect = connect_worker_with(cluster.recipe.training.backend)
+        self._workers: dict[SlotId, WorkerConnection] = {}
         #: The incarnation of the process on each slot, from before it starts until it is stopped.
         self._incarnations: dict[SlotId, int] = {}
-        self._lives = ProcessTasks()
+        self._tasks = ProcessTasks()
         #: Set once the worker of a slot has proved a version, by name.
         self._proved: defaultdict[tuple[SlotId, str], asyncio.Event] = defaultdict(asyncio.Event)
 
     # -- coming and going -----------------------------------------------------------------------
+
+    async def perform(self, action: WorkerAction) -> Event | None:
+        """Carry out whatever the machine wants of a gradient worker."""
+        match action:
+            case StartWorker():
+                return await self.start(action)
+            case SyncWorker():
+                return await self.sync(action)
+            case StopWorker():
+                return await self.stop(action)
+            case _:
+                assert_never(action)
 
     async def start(self, action: StartWorker) -> Event | None:
         """Start the process and wait until its world is whole."""
@@ -77,25 +97,25 @@ class WorkerProcesses:
 
     async def _start(self, action: StartWorker) -> Event:
         slot, cluster = self._slots[action.slot], self._cluster
-        await self._check_room(slot)
+        await self._check_memory(slot)
         ports = cluster.ports[slot.node]
-        spec = worker_process(
-            cluster.recipe,
-            slot,
-            cluster.facts[slot.node],
+        launch = WorkerLaunch(
+            slot=slot,
+            facts=cluster.facts[slot.node],
             run_id=cluster.run_id,
             incarnation=action.incarnation,
             ports=ports,
             model_dir=cluster.model_dirs[slot.node],
         )
+        spec = worker_process(cluster.recipe, launch)
         await cluster.start(spec)
         endpoint = await cluster.hosts[slot.node].dial(ports[worker_of(slot.id)])
         await self._forget(slot.id)
-        worker = self._workers[slot.id] = WorkerClient(action.incarnation, endpoint, cluster.token)
+        worker = self._workers[slot.id] = self._connect(action.incarnation, endpoint, cluster.token)
         await worker.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
         return WorkerStarted(action.slot, action.incarnation)
 
-    async def _check_room(self, slot: Slot) -> None:
+    async def _check_memory(self, slot: Slot) -> None:
         """Refuse before anything starts what a host's memory cannot hold. GPUs say so themselves.
 
         Raises:
@@ -105,7 +125,7 @@ class WorkerProcesses:
         if slot.gpus or not size:
             return
         free = (await self._cluster.hosts[slot.node].facts()).mem_free
-        needed = int(size * ROOM)
+        needed = int(size * MEMORY_FACTOR)
         if free < needed:
             raise LibraError(
                 f"{slot.node} has {free / 2**30:.1f} GiB of memory free, a gradient worker needs "
@@ -115,11 +135,11 @@ class WorkerProcesses:
     async def _while_alive(
         self, slot: SlotId, incarnation: int, work: Coroutine[Any, Any, Event]
     ) -> Event | None:
-        return await self._lives.during(slot, work, partial(WorkerFailed, slot, incarnation))
+        return await self._tasks.during(slot, work, partial(WorkerFailed, slot, incarnation))
 
     async def stop(self, action: StopWorker) -> Event:
         """Stop the process and everything it started."""
-        self._lives.end(action.slot)
+        self._tasks.end(action.slot)
         self._incarnations.pop(action.slot, None)
         await self._forget(action.slot)
         slot = self._slots[action.slot]
@@ -137,7 +157,7 @@ class WorkerProcesses:
             if self._slots[slot].node == event.node and worker_of(slot) == event.process:
                 if event.requested:
                     continue
-                self._lives.end(slot)
+                self._tasks.end(slot)
                 self._post(WorkerFailed(slot, incarnation, f"its process {how_it_ended(event)}"))
 
     # -- versions and shares --------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""The controller's side of the rollout servers."""
+"""The runtime half of the rollout backend vLLM."""

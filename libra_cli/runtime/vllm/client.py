@@ -1,8 +1,4 @@
-"""The HTTP side of one vLLM server: ready, generate, load, probe, counters.
-
-Tokens in, tokens out: nothing here ever sees text. Every wait has a deadline, and every failure is
-a ``ServerError`` that names the server.
-"""
+"""One vLLM server over HTTP: a ``libra_cli.runtime.rollout.connection.ServerConnection``."""
 
 from __future__ import annotations
 
@@ -11,8 +7,7 @@ import json
 import re
 import time
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -24,6 +19,14 @@ from libra_cli.core.rollout.trajectories import ABORTED
 from libra_cli.core.types import SlotId, VersionSpan, WeightVersion
 from libra_cli.runtime.hosts.transport import Endpoint
 from libra_cli.runtime.http import describe, open_session
+from libra_cli.runtime.rollout.connection import (
+    RequestRefused,
+    Sampling,
+    ServerFacts,
+    ServerUnreachable,
+    turn_failed,
+)
+from libra_cli.runtime.vllm.metrics import named
 
 REQUEST_PREFIX = "generate-tokens-"
 """What vLLM puts before the request id of its token route, and expects in an abort."""
@@ -31,33 +34,6 @@ GENERATE_TIMEOUT_S = 1800.0
 CONTROL_TIMEOUT_S = 30.0
 POLL_S = 0.25
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """What the recipe says about sampling."""
-
-    temperature: float
-    top_p: float
-    stop_token_ids: tuple[int, ...]
-    to_the_end: bool = False
-    """Always as many tokens as are allowed, whatever the model says: to measure with."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """What a running server says of itself. ``kv_tokens``: capacity of its KV cache."""
-
-    version: str
-    kv_tokens: int
-
-
-class RequestRefused(ServerError):
-    """The server answered that the request itself is wrong (HTTP 400)."""
-
-
-class Silent(ServerError):
-    """No answer came: the server, its host or the network."""
 
 
 def parse_label(text: str) -> WeightVersion:
@@ -79,6 +55,8 @@ class ServerClient:
         self.slot = slot
         self.incarnation = incarnation
         self._session = open_session(endpoint, token)
+        self._counters: Mapping[str, float] = {}
+        """Of the last reading."""
 
     async def close(self) -> None:
         """Drop the connections; the server itself is not touched."""
@@ -88,16 +66,18 @@ class ServerClient:
         self, method: str, path: str, body: Any = None, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> Any:
         if self._session.closed:
-            raise Silent(f"{self.slot} is being stopped")
+            raise ServerUnreachable(f"{self.slot} is being stopped")
         deadline = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(method, path, json=body, timeout=deadline) as reply:
                 raw = await reply.read()
                 status = reply.status
         except TimeoutError as error:
-            raise Silent(f"{self.slot}: no answer to {path} in {timeout_s:.0f} s") from error
+            raise ServerUnreachable(
+                f"{self.slot}: no answer to {path} in {timeout_s:.0f} s"
+            ) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise Silent(f"{self.slot}: {path}: {describe(error)}") from error
+            raise ServerUnreachable(f"{self.slot}: {path}: {describe(error)}") from error
         if status == 400:
             raise RequestRefused(f"{self.slot} refused {path}: {_reason(raw)}")
         if status != 200:
@@ -197,6 +177,7 @@ class ServerClient:
     async def sample(self) -> ServerSampled:
         """One reading of the server's counters."""
         counters = parse_metrics(await self._call("GET", "/metrics"))
+        before, self._counters = self._counters, counters
         queries = counters.get("vllm:prefix_cache_queries_total", 0.0)
         hits = counters.get("vllm:prefix_cache_hits_total", 0.0)
         return ServerSampled(
@@ -208,6 +189,7 @@ class ServerClient:
             prefix_hit_rate=hits / queries if queries else None,
             preemptions=int(counters.get("vllm:num_preemptions_total", 0)),
             generated_tokens=int(counters.get("vllm:generation_tokens_total", 0)),
+            metrics=named(before, counters),
         )
 
 
@@ -260,13 +242,6 @@ def _turn(action: Generate, choice: dict[str, Any], started_at: float) -> TurnGe
         cache_key=action.cache_key,
         finish_reason=choice["finish_reason"],
         started_at=started_at,
-    )
-
-
-def turn_failed(action: Generate, reason: str, *, refused: bool = False) -> TurnFailed:
-    """The failure of this very request."""
-    return TurnFailed(
-        action.request, action.trajectory, action.slot, action.incarnation, reason, refused
     )
 
 

@@ -11,12 +11,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import assert_never
 
 from libra_cli.config.errors import HostError, LibraError, WeightsError
 from libra_cli.core.actions import (
     AbortTurn,
     CheckServer,
     Generate,
+    ServerAction,
     StartServer,
     StopServer,
     SyncServer,
@@ -32,12 +34,20 @@ from libra_cli.core.events import (
     TurnFailed,
     TurnGenerated,
 )
-from libra_cli.core.launch.commands import process_of, server_process
+from libra_cli.core.launch.process import process_of
+from libra_cli.core.launch.rollout_backend import server_process
 from libra_cli.core.types import Slot, SlotId
 from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
 from libra_cli.runtime.process_tasks import ProcessTasks
-from libra_cli.runtime.vllm.client import Sampling, ServerClient, ServerFacts, Silent, turn_failed
+from libra_cli.runtime.rollout.connection import (
+    Sampling,
+    ServerConnection,
+    ServerFacts,
+    ServerUnreachable,
+    connect_with,
+    turn_failed,
+)
 from libra_cli.runtime.weights import Weights, probe_gap
 
 STARTUP_TIMEOUT_S = 1800.0
@@ -68,17 +78,37 @@ class Servers:
         self._sampling = sampling
         self._post = post
         self._spec = cluster.recipe.weight_sync
-        self._servers: dict[SlotId, ServerClient] = {}
-        self._lives = ProcessTasks()
+        self._connect = connect_with(cluster.recipe.rollout.backend)
+        self._servers: dict[SlotId, ServerConnection] = {}
+        self._tasks = ProcessTasks()
 
     async def facts(self, slot: SlotId) -> ServerFacts:
         """What the server of a slot says of itself. Raises ServerError."""
         return await self._servers[slot].facts()
 
+    async def perform(self, action: ServerAction) -> Event | None:
+        """Carry out whatever the machine wants of a server."""
+        match action:
+            case StartServer():
+                return await self.start(action)
+            case CheckServer():
+                return await self.check(action)
+            case StopServer():
+                return await self.stop(action)
+            case SyncServer():
+                return await self.sync(action)
+            case Generate():
+                return await self.generate(action)
+            case AbortTurn():
+                await self.abort(action)
+                return None
+            case _:
+                assert_never(action)
+
     async def start(self, action: StartServer) -> Event | None:
         """Start the process and wait until it generates."""
         failed = partial(ServerFailed, action.slot, action.incarnation)
-        return await self._lives.during(action.slot, self._start(action), failed)
+        return await self._tasks.during(action.slot, self._start(action), failed)
 
     async def _start(self, action: StartServer) -> Event:
         slot, cluster = self._slots[action.slot], self._cluster
@@ -95,7 +125,7 @@ class Servers:
         await cluster.start(spec)
         endpoint = await cluster.hosts[slot.node].dial(port)
         await self._forget(slot.id)
-        server = self._servers[slot.id] = ServerClient(
+        server = self._servers[slot.id] = self._connect(
             slot.id, action.incarnation, endpoint, cluster.token
         )
         await server.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
@@ -103,7 +133,7 @@ class Servers:
 
     async def stop(self, action: StopServer) -> Event:
         """Stop the process and everything it started."""
-        self._lives.end(action.slot)
+        self._tasks.end(action.slot)
         await self._forget(action.slot)
         slot = self._slots[action.slot]
         await self._cluster.stop(slot.node, process_of(slot.id))
@@ -118,7 +148,7 @@ class Servers:
         """The agent reports that a server's process is gone; ``_servers`` knows its incarnation."""
         for slot, server in self._servers.items():
             if self._slots[slot].node == event.node and process_of(slot) == event.process:
-                self._lives.end(slot)
+                self._tasks.end(slot)
                 self._post(
                     ServerFailed(slot, server.incarnation, f"its process {how_it_ended(event)}")
                 )
@@ -152,7 +182,7 @@ class Servers:
             reason = f"the probe differs by {gap:.2g} a token, allowed is {self._spec.tolerance:g}"
         except KeyError:
             reason = "the server was stopped meanwhile"
-        except (Silent, HostError, WeightsError) as error:
+        except (ServerUnreachable, HostError, WeightsError) as error:
             # A network, a disk or the publishing host: not the server's own answer. Not at once
             # again, and not before that host is back.
             reason, answered = str(error), False
@@ -200,7 +230,7 @@ class Servers:
         while True:
             await asyncio.sleep(SAMPLE_EVERY_S)
             for slot, server in list(self._servers.items()):
-                if self._lives.goes_on(slot):  # it is starting
+                if self._tasks.is_busy(slot):  # it is starting
                     continue
                 try:
                     self._post(await server.sample())

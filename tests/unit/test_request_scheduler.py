@@ -1,4 +1,4 @@
-"""The gate, and libra's own placement."""
+"""The request scheduler, and libra's own policy."""
 
 from dataclasses import replace
 
@@ -6,19 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.core.scheduling.baselines import SchedulingPolicy, StickyLeastLoaded
+from libra_cli.core.scheduling.baselines import StickyLeastLoaded
 from libra_cli.core.scheduling.causal_estimator import CausalEstimator
 from libra_cli.core.scheduling.estimates import Estimate
-from libra_cli.core.scheduling.least_cost import POLICIES, LeastExpectedCost, make_policy
+from libra_cli.core.scheduling.least_cost import LeastExpectedCost
+from libra_cli.core.scheduling.policy import POLICIES, SchedulingPolicy, make_policy
 from libra_cli.core.scheduling.request_scheduler import RequestScheduler
-from libra_cli.core.scheduling.server_queues import PATIENCE_S, Request, ServerQueue
+from libra_cli.core.scheduling.server_queues import STARVATION_LIMIT_S, Request, ServerQueue
 from libra_cli.core.types import Bucket, TrajectoryId, WeightVersion
 from tests.sim_scene import COSTS
 
 KEY = WeightVersion(1, 0)
 
 
-def lane(slot: str, degree: int = 1, *, seats: int = 2, kv: int = 12_000) -> ServerQueue:
+def server(slot: str, degree: int = 1, *, seats: int = 2, kv: int = 12_000) -> ServerQueue:
     cost = replace(COSTS[degree], kv_tokens=kv)
     return ServerQueue(slot, Bucket(f"TP{degree}", degree, seats, 400 * 4**degree), cost, KEY)
 
@@ -39,34 +40,34 @@ def request(number: int, *, left: float = 100.0, context: int = 500, **more: obj
     return Request(**{**fields, **more})  # type: ignore[arg-type]
 
 
-def gate(*lanes: ServerQueue, policy: SchedulingPolicy | None = None) -> RequestScheduler:
+def scheduler(*queues: ServerQueue, policy: SchedulingPolicy | None = None) -> RequestScheduler:
     made = RequestScheduler(policy or LeastExpectedCost(CausalEstimator()))
-    made.refresh(lanes, latest=KEY, now=0.0)
+    made.refresh(queues, latest=KEY, now=0.0)
     return made
 
 
 def sent(made: RequestScheduler, now: float = 0.0) -> dict[int, str]:
-    placed = {one.trajectory.group: lane.slot for one, lane in made.dispatch(now=now)}
+    placed = {one.trajectory.group: queue.slot for one, queue in made.dispatch(now=now)}
     made.check()
     return placed
 
 
 def test_a_long_remainder_goes_to_the_fast_server_and_a_short_one_does_not_wait_for_it() -> None:
-    made = gate(lane("slow", 1), lane("fast", 4))
+    made = scheduler(server("slow", 1), server("fast", 4))
     made.submit(request(1, left=5000), now=0.0)
     assert sent(made) == {1: "fast"}
 
 
 def test_a_request_stays_with_its_prefix_cache_unless_moving_gains_more_than_it_costs() -> None:
-    home = {"last_slot": "slow", "last_key": KEY}
-    made = gate(lane("slow", 1, kv=100_000), lane("fast", 4, kv=100_000))
-    made.submit(request(1, left=20, context=9_000, **home), now=0.0)
-    made.submit(request(2, left=8000, context=500, **home), now=0.0)
+    queued = {"last_slot": "slow", "last_key": KEY}
+    made = scheduler(server("slow", 1, kv=100_000), server("fast", 4, kv=100_000))
+    made.submit(request(1, left=20, context=9_000, **queued), now=0.0)
+    made.submit(request(2, left=8000, context=500, **queued), now=0.0)
     assert sent(made) == {1: "slow", 2: "fast"}
 
 
 def test_a_prefix_of_other_weights_holds_nobody() -> None:
-    made = gate(lane("slow", 1), lane("fast", 4))
+    made = scheduler(server("slow", 1), server("fast", 4))
     made.submit(
         request(1, left=20, context=9_000, last_slot="slow", last_key=WeightVersion(1, -1)), now=0.0
     )
@@ -74,13 +75,13 @@ def test_a_prefix_of_other_weights_holds_nobody() -> None:
 
 
 def test_what_may_outgrow_a_server_goes_where_it_fits() -> None:
-    made = gate(lane("small", 4, kv=1_000), lane("large", 1, kv=50_000))
+    made = scheduler(server("small", 4, kv=1_000), server("large", 1, kv=50_000))
     made.submit(request(1, left=900, context=800), now=0.0)
     assert sent(made) == {1: "large"}
 
 
 def test_admission_stops_at_the_seats_and_at_the_kv_budget() -> None:
-    made = gate(lane("only", seats=2, kv=2_000))
+    made = scheduler(server("only", seats=2, kv=2_000))
     for number in range(3):
         made.submit(request(number, context=700), now=0.0)
     assert sent(made) == {0: "only", 1: "only"}
@@ -90,13 +91,13 @@ def test_admission_stops_at_the_seats_and_at_the_kv_budget() -> None:
 
 
 def test_an_empty_server_takes_even_what_exceeds_its_budget() -> None:
-    made = gate(lane("only", kv=600))
+    made = scheduler(server("only", kv=600))
     made.submit(request(1, context=5_000), now=0.0)
     assert sent(made) == {1: "only"}
 
 
 def test_older_groups_leave_first_and_in_a_group_the_longest() -> None:
-    made = gate(lane("only", seats=1))
+    made = scheduler(server("only", seats=1))
     made.submit(request(0), now=0.0)
     assert sent(made) == {0: "only"}
     long = replace(request(5, left=900), trajectory=TrajectoryId(5, 1))
@@ -109,18 +110,18 @@ def test_older_groups_leave_first_and_in_a_group_the_longest() -> None:
     assert order == [TrajectoryId(5, 1), TrajectoryId(5, 0), TrajectoryId(7, 0)]
 
 
-def test_who_has_waited_longer_than_the_patience_is_overtaken_by_nobody() -> None:
-    made = gate(lane("only", seats=1))
+def test_who_has_waited_longer_than_the_starvation_limit_is_overtaken_by_nobody() -> None:
+    made = scheduler(server("only", seats=1))
     made.submit(request(0), now=0.0)
     sent(made)
     made.submit(request(9, waiting_since=0.0), now=0.0)
     made.submit(request(1, waiting_since=5.0), now=5.0)
     made.left(TrajectoryId(0, 0))
-    assert sent(made, now=PATIENCE_S + 1) == {9: "only"}
+    assert sent(made, now=STARVATION_LIMIT_S + 1) == {9: "only"}
 
 
 def test_a_free_server_takes_over_what_waits_for_a_full_one() -> None:
-    made = gate(lane("a", seats=1), lane("b", seats=1), policy=StickyLeastLoaded())
+    made = scheduler(server("a", seats=1), server("b", seats=1), policy=StickyLeastLoaded())
     made.submit(request(1), now=0.0)
     made.submit(request(2), now=0.0)
     made.submit(request(3, last_slot="a", last_key=KEY), now=0.0)
@@ -130,18 +131,18 @@ def test_a_free_server_takes_over_what_waits_for_a_full_one() -> None:
 
 
 def test_requests_of_a_server_that_goes_away_choose_again() -> None:
-    made = gate(lane("a", seats=1), policy=StickyLeastLoaded())
+    made = scheduler(server("a", seats=1), policy=StickyLeastLoaded())
     made.submit(request(1), now=0.0)
     made.submit(request(2), now=0.0)
     assert sent(made) == {1: "a"}
     made.refresh([], latest=KEY, now=1.0)
     assert len(made) == 1
-    made.refresh([lane("b")], latest=KEY, now=2.0)
+    made.refresh([server("b")], latest=KEY, now=2.0)
     assert sent(made, now=2.0) == {2: "b"}
 
 
 def test_a_trajectory_begins_only_where_the_newest_version_is() -> None:
-    old, new = lane("old"), replace(lane("new"), key=WeightVersion(1, 1))
+    old, new = server("old"), replace(server("new"), key=WeightVersion(1, 1))
     made = RequestScheduler(StickyLeastLoaded())
     made.refresh([old], latest=WeightVersion(1, 1), now=0.0)
     made.submit(request(1, turns=0), now=0.0)
@@ -151,10 +152,10 @@ def test_a_trajectory_begins_only_where_the_newest_version_is() -> None:
     assert sent(made, now=1.0) == {1: "new"}
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", POLICIES.shipped)
 @given(data=st.data())
 def test_nothing_is_lost_and_nothing_sent_twice(name: str, data: st.DataObject) -> None:
-    made = gate(lane("a"), lane("b", 2), lane("c", 4), policy=make_policy(name))
+    made = scheduler(server("a"), server("b", 2), server("c", 4), policy=make_policy(name))
     policy, now = made.policy, 0.0
     waiting: set[TrajectoryId] = set()
     inside: set[TrajectoryId] = set()

@@ -1,0 +1,74 @@
+"""The trainer backend accelerate: libra's own ranks, started with ``accelerate launch``.
+
+- Its launcher gives every machine the same number of processes (``num_processes`` is divided by
+  ``num_machines``), so a trainer with uneven nodes is refused.
+- With ``--cpu`` and several machines it silently makes several worlds of one; the path that forms
+  one world is ``--multi_gpu`` with ACCELERATE_USE_CPU. A world of one needs ``--cpu``.
+- ``--config_file`` is ours, so that a configuration in somebody's home directory changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from libra_cli.core.launch.process import HostFacts, argv_of
+from libra_cli.core.launch.trainer import Command, NativeTrainer, World
+
+CONFIG = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: 'NO'
+mixed_precision: 'no'
+use_cpu: false
+"""
+
+
+class Accelerate(NativeTrainer):
+    """The pure half of the backend; see the module."""
+
+    def refuses(self, ranks: Mapping[str, int]) -> str:
+        """Anything but the same number of ranks on every node."""
+        if len(set(ranks.values())) <= 1:
+            return ""
+        counts = ", ".join(f"{node} {number}" for node, number in ranks.items())
+        return (
+            "the launcher needs the same number of trainer processes on every node, but the train "
+            f"slots give {counts}"
+        )
+
+    def command(self, facts: HostFacts, world: World, module: str, config: str) -> Command:
+        """One machine's ``accelerate launch``."""
+        return Command(
+            argv=(
+                facts.python,
+                "-m",
+                "accelerate.commands.launch",
+                *argv_of(_flags(facts, world)),
+                "-m",
+                module,
+                config,
+            ),
+            env={} if world.gpus else {"ACCELERATE_USE_CPU": "true"},
+            files={"accelerate.yaml": CONFIG},
+        )
+
+
+def _flags(facts: HostFacts, world: World) -> dict[str, str | int | float | None]:
+    flags: dict[str, str | int | float | None] = {
+        "--config_file": f"{facts.run_dir}/accelerate.yaml"
+    }
+    if world.ranks > 1:
+        flags["--multi_gpu"] = None
+    elif not world.gpus:
+        flags["--cpu"] = None
+    flags |= {
+        "--num_processes": world.ranks,
+        "--num_machines": world.machines,
+        "--machine_rank": world.machine,
+        "--main_process_port": world.rendezvous_port,
+        "--mixed_precision": "bf16" if world.dtype == "bfloat16" else "no",
+        "--dynamo_backend": "no",
+    }
+    if world.machines > 1:
+        flags["--main_process_ip"] = world.head_address
+    return flags

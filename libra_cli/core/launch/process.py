@@ -1,0 +1,108 @@
+"""What every process of a run has in common: its host, its specification, its environment.
+
+Contract: pure. Nothing secret is in an argv or in an environment: a process finds the run's token
+in the file that LIBRA_TOKEN_FILE names, which the host's agent sets, as it sets the run's markers.
+
+Without GPUs a process gets the cores of its slot as a number of threads, not as a fixed set: which
+cores a container may use is not known here, and a server's API process needs some too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from libra_cli.config.recipe import ModelSpec, NodeSpec
+from libra_cli.core.types import Slot, SlotId
+
+Dtype: TypeAlias = Literal["float32", "bfloat16"]
+Flags: TypeAlias = Mapping[str, str | int | float | None]
+"""Command-line flags in order; one whose value is None stands alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What a command must know of its host. Paths are absolute there."""
+
+    node: str
+    python: str
+    workdir: str
+    run_dir: str
+    weights_dir: str
+    """Versions are in ``<weights_dir>/<run id>/<version name>``."""
+    address: str
+    """How the other hosts reach it."""
+    interface: str = ""
+    """The network interface that routes to the other hosts."""
+    cpus: int | None = None
+    """Cores the processes of libra may use together; None when nobody has looked."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process, ready for the agent of its node."""
+
+    node: str
+    process: str
+    """``server-<slot index>``, ``trainer-<machine rank>``, ``gradient-<slot index>``, ``model``."""
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Path below the run directory -> text."""
+    ports: Mapping[str, int] = field(default_factory=dict)
+    """What it listens on -> port."""
+
+
+def process_of(slot: SlotId) -> str:
+    """The name of the server process of a slot."""
+    return f"server-{slot.rpartition('/')[2]}"
+
+
+def worker_of(slot: SlotId) -> str:
+    """The name of the gradient worker's process of a slot."""
+    return f"gradient-{slot.rpartition('/')[2]}"
+
+
+def dtype_of(model: ModelSpec, slots: Iterable[Slot]) -> Dtype:
+    """The number format on those slots: as the recipe says, else bfloat16 on GPUs."""
+    if model.dtype != "auto":
+        return model.dtype
+    return "bfloat16" if all(slot.gpus for slot in slots) else "float32"
+
+
+def common_env(
+    node: NodeSpec, slots: Sequence[Slot], facts: HostFacts, *, processes: int = 1
+) -> dict[str, str]:
+    """The environment of one of ``processes`` equal processes on ``slots`` of a node.
+
+    They see the GPUs of these slots and no other, share their cores, and never go online.
+    """
+    parts = node.slots * processes
+    threads = f"<cores * {len(slots)} / {parts}>"
+    if len(slots) == parts:
+        threads = "<cores>"
+    if facts.cpus is not None:
+        threads = str(max(1, facts.cpus * len(slots) // parts))
+    return {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for slot in slots for gpu in slot.gpus),
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
+
+
+def interface_env(interface: str) -> dict[str, str]:
+    """Makes collectives use that network interface: ``lo`` inside one host."""
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+
+
+def argv_of(flags: Flags) -> Iterator[str]:
+    """The flags as words of a command line."""
+    for flag, value in flags.items():
+        yield flag
+        if value is not None:
+            yield str(value)

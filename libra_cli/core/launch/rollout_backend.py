@@ -1,0 +1,80 @@
+"""The seam of whatever serves the policy during rollout; libra ships vLLM.
+
+A backend is one class without arguments, in two halves. The **pure half** is this protocol: which
+process a slot's server is, from the recipe and what is known of the host. The core imports it, so
+it imports neither the engine nor anything that does I/O. The **runtime half** is the class that
+talks to such a process; ``connection`` is its import path, and
+``libra_cli.runtime.rollout.connection`` says what it must do (generate from token ids with
+log-probabilities and the weight version of every token, load a version in place, answer a probe).
+
+To add one: a module with both halves, and an entry point of group ``libra.rollout_backends`` that
+names the pure half. A recipe chooses it with ``rollout: {backend: NAME}``. What a run needs of any
+engine is in ``libra_cli.core.launch.vllm``, with the reason for every flag.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+from libra_cli.config.plugins import PluginGroup
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.cluster.placement import slots_of
+from libra_cli.core.launch.process import HostFacts, ProcessSpec
+from libra_cli.core.types import Bucket, Slot
+
+ROLLOUT_BACKENDS = PluginGroup(
+    "libra.rollout_backends", "rollout backend", {"vllm": "libra_cli.core.launch.vllm:Vllm"}
+)
+
+SERVED_MODEL = "policy"
+"""What servers call the model in requests and answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLaunch:
+    """What a server must be told: where it runs, what it serves, in which shape."""
+
+    slot: Slot
+    bucket: Bucket
+    facts: HostFacts
+    port: int
+    seed: int
+    """Its own: two servers with one seed may give two members of a group the same tokens."""
+    model_dir: str
+
+
+class RolloutBackend(Protocol):
+    """The pure half of a rollout backend."""
+
+    packages: tuple[str, ...]
+    """Python packages that a host needs to serve."""
+    connection: str
+    """Import path of the runtime half, a ``ServerConnection``."""
+
+    def server(self, recipe: Recipe, launch: ServerLaunch) -> ProcessSpec:
+        """The server process of a slot, named ``process_of(slot.id)``.
+
+        It must listen on ``launch.port`` of the loopback, call the model ``SERVED_MODEL``, demand
+        the run's token on every route, and run at most ``bucket.max_num_seqs`` requests at a time
+        on ``bucket.tensor_parallel`` GPUs.
+        """
+        ...
+
+
+@cache
+def rollout_backend(name: str) -> RolloutBackend:
+    """The pure half of the backend of that name. Raises PluginError if there is none."""
+    backend: RolloutBackend = ROLLOUT_BACKENDS.find(name)()
+    return backend
+
+
+def server_process(
+    recipe: Recipe, slot: Slot, bucket: Bucket, facts: HostFacts, *, port: int, model_dir: str
+) -> ProcessSpec:
+    """The server of a slot, as the recipe's backend makes it."""
+    position = [other.id for other in slots_of(recipe)].index(slot.id)
+    seed = recipe.run.seed * 10_000 + position
+    launch = ServerLaunch(slot, bucket, facts, port, seed, model_dir)
+    return rollout_backend(recipe.rollout.backend).server(recipe, launch)

@@ -1,0 +1,213 @@
+"""libra's own trainer and gradient worker (``libra_cli.node``), whoever launches their ranks.
+
+Each is a launcher process on every node of its world, with one JSON file that says what to train.
+A ``NativeTrainer`` writes that file and the environment; a subclass knows a launcher's command line
+and which worlds it can start.
+
+- No sharding flags of a launcher: the trainer shards with torch itself, since accelerate ignores
+  them without GPUs.
+- Collectives of one host go over ``lo``, of several over the interface that routes to the peers.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.launch.process import (
+    HostFacts,
+    ProcessSpec,
+    common_env,
+    dtype_of,
+    interface_env,
+    worker_of,
+)
+from libra_cli.core.launch.trainer_backend import TrainerLaunch, WorkerLaunch, ranks_per_node
+from libra_cli.core.types import Slot
+
+PROBE_TOKENS = 64
+"""Length of the sequence every weight version is verified with."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ranks that compute together, and one machine's place among them."""
+
+    machine: int
+    """From 0, in the order of the nodes; rank 0 is on machine 0."""
+    machines: int
+    ranks_here: int
+    ranks: int
+    """Of all machines together."""
+    head_address: str
+    rendezvous_port: int
+    gpus: bool
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A launcher's command line, and what it needs besides."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+class NativeTrainer(ABC):
+    """The pure half of a backend that runs libra's own ranks."""
+
+    packages: tuple[str, ...] = ("accelerate", "torch", "transformers", "msgpack", "safetensors")
+    connection = "libra_cli.runtime.trainer.client:TrainerClient"
+    worker_connection = "libra_cli.runtime.trainer.worker_client:WorkerClient"
+
+    @abstractmethod
+    def refuses(self, ranks: Mapping[str, int]) -> str:
+        """Why the launcher cannot start a world with so many ranks a node; empty if it can."""
+
+    @abstractmethod
+    def command(self, facts: HostFacts, world: World, module: str, config: str) -> Command:
+        """One machine's launcher of ``python -m <module> <config>`` for each of its ranks."""
+
+    def trainer(self, recipe: Recipe, launch: TrainerLaunch) -> tuple[ProcessSpec, ...]:
+        """One launcher a node, in rank order; the first node's rank 0 answers on ``http_port``."""
+        ranks = ranks_per_node(launch.train)
+        head = launch.facts[next(iter(ranks))]
+        worlds = [
+            World(
+                machine=machine,
+                machines=len(ranks),
+                ranks_here=ranks[node],
+                ranks=sum(ranks.values()),
+                head_address=head.address,
+                rendezvous_port=launch.rendezvous_port,
+                gpus=bool(launch.train[0].gpus),
+                dtype=dtype_of(recipe.model, launch.train),
+            )
+            for machine, node in enumerate(ranks)
+        ]
+        return tuple(
+            self._machine(recipe, launch, node, world)
+            for node, world in zip(ranks, worlds, strict=True)
+        )
+
+    def _machine(
+        self, recipe: Recipe, launch: TrainerLaunch, node: str, world: World
+    ) -> ProcessSpec:
+        slots = tuple(slot for slot in launch.train if slot.node == node)
+        ports = {"trainer": launch.http_port, "rendezvous": launch.rendezvous_port}
+        return self._process(
+            recipe,
+            slots,
+            launch.facts[node],
+            world,
+            process=f"trainer-{world.machine}",
+            name="trainer.json",
+            module="libra_cli.node.trainer.main",
+            config=_trainer_config(recipe, launch, node, world),
+            ports=ports if world.machine == 0 else {},
+        )
+
+    def gradient_worker(self, recipe: Recipe, launch: WorkerLaunch) -> ProcessSpec:
+        """The gradient worker of a slot."""
+        slot, process, ports = launch.slot, worker_of(launch.slot.id), launch.ports
+        ranks = slot.num_devices
+        world = World(
+            machine=0,
+            machines=1,
+            ranks_here=ranks,
+            ranks=ranks,
+            head_address="127.0.0.1",
+            rendezvous_port=ports[f"rendezvous-{process}"],
+            gpus=bool(slot.gpus),
+            dtype=dtype_of(recipe.model, [slot]),
+        )
+        return self._process(
+            recipe,
+            (slot,),
+            launch.facts,
+            world,
+            process=process,
+            name=f"{process}.json",
+            module="libra_cli.node.gradient.main",
+            config=_worker_config(recipe, launch, ranks),
+            ports={"worker": ports[process], "side": ports[f"side-{process}"]},
+        )
+
+    def _process(
+        self,
+        recipe: Recipe,
+        slots: tuple[Slot, ...],
+        facts: HostFacts,
+        world: World,
+        *,
+        process: str,
+        name: str,
+        module: str,
+        config: Mapping[str, object],
+        ports: Mapping[str, int],
+    ) -> ProcessSpec:
+        """One machine's launcher; ``name`` is the file that ``config`` is written to."""
+        node = recipe.node(facts.node)
+        command = self.command(facts, world, module, f"{facts.run_dir}/{name}")
+        interface = facts.interface if world.machines > 1 else "lo"
+        return ProcessSpec(
+            node=node.name,
+            process=process,
+            argv=command.argv,
+            env={
+                **common_env(node, slots, facts, processes=world.ranks_here),
+                **command.env,
+                **interface_env(interface),
+                **node.env,
+            },
+            files={name: json.dumps(config, indent=2), **command.files},
+            ports=ports,
+        )
+
+
+def _trainer_config(
+    recipe: Recipe, launch: TrainerLaunch, node: str, world: World
+) -> dict[str, object]:
+    """The fields of ``libra_cli.node.trainer.config.TrainerConfig``."""
+    head = launch.facts[launch.train[0].node]
+    return _policy_config(recipe, launch.run_id, launch.model_dirs[node], world.ranks) | {
+        "weights_dir": launch.facts[node].weights_dir,
+        # One path for all: shards of one checkpoint must come together.
+        "checkpoint_dir": f"{head.run_dir}/checkpoints",
+        "port": launch.http_port,
+        "trainer_incarnation": launch.trainer_incarnation,
+        "dtype": world.dtype,
+        "keep_versions": recipe.weight_sync.keep_versions,
+        "resume": launch.resume[node] if launch.resume else None,
+        "probe_tokens": PROBE_TOKENS,
+    }
+
+
+def _worker_config(recipe: Recipe, launch: WorkerLaunch, ranks: int) -> dict[str, object]:
+    """The fields of ``libra_cli.node.trainer.config.WorkerConfig``."""
+    process = worker_of(launch.slot.id)
+    return _policy_config(recipe, launch.run_id, launch.model_dir, ranks) | {
+        "slot": launch.slot.id,
+        "incarnation": launch.incarnation,
+        "port": launch.ports[process],
+        "side_bind": "0.0.0.0" if len(recipe.nodes) > 1 else "127.0.0.1",
+        "side_port": launch.ports[f"side-{process}"],
+        "shm_dir": f"{launch.facts.weights_dir}/{launch.run_id}",
+    }
+
+
+def _policy_config(recipe: Recipe, run_id: str, model_dir: str, ranks: int) -> dict[str, object]:
+    """What the trainer and a gradient worker have in common."""
+    return {
+        "run_id": run_id,
+        "model_dir": model_dir,
+        "world_size": ranks,
+        "seed": recipe.run.seed,
+        "temperature": recipe.rollout.temperature,
+        "training": recipe.training.model_dump(mode="json"),
+        "max_len": recipe.model.max_len,
+    }

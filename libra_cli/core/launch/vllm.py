@@ -1,0 +1,105 @@
+"""The rollout backend vLLM: the argv and the environment of one server.
+
+Why the flags are what they are:
+
+- Servers bind to loopback and VLLM_HOST_IP is loopback: nothing of a server is reachable from
+  outside, and a host without a default route works. ``--middleware`` asks for the run's token on
+  every route.
+- ``--generation-config vllm``: a model's own sampling defaults (top_k, temperature) would change
+  the distribution the loss believes in.
+- ``--logprobs-mode processed_logprobs``: log-probabilities after temperature, as the trainer's.
+- ``--scheduling-policy priority`` orders vLLM's own waiting queue; admission is the request
+  scheduler's (``libra_cli.core.scheduling.request_scheduler``).
+"""
+
+from __future__ import annotations
+
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.launch.process import (
+    Flags,
+    HostFacts,
+    ProcessSpec,
+    argv_of,
+    common_env,
+    dtype_of,
+    interface_env,
+    process_of,
+)
+from libra_cli.core.launch.rollout_backend import SERVED_MODEL, ServerLaunch
+from libra_cli.core.types import Slot
+
+SOCKET_DIRECTORY = 107 - 37
+"""Bytes that a directory may have where a socket is called by a UUID: Linux allows 107 for the
+whole path (unix(7)), of which the slash and the UUID take 37."""
+
+
+class Vllm:
+    """The pure half of the backend; see the module."""
+
+    packages: tuple[str, ...] = ("vllm", "torch", "transformers")
+    connection = "libra_cli.runtime.vllm.client:ServerClient"
+
+    def server(self, recipe: Recipe, launch: ServerLaunch) -> ProcessSpec:
+        """One vLLM server."""
+        slot = launch.slot
+        return ProcessSpec(
+            node=slot.node,
+            process=process_of(slot.id),
+            argv=(
+                launch.facts.python,
+                "-m",
+                "libra_cli.node.rollout.server",
+                *argv_of(_flags(recipe, launch)),
+                *recipe.rollout.vllm_args,
+            ),
+            env=_env(recipe, slot, launch.facts) | recipe.node(slot.node).env,
+            ports={"server": launch.port},
+        )
+
+
+def _flags(recipe: Recipe, launch: ServerLaunch) -> Flags:
+    slot, bucket = launch.slot, launch.bucket
+    flags: dict[str, str | int | float | None] = {
+        "--model": launch.model_dir,
+        "--host": "127.0.0.1",
+        "--port": launch.port,
+        "--served-model-name": SERVED_MODEL,
+        "--dtype": dtype_of(recipe.model, [slot]),
+        "--max-model-len": recipe.model.max_len,
+        "--max-num-seqs": bucket.max_num_seqs,
+        "--tensor-parallel-size": bucket.tensor_parallel,
+        "--scheduling-policy": "priority",
+        "--generation-config": "vllm",
+        "--logprobs-mode": "processed_logprobs",
+        "--seed": launch.seed,
+        "--middleware": "libra_cli.node.rollout.server.BearerAuth",
+        "--enable-scale-out": None,
+        "--disable-uvicorn-access-log": None,
+    }
+    if slot.gpus:
+        flags["--gpu-memory-utilization"] = recipe.rollout.gpu_memory
+    else:
+        flags["--enforce-eager"] = None
+    return flags
+
+
+def _env(recipe: Recipe, slot: Slot, facts: HostFacts) -> dict[str, str]:
+    env = {
+        **common_env(recipe.node(slot.node), [slot], facts),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        **interface_env("lo"),
+        **_sockets_env(facts),
+    }
+    if not slot.gpus:
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(recipe.rollout.kv_gib)
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    return env
+
+
+def _sockets_env(facts: HostFacts) -> dict[str, str]:
+    """vLLM never removes its sockets: beside the run's weights they go when the run ends."""
+    run_id = facts.run_dir.split("/")[-2]
+    directory = f"{facts.weights_dir}/{run_id}"
+    fits = len(directory.encode()) <= SOCKET_DIRECTORY
+    return {"VLLM_RPC_BASE_PATH": directory} if fits else {}

@@ -1,0 +1,76 @@
+"""The seam of scheduling policies: which server a trajectory's next turn queues at, in which order.
+
+The request scheduler asks its policy at every tool return. A policy sees the past of the trajectory
+(``Request``), an estimate of the tokens that are left, made by the estimator it brings along, and
+the servers as ``ServerQueue``; it keeps no list of requests and starts nothing. It may hold state
+of its own; every run makes a fresh one.
+
+libra's own is in ``least_cost``, the baselines it is measured against in ``baselines``. To add one:
+a module with a class that needs no argument, and an entry point of group
+``libra.scheduling_policies`` that names it. A recipe chooses it with ``scheduler: {policy: NAME}``,
+and so does ``libra bench schedule --policies NAME``.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from libra_cli.config.plugins import PluginGroup
+from libra_cli.core.scheduling.estimates import Estimator
+from libra_cli.core.scheduling.server_queues import Request, ServerQueue, ServerQueues
+from libra_cli.core.types import Seconds, Tokens
+
+_HERE = "libra_cli.core.scheduling"
+
+POLICIES = PluginGroup(
+    "libra.scheduling_policies",
+    "scheduling policy",
+    {
+        "libra": f"{_HERE}.least_cost:LeastExpectedCost",
+        "round-robin": f"{_HERE}.baselines:RoundRobin",
+        "least-loaded": f"{_HERE}.baselines:LeastLoaded",
+        "sticky-least-loaded": f"{_HERE}.baselines:StickyLeastLoaded",
+        "attained-service": f"{_HERE}.baselines:AttainedService",
+        "sibling-history": f"{_HERE}.baselines:SiblingHistory",
+        "dynarl": f"{_HERE}.baselines:DynaRL",
+        "heddle": f"{_HERE}.baselines:Heddle",
+        "cmlfq-published": f"{_HERE}.baselines:PaperCmlfq",
+    },
+)
+"""By the names a recipe uses; what must know true lengths is in ``libra_cli.bench.oracles``."""
+
+
+class SchedulingPolicy(Protocol):
+    """Where a request queues, when it may enter, and who may take it over."""
+
+    estimator: Estimator | None
+    """Estimates the tokens that a trajectory has left; None: nothing here reads an estimate."""
+
+    def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
+        """The server to queue at; None only if there is none."""
+        ...
+
+    def rank(self, request: Request) -> float:
+        """Order within a queue: the smallest leaves first, ties in the order they came."""
+        ...
+
+    def admits(self, request: Request, queue: ServerQueue) -> bool:
+        """Whether a server with a free seat has room for this request."""
+        ...
+
+    def allow_steal(
+        self, request: Request, queued: ServerQueue, idle: ServerQueue, *, now: Seconds
+    ) -> bool:
+        """Whether a request that waits at ``queued`` may enter the server ``idle`` instead."""
+        ...
+
+    def has_room(self, contexts: Tokens, queues: ServerQueues) -> bool:
+        """Back-pressure: whether to begin more while the trajectories in play, between turns too,
+        are expected to hold ``contexts`` tokens."""
+        ...
+
+
+def make_policy(name: str) -> SchedulingPolicy:
+    """The policy of that name, with a fresh estimator. Raises PluginError if there is none."""
+    policy: SchedulingPolicy = POLICIES.find(name)()
+    return policy

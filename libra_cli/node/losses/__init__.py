@@ -1,0 +1,1 @@
+"""Losses that a recipe can name; ``protocol`` says what one is and how to add another."""

@@ -1,0 +1,108 @@
+"""What a loss is: a pure function of generated tokens, which the ranks of the trainer call.
+
+    def reinforce(inputs: LossInputs, training: TrainingSpec) -> LossOutputs:
+        weight = torch.exp(inputs.proximal - inputs.rollout).clamp(max=training.tis_cap)
+        loss = -weight * inputs.advantages * inputs.logprobs
+        return LossOutputs(loss.sum(), {"weight_mean": weight.sum()})
+
+**What it is given.** ``LossInputs``: flat vectors with one entry for each of the T tokens that the
+policy generated in some trajectories, whole ones, of a micro-batch of one rank. Prompts and what
+tools returned are left out. T can be 0, on a rank that has nothing to do while others have. Then
+the recipe's ``training``, and what the recipe says in ``training.loss_args`` as keywords. A copy of
+the model as it was at the start, ``LossInputs.reference``, is only kept where ``training.kl_coef``
+is above 0.
+
+**What it returns.** ``LossOutputs``: the loss **summed** over these tokens, and sums by name. libra
+adds them up over micro-batches, ranks and gradient workers, and divides each, and the gradient, by
+the number of generated tokens of the whole batch. That number is known before the backward pass,
+so the gradient is the same however the batch is cut and whoever computes which part; a mean over T
+would break that. It must name the same metrics every time.
+
+**Where the metrics go.** Each named sum, divided so, is a metric of the step under that name: in
+``StepRecord.metrics_json``, ``libra status`` and its ``--json``, ``report.html`` and every monitor.
+No list of names has to be extended. Names in ``RESERVED`` are those of libra's own metrics.
+
+**How a recipe names it.** ``training.loss`` is a name that ships with libra, an entry point of
+group ``libra.losses``, or ``package.module:attribute`` (``config.plugins``). Hosts are sent
+libra's own code and nothing else: a package of yours must be installed for the Python of every
+train host (``nodes[].python``). The controller imports no loss. It refuses a name that is no entry
+point there, so install the package there too, or give the import path, which only the hosts need.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+from torch import Tensor
+
+from libra_cli.config.errors import TrainerError
+from libra_cli.config.losses import LOSSES
+from libra_cli.config.recipe import TrainingSpec
+
+RESERVED = frozenset({"loss", "entropy", "gap", "gap_tokens", "grad_norm", "learning_rate"})
+"""Sums and metrics that libra adds to those of a loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """The T generated tokens of S whole trajectories; vectors of shape (T,) on the rank's device.
+
+    Log-probabilities are in nats, at the sampling temperature. Only ``logprobs`` has a gradient.
+    """
+
+    logprobs: Tensor
+    """Of the model that is being trained."""
+    proximal: Tensor
+    """Of the trainer's model at the start of the step; with one update a batch the same."""
+    rollout: Tensor
+    """Of the server that generated the token."""
+    advantages: Tensor
+    """Of the token's trajectory within its group."""
+    trajectories: Tensor
+    """int64: the number, from 0 on, of the token's trajectory among these S; never falls."""
+    reference: Tensor | None = None
+    """Of the model at the start of the run; None if ``training.kl_coef`` is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutputs:
+    """Sums over the tokens of the inputs."""
+
+    loss: Tensor
+    """A scalar with gradient; not divided by anything."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Scalars by name; divided by the number of tokens of the batch, each is a metric."""
+
+
+Loss: TypeAlias = Callable[..., LossOutputs]
+"""Called with ``LossInputs``, a ``TrainingSpec`` and ``training.loss_args`` as keywords."""
+
+
+def loss_of(training: TrainingSpec) -> Callable[[LossInputs], LossOutputs]:
+    """The loss that a recipe names, with everything but its inputs.
+
+    Raises:
+        PluginError: it is not installed on this host.
+        TrainerError: it does not take ``training.loss_args``.
+    """
+    loss: Loss = LOSSES.find(training.loss)
+    try:
+        inspect.signature(loss).bind(None, training, **training.loss_args)
+    except TypeError as error:
+        raise TrainerError(
+            f"loss {training.loss!r} was given training.loss_args {sorted(training.loss_args)}: "
+            f"{error}",
+            hint=f"it takes: {inspect.signature(loss)}",
+        ) from error
+    return partial(_checked, loss, training)
+
+
+def _checked(loss: Loss, training: TrainingSpec, inputs: LossInputs) -> LossOutputs:
+    outputs = loss(inputs, training, **training.loss_args)
+    if taken := sorted(RESERVED & outputs.metrics.keys()):
+        raise TrainerError(f"loss {training.loss!r} names a metric {taken[0]!r}, which is libra's")
+    return outputs

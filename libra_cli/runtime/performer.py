@@ -1,0 +1,91 @@
+"""Who carries out what: every action the machine can take, and the part of the runtime it goes to.
+
+The match is exhaustive, here and in each part, so an action that nobody performs is an error of
+mypy and not of a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import assert_never
+
+from libra_cli.core import actions as a
+from libra_cli.core.events import Event, TimerFired
+from libra_cli.core.planning.planner import DecisionMaker, answer
+from libra_cli.runtime.episodes.performer import EpisodePerformer
+from libra_cli.runtime.order_files import Orders
+from libra_cli.runtime.rollout.servers import Servers
+from libra_cli.runtime.trainer.processes import TrainerProcesses
+from libra_cli.runtime.trainer.worker_processes import WorkerProcesses
+
+
+@dataclass(frozen=True, slots=True)
+class Performer:
+    """Carries out the actions of one run."""
+
+    servers: Servers
+    trainer: TrainerProcesses
+    workers: WorkerProcesses
+    episodes: EpisodePerformer
+    orders: Orders
+    planner: DecisionMaker
+    """Looks for a better plan; called in a thread, since it may compute for seconds."""
+
+    async def perform(self, action: a.RuntimeAction) -> Event | None:
+        """Carry out one action; what comes of it is the machine's next event, if anything does."""
+        match action:
+            case (
+                a.StartServer()
+                | a.CheckServer()
+                | a.StopServer()
+                | a.SyncServer()
+                | a.Generate()
+                | a.AbortTurn()
+            ):
+                return await self.servers.perform(action)
+            case a.StartTrainer() | a.StopTrainer() | a.Train() | a.Accumulate() | a.Checkpoint():
+                return await self._train(action)
+            case a.StartWorker() | a.SyncWorker() | a.StopWorker():
+                return await self.workers.perform(action)
+            case a.StartEpisode() | a.AdvanceEpisode() | a.FinishEpisode() | a.ForgetEpisode():
+                return await self.episodes.perform(action)
+            case a.Propose() | a.AnswerOrder() | a.Wake():
+                return await self._steer(action)
+            case _:
+                assert_never(action)
+
+    async def _train(self, action: a.TrainerAction) -> Event | None:
+        match action:
+            case a.StartTrainer():
+                return await self.trainer.start(action)
+            case a.StopTrainer():
+                return await self.trainer.stop(action)
+            case a.Train():
+                async with self.workers.handing_out(action) as shares:
+                    return await self.trainer.train(action, shares)
+            case a.Accumulate():
+                return await self.trainer.accumulate(action)
+            case a.Checkpoint():
+                return await self.trainer.checkpoint(action)
+            case _:
+                assert_never(action)
+
+    async def _steer(self, action: a.Propose | a.AnswerOrder | a.Wake) -> Event | None:
+        match action:
+            case a.Propose():
+                return await asyncio.to_thread(answer, self.planner, action)
+            case a.AnswerOrder():
+                await self.orders.answer(action)
+                return None
+            case a.Wake():
+                await asyncio.sleep(action.after_s)
+                return TimerFired(action.name)
+            case _:
+                assert_never(action)
+
+    async def close(self) -> None:
+        """Drop every connection to a server, a gradient worker or the trainer."""
+        await self.servers.close()
+        await self.workers.close()
+        await self.trainer.close()

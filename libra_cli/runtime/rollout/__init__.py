@@ -1,0 +1,1 @@
+"""Rollout servers, seen from the controller, whichever backend they are of."""

@@ -1,0 +1,117 @@
+"""What the runtime half of a rollout backend does: how the controller talks to one server.
+
+The pure half (``libra_cli.core.launch.rollout_backend``) names the class by its import path. It is
+made with the server's slot, its incarnation, the endpoint to reach it at and the run's token. Every
+wait has a deadline, every failure is a ``ServerError`` that names the server, and tokens go in and
+come out: nothing here ever sees text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from libra_cli.config.errors import ServerError
+from libra_cli.core.actions import Generate
+from libra_cli.core.events import PublishedVersion, ServerSampled, TurnFailed, TurnGenerated
+from libra_cli.core.launch.rollout_backend import ROLLOUT_BACKENDS, rollout_backend
+from libra_cli.core.types import SlotId
+from libra_cli.runtime.hosts.transport import Endpoint
+
+
+class RequestRefused(ServerError):
+    """The server answered that the request itself is wrong."""
+
+
+class ServerUnreachable(ServerError):
+    """No answer came: the server, its host or the network."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How every turn is sampled."""
+
+    temperature: float
+    top_p: float
+    stop_token_ids: tuple[int, ...]
+    to_the_end: bool = False
+    """Always as many tokens as are allowed, whatever the model says: to measure with."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a running server says of itself. ``kv_tokens``: capacity of its KV cache."""
+
+    version: str
+    kv_tokens: int
+
+
+class ServerConnection(Protocol):
+    """One server. Every method but ``generate`` and ``close`` raises ServerError."""
+
+    incarnation: int
+    """Generation number of the server's process; an answer of an old one is dropped."""
+
+    async def wait_ready(self, *, timeout_s: float) -> None:
+        """Return when it is healthy *and* able to generate one token."""
+        ...
+
+    async def check(self) -> None:
+        """Return if it says that it is healthy."""
+        ...
+
+    async def generate(self, action: Generate, sampling: Sampling) -> TurnGenerated | TurnFailed:
+        """One turn, with the log-probability and the weight version of every token.
+
+        Never raises: a failure is an event of its own. KV of one weight version is never reused
+        under another (``action.cache_key``).
+        """
+        ...
+
+    async def abort(self, request: int) -> None:
+        """End a generation; its reply then has what there is."""
+        ...
+
+    async def load(self, directory: str, published: PublishedVersion, *, timeout_s: float) -> float:
+        """Load a version in place, in flight. Returns the seconds generation stood still."""
+        ...
+
+    async def probe(self, token_ids: Sequence[int], published: PublishedVersion) -> list[float]:
+        """Log-probabilities, in nats, of ``token_ids[1:]``, each given everything before it."""
+        ...
+
+    async def facts(self) -> ServerFacts:
+        """Its release and the size of its KV cache."""
+        ...
+
+    async def sample(self) -> ServerSampled:
+        """One reading of the server's counters."""
+        ...
+
+    async def close(self) -> None:
+        """Drop the connections; the server itself is not touched."""
+        ...
+
+
+class Connect(Protocol):
+    """Makes the connection to one server; the class of a runtime half is one."""
+
+    def __call__(
+        self, slot: SlotId, incarnation: int, endpoint: Endpoint, token: str
+    ) -> ServerConnection:
+        """Open nothing yet: the first request does."""
+        ...
+
+
+def connect_with(backend: str) -> Connect:
+    """The runtime half of the rollout backend of that name. Raises PluginError."""
+    connect: Connect = ROLLOUT_BACKENDS.find(rollout_backend(backend).connection)
+    return connect
+
+
+def turn_failed(action: Generate, reason: str, *, refused: bool = False) -> TurnFailed:
+    """The failure of this very request."""
+    return TurnFailed(
+        action.request, action.trajectory, action.slot, action.incarnation, reason, refused
+    )
