@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from libra_cli.report.plots import Portable
+from libra_cli.report.terminal.plots import Portable
 
 if TYPE_CHECKING:
     from libra_cli.bench.results import (
