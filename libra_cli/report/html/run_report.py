@@ -19,13 +19,13 @@ from libra_cli.config.errors import StateError
 from libra_cli.core.records import StepRecord, SyncRecord
 from libra_cli.report.html.slot_rows import SHADES, slot_rows
 from libra_cli.report.html.templates import template
-from libra_cli.report.status.console import duration, number, shorter, took
 from libra_cli.report.status.metrics import of_servers, of_steps
 from libra_cli.report.status.migration_impact import migration_impacts
 from libra_cli.report.status.plans import PHASES, MovePart, PlanPart, changes, phase_seconds
 from libra_cli.report.status.steps import smooth
 from libra_cli.report.status.summary import RunSummary, summary
 from libra_cli.report.status.syncs import sync_times
+from libra_cli.report.terminal.console import duration, number, shorter, took
 from libra_cli.runtime.store.reader import Reader
 
 REPORT = "report.html"
