@@ -86,8 +86,8 @@ def run(
 def _run(recipe: Recipe, path: Path, run_dir: Path, *, resume: bool) -> None:
     from libra_cli.app import run as commands
     from libra_cli.app.status import status
-    from libra_cli.report.status.console import final_view
-    from libra_cli.report.status.progress import Progress
+    from libra_cli.report.terminal.console import final_view
+    from libra_cli.report.terminal.progress import Progress
     from libra_cli.runtime.store.reader import Reader
 
     with Progress(out, name=run_dir.name) as progress:
@@ -135,8 +135,8 @@ def status(
 ) -> None:
     """Show a run: slots, servers, step, reward, who waits on whom."""
     from libra_cli.app import status as commands
-    from libra_cli.report.status.console import status_view
     from libra_cli.report.status.summary import to_json
+    from libra_cli.report.terminal.console import status_view
 
     with errors_told():
         told = commands.status(run_dir)
@@ -152,7 +152,7 @@ def _watch(run_dir: Path | None) -> None:
     from rich.live import Live
 
     from libra_cli.app import status as commands
-    from libra_cli.report.status.console import status_view
+    from libra_cli.report.terminal.console import status_view
 
     told = commands.status(run_dir)
     with Live(status_view(told, now=time.time()), console=out, auto_refresh=False) as live:
@@ -194,8 +194,8 @@ def rebalance(
     """Ask a live run to plan now, order a split by hand, or only explain what would be done."""
     from libra_cli.app import rebalance as commands
     from libra_cli.app.rebalance import orders
-    from libra_cli.report.status.rebalance import rebalance_view
     from libra_cli.report.status.summary import to_json
+    from libra_cli.report.terminal.rebalance import rebalance_view
 
     with errors_told():
         if not dry_run:

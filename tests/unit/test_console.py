@@ -17,10 +17,10 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from libra_cli.core import records as r
-from libra_cli.report.status.console import duration, final_view, slot_label, status_view
-from libra_cli.report.status.plots import Plot, Portable, bar, sparkline
-from libra_cli.report.status.progress import Progress
 from libra_cli.report.status.summary import RunSummary, summary
+from libra_cli.report.terminal.console import duration, final_view, slot_label, status_view
+from libra_cli.report.terminal.plots import Plot, Portable, bar, sparkline
+from libra_cli.report.terminal.progress import Progress
 from libra_cli.runtime.store.controller_process import process_started
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader

@@ -27,8 +27,8 @@ from libra_cli.config.recipe import TrainingSpec
 from libra_cli.core import events as e
 from libra_cli.core.records import Record, SampleRecord, StepRecord
 from libra_cli.report.html.run_report import write_report
-from libra_cli.report.status.console import status_view
 from libra_cli.report.status.summary import RunSummary, summary, to_json
+from libra_cli.report.terminal.console import status_view
 from libra_cli.runtime.hosts.transport import Endpoint
 from libra_cli.runtime.monitors import dispatch
 from libra_cli.runtime.monitors.dispatch import Monitors

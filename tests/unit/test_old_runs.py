@@ -13,6 +13,7 @@ import shutil
 import sqlite3
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,9 @@ def read_everything(run_dir: Path) -> None:
 
 def any_of(kind: type[r.Record]) -> r.Record:
     values: dict[str, Any] = {}
-    values |= {c.name: "[]" if c.name.endswith("_json") else _ANY[c.kind] for c in COLUMNS[kind]}
+    for column in COLUMNS[kind]:
+        is_json = column.name.endswith("_json")
+        values[column.name] = column.default if is_json else _ANY[column.kind]
     return kind(**values)
 
 
@@ -114,6 +117,21 @@ def test_the_report_is_made_again(run_dir: Path) -> None:
     page = write_report(run_dir, now=_NOW).read_text(encoding="utf-8")
     for words in ("local/1", "gradient", "Weight sync", "Time of a step"):
         assert words in page
+
+
+def test_what_had_a_column_in_steps_is_a_metric(run_dir: Path) -> None:
+    names = ("loss", "grad_norm", "learning_rate", "kl", "entropy", "clip_fraction", "tis_mean")
+    with closing(sqlite3.connect(run_dir / DATABASE)) as connection:
+        rows = connection.execute(f"SELECT {', '.join(names)} FROM steps ORDER BY step").fetchall()
+    expected = [dict(zip(names, row, strict=True)) for row in rows]
+    with Reader(run_dir) as reader:
+        last = reader.steps()[-1]
+        assert [step.metrics for step in reader.steps()] == expected
+    with Journal(run_dir) as journal:
+        journal.save(replace(last, step=51, metrics_json='{"kl": null, "new": 0.25}'))
+    with Reader(run_dir) as reader:
+        after = [step.metrics for step in reader.steps()]
+    assert after == [*expected, {"kl": None, "new": 0.25}]
 
 
 def test_its_processes_are_known(run_dir: Path) -> None:

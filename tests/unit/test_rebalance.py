@@ -19,7 +19,8 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core import records as r
 from libra_cli.core.costs.profile import NothingFits, ProfileError
 from libra_cli.core.costs.workload import TrajectorySample
-from libra_cli.report.status.rebalance import RebalanceResult, rebalance_view
+from libra_cli.report.status.rebalance import RebalanceResult
+from libra_cli.report.terminal.rebalance import rebalance_view
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
 from tests import sample_run

@@ -243,7 +243,7 @@ def test_no_room_for_the_file_is_an_error_a_user_can_act_on(tmp_path: Path) -> N
 
 def test_the_views_start_without_the_drawing_library() -> None:
     script = (
-        "import sys; import libra_cli.report.html.run_report, libra_cli.report.status.progress;"
+        "import sys; import libra_cli.report.html.run_report, libra_cli.report.terminal.progress;"
         "sys.exit(sorted({'matplotlib', 'jinja2', 'numpy'} & set(sys.modules)) or None)"
     )
     root = Path(__file__).resolve().parents[2]

@@ -244,6 +244,7 @@ class PlanController:
 def record_of_plan(
     number: int, plan: Plan, now: Seconds, cause: str, promise: Prediction | None
 ) -> PlanRecord:
+    """Return the row of a plan; ``now`` is in seconds since the epoch."""
     return PlanRecord(
         plan=number,
         at=now,

@@ -1,1 +1,1 @@
-"""A run as one object, and that object in a terminal."""
+"""A run as one object, the one of ``libra status --json``: each part beside what computes it."""

@@ -36,7 +36,9 @@ from libra_cli.core.records import (
     StepRecord,
     SyncRecord,
 )
-from libra_cli.report.status.console import (
+from libra_cli.report.status.metrics import told
+from libra_cli.report.status.steps import RECENT, smooth
+from libra_cli.report.terminal.console import (
     duration,
     fact,
     grid,
@@ -46,9 +48,7 @@ from libra_cli.report.status.console import (
     styled,
     version,
 )
-from libra_cli.report.status.metrics import told
-from libra_cli.report.status.plots import Portable, sparkline
-from libra_cli.report.status.steps import RECENT, smooth
+from libra_cli.report.terminal.plots import Portable, sparkline
 
 _REFRESH_PER_S = 2.0
 _MANY = 12

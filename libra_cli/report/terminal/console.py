@@ -19,10 +19,10 @@ from rich.text import Text
 from libra_cli.core.records import StepRecord
 from libra_cli.report.status.metrics import mean_by_name, told
 from libra_cli.report.status.plans import MovePart, PlanPart
-from libra_cli.report.status.plots import Plot, Portable, bar, sparkline
 from libra_cli.report.status.run_state import LIVE
 from libra_cli.report.status.steps import RECENT, smooth
 from libra_cli.report.status.summary import RunSummary
+from libra_cli.report.terminal.plots import Plot, Portable, bar, sparkline
 
 _BAR_WIDTH = 34
 _SLOT_WIDTH = 12
