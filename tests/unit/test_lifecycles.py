@@ -29,7 +29,8 @@ TABLES: dict[str, Mapping[Any, Mapping[Any, str]]] = {
 @pytest.mark.parametrize("name", sorted(TABLES))
 def test_every_state_has_its_changes_and_each_change_its_cause(name: str) -> None:
     table = TABLES[name]
-    states = set(type(next(iter(table))))
+    kind: Any = type(next(iter(table)))
+    states = set(kind)
     assert set(table) == states
     assert all(set(changes) <= states for changes in table.values())
     assert all(cause for changes in table.values() for cause in changes.values())
