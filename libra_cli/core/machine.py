@@ -43,8 +43,8 @@ from libra_cli.core.cluster.rollout_servers import RolloutServers
 from libra_cli.core.cluster.trainer import TIMER, TrainerGroup, TrainerState
 from libra_cli.core.costs.server import ServerCost, guessed_cost
 from libra_cli.core.observation import Observation
+from libra_cli.core.observer import RunObserver
 from libra_cli.core.planning.controller import PlanController
-from libra_cli.core.planning.observer import RunObserver
 from libra_cli.core.reconcile import migration, reconciler
 from libra_cli.core.reconcile.reconciler import Reconciler
 from libra_cli.core.rollout.active import Limits, Stage

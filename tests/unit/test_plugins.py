@@ -36,9 +36,9 @@ def test_an_import_path_needs_no_entry_point():
 @pytest.mark.parametrize(
     ("name", "message", "hint"),
     [
-        ("conter", "there is no toy 'conter'; did you mean 'counter'?", "available: counter, gone"),
+        ("counted", "there is no toy 'counted'; did you mean 'counter'?", "available: counter, gone"),
         ("gone", "toy 'gone': importing no_module failed", 'python -c "import no_module"'),
-        ("collections:Conter", "has no 'Conter'; did you mean 'Counter'?", "collections has: "),
+        ("collections:Counted", "has no 'Counted'; did you mean 'Counter'?", "collections has: "),
     ],
 )
 def test_what_cannot_be_found_says_what_there_is(name, message, hint):

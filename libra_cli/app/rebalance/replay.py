@@ -16,8 +16,8 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.costs.profile import Recalibration
 from libra_cli.core.observation import Observation
+from libra_cli.core.observer import RunObserver
 from libra_cli.core.planning.controller import plan_of_record
-from libra_cli.core.planning.observer import RunObserver
 from libra_cli.core.records import (
     DecisionRecord,
     GroupRecord,

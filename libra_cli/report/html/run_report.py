@@ -60,18 +60,18 @@ def write_report(run_dir: Path, *, now: float, tolerance: float = 1e-3) -> Path:
     import jinja2  # here, so that commands that write no report start faster
 
     with Reader(run_dir) as reader:
-        told = summary(reader, now=now)
+        status = summary(reader, now=now)
         steps = reader.steps()
         context: dict[str, Any] = {
-            "told": told,
-            "charts": _charts(reader, told, steps, tolerance),
-            "tiles": _tiles(told, tolerance),
+            "status": status,
+            "charts": _charts(reader, status, steps, tolerance),
+            "tiles": _tiles(status, tolerance),
             "steps": _spread(steps),
-            "metric_names": list(told["metrics"]),
-            "plans": _plan_rows(told["plans"])[-_NEWEST:],
-            "moves": told["moves"][-_NEWEST:],
-            "phases": _phases(told["moves"][-_NEWEST:]),
-            "others": migration_impacts(reader, told["moves"][-_NEWEST:]),
+            "metric_names": list(status["metrics"]),
+            "plans": _plan_rows(status["plans"])[-_NEWEST:],
+            "moves": status["moves"][-_NEWEST:],
+            "phases": _phases(status["moves"][-_NEWEST:]),
+            "others": migration_impacts(reader, status["moves"][-_NEWEST:]),
             "phase_seconds": phase_seconds,
             "shorter": shorter,
             "took": took,
@@ -96,10 +96,10 @@ def write_report(run_dir: Path, *, now: float, tolerance: float = 1e-3) -> Path:
     return path
 
 
-def _tiles(told: RunSummary, tolerance: float) -> list[tuple[str, str, str]]:
+def _tiles(status: RunSummary, tolerance: float) -> list[tuple[str, str, str]]:
     """The row of numbers on top, as (name, value, explanation)."""
-    reward, staleness, sync = told["reward"], told["staleness"], told["sync"]
-    idle, gap = told["idle"], told["logprob_gap"]
+    reward, staleness, sync = status["reward"], status["staleness"], status["sync"]
+    idle, gap = status["idle"], status["logprob_gap"]
     verdict = f"{sync['failed']} not verified" if sync["failed"] else "every one verified"
     return [
         (
@@ -109,8 +109,8 @@ def _tiles(told: RunSummary, tolerance: float) -> list[tuple[str, str, str]]:
         ),
         (
             "speed",
-            number(told["tokens_per_s"], ",.0f"),
-            f"tokens/s, {number(told['step_s'], '.2g')} s a step",
+            number(status["tokens_per_s"], ",.0f"),
+            f"tokens/s, {number(status['step_s'], '.2g')} s a step",
         ),
         (
             "staleness",
@@ -136,10 +136,10 @@ def _tiles(told: RunSummary, tolerance: float) -> list[tuple[str, str, str]]:
 
 
 def _charts(
-    reader: Reader, told: RunSummary, steps: Sequence[StepRecord], tolerance: float
+    reader: Reader, status: RunSummary, steps: Sequence[StepRecord], tolerance: float
 ) -> list[Chart]:
     if not steps:
-        return _slot_chart(reader, told, steps)
+        return _slot_chart(reader, status, steps)
     return [
         *_step_charts(steps, tolerance),
         *_sync_chart(reader.syncs()),
@@ -147,12 +147,12 @@ def _charts(
         *_metric_charts(
             "server-metric", "mean of the servers", steps, of_servers(reader.samples(), steps)
         ),
-        *_slot_chart(reader, told, steps),
+        *_slot_chart(reader, status, steps),
     ]
 
 
-def _slot_chart(reader: Reader, told: RunSummary, steps: Sequence[StepRecord]) -> list[Chart]:
-    began, seconds = told["run"]["started_at"], told["run"]["elapsed_s"]
+def _slot_chart(reader: Reader, status: RunSummary, steps: Sequence[StepRecord]) -> list[Chart]:
+    began, seconds = status["run"]["started_at"], status["run"]["elapsed_s"]
     rows = slot_rows(reader, steps, began=began, seconds=seconds)
     if not rows:
         return []
@@ -160,7 +160,7 @@ def _slot_chart(reader: Reader, told: RunSummary, steps: Sequence[StepRecord]) -
 
     seen = {state for row in rows for _, _, state in row.states}
     keys = [(name, "box", meaning) for name, meaning in SHADES.items() if name in seen]
-    marks = [(plan["at"] - began, str(plan["plan"])) for plan in told["plans"][1:]]
+    marks = [(plan["at"] - began, str(plan["plan"])) for plan in status["plans"][1:]]
     svg = timeline(
         "slots",
         rows,
