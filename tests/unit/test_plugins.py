@@ -36,7 +36,11 @@ def test_an_import_path_needs_no_entry_point():
 @pytest.mark.parametrize(
     ("name", "message", "hint"),
     [
-        ("counted", "there is no toy 'counted'; did you mean 'counter'?", "available: counter, gone"),
+        (
+            "counted",
+            "there is no toy 'counted'; did you mean 'counter'?",
+            "available: counter, gone",
+        ),
         ("gone", "toy 'gone': importing no_module failed", 'python -c "import no_module"'),
         ("collections:Counted", "has no 'Counted'; did you mean 'Counter'?", "collections has: "),
     ],
