@@ -85,10 +85,11 @@ class Live:
         sql = f"SELECT at, payload_json FROM events WHERE kind = '{kind}' ORDER BY seq"
         return [(at, json.loads(text)) for at, text in self.query(sql)]
 
-    def groups(self) -> list[int]:
-        """Every group of every batch that was trained on."""
-        batches = self.query("SELECT groups_json FROM batches ORDER BY step")
-        return [group for (text,) in batches for group in json.loads(text)]
+    def groups_of_steps(self) -> list[int]:
+        """How many groups each step was trained on, by what was last told of every group: a step
+        lacks the groups that were trained again later."""
+        sql = "SELECT count(*) FROM groups WHERE state = 'trained' GROUP BY step ORDER BY step"
+        return [number for (number,) in self.query(sql)]
 
     def libra(
         self, *arguments: str, timeout_s: float = QUICK_S
