@@ -21,6 +21,8 @@ JOBS ?= 2
 # Real vLLM and accelerate take seconds to import and minutes to start.
 FAST := not integration and not vllm and not gpu
 SLOW := (integration or vllm) and not gpu
+# Unit tests that import torch, which takes seconds in every process, only to be deselected.
+TORCH = $(shell grep -rlx "pytestmark = pytest.mark.vllm" tests/unit)
 TOLD := --durations 10 --durations-min 2
 
 .PHONY: help quickstart test check fmt lint unit light heavy install install-dev install-test clean
@@ -45,7 +47,8 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/codespell
 
 unit: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TOLD) -m "$(FAST)"
+	$(BIN)/python -m pytest tests/unit $(TORCH:%=--ignore=%) \
+	  -n $(JOBS) --dist worksteal $(TOLD) -m "$(FAST)"
 
 # A file's tests share what they start, so they stay in one process.
 light: $(VENV)/.stamp-test ## integration tests that may run side by side

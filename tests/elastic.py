@@ -86,8 +86,8 @@ class Scene(World):
 
     def state(self, slot: SlotId) -> tuple[ReplicaState | None, ReplicaState | None]:
         """Of the server and of the worker there."""
-        server = self.machine.servers.slots.get(slot)
-        worker = self.machine.workers.slots.get(slot)
+        server = self.machine.servers.replicas.get(slot)
+        worker = self.machine.workers.replicas.get(slot)
         return server.state if server else None, worker.state if worker else None
 
     def did(self, kind: type[T]) -> list[T]:
@@ -123,7 +123,7 @@ def scene(*, gpus: bool = True, steps: int = 1000, kind: str = "fixed", **traini
     world.later(e.RunStarted())
     serving = [ReplicaState.SERVING] * 3
     servers = world.machine.servers
-    world.until(lambda: [status.state for status in servers.slots.values()] == serving)
+    world.until(lambda: [status.state for status in servers.replicas.values()] == serving)
     world.steps_on(1)
     return world
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -22,6 +23,13 @@ CHECKOUT = Path(__file__).parents[1]
 START_S = 400.0
 STEP_S = 180.0
 QUICK_S = 60.0
+
+
+def require(package: str) -> None:
+    """Skip the module where a package is not installed. To import vLLM would take seconds, and the
+    tests need it in other processes only."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}, of the [cpu] extra", allow_module_level=True)
 
 
 @dataclass

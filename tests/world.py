@@ -18,8 +18,9 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.placement import initial_plan, slots_of
-from libra_cli.core.machine import Machine, Phase, Resume, RunIdentity
+from libra_cli.core.machine import Machine
 from libra_cli.core.records import Record, StepRecord, TrajectoryRecord
+from libra_cli.core.run_state import Phase, Resume, RunIdentity
 from libra_cli.core.types import (
     Plan,
     Pool,
@@ -191,7 +192,7 @@ class World:
     def _mishaps(self) -> None:
         servers = self.machine.servers
         if self._chance("server_dies"):
-            status = self.random.choice(list(servers.slots.values()))
+            status = self.random.choice(list(servers.replicas.values()))
             self.later(e.ServerFailed(status.slot.id, status.incarnation, "died"))
         if self._chance("trainer_dies"):
             self.later(e.TrainerFailed(self.machine.training.incarnation, "died"))
@@ -207,7 +208,7 @@ class World:
 
     def _orders(self) -> None:
         if self._chance("worker_dies"):
-            for status in self.machine.workers.slots.values():
+            for status in self.machine.workers.replicas.values():
                 self.later(e.WorkerFailed(status.slot.id, status.incarnation, "died"))
         if self._chance("replanned"):
             self.later(e.PlanChosen(self._some_plan(), self._slots))
@@ -443,7 +444,7 @@ class World:
         assert len(shared) == len(set(shared)), "a group is in two shares"
         assert set(shared) <= given, "a share of what is not in the message"
         for share in action.shares:
-            status = self.machine.workers.slots[share.slot]
+            status = self.machine.workers.replicas[share.slot]
             near = (status.verified, status.syncing)
             assert action.held in near, "a share for a worker of another version"
         bound = self.recipe.training.max_staleness

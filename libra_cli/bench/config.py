@@ -85,8 +85,8 @@ class ExperimentConfig:
             if trace.lacks
         ]
         if self.seeds < 2:
-            told = "one seed gives no intervals, and nothing to tell luck by: --seeds 3 or more"
-            lines.append(told)
+            line = "one seed gives no intervals, and nothing to tell luck by: --seeds 3 or more"
+            lines.append(line)
         return lines
 
 

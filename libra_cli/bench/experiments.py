@@ -136,8 +136,8 @@ def _with_policies(job: Job, policies: Sequence[str], seeds: int) -> list[Job]:
 
 def _playable(traces: Sequence[Trace]) -> tuple[list[Trace], list[str]]:
     """The traces without what no run could play, and notes that say so."""
-    told = [playable(trace) for trace in traces]
-    return [trace for trace, _ in told], [note for _, notes in told for note in notes]
+    found = [playable(trace) for trace in traces]
+    return [trace for trace, _ in found], [note for _, notes in found for note in notes]
 
 
 def _run(title: str, jobs: Sequence[Job], notes: list[str], progress: Progress) -> ExperimentResult:

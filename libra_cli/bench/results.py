@@ -222,13 +222,13 @@ def compare(rows: Sequence[ResultRow]) -> list[Comparison]:
 
 def to_json(results: Iterable[ExperimentResult]) -> dict[str, Any]:
     """The object of ``libra bench --json``, of all experiments; shares are 0 to 1."""
-    told = list(results)
-    compared = [comparison for result in told for comparison in result.comparisons]
+    listed = list(results)
+    compared = [comparison for result in listed for comparison in result.comparisons]
     return {
         "format": FORMAT,
-        "rows": [asdict(row) for result in told for row in result.rows],
+        "rows": [asdict(row) for result in listed for row in result.rows],
         "summary": [_summary_json(s) for comparison in compared for s in comparison.summaries],
-        "notes": [note for result in told for note in result.notes],
+        "notes": [note for result in listed for note in result.notes],
     }
 
 

@@ -376,36 +376,24 @@ class StopRequested:
     reason: str
 
 
-Event: TypeAlias = (
-    RunStarted
-    | NodeLost
-    | NodeBack
-    | ServerStarted
+RunEvent: TypeAlias = RunStarted | NodeLost | NodeBack | TimerFired | StopRequested
+RolloutEvent: TypeAlias = (
+    TurnGenerated | TurnFailed | EpisodeStarted | EpisodeAdvanced | EpisodeFailed
+)
+ServerEvent: TypeAlias = (
+    ServerStarted
     | ServerFailed
     | ServerChecked
     | ServerStopped
     | ServerSynced
     | SyncFailed
-    | TurnGenerated
-    | TurnFailed
-    | EpisodeStarted
-    | EpisodeAdvanced
-    | EpisodeFailed
-    | TrainerStarted
-    | TrainerFailed
-    | TrainerStopped
-    | StepDone
-    | Accumulated
-    | CheckpointSaved
-    | WorkerStarted
-    | WorkerSynced
-    | WorkerSyncFailed
-    | WorkerFailed
-    | WorkerStopped
     | ServerSampled
-    | PlanChosen
-    | PlanKept
-    | PlanOrdered
-    | TimerFired
-    | StopRequested
 )
+WorkerEvent: TypeAlias = (
+    WorkerStarted | WorkerSynced | WorkerSyncFailed | WorkerFailed | WorkerStopped
+)
+TrainerEvent: TypeAlias = (
+    TrainerStarted | TrainerFailed | TrainerStopped | StepDone | Accumulated | CheckpointSaved
+)
+PlanEvent: TypeAlias = PlanChosen | PlanKept | PlanOrdered
+Event: TypeAlias = RunEvent | RolloutEvent | ServerEvent | WorkerEvent | TrainerEvent | PlanEvent

@@ -23,9 +23,10 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core import events
 from libra_cli.core.actions import End
 from libra_cli.core.cluster.placement import initial_plan, slots_of
-from libra_cli.core.machine import Machine, Resume, RunIdentity
+from libra_cli.core.machine import Machine
 from libra_cli.core.planning.planner import DecisionMaker
 from libra_cli.core.records import Record, RunRecord
+from libra_cli.core.run_state import Resume, RunIdentity
 from libra_cli.core.types import node_of
 from libra_cli.runtime.driver import QUIET, Driver, describe
 from libra_cli.runtime.episodes.performer import EpisodePerformer

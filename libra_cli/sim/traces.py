@@ -171,8 +171,8 @@ def _episode(path: Path, line: int, row: Any) -> RecordedEpisode:
             reward=float(row.get("reward") or 0.0),
         )
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        told = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise _broken(path, line, told) from error
+        reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise _broken(path, line, reason) from error
     if any(turn.generated < 1 or turn.observation < 0 or turn.tool_s < 0 for turn in turns):
         raise _broken(path, line, "has a negative count, or a turn without a generated token")
     return episode

@@ -29,7 +29,7 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.machine import Machine, RunIdentity
+from libra_cli.core.machine import Machine
 from libra_cli.core.planning.planner import DecisionMaker, answer
 from libra_cli.core.records import (
     MoveRecord,
@@ -39,7 +39,8 @@ from libra_cli.core.records import (
     TrajectoryRecord,
     TurnRecord,
 )
-from libra_cli.core.rollout.trajectories import ABORTED
+from libra_cli.core.rollout.turns import ABORTED
+from libra_cli.core.run_state import RunIdentity
 from libra_cli.core.scheduling.policy import SchedulingPolicy
 from libra_cli.core.types import (
     Bucket,

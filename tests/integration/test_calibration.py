@@ -19,7 +19,7 @@ from libra_cli.core.costs.loads import ServerLoad
 from libra_cli.core.costs.profile import Profile
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.sim.profiles import load_profile
-from tests.live import CHECKOUT
+from tests.live import CHECKOUT, require
 
 pytestmark = [
     pytest.mark.integration,
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(400),
 ]
-pytest.importorskip("vllm", reason="needs the [cpu] extra")
+require("vllm")
 
 UNSEEN = ServerLoad(players=6, cached=96, fresh=16, generate=12)
 """Between the sizes that are measured, none of them."""

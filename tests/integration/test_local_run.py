@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.live import CHECKOUT, QUICK_S, START_S, STEP_S, Live, live
+from tests.live import CHECKOUT, QUICK_S, START_S, STEP_S, Live, live, require
 
 pytestmark = [
     pytest.mark.integration,
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(1200),
 ]
-pytest.importorskip("vllm", reason="needs the [cpu] extra")
+require("vllm")
 
 STEPS = 16
 GROUPS = 8

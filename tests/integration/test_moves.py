@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.live import CHECKOUT, QUICK_S, START_S, STEP_S, Live, live
+from tests.live import CHECKOUT, QUICK_S, START_S, STEP_S, Live, live, require
 from tests.netns import Network, missing, network
 
 pytestmark = [
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(missing()), reason=missing() or "hosts can be made"),
 ]
-pytest.importorskip("vllm", reason="needs the [cpu] extra")
+require("vllm")
 
 CORE = "host-3"
 LEASE_S = 60

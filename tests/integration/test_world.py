@@ -19,6 +19,7 @@ from libra_cli.core.types import Trajectory, TrajectoryId, VersionSpan
 from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.trainer.processes import TrainerProcesses
+from tests.live import require
 from tests.netns import Network, missing, network
 
 pytestmark = [
@@ -27,7 +28,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(bool(missing()), reason=missing() or "hosts can be made"),
 ]
-pytest.importorskip("accelerate", reason="needs the [cpu] extra")
+require("accelerate")
 
 DEADLINE_S = 200
 

@@ -10,7 +10,7 @@ import pytest
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.records import TurnRecord
-from libra_cli.core.rollout.trajectories import ActiveTrajectory, Stage
+from libra_cli.core.rollout.active import ActiveTrajectory, Stage
 from libra_cli.core.types import VersionSpan, WeightVersion
 from tests.elastic import Scene, scene
 
@@ -37,7 +37,7 @@ class Broken:
         return event.slot == B1 and event.request > self._asked_before
 
     def _inside(self) -> list[ActiveTrajectory]:
-        flights = self.world.machine.rollout.flights.values()
+        flights = self.world.machine.rollout.active.values()
         inside = [f for f in flights if f.stage is Stage.GENERATING and f.slot == B1]
         return [f for f in inside if f.trajectory.turns == 0 and f.request > self._asked_before]
 
@@ -142,7 +142,7 @@ def test_halves_of_one_version_are_pure_and_of_two_are_not():
     other = Broken()
     other.reply(11, reason="abort")
     rest = other.go_on()
-    status = other.world.machine.servers.slots[rest.slot]
+    status = other.world.machine.servers.replicas[rest.slot]
     assert status.verified is not None
     newer = rest.cache_key._replace(step=rest.cache_key.step + 1)
     status.verified = replace(status.verified, version=newer)

@@ -71,7 +71,7 @@ def test_a_server_is_started_again_in_another_shape_without_a_failure():
     smaller = replace(shape[B1], max_num_seqs=2)
     world.choose(replace(plan, servers=tuple({**shape, B1: smaller}.items())))
     world.arrive()
-    status = world.machine.servers.slots[B1]
+    status = world.machine.servers.replicas[B1]
     assert (status.state, status.bucket, status.restarts) == (S.SERVING, smaller, 0)
     assert world.phases(B1) == ["drain", "stop", "start", "sync", "verify", "join"]
 
@@ -85,11 +85,11 @@ def test_a_server_that_does_not_come_up_in_another_shape_is_given_its_old_one():
     world.choose(replace(plan, servers=tuple({**shape, B1: smaller}.items())))
     in_phase(world, P.START)
     world.silent = lambda event: False
-    world.give(e.ServerFailed(B1, world.machine.servers.slots[B1].incarnation, "no memory"))
+    world.give(e.ServerFailed(B1, world.machine.servers.replicas[B1].incarnation, "no memory"))
     row = world.moved(B1)
     assert (row.state, row.detail) == ("failed", "no memory; the slot is given back to rollout")
     world.until(lambda: world.state(B1)[0] is S.SERVING)
-    assert world.machine.servers.slots[B1].bucket == shape[B1]
+    assert world.machine.servers.replicas[B1].bucket == shape[B1]
 
 
 def test_lengths_that_a_server_is_meant_for_move_nothing():
@@ -98,7 +98,7 @@ def test_lengths_that_a_server_is_meant_for_move_nothing():
     other = tuple((slot, replace(bucket, up_to_tokens=30)) for slot, bucket in plan.servers)
     world.choose(replace(plan, servers=other))
     assert not world.machine.reconciler.moves
-    assert world.machine.servers.slots[B1].bucket == other[-1][1]
+    assert world.machine.servers.replicas[B1].bucket == other[-1][1]
 
 
 # -- deadlines ------------------------------------------------------------------------------------
@@ -126,12 +126,12 @@ def test_every_phase_that_is_waited_for_asks_to_be_woken_at_its_deadline():
 def test_turns_that_do_not_end_are_aborted_and_then_left_behind():
     world = scene()
     world.silent = of((e.TurnGenerated, e.TurnFailed), B1)
-    world.until(lambda: world.machine.servers.slots[B1].running)
+    world.until(lambda: world.machine.servers.replicas[B1].running)
     world.order(gradient=1)
-    timer = f"drain {B1} {world.machine.servers.slots[B1].incarnation}"
+    timer = f"drain {B1} {world.machine.servers.replicas[B1].incarnation}"
     assert {w.name for w in world.did(a.Wake)} >= {f"{timer} abort", f"{timer} out"}
     world.give(e.TimerFired(f"{timer} abort"))
-    inside = world.machine.servers.slots[B1].running
+    inside = world.machine.servers.replicas[B1].running
     assert [abort.slot for abort in world.did(a.AbortTurn)] == [B1] * inside
     assert world.state(B1)[0] is S.DRAINING
     world.give(e.TimerFired(f"{timer} out"))
@@ -143,7 +143,7 @@ def test_turns_that_do_not_end_are_aborted_and_then_left_behind():
 def test_a_drain_that_is_overdue_goes_on_without_the_turns():
     world = scene()
     world.silent = of((e.TurnGenerated, e.TurnFailed), B1)
-    world.until(lambda: world.machine.servers.slots[B1].running)
+    world.until(lambda: world.machine.servers.replicas[B1].running)
     world.order(gradient=1)
     in_phase(world, P.DRAIN)
     world.time_is_up(B1)
@@ -187,7 +187,7 @@ def test_nothing_is_started_on_a_slot_whose_host_has_not_said_that_all_is_gone()
     assert not world.did(a.StartWorker)
     world.speak()
     world.until(lambda: world.state(B1)[0] is S.SERVING)
-    assert world.machine.servers.slots[B1].restarts == 0
+    assert world.machine.servers.replicas[B1].restarts == 0
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_requests_of_a_servers_life_long_ago_are_not_its_first():
     world = scene()
     world.order(gradient=1)
     world.arrive()
-    assert world.machine.servers.slots[B1].request_s > 0
+    assert world.machine.servers.replicas[B1].request_s > 0
     world.silent = of((e.EpisodeAdvanced, e.EpisodeStarted))
     world.order(gradient=0)
     world.until(lambda: world.state(B1)[0] is S.SERVING)
@@ -257,7 +257,7 @@ def test_a_slot_that_only_waits_for_the_cores_checkpoint_is_not_overdue():
     world.until(lambda: world.kept)
     world.speak()
     world.arrive()
-    assert world.machine.training.core == ("c/0", "a/0", B1)
+    assert world.machine.training.slots == ("c/0", "a/0", B1)
     assert world.moved(B1).state == "done"
 
 
@@ -282,10 +282,10 @@ def test_a_core_that_does_not_come_up_in_time_is_stopped_and_the_old_one_comes_b
     world.silent = lambda event: False
     world.time_is_up(B1)
     world.until(lambda: world.machine.training.state is TrainerState.READY)
-    assert world.machine.training.core == ("c/0", "a/0")
+    assert world.machine.training.slots == ("c/0", "a/0")
     row = world.moved(B1)
     assert row.detail == (
-        "the resized core did not start: start took longer than 1800 s; "
+        "the resized trainer did not start: start took longer than 1800 s; "
         "the slot is given back to rollout"
     )
     world.until(lambda: world.state(B1)[0] is S.SERVING)
@@ -296,7 +296,7 @@ def test_a_core_that_does_not_come_up_in_time_is_stopped_and_the_old_one_comes_b
 
 
 def die(world: Scene, why: str = "killed") -> None:
-    world.give(e.WorkerFailed(B1, world.machine.workers.slots[B1].incarnation, why))
+    world.give(e.WorkerFailed(B1, world.machine.workers.replicas[B1].incarnation, why))
 
 
 @pytest.mark.parametrize("gpus", [True, False])
@@ -363,7 +363,7 @@ def test_a_core_that_dies_during_a_move_delays_it_only(phase):
     world.arrive()
     assert world.moved(B1).state == "done"
     world.steps_on()
-    assert world.machine.training.core == ("c/0", "a/0")
+    assert world.machine.training.slots == ("c/0", "a/0")
 
 
 @pytest.mark.parametrize("comes_back", ["with everything", "empty"])
@@ -400,7 +400,9 @@ def test_the_server_that_serves_is_kept_when_no_other_comes_up():
     in_phase(world, P.START, "a/1")
     assert world.state(B1)[0] is S.SERVING
     world.silent = lambda event: False
-    world.give(e.ServerFailed("a/1", world.machine.servers.slots["a/1"].incarnation, "no memory"))
+    world.give(
+        e.ServerFailed("a/1", world.machine.servers.replicas["a/1"].incarnation, "no memory")
+    )
     world.arrive()
     assert world.state(B1)[0] is S.SERVING
     assert world.machine.reconciler.plan(()) == replace(
@@ -426,8 +428,8 @@ def test_when_the_only_server_cannot_be_started_again_another_slot_serves():
     (slot,) = dict(world.machine.reconciler.plan(()).servers)
     servers = world.machine.servers
     for _ in range(4):  # one more than it may be started again
-        world.give(e.ServerFailed(slot, servers.slots[slot].incarnation, "killed"))
-        world.until(lambda: servers.slots[slot].state in (S.SERVING, S.FAILED))
-    assert servers.slots[slot].state is S.FAILED
-    world.until(lambda: any(s.state is S.SERVING for s in servers.slots.values()))
+        world.give(e.ServerFailed(slot, servers.replicas[slot].incarnation, "killed"))
+        world.until(lambda: servers.replicas[slot].state in (S.SERVING, S.FAILED))
+    assert servers.replicas[slot].state is S.FAILED
+    world.until(lambda: any(s.state is S.SERVING for s in servers.replicas.values()))
     world.steps_on()

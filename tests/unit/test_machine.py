@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from random import Random
-from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +10,9 @@ from hypothesis import strategies as st
 
 from libra_cli.core import events as e
 from libra_cli.core.actions import End
-from libra_cli.core.machine import Phase, Resume
 from libra_cli.core.records import GroupRecord, SlotRecord, SyncRecord
 from libra_cli.core.rollout.groups import GroupLedger
+from libra_cli.core.run_state import Phase, Resume
 from tests.world import Faults, World, recipe
 
 CHANCES = st.sampled_from([0.0, 0.0, 0.02, 0.1])
@@ -33,11 +32,6 @@ FAULTS = st.builds(
 
 # The claims about one kind of fault; a run under all kinds at once has the full number.
 FEWER = settings(max_examples=settings().max_examples * 2 // 5)
-
-
-def test_every_event_has_a_handler():
-    world = World(Random(0))
-    assert set(world.machine._handlers) == set(get_args(e.Event))
 
 
 @given(seed=st.integers(0, 2**32), faults=FAULTS)

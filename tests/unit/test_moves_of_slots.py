@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.replica import ReplicaState
-from libra_cli.core.machine import Phase
 from libra_cli.core.records import GroupRecord, MoveRecord
-from libra_cli.core.rollout.trajectories import Stage
+from libra_cli.core.rollout.active import Stage
+from libra_cli.core.run_state import Phase
 from libra_cli.core.types import Role, SlotId, TrajectoryId
 from tests.world import Faults, World, recipe
 
@@ -91,18 +91,18 @@ class Watched(World):
         self._watch()
 
     def _watch(self) -> None:
-        serving = (s.state is ReplicaState.SERVING for s in self.machine.servers.slots.values())
+        serving = (s.state is ReplicaState.SERVING for s in self.machine.servers.replicas.values())
         self.has_served = self.has_served or any(serving)
         wanted = self.machine.reconciler.plan(())
         assert wanted.servers or not self.has_served, "no server is wanted any more"
 
     def _tokens(self, event: e.TurnGenerated) -> array[int]:
-        flight = self.machine.rollout.flights.get(event.trajectory)
+        flight = self.machine.rollout.active.get(event.trajectory)
         return flight.trajectory.token_ids if flight else array("i")
 
     def _must_count(self, event: e.TurnGenerated) -> bool:
         """Whether somebody waits for exactly this reply, and all of it is of a proved version."""
-        flight = self.machine.rollout.flights.get(event.trajectory)
+        flight = self.machine.rollout.active.get(event.trajectory)
         status = self.machine.servers.current(event.slot, event.incarnation)
         if flight is None or status is None or status.verified is None:
             return False

@@ -235,7 +235,7 @@ def test_a_metric_of_vllms_page_is_shown_everywhere(tmp_path: Path) -> None:
     while not world.steps:
         world.now, _, event = heapq.heappop(world._heap)
         world.give(event)
-    status = next(s for s in world.machine.servers.slots.values() if s.routable)
+    status = next(s for s in world.machine.servers.replicas.values() if s.routable)
     pages = [metrics_page(0.0, 0), metrics_page(6.0, 4), metrics_page(7.0, 6)]
     taken = asyncio.run(readings(pages, status.slot.id, status.incarnation))
     named = [reading.metrics for reading in taken]

@@ -140,12 +140,12 @@ def test_shapes_learn_apart_and_keep_their_own_cache() -> None:
 
 def test_a_run_teaches_its_lanes_what_its_servers_do() -> None:
     world = World(Random(4))
-    servers, tokens = world.machine.servers, dict.fromkeys(world.machine.servers.slots, 0)
+    servers, tokens = world.machine.servers, dict.fromkeys(world.machine.servers.replicas, 0)
     world.later(e.RunStarted())
     learned = 0.0
     while world.end is None and not learned:
         _advance(world)
-        for slot, status in servers.slots.items():
+        for slot, status in servers.replicas.items():
             tokens[slot] += 50
             reading = e.ServerSampled(slot, status.incarnation, 1, 0, 0.1, None, 0, tokens[slot])
             world.give(reading)

@@ -58,7 +58,9 @@ def test_freed_slots_serve_only_after_the_new_core_has_started():
     leave_core(world)
     world.until(lambda: world.kept)
     assert A0 not in {start.slot for start in world.did(a.StartServer)}
-    serving = [s for s in world.machine.servers.slots.values() if s.state is ReplicaState.SERVING]
+    serving = [
+        s for s in world.machine.servers.replicas.values() if s.state is ReplicaState.SERVING
+    ]
     assert len(serving) == 3, "servers go on all the while"
     world.speak()
     assert A0 in {start.slot for start in world.did(a.StartServer)}
@@ -76,11 +78,11 @@ def test_a_new_core_that_fails_to_start_brings_the_old_one_back():
     world.silent = lambda event: False
     world.give(e.TrainerFailed(world.machine.training.incarnation, "out of memory"))
     world.until(lambda: world.machine.training.state is TrainerState.READY)
-    assert world.machine.training.core == ("c/0", A0)
+    assert world.machine.training.slots == ("c/0", A0)
     assert world.machine.training.step >= step_before
     assert A0 not in {start.slot for start in world.did(a.StartServer)}
     assert world.moved(A0).detail == (
-        "the resized core did not start: out of memory; the slot is given back to train"
+        "the resized trainer did not start: out of memory; the slot is given back to train"
     )
     assert dict(world.machine.reconciler.plan(()).servers).keys() == {"a/1", "b/0", "b/1"}
     world.steps_on()
@@ -106,4 +108,4 @@ def test_an_order_that_takes_a_resize_back_before_it_has_begun_stops_nobody():
     world.speak()
     world.steps_on()
     assert not world.did(a.StopTrainer)
-    assert world.machine.training.core == ("c/0", A0)
+    assert world.machine.training.slots == ("c/0", A0)

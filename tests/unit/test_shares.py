@@ -13,6 +13,7 @@ from libra_cli.core import events as e
 from libra_cli.core.cluster.gradient_workers import MAX_MISSED, GradientWorkers
 from libra_cli.core.cluster.partition import MARGIN, Speeds, deal_shares
 from libra_cli.core.cluster.replica import Replica, ReplicaState
+from libra_cli.core.notices import StepOver
 from libra_cli.core.rollout.groups import Group
 from libra_cli.core.types import Pool, Slot, Trajectory, TrajectoryId, WeightVersion
 
@@ -36,7 +37,7 @@ def version(step: int, incarnation: int = 1) -> e.PublishedVersion:
 )
 def test_groups_are_dealt_whole_and_at_most_once(sizes, speeds):
     known = Speeds(1)
-    known.core(100.0, 1.0)
+    known.trainer(100.0, 1.0)
     workers = [Replica(slot(index), since=0.0) for index in range(len(speeds))]
     for status, speed in zip(workers, speeds, strict=True):
         known.worker(status.slot.id, 1000, 1000 / speed)
@@ -51,7 +52,7 @@ def test_groups_are_dealt_whole_and_at_most_once(sizes, speeds):
 @given(fast=st.integers(1, 8), slow=st.integers(1, 8))
 def test_shares_are_in_proportion_to_speed(fast, slow):
     known = Speeds(1)
-    known.core(100.0, 1.0)
+    known.trainer(100.0, 1.0)
     workers = [Replica(slot(index), since=0.0) for index in range(2)]
     for status, factor in zip(workers, (fast, slow), strict=True):
         known.worker(status.slot.id, int(100 * factor), MARGIN)  # what is dealt as 100 * factor
@@ -72,7 +73,7 @@ def test_unknown_speeds_count_gpus_and_the_core_goes_first():
 
 def ready(workers: GradientWorkers, at: Slot, published: e.PublishedVersion) -> Replica:
     """A worker that has proved a version."""
-    status = workers.of(at, now=0.0)
+    status = workers.at(at, now=0.0)
     workers.publish(published)
     workers.start(status, now=0.0)
     workers.started(e.WorkerStarted(at.id, status.incarnation), now=0.0)
@@ -133,7 +134,7 @@ def test_only_a_worker_that_works_and_can_be_reached_has_a_share(what):
     workers = GradientWorkers(1)
     status = ready(workers, slot(0), version(1))
     if what == "unreachable":
-        workers.lost("w", now=2.0)
+        workers.lost("w")
     else:
         workers.leave(status, "the plan", now=2.0)
         if what == "starting":
@@ -154,7 +155,7 @@ def test_shares_that_go_unused_in_a_row_take_the_worker_out():
     for used in story:
         assert status.state is ReplicaState.TRAINING
         workers.shares(BATCH)
-        workers.step_over([done(status, used=used)], (0.0, 0.0), now=2.0)
+        workers.step_over(StepOver((done(status, used=used),)), now=2.0)
     assert status.state is ReplicaState.STOPPING
     assert status.detail == f"{MAX_MISSED} shares in a row were of no use: late"
 
@@ -165,7 +166,7 @@ def test_what_a_worker_of_before_says_changes_nothing():
     old = done(status, used=True)
     workers.take_out(status, "died", now=2.0)
     workers.gone(e.WorkerStopped("w/0", status.incarnation), now=2.0, again=True)
-    workers.step_over([old], (0.0, 0.0), now=3.0)
+    workers.step_over(StepOver((old,)), now=3.0)
     assert not workers.used
 
 
@@ -174,14 +175,14 @@ def test_a_leaving_worker_goes_when_the_step_with_its_share_is_over():
     status = ready(workers, slot(0), version(1))
     workers.shares(BATCH)
     assert not any(isinstance(x, a.StopWorker) for x in workers.leave(status, "the plan", now=2.0))
-    actions = workers.step_over([done(status, used=True)], (10.0, 1.0), now=3.0)
+    actions = workers.step_over(StepOver((done(status, used=True),), 10.0, 1.0), now=3.0)
     assert a.StopWorker("w/0", status.incarnation) in actions
     workers.check()
 
 
 def test_a_worker_that_never_worked_is_not_started_again():
     workers = GradientWorkers(1)
-    status = workers.of(slot(0), now=0.0)
+    status = workers.at(slot(0), now=0.0)
     workers.start(status, now=0.0)
     workers.failed(e.WorkerFailed("w/0", status.incarnation, "no memory"), now=1.0)
     workers.gone(e.WorkerStopped("w/0", status.incarnation), now=2.0, again=True)

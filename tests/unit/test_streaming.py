@@ -12,6 +12,7 @@ from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.gradient_workers import GradientWorkers
 from libra_cli.core.cluster.trainer import PARTS, TrainerGroup, TrainerState
+from libra_cli.core.notices import Result, StepClaimed
 from libra_cli.core.rollout.groups import Group, GroupLedger, GroupState
 from libra_cli.core.types import Pool, Slot, VersionSpan, WeightVersion
 from tests.elastic import scene
@@ -38,13 +39,13 @@ def speak(group: Group, member: int, version: int) -> None:
 
 
 def trainer(book: GroupLedger, *, stream: bool) -> TrainerGroup:
-    training = TrainerGroup(book, GradientWorkers(1), [], checkpoint_every=100, stream=stream)
+    training = TrainerGroup(book, [], checkpoint_every=100, stream=stream)
     training.start(now=0.0)
     training.started(e.TrainerStarted(1, e.PublishedVersion(WeightVersion(1, 0), 1, 0.0)), now=0.0)
     return training
 
 
-def answer(training: TrainerGroup, actions: list[a.Action]) -> None:
+def answer(training: TrainerGroup, actions: list[Result]) -> None:
     for action in actions:
         if isinstance(action, a.Accumulate):
             training.accumulated(e.Accumulated(action.incarnation, action.step, action.part))
@@ -71,9 +72,9 @@ def test_the_batch_is_the_same_with_stream_and_without(order):
                     parts += groups_of(action.samples)
                     assert len(action.samples) >= 2 * GROUPS // PARTS
                     assert len(parts) < GROUPS, "nothing is left for the step itself"
-                if isinstance(action, a.Train):
-                    batches.append(sorted(parts + groups_of(action.samples)))
-                    assert bool(action.parts) is stream
+                if isinstance(action, StepClaimed):
+                    batches.append(sorted(parts + groups_of(action.train.samples)))
+                    assert bool(action.train.parts) is stream
             book.check()
     assert batches == [list(range(GROUPS))] * 2
 
@@ -132,11 +133,11 @@ def test_parts_of_a_trainer_that_dies_are_trained_by_the_next():
 
 def test_shares_are_of_the_last_part_only():
     book, workers = ledger(), GradientWorkers(1)
-    training = TrainerGroup(book, workers, [], checkpoint_every=100, stream=True)
+    training = TrainerGroup(book, [], checkpoint_every=100, stream=True)
     training.start(now=0.0)
     published = e.PublishedVersion(WeightVersion(1, 0), 1, 0.0)
     training.started(e.TrainerStarted(1, published), now=0.0)
-    status = workers.of(Slot("w/0", "w", (), Pool.HYBRID), now=0.0)
+    status = workers.at(Slot("w/0", "w", (), Pool.HYBRID), now=0.0)
     workers.publish(published)
     workers.start(status, now=0.0)
     workers.started(e.WorkerStarted("w/0", status.incarnation), now=0.0)
@@ -149,9 +150,10 @@ def test_shares_are_of_the_last_part_only():
     answer(training, training.claim(now=1.0, target=9))
     for group in groups[2:]:
         end(book, group)
-    (train,) = [x for x in training.claim(now=2.0, target=9) if isinstance(x, a.Train)]
-    assert train.parts == 1
-    assert train.shares
-    shared = {group for share in train.shares for group in share.groups}
+    (step,) = [x for x in training.claim(now=2.0, target=9) if isinstance(x, StepClaimed)]
+    assert step.train.parts == 1
+    shares = workers.shares(step.groups)
+    assert shares
+    shared = {group for share in shares for group in share.groups}
     assert shared <= {group.id for group in groups[2:]}
-    assert set(groups_of(train.samples)) == {group.id for group in groups[2:]}
+    assert set(groups_of(step.train.samples)) == {group.id for group in groups[2:]}

@@ -6,10 +6,11 @@ from array import array
 
 import pytest
 
-from libra_cli.core.actions import Action, StopWorker, SyncWorker
+from libra_cli.core.actions import StopWorker, SyncWorker
 from libra_cli.core.cluster.gradient_workers import MAX_UNREACHED, GradientWorkers
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.events import PublishedVersion, WorkerStarted, WorkerSynced, WorkerSyncFailed
+from libra_cli.core.notices import Result, StepOver
 from libra_cli.core.rollout.groups import Group
 from libra_cli.core.types import Pool, Slot, Trajectory, TrajectoryId, WeightVersion
 
@@ -32,7 +33,7 @@ def groups(count: int) -> list[Group]:
     return made
 
 
-def kinds(actions: list[Action]) -> list[type]:
+def kinds(actions: list[Result]) -> list[type]:
     """What is to be done, without the records."""
     return [type(action) for action in actions if isinstance(action, StopWorker | SyncWorker)]
 
@@ -42,7 +43,7 @@ def workers() -> GradientWorkers:
     """One worker, which has proved version 1."""
     made = GradientWorkers(1)
     made.publish(version(1))
-    made.start(made.of(SLOT, now=0.0), now=0.0)
+    made.start(made.at(SLOT, now=0.0), now=0.0)
     made.started(WorkerStarted("b/0", 0), now=1.0)
     made.synced(WorkerSynced("b/0", 0, version(1), 0.0, 0.0, 0.0, 2.0), now=2.0)
     return made
@@ -51,7 +52,7 @@ def workers() -> GradientWorkers:
 @pytest.fixture
 def status(workers: GradientWorkers) -> Replica:
     """Its own."""
-    return workers.slots["b/0"]
+    return workers.replicas["b/0"]
 
 
 def test_a_worker_that_leaves_ends_the_share_it_has(workers, status):
@@ -59,7 +60,7 @@ def test_a_worker_that_leaves_ends_the_share_it_has(workers, status):
     for _ in range(2):  # whoever wants it gone says so again whenever something happens
         assert kinds(workers.leave(status, "not wanted", now=3.0)) == []
         assert status.state is ReplicaState.DRAINING
-    assert kinds(workers.step_over((), (0.0, 0.0), now=4.0)) == [StopWorker]
+    assert kinds(workers.step_over(StepOver(), now=4.0)) == [StopWorker]
 
 
 def test_a_worker_without_a_share_leaves_at_once(workers, status):
@@ -81,7 +82,7 @@ def test_a_version_that_does_not_arrive_costs_shares_and_not_the_worker(workers,
 
 
 def test_a_worker_that_no_version_reaches_is_taken_out(workers, status):
-    actions: list[Action] = []
+    actions: list[Result] = []
     for number in range(2, 2 + MAX_UNREACHED):
         assert status.state is ReplicaState.TRAINING
         workers.publish(version(number))

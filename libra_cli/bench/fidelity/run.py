@@ -148,8 +148,8 @@ def compared(recorded: Recorded, profile: Profile) -> LiveFidelity:
             f"{recorded.name}: {len(recorded.steps)} steps say too little of a step's time; "
             f"at least {LEAST_STEPS} are needed"
         )
-    tape = replayed(recorded, profile)
-    return LiveFidelity(recorded.name, paces(recorded.steps), paces(tape.steps))
+    simulated = replayed(recorded, profile)
+    return LiveFidelity(recorded.name, paces(recorded.steps), paces(simulated.steps))
 
 
 def paces(steps: Sequence[StepRecord]) -> Paces:
@@ -165,11 +165,11 @@ def replayed(recorded: Recorded, profile: Profile) -> Recording:
     """The run in virtual time. Raises as ``compared`` does."""
     groups = _groups(recorded)
     policy = make_policy(recorded.recipe.scheduler.policy)
-    return World(_scene(recorded, profile), policy, groups).run()
+    return World(_config(recorded, profile), policy, groups).run()
 
 
-def _scene(recorded: Recorded, profile: Profile) -> SimConfig:
-    recipe, around = recorded.recipe, profile.surroundings
+def _config(recorded: Recorded, profile: Profile) -> SimConfig:
+    recipe, contention = recorded.recipe, profile.surroundings
     plan = initial_plan(recipe)
     missing = {b.tensor_parallel for _, b in plan.servers} - set(profile.servers)
     if missing:
@@ -177,7 +177,7 @@ def _scene(recorded: Recorded, profile: Profile) -> SimConfig:
             f"profile {profile.name} has no server of {min(missing)} GPUs, and {recorded.name} has",
             hint="libra bench --calibrate with that run's recipe",
         )
-    beside = profile.scaled(around.serving_slowdown)
+    beside = profile.scaled(contention.serving_slowdown)
     shape = TrainingShape(data_parallel=len(plan.train))
     return SimConfig(
         recipe=recipe,
@@ -187,11 +187,11 @@ def _scene(recorded: Recorded, profile: Profile) -> SimConfig:
         guess_of=guessed_cost,
         train_s=partial(_train_s, profile, shape),
         start_s=lambda bucket: profile.moves.start(bucket.tensor_parallel),
-        sync_s=around.sync_s,
-        stall_s=around.stall_s,
-        turn_s=around.turn_s,
-        beside_of=partial(_cost, beside) if around.serving_slowdown > 1 else None,
-        training_slowdown=around.training_slowdown,
+        sync_s=contention.sync_s,
+        stall_s=contention.stall_s,
+        turn_s=contention.turn_s,
+        beside_of=partial(_cost, beside) if contention.serving_slowdown > 1 else None,
+        training_slowdown=contention.training_slowdown,
     )
 
 

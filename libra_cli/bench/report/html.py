@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from libra_cli import __version__
-from libra_cli.bench.report import terminal as bench_view
+from libra_cli.bench.report import terminal
 from libra_cli.report.html.run_report import Chart
 
 if TYPE_CHECKING:
@@ -95,23 +95,23 @@ def _tiles(results: Sequence[ExperimentResult]) -> list[tuple[str, str, str]]:
         comparison, summary = found
         what = "makespan" if summary.judged_by == "makespan_s" else "throughput"
         if summary.baseline is not None:
-            name = bench_view.name_of(comparison, summary.baseline)
-            value = bench_view.change(summary.baseline)
-            tiles.append((f"{what} against {name}", value, bench_view.subject(comparison)))
+            name = terminal.name_of(comparison, summary.baseline)
+            value = terminal.change(summary.baseline)
+            tiles.append((f"{what} against {name}", value, terminal.subject(comparison)))
         if summary.rival is not None and summary.rival != summary.baseline:
-            name = bench_view.name_of(comparison, summary.rival)
+            name = terminal.name_of(comparison, summary.rival)
             doubt = "" if summary.significant else "not significant"
-            value = bench_view.change(summary.rival)
+            value = terminal.change(summary.rival)
             tiles.append((f"{what} against {name}", value, doubt or "the best other, significant"))
         if summary.share_of_clairvoyant is not None:
-            value = bench_view.share(summary.share_of_clairvoyant, summary.share_ci95)
+            value = terminal.share(summary.share_of_clairvoyant, summary.share_ci95)
             tiles.append(("of the clairvoyant's gain", value, "over least-loaded, by makespan"))
     return tiles
 
 
 def _ours(comparison: Comparison) -> ComparisonSummary | None:
     pairs = zip(comparison.names, comparison.summaries, strict=True)
-    return next((summary for name, summary in pairs if name == bench_view.OURS), None)
+    return next((summary for name, summary in pairs if name == terminal.OURS), None)
 
 
 def _section(number: int, result: ExperimentResult) -> dict[str, object]:
@@ -120,12 +120,12 @@ def _section(number: int, result: ExperimentResult) -> dict[str, object]:
         "notes": result.notes,
         "comparisons": [
             {
-                "subject": bench_view.subject(comparison),
+                "subject": terminal.subject(comparison),
                 "chart": _contenders(f"contenders-{number}-{index}", comparison),
                 "rows": _table(comparison),
-                "last": "of the gain" if bench_view.has_share(comparison) else "against",
-                "legend": bench_view.legend(comparison),
-                "verdicts": bench_view.verdicts(comparison),
+                "last": "of the gain" if terminal.has_share(comparison) else "against",
+                "legend": terminal.legend(comparison),
+                "verdicts": terminal.verdicts(comparison),
             }
             for index, comparison in enumerate(result.comparisons)
         ],
@@ -133,13 +133,13 @@ def _section(number: int, result: ExperimentResult) -> dict[str, object]:
 
 
 def _table(comparison: Comparison) -> list[dict[str, object]]:
-    by_share = bench_view.has_share(comparison)
+    by_share = terminal.has_share(comparison)
     return [
         {
             "name": name,
             "best": summary.best,
-            "mark": bench_view.mark(summary),
-            "cells": bench_view.cells(summary, by_share),
+            "mark": terminal.mark(summary),
+            "cells": terminal.cells(summary, by_share),
         }
         for name, summary in zip(comparison.names, comparison.summaries, strict=True)
     ]
@@ -168,7 +168,7 @@ def _contenders(name: str, comparison: Comparison) -> Chart:
         axes.set_yticklabels(list(reversed(comparison.names)))
         axes.set_ylim(-0.6, len(summaries) - 0.4)
         axes.margins(x=0.05)
-        axes.xaxis.set_major_formatter(lambda value, _: bench_view.amount(value))
+        axes.xaxis.set_major_formatter(lambda value, _: terminal.amount(value))
         axes.grid(axis="x")
 
     left = 24 + 6 * max(map(len, comparison.names))
@@ -317,11 +317,11 @@ def _lengths(timelines: Sequence[Timeline]) -> list[Chart]:
             axes.set_xscale("log")
             axes.set_ylim(0, 1.02)
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-            axes.xaxis.set_major_formatter(lambda value, _: bench_view.amount(value))
+            axes.xaxis.set_major_formatter(lambda value, _: terminal.amount(value))
             axes.grid(axis="y")
 
-        mean = bench_view.amount(round(sum(lengths) / len(lengths)))
-        p99 = bench_view.amount(lengths[math.ceil(0.99 * len(lengths)) - 1])
+        mean = terminal.amount(round(sum(lengths) / len(lengths)))
+        p99 = terminal.amount(lengths[math.ceil(0.99 * len(lengths)) - 1])
         unit = f"{run.trace}: generated tokens, mean {mean}, P99 {p99}"
         keys = (
             ("a", "line", "trajectories longer than this"),

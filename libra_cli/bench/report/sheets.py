@@ -225,16 +225,16 @@ def _ratios(short: float, long: float, growth: float) -> Iterable[str]:
 def calibration_report(profile: Profile, path: Path) -> Report:
     """The prices of a profile that was measured and written to ``path``."""
     rows = [row for degree in sorted(profile.servers) for row in _server_prices(profile, degree)]
-    training, around = profile.training, profile.surroundings
+    training, contention = profile.training, profile.surroundings
     rows += [
         ("training: a step", amount(training.step_s), "s"),
         ("  a token", amount(training.token_s * 1e6), "us"),
         ("  a pair of tokens", amount(training.pair_s * 1e9), "ns"),
-        ("weights: published to proved", amount(around.sync_s), "s"),
-        ("  of which the server stands still", amount(around.stall_s), "s"),
-        ("a turn outside the server", amount(around.turn_s * 1e3), "ms"),
-        ("a turn while the trainer works", f"x{around.serving_slowdown:.2f}", ""),
-        ("a step while servers work", f"x{around.training_slowdown:.2f}", ""),
+        ("weights: published to proved", amount(contention.sync_s), "s"),
+        ("  of which the server stands still", amount(contention.stall_s), "s"),
+        ("a turn outside the server", amount(contention.turn_s * 1e3), "ms"),
+        ("a turn while the trainer works", f"x{contention.serving_slowdown:.2f}", ""),
+        ("a step while servers work", f"x{contention.training_slowdown:.2f}", ""),
     ]
     notes = [f"{key}: {profile.provenance[key]}" for key in ("servers", "training")]
     sheet = Sheet(f"profile {profile.name}, written to {path}", ("", "", ""), rows, notes)

@@ -114,9 +114,9 @@ def verdicts(comparison: Comparison) -> list[str]:
         if OURS not in (summary.policy, summary.planner) or name != OURS:
             continue
         against = {d.to: d for d in (summary.baseline, summary.rival) if d is not None}
-        told = [f"{_against(d)} {name_of(comparison, d)}" for d in against.values()]
-        if told:
-            lines.append(f"{name}: {_word(comparison)} " + "; ".join(told))
+        differences = [f"{_against(d)} {name_of(comparison, d)}" for d in against.values()]
+        if differences:
+            lines.append(f"{name}: {_word(comparison)} " + "; ".join(differences))
     return lines
 
 

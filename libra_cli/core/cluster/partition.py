@@ -1,10 +1,10 @@
-"""Who computes which groups of a step: the core and its gradient workers, each at its own speed.
+"""Who computes which groups of a step: the trainer group or a gradient worker, each at its speed.
 
 Groups go whole, since advantages are relative to the group; largest first, each to whoever would
 have it done first (longest-processing-time rule, Graham 1969: within 4/3 of the best makespan).
 Speeds are tokens a second, smoothed over steps. Nobody's speed is known before the first step: then
-a GPU counts as much as another. The core takes its part first where all are equal, since what it
-computes needs no transfer.
+a GPU counts as much as another. The trainer group takes its part first where all are equal, since
+what it computes needs no transfer.
 
 Guarantee: every group is dealt exactly once, and the sum of gradients is the same however it is.
 Limit: seconds are counted as proportional to tokens.
@@ -22,35 +22,35 @@ from libra_cli.core.types import GroupId, Seconds, SlotId, Tokens
 KEEP = 0.5
 """Weight of what was known before in a new speed."""
 MARGIN = 0.9
-"""A worker is dealt as if it were this much slower: the core should not be the one that waits."""
+"""A worker is dealt as if it were this much slower: the trainer should not have to wait."""
 
 
 class Speeds:
-    """Tokens a second of the core and of each worker; None until measured."""
+    """Tokens a second of the trainer group and of each worker; None until measured."""
 
-    def __init__(self, core_gpus: int) -> None:
-        self._core_gpus = max(1, core_gpus)
-        self._core: float | None = None
+    def __init__(self, trainer_gpus: int) -> None:
+        self._trainer_gpus = max(1, trainer_gpus)
+        self._trainer: float | None = None
         self._workers: dict[SlotId, float] = {}
 
-    def core(self, tokens: float, seconds: Seconds) -> None:
-        """The core computed its own part."""
+    def trainer(self, tokens: float, seconds: Seconds) -> None:
+        """The trainer group computed its own part."""
         if tokens > 0 and seconds > 0:
-            self._core = _blend(self._core, tokens / seconds)
+            self._trainer = _blend(self._trainer, tokens / seconds)
 
     def worker(self, slot: SlotId, tokens: Tokens, seconds: Seconds) -> None:
         """A worker computed a share."""
         if tokens > 0 and seconds > 0:
             self._workers[slot] = _blend(self._workers.get(slot), tokens / seconds)
 
-    def of_core(self) -> float:
-        """Of the core, or its number of GPUs."""
-        return self._core or float(self._core_gpus)
+    def of_trainer(self) -> float:
+        """Of the trainer group, or its number of GPUs."""
+        return self._trainer or float(self._trainer_gpus)
 
-    def of(self, status: Replica) -> float:
-        """Of a worker, or the core's by the number of GPUs."""
-        guess = self.of_core() * status.slot.num_devices / self._core_gpus
-        return MARGIN * self._workers.get(status.slot.id, guess)
+    def of(self, replica: Replica) -> float:
+        """Of a worker, or the trainer group's by the number of GPUs."""
+        guess = self.of_trainer() * replica.slot.num_devices / self._trainer_gpus
+        return MARGIN * self._workers.get(replica.slot.id, guess)
 
 
 def deal_shares(
@@ -58,7 +58,7 @@ def deal_shares(
 ) -> tuple[BatchPartition, ...]:
     """The shares of the workers; a worker that would get nothing has none."""
     ready = list(workers)
-    pace = [speeds.of_core(), *(speeds.of(status) for status in ready)]
+    pace = [speeds.of_trainer(), *(speeds.of(replica) for replica in ready)]
     load = [0.0] * len(pace)
     dealt: list[list[GroupId]] = [[] for _ in pace]
     for group in sorted(groups, key=lambda group: (-_tokens(group), group.id)):
@@ -69,8 +69,8 @@ def deal_shares(
         dealt[first].append(group.id)
     pairs = zip(ready, dealt[1:], strict=True)
     return tuple(
-        BatchPartition(status.slot.id, status.incarnation, tuple(sorted(ids)))
-        for status, ids in pairs
+        BatchPartition(replica.slot.id, replica.incarnation, tuple(sorted(ids)))
+        for replica, ids in pairs
         if ids
     )
 

@@ -1,27 +1,28 @@
-"""The lifecycle of a slot: one table, and the status that moves along it.
+"""A replica: the process of one role on one slot, and the table of its life.
 
-Rules for this file: everything that may change a slot's state lives here; an edge that is not in
+Rules for this file: everything that may change a replica's state lives here; an edge that is not in
 ``TRANSITIONS`` is a bug and raises ``IllegalMove`` without changing anything; the text of an edge
 says what in the world causes it.
 
-An **incarnation** is the generation number of a slot's assignment. It grows whenever a server is
-taken out, so that whatever the old process still has to say can be recognised and dropped.
+An **incarnation** is the number of the process's life. It grows whenever a process is taken out, so
+that whatever the old one still has to say can be recognised and dropped.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from json import dumps
 
-from libra_cli.config.errors import IllegalMove
 from libra_cli.core.events import PublishedVersion
+from libra_cli.core.lifecycle import follow
 from libra_cli.core.records import SlotRecord
 from libra_cli.core.types import Bucket, Role, Seconds, Slot, WeightVersion
 
 
 class ReplicaState(StrEnum):
-    """Where a slot is in its life."""
+    """Where a replica is in its life."""
 
     IDLE = "idle"
     STARTING = "starting"
@@ -59,7 +60,7 @@ TRANSITIONS: dict[ReplicaState, dict[ReplicaState, str]] = {
     },
     S.TRAINING: {
         S.DRAINING: "a new plan has no gradient worker on it: its share may end, none begins",
-        S.STOPPING: "a rank died, a step failed, the core is resized, or the run ends",
+        S.STOPPING: "a rank died, a step failed, the trainer is resized, or the run ends",
     },
     S.STOPPING: {
         S.IDLE: "no process with its marker is left on the node",
@@ -72,7 +73,10 @@ TRANSITIONS: dict[ReplicaState, dict[ReplicaState, str]] = {
 
 @dataclass(slots=True)
 class Replica:
-    """One slot, its state and what is known of the process on it."""
+    """One role of one slot: its state and what is known of the process.
+
+    A slot that changes its role may have a replica of each for a while.
+    """
 
     slot: Slot
     since: Seconds
@@ -86,8 +90,8 @@ class Replica:
     syncing: PublishedVersion | None = None
     #: Versions that it may have generated with, whose proof broke off.
     unproved: set[WeightVersion] = field(default_factory=set)
-    #: A server that never served has a wrong configuration: it is not started again.
-    has_served: bool = False
+    #: A process that never worked has a wrong configuration: it is not started again.
+    has_worked: bool = False
     reachable: bool = True
     #: Something failed, and it has not answered since: nothing is sent to it.
     suspect: bool = False
@@ -105,28 +109,28 @@ class Replica:
     detail: str = ""
     story: list[str] = field(default_factory=list)
 
+    def __str__(self) -> str:
+        past = "; ".join(self.story[-6:])
+        return f"slot {self.slot.id} ({self.state} since {self.since:.1f} s; before: {past or '-'})"
+
     def move(self, to: ReplicaState, *, now: Seconds, why: str = "") -> None:
         """Follow one edge of the table.
 
         Raises:
             IllegalMove: the table has no such edge; nothing was changed.
         """
-        if to not in TRANSITIONS[self.state]:
-            told = "; ".join(self.story[-6:])
-            raise IllegalMove(
-                f"slot {self.slot.id}: {self.state} -> {to} "
-                f"({self.state} since {self.since:.1f} s; before: {told or 'nothing'})"
-            )
+        before = self.state
+        follow(TRANSITIONS, before, to, self)
         if self.serving:
             self.count(0, now=now)
             self.serving_s += now - self.since
-        self.story.append(f"{self.state} -> {to} at {now:.1f} s {why}".rstrip())
+        self.story.append(f"{before} -> {to} at {now:.1f} s {why}".rstrip())
         self.state, self.since, self.detail = to, now, why
 
     def reset(self, *, now: Seconds) -> None:
         """A new plan hopes for it: a process that failed here before is no reason not to try."""
         self.move(S.IDLE, now=now)
-        self.role, self.restarts, self.has_served = Role.IDLE, 0, False
+        self.role, self.restarts, self.has_worked = Role.IDLE, 0, False
 
     def count(self, change: int, *, now: Seconds) -> None:
         """Add to the number of our requests inside the server, and to its busy time."""
@@ -166,25 +170,42 @@ class Replica:
         assert self.running == 0 or self.state in (S.SERVING, S.DRAINING), self.slot.id
 
 
-def slot_record(status: Replica, *, now: Seconds, waiting: int = 0) -> SlotRecord:
+_SHOWN = {
+    S.SERVING: 4,
+    S.TRAINING: 4,
+    S.DRAINING: 4,
+    S.STOPPING: 3,
+    S.JOINING: 2,
+    S.STARTING: 2,
+    S.FAILED: 1,
+    S.IDLE: 0,
+}
+
+
+def shown(replicas: Iterable[Replica]) -> Replica:
+    """Of those on a slot, the one that works, or is nearest to it."""
+    return max(replicas, key=lambda replica: (_SHOWN[replica.state], replica.since))
+
+
+def slot_record(replica: Replica, *, now: Seconds, waiting: int) -> SlotRecord:
     """The slot's row; ``now`` brings its serving time up to date."""
-    serving = now - status.since if status.serving else 0.0
+    serving = now - replica.since if replica.serving else 0.0
     return SlotRecord(
-        slot=status.slot.id,
-        node=status.slot.node,
-        gpus_json=dumps(status.slot.gpus),
-        pool=status.slot.pool,
-        role=status.role,
-        state=status.state if status.reachable else "unreachable",
-        since=status.since,
-        incarnation=status.incarnation,
-        bucket=status.bucket.name if status.bucket else "",
-        version=status.verified.version.step if status.verified else None,
-        verified=status.verified is not None,
-        running=status.running,
+        slot=replica.slot.id,
+        node=replica.slot.node,
+        gpus_json=dumps(replica.slot.gpus),
+        pool=replica.slot.pool,
+        role=replica.role,
+        state=replica.state if replica.reachable else "unreachable",
+        since=replica.since,
+        incarnation=replica.incarnation,
+        bucket=replica.bucket.name if replica.bucket else "",
+        version=replica.verified.version.step if replica.verified else None,
+        verified=replica.verified is not None,
+        running=replica.running,
         waiting=waiting,
-        busy_s=status.busy_s,
-        serving_s=status.serving_s + serving,
-        restarts=status.restarts,
-        detail=status.detail,
+        busy_s=replica.busy_s,
+        serving_s=replica.serving_s + serving,
+        restarts=replica.restarts,
+        detail=replica.detail,
     )

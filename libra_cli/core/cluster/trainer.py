@@ -8,10 +8,10 @@ started has a configuration error and is not tried again.
 With ``stream`` a step begins on the groups that are READY while others are still played: their
 gradients are sums, divided once at the end, so what comes out does not depend on it.
 
-**Resize.** For a lasting shift the core itself changes its slots: no step is begun, a checkpoint is
-written, every rank stops, and the new ones start from it at the same global batch. Servers go on
-all the while. If the new core does not come up, the old one is started again where it was; its
-slots are held free until then.
+**Resize.** For a lasting shift the trainer group itself changes its slots: no step is begun, a
+checkpoint is written, every rank stops, and new ones start from it at the same global batch.
+Servers go on all the while. If the new ones do not come up, the old ones are started again where
+they were; those slots are held free until then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from statistics import fmean
 
 from libra_cli.core.actions import (
     Accumulate,
-    Action,
     Checkpoint,
     Save,
     StartTrainer,
@@ -32,8 +31,7 @@ from libra_cli.core.actions import (
     TrainSample,
     Wake,
 )
-from libra_cli.core.cluster.gradient_workers import GradientWorkers
-from libra_cli.core.cluster.replica import Replica, ReplicaState, slot_record
+from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.events import (
     Accumulated,
     CheckpointSaved,
@@ -41,6 +39,8 @@ from libra_cli.core.events import (
     StepDone,
     TrainerStarted,
 )
+from libra_cli.core.lifecycle import follow
+from libra_cli.core.notices import ReplicaChanged, ResizeRefused, Result, StepClaimed, StepOver
 from libra_cli.core.records import StepRecord, VersionRecord, to_metrics_json
 from libra_cli.core.rollout.groups import Group, GroupLedger
 from libra_cli.core.types import Role, Seconds, Slot, SlotId, Trajectory
@@ -69,23 +69,47 @@ class TrainerState(StrEnum):
     FAILED = "failed"
 
 
+T = TrainerState
+
+TRANSITIONS: dict[TrainerState, dict[TrainerState, str]] = {
+    T.DOWN: {
+        T.STARTING: "the run begins, it moves to other slots, or a minute has passed since it died",
+        T.FAILED: "its restarts are used up, or it never started",
+    },
+    T.STARTING: {
+        T.READY: "every rank is there and has published a version",
+        T.STOPPING: "a rank died or was not ready in time, or the run ends",
+    },
+    T.READY: {
+        T.BUSY: "a batch, or a part of one, is claimed",
+        T.STOPPING: "a rank died, it moves to other slots, or the run ends",
+    },
+    T.BUSY: {
+        T.READY: "the step is done and published, or the part accumulated",
+        T.STOPPING: "a rank died, the step failed, or the run ends",
+    },
+    T.STOPPING: {
+        T.DOWN: "no process of it is left on any node",
+    },
+    T.FAILED: {},
+}
+
+
 class TrainerGroup:
     """The trainer and its steps. Methods return the actions they call for."""
 
     def __init__(
         self,
         ledger: GroupLedger,
-        workers: GradientWorkers,
         slots: Iterable[Slot],
         *,
         checkpoint_every: int,
         stream: bool = False,
     ) -> None:
         self._ledger = ledger
-        self._workers = workers
         self._every = checkpoint_every
         self._stream = stream
-        self.slots = [Replica(slot, since=0.0, role=Role.TRAIN) for slot in slots]
+        self.replicas = [Replica(slot, since=0.0, role=Role.TRAIN) for slot in slots]
         self.state = TrainerState.DOWN
         self.incarnation = 0
         self.step = 0
@@ -104,79 +128,80 @@ class TrainerGroup:
         self._parts = 0
         #: The part whose end is waited for; 0 for none.
         self._awaited = 0
-        #: The slots that the core is to move to; those it comes from, while the new one starts.
+        #: The slots that it is to move to; those it comes from, while it starts on the new ones.
         self._next: list[Slot] = []
-        self.held: list[Replica] = []
-        #: Whether the core is back where it was, because the one asked for did not start.
-        self.refused = False
-        #: Whether a slot's row has been told since the pool last looked.
-        self.stirred = False
+        self.previous: list[Replica] = []
         self._rows: dict[int, StepRecord] = {}
         self._step_ended: Seconds = 0.0
 
+    def _enter(self, state: TrainerState) -> None:
+        self.state = follow(TRANSITIONS, self.state, state, "the trainer")
+
     # -- coming and going -----------------------------------------------------------------------
 
-    def start(self, *, now: Seconds) -> list[Action]:
+    def start(self, *, now: Seconds) -> list[Result]:
         """Start every rank, from the last checkpoint if there is one."""
-        self.state, self._started_at = TrainerState.STARTING, now
+        self._enter(TrainerState.STARTING)
+        self._started_at = now
         self.incarnation += 1
         return [
-            StartTrainer(self.incarnation, self.core, self.checkpoint),
+            StartTrainer(self.incarnation, self.slots, self.checkpoint),
             *self._move(ReplicaState.STARTING, now=now),
         ]
 
     @property
-    def core(self) -> tuple[SlotId, ...]:
+    def slots(self) -> tuple[SlotId, ...]:
         """The slots of its ranks, in order."""
-        return tuple(status.slot.id for status in self.slots)
+        return tuple(replica.slot.id for replica in self.replicas)
 
     @property
-    def aim(self) -> tuple[SlotId, ...]:
-        """The core that it has, or is to have."""
-        return tuple(slot.id for slot in self._next) or self.core
+    def target_slots(self) -> tuple[SlotId, ...]:
+        """The slots that it has, or is to have."""
+        return tuple(slot.id for slot in self._next) or self.slots
 
     @property
-    def home(self) -> tuple[SlotId, ...]:
-        """The core that has worked: the one there is, or the one a resize has left."""
-        return tuple(status.slot.id for status in self.held) or self.core
+    def proved_slots(self) -> tuple[SlotId, ...]:
+        """The slots on which it has worked: those it has, or those a resize has left."""
+        return tuple(replica.slot.id for replica in self.previous) or self.slots
 
     @property
     def resizing(self) -> bool:
-        """Whether the core is on its way to other slots."""
-        return bool(self._next or self.held)
+        """Whether it is on its way to other slots."""
+        return bool(self._next or self.previous)
 
     @property
     def may_resize(self) -> bool:
-        """Whether another core may be asked for now."""
-        return self.state in (TrainerState.READY, TrainerState.BUSY) and not self.held
+        """Whether it may be asked to move to other slots now."""
+        return self.state in (TrainerState.READY, TrainerState.BUSY) and not self.previous
 
     @property
     def reserved(self) -> list[Slot]:
         """Slots that a rank is on, or may be started on at any moment."""
-        return [*self._next, *(status.slot for status in (*self.slots, *self.held))]
+        return [*self._next, *(replica.slot for replica in (*self.replicas, *self.previous))]
 
     @property
     def streaming(self) -> bool:
         """Whether a part of the next step is in already."""
         return self._parts > 0
 
-    def resize(self, slots: list[Slot], *, now: Seconds) -> list[Action]:
+    def resize(self, slots: list[Slot], *, now: Seconds) -> list[Result]:
         """Move to these slots, as soon as the step under way is done and saved; none: stay."""
         self._next = slots
         return self._leave(now)
 
-    def _leave(self, now: Seconds) -> list[Action]:
+    def _leave(self, now: Seconds) -> list[Result]:
         """Save what there is, then stop; the rest follows from that."""
         if not self._next or self.state is not TrainerState.READY:
             return []
         if self.step > max(self.checkpoint_step, 0) or self._asked_step > self.checkpoint_step:
             return self.save()
-        return self.stop("the core is resized", now=now)
+        return self.stop("the trainer is resized", now=now)
 
-    def started(self, event: TrainerStarted, *, now: Seconds) -> list[Action]:
+    def started(self, event: TrainerStarted, *, now: Seconds) -> list[Result]:
         """Ready at some step; what the ledger gave it beyond that is given to it again."""
-        self.state, self._ever_started = TrainerState.READY, True
-        self.held = []
+        self._enter(TrainerState.READY)
+        self._ever_started = True
+        self.previous = []
         self._idle_since = self._step_ended = now
         self.step = event.published.version.step
         self._asked_step = self.checkpoint_step
@@ -184,7 +209,7 @@ class TrainerGroup:
         self._batch, self._parts, self._awaited = [], 0, 0
         return [*self._publish(event.published), *self._move(ReplicaState.TRAINING, now=now)]
 
-    def _publish(self, published: PublishedVersion) -> list[Action]:
+    def _publish(self, published: PublishedVersion) -> list[Result]:
         self.published = published
         row = VersionRecord(
             version=published.version.step,
@@ -194,61 +219,65 @@ class TrainerGroup:
         )
         return [Save(row)]
 
-    def failed(self, reason: str, *, now: Seconds) -> list[Action]:
+    def failed(self, reason: str, *, now: Seconds) -> list[Result]:
         """A rank died or a step failed: stop whatever is left of it."""
         if self.state in (TrainerState.DOWN, TrainerState.STOPPING, TrainerState.FAILED):
             return []
         return self.stop(reason, now=now)
 
-    def stop(self, why: str, *, now: Seconds) -> list[Action]:
+    def stop(self, why: str, *, now: Seconds) -> list[Result]:
         """Stop every rank."""
         if self.state in (TrainerState.DOWN, TrainerState.STOPPING, TrainerState.FAILED):
             return []
-        self.state, self.detail = TrainerState.STOPPING, why
+        self._enter(TrainerState.STOPPING)
+        self.detail = why
         actions = [
-            StopTrainer(self.incarnation, self.core),
+            StopTrainer(self.incarnation, self.slots),
             *self._move(ReplicaState.STOPPING, now=now, why=why),
         ]
-        return [*actions, *self._workers.step_over((), (0.0, 0.0), now=now)]
+        return [*actions, StepOver()]
 
-    def gone(self, *, now: Seconds, again: bool) -> list[Action]:
+    def gone(self, *, now: Seconds, again: bool) -> list[Result]:
         """Verified gone. Start it again if the run goes on and it may."""
-        self.state = TrainerState.DOWN
+        if self.state is not TrainerState.STOPPING:
+            return []
+        self._enter(TrainerState.DOWN)
         actions = self._move(ReplicaState.IDLE, now=now, why=self.detail)
         if not again:
             return actions
-        if self._next or self.held:
-            self._change_slots(now)
-            return [*actions, *self.start(now=now)]
+        if self._next:
+            return [*actions, *self._start_on(self._next, self.replicas, now)]
+        if self.previous:
+            old = [replica.slot for replica in self.previous]
+            why = f"the resized trainer did not start: {self.detail}"
+            return [*actions, *self._start_on(old, [], now), ResizeRefused(why)]
         if not self._ever_started or self._restarts >= MAX_RESTARTS:
-            self.state = TrainerState.FAILED
+            self._enter(TrainerState.FAILED)
             return [*actions, *self._move(ReplicaState.FAILED, now=now, why=self.detail)]
         self._restarts += 1
         return [*actions, Wake(TIMER, max(0.0, self._started_at + RESTART_EVERY_S - now))]
 
-    def _change_slots(self, now: Seconds) -> None:
-        """To those asked for; if the new core has just failed to start, back to the old one's."""
-        self.refused = not self._next
-        slots = self._next or [status.slot for status in self.held]
-        self.held, self._next = (self.slots if self._next else []), []
-        self.slots = [Replica(slot, since=now, role=Role.TRAIN) for slot in slots]
+    def _start_on(self, slots: list[Slot], previous: list[Replica], now: Seconds) -> list[Result]:
+        """Start on other slots; ``previous`` are held free until it works there."""
+        self.previous, self._next = previous, []
+        self.replicas = [Replica(slot, since=now, role=Role.TRAIN) for slot in slots]
+        return self.start(now=now)
 
-    def restart(self, *, now: Seconds) -> list[Action]:
+    def restart(self, *, now: Seconds) -> list[Result]:
         """The minute is over."""
         return self.start(now=now) if self.state is TrainerState.DOWN else []
 
-    def _move(self, to: ReplicaState, *, now: Seconds, why: str = "") -> list[Action]:
-        self.stirred = True
-        for status in self.slots:
-            status.move(to, now=now, why=why)
-            status.incarnation = self.incarnation
-            status.restarts = self._restarts
-            status.role = _ROLES.get(to, Role.TRAIN)
-        return [Save(slot_record(status, now=now)) for status in self.slots]
+    def _move(self, to: ReplicaState, *, now: Seconds, why: str = "") -> list[Result]:
+        for replica in self.replicas:
+            replica.move(to, now=now, why=why)
+            replica.incarnation = self.incarnation
+            replica.restarts = self._restarts
+            replica.role = _ROLES.get(to, Role.TRAIN)
+        return [ReplicaChanged(replica) for replica in self.replicas]
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def claim(self, *, now: Seconds, target: int) -> list[Action]:
+    def claim(self, *, now: Seconds, target: int) -> list[Result]:
         """Train on the next batch, or a part of it, if the trainer is free and it is there."""
         if self._next:
             return self._leave(now)
@@ -260,7 +289,7 @@ class TrainerGroup:
             return self._train(step, rest, now, save=step % self._every == 0 or step >= target)
         return self._accumulate(step, now) if self._stream else []
 
-    def _accumulate(self, step: int, now: Seconds) -> list[Action]:
+    def _accumulate(self, step: int, now: Seconds) -> list[Result]:
         least = -(-self._ledger.groups_per_step // PARTS)
         groups = self._ledger.claim_part(step, least=least)
         if not groups:
@@ -270,25 +299,26 @@ class TrainerGroup:
         self._awaited = self._parts
         return [Accumulate(self.incarnation, step, self._parts, self._samples(groups))]
 
-    def accumulated(self, event: Accumulated) -> list[Action]:
+    def accumulated(self, event: Accumulated) -> list[Result]:
         """A part is in: go on with the next, or with the step."""
-        if self.state is TrainerState.BUSY and event.part == self._awaited:
-            self.state, self._awaited = TrainerState.READY, 0
+        here = event.step == self.step + 1 and event.part == self._awaited
+        if self.state is TrainerState.BUSY and here:
+            self._enter(TrainerState.READY)
+            self._awaited = 0
         return []
 
     def _begin(self, groups: list[Group], now: Seconds) -> None:
         self._batch = [*self._batch, *groups] if self._parts else groups
         if not self._parts:
             self._batch_at = now
-        self.state = TrainerState.BUSY
+        self._enter(TrainerState.BUSY)
 
     def _samples(self, groups: list[Group]) -> tuple[TrainSample, ...]:
         return tuple(self._sample(member) for group in groups for member in group.members)
 
-    def _train(self, step: int, rest: list[Group], now: Seconds, *, save: bool) -> list[Action]:
+    def _train(self, step: int, rest: list[Group], now: Seconds, *, save: bool) -> list[Result]:
         assert self.published is not None
         self._begin(rest, now)
-        shares = self._workers.shares(rest)
         ledger = self._ledger.position(step) if save else None
         if save:
             self._asked_step = step
@@ -299,9 +329,8 @@ class TrainerGroup:
             ledger,
             held=self.published,
             parts=self._parts,
-            shares=shares,
         )
-        return [train]
+        return [StepClaimed(train, tuple(rest))]
 
     def _sample(self, trajectory: Trajectory) -> TrainSample:
         assert self.published is not None
@@ -313,16 +342,17 @@ class TrainerGroup:
         # After a rollback the oldest token may come from a version yet to be trained again.
         return max(0, self.step - oldest)
 
-    def done(self, event: StepDone, *, now: Seconds) -> list[Action]:
+    def done(self, event: StepDone, *, now: Seconds) -> list[Result]:
         """A step is done and published: its row, and what the checkpoint makes forgettable."""
+        self._enter(TrainerState.READY)
         row = self._rows[event.step] = self._step_record(event, now)
         self._rows.pop(event.step - 8, None)
-        self.state, self.step, self._parts = TrainerState.READY, event.step, 0
+        self.step, self._parts = event.step, 0
         self._idle_since = self._step_ended = now
         self._ledger.trained(event.step)
-        own = (event.metrics.get("own_tokens") or 0.0, event.metrics.get("own_s") or 0.0)
-        actions = self._workers.step_over(event.shares, own, now=now)
-        return [*self._publish(event.published), Save(row), *actions]
+        tokens, seconds = event.metrics.get("own_tokens"), event.metrics.get("own_s")
+        over = StepOver(event.shares, tokens or 0.0, seconds or 0.0)
+        return [*self._publish(event.published), Save(row), over]
 
     def remember(self, path: str, step: int) -> None:
         """A checkpoint of ``step`` exists: this is where a restart begins."""
@@ -339,7 +369,7 @@ class TrainerGroup:
         """The groups of the last batch."""
         return self._batch
 
-    def save(self) -> list[Action]:
+    def save(self) -> list[Result]:
         """Write a checkpoint now, if the trainer can and the last one is older."""
         newest = max(self.checkpoint_step, self._asked_step, 0)
         if self.state is not TrainerState.READY or self.step <= newest:
@@ -354,8 +384,10 @@ class TrainerGroup:
         busy = self.state is TrainerState.BUSY
         return busy or (self.state is TrainerState.READY and saving)
 
-    def saved(self, event: CheckpointSaved) -> list[Action]:
+    def saved(self, event: CheckpointSaved) -> list[Result]:
         """A checkpoint is written. The news of two may come in the wrong order."""
+        if event.step > self.step:
+            return []
         if event.step > self.checkpoint_step:
             self.remember(event.path, event.step)
         row = self._rows.get(event.step)

@@ -33,7 +33,7 @@ PROBE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class DistributedWorld:
     """The ranks that compute together, and one machine's place among them."""
 
     machine: int
@@ -69,7 +69,9 @@ class NativeTrainer(ABC):
         """Why the launcher cannot start a world with so many ranks a node; empty if it can."""
 
     @abstractmethod
-    def command(self, facts: HostFacts, world: World, module: str, config: str) -> Command:
+    def command(
+        self, facts: HostFacts, world: DistributedWorld, module: str, config: str
+    ) -> Command:
         """One machine's launcher of ``python -m <module> <config>`` for each of its ranks."""
 
     def trainer(self, recipe: Recipe, launch: TrainerLaunch) -> tuple[ProcessSpec, ...]:
@@ -77,7 +79,7 @@ class NativeTrainer(ABC):
         ranks = ranks_per_node(launch.train)
         head = launch.facts[next(iter(ranks))]
         worlds = [
-            World(
+            DistributedWorld(
                 machine=machine,
                 machines=len(ranks),
                 ranks_here=ranks[node],
@@ -95,7 +97,7 @@ class NativeTrainer(ABC):
         )
 
     def _machine(
-        self, recipe: Recipe, launch: TrainerLaunch, node: str, world: World
+        self, recipe: Recipe, launch: TrainerLaunch, node: str, world: DistributedWorld
     ) -> ProcessSpec:
         slots = tuple(slot for slot in launch.train if slot.node == node)
         ports = {"trainer": launch.http_port, "rendezvous": launch.rendezvous_port}
@@ -115,7 +117,7 @@ class NativeTrainer(ABC):
         """The gradient worker of a slot."""
         slot, process, ports = launch.slot, worker_of(launch.slot.id), launch.ports
         ranks = slot.num_devices
-        world = World(
+        world = DistributedWorld(
             machine=0,
             machines=1,
             ranks_here=ranks,
@@ -142,7 +144,7 @@ class NativeTrainer(ABC):
         recipe: Recipe,
         slots: tuple[Slot, ...],
         facts: HostFacts,
-        world: World,
+        world: DistributedWorld,
         *,
         process: str,
         name: str,
@@ -170,7 +172,7 @@ class NativeTrainer(ABC):
 
 
 def _trainer_config(
-    recipe: Recipe, launch: TrainerLaunch, node: str, world: World
+    recipe: Recipe, launch: TrainerLaunch, node: str, world: DistributedWorld
 ) -> dict[str, object]:
     """The fields of ``libra_cli.node.trainer.config.TrainerConfig``."""
     head = launch.facts[launch.train[0].node]

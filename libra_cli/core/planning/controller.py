@@ -22,9 +22,10 @@ from json import dumps, loads
 from statistics import fmean
 
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.actions import Action, AnswerOrder, Propose, Save
+from libra_cli.core.actions import AnswerOrder, Propose, Save
 from libra_cli.core.costs.profile import Recalibration
 from libra_cli.core.events import PlanChosen, PlanKept, PlanOrdered
+from libra_cli.core.notices import Result
 from libra_cli.core.observation import STARVED, Observation
 from libra_cli.core.planning.triggers import ReplanTriggers
 from libra_cli.core.reconcile.manual_plan import OrderRefused, ordered_plan
@@ -66,15 +67,13 @@ class PlanController:
         self._asked: tuple[str, int] = ("", 0)
         self._recalibration: Recalibration | None = None
 
-    def begin(self, *, now: Seconds) -> list[Action]:
+    def begin(self, *, now: Seconds) -> list[Result]:
         """The first plan's row."""
         self._row = replace(self._row, at=now)
         return [Save(self._row)]
 
-    def mended(self) -> list[Action]:
+    def mended(self) -> list[Result]:
         """Moves that failed have changed the plan: tell the one that is."""
-        if not self._pool.differs():
-            return []
         self.plan = self._pool.plan(self.plan.reasons)
         told = record_of_plan(self._number, self.plan, 0.0, "", None)
         self._row = replace(
@@ -87,7 +86,7 @@ class PlanController:
 
     # -- looking --------------------------------------------------------------------------------
 
-    def stepped(self, step: StepRecord, ready: float, *, now: Seconds) -> list[Action]:
+    def stepped(self, step: StepRecord, ready: float, *, now: Seconds) -> list[Result]:
         """A step is done, and ``ready`` of the groups that are not trained wait for training."""
         before, self._ended_at = self._ended_at, now
         if before is None or now <= before:
@@ -102,7 +101,7 @@ class PlanController:
             self._due = (why, "")
         return self._observe(period)
 
-    def look(self, observe: Callable[[], Observation | None]) -> list[Action]:
+    def look(self, observe: Callable[[], Observation | None]) -> list[Result]:
         """Ask the planner, if that is due; once an event, when all that it tells is known."""
         if self._due is None:
             return []
@@ -133,7 +132,7 @@ class PlanController:
 
     # -- what comes of it -----------------------------------------------------------------------
 
-    def chosen(self, event: PlanChosen, *, now: Seconds) -> list[Action]:
+    def chosen(self, event: PlanChosen, *, now: Seconds) -> list[Result]:
         """The planner has a better plan: carry it out."""
         objection = self._objection(event.plan)
         if objection is not None:
@@ -156,14 +155,14 @@ class PlanController:
             return False, f"the plan moves slots that are pinned: {', '.join(sorted(held))}"
         return None
 
-    def kept(self, event: PlanKept, *, now: Seconds) -> list[Action]:
+    def kept(self, event: PlanKept, *, now: Seconds) -> list[Result]:
         """The planner has looked, and today's plan stays."""
         told = self._decided(event, None, event.why_not, now)
         return told + self._answer(event.order, accepted=True, text=f"no move: {event.why_not}")
 
     def _decided(
         self, event: PlanChosen | PlanKept, plan: int | None, why_not: str, now: Seconds
-    ) -> list[Action]:
+    ) -> list[Result]:
         """The planner has answered: remember its recalibration, and what came of it."""
         self._looking = False
         self._recalibration = event.recalibration or self._recalibration
@@ -179,7 +178,7 @@ class PlanController:
         )
         return [Save(row)]
 
-    def ordered(self, event: PlanOrdered, *, now: Seconds) -> list[Action]:
+    def ordered(self, event: PlanOrdered, *, now: Seconds) -> list[Result]:
         """A user orders a split, holds slots, or wants a look now."""
         if self._busy:
             under_way = ", ".join(sorted(self._pool.moves)) or "none yet, but the planner looks"
@@ -199,7 +198,7 @@ class PlanController:
             return self._answer(event.order, accepted=False, text=str(error))
         self.pins = pins
         same = _wants(plan) == _wants(self._pool.plan(()))
-        actions = [] if same else self._adopt(plan, "order", None, now)
+        actions: list[Result] = [] if same else self._adopt(plan, "order", None, now)
         text = "nothing has to move" if same else _words(plan)
         return actions + self._answer(event.order, accepted=True, text=text)
 
@@ -214,12 +213,12 @@ class PlanController:
             self._recipe, self._slots, roles, self._pool.plan(()).train, dict(event.to), pins
         )
 
-    def _answer(self, order: str, *, accepted: bool, text: str) -> list[Action]:
+    def _answer(self, order: str, *, accepted: bool, text: str) -> list[Result]:
         return [AnswerOrder(order, accepted, text)] if order else []
 
     def _adopt(
         self, plan: Plan, cause: str, promise: Prediction | None, now: Seconds
-    ) -> list[Action]:
+    ) -> list[Result]:
         self.plan, self._number = plan, self._number + 1
         row = record_of_plan(self._number, plan, now, cause, promise)
         self._row = replace(row, observed_before_s=_mean(self._periods))
@@ -230,7 +229,7 @@ class PlanController:
 
     # -- what it was worth ----------------------------------------------------------------------
 
-    def _observe(self, period: Seconds) -> list[Action]:
+    def _observe(self, period: Seconds) -> list[Result]:
         arrived, self._arrived = self._arrived, not self._pool.moves
         if not (arrived and self._arrived):  # nor does the step count in which the last one arrived
             return []
@@ -245,6 +244,7 @@ class PlanController:
 def record_of_plan(
     number: int, plan: Plan, now: Seconds, cause: str, promise: Prediction | None
 ) -> PlanRecord:
+    """Return the row of a plan; ``now`` is in seconds since the epoch."""
     return PlanRecord(
         plan=number,
         at=now,

@@ -290,8 +290,8 @@ class _StartTimes:
 
     def __init__(self) -> None:
         self._began: dict[SlotId, Seconds] = {}
-        self._waits: dict[str, _Mean] = {"serving": _Mean(), "training": _Mean()}
-        self._idle: dict[tuple[str, str], _Mean] = {}
+        self._waits: dict[str, _MeanOrNone] = {"serving": _MeanOrNone(), "training": _MeanOrNone()}
+        self._idle: dict[tuple[str, str], _MeanOrNone] = {}
 
     def slot(self, row: SlotRecord) -> None:
         """A slot's row; from ``starting`` until it serves or trains is its start."""
@@ -310,7 +310,7 @@ class _StartTimes:
         overlapped = phases[0][0] == "start"
         counted = ("stop",) if overlapped else ("drain", "stop", "start", "sync", "verify")
         idle_s = sum(end - began for name, began, end in phases if name in counted)
-        self._idle.setdefault((row.from_role, row.to_role), _Mean()).add(idle_s)
+        self._idle.setdefault((row.from_role, row.to_role), _MeanOrNone()).add(idle_s)
 
     def seen(self) -> Starts:
         """The means so far."""
@@ -326,7 +326,7 @@ class _StartTimes:
         return mean.value if mean else None
 
 
-class _Mean:
+class _MeanOrNone:
     """A running mean; None before the first value."""
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
 """A move: one slot changing role, as data.
 
 ``LIFECYCLE`` is the whole story: what ends each phase, how long it may take, and where the move
-goes when that fails. The order of the phases depends on whether the next process has room beside
+goes when that fails. The order of the phases depends on whether the next process may start beside
 the old one::
 
-    no room     drain -> stop -> start -> sync -> verify -> join     the slot is idle in between
-    room        start -> sync -> verify -> drain -> stop -> join     it never is
+    in turn     drain -> stop -> start -> sync -> verify -> join     the slot is idle in between
+    overlapping start -> sync -> verify -> drain -> stop -> join     it never is
 
 Guarantee: a move that fails leaves the slot where it was, or gives it back to what it did before,
 or, if that fails too, frees it; its process is gone before anything else starts on its GPUs. Limit:
@@ -91,7 +91,7 @@ class SlotMigration:
     before: Role
     after: Role
     #: Whether the next process starts beside the old one.
-    room: bool
+    overlap_start: bool
     bucket: Bucket | None
     started_at: Seconds
     phases: list[tuple[MigrationPhase, Seconds]] = field(default_factory=list)

@@ -1,16 +1,17 @@
 """Following the moves under way: which phase each is in, and what becomes of one that fails.
 
 It starts and stops nothing by itself, save at a deadline: it looks at the states of the processes
-on a slot, which the pool brings about, and tells the phases of ``move.LIFECYCLE`` from them.
+on a slot, which the reconciler brings about, and tells the phases of ``LIFECYCLE`` from them.
 """
 
 from __future__ import annotations
 
-from libra_cli.core.actions import Action, Save, Wake
+from libra_cli.core.actions import Save, Wake
 from libra_cli.core.cluster.gradient_workers import GradientWorkers
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.cluster.rollout_servers import RolloutServers
 from libra_cli.core.cluster.trainer import TrainerGroup
+from libra_cli.core.notices import PlanMended, Result
 from libra_cli.core.reconcile.desired_state import DesiredState
 from libra_cli.core.reconcile.migration import (
     DONE,
@@ -42,14 +43,12 @@ class MigrationTracker:
         self._training = training
         self.moves: dict[SlotId, SlotMigration] = {}
         self._number = 0
-        #: Whether something else is wanted since the pool last looked.
-        self.stirred = False
 
     def begin(
         self, slot: SlotId, before: Role, bucket: Bucket | None, plan: int, *, now: Seconds
-    ) -> list[Action]:
+    ) -> list[Result]:
         """The slot is to do something else from now on; a move that was under way there is over."""
-        actions: list[Action] = []
+        actions: list[Result] = []
         under_way = self.moves.pop(slot, None)
         if under_way is not None:
             under_way.end(FAILED, now=now, detail=f"plan {plan} has something else on the slot")
@@ -58,27 +57,27 @@ class MigrationTracker:
         after = self._wanted.role_of(slot)
         elastic = {before, after} == {Role.ROLLOUT, Role.GRADIENT}
         # On a host without GPUs two processes fit; on a GPU vLLM has taken the memory.
-        room = elastic and not self._wanted.slots[slot].gpus
-        move = SlotMigration(self._number, plan, slot, before, after, room, bucket, now)
+        overlap = elastic and not self._wanted.slots[slot].gpus
+        move = SlotMigration(self._number, plan, slot, before, after, overlap, bucket, now)
         self.moves[slot] = move
         return [*actions, Save(move.record())]
 
-    def has_room(self, slot: SlotId) -> bool:
+    def overlaps(self, slot: SlotId) -> bool:
         """Whether the slot's next process starts beside the one that is there."""
         move = self.moves.get(slot)
-        return move is not None and move.room
+        return move is not None and move.overlap_start
 
-    def look(self, *, now: Seconds) -> list[Action]:
+    def look(self, *, now: Seconds) -> list[Result]:
         """Which phase every move is in now."""
-        actions = [a for move in list(self.moves.values()) for a in self._follow(move, now)]
-        servers = (self._servers.slots[slot] for slot in self._wanted.servers)
-        if all(status.state is ReplicaState.FAILED for status in servers):
-            self._keep_a_server()
-        return actions
+        results = [r for move in list(self.moves.values()) for r in self._follow(move, now)]
+        servers = (self._servers.replicas[slot] for slot in self._wanted.servers)
+        if all(server.state is ReplicaState.FAILED for server in servers):
+            results += self._keep_a_server()
+        return results
 
-    def end(self, why: str, *, now: Seconds) -> list[Action]:
+    def end(self, why: str, *, now: Seconds) -> list[Result]:
         """The run ends: so do the moves under way."""
-        actions: list[Action] = []
+        actions: list[Result] = []
         for move in self.moves.values():
             move.end(FAILED, now=now, detail=why)
             actions.append(Save(move.record()))
@@ -94,23 +93,23 @@ class MigrationTracker:
 
     def _tenant(self, slot: SlotId, role: Role) -> Replica | None:
         if role is Role.ROLLOUT:
-            return self._servers.slots.get(slot)
+            return self._servers.replicas.get(slot)
         if role is Role.GRADIENT:
-            return self._workers.slots.get(slot)
-        core = (status for status in self._training.slots if status.slot.id == slot)
-        return next(core, None) if role is Role.TRAIN else None
+            return self._workers.replicas.get(slot)
+        ranks = (rank for rank in self._training.replicas if rank.slot.id == slot)
+        return next(ranks, None) if role is Role.TRAIN else None
 
-    def _follow(self, move: SlotMigration, now: Seconds) -> list[Action]:
+    def _follow(self, move: SlotMigration, now: Seconds) -> list[Result]:
         old, new = self._tenant(move.slot, move.before), self._tenant(move.slot, move.after)
         if move.before is move.after or (move.before is Role.TRAIN and not self._training.resizing):
-            # The same status is drained, stopped and started again; or a core that only crashed.
+            # The same replica is stopped and started again; or the trainer has only crashed.
             old = None
         broken = self._broken(move, new)
         if broken:
             return self._give_back(move, broken, now)
         over = move.after is Role.IDLE and not (old and old.up)
         phase = MigrationPhase.JOIN if over else _phase(move, old, new)
-        actions: list[Action] = []
+        actions: list[Result] = []
         if new is not None:
             self._tell_sync(move, new, now)
         if phase is not None and move.enter(phase, now=now):
@@ -121,7 +120,7 @@ class MigrationTracker:
 
     def _entered(
         self, move: SlotMigration, phase: MigrationPhase, new: Replica | None
-    ) -> list[Action]:
+    ) -> list[Result]:
         if (
             phase in (MigrationPhase.START, MigrationPhase.SYNC)
             and new is not None
@@ -133,7 +132,7 @@ class MigrationTracker:
     def _broken(self, move: SlotMigration, new: Replica | None) -> str:
         """Why the new process is no more; empty while there is hope."""
         if Role.TRAIN in (move.before, move.after):
-            kept = (move.after is Role.TRAIN) == (move.slot in self._wanted.core)
+            kept = (move.after is Role.TRAIN) == (move.slot in self._wanted.trainer)
             if not kept:
                 return self._wanted.refusal
         if new is None or move.after is Role.TRAIN:
@@ -153,14 +152,14 @@ class MigrationTracker:
             return new.running > 0 or new.request_s > move.request_s
         return move.after is not Role.GRADIENT or move.slot in self._workers.used
 
-    def _done(self, move: SlotMigration, now: Seconds) -> list[Action]:
+    def _done(self, move: SlotMigration, now: Seconds) -> list[Result]:
         move.end(DONE, now=now)
         del self.moves[move.slot]
         return [Save(move.record())]
 
     # -- when it fails --------------------------------------------------------------------------
 
-    def deadline(self, timer: str, *, now: Seconds) -> list[Action]:
+    def deadline(self, timer: str, *, now: Seconds) -> list[Result]:
         """A phase has taken as long as it may."""
         move = next((m for m in self.moves.values() if m.timer == timer), None)
         if move is None or move.phase is None:
@@ -174,9 +173,9 @@ class MigrationTracker:
             return self._give_back(move, why, now) if self._is_stopping(move.slot) else []
         return self._stop_new(move, why, now) or self._give_back(move, why, now)
 
-    def _end_drain(self, slot: SlotId, why: str, now: Seconds) -> list[Action]:
+    def _end_drain(self, slot: SlotId, why: str, now: Seconds) -> list[Result]:
         """The move goes on without what the old process has yet to say."""
-        server, worker = self._servers.slots.get(slot), self._workers.slots.get(slot)
+        server, worker = self._servers.replicas.get(slot), self._workers.replicas.get(slot)
         if server is not None and server.state is ReplicaState.DRAINING:
             return self._servers.take_out(server, why, now=now)
         if worker is not None and worker.state is ReplicaState.DRAINING:
@@ -184,14 +183,12 @@ class MigrationTracker:
         return []
 
     def _is_stopping(self, slot: SlotId) -> bool:
-        """Whether a process there is not gone yet; else the slot waits for the core to be moved."""
+        """Whether a process there is not gone yet; else the slot waits for the trainer."""
         roles = (Role.ROLLOUT, Role.GRADIENT, Role.TRAIN)
         tenants = (self._tenant(slot, role) for role in roles)
-        return any(
-            status is not None and status.state is ReplicaState.STOPPING for status in tenants
-        )
+        return any(t is not None and t.state is ReplicaState.STOPPING for t in tenants)
 
-    def _stop_new(self, move: SlotMigration, why: str, now: Seconds) -> list[Action]:
+    def _stop_new(self, move: SlotMigration, why: str, now: Seconds) -> list[Result]:
         """That it is being stopped then makes the move fail."""
         if move.after is Role.TRAIN:
             return self._training.failed(why, now=now)
@@ -201,45 +198,44 @@ class MigrationTracker:
         stop = self._servers.take_out if move.after is Role.ROLLOUT else self._workers.take_out
         return stop(new, why, now=now)
 
-    def _give_back(self, move: SlotMigration, why: str, now: Seconds) -> list[Action]:
+    def _give_back(self, move: SlotMigration, why: str, now: Seconds) -> list[Result]:
         """The move failed: the slot does again what it did before, or nothing."""
-        if move.after is Role.TRAIN and move.slot in self._wanted.core:
-            self._wanted.refuse_core(self._training.home, why)
+        if move.after is Role.TRAIN and move.slot in self._wanted.trainer:
+            self._wanted.keep_trainer(self._training.proved_slots, why)
         self._wanted.give_back(move.slot, move.before, move.bucket)
-        self.stirred = True
         role = self._wanted.role_of(move.slot)
-        status = self._tenant(move.slot, role)
+        tenant = self._tenant(move.slot, role)
         left = "is free"
         if role is not Role.IDLE:
-            works = status is not None and status.state in WORKING
+            works = tenant is not None and tenant.state in WORKING
             left = f"goes on as {role}" if works else f"is given back to {role}"
         move.end(FAILED, now=now, detail=f"{why}; the slot {left}")
         del self.moves[move.slot]
-        return [Save(move.record())]
+        return [Save(move.record()), PlanMended()]
 
-    def _keep_a_server(self) -> None:
+    def _keep_a_server(self) -> list[Result]:
         """No server is wanted that could serve: keep one that still does, or have one again."""
-        core = self._wanted.core
+        trainer = self._wanted.trainer
         known = [
-            status
-            for status in self._servers.slots.values()
-            if status.state is ReplicaState.SERVING
-            or (status.state is not ReplicaState.FAILED and status.slot.id not in core)
+            server
+            for server in self._servers.replicas.values()
+            if server.state is ReplicaState.SERVING
+            or (server.state is not ReplicaState.FAILED and server.slot.id not in trainer)
         ]
         if not known:
-            return
+            return []
         best = max(known, key=_hope)
-        if best.slot.id in core:
+        if best.slot.id in trainer:
             why = f"{best.slot.id} has the last server, and no other came up"
-            self._wanted.refuse_core(self._training.home, why)
+            self._wanted.keep_trainer(self._training.proved_slots, why)
         if best.bucket is not None:
             self._wanted.give_back(best.slot.id, Role.ROLLOUT, best.bucket)
-        self.stirred = True
+        return [PlanMended()]
 
 
-def _hope(status: Replica) -> tuple[bool, bool]:
+def _hope(replica: Replica) -> tuple[bool, bool]:
     """The greater, the likelier it is that the slot will have a server that works."""
-    return status.state is ReplicaState.SERVING, status.has_served
+    return replica.state is ReplicaState.SERVING, replica.has_worked
 
 
 def _phase(move: SlotMigration, old: Replica | None, new: Replica | None) -> MigrationPhase | None:

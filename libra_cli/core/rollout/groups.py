@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from libra_cli.core.lifecycle import follow
 from libra_cli.core.types import GroupId, Seconds, Trajectory, TrajectoryId, Version
 
 
@@ -35,6 +36,29 @@ class GroupState(StrEnum):
     STALE = "stale"
 
 
+S = GroupState
+
+TRANSITIONS: dict[GroupState, dict[GroupState, str]] = {
+    S.OPEN: {
+        S.READY: "its last member has a reward",
+        S.DROPPED: "the retries of a member are used up",
+    },
+    S.READY: {
+        S.CLAIMED: "a step takes it",
+        S.STALE: "it is too old for the next step: its prompt goes back to the queue",
+    },
+    S.CLAIMED: {
+        S.TRAINED: "the step is done",
+        S.READY: "the trainer died before the step was done",
+    },
+    S.TRAINED: {
+        S.READY: "the trainer died and is back at a checkpoint before that step",
+    },
+    S.DROPPED: {},
+    S.STALE: {},
+}
+
+
 @dataclass(slots=True)
 class Group:
     """The trajectories of one prompt; ``members`` are in order, each its latest attempt."""
@@ -47,6 +71,9 @@ class Group:
     step: int | None = None
     #: The oldest version that produced a token of it; known once it is READY.
     oldest: Version = 0
+
+    def __str__(self) -> str:
+        return f"group {self.id}"
 
     @property
     def reward(self) -> float | None:
@@ -85,7 +112,7 @@ class GroupLedger:
     #: Failures of members of open groups; playing again because of age is none.
     _failures: dict[tuple[GroupId, int], int] = field(default_factory=dict)
     #: Whether a group has changed its state since the trainer last asked for a batch.
-    _news: bool = True
+    _unclaimed_change: bool = True
     #: How many groups are in each state, and what is asked of that at every event: how many are on
     #: their way to the optimizer, and how many are READY.
     _counts: Counter[GroupState] = field(default_factory=Counter)
@@ -96,11 +123,11 @@ class GroupLedger:
         """How many groups are in one of these states."""
         return sum(self._counts[state] for state in states)
 
-    def _turn(self, group: Group, state: GroupState) -> None:
-        self._add(group.state, -1)
+    def _enter(self, group: Group, state: GroupState) -> None:
+        before, group.state = group.state, follow(TRANSITIONS, group.state, state, group)
+        self._add(before, -1)
         self._add(state, 1)
-        group.state = state
-        self._news = True
+        self._unclaimed_change = True
 
     def _add(self, state: GroupState, change: int) -> None:
         self._counts[state] += change
@@ -149,7 +176,7 @@ class GroupLedger:
         group.members[trajectory.member].reward = reward
         self.playing -= 1
         if group.reward is not None:
-            self._turn(group, GroupState.READY)
+            self._enter(group, GroupState.READY)
             versions = [member.min_version for member in group.members]
             known = [version for version in versions if version is not None]
             group.oldest = min(known, default=group.started_version)
@@ -165,7 +192,7 @@ class GroupLedger:
         who = (group.id, trajectory.member)
         self._failures[who] = self._failures.get(who, 0) + 1
         if self._failures[who] > self.retries:
-            self._turn(group, GroupState.DROPPED)
+            self._enter(group, GroupState.DROPPED)
             self.playing -= sum(member.reward is None for member in group.members)
             self._forget(group)
             return None
@@ -174,7 +201,7 @@ class GroupLedger:
 
     def expire(self, version: Version) -> list[Group]:
         """Send READY groups that are too old for the next step back to the queue."""
-        if not self._news or not self._ready:
+        if not self._unclaimed_change or not self._ready:
             return []
         stale = [
             group
@@ -182,7 +209,7 @@ class GroupLedger:
             if group.state is GroupState.READY and version - group.oldest > self.max_staleness
         ]
         for group in stale:
-            self._turn(group, GroupState.STALE)
+            self._enter(group, GroupState.STALE)
             self._drop(group)
             self.queue.append(group.id)
         return stale
@@ -193,8 +220,8 @@ class GroupLedger:
         It is also empty while a group is still played that this step is the last one for: to wait
         for it is cheaper than to throw it away and play it again.
         """
-        news, self._news = self._news, False
-        if not news or not self.batch_is_full:
+        changed, self._unclaimed_change = self._unclaimed_change, False
+        if not changed or not self.batch_is_full:
             return []
         if self._last_calls_for(step):
             return []
@@ -219,7 +246,7 @@ class GroupLedger:
         ready = [group for group in self.groups.values() if group.state is GroupState.READY]
         batch = sorted(ready, key=lambda group: (group.oldest, group.id))[:most]
         for group in batch:
-            self._turn(group, GroupState.CLAIMED)
+            self._enter(group, GroupState.CLAIMED)
             group.step = step
         return batch
 
@@ -233,7 +260,7 @@ class GroupLedger:
         """The step is done: its groups are TRAINED, and kept until a checkpoint holds them."""
         done = [group for group in self.groups.values() if group.step == step]
         for group in done:
-            self._turn(group, GroupState.TRAINED)
+            self._enter(group, GroupState.TRAINED)
         return done
 
     def settle(self, step: int) -> None:
@@ -256,7 +283,7 @@ class GroupLedger:
         """The trainer is back at ``step``: what it had trained or claimed since is READY again."""
         for group in self.groups.values():
             if group.step is not None and group.step > step:
-                self._turn(group, GroupState.READY)
+                self._enter(group, GroupState.READY)
                 group.step = None
 
     def position(self, step: int) -> dict[str, Any]:

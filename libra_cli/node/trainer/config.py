@@ -50,7 +50,7 @@ class TrainerConfig:
     port: int
     world_size: int
     trainer_incarnation: int
-    """How often the trainer was started before; part of every version's name."""
+    """Number of the trainer's incarnation; part of every version's name."""
     seed: int
     dtype: str
     """``float32`` or ``bfloat16``, in which versions are published."""

@@ -22,7 +22,7 @@ HELLO_S = 30.0
 
 Message: TypeAlias = Mapping[str, Any]
 
-_BLAME: dict[str, type[LibraError]] = {"start": ProcessError, "weights": WeightsError}
+_ERRORS: dict[str, type[LibraError]] = {"start": ProcessError, "weights": WeightsError}
 
 
 class AgentConnection:
@@ -146,7 +146,7 @@ class AgentConnection:
     def _result(self, message: Message) -> Any:
         if message["ok"]:
             return message["result"]
-        raise _BLAME.get(message["kind"], HostError)(f"{self._name}: {message['error']}")
+        raise _ERRORS.get(message["kind"], HostError)(f"{self._name}: {message['error']}")
 
     async def _ping(self, stream: ByteStream, ping_interval_s: float) -> str:
         """Ping the agent at intervals, which renews the lease and finds a dead connection."""

@@ -15,7 +15,7 @@ import aiohttp
 from libra_cli.config.errors import ServerError
 from libra_cli.core.actions import Generate
 from libra_cli.core.events import PublishedVersion, ServerSampled, TurnFailed, TurnGenerated
-from libra_cli.core.rollout.trajectories import ABORTED
+from libra_cli.core.rollout.turns import ABORTED
 from libra_cli.core.types import SlotId, VersionSpan, WeightVersion
 from libra_cli.runtime.hosts.transport import Endpoint
 from libra_cli.runtime.http import describe, open_session

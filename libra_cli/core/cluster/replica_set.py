@@ -1,0 +1,211 @@
+"""The life of processes that load weight versions, the same for servers and gradient workers.
+
+    start -> started -> synced -> working, kept at the newest version -> take_out -> gone
+
+A process is of use only once it has *proved*, on a probe sequence, that it computes with a version
+that the trainer published. From then on it is kept at the newest version, one sync at a time,
+always to the newest. One that dies or does not prove a version is taken out (its incarnation grows,
+so whatever it still says is dropped), stopped, verified gone, and started again: at most
+``MAX_RESTARTS`` times, and only if it has worked before; one that never worked has a configuration
+error, and trying again would hide it. A node that does not answer costs nothing until it is back
+and says which processes are left.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from libra_cli.core.actions import Action
+from libra_cli.core.cluster.replica import Replica, ReplicaState
+from libra_cli.core.events import (
+    PublishedVersion,
+    ServerFailed,
+    ServerStarted,
+    ServerStopped,
+    ServerSynced,
+    SyncFailed,
+    WorkerFailed,
+    WorkerStarted,
+    WorkerStopped,
+    WorkerSynced,
+    WorkerSyncFailed,
+)
+from libra_cli.core.notices import ReplicaChanged, Result
+from libra_cli.core.types import Role, Seconds, Slot, SlotId
+
+MAX_RESTARTS = 3
+
+
+class ReplicaSet(ABC):
+    """The replicas of one role, at most one a slot. Methods return what they call for."""
+
+    role: ClassVar[Role]
+    working: ClassVar[ReplicaState]
+    """The state of a replica that has proved a version."""
+
+    def __init__(self) -> None:
+        self.replicas: dict[SlotId, Replica] = {}
+        self.latest: PublishedVersion | None = None
+
+    # -- what is different ----------------------------------------------------------------------
+
+    @abstractmethod
+    def _start_action(self, replica: Replica) -> Action: ...
+
+    @abstractmethod
+    def _sync_action(self, replica: Replica, published: PublishedVersion) -> Action: ...
+
+    @abstractmethod
+    def _stop_action(self, replica: Replica) -> Action: ...
+
+    @abstractmethod
+    def _process_of(self, slot: SlotId) -> str:
+        """The name of its process on the node."""
+
+    @abstractmethod
+    def _taken_out(self, slot: SlotId) -> list[Result]:
+        """Forget what was known of the process there."""
+
+    # -- what is --------------------------------------------------------------------------------
+
+    def current(self, slot: SlotId, incarnation: int) -> Replica | None:
+        """The replica on the slot, if an answer of this incarnation still counts."""
+        replica = self.replicas.get(slot)
+        return replica if replica is not None and replica.incarnation == incarnation else None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether no process can be left."""
+        return not any(replica.up for replica in self.replicas.values())
+
+    # -- coming and going -----------------------------------------------------------------------
+
+    def at(self, slot: Slot, *, now: Seconds) -> Replica:
+        """The replica on the slot; a new one if there was none."""
+        return self.replicas.setdefault(slot.id, Replica(slot, since=now))
+
+    def expect(self, slot: Slot, *, now: Seconds) -> Replica:
+        """A plan has one there; a process that failed there before is forgotten."""
+        replica = self.at(slot, now=now)
+        if replica.state is ReplicaState.FAILED:
+            replica.reset(now=now)
+        return replica
+
+    def start(self, replica: Replica, *, now: Seconds) -> list[Result]:
+        """Start a process on the slot."""
+        replica.move(ReplicaState.STARTING, now=now)
+        replica.role = self.role
+        return [self._start_action(replica), ReplicaChanged(replica)]
+
+    def started(self, event: ServerStarted | WorkerStarted, *, now: Seconds) -> list[Result]:
+        """It is healthy: give it the newest version, if there is one yet."""
+        replica = self.current(event.slot, event.incarnation)
+        if replica is None or replica.state is not ReplicaState.STARTING:
+            return []
+        replica.move(ReplicaState.JOINING, now=now)
+        return [*self._sync(replica), ReplicaChanged(replica)]
+
+    def failed(self, event: ServerFailed | WorkerFailed, *, now: Seconds) -> list[Result]:
+        """The process is gone, or may as well be."""
+        replica = self.current(event.slot, event.incarnation)
+        return [] if replica is None else self.take_out(replica, event.reason, now=now)
+
+    def take_out(self, replica: Replica, why: str, *, now: Seconds) -> list[Result]:
+        """Ask nothing more of a process, drop what it still says, and stop it."""
+        if not replica.up or replica.state is ReplicaState.STOPPING:
+            return []
+        replica.move(ReplicaState.STOPPING, now=now, why=why)
+        replica.retire()
+        stop = self._stop_action(replica)
+        return [stop, ReplicaChanged(replica), *self._taken_out(replica.slot.id)]
+
+    def gone(
+        self, event: ServerStopped | WorkerStopped, *, now: Seconds, again: bool
+    ) -> list[Result]:
+        """Verified gone. Start it ``again`` if it deserves it."""
+        replica = self.current(event.slot, event.incarnation)
+        if replica is None or replica.state is not ReplicaState.STOPPING:
+            return []
+        why = replica.detail
+        replica.move(ReplicaState.IDLE, now=now, why=why)
+        replica.role = Role.IDLE
+        if again and replica.has_worked and replica.restarts < MAX_RESTARTS:
+            replica.restarts += 1
+            return self.start(replica, now=now)
+        if again:
+            replica.move(ReplicaState.FAILED, now=now, why=why)
+            replica.role = Role.FAILED
+        return [ReplicaChanged(replica)]
+
+    def stop(self, why: str, *, now: Seconds) -> list[Result]:
+        """Take every one out."""
+        every = self.replicas.values()
+        return [result for replica in every for result in self.take_out(replica, why, now=now)]
+
+    # -- versions -------------------------------------------------------------------------------
+
+    def publish(self, published: PublishedVersion) -> list[Result]:
+        """A new version: every replica that can take it does so now."""
+        self.latest = published
+        return [action for replica in self.replicas.values() for action in self._sync(replica)]
+
+    def _sync(self, replica: Replica) -> list[Result]:
+        up = replica.state in (ReplicaState.JOINING, self.working)
+        answers = up and replica.reachable and not replica.suspect
+        if not answers or replica.syncing or self.latest in (None, replica.verified):
+            return []
+        assert self.latest is not None
+        replica.syncing = self.latest
+        return [self._sync_action(replica, self.latest)]
+
+    def _proved(
+        self, event: ServerSynced | WorkerSynced, *, loaded_at: Seconds, now: Seconds
+    ) -> list[Result]:
+        """It works from now on, and goes on to the next version if there is one already."""
+        replica = self.current(event.slot, event.incarnation)
+        if replica is None or replica.syncing != event.published:
+            return []
+        replica.verified, replica.syncing, replica.failures = event.published, None, 0
+        replica.loaded_at = loaded_at
+        replica.unproved.discard(event.published.version)
+        if replica.state is ReplicaState.JOINING:
+            replica.move(self.working, now=now)
+            replica.has_worked = True
+        return [*self._sync(replica), ReplicaChanged(replica)]
+
+    def _not_proved(self, event: SyncFailed | WorkerSyncFailed) -> Replica | None:
+        """The replica whose sync has failed; None for one that nobody waits for."""
+        replica = self.current(event.slot, event.incarnation)
+        if replica is None or replica.syncing != event.published:
+            return None
+        replica.syncing = None
+        return replica
+
+    # -- the network ----------------------------------------------------------------------------
+
+    def lost(self, node: str) -> list[Result]:
+        """The node does not answer: keep what runs there, send nothing new."""
+        return self._reach(node, reachable=False)
+
+    def back(self, node: str, alive: frozenset[str], *, now: Seconds) -> list[Result]:
+        """The node answers again: go on with the processes that still run."""
+        results = self._reach(node, reachable=True)
+        for replica in self.replicas.values():
+            if replica.slot.node != node:
+                continue
+            dead = replica.up and self._process_of(replica.slot.id) not in alive
+            why = "died while unreachable"
+            results += self.take_out(replica, why, now=now) if dead else self._sync(replica)
+        return results
+
+    def _reach(self, node: str, *, reachable: bool) -> list[Result]:
+        touched = [replica for replica in self.replicas.values() if replica.slot.node == node]
+        for replica in touched:
+            replica.reachable = reachable
+        return [ReplicaChanged(replica) for replica in touched]
+
+    def check(self) -> None:
+        """Invariants that hold between any two events."""
+        for replica in self.replicas.values():
+            replica.check()

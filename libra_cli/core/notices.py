@@ -1,0 +1,129 @@
+"""What one part of the machine has to tell another, as values.
+
+A part that has done something which concerns a part beside it says so among its results; the
+machine hands each notice on at once, and what comes of it takes its place among the actions (as
+dask's worker state machine does with its recommendations).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from libra_cli.core.actions import Action, Train
+from libra_cli.core.cluster.replica import Replica
+from libra_cli.core.events import ShareDone
+from libra_cli.core.rollout.groups import Group
+from libra_cli.core.types import Seconds, SlotId
+
+
+class NoticeBase:
+    """Tells notices from actions."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaChanged(NoticeBase):
+    """It has another state, role, shape or version, or its counters were read."""
+
+    replica: Replica
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingChanged(NoticeBase):
+    """Other servers than before may be sent requests, though none has changed its state."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerProved(NoticeBase):
+    """The server has proved a version: replies that waited for that count now."""
+
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLost(NoticeBase):
+    """The server has been taken out: what was generating there is to be queued again."""
+
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class GraceOver(NoticeBase):
+    """Turns on the draining server have had their time: they are to be broken off."""
+
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSent(NoticeBase):
+    """One more request is inside the server."""
+
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnded(NoticeBase):
+    """One request less is inside the server; ``answered``: with a reply that counts."""
+
+    slot: SlotId
+    answered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBroke(NoticeBase):
+    """A request to the server did not come back; the server or the network may be to blame."""
+
+    slot: SlotId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepClaimed(NoticeBase):
+    """A step begins: ``train`` lacks only which of these groups the gradient workers compute."""
+
+    train: Train
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOver(NoticeBase):
+    """A step is done, or will never be.
+
+    ``tokens`` and ``seconds`` are those of the trainer group's own part; zeros where it did none.
+    """
+
+    shares: tuple[ShareDone, ...] = ()
+    tokens: float = 0.0
+    seconds: Seconds = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeRefused(NoticeBase):
+    """The trainer did not start on the slots asked for and is back where it was."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMended(NoticeBase):
+    """A failure has changed what is wanted of the slots."""
+
+
+Notice: TypeAlias = (
+    ReplicaChanged
+    | RoutingChanged
+    | ServerProved
+    | ServerLost
+    | GraceOver
+    | RequestSent
+    | RequestEnded
+    | RequestBroke
+    | StepClaimed
+    | StepOver
+    | ResizeRefused
+    | PlanMended
+)
+Result: TypeAlias = Action | Notice
+"""What a part's method gives back, in order."""

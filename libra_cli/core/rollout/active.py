@@ -1,0 +1,100 @@
+"""A trajectory in play: the stages between its prompt and its reward, and what is known of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from libra_cli.core.events import TurnGenerated
+from libra_cli.core.lifecycle import follow
+from libra_cli.core.scheduling.estimates import Estimate
+from libra_cli.core.scheduling.server_queues import Request
+from libra_cli.core.types import Seconds, SlotId, Tokens, ToolReturn, Trajectory, WeightVersion
+
+UNKNOWN = Estimate.point(0)
+"""For policies that estimate nothing."""
+
+
+class Stage(StrEnum):
+    """Where a trajectory is between its prompt and its reward."""
+
+    RESETTING = "resetting"
+    WAITING = "waiting"
+    GENERATING = "generating"
+    ADVANCING = "advancing"
+
+
+S = Stage
+
+TRANSITIONS: dict[Stage, dict[Stage, str]] = {
+    S.RESETTING: {
+        S.WAITING: "the environment has said the prompt",
+    },
+    S.WAITING: {
+        S.GENERATING: "a server has a seat for it",
+    },
+    S.GENERATING: {
+        S.ADVANCING: "the turn is whole",
+        S.WAITING: "the server drains, died or did not answer, or the reply does not count",
+    },
+    S.ADVANCING: {
+        S.WAITING: "the environment has answered the turn and goes on",
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a trajectory is cut: turns, tokens a turn, tokens in all."""
+
+    max_turns: int
+    max_turn_tokens: int
+    max_len: int
+
+
+@dataclass(slots=True)
+class ActiveTrajectory:
+    """A trajectory that has no reward yet. ``turn`` is the reply the environment is looking at."""
+
+    trajectory: Trajectory
+    stage: Stage = Stage.RESETTING
+    slot: SlotId | None = None
+    #: Of the Generate action it waits for.
+    request: int = 0
+    queued_at: Seconds = 0.0
+    ended_at: Seconds = 0.0
+    turn: TurnGenerated | None = None
+    #: Replies that broke off in this turn because their server drained, in order.
+    parts: list[TurnGenerated] = field(default_factory=list)
+    #: What it waits for or waited for last, and the cache key of its last turn.
+    asked: Request | None = None
+    turn_key: WeightVersion | None = None
+    prompt: Tokens = 0
+    #: Of the tokens it has yet to generate.
+    estimate: Estimate = UNKNOWN
+    returns: list[ToolReturn] = field(default_factory=list)
+
+    def enter(self, stage: Stage) -> None:
+        """Go on to another stage. Raises IllegalMove."""
+        self.stage = follow(TRANSITIONS, self.stage, stage, self.trajectory.id)
+
+    def left_to_generate(self, limits: Limits) -> Tokens:
+        """How many more may be in this turn."""
+        said = sum(len(part.token_ids) for part in self.parts)
+        return min(limits.max_turn_tokens - said, limits.max_len - len(self.trajectory.token_ids))
+
+    def next_request(self, now: Seconds) -> Request:
+        """Ask for its next turn, or for the rest of one that broke off."""
+        trajectory = self.trajectory
+        return Request(
+            trajectory=trajectory.id,
+            context=len(trajectory.token_ids),
+            generated=trajectory.generated,
+            turns=trajectory.turns,
+            tools=trajectory.tools,
+            waiting_since=now,
+            last_slot=self.slot,
+            last_key=self.turn_key,
+            estimate=self.estimate,
+            p90=self.estimate.quantile(0.9),
+        )

@@ -1,0 +1,92 @@
+"""What is written of trajectories, their turns and their groups."""
+
+from __future__ import annotations
+
+from json import dumps
+
+from libra_cli.core.events import TurnGenerated
+from libra_cli.core.records import GroupRecord, TrajectoryRecord, TurnRecord
+from libra_cli.core.rollout.active import ActiveTrajectory
+from libra_cli.core.rollout.groups import Group
+from libra_cli.core.scheduling.server_queues import Request
+from libra_cli.core.types import Seconds, ToolReturn, Trajectory
+
+
+def turn_record(
+    active: ActiveTrajectory, turn: TurnGenerated, asked: Request, returns: list[ToolReturn]
+) -> TurnRecord:
+    """The row of a turn; ``returns`` is what its tools gave back."""
+    who = active.trajectory.id
+    p10, p50 = asked.estimate.quantiles((0.1, 0.5))
+    return TurnRecord(
+        group_id=who.group,
+        member=who.member,
+        attempt=who.attempt,
+        turn=active.trajectory.turns - 1,
+        slot=turn.slot,
+        incarnation=turn.incarnation,
+        queued_at=active.queued_at,
+        started_at=turn.started_at,
+        ended_at=active.ended_at,
+        prompt_tokens=len(turn.prompt_ids),
+        generated_tokens=len(turn.token_ids),
+        finish_reason=turn.finish_reason,
+        moved_from=asked.last_slot if asked.last_slot not in (None, turn.slot) else "",
+        expected_tokens=asked.estimate.mean,
+        expected_p10=p10,
+        expected_p50=p50,
+        expected_p90=asked.p90,
+        tools_json=dumps([[r.tool, r.outcome, round(r.latency_s, 6), r.size] for r in returns]),
+    )
+
+
+def trajectory_record(
+    trajectory: Trajectory, state: str, *, ended_at: Seconds | None, detail: str = ""
+) -> TrajectoryRecord:
+    """The trajectory's row; its tokens are written once it has ended."""
+    ended = ended_at is not None
+    return TrajectoryRecord(
+        group_id=trajectory.id.group,
+        member=trajectory.id.member,
+        attempt=trajectory.id.attempt,
+        state=state,
+        started_at=trajectory.started_at,
+        ended_at=ended_at,
+        reward=trajectory.reward,
+        turns=trajectory.turns,
+        generated_tokens=trajectory.generated,
+        context_tokens=len(trajectory.token_ids),
+        min_version=trajectory.min_version,
+        max_version=trajectory.max_version,
+        spans_json=dumps([[s.version, s.start, s.end] for s in trajectory.spans]),
+        token_ids_json=dumps(trajectory.token_ids.tolist()) if ended else "",
+        detail=detail,
+    )
+
+
+def group_record(group: Group, now: Seconds, *, detail: str = "") -> GroupRecord:
+    """The group's row."""
+    return GroupRecord(
+        group_id=group.id,
+        state=group.state,
+        started_at=group.started_at,
+        ended_at=None if group.reward is None else now,
+        started_version=group.started_version,
+        step=group.step,
+        reward=group.reward,
+        detail=detail,
+    )
+
+
+def dropped_record(broken: Trajectory, reason: str, now: Seconds) -> GroupRecord:
+    """The row of a group whose member failed too often."""
+    return GroupRecord(
+        group_id=broken.id.group,
+        state="dropped",
+        started_at=broken.started_at,
+        ended_at=now,
+        started_version=broken.min_version or 0,
+        step=None,
+        reward=None,
+        detail=f"member {broken.id.member} failed too often: {reason}",
+    )

@@ -1,0 +1,117 @@
+"""Hands what one part has to tell another to that other, and keeps what can wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import assert_never
+
+from libra_cli.core import notices as n
+from libra_cli.core.actions import Action, Save
+from libra_cli.core.cluster.gradient_workers import GradientWorkers
+from libra_cli.core.cluster.replica import Replica, shown, slot_record
+from libra_cli.core.cluster.rollout_servers import RolloutServers
+from libra_cli.core.cluster.trainer import TrainerGroup
+from libra_cli.core.reconcile.reconciler import Reconciler
+from libra_cli.core.rollout.trajectories import Trajectories
+from libra_cli.core.types import Seconds, SlotId
+
+
+@dataclass(slots=True)
+class Agenda:
+    """What notices have left to do until the machine settles, or writes its rows."""
+
+    #: Slots whose row is to be written, with a replica there that has changed.
+    rows: dict[SlotId, Replica] = field(default_factory=dict)
+    #: Servers that were taken out.
+    lost: set[SlotId] = field(default_factory=set)
+    #: Whether the scheduler has yet to hear which servers are routable now.
+    reroute: bool = False
+    #: Whether a slot, or what is wanted of one, has changed since the reconciler last looked.
+    look: bool = True
+    #: Whether a failure has changed the plan.
+    mended: bool = False
+
+
+@dataclass(slots=True)
+class NoticeRouter:
+    """Knows which part each notice is for."""
+
+    servers: RolloutServers
+    workers: GradientWorkers
+    training: TrainerGroup
+    rollout: Trajectories
+    reconciler: Reconciler
+    agenda: Agenda = field(default_factory=Agenda)
+
+    def route(self, results: Iterable[n.Result], actions: list[Action], now: Seconds) -> None:
+        """Hand notices on, each before the next result is asked for, and gather the actions."""
+        for result in results:
+            if isinstance(result, n.NoticeBase):
+                self.route(self._heed(result, now), actions, now)
+            else:
+                actions.append(result)
+
+    def _heed(self, notice: n.Notice, now: Seconds) -> Iterable[n.Result]:
+        """What another part does about it."""
+        match notice:
+            case n.RequestSent(slot):
+                self.servers.request_sent(slot, now=now)
+            case n.RequestEnded(slot, answered):
+                self.servers.request_ended(slot, answered=answered, now=now)
+            case n.RequestBroke(slot, reason):
+                return self.servers.request_broke(slot, reason, now=now)
+            case n.ServerProved(slot):
+                return self.rollout.proved(slot, now=now)
+            case n.GraceOver(slot):
+                return self.rollout.abort(slot)
+            case n.StepClaimed(train, groups):
+                return [replace(train, shares=self.workers.shares(groups))]
+            case n.StepOver():
+                return self.workers.step_over(notice, now=now)
+            case n.ResizeRefused(why):
+                return self.reconciler.resize_refused(why)
+            case n.ReplicaChanged() | n.RoutingChanged() | n.ServerLost() | n.PlanMended():
+                self._put_down(notice)
+            case _:
+                assert_never(notice)
+        return ()
+
+    def _put_down(
+        self, notice: n.ReplicaChanged | n.RoutingChanged | n.ServerLost | n.PlanMended
+    ) -> None:
+        """It is seen to when the machine settles."""
+        agenda = self.agenda
+        match notice:
+            case n.ReplicaChanged(replica):
+                slot = replica.slot.id
+                agenda.rows[slot] = replica
+                agenda.look = True
+                agenda.reroute = agenda.reroute or self.servers.replicas.get(slot) is replica
+            case n.RoutingChanged():
+                agenda.reroute = True
+            case n.ServerLost(slot):
+                agenda.lost.add(slot)
+            case n.PlanMended():
+                agenda.mended = agenda.look = True
+            case _:
+                assert_never(notice)
+
+    def slot_rows(self, now: Seconds, waiting: Callable[[SlotId], int]) -> list[Action]:
+        """One row for each slot that has changed: that of the replica that works.
+
+        ``waiting`` tells how many requests wait for its server.
+        """
+        if not self.agenda.rows:
+            return []
+        changed, self.agenda.rows = self.agenda.rows, {}
+        return [
+            Save(slot_record(self._shown(slot, last), now=now, waiting=waiting(slot)))
+            for slot, last in changed.items()
+        ]
+
+    def _shown(self, slot: SlotId, last: Replica) -> Replica:
+        server, worker = self.servers.replicas.get(slot), self.workers.replicas.get(slot)
+        rank = next((rank for rank in self.training.replicas if rank.slot.id == slot), None)
+        # One that the trainer has just left is no longer among its replicas.
+        return shown(replica for replica in (server, worker, rank, last) if replica is not None)

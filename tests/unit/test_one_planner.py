@@ -1,0 +1,207 @@
+"""A live run, the simulator and a dry run decide alike: they ask one planner one question."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import pytest
+from hypothesis import settings
+
+from libra_cli.app.rebalance.replay import observation_of_run
+from libra_cli.config.recipe import Recipe
+from libra_cli.core import actions as a
+from libra_cli.core import events as e
+from libra_cli.core.cluster.placement import initial_plan, slots_of
+from libra_cli.core.costs.profile import Profile, Recalibration
+from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.observation import MeasuredStep, Observation
+from libra_cli.core.planning.planner import Planner
+from libra_cli.core.planning.recipe_placement import RecipePlacement
+from libra_cli.core.planning.search import PlannerSettings
+from libra_cli.core.scheduling.policy import make_policy
+from libra_cli.core.types import Plan, Role
+from libra_cli.runtime.performer import Performer
+from libra_cli.runtime.store.journal import Journal
+from libra_cli.runtime.store.reader import Reader
+from libra_cli.sim.profiles import load_profile
+from libra_cli.sim.world import World
+from tests import sim_scene
+
+CASES = 20 * settings().max_examples
+"""500 in ``make check``, 2,000 in .ci/run."""
+
+
+@cache
+def profiles() -> tuple[Profile, ...]:
+    return tuple(load_profile(name) for name in ("a800-qwen3-8b", "h100-qwen3-8b"))
+
+
+@cache
+def recipe_of(nodes: int, slots: int) -> Recipe:
+    hosts = [{"host": f"n{index}", "gpus": 8, "slots": slots} for index in range(nodes)]
+    buckets = [{"name": "all", "tensor_parallel": 8 // slots, "max_num_seqs": 64}]
+    return Recipe.model_validate(
+        {"nodes": hosts, "model": {"path": "/m"}, "rollout": {"buckets": buckets}}
+    )
+
+
+def some_observation(random: Random) -> tuple[Planner, Observation]:
+    """Any recipe, workload, measurements, pins and memory of an earlier decision."""
+    recipe = recipe_of(random.randint(2, 4), random.choice((1, 2)))
+    today, slots = initial_plan(recipe), slots_of(recipe)
+    length = int(10 ** random.uniform(2, 4))
+    samples = tuple(
+        TrajectorySample(random.randint(50, 2000), 1 + int(random.expovariate(1 / length)))
+        for _ in range(8)
+    )
+    steps = tuple(
+        MeasuredStep(
+            step_s=(step_s := random.uniform(5, 200)),
+            train_s=step_s * random.random(),
+            waited_s=step_s * random.random() * 0.5,
+            in_play_s=step_s * random.uniform(1, 300),
+            concurrency=random.uniform(1, 300),
+        )
+        for _ in range(random.randint(0, 4))
+    )
+    seen = Observation(
+        step=random.randint(1, 90),
+        plan=today,
+        slots=slots,
+        workload=Workload(samples, random.choice((64, 512)), random.choice((1.0, 2.0, 5.0))),
+        pins=random.choice(((), ((dict(today.servers).popitem()[0], Role.ROLLOUT),))),
+        measured=steps,
+        lengths=tuple(random.uniform(100, 9000) for _ in range(random.randint(0, 6))),
+        recalibration=random.choice((None, Recalibration(random.uniform(0.3, 3), 1.0))),
+        steps_left=random.choice((None, 0, 5, 100)),
+    )
+    profile = random.choice(profiles())
+    limits = PlannerSettings(max_num_seqs=64, training_shapes=(1,), groups=8)
+    planner = Planner(RecipePlacement(recipe), lambda plan, evidence: profile, limits)
+    return planner, seen
+
+
+def in_a_live_run(planner: Planner, actions: list[a.Propose]) -> list[e.Event | None]:
+    """What the runtime's performer makes of them, each in a thread."""
+    nobody = cast("Any", None)
+    performer = Performer(nobody, nobody, nobody, nobody, nobody, planner)
+
+    async def every() -> list[e.Event | None]:
+        return [await performer.perform(action) for action in actions]
+
+    return asyncio.run(every())
+
+
+def in_the_simulator(planner: Planner, action: a.Propose) -> e.Event:
+    """What the simulated world makes of it."""
+    world = empty_world()
+    world._planner = planner
+    world._heap.clear()
+    world._perform(action)
+    ((_, _, event),) = world._heap
+    assert not isinstance(event, tuple)
+    return event
+
+
+@cache
+def empty_world() -> World:
+    return sim_scene.world(make_policy("libra"), iter(()))
+
+
+def test_the_same_observation_gives_the_same_decision_live_and_simulated() -> None:
+    random, moved, stayed = Random(0), 0, 0
+    for _ in range(CASES // 20):
+        planner, first = some_observation(random)
+        asked = [a.Propose("asked for", first, "order")]
+        for number in range(19):
+            _, other = some_observation(random)
+            seen = replace(first, measured=other.measured, steps_left=other.steps_left)
+            asked.append(a.Propose(f"look {number}", replace(seen, lengths=other.lengths)))
+        for action, live in zip(asked, in_a_live_run(planner, asked), strict=True):
+            assert live == in_the_simulator(planner, action)
+            moved += isinstance(live, e.PlanChosen)
+            stayed += isinstance(live, e.PlanKept)
+    assert moved + stayed == CASES
+    assert min(moved, stayed) > CASES / 20, "both kinds of decision are met"
+
+
+def test_a_decision_needs_nothing_but_its_observation() -> None:
+    """Asked in another order, by another planner of the same make, it says the same."""
+    random = Random(1)
+    cases = [some_observation(random) for _ in range(40)]
+    forth = [decided(*case) for case in cases]
+    back = [decided(*case) for case in reversed(cases)]
+    assert forth == list(reversed(back))
+
+
+def decided(planner: Planner, seen: Observation) -> tuple[Plan | None, str]:
+    fresh = Planner(planner.space, planner.costs, planner.settings)
+    decision = fresh.decide(seen)
+    return decision.plan, decision.why_not
+
+
+class Journalled:
+    """A simulated run whose records go into a database, as a live run's do."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.asked: list[Observation] = []
+        scene = sim_scene.scene(steps=12)
+        rest, slots = scene.plan.servers[1:], scene.slots
+        self.planner = Remembering(Plan(rest, scene.plan.train), slots[1:])
+        trace = sim_scene.made_up(2)
+        self.world = sim_scene.world(
+            make_policy("libra"), trace.groups(Random(0), 4), here=scene, planner=self.planner
+        )
+
+    def run(self) -> None:
+        with Journal(self.run_dir) as journal:
+            handle = self.world.machine.handle
+
+            def kept(event: e.Event, *, now: float) -> list[a.Action]:
+                actions = handle(event, now=now)
+                for action in actions:
+                    if isinstance(action, a.Save):
+                        journal.save(action.record)
+                return actions
+
+            self.world.machine.handle = kept  # type: ignore[method-assign]
+            self.world.run()
+
+
+class Remembering(sim_scene.Scripted):
+    """Keeps every observation that it is asked about."""
+
+    seen: list[Observation] = []  # noqa: RUF012
+
+    def decide(self, now: Observation) -> Any:
+        self.seen.append(now)
+        return super().decide(now)
+
+
+def test_a_database_shows_a_dry_run_what_the_machine_showed_its_planner(tmp_path: Path) -> None:
+    run = Journalled(tmp_path)
+    run.run()
+    machine, recipe = run.world.machine, run.world.machine.recipe
+    with Reader(tmp_path) as reader:
+        again = observation_of_run(reader, recipe, live=True)
+    own = machine._observe()
+    assert own is not None
+    assert again.step == own.step
+    assert again.lengths == own.lengths
+    assert again.plan.servers == machine.plan.servers
+    assert len(again.measured) == len(own.measured)
+    for replayed, seen in zip(again.measured, own.measured, strict=True):
+        assert replayed.step_s == pytest.approx(seen.step_s)
+        assert replayed.in_play_s == pytest.approx(seen.in_play_s)
+        assert replayed.concurrency == pytest.approx(seen.concurrency)
+    assert sorted(again.workload.samples, key=repr) == sorted(own.workload.samples, key=repr)
+    assert again.evidence.steps == own.evidence.steps
+    assert again.evidence.ranks == own.evidence.ranks
+    assert len(again.evidence.turns) == len(own.evidence.turns)
+    assert again.recalibration == Recalibration(1.0, 1.0)
