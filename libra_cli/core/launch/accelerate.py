@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from libra_cli.core.launch.process import HostFacts, argv_of
-from libra_cli.core.launch.trainer import Command, DistributedWorld, NativeTrainer
+from libra_cli.core.launch.trainer import Command, MachineRanks, NativeTrainer
 
 CONFIG = """\
 compute_environment: LOCAL_MACHINE
@@ -36,9 +36,7 @@ class Accelerate(NativeTrainer):
             f"slots give {counts}"
         )
 
-    def command(
-        self, facts: HostFacts, world: DistributedWorld, module: str, config: str
-    ) -> Command:
+    def command(self, facts: HostFacts, world: MachineRanks, module: str, config: str) -> Command:
         """One machine's ``accelerate launch``."""
         return Command(
             argv=(
@@ -55,7 +53,7 @@ class Accelerate(NativeTrainer):
         )
 
 
-def _flags(facts: HostFacts, world: DistributedWorld) -> dict[str, str | int | float | None]:
+def _flags(facts: HostFacts, world: MachineRanks) -> dict[str, str | int | float | None]:
     flags: dict[str, str | int | float | None] = {
         "--config_file": f"{facts.run_dir}/accelerate.yaml"
     }

@@ -33,7 +33,7 @@ PROBE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class DistributedWorld:
+class MachineRanks:
     """The ranks that compute together, and one machine's place among them."""
 
     machine: int
@@ -69,9 +69,7 @@ class NativeTrainer(ABC):
         """Why the launcher cannot start a world with so many ranks a node; empty if it can."""
 
     @abstractmethod
-    def command(
-        self, facts: HostFacts, world: DistributedWorld, module: str, config: str
-    ) -> Command:
+    def command(self, facts: HostFacts, world: MachineRanks, module: str, config: str) -> Command:
         """One machine's launcher of ``python -m <module> <config>`` for each of its ranks."""
 
     def trainer(self, recipe: Recipe, launch: TrainerLaunch) -> tuple[ProcessSpec, ...]:
@@ -79,7 +77,7 @@ class NativeTrainer(ABC):
         ranks = ranks_per_node(launch.train)
         head = launch.facts[next(iter(ranks))]
         worlds = [
-            DistributedWorld(
+            MachineRanks(
                 machine=machine,
                 machines=len(ranks),
                 ranks_here=ranks[node],
@@ -97,7 +95,7 @@ class NativeTrainer(ABC):
         )
 
     def _machine(
-        self, recipe: Recipe, launch: TrainerLaunch, node: str, world: DistributedWorld
+        self, recipe: Recipe, launch: TrainerLaunch, node: str, world: MachineRanks
     ) -> ProcessSpec:
         slots = tuple(slot for slot in launch.train if slot.node == node)
         ports = {"trainer": launch.http_port, "rendezvous": launch.rendezvous_port}
@@ -117,7 +115,7 @@ class NativeTrainer(ABC):
         """The gradient worker of a slot."""
         slot, process, ports = launch.slot, worker_of(launch.slot.id), launch.ports
         ranks = slot.num_devices
-        world = DistributedWorld(
+        world = MachineRanks(
             machine=0,
             machines=1,
             ranks_here=ranks,
@@ -144,7 +142,7 @@ class NativeTrainer(ABC):
         recipe: Recipe,
         slots: tuple[Slot, ...],
         facts: HostFacts,
-        world: DistributedWorld,
+        world: MachineRanks,
         *,
         process: str,
         name: str,
@@ -172,7 +170,7 @@ class NativeTrainer(ABC):
 
 
 def _trainer_config(
-    recipe: Recipe, launch: TrainerLaunch, node: str, world: DistributedWorld
+    recipe: Recipe, launch: TrainerLaunch, node: str, world: MachineRanks
 ) -> dict[str, object]:
     """The fields of ``libra_cli.node.trainer.config.TrainerConfig``."""
     head = launch.facts[launch.train[0].node]

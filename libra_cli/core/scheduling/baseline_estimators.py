@@ -20,7 +20,7 @@ IDLE_GROUPS = 4096
 """Groups with nothing under way that are remembered."""
 
 
-class _Mean:
+class _RunningMean:
     """A running mean."""
 
     __slots__ = ("count", "total")
@@ -82,7 +82,7 @@ class TurnIndexMean:
     """The mean of what remained after this many turns, in all that have finished."""
 
     def __init__(self) -> None:
-        self._means: list[_Mean] = [_Mean()]
+        self._means: list[_RunningMean] = [_RunningMean()]
         self._marks: dict[TrajectoryId, list[Tokens]] = {}
 
     def begin(self, trajectory: TrajectoryId, *, prompt: Tokens) -> Estimate:
@@ -107,7 +107,7 @@ class TurnIndexMean:
         """Count its remainder at each of its turns."""
         for turn, mark in enumerate(self._marks.pop(trajectory)):
             if turn == len(self._means):
-                self._means.append(_Mean())
+                self._means.append(_RunningMean())
             self._means[turn].add(generated - mark)
 
     def withdrawn(self, trajectory: TrajectoryId) -> None:
@@ -127,7 +127,7 @@ class SiblingMean(TurnIndexMean):
 
     def __init__(self) -> None:
         super().__init__()
-        self._groups: dict[GroupId, _Mean] = {}
+        self._groups: dict[GroupId, _RunningMean] = {}
 
     def begin(self, trajectory: TrajectoryId, *, prompt: Tokens) -> Estimate:
         """The mean of the siblings, or of all."""
@@ -149,7 +149,7 @@ class SiblingMean(TurnIndexMean):
     def finished(self, trajectory: TrajectoryId, *, generated: Tokens) -> None:
         """A sibling of the others has finished."""
         super().finished(trajectory, generated=generated)
-        siblings = self._groups.pop(trajectory.group, None) or _Mean()
+        siblings = self._groups.pop(trajectory.group, None) or _RunningMean()
         siblings.add(generated)
         self._groups[trajectory.group] = siblings
         if len(self._groups) > IDLE_GROUPS:
@@ -168,7 +168,7 @@ class _Seen:
     __slots__ = ("children", "latest", "mean")
 
     def __init__(self) -> None:
-        self.mean = _Mean()
+        self.mean = _RunningMean()
         self.latest: deque[float] = deque(maxlen=WINDOW)
         self.children: dict[str, _Seen] = {}
 

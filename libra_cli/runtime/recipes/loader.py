@@ -258,17 +258,24 @@ def _validate(data: dict[str, Any], draft: _Draft) -> Recipe | None:
 
 
 def _plugin_problems(recipe: Recipe) -> Iterator[Problem]:
-    """The names of plug-ins that lead nowhere; none is imported, since some need torch."""
-    named = [
+    """The names of plug-ins that lead nowhere.
+
+    Those that decide here are imported. A loss is not, since it may need torch, nor are monitors.
+    """
+    imported = [
         ("rollout.backend", ROLLOUT_BACKENDS, recipe.rollout.backend),
         ("training.backend", TRAINER_BACKENDS, recipe.training.backend),
-        ("training.loss", LOSSES, recipe.training.loss),
         ("scheduler.policy", POLICIES, recipe.scheduler.policy),
     ]
-    named += [(f"run.monitors[{n}]", MONITORS, name) for n, name in enumerate(recipe.run.monitors)]
-    for key, group, name in named:
+    looked_up = [("training.loss", LOSSES, recipe.training.loss)]
+    looked_up += [
+        (f"run.monitors[{n}]", MONITORS, name) for n, name in enumerate(recipe.run.monitors)
+    ]
+    lookups = [(key, group.find, name) for key, group, name in imported]
+    lookups += [(key, group.check, name) for key, group, name in looked_up]
+    for key, look_up, name in lookups:
         try:
-            group.check(name)
+            look_up(name)
         except PluginError as error:
             yield Problem((key,), f"{error} ({error.hint})")
 
