@@ -18,8 +18,8 @@ from functools import partial
 
 from libra_cli.core.costs.profile import Profile, TrainingShape
 from libra_cli.core.observation import Observation
-from libra_cli.core.planning.planner import Candidate, SlotMove
-from libra_cli.core.planning.rollout_dp import PlannedBucket
+from libra_cli.core.planning.planner import Candidate, SlotMove, roles_of
+from libra_cli.core.planning.rollout_dp import PlannedBucket, planned_buckets
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.planning.transition import moves_between, moves_cost_s
 from libra_cli.core.types import Bucket, Plan, Pool, Seconds, Slot, SlotId, Tokens
@@ -67,17 +67,12 @@ class GpuPlacement:
 
     def layout_of(self, plan: Plan, slots: Sequence[Slot]) -> Layout:
         """The plan as numbers of servers and of ranks."""
-        counts = Counter(bucket for _, bucket in plan.servers)
-        ordered = sorted(counts.items(), key=lambda item: (item[0].up_to_tokens, item[0].name))
-        buckets = tuple(
-            PlannedBucket(bucket.tensor_parallel, number, bucket.up_to_tokens, bucket.max_num_seqs)
-            for bucket, number in ordered
-        )
         trains = {*plan.train, *plan.gradient}
         ranks = sum(len(slot.gpus) for slot in slots if slot.id in trains)
         replicas = max(1, ranks // self.tensor_parallel)
         return Layout(
-            buckets, TrainingShape(tensor_parallel=self.tensor_parallel, data_parallel=replicas)
+            planned_buckets(plan),
+            TrainingShape(tensor_parallel=self.tensor_parallel, data_parallel=replicas),
         )
 
     def candidates(self, search: Search, now: Observation) -> Iterator[Candidate]:
@@ -120,7 +115,7 @@ class GpuPlacement:
         self, now: Observation, then: Plan, slots: Sequence[Slot], profile: Profile
     ) -> tuple[SlotMove, ...]:
         """The slots whose role changes: those of today's that end, and new ones."""
-        before, after = _roles(now.plan), _roles(then)
+        before, after = roles_of(now.plan), roles_of(then)
         sizes = {slot.id: len(slot.gpus) for slot in (*now.slots, *slots)}
         return tuple(
             SlotMove(slot, before.get(slot, "idle"), role, profile.moves.start(sizes[slot]))
@@ -228,8 +223,3 @@ def _neighbours(search: Search, today: Layout) -> list[Layout]:
             if buckets and training is not None:
                 found.append(Layout(search.table.boundaries(buckets), training.shape))
     return found
-
-
-def _roles(plan: Plan) -> dict[SlotId, str]:
-    servers = {slot: bucket.name for slot, bucket in plan.servers}
-    return servers | dict.fromkeys(plan.train, "train") | dict.fromkeys(plan.gradient, "gradient")

@@ -191,6 +191,12 @@ class Planner:
         )
 
 
+def roles_of(plan: Plan) -> dict[SlotId, str]:
+    """What each slot of the plan does: the name of its bucket, ``train`` or ``gradient``."""
+    servers = {slot: bucket.name for slot, bucket in plan.servers}
+    return servers | dict.fromkeys(plan.train, "train") | dict.fromkeys(plan.gradient, "gradient")
+
+
 def answer(planner: DecisionMaker, action: Propose) -> PlanChosen | PlanKept:
     """What becomes of a ``Propose``, in a live run and in the simulator alike."""
     try:

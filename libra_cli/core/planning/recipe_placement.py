@@ -23,11 +23,11 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import PlanError, plan_with, slots_of
 from libra_cli.core.costs.profile import NothingFits, Profile, ProfileError, TrainingShape
 from libra_cli.core.observation import Observation
-from libra_cli.core.planning.planner import Candidate, SlotMove
-from libra_cli.core.planning.rollout_dp import PlannedBucket
+from libra_cli.core.planning.planner import Candidate, SlotMove, roles_of
+from libra_cli.core.planning.rollout_dp import planned_buckets
 from libra_cli.core.planning.search import Layout, Search
 from libra_cli.core.planning.transition import moves_cost_s
-from libra_cli.core.types import Bucket, Plan, Pool, Role, Seconds, Slot, SlotId
+from libra_cli.core.types import Plan, Pool, Role, Seconds, Slot, SlotId
 
 TRAIN, GRADIENT, IDLE = "train", "gradient", "idle"
 _TRAINS = (TRAIN, GRADIENT)
@@ -60,16 +60,8 @@ class RecipePlacement:
     def layout_of(self, plan: Plan, slots: Sequence[Slot]) -> Layout:
         """The plan as numbers of servers and of ranks."""
         sizes = {slot.id: slot.num_devices for slot in slots}
-        counts: dict[Bucket, int] = {}
-        for _, bucket in plan.servers:
-            counts[bucket] = counts.get(bucket, 0) + 1
-        ordered = sorted(counts.items(), key=lambda item: (item[0].up_to_tokens, item[0].name))
-        buckets = tuple(
-            PlannedBucket(bucket.tensor_parallel, number, bucket.up_to_tokens, bucket.max_num_seqs)
-            for bucket, number in ordered
-        )
         ranks = sum(sizes.get(slot, 1) for slot in (*plan.train, *plan.gradient))
-        return Layout(buckets, TrainingShape(data_parallel=max(1, ranks)))
+        return Layout(planned_buckets(plan), TrainingShape(data_parallel=max(1, ranks)))
 
     def candidates(self, search: Search, now: Observation) -> Iterator[Candidate]:
         """Every choice of training slots, with its predicted times.
@@ -83,16 +75,16 @@ class RecipePlacement:
         timed = [(plan, layout, search.times(layout)) for plan, layout in found]
         if not any(times.step_s < float("inf") for _, _, times in timed):
             raise self._nothing(search, slots, plans)
-        roles = _roles(now.plan)
+        roles = roles_of(now.plan)
         for plan, layout, times in timed:
-            changed = sum(role != roles.get(slot) for slot, role in _roles(plan).items())
+            changed = sum(role != roles.get(slot) for slot, role in roles_of(plan).items())
             yield Candidate(layout, times, (changed,), partial(_placed, plan, now.slots))
 
     def moves(
         self, now: Observation, then: Plan, slots: Sequence[Slot], profile: Profile
     ) -> tuple[SlotMove, ...]:
         """The slots whose role changes, in the order of the recipe."""
-        roles, after, prices = _roles(now.plan), _roles(then), profile.moves
+        roles, after, prices = roles_of(now.plan), roles_of(then), profile.moves
         moves = []
         for slot in slots:
             old, new = roles.get(slot.id, IDLE), after.get(slot.id, IDLE)
@@ -187,11 +179,6 @@ def _across(slots: tuple[Slot, ...], free: list[SlotId]) -> list[SlotId]:
     for slot in slots:
         rank[slot.id] = seen[slot.node] = seen.get(slot.node, 0) + 1
     return sorted(free, key=lambda slot: rank[slot])
-
-
-def _roles(plan: Plan) -> dict[SlotId, str]:
-    servers = {slot: bucket.name for slot, bucket in plan.servers}
-    return servers | dict.fromkeys(plan.train, TRAIN) | dict.fromkeys(plan.gradient, GRADIENT)
 
 
 def _placed(plan: Plan, slots: tuple[Slot, ...]) -> tuple[Plan, tuple[Slot, ...]]:

@@ -40,6 +40,7 @@ without a detour, so mixes of shapes look better than they are (``planner`` asks
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -51,7 +52,7 @@ import numpy as np
 from libra_cli.core.costs.profile import NothingFits
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.costs.workload import TrajectorySample, Workload
-from libra_cli.core.types import Seconds, Tokens
+from libra_cli.core.types import Plan, Seconds, Tokens
 
 DEFAULT_SEATS = 128
 _Filled: TypeAlias = tuple[int, int, Mapping[str, float]]
@@ -77,6 +78,16 @@ class PlannedBucket:
 
     def __str__(self) -> str:
         return f"{self.servers} x TP {self.tensor_parallel} up to {self.up_to_tokens:,} tokens"
+
+
+def planned_buckets(plan: Plan) -> tuple[PlannedBucket, ...]:
+    """The servers of a plan by bucket, from short trajectories to long ones."""
+    counts = Counter(bucket for _, bucket in plan.servers)
+    ordered = sorted(counts.items(), key=lambda item: (item[0].up_to_tokens, item[0].name))
+    return tuple(
+        PlannedBucket(bucket.tensor_parallel, number, bucket.up_to_tokens, bucket.max_num_seqs)
+        for bucket, number in ordered
+    )
 
 
 @dataclass(frozen=True, slots=True)
