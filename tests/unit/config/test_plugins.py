@@ -21,7 +21,7 @@ TOYS = PluginGroup("libra.toys", "toy", {"counter": "collections:Counter", "gone
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
 def test_what_ships_with_libra_is_an_entry_point_of_the_project(group):
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert project["entry-points"][group.name] == group.shipped
     for entry in entry_points(group=group.name):
         assert group.available()[entry.name] == entry.value

@@ -24,9 +24,9 @@ from libra_cli.report.terminal.rebalance import rebalance_view
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
 from tests import sample_run
-from tests.unit.test_console import drawn, widest
+from tests.unit.report.test_console import drawn, widest
 
-CHECKOUT = Path(__file__).parents[2]
+CHECKOUT = Path(__file__).parents[3]
 QUICKSTART = CHECKOUT / "recipes/quickstart.yaml"
 PROFILE = "a800-qwen3-14b"
 GPU_STEP_S = 60.0

@@ -11,7 +11,7 @@ from libra_cli import __version__
 from libra_cli.cli.main import app
 from tests.sample_run import write
 
-CHECKOUT = Path(__file__).parents[2]
+CHECKOUT = Path(__file__).parents[3]
 QUICKSTART = CHECKOUT / "recipes/quickstart.yaml"
 
 

@@ -235,7 +235,7 @@ def _write_and_die(run_dir: Path) -> None:
         "journal.save(sample_run.run_record(step=7)); journal.flush()\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     died = subprocess.run(
         [sys.executable, "-c", script, str(run_dir)],
         env=os.environ | {"PYTHONPATH": root},

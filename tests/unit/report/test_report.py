@@ -246,6 +246,6 @@ def test_the_views_start_without_the_drawing_library() -> None:
         "import sys; import libra_cli.report.html.run_report, libra_cli.report.terminal.progress;"
         "sys.exit(sorted({'matplotlib', 'jinja2', 'numpy'} & set(sys.modules)) or None)"
     )
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, timeout=20, check=False)
     assert done.returncode == 0

@@ -10,7 +10,7 @@ from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.launch.dry_run import dry_run
 from libra_cli.runtime.recipes.loader import load_recipe
 
-CHECKOUT = Path(__file__).parents[2]
+CHECKOUT = Path(__file__).parents[3]
 RECIPES = sorted((CHECKOUT / "recipes").glob("*.yaml"))
 STARTER = CHECKOUT / "templates/recipe.yaml"
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from libra_cli.config import recipe
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "libra_cli"
 FOLDERS = sorted({path.parent for path in PACKAGE.rglob("*.py")})
 MOST_MODULES = 13

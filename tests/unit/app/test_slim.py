@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HEAVY = ("accelerate", "matplotlib", "numpy", "scipy", "torch", "transformers", "trl", "vllm")
 HELP_LIMIT_S = 0.5
 

@@ -32,7 +32,7 @@ from libra_cli.runtime.store.run_directory import recipe_of
 from libra_cli.runtime.store.schema import COLUMNS, DATABASE, FORMAT, RECORDS
 from tests import sample_run
 
-OLD_RUN = Path(__file__).parents[1] / "fixtures/0.1.0"
+OLD_RUN = Path(__file__).parents[2] / "fixtures/0.1.0"
 OLD_RECORDS = [kind for kind in RECORDS if kind is not r.DecisionRecord]
 """Those that 0.1.0 had tables for."""
 _NOW = 1_795_320_000.0

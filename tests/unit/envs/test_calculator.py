@@ -19,7 +19,7 @@ from libra_cli.envs.protocol import Environment, ToolCall, ToolFailed
 from libra_cli.envs.registry import load_tasks
 from libra_cli.envs.word_problems import STORIES, stories, word_problem
 
-TASKS = Path(__file__).parents[2] / "recipes" / "tasks" / "calculator.jsonl"
+TASKS = Path(__file__).parents[3] / "recipes" / "tasks" / "calculator.jsonl"
 
 
 def numbers(text: str) -> list[int]:
