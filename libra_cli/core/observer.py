@@ -33,7 +33,7 @@ from libra_cli.core.types import Seconds, SlotId, Tokens
 
 LEAST_SAMPLES = 256
 """Newest finished trajectories that stand for the work to come, where two steps have fewer."""
-RECENT_TURNS = 4096
+RECENT_TURNS = 20_000
 """Newest turns that the costs of servers are fitted to, where no profile is given."""
 RECENT_STEPS = 50
 """Newest steps that the costs of training are fitted to, where no profile is given."""
@@ -218,7 +218,8 @@ class _Training:
         self._moving: set[SlotId] = set()
         self._gpus: dict[SlotId, int] = {}
         self._slots: tuple[SlotId, ...] = ()
-        self._plan_at: Seconds = 0.0
+        #: When all slots were in place.
+        self._since: Seconds = 0.0
         self._steady: deque[_SteadyStep] = deque(maxlen=RECENT_STEPS)
         self._before: tuple[tuple[TrainedStep, ...], tuple[SlotId, ...]] = ((), ())
 
@@ -253,7 +254,7 @@ class _Training:
         self._steady.clear()
         self._moving.clear()
         self._slots = (*json.loads(row.train_json), *json.loads(row.gradient_json))
-        self._plan_at = row.at
+        self._since = row.at
 
     def move(self, row: MoveRecord) -> None:
         """A slot is on its way, or has arrived."""
@@ -261,6 +262,7 @@ class _Training:
             self._moving.add(row.slot)
         else:
             self._moving.discard(row.slot)
+            self._since = max(self._since, row.ended_at)
 
     def finished(self, row: TrajectoryRecord) -> None:
         """A trajectory that its group may be trained with."""
@@ -278,8 +280,8 @@ class _Training:
                 return
 
     def step(self, row: StepRecord) -> None:
-        """An optimizer step; it counts if no slot was on its way."""
-        if self._moving or row.started_at < self._plan_at:
+        """An optimizer step; it counts if all slots were in place throughout."""
+        if self._moving or row.started_at < self._since:
             return
         seconds = row.ended_at - row.started_at
         self._steady.append(_SteadyStep(row.step, seconds, row.context_tokens))
