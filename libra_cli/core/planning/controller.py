@@ -40,10 +40,10 @@ class PlanController:
     """The plan of a run, and the eyes on it."""
 
     def __init__(
-        self, recipe: Recipe, pool: Reconciler, plan: Plan, slots: tuple[Slot, ...]
+        self, recipe: Recipe, reconciler: Reconciler, plan: Plan, slots: tuple[Slot, ...]
     ) -> None:
         self._recipe = recipe
-        self._pool = pool
+        self._reconciler = reconciler
         self._slots = slots
         self.plan = plan
         self.pins: dict[SlotId, Role] = {}
@@ -56,13 +56,13 @@ class PlanController:
         self._arrived = True
         self._ended_at: Seconds | None = None
         overlap = 1.0 + recipe.training.max_staleness
-        self._looks = ReplanTriggers(recipe.planner.plan_interval, overlap)
+        self._triggers = ReplanTriggers(recipe.planner.plan_interval, overlap)
         #: Mean lengths of the last two steps.
         self._lengths: deque[float] = deque(maxlen=2)
         #: Why a planner is to be asked at the end of this event, and who ordered it.
         self._due: tuple[str, str] | None = None
         #: A planner's answer is awaited.
-        self._looking = False
+        self._awaiting = False
         #: What the planner was last asked for, and after which step.
         self._asked: tuple[str, int] = ("", 0)
         self._recalibration: Recalibration | None = None
@@ -74,7 +74,7 @@ class PlanController:
 
     def mended(self) -> list[Result]:
         """Moves that failed have changed the plan: tell the one that is."""
-        self.plan = self._pool.plan(self.plan.reasons)
+        self.plan = self._reconciler.plan(self.plan.reasons)
         told = record_of_plan(self._number, self.plan, 0.0, "", None)
         self._row = replace(
             self._row,
@@ -96,7 +96,7 @@ class PlanController:
         idle = {"training": waited, "rollout": ready if waited < STARVED else 0.0}
         self._lengths.append(step.mean_length)
         may = self._may_look and not self._busy
-        why = self._looks.due(idle, sum(self._lengths) / len(self._lengths), may=may)
+        why = self._triggers.due(idle, sum(self._lengths) / len(self._lengths), may=may)
         if why:
             self._due = (why, "")
         return self._observe(period)
@@ -110,8 +110,8 @@ class PlanController:
         if seen is None:
             text = "no move: no trajectory has finished yet, so the work is not known"
             return self._answer(order, accepted=True, text=text)
-        self._looks.rest()
-        self._looking, self._asked = True, (why, seen.step)
+        self._triggers.rest()
+        self._awaiting, self._asked = True, (why, seen.step)
         own = replace(
             seen,
             plan=self.plan,
@@ -128,7 +128,7 @@ class PlanController:
 
     @property
     def _busy(self) -> bool:
-        return self._looking or bool(self._pool.moves)
+        return self._awaiting or bool(self._reconciler.moves)
 
     # -- what comes of it -----------------------------------------------------------------------
 
@@ -141,14 +141,14 @@ class PlanController:
             return told + self._answer(event.order, accepted=accepted, text=text)
         told = self._decided(event, self._number + 1, "", now)
         self._slots = event.slots
-        self._pool.learn(event.slots)
+        self._reconciler.learn(event.slots)
         cause = "order" if event.order else "planner"
         actions = self._adopt(event.plan, cause, event.prediction, now)
         return told + actions + self._answer(event.order, accepted=True, text=_words(event.plan))
 
     def _objection(self, plan: Plan) -> tuple[bool, str] | None:
         """Why not to have this plan, and whether an order for it counts as carried out."""
-        if _wants(plan) == _wants(self._pool.plan(())):
+        if _wanted_of(plan) == _wanted_of(self._reconciler.plan(())):
             return True, "the plan is today's already"
         held = [slot for slot, role in self.pins.items() if _role(plan, slot) is not role]
         if held:
@@ -164,7 +164,7 @@ class PlanController:
         self, event: PlanChosen | PlanKept, plan: int | None, why_not: str, now: Seconds
     ) -> list[Result]:
         """The planner has answered: remember its recalibration, and what came of it."""
-        self._looking = False
+        self._awaiting = False
         self._recalibration = event.recalibration or self._recalibration
         why, step = self._asked
         row = DecisionRecord(
@@ -181,7 +181,9 @@ class PlanController:
     def ordered(self, event: PlanOrdered, *, now: Seconds) -> list[Result]:
         """A user orders a split, holds slots, or wants a look now."""
         if self._busy:
-            under_way = ", ".join(sorted(self._pool.moves)) or "none yet, but the planner looks"
+            under_way = (
+                ", ".join(sorted(self._reconciler.moves)) or "none yet, but the planner looks"
+            )
             text = f"slots are moving ({under_way}); order again when they have arrived"
             return self._answer(event.order, accepted=False, text=text)
         pins = dict(self.pins)
@@ -197,7 +199,7 @@ class PlanController:
         except OrderRefused as error:
             return self._answer(event.order, accepted=False, text=str(error))
         self.pins = pins
-        same = _wants(plan) == _wants(self._pool.plan(()))
+        same = _wanted_of(plan) == _wanted_of(self._reconciler.plan(()))
         actions: list[Result] = [] if same else self._adopt(plan, "order", None, now)
         text = "nothing has to move" if same else _words(plan)
         return actions + self._answer(event.order, accepted=True, text=text)
@@ -208,9 +210,9 @@ class PlanController:
         if unknown:
             slots = ", ".join(sorted(known))
             raise OrderRefused(f"there is no slot {unknown[0]}; the run has {slots}")
-        roles = {slot: self._pool.role_of(slot) for slot in known}
+        roles = {slot: self._reconciler.role_of(slot) for slot in known}
         return ordered_plan(
-            self._recipe, self._slots, roles, self._pool.plan(()).train, dict(event.to), pins
+            self._recipe, self._slots, roles, self._reconciler.plan(()).train, dict(event.to), pins
         )
 
     def _answer(self, order: str, *, accepted: bool, text: str) -> list[Result]:
@@ -224,13 +226,13 @@ class PlanController:
         self._row = replace(row, observed_before_s=_mean(self._periods))
         self._periods.clear()
         self._arrived = False
-        self._looks.rest()
-        return [Save(self._row), *self._pool.adopt(plan, self._number, now=now)]
+        self._triggers.rest()
+        return [Save(self._row), *self._reconciler.adopt(plan, self._number, now=now)]
 
     # -- what it was worth ----------------------------------------------------------------------
 
     def _observe(self, period: Seconds) -> list[Result]:
-        arrived, self._arrived = self._arrived, not self._pool.moves
+        arrived, self._arrived = self._arrived, not self._reconciler.moves
         if not (arrived and self._arrived):  # nor does the step count in which the last one arrived
             return []
         self._periods.append(period)
@@ -271,7 +273,7 @@ def _shape(bucket: Bucket) -> tuple[str, int, int, int]:
     return bucket.name, bucket.tensor_parallel, bucket.max_num_seqs, bucket.up_to_tokens
 
 
-def _wants(plan: Plan) -> tuple[dict[SlotId, Bucket], tuple[SlotId, ...], frozenset[SlotId]]:
+def _wanted_of(plan: Plan) -> tuple[dict[SlotId, Bucket], tuple[SlotId, ...], frozenset[SlotId]]:
     return dict(plan.servers), plan.train, frozenset(plan.gradient)
 
 

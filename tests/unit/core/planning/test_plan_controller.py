@@ -109,7 +109,7 @@ def test_a_look_that_slots_on_their_way_prevent_is_made_when_they_have_arrived()
 
 
 def order(world: Scene) -> None:
-    if not world.machine.controller._looking:
+    if not world.machine.controller._awaiting:
         assert world.order(gradient=1).accepted
 
 
