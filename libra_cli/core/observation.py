@@ -50,9 +50,9 @@ class Observation:
     ``plan`` is what the run has or is on its way to; ``slots`` are all that it knows. ``pins`` hold
     slots in a role. ``workload`` are the newest finished trajectories; ``measured`` the newest
     steps under this plan, ``lengths`` the mean generated tokens of the newest steps, oldest first.
-    ``recalibration`` is the one that the last decision found. ``rollout_idle`` is the share of the
-    step (0 to 1) in which the staleness bound held rollout back; ``queue`` is waiting requests for
-    each seat. ``steps_left`` is None when the end is open.
+    ``recalibration`` is the one under which today's plan was chosen; None for the first plan.
+    ``rollout_idle`` is the share of the step (0 to 1) in which the staleness bound held rollout
+    back; ``queue`` is waiting requests for each seat. ``steps_left`` is None when the end is open.
     """
 
     step: int

@@ -58,7 +58,7 @@ def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observa
         )
     plans, step = reader.plans(), reader.run().step
     decisions = reader.rows(DecisionRecord)
-    last = decisions[-1] if decisions else None
+    last = next((row for row in reversed(decisions) if row.plan is not None), None)
     return Observation(
         step=step,
         plan=plan_of_record(plans[-1]) if plans else initial_plan(recipe),

@@ -163,9 +163,14 @@ class PlanController:
     def _decided(
         self, event: PlanChosen | PlanKept, plan: int | None, why_not: str, now: Seconds
     ) -> list[Result]:
-        """The planner has answered: remember its recalibration, and what came of it."""
+        """The planner has answered: write down what came of it.
+
+        The recalibration under which a plan was chosen is remembered as long as it lasts.
+        """
         self._awaiting = False
-        self._recalibration = event.recalibration or self._recalibration
+        found = event.recalibration or Recalibration()
+        if plan is not None:
+            self._recalibration = found
         why, step = self._asked
         row = DecisionRecord(
             at=now,
@@ -173,8 +178,8 @@ class PlanController:
             why=why,
             plan=plan,
             why_not=why_not,
-            rollout_factor=self._recalibration.rollout if self._recalibration else 1.0,
-            training_factor=self._recalibration.training if self._recalibration else 1.0,
+            rollout_factor=found.rollout,
+            training_factor=found.training,
         )
         return [Save(row)]
 

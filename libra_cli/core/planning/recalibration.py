@@ -6,8 +6,8 @@ of them where training waited for at least ``IDLE`` of the time. Where it never 
 bound held rollout back: fewer trajectories were in play than there is room for, and each was faster
 for it. How long they took tells the prices, and these how long a step takes when every place is
 taken (``RolloutTable.saturated_step_s``). In between it is a mix. The two do not agree, and a plan
-changes which of them is taken, so who remembers the correction ``before`` gets the geometric mean
-with it: otherwise moves chase each other.
+changes which of them is taken, so under a new plan what is found is the geometric mean with what
+was found ``before`` it: otherwise moves chase each other.
 
 Limit: held back, nothing shows how unevenly a rollout would end, nor what its caches would save.
 Simulated on four traces it was told 22 % too fast where stragglers rule and 27 to 75 % too slow
