@@ -107,13 +107,12 @@ class Machine:
             checkpoint_every=training.checkpoint_every,
             stream=training.stream,
         )
-        self.reconciler = Reconciler(self.servers, self.workers, self.training, plan)
-        self.reconciler.learn(slots)
+        self.reconciler = Reconciler(self.servers, self.workers, self.training, plan, slots)
         self._router = NoticeRouter(
             self.servers, self.workers, self.training, self.rollout, self.reconciler
         )
         self._agenda = self._router.agenda
-        self.controller = PlanController(recipe, self.reconciler, plan, tuple(slots))
+        self.controller = PlanController(recipe, self.reconciler, plan)
         self._observer = RunObserver(
             trajectories_per_step=recipe.trajectories_per_step,
             overlap=1.0 + training.max_staleness,

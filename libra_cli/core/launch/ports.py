@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import slots_of
-from libra_cli.core.launch.process import process_of, worker_of
+from libra_cli.core.launch.process import server_port, worker_of
 from libra_cli.core.types import Plan, Pool, node_of
 
 
@@ -21,7 +21,7 @@ def ports_needed(recipe: Recipe, plan: Plan) -> dict[str, tuple[str, ...]]:
     for slot in slots_of(recipe):
         hybrid = slot.pool is Pool.HYBRID
         if slot.id in serving or hybrid:
-            names[slot.node].append(process_of(slot.id))
+            names[slot.node].append(server_port(slot))
         if hybrid:
             worker = worker_of(slot.id)
             names[slot.node] += [worker, f"side-{worker}", f"rendezvous-{worker}"]

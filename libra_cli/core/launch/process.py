@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from libra_cli.config.recipe import ModelSpec, NodeSpec
+from libra_cli.core.cluster.joined_slots import part_slots
 from libra_cli.core.types import Slot, SlotId
 
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
@@ -45,7 +46,8 @@ class ProcessSpec:
 
     node: str
     process: str
-    """``server-<slot index>``, ``trainer-<machine rank>``, ``gradient-<slot index>``, ``model``."""
+    """``server-<slot index>`` (of a joined slot ``server-0-1``), ``trainer-<machine rank>``,
+    ``gradient-<slot index>``, ``model``."""
     argv: tuple[str, ...]
     env: Mapping[str, str]
     files: Mapping[str, str] = field(default_factory=dict)
@@ -56,7 +58,12 @@ class ProcessSpec:
 
 def process_of(slot: SlotId) -> str:
     """The name of the server process of a slot."""
-    return f"server-{slot.rpartition('/')[2]}"
+    return f"server-{slot.rpartition('/')[2].replace('+', '-')}"
+
+
+def server_port(slot: Slot) -> str:
+    """The name of the port of a slot's server; a joined slot has that of its first part."""
+    return process_of(part_slots(slot.id)[0])
 
 
 def worker_of(slot: SlotId) -> str:
@@ -78,12 +85,12 @@ def common_env(
 
     They see the GPUs of these slots and no other, share their cores, and never go online.
     """
-    parts = node.slots * processes
-    threads = f"<cores * {len(slots)} / {parts}>"
-    if len(slots) == parts:
+    mine, parts = sum(len(slot.parts) for slot in slots), node.slots * processes
+    threads = f"<cores * {mine} / {parts}>"
+    if mine == parts:
         threads = "<cores>"
     if facts.cpus is not None:
-        threads = str(max(1, facts.cpus * len(slots) // parts))
+        threads = str(max(1, facts.cpus * mine // parts))
     return {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for slot in slots for gpu in slot.gpus),

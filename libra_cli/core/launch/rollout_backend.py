@@ -20,6 +20,7 @@ from typing import Protocol
 
 from libra_cli.config.plugins import PluginGroup
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.cluster.joined_slots import part_slots
 from libra_cli.core.cluster.placement import slots_of
 from libra_cli.core.launch.process import HostFacts, ProcessSpec
 from libra_cli.core.types import Bucket, Slot
@@ -74,7 +75,7 @@ def server_process(
     recipe: Recipe, slot: Slot, bucket: Bucket, facts: HostFacts, *, port: int, model_dir: str
 ) -> ProcessSpec:
     """The server of a slot, as the recipe's backend makes it."""
-    position = [other.id for other in slots_of(recipe)].index(slot.id)
+    position = [other.id for other in slots_of(recipe)].index(part_slots(slot.id)[0])
     seed = recipe.run.seed * 10_000 + position
     launch = ServerLaunch(slot, bucket, facts, port, seed, model_dir)
     return rollout_backend(recipe.rollout.backend).server(recipe, launch)

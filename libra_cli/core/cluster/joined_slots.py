@@ -1,0 +1,29 @@
+"""Slots of a node joined into one larger slot: its name, and what it has.
+
+A joined slot has the GPUs of its parts, or their share of the node's cores, and is called after
+them: ``gpu-01/0+1``. It serves; to train, it is split first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from libra_cli.core.types import Pool, Slot, SlotId, node_of, parts_of
+
+
+def part_slots(slot: SlotId) -> tuple[SlotId, ...]:
+    """The slots that a slot is joined of, in order; itself if it is not."""
+    return tuple(f"{node_of(slot)}/{part}" for part in parts_of(slot)) or (slot,)
+
+
+def slot_named(slot: SlotId, known: Mapping[SlotId, Slot]) -> Slot:
+    """The slot of that name, which ``known`` has, or all of its parts.
+
+    Raises:
+        KeyError: a part is not known.
+    """
+    if slot in known:
+        return known[slot]
+    parts = [known[part] for part in part_slots(slot)]
+    gpus = tuple(gpu for part in parts for gpu in part.gpus)
+    return Slot(slot, node_of(slot), gpus, Pool.ROLLOUT)
