@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from libra_cli.config.errors import StateError
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.cluster.joined_slots import slots_in
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.costs.profile import Recalibration
 from libra_cli.core.observation import Observation
@@ -59,10 +60,11 @@ def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observa
     plans, step = reader.plans(), reader.run().step
     decisions = reader.rows(DecisionRecord)
     last = next((row for row in reversed(decisions) if row.plan is not None), None)
+    plan = plan_of_record(plans[-1]) if plans else initial_plan(recipe)
     return Observation(
         step=step,
-        plan=plan_of_record(plans[-1]) if plans else initial_plan(recipe),
-        slots=slots_of(recipe),
+        plan=plan,
+        slots=slots_in(plan, slots_of(recipe)),
         workload=workload,
         measured=observer.measured,
         lengths=observer.lengths,

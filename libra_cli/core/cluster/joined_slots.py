@@ -6,9 +6,9 @@ them: ``gpu-01/0+1``. It serves; to train, it is split first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from libra_cli.core.types import Pool, Slot, SlotId, node_of, parts_of
+from libra_cli.core.types import Plan, Pool, Slot, SlotId, node_of, parts_of
 
 
 def part_slots(slot: SlotId) -> tuple[SlotId, ...]:
@@ -27,3 +27,11 @@ def slot_named(slot: SlotId, known: Mapping[SlotId, Slot]) -> Slot:
     parts = [known[part] for part in part_slots(slot)]
     gpus = tuple(gpu for part in parts for gpu in part.gpus)
     return Slot(slot, node_of(slot), gpus, Pool.ROLLOUT)
+
+
+def slots_in(plan: Plan, slots: Sequence[Slot]) -> tuple[Slot, ...]:
+    """The slots of a recipe as the plan has them: some of them joined."""
+    known = {slot.id: slot for slot in slots}
+    joined = [slot_named(slot, known) for slot, _ in plan.servers if slot not in known]
+    apart = (slot for slot in slots if not any(slot.overlaps(other) for other in joined))
+    return (*apart, *joined)

@@ -64,6 +64,10 @@ class DesiredState:
             return Role.GRADIENT
         return Role.TRAIN if slot in self.trainer else Role.IDLE
 
+    def trains_on(self, slot: Slot) -> bool:
+        """Whether the trainer is to be on the slot, or on something of it."""
+        return any(slot.overlaps(self.slots[held]) for held in self.trainer)
+
     def keep_trainer(self, slots: tuple[SlotId, ...], why: str) -> None:
         """The trainer is to be on these slots after all, and nothing else is to be there."""
         self.trainer, self.refusal = slots, why
@@ -74,7 +78,7 @@ class DesiredState:
         """The slot is to do again what it did before, if the trainer does not have it."""
         self.servers.pop(slot, None)
         self.gradient.discard(slot)
-        if any(self.slots[slot].overlaps(self.slots[held]) for held in self.trainer):
+        if self.trains_on(self.slots[slot]):
             return
         if role is Role.ROLLOUT and bucket is not None:
             self._make_room(slot)

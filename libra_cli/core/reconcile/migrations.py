@@ -262,17 +262,16 @@ class MigrationTracker:
 
     def _keep_a_server(self) -> list[Result]:
         """No server is wanted that could serve: keep one that still does, or have one again."""
-        trainer = self._wanted.trainer
         known = [
             server
             for server in self._servers.replicas.values()
             if server.state is ReplicaState.SERVING
-            or (server.state is not ReplicaState.FAILED and server.slot.id not in trainer)
+            or (server.state is not ReplicaState.FAILED and not self._wanted.trains_on(server.slot))
         ]
         if not known:
             return []
         best = max(known, key=_hope)
-        if best.slot.id in trainer:
+        if self._wanted.trains_on(best.slot):
             why = f"{best.slot.id} has the last server, and no other came up"
             self._wanted.keep_trainer(self._training.proved_slots, why)
         if best.bucket is not None:

@@ -55,6 +55,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
+from libra_cli.core.records import SlotRecord
 from libra_cli.report.status import slots as slot_parts
 from libra_cli.report.status import steps as step_parts
 from libra_cli.report.status.metrics import FirstLast, first_last
@@ -112,7 +113,8 @@ class RunSummary(TypedDict):
 def summary(reader: Reader, *, now: float) -> RunSummary:
     """Everything about the run, as of ``now``."""
     run = run_part(reader, now=now)
-    record, steps, slots, syncs = reader.run(), reader.steps(), reader.slots(), reader.syncs()
+    record, steps, syncs = reader.run(), reader.steps(), reader.syncs()
+    slots = _slots(reader)
     live = run["state"] in LIVE
     samples = reader.latest_samples() if live else {}
     fresh = {slot: sample for slot, sample in samples.items() if now - sample.at <= _FRESH_S}
@@ -154,6 +156,12 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
         "checkpoint": step_parts.checkpoint(steps),
         "errors": errors_of(reader, run, slots, syncs),
     }
+
+
+def _slots(reader: Reader) -> list[SlotRecord]:
+    plans = reader.plans()
+    began = next((plan.at for plan in plans if plan.plan == 0), 0.0)
+    return slot_parts.existing(reader.slots(), plans[-1] if plans else None, since=began)
 
 
 def to_json(value: Mapping[str, Any]) -> str:
