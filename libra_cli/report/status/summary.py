@@ -159,9 +159,11 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
 
 
 def _slots(reader: Reader) -> list[SlotRecord]:
+    """Those that exist. A run that is resumed begins with plan 0 again."""
     plans = reader.plans()
+    newest = max(plans, key=lambda plan: plan.at, default=None)
     began = next((plan.at for plan in plans if plan.plan == 0), 0.0)
-    return slot_parts.existing(reader.slots(), plans[-1] if plans else None, since=began)
+    return slot_parts.existing(reader.slots(), newest, since=began)
 
 
 def to_json(value: Mapping[str, Any]) -> str:

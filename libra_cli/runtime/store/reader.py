@@ -201,8 +201,8 @@ class Reader:
         return self.rows(VersionRecord, order="published_at")
 
     def plans(self) -> list[PlanRecord]:
-        """The plans that were adopted, the newest last; a resumed run begins with number 0."""
-        return self.rows(PlanRecord, order="at, plan")
+        """The plans that were adopted, the newest last."""
+        return self.rows(PlanRecord)
 
     def moves(self) -> list[MoveRecord]:
         """The moves of slots, the newest last."""
