@@ -178,9 +178,9 @@ class Trajectory:
     @property
     def min_version(self) -> Version | None:
         """The oldest version that produced a token, or None before the first."""
-        return min((span.version for span in self.spans), default=None)
+        return min([span.version for span in self.spans], default=None)
 
     @property
     def max_version(self) -> Version | None:
         """The newest version that produced a token, or None before the first."""
-        return max((span.version for span in self.spans), default=None)
+        return max([span.version for span in self.spans], default=None)
