@@ -14,7 +14,8 @@ from libra_cli.report.status.slots import existing
 from libra_cli.report.status.summary import summary
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
-from tests.unit.core.reconcile.test_joined_slots import BOTH, Scene, scene, shape
+from tests.elastic import Scene
+from tests.unit.core.reconcile.test_joined_slots import BOTH, scene, shape
 
 
 def records_of(world: Scene, run_dir: Path) -> Reader:
@@ -71,6 +72,7 @@ def test_turns_on_parts_of_a_joined_slot_are_not_the_others(tmp_path, slot, coun
     move = world.moved(BOTH)
     own = [record for record in world.records if not isinstance(record, TurnRecord)]
     (turn, *_) = world.rows(TurnRecord)
+    assert move.ended_at is not None
     during = {"started_at": move.started_at, "ended_at": move.ended_at}
     world.records = [*own, replace(turn, slot=slot, generated_tokens=1000, **during)]
     with records_of(world, tmp_path / "run") as reader:

@@ -58,6 +58,11 @@ def order(world: Scene, shapes: dict[str, bool]) -> a.AnswerOrder:
     return world.answers[-1]
 
 
+def next_event(world: Scene) -> None:
+    seen = world.events
+    world.until(lambda: world.events > seen)
+
+
 def serving(world: Scene) -> set[str]:
     return {slot for slot, s in world.machine.servers.replicas.items() if s.state is S.SERVING}
 
@@ -133,7 +138,7 @@ def test_the_others_serve_all_the_while_and_nothing_is_lost(world):
         shape(world, joined=joined)
         while world.machine.reconciler.moves:
             assert {"a/0", "a/1"} <= serving(world)
-            world.until(lambda seen=world.events: world.events > seen)
+            next_event(world)
     world.steps_on(3)
     stopped = {action.slot for action in world.did(a.StopServer)}
     assert stopped == {B0, B1, BOTH}
@@ -157,7 +162,7 @@ def test_where_nobody_else_serves_one_part_serves_until_the_other_is_free():
     states = world.machine.servers.replicas
     while states[B0].up:
         assert states[B1].state is S.SERVING
-        world.until(lambda seen=world.events: world.events > seen)
+        next_event(world)
     world.arrive()
     assert serving(world) == {BOTH}
 
