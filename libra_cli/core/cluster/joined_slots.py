@@ -29,9 +29,18 @@ def slot_named(slot: SlotId, known: Mapping[SlotId, Slot]) -> Slot:
     return Slot(slot, node_of(slot), gpus, Pool.ROLLOUT)
 
 
+def with_slots(slots: Sequence[Slot], wanted: Sequence[Slot]) -> tuple[Slot, ...]:
+    """The slots, with others in the place of those that these overlap."""
+    ended = [slot for slot in slots if any(slot.overlaps(other) for other in wanted)]
+    place = slots.index(ended[0]) if ended else len(slots)
+    rest = (slot for slot in slots[place:] if slot not in ended)
+    return (*slots[:place], *wanted, *rest)
+
+
 def slots_in(plan: Plan, slots: Sequence[Slot]) -> tuple[Slot, ...]:
     """The slots of a recipe as the plan has them: some of them joined."""
-    known = {slot.id: slot for slot in slots}
-    joined = [slot_named(slot, known) for slot, _ in plan.servers if slot not in known]
-    apart = (slot for slot in slots if not any(slot.overlaps(other) for other in joined))
-    return (*apart, *joined)
+    known, found = {slot.id: slot for slot in slots}, tuple(slots)
+    for slot, _ in plan.servers:
+        if slot not in known:
+            found = with_slots(found, [slot_named(slot, known)])
+    return found

@@ -20,9 +20,7 @@ class DesiredState:
     def __init__(self, plan: Plan, slots: Iterable[Slot]) -> None:
         #: Every slot that there ever was.
         self.slots: dict[SlotId, Slot] = {}
-        self._existing: set[SlotId] = set()
-        #: Of every GPU or part of a node, its place in the order of the recipe.
-        self._places: dict[tuple[str, int | str], int] = {}
+        self._existing: list[SlotId] = []
         self.divide(slots)
         self.adopt(plan)
 
@@ -38,18 +36,12 @@ class DesiredState:
         """These slots exist, and no others."""
         now = {slot.id: slot for slot in slots}
         self.slots |= now
-        self._existing = set(now)
-        for slot in now.values():
-            for device in sorted(devices_of(slot), key=str):
-                self._places.setdefault(device, len(self._places))
+        self._existing = list(now)
 
     @property
     def existing(self) -> tuple[Slot, ...]:
-        """The slots that exist, in the order of the recipe."""
-        return tuple(sorted((self.slots[slot] for slot in self._existing), key=self._place))
-
-    def _place(self, slot: Slot) -> int:
-        return min(self._places[device] for device in devices_of(slot))
+        """The slots that exist, in the order in which they were told."""
+        return tuple(self.slots[slot] for slot in self._existing)
 
     def plan(self, reasons: tuple[str, ...]) -> Plan:
         """What is wanted now."""
@@ -97,13 +89,16 @@ class DesiredState:
         if slot_id in self._existing:
             return
         ended = [other for other in hit if other.id in self._existing]
-        self._existing -= {other.id for other in ended}
-        self._existing.add(slot_id)
         free = {device for other in ended for device in devices_of(other)} - devices_of(slot)
+        begun = [slot_id]
         for other in sorted(self.slots.values(), key=lambda slot: len(devices_of(slot))):
             if devices_of(other) <= free:
                 free -= devices_of(other)
-                self._existing.add(other.id)
+                begun.append(other.id)
+        place = min((self._existing.index(other.id) for other in ended), default=0)
+        gone = {other.id for other in ended}
+        rest = [slot for slot in self._existing[place:] if slot not in gone]
+        self._existing[place:] = [*sorted(begun, key=list(self.slots).index), *rest]
 
     def check(self) -> None:
         """Invariants that hold between any two events."""
@@ -111,4 +106,4 @@ class DesiredState:
         wanted = [*self.servers, *self.gradient, *self.trainer]
         devices = [device for slot in wanted for device in devices_of(self.slots[slot])]
         assert len(devices) == len(set(devices)), f"two of {wanted} are wanted on one device"
-        assert self._existing.issuperset(wanted), f"some of {wanted} do not exist"
+        assert set(self._existing) >= set(wanted), f"some of {wanted} do not exist"

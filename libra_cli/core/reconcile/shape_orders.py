@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.joined_slots import part_slots, slot_named
+from libra_cli.core.cluster.joined_slots import part_slots, slot_named, with_slots
 from libra_cli.core.cluster.placement import PlanError, bucket_of_size, slots_of
 from libra_cli.core.reconcile.manual_plan import OrderRefused
 from libra_cli.core.types import Bucket, Plan, Role, Slot, SlotId, parts_of
@@ -37,12 +37,11 @@ def reshaped_plan(
         ended = [slot for slot in now if any(slot.overlaps(other) for other in wanted)]
         _check_slots(ended, wanted, plan, pins)
         bucket = _bucket(recipe, wanted[0])
-        gone = {slot.id for slot in ended}
-        servers = {slot: its for slot, its in plan.servers if slot not in gone}
-        servers |= {slot.id: bucket for slot in wanted}
+        now = with_slots(now, wanted)
+        shapes_now = dict(plan.servers) | {slot.id: bucket for slot in wanted}
+        servers = tuple((slot.id, shapes_now[slot.id]) for slot in now if slot.id in shapes_now)
         why = f"{name} is {'one server' if joined else 'split again'}: ordered"
-        plan = replace(plan, servers=tuple(servers.items()), reasons=(why,))
-        now = (*(slot for slot in now if slot not in ended), *wanted)
+        plan = replace(plan, servers=servers, reasons=(why,))
     return plan, now
 
 
