@@ -199,8 +199,7 @@ class Trajectories:
             reason = f"the prompt has {length} tokens, max_len is {most}"
             return self._break(active, reason, now)
         if self._estimator is not None:
-            prompt = len(event.prompt_ids)
-            active.estimate = self._estimator.begin(event.trajectory, prompt=prompt)
+            active.expected = self._estimator.begin(event.trajectory)
         self._wait(active, now)
         return []
 
@@ -222,11 +221,8 @@ class Trajectories:
         self._context_tokens += len(event.observation_ids)
         extend_masked(trajectory, len(event.observation_ids))
         if self._estimator is not None:
-            active.estimate = self._estimator.returned(
-                trajectory.id,
-                generated=trajectory.generated,
-                context=len(trajectory.token_ids),
-                returns=event.returns,
+            active.expected = self._estimator.returned(
+                trajectory.id, generated=trajectory.generated, returns=event.returns
             )
         actions = self._save_turn(active)
         self._wait(active, now)
