@@ -13,8 +13,8 @@ from dataclasses import replace
 from multiprocessing import parent_process
 from threading import Thread
 
-from libra_cli.bench.ablations import ABLATIONS
 from libra_cli.bench.config import ExperimentConfig, Progress
+from libra_cli.bench.contenders import ABLATIONS
 from libra_cli.bench.jobs import Job, playable, run_job
 from libra_cli.bench.results import (
     BASE_PLANNER,

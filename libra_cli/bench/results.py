@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 from libra_cli.core.types import Seconds, Tokens
 
 FORMAT = 1
-CLAIRVOYANT = "clairvoyant"
+CLAIRVOYANT = "known-lengths"
 BASE_POLICY = "least-loaded"
 BASE_PLANNER = "static-best"
 USUAL_POLICY = "sticky-least-loaded"
@@ -92,7 +92,7 @@ class Timeline:
     """What the report draws of one run.
 
     ``spans`` are (slot, state, start, end) in seconds; ``lengths`` the generated tokens of every
-    trajectory; ``calibration`` (predicted probability, observed share, count) of the estimates.
+    trajectory.
     """
 
     policy: str
@@ -101,7 +101,6 @@ class Timeline:
     seed: int
     spans: tuple[tuple[str, str, Seconds, Seconds], ...]
     lengths: tuple[Tokens, ...]
-    calibration: tuple[tuple[float, float, int], ...]
     variant: str = ""
 
 

@@ -121,10 +121,6 @@ def turns_of_step(step: int, slots: list[str], began: float) -> Iterator[r.Recor
                 generated_tokens=generated,
                 finish_reason="stop",
                 moved_from="",
-                expected_tokens=1000.0,
-                expected_p10=100.0,
-                expected_p50=900.0,
-                expected_p90=3000.0,
                 tools_json='[["run", "ok", 1.5, 10]]',
             )
 
