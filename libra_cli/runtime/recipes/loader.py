@@ -244,7 +244,9 @@ def _resolve_tasks(data: dict[str, Any], draft: _Draft, path: Path) -> None:
 def _resolve_planner_files(data: dict[str, Any], path: Path) -> None:
     """A profile or trace that lies beside the recipe; anything else is a shipped one's name."""
     planner = data.get("planner")
-    for key in ("profile", "trace") if isinstance(planner, dict) else ():
+    if not isinstance(planner, dict):
+        return
+    for key in ("profile", "trace"):
         name = planner.get(key)
         if isinstance(name, str) and (file := path.parent / Path(name).expanduser()).is_file():
             planner[key] = str(file.resolve())
