@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from libra_cli import __version__
-from libra_cli.bench.report import terminal
+from libra_cli.bench.report import sheets, terminal
+from libra_cli.bench.results import is_causal
 from libra_cli.report.html.run_report import Chart
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ _MAX_SLOTS = 48
 _MAX_TIMELINES = 6
 _MAX_SMALL = 8
 _LENGTH_POINTS = 200
-_CLAIRVOYANT = "clairvoyant"
 _FEW_CALIBRATION = 20
 """Estimates in a bin of the calibration, below which its dot is drawn small."""
 COLOURS = {
@@ -118,6 +118,7 @@ def _section(number: int, result: ExperimentResult) -> dict[str, object]:
     return {
         "title": result.title,
         "notes": result.notes,
+        "sheet": sheets.regret_sheet(result.regrets) if result.regrets else None,
         "comparisons": [
             {
                 "subject": terminal.subject(comparison),
@@ -200,7 +201,7 @@ def _paired(summary: ComparisonSummary, zero: float) -> Interval | None:
 def _dot_colour(comparison: Comparison, summary: ComparisonSummary) -> str:
     if summary is _ours(comparison):
         return "a"
-    return "good" if _CLAIRVOYANT in (summary.policy, summary.planner) else "ink"
+    return "ink" if summary.causal else "good"
 
 
 def _colour(variable: str) -> str:
@@ -351,7 +352,7 @@ def _survival(lengths: Sequence[int]) -> tuple[list[float], list[float], list[fl
 def _calibrations(timelines: Sequence[Timeline]) -> list[Chart]:
     from libra_cli.report.html.charts import drawing
 
-    guessed = [s for s in timelines if s.calibration and s.policy != _CLAIRVOYANT]
+    guessed = [s for s in timelines if s.calibration and is_causal(s.policy, s.planner)]
     shown = {(s.trace, s.variant, s.policy, s.planner): s for s in guessed}
     charts = []
     for number, run in enumerate(list(shown.values())[:_MAX_SMALL]):
