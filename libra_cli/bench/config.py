@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from libra_cli.bench.drift import KINDS, NO_DRIFT, Drift
 from libra_cli.bench.jobs import playable
 from libra_cli.bench.oracles import ORACLES
 from libra_cli.config.errors import LibraError, did_you_mean
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.planning.baselines import PLANNERS
 from libra_cli.core.scheduling.policy import POLICIES as SCHEDULING_POLICIES
+from libra_cli.sim.drift import KINDS, NO_DRIFT, Drift
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import DEFAULT_TRACE, Trace, load_trace
 
@@ -112,7 +112,7 @@ def parse_names(kind: str, wanted: str, known: Sequence[str]) -> tuple[str, ...]
 
 
 def parse_drift(text: str) -> Drift:
-    """``1,4``, ``tools:1,20``, ``turns:1,3``, ``task:TRACE`` (see ``bench.drift``); ``none``.
+    """``1,4``, ``tools:1,20``, ``turns:1,3``, ``task:TRACE`` (see ``sim.drift``); ``none``.
 
     A single factor is what it ends with.
 

@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from libra_cli.bench.ablations import ABLATIONS
 from libra_cli.bench.config import DEFAULT_DRIFT, BenchError, ExperimentConfig, Progress
-from libra_cli.bench.drift import Drift
 from libra_cli.bench.jobs import Job, playable, run_job
 from libra_cli.bench.results import (
     BASE_PLANNER,
@@ -26,6 +25,7 @@ from libra_cli.bench.results import (
     Timeline,
 )
 from libra_cli.core.planning.search import PlannerSettings, propose
+from libra_cli.sim.drift import Drift
 from libra_cli.sim.traces import Trace
 
 _T = TypeVar("_T")

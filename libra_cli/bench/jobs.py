@@ -7,14 +7,13 @@ trajectories; what was played and thrown away does not count.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
 from libra_cli.bench.ablations import ABLATIONS
 from libra_cli.bench.clairvoyance import TOLD, Scripted, Told
-from libra_cli.bench.drift import NO_DRIFT, Drift
 from libra_cli.bench.oracles import Future, oracle_policy
 from libra_cli.bench.results import ResultRow, Timeline
 from libra_cli.config.recipe import Recipe
@@ -28,6 +27,7 @@ from libra_cli.core.planning.planner import DecisionMaker
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.planning.training_shapes import TrainingTree
 from libra_cli.core.types import Bucket, Seconds
+from libra_cli.sim.drift import NO_DRIFT, Drift
 from libra_cli.sim.traces import RecordedEpisode, Trace, TraceError
 from libra_cli.sim.world import SimConfig, World
 
@@ -45,7 +45,8 @@ class Job:
 
     ``layout`` stays as it is for the whole run; ``start`` is what a planner that moves begins with,
     its own first plan without. ``script`` are layouts for equal parts of the run, one after the
-    other, for the clairvoyant planner. ``max_staleness`` is in versions.
+    other, for the clairvoyant planner. ``bound`` is training.max_staleness and
+    ``staleness`` its rule, as in a recipe.
     """
 
     trace: Trace
@@ -64,7 +65,8 @@ class Job:
     steps: int = STEPS
     groups_per_step: int = GROUPS
     group_size: int = GROUP_SIZE
-    max_staleness: int = STALENESS
+    bound: int = STALENESS
+    staleness: str | Mapping[str, object] = "hold"
 
     @property
     def workload(self) -> Workload:
@@ -86,7 +88,7 @@ class Job:
     @property
     def overlap(self) -> float:
         """Steps whose trajectories may be in flight together."""
-        return 1.0 + self.max_staleness
+        return 1.0 + self.bound
 
     def groups(self) -> Iterator[tuple[RecordedEpisode, ...]]:
         """The groups of the run, changed as the drift says."""
@@ -186,7 +188,7 @@ def _planner(job: Job, space: GpuPlacement, settings: PlannerSettings) -> Decisi
 
 def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
     plan, slots = space.place(layout)
-    staleness = 0 if layout.colocated else job.max_staleness
+    bound = 0 if layout.colocated else job.bound
     recipe = Recipe.model_validate(
         {
             "run": {"steps": job.steps},
@@ -199,7 +201,8 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
             },
             "training": {
                 "groups_per_step": job.groups_per_step,
-                "max_staleness": staleness,
+                "max_staleness": bound,
+                "staleness": job.staleness,
                 "micro_batch_tokens": MAX_LEN,
                 "checkpoint_every": 1_000_000,
             },

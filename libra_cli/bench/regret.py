@@ -27,7 +27,6 @@ from typing import TypeAlias
 
 from libra_cli.bench.clairvoyance import TOLD
 from libra_cli.bench.config import ExperimentConfig, Progress
-from libra_cli.bench.drift import Drift
 from libra_cli.bench.experiments import simulated
 from libra_cli.bench.jobs import Job, first_layout_of, playable, run_job, static_run
 from libra_cli.bench.results import (
@@ -47,6 +46,7 @@ from libra_cli.core.planning.rollout_dp import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.planning.transition import moves_cost_s
 from libra_cli.core.types import Seconds
+from libra_cli.sim.drift import Drift
 from libra_cli.sim.traces import Trace
 
 STEPS = 24

@@ -51,7 +51,8 @@ from libra_cli.core.reconcile import migration, reconciler
 from libra_cli.core.reconcile.reconciler import Reconciler
 from libra_cli.core.rollout.active import Limits, Stage
 from libra_cli.core.rollout.groups import GroupLedger, GroupState, new_trajectory
-from libra_cli.core.rollout.rows import group_record
+from libra_cli.core.rollout.rows import group_record, group_records
+from libra_cli.core.rollout.staleness import rule_of
 from libra_cli.core.rollout.trajectories import Trajectories
 from libra_cli.core.router import NoticeRouter
 from libra_cli.core.run_state import Phase, Resume, RunIdentity, RunState
@@ -86,7 +87,7 @@ class Machine:
         self.ledger = GroupLedger(
             group_size=rollout.group_size,
             groups_per_step=training.groups_per_step,
-            max_staleness=training.max_staleness,
+            rule=rule_of(training),
             retries=recipe.environment.retries,
             make=make,
         )
@@ -234,7 +235,8 @@ class Machine:
         if self.training.state is not TrainerState.BUSY or event.step <= self.training.step:
             return
         yield from self.training.done(event, now=now)
-        yield from (Save(group_record(group, now)) for group in self.training.trained)
+        for group in self.training.trained:
+            yield from map(Save, group_records(group, now))
         yield from self._publish(event.published)
         if self._going:
             yield from self.controller.stepped(self.training.last, self._ready_share, now=now)

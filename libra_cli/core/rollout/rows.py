@@ -5,7 +5,7 @@ from __future__ import annotations
 from json import dumps
 
 from libra_cli.core.events import TurnGenerated
-from libra_cli.core.records import GroupRecord, TrajectoryRecord, TurnRecord
+from libra_cli.core.records import GroupRecord, LateRecord, TrajectoryRecord, TurnRecord
 from libra_cli.core.rollout.active import ActiveTrajectory
 from libra_cli.core.rollout.groups import Group
 from libra_cli.core.scheduling.server_queues import Request
@@ -64,8 +64,17 @@ def trajectory_record(
     )
 
 
+def group_records(group: Group, now: Seconds) -> list[GroupRecord] | list[LateRecord]:
+    """The group's row; of a rest, a row for each of its members."""
+    if not group.is_rest:
+        return [group_record(group, now)]
+    return [LateRecord(group.id, member.id.member, group.step) for member in group.members]
+
+
 def group_record(group: Group, now: Seconds, *, detail: str = "") -> GroupRecord:
     """The group's row."""
+    if group.missing and not detail:
+        detail = f"closed without {group.missing} unfinished members"
     return GroupRecord(
         group_id=group.id,
         state=group.state,
