@@ -148,7 +148,7 @@ class StaticPlans:
         }
         room = self._gpus - (self._search.tree.least() or 0)
         shapes = {(degree, min(servers, room // degree)) for degree, servers in shapes}
-        return [layout for shape in sorted(shapes) if (layout := self.layout(shape))]
+        return self._layouts(sorted(shapes))
 
     def next(self, throughputs: Mapping[Layout, float]) -> list[Layout]:
         """Those between the best and its neighbours of the two best degrees; none when done."""
@@ -163,7 +163,10 @@ class StaticPlans:
             for degree in degrees
             for servers in self._between(degree, best[degree][1], tried)
         ]
-        return [layout for shape in wanted if (layout := self.layout(shape))]
+        return self._layouts(wanted)
+
+    def _layouts(self, shapes: Sequence[_Shape]) -> list[Layout]:
+        return [layout for shape in shapes if (layout := self.layout(shape)) is not None]
 
     def _between(self, degree: int, servers: int, tried: set[_Shape]) -> list[int]:
         others = [number for other, number in tried if other == degree]
@@ -317,7 +320,9 @@ def best_script(
     degree. A shortest path through the parts.
     """
     seconds = {layout: part_seconds(ended) for layout, ended in runs.items()}
-    paths = {layout: (parts[0], (layout,)) for layout, parts in seconds.items()}
+    paths: dict[Layout, tuple[Seconds, tuple[Layout, ...]]] = {
+        layout: (parts[0], (layout,)) for layout, parts in seconds.items()
+    }
     for at in range(1, PARTS):
         paths = {
             then: min(
