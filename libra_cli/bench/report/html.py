@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from libra_cli import __version__
-from libra_cli.bench.report import terminal
+from libra_cli.bench.report import sheets, terminal
 from libra_cli.report.html.run_report import Chart
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ _MAX_SLOTS = 48
 _MAX_TIMELINES = 6
 _MAX_SMALL = 8
 _LENGTH_POINTS = 200
-_CLAIRVOYANT = "known-lengths"
 COLOURS = {
     "serving": "a",
     "training": "b",
@@ -116,6 +115,7 @@ def _section(number: int, result: ExperimentResult) -> dict[str, object]:
     return {
         "title": result.title,
         "notes": result.notes,
+        "sheet": sheets.regret_sheet(result.regrets) if result.regrets else None,
         "comparisons": [
             {
                 "subject": terminal.subject(comparison),
@@ -198,7 +198,7 @@ def _paired(summary: ComparisonSummary, zero: float) -> Interval | None:
 def _dot_colour(comparison: Comparison, summary: ComparisonSummary) -> str:
     if summary is _ours(comparison):
         return "a"
-    return "good" if _CLAIRVOYANT in (summary.policy, summary.planner) else "ink"
+    return "ink" if summary.causal else "good"
 
 
 def _colour(variable: str) -> str:
