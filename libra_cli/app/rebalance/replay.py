@@ -19,6 +19,7 @@ from libra_cli.core.costs.profile import Recalibration
 from libra_cli.core.observation import Observation
 from libra_cli.core.observer import RunObserver
 from libra_cli.core.planning.controller import plan_of_record
+from libra_cli.core.planning.planner import roles_of
 from libra_cli.core.records import (
     DecisionRecord,
     GroupRecord,
@@ -31,6 +32,7 @@ from libra_cli.core.records import (
     TurnRecord,
     VersionRecord,
 )
+from libra_cli.core.types import Plan, Pool, Slot
 from libra_cli.runtime.store.reader import Reader
 
 Entry: TypeAlias = tuple[float, int, Record]
@@ -64,7 +66,7 @@ def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observa
     return Observation(
         step=step,
         plan=plan,
-        slots=slots_in(plan, slots_of(recipe)),
+        slots=_slots_of(reader, recipe, plan),
         workload=workload,
         measured=observer.measured,
         lengths=observer.lengths,
@@ -72,6 +74,16 @@ def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observa
         recalibration=Recalibration(last.rollout_factor, last.training_factor) if last else None,
         steps_left=recipe.run.steps - step if live else recipe.run.steps,
     )
+
+
+def _slots_of(reader: Reader, recipe: Recipe, plan: Plan) -> tuple[Slot, ...]:
+    """The recipe's slots; those of the plan where the planner cuts the nodes up."""
+    if not recipe.has_open_nodes:
+        return slots_in(plan, slots_of(recipe))
+    known = {slot.id: slot for slot in slots_of(recipe)}
+    for row in reader.rows(SlotRecord):
+        known[row.slot] = Slot(row.slot, row.node, tuple(json.loads(row.gpus_json)), Pool(row.pool))
+    return tuple(known[slot] for slot in roles_of(plan))
 
 
 def _entries(reader: Reader) -> Iterator[Entry]:

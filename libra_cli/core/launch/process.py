@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from libra_cli.config.recipe import ModelSpec, NodeSpec
-from libra_cli.core.cluster.joined_slots import part_slots
 from libra_cli.core.types import Slot, SlotId
 
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
@@ -61,14 +60,25 @@ def process_of(slot: SlotId) -> str:
     return f"server-{slot.rpartition('/')[2].replace('+', '-')}"
 
 
-def server_port(slot: Slot) -> str:
-    """The name of the port of a slot's server; a joined slot has that of its first part."""
-    return process_of(part_slots(slot.id)[0])
-
-
 def worker_of(slot: SlotId) -> str:
     """The name of the gradient worker's process of a slot."""
     return f"gradient-{slot.rpartition('/')[2]}"
+
+
+def server_port(slot: Slot) -> str:
+    """The name of the port of a slot's server."""
+    return f"server-{_place(slot)}"
+
+
+def worker_ports(slot: Slot) -> tuple[str, str, str]:
+    """The names of a gradient worker's ports: its HTTP, its side channel, its rendezvous."""
+    name = f"gradient-{_place(slot)}"
+    return name, f"side-{name}", f"rendezvous-{name}"
+
+
+def _place(slot: Slot) -> str:
+    """Its index, of a joined slot its first part's, or the first GPU of one named after GPUs."""
+    return str(slot.parts[0]) if slot.parts else f"gpu{slot.gpus[0]}"
 
 
 def dtype_of(model: ModelSpec, slots: Iterable[Slot]) -> Dtype:
@@ -85,7 +95,9 @@ def common_env(
 
     They see the GPUs of these slots and no other, share their cores, and never go online.
     """
-    mine, parts = sum(len(slot.parts) for slot in slots), node.slots * processes
+    mine, parts = sum(len(slot.parts) for slot in slots), node.num_slots * processes
+    if node.is_open:  # no slot is a share of it, but its GPUs are
+        mine, parts = sum(len(slot.gpus) for slot in slots), node.gpus * processes
     threads = f"<cores * {mine} / {parts}>"
     if mine == parts:
         threads = "<cores>"
