@@ -13,6 +13,7 @@ from statistics import fmean
 from libra_cli.core.costs.observed import CostEvidence
 from libra_cli.core.costs.profile import Recalibration
 from libra_cli.core.costs.workload import Workload
+from libra_cli.core.explanation import PastPrediction
 from libra_cli.core.types import Plan, Role, Seconds, Slot, SlotId
 
 STARVED = 0.05
@@ -53,6 +54,8 @@ class Observation:
     ``recalibration`` is the one under which today's plan was chosen; None for the first plan.
     ``rollout_idle`` is the share of the step (0 to 1) in which the staleness bound held rollout
     back; ``queue`` is waiting requests for each seat. ``steps_left`` is None when the end is open.
+    ``predictions`` are those of earlier decisions of which it is known what came; ``sync_s`` is how
+    long a server took to pull and load its newest version.
     """
 
     step: int
@@ -67,6 +70,8 @@ class Observation:
     rollout_idle: float = 0.0
     queue: float = 0.0
     steps_left: int | None = None
+    predictions: tuple[PastPrediction, ...] = ()
+    sync_s: Seconds = 0.0
 
 
 class InPlay:
@@ -77,6 +82,11 @@ class InPlay:
         self._at: Seconds = 0.0
         self._in_play_s: Seconds = 0.0
         self._met_s: Seconds = 0.0
+
+    def begin(self, *, now: Seconds) -> None:
+        """None is in play at ``now``, and nothing is known of before."""
+        self._playing = 0
+        self.take(now=now)
 
     def change(self, by: int, *, now: Seconds) -> None:
         """``by`` trajectories more are in play from ``now`` on."""

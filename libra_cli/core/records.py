@@ -383,6 +383,14 @@ class DecisionRecord:
     rollout_factor: float
     """What the costs of rollout were multiplied by, to agree with what was measured."""
     training_factor: float
+    explanation_json: str = "{}"
+    """What was chosen and why, a ``core.explanation.Explanation``; empty where the planner could
+    not decide, or what it chose was not done."""
+    observed_s: float | None = None
+    """Mean seconds of the first steps after it and after the last of its moves; None until they are
+    done."""
+    observed_steps: int = 0
+    """How many these are: fewer than planned where the next decision came first."""
 
 
 Record: TypeAlias = (

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from libra_cli.core.actions import End, RuntimeAction, Save
 from libra_cli.core.events import Event, ServerSampled, StopRequested
@@ -116,9 +116,9 @@ def describe(value: Any) -> dict[str, object]:
 
 
 @cache
-def _names(kind: type) -> tuple[str, ...]:
+def _names(kind: Hashable) -> tuple[str, ...]:
     """The fields of a dataclass; ``dataclasses.fields`` makes them anew at every call."""
-    return tuple(field.name for field in fields(kind))
+    return tuple(field.name for field in fields(cast("Any", kind)))
 
 
 def _plain(value: Any) -> object:

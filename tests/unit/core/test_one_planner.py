@@ -204,4 +204,4 @@ def test_a_database_shows_a_dry_run_what_the_machine_showed_its_planner(tmp_path
     assert again.evidence.steps == own.evidence.steps
     assert again.evidence.ranks == own.evidence.ranks
     assert len(again.evidence.turns) == len(own.evidence.turns)
-    assert again.recalibration == machine.controller._recalibration == Recalibration(1.0, 1.0)
+    assert again.recalibration == machine.controller.recalibration == Recalibration(1.0, 1.0)
