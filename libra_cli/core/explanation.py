@@ -154,12 +154,14 @@ def predicted_step(
     expected = PRIOR * (prior**2 + scatter**2 / STEPS) + sum(error**2 for error in alike)
     factor = exp(Z * (expected / (PRIOR + len(alike))) ** 0.5)
     kind = "moves" if moves else "kept plans"
-    source = f"{len(alike)} {kind} of this run and what came" if alike else f"simulated {kind}"
+    source = f"errors of {kind} in the simulator" if measured else "errors of costs alone"
+    if alike:
+        source = f"errors of {len(alike)} {kind} of this run"
     return PredictedStep(
         step_s=step_s,
         low_s=step_s / factor,
         high_s=step_s * factor,
-        source=source if measured or alike else "costs alone: no step is measured",
+        source=source,
     )
 
 

@@ -31,7 +31,7 @@ from libra_cli.runtime.store.reader import Reader
 
 Entry: TypeAlias = tuple[float, int, Record]
 """When a record was written, its place among those of that time, and the record."""
-_RECENT = "group_id IN (SELECT group_id FROM groups WHERE started_at >= ?)"
+_MEMBER = "group_id, member, attempt"
 
 
 def records_in_order(reader: Reader) -> list[Record]:
@@ -52,18 +52,19 @@ def _entries(reader: Reader) -> Iterator[Entry]:
     for step in steps:
         yield step.ended_at, 7, replace(step, checkpoint="")
     trained = {step.step: step.ended_at for step in steps}
-    for group in reader.rows(GroupRecord, _RECENT, (since,)):
+    for group in reader.rows(GroupRecord, "started_at >= ?", (since,)):
         ended = group.ended_at or group.started_at
         yield ended if group.step is None else trained.get(group.step, ended), 8, group
 
 
 def _turns(reader: Reader, since: float) -> Iterator[Entry]:
     """Trajectories that begin, play their turns and end."""
-    for trajectory in reader.rows(TrajectoryRecord, _RECENT, (since,)):
+    for trajectory in reader.rows(TrajectoryRecord, "started_at >= ?", (since,)):
         yield trajectory.started_at, 2, replace(trajectory, state="running", ended_at=None)
         if trajectory.ended_at is not None:
             yield trajectory.ended_at, 4, trajectory
-    for turn in reader.rows(TurnRecord, _RECENT, (since,)):
+    theirs = f"({_MEMBER}) IN (SELECT {_MEMBER} FROM trajectories WHERE started_at >= ?)"
+    for turn in reader.rows(TurnRecord, theirs, (since,)):
         yield turn.ended_at, 3, turn
 
 
