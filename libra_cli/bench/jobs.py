@@ -7,7 +7,7 @@ trajectories; what was played and thrown away does not count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -39,7 +39,9 @@ STORY_SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One simulated run. ``believed`` are the costs the policy and the planner reckon with."""
+    """One simulated run. ``believed`` are the costs the policy and the planner reckon with;
+    ``bound`` is training.max_staleness and ``staleness`` its rule, as in a recipe.
+    """
 
     trace: Trace
     profile: Profile
@@ -53,6 +55,8 @@ class Job:
     settings: PlannerSettings | None = None
     drift: tuple[float, ...] = ()
     steps: int = STEPS
+    bound: int = STALENESS
+    staleness: str | Mapping[str, object] = "hold"
 
     @property
     def workload(self) -> Workload:
@@ -61,7 +65,7 @@ class Job:
         groups = self.trace.groups(Random(f"plan/{self.seed}"), GROUP_SIZE)
         episodes = [episode for _ in range(GROUPS) for episode in next(groups)]
         samples = tuple(sample_of(episode.stretched(first)) for episode in episodes)
-        return Workload(samples, GROUPS * GROUP_SIZE, 1.0 + STALENESS)
+        return Workload(samples, GROUPS * GROUP_SIZE, 1.0 + self.bound)
 
     def groups(self) -> Iterator[tuple[RecordedEpisode, ...]]:
         """The groups of the run, stretched as the drift says."""
@@ -144,7 +148,7 @@ def world_of(job: Job) -> World:
 
 def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
     plan, slots = space.place(layout)
-    staleness = 0 if layout.colocated else STALENESS
+    bound = 0 if layout.colocated else job.bound
     recipe = Recipe.model_validate(
         {
             "run": {"steps": job.steps},
@@ -157,7 +161,8 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
             },
             "training": {
                 "groups_per_step": GROUPS,
-                "max_staleness": staleness,
+                "max_staleness": bound,
+                "staleness": job.staleness,
                 "micro_batch_tokens": MAX_LEN,
                 "checkpoint_every": 1_000_000,
             },
