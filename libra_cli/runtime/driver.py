@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Coroutine, Hashable
-from dataclasses import fields, is_dataclass
-from functools import cache
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Coroutine
+from dataclasses import is_dataclass
+from typing import Any, TypeAlias
 
 from libra_cli.core.actions import End, RuntimeAction, Save
 from libra_cli.core.events import Event, ServerSampled, StopRequested
@@ -112,13 +111,8 @@ QUIET = (ServerSampled,)
 
 def describe(value: Any) -> dict[str, object]:
     """An event (or a dataclass in it) as JSON-able fields; token arrays become their lengths."""
-    return {name: _plain(getattr(value, name)) for name in _names(type(value))}
-
-
-@cache
-def _names(kind: Hashable) -> tuple[str, ...]:
-    """The fields of a dataclass; ``dataclasses.fields`` makes them anew at every call."""
-    return tuple(field.name for field in fields(cast("Any", kind)))
+    # dataclasses.fields would make its list anew for every event.
+    return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
 
 
 def _plain(value: Any) -> object:
