@@ -29,7 +29,8 @@ class MeasuredStep:
     training waited, and those that trajectories were in play, summed over them.
 
     ``concurrency`` is how many trajectories were in play, averaged over those seconds: trajectories
-    come in bursts, and each is slowed down by those that it meets.
+    come in bursts, and each is slowed down by those that it meets. ``held_s`` are those in which
+    training waited with a full batch ready, for the staleness rule.
     """
 
     step_s: Seconds
@@ -37,6 +38,7 @@ class MeasuredStep:
     waited_s: Seconds
     in_play_s: Seconds
     concurrency: float
+    held_s: Seconds = 0.0
 
     @property
     def starved(self) -> bool:
@@ -117,4 +119,5 @@ def mean_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
         waited_s=fmean(step.waited_s for step in steps),
         in_play_s=in_play_s / len(steps),
         concurrency=met_s / in_play_s if in_play_s else 0.0,
+        held_s=fmean(step.held_s for step in steps),
     )

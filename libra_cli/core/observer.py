@@ -174,6 +174,7 @@ class RunObserver:
                 waited_s=row.waited_s,
                 in_play_s=in_play_s,
                 concurrency=concurrency,
+                held_s=row.held_s,
             )
         )
 

@@ -282,6 +282,9 @@ class StepRecord:
     """Path of the checkpoint written after this step, or empty."""
     metrics_json: str = "{}"
     """Name -> number or null: the loss, and all else that the trainer and the loss name."""
+    held_s: float = 0.0
+    """Seconds of ``waited_s`` in which a full batch was ready, and the staleness rule waited for
+    groups that this step is the last one for."""
 
     @property
     def metrics(self) -> dict[str, float | None]:

@@ -33,7 +33,7 @@ from libra_cli.core.explanation import (
     RunnerUp,
     predicted_step,
 )
-from libra_cli.core.observation import Observation
+from libra_cli.core.observation import Observation, mean_step
 from libra_cli.core.planning.admission import Admission, horizon
 from libra_cli.core.planning.recalibration import RecalibratedSearch, recalibrated
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search, Times
@@ -223,8 +223,8 @@ class Planner:
             today=_option(today, decision.before),
             chosen=_option(chosen, times),
             runner_up=runner_up,
-            binds_today=binding(search, today, now),
-            binds=binding(search, chosen, now),
+            binds_today=binding(search, today, now, measured=True),
+            binds=binding(search, chosen, now, measured=not move),
             predicted=predicted_step(
                 times.step_s,
                 moves=move,
@@ -253,13 +253,22 @@ class Planner:
         return RunnerUp(_option(best.layout, best.times), why_not)
 
 
-def binding(search: Search, layout: Layout, now: Observation) -> Binding:
-    """What binds a layout: its longer half, or the network where a version takes longer."""
-    found, step_s = search.binding(layout), search.times(layout).step_s
+def binding(search: Search, layout: Layout, now: Observation, *, measured: bool) -> Binding:
+    """What binds a layout: its longer half, the network, or the staleness rule.
+
+    The network where a version takes longer than a step; the rule where training waits with a full
+    batch ready for more than half of its waiting, which only steps that were ``measured`` show.
+    """
+    step_s = search.times(layout).step_s
     if now.sync_s > step_s:
-        words = f"a version takes {now.sync_s:.1f} s to reach every server, a step {step_s:.1f} s"
+        words = f"a version takes {now.sync_s:.1f} s to reach a server, a step {step_s:.1f} s"
         return Binding(Constraint.NETWORK, words)
-    return found
+    if measured and now.measured:
+        seen = mean_step(now.measured)
+        if seen.starved and seen.held_s > seen.waited_s / 2:
+            words = f"a full batch waits {seen.held_s:.1f} s a step for groups at their last call"
+            return Binding(Constraint.STALENESS, words)
+    return search.binding(layout)
 
 
 def _option(layout: Layout, times: Times) -> PlanOption:

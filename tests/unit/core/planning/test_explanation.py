@@ -142,7 +142,10 @@ def test_a_version_that_takes_longer_than_a_step_binds_it() -> None:
         (0.9 * step_s, Constraint.TRAINING),
         (2 * step_s, Constraint.NETWORK),
     ):
-        assert binding(found, layout, replace(now, sync_s=sync_s)).constraint is constraint
+        assert (
+            binding(found, layout, replace(now, sync_s=sync_s), measured=True).constraint
+            is constraint
+        )
 
 
 # -- the interval --------------------------------------------------------------------------------
@@ -217,3 +220,16 @@ def test_what_becomes_of_a_decision_carries_its_explanation() -> None:
     assert PlanKept("no", explanation=sample_run.KEPT).explanation is sample_run.KEPT
     plan = initial_plan(RECIPE)
     assert PlanChosen(plan, (), explanation=sample_run.MOVED).explanation is sample_run.MOVED
+
+
+def test_a_rule_that_holds_a_full_batch_back_binds_where_it_was_measured() -> None:
+    found = search(24)
+    layout = Layout((PlannedBucket(1, 16, 4000, 64),), TrainingShape(data_parallel=8))
+    held = MeasuredStep(10.0, 6.0, 4.0, 100.0, 10.0, held_s=3.0)
+    now = Observation(1, initial_plan(RECIPE), (), work(100), measured=(held, held))
+    bound = binding(found, layout, now, measured=True)
+    assert bound.constraint is Constraint.STALENESS
+    assert "3.0 s a step" in bound.words
+    assert binding(found, layout, now, measured=False) == found.binding(layout)
+    short = replace(now, measured=(replace(held, held_s=1.0),))
+    assert binding(found, layout, short, measured=True) == found.binding(layout)
