@@ -61,7 +61,7 @@ class Job:
         groups = self.trace.groups(Random(f"plan/{self.seed}"), GROUP_SIZE)
         episodes = [episode for _ in range(GROUPS) for episode in next(groups)]
         samples = tuple(sample_of(episode.stretched(first)) for episode in episodes)
-        return Workload(samples, GROUPS * GROUP_SIZE, 1.0 + STALENESS)
+        return Workload(samples, GROUPS * GROUP_SIZE, 1.0 + STALENESS, group_size=GROUP_SIZE)
 
     def groups(self) -> Iterator[tuple[RecordedEpisode, ...]]:
         """The groups of the run, stretched as the drift says."""

@@ -116,6 +116,7 @@ class Machine:
         self.controller = PlanController(recipe, self.reconciler, plan, tuple(slots))
         self._observer = RunObserver(
             trajectories_per_step=recipe.trajectories_per_step,
+            group_size=recipe.rollout.group_size,
             overlap=1.0 + training.max_staleness,
         )
         if resume is not None:

@@ -47,12 +47,13 @@ Member: TypeAlias = tuple[int, int, int]
 class RunObserver:
     """The windows, and what is made of them at a step's end.
 
-    ``trajectories_per_step`` are trained together; ``overlap`` is how many steps' trajectories may
-    be in flight at once: 1 + the staleness bound.
+    ``trajectories_per_step`` are trained together and ``group_size`` of them have one prompt;
+    ``overlap`` is how many steps' trajectories may be in flight at once: 1 + the staleness bound.
     """
 
-    def __init__(self, *, trajectories_per_step: int, overlap: float) -> None:
+    def __init__(self, *, trajectories_per_step: int, group_size: int, overlap: float) -> None:
         self._per_step = trajectories_per_step
+        self._group_size = group_size
         self._overlap = overlap
         self._samples = Window(max(LEAST_SAMPLES, 2 * trajectories_per_step))
         self._in_play = InPlay()
@@ -94,7 +95,7 @@ class RunObserver:
     @property
     def workload(self) -> Workload | None:
         """The work to come, as the newest finished trajectories tell it; None before the first."""
-        return self._samples.workload(self._per_step, self._overlap)
+        return self._samples.workload(self._per_step, self._overlap, self._group_size)
 
     @property
     def measured(self) -> tuple[MeasuredStep, ...]:

@@ -75,7 +75,12 @@ def case_of_recipe(path: Path, trace: str, profile: str | None) -> Case:
             step=0,
             plan=initial_plan(recipe),
             slots=slots_of(recipe),
-            workload=Workload(samples, recipe.trajectories_per_step, overlap),
+            workload=Workload(
+                samples,
+                recipe.trajectories_per_step,
+                overlap,
+                group_size=recipe.rollout.group_size,
+            ),
         ),
         planner=recipe_planner(recipe, lambda plan, evidence: prices, elastic=False),
         profile=prices,

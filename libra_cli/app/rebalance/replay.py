@@ -46,6 +46,7 @@ def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observa
     """
     observer = RunObserver(
         trajectories_per_step=recipe.trajectories_per_step,
+        group_size=recipe.rollout.group_size,
         overlap=1.0 + recipe.training.max_staleness,
     )
     for _, _, record in sorted(_entries(reader), key=lambda entry: entry[:2]):

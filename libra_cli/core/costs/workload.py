@@ -49,15 +49,17 @@ class Workload:
     """The trajectories of a step.
 
     ``trajectories`` are trained a step. ``overlap`` is how many steps' worth may be open, ready or
-    in training at once: 1 + the staleness bound (1: each batch waits for the one before).
-    ``prompt_hits`` is the share of prompt tokens found in a prefix cache. Raises ValueError without
+    in training at once: 1 + the staleness bound (1: each batch waits for the one before). A batch
+    waits for a trajectory that would be ``late`` versions over the bound (infinity: for none).
+    ``group_size`` trajectories begin together and have one prompt. Raises ValueError without
     samples or work.
     """
 
     samples: tuple[TrajectorySample, ...]
     trajectories: int
     overlap: float = 2.0
-    prompt_hits: float = 0.0
+    late: float = 0.0
+    group_size: int = 1
     # Sums over the samples, made once: planning asks for them thousands of times.
     mean_generated: float = field(init=False, compare=False, repr=False)
     """Generated tokens of a trajectory."""
@@ -71,10 +73,10 @@ class Workload:
     def __post_init__(self) -> None:
         if not self.samples:
             raise ValueError("a workload needs at least one sample")
-        if self.trajectories < 1 or self.overlap < 1 or not 0 <= self.prompt_hits <= 1:
+        if self.trajectories < 1 or self.overlap < 1 or self.late < 0 or self.group_size < 1:
             raise ValueError(
-                "a workload needs trajectories >= 1, overlap >= 1 and 0 <= prompt_hits <= 1, not "
-                f"{self.trajectories}, {self.overlap} and {self.prompt_hits}"
+                "a workload needs trajectories >= 1, overlap >= 1, late >= 0 and group_size >= 1, "
+                f"not {self.trajectories}, {self.overlap}, {self.late} and {self.group_size}"
             )
         number = len(self.samples)
         squares = sum(sample.context**2 for sample in self.samples) / number
@@ -96,6 +98,11 @@ class Workload:
         return max(1.0, self.overlap - TRAINING_SHARE)
 
     @property
+    def longest_steps(self) -> float:
+        """Steps that a trajectory may be in play before a batch waits for it."""
+        return self.in_flight + self.late
+
+    @property
     def tokens(self) -> float:
         """Tokens of a step, prompts and tool returns included."""
         return self.mean_context * self.trajectories
@@ -114,8 +121,10 @@ class Window:
         """Take one in; the oldest goes when the window is full."""
         self._samples.append(sample)
 
-    def workload(self, trajectories: int, overlap: float = 2.0) -> Workload | None:
+    def workload(
+        self, trajectories: int, overlap: float = 2.0, group_size: int = 1
+    ) -> Workload | None:
         """The workload that the samples stand for, or None before the first."""
         if not self._samples:
             return None
-        return Workload(tuple(self._samples), trajectories, overlap)
+        return Workload(tuple(self._samples), trajectories, overlap, group_size=group_size)
