@@ -35,6 +35,8 @@ GROUPS, GROUP_SIZE, STALENESS = 32, 8, 4
 MAX_LEN = 131_072
 """Longer trajectories are cut there, as a run would."""
 STORY_SEED = 0
+WAKE_S: Seconds = 10.8
+"""To wake a server that slept while its GPUs trained, as published for Libra (arXiv 2606.03077)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,7 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
         }
     )
     moves = job.profile.moves
-    switch_s = moves.to_training_s + moves.to_rollout_s if layout.colocated else 0.0
+    switch_s = moves.to_training_s + WAKE_S if layout.colocated else 0.0
     return SimConfig(
         recipe=recipe,
         plan=plan,

@@ -83,7 +83,7 @@ class SortedParts:
         order = np.argsort(-key, kind="stable")
         starts = _class_starts(len(key))
         sizes = np.diff([*starts, len(key)])
-        classes = np.empty(len(key), dtype=int)
+        classes: Any = np.empty(len(key), dtype=int)
         classes[order] = np.repeat(np.arange(len(starts)), sizes)
         counts = np.zeros((len(key), len(starts)))
         counts[np.arange(len(key)), classes] = self._weight

@@ -39,7 +39,7 @@ from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.costs.workload import Workload
 from libra_cli.core.types import Seconds
 
-ROUNDS = 6
+ROUNDS = 5
 """Of finding what is computed again, which depends on the time that it lengthens; each halves the
 distance."""
 
@@ -72,7 +72,7 @@ class RolloutLoad:
         """The same of some elements of its arrays."""
         return RolloutLoad(*(getattr(self, field.name)[where] for field in fields(self)))
 
-    def of_one(self, servers: int, group_size: int) -> RolloutLoad:
+    def of_one(self, servers: Any, group_size: int) -> RolloutLoad:
         """The most that one of so many equal servers gets, each prompt computed once on it."""
         share = np.minimum(1.0, np.ceil(self.count / servers - 1e-9) / self.count)
         own = servers * (1 - (1 - 1 / servers) ** group_size) / group_size
@@ -112,13 +112,13 @@ class RolloutTime:
 
 @dataclass(frozen=True, slots=True)
 class EqualServers:
-    """``number`` servers of these costs with so many ``seats`` each.
+    """``number`` servers of these costs with so many ``seats`` each, or an array of such numbers.
 
     ``play_share`` is the share of a KV cache that trajectories in play may be expected to fill.
     """
 
     cost: ServerCost
-    number: int
+    number: Any
     seats: int
     play_share: float
 
@@ -134,6 +134,7 @@ class EqualServers:
     def _time(self, mine: RolloutLoad, workload: Workload, playing: float | None) -> RolloutTime:
         """With so many in play on a server; None: as many as there may be."""
         slower, again = 1.0, 0.0
+        time = self._step(mine, workload, mine.work_s, 1.0)
         for _ in range(ROUNDS):
             in_play_s = np.maximum(slower * mine.engine_s + mine.tool_s, 1e-9)
             context = (slower * mine.engine_context + mine.tool_context) / in_play_s
@@ -148,9 +149,7 @@ class EqualServers:
             again *= workload.overlap > 1
         return time
 
-    def _step(
-        self, mine: RolloutLoad, workload: Workload, work_s: Any, places: Any
-    ) -> RolloutTime:
+    def _step(self, mine: RolloutLoad, workload: Workload, work_s: Any, places: Any) -> RolloutTime:
         longest_work_s = np.maximum(work_s, mine.longest_work_s / workload.in_flight)
         return RolloutTime(
             work_s=work_s,

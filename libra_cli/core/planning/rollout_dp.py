@@ -80,6 +80,7 @@ def planned_buckets(plan: Plan) -> tuple[PlannedBucket, ...]:
 class RolloutTable:
     """The table of one workload, for every budget up to ``gpus``.
 
+    ``play_share`` is the share of the KV caches that the scheduler lets trajectories in play fill.
     Raises NothingFits if the longest trajectory fits no server, or no server the budget.
     """
 
@@ -91,19 +92,22 @@ class RolloutTable:
         *,
         max_num_seqs: int = DEFAULT_SEATS,
         groups: int = 64,
+        play_share: float = PLAY_SHARE,
     ) -> None:
         _check_room(servers, workload, gpus)
         self.workload = workload
         self.gpus = gpus
         self._servers = dict(sorted(servers.items()))
         self._seats = max_num_seqs
+        self._play_share = play_share
         self._parts = SortedParts(workload, groups)
         self._loads = {degree: self._parts.load(cost) for degree, cost in self._servers.items()}
         self._refused = {
             degree: self._parts.too_long(cost) for degree, cost in self._servers.items()
         }
-        self._moves = _transitions(self._servers, gpus)
         self._matrix = lru_cache(maxsize=256)(self._cost)
+        self._moves = self._transitions()
+        self._equal = {degree: self._equal_s(degree) for degree in self._servers}
         self._table = self._solve()
 
     @property
@@ -156,7 +160,15 @@ class RolloutTable:
 
     def equal_s(self, degree: int, servers: int) -> Seconds:
         """Seconds of a step on so many servers of one shape."""
-        return float(self._cost(degree, servers, len(self._parts))[0])
+        return float(self._equal[degree][servers - 1])
+
+    def _equal_s(self, degree: int) -> Any:
+        """Of one server, of two, and so on, as many as there are GPUs for."""
+        load = self._loads[degree].at((0, len(self._parts)))
+        numbers = np.arange(1, max(1, self.gpus // degree) + 1)
+        equal = self._servers_of(degree, numbers, self._seats)
+        refused = self._refused[degree][0, len(self._parts)]
+        return np.where(refused, np.inf, equal.time(load, self.workload).seconds)
 
     def boundaries(self, buckets: tuple[PlannedBucket, ...]) -> tuple[PlannedBucket, ...]:
         """The same servers with the best ``up_to_tokens`` for this workload."""
@@ -194,12 +206,12 @@ class RolloutTable:
         """
         filled = list(self._filled(buckets))
         times = [(each, each[0].time(each[1], self.workload)) for each in filled]
-        room = sum(float(time.places) * servers.number for (servers, _), time in times)
+        room = sum(float(time.places * servers.number) for (servers, _), time in times)
         slower = in_play_s / self._in_play_s(filled, min(beside, room))
         return slower * self._in_play_s(filled, room) / room
 
     def _in_play_s(self, filled: Sequence[_Loads], playing: float) -> Seconds:
-        """Seconds that a step's trajectories are in play, summed, with so many of them at a time."""
+        """Seconds in play of a step's trajectories, summed, with so many at a time."""
         shares = [float(load.engine_s + load.tool_s) for _, load in filled]
         return sum(
             servers.in_play_s(load, self.workload, playing * share / sum(shares))
@@ -220,11 +232,11 @@ class RolloutTable:
     def _filled(self, buckets: tuple[PlannedBucket, ...]) -> Iterator[_Loads]:
         for bucket, start, end in self._shares(buckets):
             load = self._loads[bucket.tensor_parallel].at((start, end))
-            yield self._servers_of(bucket), load
+            degree, seats = bucket.tensor_parallel, bucket.max_num_seqs
+            yield self._servers_of(degree, bucket.servers, seats), load
 
-    def _servers_of(self, bucket: PlannedBucket) -> EqualServers:
-        cost = self._servers[bucket.tensor_parallel]
-        return EqualServers(cost, bucket.servers, bucket.max_num_seqs, PLAY_SHARE)
+    def _servers_of(self, degree: int, number: Any, seats: int) -> EqualServers:
+        return EqualServers(self._servers[degree], number, seats, self._play_share)
 
     def _words(self, servers: EqualServers, load: RolloutLoad, time: RolloutTime) -> str:
         """What it would help most to have more of."""
@@ -240,16 +252,25 @@ class RolloutTable:
         few = time.places >= 0.9 * servers.seats - self.workload.group_size
         return "seats (max_num_seqs)" if few else "room in the KV cache"
 
-    def _cost(self, degree: int, servers: int, end: int | None = None, seats: int = 0) -> Any:
-        """Seconds of parts j to i on ``servers`` of this degree, [j, i]; of one i only, [j]."""
-        where = slice(None) if end is None else (slice(None), end)
-        bucket = PlannedBucket(degree, servers, 0, seats or self._seats)
-        time = self._servers_of(bucket).time(self._loads[degree].at(where), self.workload)
-        return np.where(self._refused[degree][where], np.inf, time.seconds)
+    def _transitions(self) -> dict[tuple[int, int], Any]:
+        """Costs [j, i] by (degree, servers), the fewest GPUs first and then the fewest servers."""
+        found: dict[tuple[int, int], Any] = {}
+        for degree in self._servers:
+            sizes = bucket_sizes(self.gpus // degree)
+            if sizes:
+                costs = self._cost(degree, np.array(sizes)[:, None, None], self._seats)
+                found |= zip(((degree, number) for number in sizes), costs, strict=True)
+        order = sorted(found, key=lambda move: (move[0] * move[1], move[1]))
+        return {move: found[move] for move in order}
+
+    def _cost(self, degree: int, servers: Any, seats: int) -> Any:
+        """Seconds of parts j to i - 1 on ``servers`` of this degree, [j, i]."""
+        time = self._servers_of(degree, servers, seats).time(self._loads[degree], self.workload)
+        return np.where(self._refused[degree], np.inf, time.seconds)
 
     def _solve(self) -> Any:
         size = len(self._parts) + 1
-        costs = np.stack([self._cost(degree, servers) for degree, servers in self._moves])
+        costs = np.stack(list(self._moves.values()))
         sizes = np.array([degree * servers for degree, servers in self._moves])
         table = np.full((self.gpus + 1, size), np.inf)
         table[:, 0] = 0.0
@@ -266,11 +287,10 @@ class RolloutTable:
     def _last_bucket(self, gpus: int, end: int) -> tuple[int, int, int]:
         """Degree, servers and first part of the last bucket of ``table[gpus, end]``."""
         best = (np.inf, 0, 0, 0)
-        for degree, servers in self._moves:
+        for (degree, servers), cost in self._moves.items():
             if degree * servers > gpus:
                 break
-            cost = self._cost(degree, servers, end)
-            worst = np.maximum(self._table[gpus - degree * servers], cost)
+            worst = np.maximum(self._table[gpus - degree * servers], cost[:, end])
             start = int(np.argmin(worst))
             if worst[start] < best[0]:
                 best = (float(worst[start]), degree, servers, start)
@@ -278,8 +298,7 @@ class RolloutTable:
 
     def _options(self, before: Any, bucket: PlannedBucket) -> Any:
         """[j, i]: the first j parts as before, the parts up to i on this bucket."""
-        seats = bucket.max_num_seqs
-        cost = self._matrix(bucket.tensor_parallel, bucket.servers, None, seats)
+        cost = self._matrix(bucket.tensor_parallel, bucket.servers, bucket.max_num_seqs)
         return np.maximum(before[:, None], cost)
 
     def _prefixes(self, buckets: tuple[PlannedBucket, ...]) -> list[Any]:
@@ -304,12 +323,6 @@ def bucket_sizes(most: int) -> tuple[int, ...]:
         if sizes[-1] == 8 * step:
             step *= 2
     return tuple(sizes)
-
-
-def _transitions(servers: Mapping[int, ServerCost], gpus: int) -> list[tuple[int, int]]:
-    """(degree, servers), the fewest GPUs first and then the fewest servers."""
-    moves = [(degree, k) for degree in servers for k in bucket_sizes(gpus // degree)]
-    return sorted(moves, key=lambda move: (move[0] * move[1], move[1]))
 
 
 def _check_room(servers: Mapping[int, ServerCost], workload: Workload, gpus: int) -> None:
