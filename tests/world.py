@@ -9,7 +9,8 @@ from __future__ import annotations
 import heapq
 import re
 from array import array
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -20,6 +21,7 @@ from libra_cli.core import events as e
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.machine import Machine
 from libra_cli.core.records import Record, StepRecord, TrajectoryRecord
+from libra_cli.core.rollout.staleness import rule_of
 from libra_cli.core.run_state import Phase, Resume, RunIdentity
 from libra_cli.core.types import (
     Plan,
@@ -132,7 +134,9 @@ class World:
     resume: Resume | None = None
     records: list[Record] = field(default_factory=list)
     trained: list[tuple[int, int]] = field(default_factory=list)
-    """(group, step) of every group in every finished step."""
+    """(group, step) of every group in every finished step, without what closed groups left."""
+    members: list[tuple[int, int, int]] = field(default_factory=list)
+    """(group, member, step) of every trajectory in every finished step."""
     ledgers: dict[str, dict[str, Any]] = field(default_factory=dict)
     end: a.End | None = None
     events: int = 0
@@ -438,7 +442,7 @@ class World:
 
     def _do_train(self, action: a.Train) -> None:
         samples = [*(self._parts if action.parts else ()), *action.samples]
-        assert len(samples) == self.recipe.trajectories_per_step
+        self._check_batch(samples)
         given = {sample.trajectory.id.group for sample in action.samples}
         shared = [group for share in action.shares for group in share.groups]
         assert len(shared) == len(set(shared)), "a group is in two shares"
@@ -447,16 +451,14 @@ class World:
             status = self.machine.workers.replicas[share.slot]
             near = (status.verified, status.syncing)
             assert action.held in near, "a share for a worker of another version"
-        bound = self.recipe.training.max_staleness
-        for sample in samples:
-            assert sample.staleness <= bound, f"staleness {sample.staleness}"
-            assert sample.trajectory.reward is not None
         path = ""
         if action.ledger is not None:
             path = f"/checkpoint/{action.incarnation}-{action.step}"
             self.ledgers[path] = action.ledger
-        groups = {sample.trajectory.id.group for sample in samples}
+        groups = {sample.trajectory.id.group for sample in samples if sample.baseline is None}
         self.trained += [(group, action.step) for group in sorted(groups)]
+        ids = [sample.trajectory.id for sample in samples]
+        self.members += [(who.group, who.member, action.step) for who in ids]
         published = self._publish(action.incarnation, action.step)
         shares = tuple(self._share_done(share) for share in action.shares)
         metrics: dict[str, float | None] = {"loss": 0.1, "own_tokens": 100.0, "own_s": 1.0}
@@ -464,6 +466,22 @@ class World:
         self.later(done, 0.01, 1.0)
         if path:
             self.later(e.CheckpointSaved(action.incarnation, action.step, path), 1.0, 2.0)
+
+    def _check_batch(self, samples: Sequence[a.TrainSample]) -> None:
+        """Whole groups, as many as the recipe says and no older than its rule allows."""
+        rule, size = rule_of(self.recipe.training), self.recipe.rollout.group_size
+        ids = [sample.trajectory.id for sample in samples]
+        assert len(ids) == len({(who.group, who.member) for who in ids}), "a member twice"
+        whole = Counter(one.trajectory.id.group for one in samples if one.baseline is None)
+        late = {one.trajectory.id.group for one in samples if one.baseline is not None}
+        assert len(whole) == self.recipe.training.groups_per_step
+        assert not late & set(whole)
+        least = rule.least_of(size) or size
+        assert all(least <= count <= size for count in whole.values())
+        for sample in samples:
+            oldest = sample.staleness
+            assert rule.trains is None or oldest <= rule.trains, f"staleness {oldest}"
+            assert sample.trajectory.reward is not None
 
     def _do_checkpoint(self, action: a.Checkpoint) -> None:
         path = f"/checkpoint/{action.incarnation}-{action.step}-stop"

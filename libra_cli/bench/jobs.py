@@ -7,7 +7,7 @@ trajectories; what was played and thrown away does not count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -16,7 +16,7 @@ from random import Random
 from libra_cli.bench.ablations import ABLATIONS
 from libra_cli.bench.oracles import Future, oracle_policy
 from libra_cli.bench.results import ResultRow, Timeline
-from libra_cli.config.recipe import Recipe
+from libra_cli.config.recipe import Recipe, TrainingSpec
 from libra_cli.core import actions as a
 from libra_cli.core.costs.profile import Profile, TrainingShape
 from libra_cli.core.costs.server import ServerCost
@@ -25,6 +25,7 @@ from libra_cli.core.planning.baselines import STATIC, first_layout, planner_of
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.search import Layout, PlannerSettings
 from libra_cli.core.planning.training_shapes import TrainingTree
+from libra_cli.core.rollout.staleness import rule_of
 from libra_cli.core.types import Bucket, Seconds
 from libra_cli.sim.traces import RecordedEpisode, Trace, TraceError
 from libra_cli.sim.world import SimConfig, World
@@ -41,7 +42,9 @@ WAKE_S: Seconds = 10.8
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One simulated run. ``believed`` are the costs the policy and the planner reckon with."""
+    """One simulated run. ``believed`` are the costs the policy and the planner reckon with;
+    ``bound`` is training.max_staleness and ``staleness`` its rule, as in a recipe.
+    """
 
     trace: Trace
     profile: Profile
@@ -55,6 +58,8 @@ class Job:
     settings: PlannerSettings | None = None
     drift: tuple[float, ...] = ()
     steps: int = STEPS
+    bound: int = STALENESS
+    staleness: str | Mapping[str, object] = "hold"
 
     @property
     def workload(self) -> Workload:
@@ -63,7 +68,14 @@ class Job:
         groups = self.trace.groups(Random(f"plan/{self.seed}"), GROUP_SIZE)
         episodes = [episode for _ in range(GROUPS) for episode in next(groups)]
         samples = tuple(sample_of(episode.stretched(first)) for episode in episodes)
-        return Workload(samples, GROUPS * GROUP_SIZE, 1.0 + STALENESS, group_size=GROUP_SIZE)
+        spec = {"max_staleness": self.bound, "staleness": self.staleness}
+        return Workload(
+            samples,
+            GROUPS * GROUP_SIZE,
+            overlap=1.0 + self.bound,
+            late=rule_of(TrainingSpec.model_validate(spec)).late,
+            group_size=GROUP_SIZE,
+        )
 
     def groups(self) -> Iterator[tuple[RecordedEpisode, ...]]:
         """The groups of the run, stretched as the drift says."""
@@ -146,7 +158,7 @@ def world_of(job: Job) -> World:
 
 def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
     plan, slots = space.place(layout)
-    staleness = 0 if layout.colocated else STALENESS
+    bound = 0 if layout.colocated else job.bound
     recipe = Recipe.model_validate(
         {
             "run": {"steps": job.steps},
@@ -159,7 +171,8 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
             },
             "training": {
                 "groups_per_step": GROUPS,
-                "max_staleness": staleness,
+                "max_staleness": bound,
+                "staleness": job.staleness,
                 "micro_batch_tokens": MAX_LEN,
                 "checkpoint_every": 1_000_000,
             },

@@ -253,6 +253,41 @@ def placement(
 
 
 @bench.command()
+def staleness(
+    trace: Traces = None,
+    gpus: Gpus = GPUS,
+    profile: ProfileName = PROFILE,
+    rules: Annotated[str, typer.Option(help="Only these, separated by commas.")] = "",
+    bounds: Annotated[
+        str, typer.Option(help="Values of training.max_staleness, separated by commas.")
+    ] = "1,2,4",
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of a run.")] = 12,
+    drift: Drift = DRIFT,
+    seeds: Seeds = SEEDS,
+    json_file: Json = None,
+) -> None:
+    """Rules that make a batch: throughput, age of tokens, and which lengths are trained."""
+    from libra_cli.bench.report.staleness import staleness_report
+    from libra_cli.bench.staleness import staleness as compare
+    from libra_cli.sim.traces import DEFAULT_TRACE
+
+    with errors_told():
+        with _working() as progress:
+            rows = compare(
+                trace or (DEFAULT_TRACE,),
+                rules,
+                bounds,
+                seeds=seeds,
+                steps=steps,
+                gpus=gpus,
+                profile=profile,
+                drift=drift,
+                progress=progress,
+            )
+        _show_report(staleness_report(rows), json_file)
+
+
+@bench.command()
 def publication(profile: ProfileName = PROFILE, json_file: Json = None) -> None:
     """With which constants the cost model says what was published."""
     from libra_cli.bench.publication import publication as compare

@@ -227,6 +227,38 @@ class RolloutSpec(_Model):
     """Extra arguments of every server."""
 
 
+def _as_rule(value: Any) -> Any:
+    return {"rule": value} if isinstance(value, str) else value
+
+
+class StalenessSpec(_Model):
+    """The rule that makes a batch: a name, or the name as ``rule`` with its arguments. What each
+    guarantees is in ``core.rollout.staleness``."""
+
+    rule: Literal["hold", "late", "soft", "cut", "token"] = "hold"
+    """hold waits for groups that would get too old, late a little later, soft and token never; cut
+    closes them with the members that are finished. token bounds the age of each token instead."""
+    versions: _Positive | None = None
+    """late: how many versions over max_staleness a group may be. Null: 1."""
+    least: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """cut: the share of a group that must be finished before it is closed. Null: 0.5."""
+    rest: Literal["later", "drop"] | None = None
+    """cut: members that are not finished are trained later, or dropped. Null: later."""
+    over: Literal["mask", "weight"] | None = None
+    """token: leave tokens over max_staleness out of the loss, or let them weigh at most 1. Null:
+    mask."""
+
+    @property
+    def masks(self) -> bool:
+        """Whether tokens over the bound are left out of the loss."""
+        return self.rule == "token" and self.over != "weight"
+
+    @property
+    def weighs(self) -> bool:
+        """Whether tokens over the bound have an importance weight of at most 1."""
+        return self.rule == "token" and self.over == "weight"
+
+
 class TrainingSpec(_Model):
     """Asynchronous GRPO (arXiv 2402.03300)."""
 
@@ -262,7 +294,10 @@ class TrainingSpec(_Model):
     micro_batch_tokens: _Positive = 8192
     """The most padded tokens of one forward pass."""
     max_staleness: _Count = 1
-    """Versions that a token may be behind the step that trains on it; 0 is on-policy."""
+    """Versions that a token may be behind the step that trains on it; 0 is on-policy. How strictly
+    it is kept is the matter of staleness."""
+    staleness: Annotated[StalenessSpec, BeforeValidator(_as_rule)] = StalenessSpec()
+    """The rule that makes a batch: hold, late, soft, cut, token, or {rule: NAME, ARGUMENT: ...}."""
     checkpoint_every: _Positive = 10
     """Steps between checkpoints; the last step always has one."""
     keep_checkpoints: _Positive = 2

@@ -13,7 +13,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from libra_cli.config.recipe import NodeSpec, Recipe, RolloutSpec
+    from libra_cli.config.recipe import NodeSpec, Recipe, RolloutSpec, StalenessSpec
 
 MAX_RANGE = 4096
 """The most hosts that a range may name; more are a typing error."""
@@ -75,6 +75,7 @@ def problems_between_fields(recipe: Recipe) -> Iterator[Problem]:
     yield from _model_problems(recipe)
     yield from _bucket_problems(recipe)
     yield from _vllm_problems(recipe.rollout)
+    yield from _staleness_problems(recipe.training.staleness)
 
 
 def _node_problems(key: str, node: NodeSpec) -> Iterator[Problem]:
@@ -183,6 +184,20 @@ def _vllm_problems(rollout: RolloutSpec) -> Iterator[Problem]:
         if flag in RESERVED_VLLM_FLAGS:
             yield Problem(
                 (f"rollout.vllm_args[{index}]",), f"{flag} is set by libra from other fields"
+            )
+
+
+_ARGUMENT_OF = {"versions": "late", "least": "cut", "rest": "cut", "over": "token"}
+
+
+def _staleness_problems(staleness: StalenessSpec) -> Iterator[Problem]:
+    for argument, rule in _ARGUMENT_OF.items():
+        value = getattr(staleness, argument)
+        if value is not None and staleness.rule != rule:
+            yield Problem(
+                (f"training.staleness.{argument}", "training.staleness.rule"),
+                f"is {value!r}, but only the rule {rule!r} takes it, and rule is "
+                f"{staleness.rule!r}",
             )
 
 

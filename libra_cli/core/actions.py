@@ -10,6 +10,7 @@ from libra_cli.core.events import PublishedVersion
 from libra_cli.core.observation import Observation
 from libra_cli.core.records import Record
 from libra_cli.core.types import (
+    Baseline,
     Bucket,
     GroupId,
     Seconds,
@@ -17,6 +18,7 @@ from libra_cli.core.types import (
     Tokens,
     Trajectory,
     TrajectoryId,
+    Version,
     WeightVersion,
 )
 
@@ -74,11 +76,21 @@ class StopTrainer:
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """One trajectory as the trainer takes it. ``fresh``: comparable with the trainer's weights."""
+    """One trajectory as the trainer, which holds version ``held``, takes it.
+
+    ``fresh``: its log-probabilities are comparable with the trainer's. ``baseline`` is what its
+    reward is compared with; None: with its group's in the batch.
+    """
 
     trajectory: Trajectory
-    staleness: int
+    held: Version
     fresh: bool
+    baseline: Baseline | None = None
+
+    @property
+    def staleness(self) -> int:
+        """How many versions its oldest token is behind."""
+        return max((behind for behind, _, _ in self.trajectory.behind(self.held)), default=0)
 
 
 @dataclass(frozen=True, slots=True)

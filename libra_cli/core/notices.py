@@ -80,6 +80,13 @@ class RequestBroke(NoticeBase):
 
 
 @dataclass(frozen=True, slots=True)
+class GroupClosed(NoticeBase):
+    """The group is trained without its unfinished members."""
+
+    group: Group
+
+
+@dataclass(frozen=True, slots=True)
 class StepClaimed(NoticeBase):
     """A step begins: ``train`` lacks only which of these groups the gradient workers compute."""
 
@@ -120,6 +127,7 @@ Notice: TypeAlias = (
     | RequestSent
     | RequestEnded
     | RequestBroke
+    | GroupClosed
     | StepClaimed
     | StepOver
     | ResizeRefused

@@ -186,6 +186,18 @@ class GroupRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class LateRecord:
+    """A trajectory that was unfinished when its group was closed, and is trained after it."""
+
+    TABLE: ClassVar[str] = "late"
+    KEY: ClassVar[tuple[str, ...]] = ("group_id", "member")
+    group_id: int
+    member: int
+    step: int | None
+    """The step that trained it; that of the group trained the others. None until then."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrajectoryRecord:
     """One attempt at one trajectory; an attempt that fails is followed by another."""
 
@@ -393,6 +405,7 @@ Record: TypeAlias = (
     | SlotStateRecord
     | SampleRecord
     | GroupRecord
+    | LateRecord
     | TrajectoryRecord
     | TurnRecord
     | StepRecord

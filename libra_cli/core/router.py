@@ -47,10 +47,10 @@ class NoticeRouter:
     def route(self, results: Iterable[n.Result], actions: list[Action], now: Seconds) -> None:
         """Hand notices on, each before the next result is asked for, and gather the actions."""
         for result in results:
-            if isinstance(result, n.NoticeBase):
-                self.route(self._heed(result, now), actions, now)
-            else:
+            if not isinstance(result, n.NoticeBase):
                 actions.append(result)
+            elif more := self._heed(result, now):
+                self.route(more, actions, now)
 
     def _heed(self, notice: n.Notice, now: Seconds) -> Iterable[n.Result]:
         """What another part does about it."""
@@ -61,10 +61,8 @@ class NoticeRouter:
                 self.servers.request_ended(slot, answered=answered, now=now)
             case n.RequestBroke(slot, reason):
                 return self.servers.request_broke(slot, reason, now=now)
-            case n.ServerProved(slot):
-                return self.rollout.proved(slot, now=now)
-            case n.GraceOver(slot):
-                return self.rollout.abort(slot)
+            case n.ServerProved() | n.GraceOver() | n.GroupClosed():
+                return self._tell_rollout(notice, now)
             case n.StepClaimed(train, groups):
                 return [replace(train, shares=self.workers.shares(groups))]
             case n.StepOver():
@@ -76,6 +74,19 @@ class NoticeRouter:
             case _:
                 assert_never(notice)
         return ()
+
+    def _tell_rollout(
+        self, notice: n.ServerProved | n.GraceOver | n.GroupClosed, now: Seconds
+    ) -> list[n.Result]:
+        match notice:
+            case n.ServerProved(slot):
+                return self.rollout.proved(slot, now=now)
+            case n.GraceOver(slot):
+                return self.rollout.abort(slot)
+            case n.GroupClosed(group):
+                return self.rollout.closed(group, now=now)
+            case _:
+                assert_never(notice)
 
     def _put_down(
         self, notice: n.ReplicaChanged | n.RoutingChanged | n.ServerLost | n.PlanMended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
@@ -151,6 +152,14 @@ class Prediction:
     cost_s: Seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What the reward of a trajectory is compared with; the advantage is (reward - mean) / std."""
+
+    mean: float
+    std: float
+
+
 @dataclass(slots=True)
 class Trajectory:
     """One multi-turn episode as tokens.
@@ -178,9 +187,16 @@ class Trajectory:
     @property
     def min_version(self) -> Version | None:
         """The oldest version that produced a token, or None before the first."""
-        return min((span.version for span in self.spans), default=None)
+        return min([span.version for span in self.spans], default=None)
+
+    def behind(self, held: Version) -> Iterator[tuple[int, int, int]]:
+        """How many versions behind ``held`` tokens ``[start, end)`` are, as (behind, start, end).
+
+        After a rollback a token may come from a version yet to be trained again: that is 0.
+        """
+        return ((max(0, held - span.version), span.start, span.end) for span in self.spans)
 
     @property
     def max_version(self) -> Version | None:
         """The newest version that produced a token, or None before the first."""
-        return max((span.version for span in self.spans), default=None)
+        return max([span.version for span in self.spans], default=None)

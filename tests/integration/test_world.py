@@ -69,7 +69,7 @@ def batch() -> tuple[TrainSample, ...]:
             trajectory.loss_mask = array("b", [0] * 10 + [1] * 6)
             trajectory.spans = [VersionSpan(0, 10, 16)]
             trajectory.reward = float(member)
-            samples.append(TrainSample(trajectory, staleness=0, fresh=False))
+            samples.append(TrainSample(trajectory, held=0, fresh=False))
     return tuple(samples)
 
 

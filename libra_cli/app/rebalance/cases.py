@@ -14,8 +14,9 @@ from libra_cli.app.rebalance.replay import gpu_names, observation_of_run
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.costs.profile import Profile
-from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.costs.workload import TrajectorySample
 from libra_cli.core.observation import Observation
+from libra_cli.core.observer import workload_of
 from libra_cli.core.planning.planner import Planner
 from libra_cli.report.status.run_state import LIVE
 from libra_cli.report.status.summary import summary
@@ -65,7 +66,6 @@ def case_of_recipe(path: Path, trace: str, profile: str | None) -> Case:
             f"{recipe.model.max_len:,} and are cut there, as a run would"
         )
     notes.append("to begin with another plan, give each slot its side in the recipe: nodes[].pool")
-    overlap = 1.0 + recipe.training.max_staleness
     return Case(
         of="recipe",
         name=str(path),
@@ -75,12 +75,7 @@ def case_of_recipe(path: Path, trace: str, profile: str | None) -> Case:
             step=0,
             plan=initial_plan(recipe),
             slots=slots_of(recipe),
-            workload=Workload(
-                samples,
-                recipe.trajectories_per_step,
-                overlap,
-                group_size=recipe.rollout.group_size,
-            ),
+            workload=workload_of(recipe, samples),
         ),
         planner=recipe_planner(recipe, lambda plan, evidence: prices, elastic=False),
         profile=prices,

@@ -44,11 +44,7 @@ def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observa
     Raises:
         StateError: no trajectory has finished yet.
     """
-    observer = RunObserver(
-        trajectories_per_step=recipe.trajectories_per_step,
-        group_size=recipe.rollout.group_size,
-        overlap=1.0 + recipe.training.max_staleness,
-    )
+    observer = RunObserver(recipe)
     for _, _, record in sorted(_entries(reader), key=lambda entry: entry[:2]):
         observer.saw(record)
     workload = observer.workload

@@ -40,9 +40,18 @@ from libra_cli.core.events import (
     TrainerStarted,
 )
 from libra_cli.core.lifecycle import follow
-from libra_cli.core.notices import ReplicaChanged, ResizeRefused, Result, StepClaimed, StepOver
+from libra_cli.core.notices import (
+    GroupClosed,
+    ReplicaChanged,
+    ResizeRefused,
+    Result,
+    StepClaimed,
+    StepOver,
+)
 from libra_cli.core.records import StepRecord, VersionRecord, to_metrics_json
+from libra_cli.core.rollout.batches import batch_metrics
 from libra_cli.core.rollout.groups import Group, GroupLedger
+from libra_cli.core.rollout.staleness import late_baseline
 from libra_cli.core.types import Role, Seconds, Slot, SlotId, Trajectory
 
 MAX_RESTARTS = 3
@@ -152,12 +161,12 @@ class TrainerGroup:
     @property
     def slots(self) -> tuple[SlotId, ...]:
         """The slots of its ranks, in order."""
-        return tuple(replica.slot.id for replica in self.replicas)
+        return tuple([replica.slot.id for replica in self.replicas])
 
     @property
     def target_slots(self) -> tuple[SlotId, ...]:
         """The slots that it has, or is to have."""
-        return tuple(slot.id for slot in self._next) or self.slots
+        return tuple([slot.id for slot in self._next]) if self._next else self.slots
 
     @property
     def proved_slots(self) -> tuple[SlotId, ...]:
@@ -284,9 +293,11 @@ class TrainerGroup:
         if self.state is not TrainerState.READY or self.step >= target:
             return []
         step = self.step + 1
-        rest = self._ledger.claim(step)
-        if rest:
-            return self._train(step, rest, now, save=step % self._every == 0 or step >= target)
+        closed = [GroupClosed(group) for group in self._ledger.close(step)]
+        last = self._ledger.claim(step)
+        if last:
+            save = step % self._every == 0 or step >= target
+            return [*closed, *self._train(step, last, now, save=save)]
         return self._accumulate(step, now) if self._stream else []
 
     def _accumulate(self, step: int, now: Seconds) -> list[Result]:
@@ -314,33 +325,29 @@ class TrainerGroup:
         self._enter(TrainerState.BUSY)
 
     def _samples(self, groups: list[Group]) -> tuple[TrainSample, ...]:
-        return tuple(self._sample(member) for group in groups for member in group.members)
+        return tuple(self._sample(member, group) for group in groups for member in group.members)
 
-    def _train(self, step: int, rest: list[Group], now: Seconds, *, save: bool) -> list[Result]:
+    def _train(self, step: int, last: list[Group], now: Seconds, *, save: bool) -> list[Result]:
         assert self.published is not None
-        self._begin(rest, now)
+        self._begin(last, now)
         ledger = self._ledger.position(step) if save else None
         if save:
             self._asked_step = step
         train = Train(
             self.incarnation,
             step,
-            self._samples(rest),
+            self._samples(last),
             ledger,
             held=self.published,
             parts=self._parts,
         )
-        return [StepClaimed(train, tuple(rest))]
+        return [StepClaimed(train, tuple(last))]
 
-    def _sample(self, trajectory: Trajectory) -> TrainSample:
+    def _sample(self, trajectory: Trajectory, group: Group) -> TrainSample:
         assert self.published is not None
         fresh = trajectory.single_version == self.published.version
-        return TrainSample(trajectory, self._staleness(trajectory), fresh)
-
-    def _staleness(self, trajectory: Trajectory) -> int:
-        oldest = self.step if trajectory.min_version is None else trajectory.min_version
-        # After a rollback the oldest token may come from a version yet to be trained again.
-        return max(0, self.step - oldest)
+        baseline = late_baseline(group.finished, group.ended) if group.is_rest else None
+        return TrainSample(trajectory, self.step, fresh, baseline)
 
     def done(self, event: StepDone, *, now: Seconds) -> list[Result]:
         """A step is done and published: its row, and what the checkpoint makes forgettable."""
@@ -396,8 +403,11 @@ class TrainerGroup:
     def _step_record(self, event: StepDone, now: Seconds) -> StepRecord:
         members = [member for group in self._batch for member in group.members]
         lengths = sorted(member.generated for member in members)
-        staleness = [self._staleness(member) for member in members]
+        samples = self._samples(self._batch)
+        staleness = [sample.staleness for sample in samples]
         metrics = event.metrics
+        rule, played = self._ledger.rule, self._ledger.take_lengths()
+        own = batch_metrics(self._batch, self.step, rule.bound, played)
         seconds = max(now - self._step_ended, 1e-9)
         return StepRecord(
             step=event.step,
@@ -417,7 +427,7 @@ class TrainerGroup:
             trainer_s=metrics.get("trainer_s") or 0.0,
             checkpoint="",
             metrics_json=to_metrics_json(
-                {name: value for name, value in metrics.items() if name not in _WITH_A_PLACE}
+                {name: value for name, value in metrics.items() if name not in _WITH_A_PLACE} | own
             ),
         )
 

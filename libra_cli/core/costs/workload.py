@@ -1,15 +1,11 @@
 """What the planner knows of the work: recently finished trajectories, and how many make a step.
 
 A ``Workload`` is a sample of trajectories that stands for the ``trajectories`` of a step, each as
-likely as the other. ``Window`` keeps the newest of them. Guarantee: bounded memory, and the same
-samples give the same workload. Limit: only finished trajectories are in it, so just after a shift
-to longer ones the short ones, which finish first, are too many; a window of two steps is enough for
-that to pass.
+likely as the other.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from libra_cli.core.types import Seconds, Tokens
@@ -106,25 +102,3 @@ class Workload:
     def tokens(self) -> float:
         """Tokens of a step, prompts and tool returns included."""
         return self.mean_context * self.trajectories
-
-
-class Window:
-    """The newest ``capacity`` finished trajectories."""
-
-    def __init__(self, capacity: int = 1024) -> None:
-        self._samples: deque[TrajectorySample] = deque(maxlen=capacity)
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def add(self, sample: TrajectorySample) -> None:
-        """Take one in; the oldest goes when the window is full."""
-        self._samples.append(sample)
-
-    def workload(
-        self, trajectories: int, overlap: float = 2.0, group_size: int = 1
-    ) -> Workload | None:
-        """The workload that the samples stand for, or None before the first."""
-        if not self._samples:
-            return None
-        return Workload(tuple(self._samples), trajectories, overlap, group_size=group_size)

@@ -8,21 +8,26 @@
 
 Staleness bound (after AReaL, arXiv 2505.24298): with ``B`` groups a step and bound ``eta``, a
 group may be opened only while ``open + ready + claimed < (eta + 1) * B``. Consumed in order, a
-group opened at version v is then trained at v + eta at the latest. A straggler that is older when
-a batch is made is not trained: its prompt goes back to the queue, so that long trajectories are
-not silently lost.
+group opened at version v is then trained at v + eta at the latest. Whom a step waits for, and what
+becomes of a straggler, is the matter of the rule (``core.rollout.staleness``); where one is not
+trained its prompt goes back to the queue, so that long trajectories are not silently lost.
+
+A rule may close a group at its last call: it is READY with its finished members, and the others go
+on as its *rest*. A rest has the same states, takes no place of the bound and none of a batch, and
+joins the first batch after that of its group once all its members have ended.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from libra_cli.core.lifecycle import follow
-from libra_cli.core.types import GroupId, Seconds, Trajectory, TrajectoryId, Version
+from libra_cli.core.rollout.staleness import StalenessRule
+from libra_cli.core.types import GroupId, Seconds, Tokens, Trajectory, TrajectoryId, Version
 
 
 class GroupState(StrEnum):
@@ -40,7 +45,7 @@ S = GroupState
 
 TRANSITIONS: dict[GroupState, dict[GroupState, str]] = {
     S.OPEN: {
-        S.READY: "its last member has a reward",
+        S.READY: "its last member has a reward, or it is closed without those that have none",
         S.DROPPED: "the retries of a member are used up",
     },
     S.READY: {
@@ -71,15 +76,34 @@ class Group:
     step: int | None = None
     #: The oldest version that produced a token of it; known once it is READY.
     oldest: Version = 0
+    #: Members that it was closed without.
+    missing: int = 0
+    #: Of a rest: the rewards of the members that had one when the group was closed.
+    finished: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        return f"group {self.id}"
+        return f"{'the rest of ' if self.is_rest else ''}group {self.id}"
+
+    @property
+    def is_rest(self) -> bool:
+        """Whether these are the members that a closed group has left behind."""
+        return bool(self.finished)
+
+    @property
+    def ended(self) -> list[float]:
+        """The rewards of the members that have one."""
+        return [member.reward for member in self.members if member.reward is not None]
+
+    def place(self, trajectory: TrajectoryId) -> int | None:
+        """Where among its members that trajectory, or another attempt at it, is."""
+        places = (n for n, one in enumerate(self.members) if one.id.member == trajectory.member)
+        return next(places, None)
 
     @property
     def reward(self) -> float | None:
         """Mean reward, once every member has one."""
-        rewards = [member.reward for member in self.members if member.reward is not None]
-        return sum(rewards) / len(rewards) if len(rewards) == len(self.members) else None
+        ended = self.ended
+        return sum(ended) / len(ended) if len(ended) == len(self.members) else None
 
 
 def new_trajectory(trajectory: TrajectoryId, now: Seconds) -> Trajectory:
@@ -99,15 +123,21 @@ class GroupLedger:
 
     group_size: int
     groups_per_step: int
-    max_staleness: int
+    rule: StalenessRule
     retries: int
     #: How a new trajectory is made; a simulator has ones that only count their tokens.
     make: Callable[[TrajectoryId, Seconds], Trajectory] = new_trajectory
     next_group: GroupId = 0
     groups: dict[GroupId, Group] = field(default_factory=dict)
+    #: What closed groups have left behind.
+    rests: dict[GroupId, Group] = field(default_factory=dict)
     queue: deque[GroupId] = field(default_factory=deque)
-    #: Trajectories that have no reward yet, in open groups.
+    #: Trajectories that have no reward yet, in open groups and rests.
     playing: int = 0
+    #: Generated tokens of each trajectory that has ended since ``take_lengths``.
+    _lengths: list[Tokens] = field(default_factory=list)
+    #: Rests in the queue: the members to be played again, and the rewards of the others.
+    _queued_rests: dict[GroupId, tuple[list[int], tuple[float, ...]]] = field(default_factory=dict)
     _attempts: dict[tuple[GroupId, int], int] = field(default_factory=dict)
     #: Failures of members of open groups; playing again because of age is none.
     _failures: dict[tuple[GroupId, int], int] = field(default_factory=dict)
@@ -125,8 +155,9 @@ class GroupLedger:
 
     def _enter(self, group: Group, state: GroupState) -> None:
         before, group.state = group.state, follow(TRANSITIONS, group.state, state, group)
-        self._add(before, -1)
-        self._add(state, 1)
+        if not group.is_rest:
+            self._add(before, -1)
+            self._add(state, 1)
         self._unclaimed_change = True
 
     def _add(self, state: GroupState, change: int) -> None:
@@ -137,7 +168,7 @@ class GroupLedger:
     @property
     def may_open(self) -> bool:
         """Whether the staleness bound admits one more group."""
-        return self._pending < (self.max_staleness + 1) * self.groups_per_step
+        return self._pending < (self.rule.bound + 1) * self.groups_per_step
 
     @property
     def batch_is_full(self) -> bool:
@@ -150,11 +181,16 @@ class GroupLedger:
             group_id = self.queue.popleft()
         else:
             group_id, self.next_group = self.next_group, self.next_group + 1
-        members = [self._new_member(group_id, member, now) for member in range(self.group_size)]
-        group = Group(group_id, members, started_at=now, started_version=version)
-        self.groups[group_id] = group
-        self._add(group.state, 1)
-        self.playing += self.group_size
+        everyone = list(range(self.group_size))
+        numbers, finished = self._queued_rests.pop(group_id, (everyone, ()))
+        members = [self._new_member(group_id, member, now) for member in numbers]
+        group = Group(group_id, members, started_at=now, started_version=version, finished=finished)
+        if group.is_rest:
+            self.rests[group_id] = group
+        else:
+            self.groups[group_id] = group
+            self._add(group.state, 1)
+        self.playing += len(members)
         return group
 
     def _new_member(self, group: GroupId, member: int, now: Seconds) -> Trajectory:
@@ -164,23 +200,47 @@ class GroupLedger:
 
     def find(self, trajectory: TrajectoryId) -> Trajectory | None:
         """The trajectory, if it is still the one being played; None for an old or ended one."""
-        group = self.groups.get(trajectory.group)
+        group, place = self._find(trajectory)
         if group is None or group.state is not GroupState.OPEN:
             return None
-        current = group.members[trajectory.member]
+        current = group.members[place]
         return current if current.id == trajectory and current.reward is None else None
+
+    def _find(self, trajectory: TrajectoryId) -> tuple[Group | None, int]:
+        """The group, or rest of one, that it is a member of, and where among the members."""
+        for groups in (self.rests, self.groups):
+            group = groups.get(trajectory.group)
+            place = None if group is None else group.place(trajectory)
+            if place is not None:
+                return group, place
+        return None, 0
+
+    def _with(self, trajectory: TrajectoryId) -> tuple[Group, int]:
+        group, place = self._find(trajectory)
+        assert group is not None, f"{trajectory} is in no group"
+        return group, place
 
     def finish(self, trajectory: TrajectoryId, reward: float) -> Group:
         """A member has its reward; the group is READY when it was the last."""
-        group = self.groups[trajectory.group]
-        group.members[trajectory.member].reward = reward
+        group, place = self._with(trajectory)
+        member = group.members[place]
+        member.reward = reward
         self.playing -= 1
+        self._lengths.append(member.generated)
         if group.reward is not None:
-            self._enter(group, GroupState.READY)
-            versions = [member.min_version for member in group.members]
-            known = [version for version in versions if version is not None]
-            group.oldest = min(known, default=group.started_version)
+            self._ready_now(group)
+        elif self.rule.least is not None:  # it may be one that can be closed now
+            self._unclaimed_change = True
         return group
+
+    def _ready_now(self, group: Group) -> None:
+        self._enter(group, GroupState.READY)
+        group.oldest = _oldest(group, group.started_version)
+
+    def take_lengths(self) -> list[Tokens]:
+        """Generated tokens of each trajectory that has ended since this was last asked."""
+        taken, self._lengths = self._lengths, []
+        return taken
 
     def replay(self, trajectory: TrajectoryId, *, now: Seconds) -> Trajectory | None:
         """Play a broken trajectory again from its prompt; None when that drops the group.
@@ -188,7 +248,7 @@ class GroupLedger:
         A failure is never scored: after ``retries`` attempts the whole group goes, so that no
         baseline is computed over the lucky members only.
         """
-        group = self.groups[trajectory.group]
+        group, place = self._with(trajectory)
         who = (group.id, trajectory.member)
         self._failures[who] = self._failures.get(who, 0) + 1
         if self._failures[who] > self.retries:
@@ -196,17 +256,18 @@ class GroupLedger:
             self.playing -= sum(member.reward is None for member in group.members)
             self._forget(group)
             return None
-        group.members[trajectory.member] = self._new_member(group.id, trajectory.member, now)
-        return group.members[trajectory.member]
+        group.members[place] = self._new_member(group.id, trajectory.member, now)
+        return group.members[place]
 
     def expire(self, version: Version) -> list[Group]:
         """Send READY groups that are too old for the next step back to the queue."""
-        if not self._unclaimed_change or not self._ready:
+        most = self.rule.trains
+        if most is None or not self._unclaimed_change or not self._ready:
             return []
         stale = [
             group
             for group in self.groups.values()
-            if group.state is GroupState.READY and version - group.oldest > self.max_staleness
+            if group.state is GroupState.READY and version - group.oldest > most
         ]
         for group in stale:
             self._enter(group, GroupState.STALE)
@@ -214,18 +275,56 @@ class GroupLedger:
             self.queue.append(group.id)
         return stale
 
+    def close(self, step: int) -> list[Group]:
+        """Close groups at their last call without their unfinished members, if the rule does that.
+
+        Not before that completes the batch of this step, no more than it has places for, the
+        oldest first. What is given up of them is the caller's to stop.
+        """
+        if self.rule.least is None or not self._unclaimed_change:
+            return []
+        closable = [group for group in self._at_last_call(step) if self._may_close(group)]
+        places = self._open_places
+        if self._ready + len(closable) < places or self._waited_for(step):
+            return []
+        closable.sort(key=lambda group: (_oldest(group, step), group.id))
+        for group in closable[:places]:
+            self._close(group)
+        return closable[:places]
+
+    def _close(self, group: Group) -> None:
+        left = [member for member in group.members if member.reward is None]
+        group.members = [member for member in group.members if member.reward is not None]
+        group.missing = len(left)
+        if self.rule.keeps_rest:
+            started, finished = group.started_version, tuple(group.ended)
+            self.rests[group.id] = Group(
+                group.id, left, group.started_at, started, finished=finished
+            )
+        else:
+            self.playing -= len(left)
+            self._lengths += [member.generated for member in left]
+        self._ready_now(group)
+
     def claim(self, step: int) -> list[Group]:
         """The batch of this step, oldest groups first; empty while there are too few.
 
-        It is also empty while a group is still played that this step is the last one for: to wait
-        for it is cheaper than to throw it away and play it again.
+        It is also empty while the rule waits for a group that this step is the last one for. Rests
+        that are READY come on top.
         """
         changed, self._unclaimed_change = self._unclaimed_change, False
         if not changed or not self.batch_is_full:
             return []
-        if self._last_calls_for(step):
+        if self._waited_for(step):
             return []
-        return self._claim(step, self._open_places)
+        rests = [rest for rest in self.rests.values() if self._may_join(rest)]
+        return self._claim(step, self._open_places, rests)
+
+    def _may_join(self, rest: Group) -> bool:
+        """A rest is never in one batch with its group, whose place and name it shares."""
+        group = self.groups.get(rest.id)
+        joined = group is None or group.state is GroupState.TRAINED
+        return rest.state is GroupState.READY and joined
 
     def claim_part(self, step: int, *, least: int) -> list[Group]:
         """Groups of this step's batch that are READY before it is full: at least so many, or none.
@@ -234,7 +333,7 @@ class GroupLedger:
         """
         if not self._ready or self.batch_is_full:
             return []
-        free = self._open_places - self._last_calls_for(step)
+        free = self._open_places - len(self._at_last_call(step))
         return self._claim(step, free) if min(free, self._ready) >= least else []
 
     @property
@@ -242,78 +341,117 @@ class GroupLedger:
         """In the next step's batch; parts of it may be claimed already."""
         return self.groups_per_step - self._counts[GroupState.CLAIMED]
 
-    def _claim(self, step: int, most: int) -> list[Group]:
+    def _claim(self, step: int, most: int, rests: Sequence[Group] = ()) -> list[Group]:
         ready = [group for group in self.groups.values() if group.state is GroupState.READY]
-        batch = sorted(ready, key=lambda group: (group.oldest, group.id))[:most]
+        batch = [*sorted(ready, key=lambda group: (group.oldest, group.id))[:most], *rests]
         for group in batch:
             self._enter(group, GroupState.CLAIMED)
             group.step = step
         return batch
 
-    def _last_calls_for(self, step: int) -> int:
-        """Groups that are played and would be too old for any later step."""
-        bound = step - 1 - self.max_staleness
+    def _at_last_call(self, step: int) -> list[Group]:
+        """Groups that are played and that the rule would have too old for any later step."""
+        if self.rule.waits is None:
+            return []
+        last = step - 1 - self.rule.waits
         played = (group for group in self.groups.values() if group.state is GroupState.OPEN)
-        return sum(_oldest(group, bound + 1) <= bound for group in played)
+        return [group for group in played if _oldest(group, last + 1) <= last]
+
+    def _may_close(self, group: Group) -> bool:
+        least = self.rule.least_of(self.group_size)
+        return least is not None and len(group.ended) >= least
+
+    def _waited_for(self, step: int) -> bool:
+        """Whether a group is at its last call and cannot be closed."""
+        return any(not self._may_close(group) for group in self._at_last_call(step))
 
     def trained(self, step: int) -> list[Group]:
         """The step is done: its groups are TRAINED, and kept until a checkpoint holds them."""
-        done = [group for group in self.groups.values() if group.step == step]
+        done = [group for group in self._all() if group.step == step]
         for group in done:
             self._enter(group, GroupState.TRAINED)
         return done
 
+    def _all(self) -> Iterator[Group]:
+        """Groups and rests."""
+        yield from self.groups.values()
+        yield from self.rests.values()
+
     def settle(self, step: int) -> None:
         """A checkpoint holds everything up to ``step``: forget those groups."""
-        for group in list(self.groups.values()):
+        for group in list(self._all()):
             if group.state is GroupState.TRAINED and (group.step or 0) <= step:
                 self._forget(group)
 
     def _drop(self, group: Group) -> None:
+        if group.is_rest:
+            del self.rests[group.id]
+            return
         del self.groups[group.id]
         self._add(group.state, -1)
 
     def _forget(self, group: Group) -> None:
         self._drop(group)
-        for member in range(self.group_size):
-            self._attempts.pop((group.id, member), None)
-            self._failures.pop((group.id, member), None)
+        for member in group.members:
+            self._attempts.pop((group.id, member.id.member), None)
+            self._failures.pop((group.id, member.id.member), None)
 
     def rollback(self, step: int) -> None:
         """The trainer is back at ``step``: what it had trained or claimed since is READY again."""
-        for group in self.groups.values():
+        for group in self._all():
             if group.step is not None and group.step > step:
                 self._enter(group, GroupState.READY)
                 group.step = None
 
     def position(self, step: int) -> dict[str, Any]:
         """What a checkpoint after ``step`` must know to go on with exactly the prompts left."""
-        waiting = [
-            group.id for group in self.groups.values() if group.step is None or group.step > step
-        ]
+        groups, rests = (
+            {group.id: group for group in found.values() if (group.step or step + 1) > step}
+            for found in (self.groups, self.rests)
+        )
+        played = {
+            rest.id: ([member.id.member for member in rest.members], rest.finished)
+            for rest in rests.values()
+            if rest.id not in groups
+        }
         return {
             "step": step,
             "next_group": self.next_group,
-            "queue": sorted([*waiting, *self.queue]),
+            "queue": sorted([*groups, *played, *self.queue]),
+            "rests": [
+                {"group": group, "members": members, "finished": list(finished)}
+                for group, (members, finished) in (played | self._queued_rests).items()
+            ],
         }
 
     def restore(self, position: dict[str, Any]) -> None:
-        """Continue from a checkpoint; groups that were in flight are played again."""
+        """Continue from a checkpoint; groups and rests that were in flight are played again."""
         self.next_group = int(position["next_group"])
         self.queue = deque(int(group) for group in position["queue"])
+        self._queued_rests = {
+            int(rest["group"]): (
+                [int(member) for member in rest["members"]],
+                tuple(float(reward) for reward in rest["finished"]),
+            )
+            for rest in position.get("rests", ())
+        }
 
     def check(self) -> None:
         """Invariants that hold between any two events."""
         assert not set(self.queue) & set(self.groups), "a group is both queued and alive"
         assert all(group < self.next_group for group in [*self.queue, *self.groups])
-        unrewarded = [m for g in self.groups.values() for m in g.members if m.reward is None]
+        unrewarded = [m for g in self._all() for m in g.members if m.reward is None]
         assert self.playing == len(unrewarded), f"{self.playing} playing, {len(unrewarded)} found"
         found = Counter(group.state for group in self.groups.values())
         assert found == +self._counts, f"{found} found, {self._counts} counted"
         pending = self.count(GroupState.OPEN, GroupState.READY, GroupState.CLAIMED)
         assert pending == self._pending, f"{pending} on their way, {self._pending} counted"
         assert found[GroupState.READY] == self._ready, f"{self._ready} ready counted"
-        for group in self.groups.values():
+        for group in self._all():
             claimed = group.state in (GroupState.CLAIMED, GroupState.TRAINED)
             assert claimed == (group.step is not None), f"group {group.id}: {group.state}"
             assert (group.state is GroupState.OPEN) == (group.reward is None), group.id
+        for rest in self.rests.values():
+            group_of = self.groups.get(rest.id)
+            twice = rest.step is not None and group_of is not None and group_of.step == rest.step
+            assert not twice, f"{rest} is trained together with it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from json import dumps
 
 from libra_cli.core.events import TurnGenerated
-from libra_cli.core.records import GroupRecord, TrajectoryRecord, TurnRecord
+from libra_cli.core.records import GroupRecord, LateRecord, TrajectoryRecord, TurnRecord
 from libra_cli.core.rollout.active import ActiveTrajectory
 from libra_cli.core.rollout.groups import Group
 from libra_cli.core.scheduling.server_queues import Request
@@ -36,8 +36,13 @@ def turn_record(
         expected_p10=p10,
         expected_p50=p50,
         expected_p90=asked.p90,
-        tools_json=dumps([[r.tool, r.outcome, round(r.latency_s, 6), r.size] for r in returns]),
+        tools_json=_tools_json(returns),
     )
+
+
+def _tools_json(returns: list[ToolReturn]) -> str:
+    told = [[r.tool, r.outcome, round(r.latency_s, 6), r.size] for r in returns]
+    return dumps(told) if told else "[]"
 
 
 def trajectory_record(
@@ -64,8 +69,17 @@ def trajectory_record(
     )
 
 
+def group_records(group: Group, now: Seconds) -> list[GroupRecord] | list[LateRecord]:
+    """The group's row; of a rest, a row for each of its members."""
+    if not group.is_rest:
+        return [group_record(group, now)]
+    return [LateRecord(group.id, member.id.member, group.step) for member in group.members]
+
+
 def group_record(group: Group, now: Seconds, *, detail: str = "") -> GroupRecord:
     """The group's row."""
+    if group.missing and not detail:
+        detail = f"closed without {group.missing} unfinished members"
     return GroupRecord(
         group_id=group.id,
         state=group.state,

@@ -44,10 +44,11 @@ from libra_cli.core.events import (
 )
 from libra_cli.core.notices import RequestBroke, RequestEnded, RequestSent, Result
 from libra_cli.core.rollout.active import ActiveTrajectory, Limits, Stage
-from libra_cli.core.rollout.groups import GroupLedger
+from libra_cli.core.rollout.groups import Group, GroupLedger
 from libra_cli.core.rollout.rows import (
     dropped_record,
     group_record,
+    group_records,
     trajectory_record,
     turn_record,
 )
@@ -55,6 +56,7 @@ from libra_cli.core.rollout.turns import ABORTED, append_turn, extend_masked, jo
 from libra_cli.core.scheduling.request_scheduler import RequestScheduler
 from libra_cli.core.scheduling.server_queues import Request
 from libra_cli.core.types import (
+    GroupId,
     Seconds,
     SlotId,
     Trajectory,
@@ -134,7 +136,7 @@ class Trajectories:
             if self.active and not self._has_room():
                 break
             group = self._ledger.open(version=version, now=now)
-            actions.append(Save(group_record(group, now)))
+            actions += map(Save, group_records(group, now))
             for trajectory in group.members:
                 actions += self._begin(trajectory)
         return actions
@@ -191,15 +193,13 @@ class Trajectories:
         if active is None:
             return []
         active.trajectory.token_ids.extend(event.prompt_ids)
-        active.prompt = len(event.prompt_ids)
-        self._context_tokens += active.prompt
-        extend_masked(active.trajectory, len(event.prompt_ids))
-        if len(event.prompt_ids) >= self._limits.max_len:
-            length, most = len(event.prompt_ids), self._limits.max_len
-            reason = f"the prompt has {length} tokens, max_len is {most}"
+        active.prompt = prompt = len(event.prompt_ids)
+        self._context_tokens += prompt
+        extend_masked(active.trajectory, prompt)
+        if prompt >= self._limits.max_len:
+            reason = f"the prompt has {prompt} tokens, max_len is {self._limits.max_len}"
             return self._break(active, reason, now)
         if self._estimator is not None:
-            prompt = len(event.prompt_ids)
             active.estimate = self._estimator.begin(event.trajectory, prompt=prompt)
         self._wait(active, now)
         return []
@@ -214,18 +214,18 @@ class Trajectories:
         if event.done:
             assert event.reward is not None, f"{event.trajectory} is done without a reward"
             return [*self._save_turn(active), *self._end(active, event.reward, now)]
-        trajectory = active.trajectory
-        full = len(trajectory.token_ids) + len(event.observation_ids) >= self._limits.max_len
-        if full or trajectory.turns >= self._limits.max_turns:
+        trajectory, observed = active.trajectory, len(event.observation_ids)
+        context = len(trajectory.token_ids) + observed
+        if context >= self._limits.max_len or trajectory.turns >= self._limits.max_turns:
             return [FinishEpisode(trajectory.id)]
         trajectory.token_ids.extend(event.observation_ids)
-        self._context_tokens += len(event.observation_ids)
-        extend_masked(trajectory, len(event.observation_ids))
+        self._context_tokens += observed
+        extend_masked(trajectory, observed)
         if self._estimator is not None:
             active.estimate = self._estimator.returned(
                 trajectory.id,
                 generated=trajectory.generated,
-                context=len(trajectory.token_ids),
+                context=context,
                 returns=event.returns,
             )
         actions = self._save_turn(active)
@@ -252,8 +252,20 @@ class Trajectories:
             Save(trajectory_record(trajectory, "finished", ended_at=now)),
         ]
         if group.reward is not None:
-            actions.append(Save(group_record(group, now)))
+            actions += map(Save, group_records(group, now))
         return actions
+
+    def closed(self, group: Group, *, now: Seconds) -> list[Result]:
+        """A group was closed: its unfinished members go on as its rest, or are given up."""
+        actions: list[Result] = [Save(group_record(group, now))]
+        if (rest := self._ledger.rests.get(group.id)) is not None:
+            return [*actions, *map(Save, group_records(rest, now))]
+        return [*actions, *self._give_up(group.id, "its group was closed without it", now)]
+
+    def _give_up(self, group: GroupId, why: str, now: Seconds) -> list[Result]:
+        """Every trajectory of a group that is in play."""
+        playing = [a for a in self.active.values() if a.trajectory.id.group == group]
+        return [r for active in playing for r in self._withdraw(active, "dropped", why, now)]
 
     def _forget(self, trajectory: Trajectory) -> None:
         del self.active[trajectory.id]
@@ -262,15 +274,14 @@ class Trajectories:
     def _break(self, active: ActiveTrajectory, reason: str, now: Seconds) -> list[Result]:
         broken = active.trajectory
         actions = self._withdraw(active, "failed", reason, now)
+        late = broken.id.group in self._ledger.rests
         again = self._ledger.replay(broken.id, now=now)
         if again is not None:
             return [*actions, *self._begin(again)]
         self.dropped_in_a_row, self.last_failure = self.dropped_in_a_row + 1, reason
-        every = list(self.active.values())
-        siblings = [a for a in every if a.trajectory.id.group == broken.id.group]
-        for sibling in siblings:
-            actions += self._withdraw(sibling, "dropped", f"{broken.id} failed too often", now)
-        return [*actions, Save(dropped_record(broken, reason, now))]
+        actions += self._give_up(broken.id.group, f"{broken.id} failed too often", now)
+        # The members that were finished when a group was closed are not dropped with the others.
+        return actions if late else [*actions, Save(dropped_record(broken, reason, now))]
 
     def _withdraw(
         self, active: ActiveTrajectory, state: str, why: str, now: Seconds
@@ -296,8 +307,8 @@ class Trajectories:
         if event.newest > server.verified.version:
             self._parked.setdefault(event.slot, {})[event.request] = event
             return []
-        trainer = event.newest.trainer_incarnation
-        if any(WeightVersion(trainer, span.version) in server.unproved for span in event.spans):
+        trainer, unproved = event.newest.trainer_incarnation, server.unproved
+        if unproved and any(WeightVersion(trainer, s.version) in unproved for s in event.spans):
             return self._again(active, now)
         ended = self._ended(active, answered=True)
         append_turn(active.trajectory, event)

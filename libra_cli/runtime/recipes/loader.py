@@ -323,7 +323,10 @@ def _put_aside(data: dict[str, Any], loc: Loc) -> bool:
     if not loc:
         return False
     parent: Any = data
-    for part in loc[:-1]:
+    for depth, part in enumerate(loc[:-1]):
+        if not isinstance(parent[part], dict | list):  # one word that stands for a mapping
+            loc = loc[: depth + 1]
+            break
         parent = parent[part]
     key = loc[-1]
     if key in _STAND_INS and len(loc) == 1:

@@ -14,6 +14,7 @@ from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.rollout import active, groups
 from libra_cli.core.rollout.active import ActiveTrajectory, Stage
 from libra_cli.core.rollout.groups import GroupLedger
+from libra_cli.core.rollout.staleness import hold
 from libra_cli.core.run_state import Phase, RunIdentity, RunState
 from libra_cli.core.types import Pool, Slot, Trajectory, TrajectoryId
 
@@ -59,7 +60,7 @@ def test_a_run_ends_only_once_everything_is_stopped() -> None:
 
 
 def test_a_group_that_was_never_claimed_cannot_be_trained() -> None:
-    ledger = GroupLedger(group_size=1, groups_per_step=1, max_staleness=0, retries=0)
+    ledger = GroupLedger(group_size=1, groups_per_step=1, rule=hold(0), retries=0)
     group = ledger.open(version=0, now=0.0)
     ledger.finish(group.members[0].id, 1.0)
     group.step = 1

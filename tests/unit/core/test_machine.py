@@ -12,6 +12,7 @@ from libra_cli.core import events as e
 from libra_cli.core.actions import End
 from libra_cli.core.records import GroupRecord, SlotRecord, SyncRecord
 from libra_cli.core.rollout.groups import GroupLedger
+from libra_cli.core.rollout.staleness import hold
 from libra_cli.core.run_state import Phase, Resume
 from tests.world import Faults, World, recipe
 
@@ -179,7 +180,7 @@ def test_only_proved_versions_are_trained_on_even_when_proofs_break_off(seed):
 
 
 def test_playing_a_group_again_because_of_its_age_is_not_a_failure():
-    ledger = GroupLedger(group_size=1, groups_per_step=1, max_staleness=0, retries=1)
+    ledger = GroupLedger(group_size=1, groups_per_step=1, rule=hold(0), retries=1)
     for version in range(5):
         group = ledger.open(version=version, now=0.0)
         ledger.finish(group.members[0].id, 1.0)

@@ -14,6 +14,7 @@ from libra_cli.core.cluster.gradient_workers import GradientWorkers
 from libra_cli.core.cluster.trainer import PARTS, TrainerGroup, TrainerState
 from libra_cli.core.notices import Result, StepClaimed
 from libra_cli.core.rollout.groups import Group, GroupLedger, GroupState
+from libra_cli.core.rollout.staleness import hold
 from libra_cli.core.types import Pool, Slot, VersionSpan, WeightVersion
 from tests.elastic import scene
 
@@ -21,7 +22,7 @@ GROUPS = 8
 
 
 def ledger(staleness: int = 1) -> GroupLedger:
-    return GroupLedger(group_size=2, groups_per_step=GROUPS, max_staleness=staleness, retries=1)
+    return GroupLedger(group_size=2, groups_per_step=GROUPS, rule=hold(staleness), retries=1)
 
 
 def end(book: GroupLedger, group: Group, version: int = 0) -> None:

@@ -1,0 +1,196 @@
+"""The rules that make a batch, beside one another: what each is worth, and what it trains.
+
+One plan for all: alike servers on a part of the GPUs, the rest training, nothing moves. Of each
+trace, bound and seed every rule plays the same groups in the same order. Beside throughput stand
+what it costs in age (over generated tokens, versions behind the step that trains on them) and in
+bias: how many of the longest tenth of all members of trained groups were trained. ``later`` are
+those that were still played when the run ended, after their group had been closed; ``lost`` were
+given up. ``token`` makes the batches that ``soft`` makes, and leaves the tokens over the bound out
+of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from libra_cli.bench.config import BenchError, Progress, parse_drift, parse_names
+from libra_cli.bench.jobs import GROUP_SIZE, GROUPS, Job, playable, world_of
+from libra_cli.core.costs.profile import Profile
+from libra_cli.core.planning.rollout_dp import DEFAULT_SEATS, PlannedBucket
+from libra_cli.core.planning.search import Layout
+from libra_cli.core.planning.training_shapes import TrainingTree
+from libra_cli.core.types import Tokens, TrajectoryId
+from libra_cli.sim.profiles import load_profile
+from libra_cli.sim.traces import Trace, load_trace
+from libra_cli.sim.world import World
+
+RULES: Mapping[str, str | Mapping[str, object]] = {
+    "hold": "hold",
+    "late-1": {"rule": "late", "versions": 1},
+    "late-2": {"rule": "late", "versions": 2},
+    "soft": "soft",
+    "cut": "cut",
+    "cut-drop": {"rule": "cut", "rest": "drop"},
+}
+"""What can be compared, as ``training.staleness`` of a recipe."""
+TENSOR_PARALLEL = 4
+"""GPUs of a server."""
+LONGEST = 0.1
+"""The share of all trajectories that is called the longest."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRow:
+    """One run under one rule. Shares are 0 to 1, ages in versions, lengths in generated tokens."""
+
+    rule: str
+    bound: int
+    trace: str
+    seed: int
+    throughput_tok_s: float
+    over_bound: float
+    """The share of trained tokens over the bound."""
+    age_mean: float
+    age_max: int
+    waited: float
+    """The share of the time in which the trainer had no batch."""
+    closed: float
+    """The share of trained groups that were closed before all members were finished."""
+    longest_trained: float
+    longest_later: float
+    longest_lost: float
+    played_length: float
+    """Mean over all members of trained groups."""
+    trained_length: float
+
+
+def staleness(
+    traces: Sequence[str],
+    rules: str,
+    bounds: str,
+    *,
+    seeds: int,
+    steps: int,
+    gpus: int,
+    profile: str,
+    drift: str,
+    progress: Progress,
+) -> list[RuleRow]:
+    """Rules on a fixed plan, half of the GPUs serving.
+
+    Raises:
+        BenchError: an unknown rule, or a bound that is no number.
+        TraceError: a trace that cannot be read.
+    """
+    prices, names = load_profile(profile), parse_names("rule", rules, tuple(RULES))
+    jobs = [
+        (name, job)
+        for trace in traces
+        for job in _jobs(load_trace(trace), prices, gpus, _bounds(bounds), seeds, steps, drift)
+        for name in names
+    ]
+    rows = []
+    for number, (name, job) in enumerate(jobs, start=1):
+        progress(f"{number} of {len(jobs)} runs: {job.trace.name}, bound {job.bound}, {name}")
+        rows.append(_row(name, replace(job, staleness=RULES[name])))
+    return rows
+
+
+def _bounds(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise BenchError(
+            f"--bounds {text!r} is not a list of numbers of versions", hint="--bounds 1,2,4"
+        ) from error
+
+
+def _jobs(
+    trace: Trace,
+    profile: Profile,
+    gpus: int,
+    bounds: Sequence[int],
+    seeds: int,
+    steps: int,
+    drift: str,
+) -> Iterator[Job]:
+    fits, _ = playable(trace)
+    blank = Job(fits, profile, profile, gpus, "libra", "fixed", 0, steps=steps)
+    blank = replace(blank, drift=parse_drift(drift))
+    for bound in bounds:
+        for seed in range(seeds):
+            job = replace(blank, bound=bound, seed=seed)
+            yield replace(job, layout=_halves(job))
+
+
+def _halves(job: Job) -> Layout:
+    """Half of the GPUs in alike servers, the other half training."""
+    workload = job.workload
+    longest = max(sample.generated for sample in workload.samples)
+    servers = max(1, job.gpus // 2 // TENSOR_PARALLEL)
+    bucket = PlannedBucket(TENSOR_PARALLEL, servers, longest, DEFAULT_SEATS)
+    spare = job.gpus - servers * TENSOR_PARALLEL
+    tree = TrainingTree(job.profile.training, workload, job.gpus)
+    found = tree.best(spare)
+    if found is None:
+        raise tree.refusal(spare)
+    return Layout((bucket,), found.shape)
+
+
+def _row(name: str, job: Job) -> RuleRow:
+    world = world_of(job)
+    world.run()
+    tape = world.recording
+    steps = [(step.generated_tokens, step.metrics) for step in tape.steps]
+    tokens = sum(count for count, _ in steps)
+    lengths = _Lengths.of(world)
+    return RuleRow(
+        rule=name,
+        bound=job.bound,
+        trace=job.trace.name,
+        seed=job.seed,
+        throughput_tok_s=tokens / tape.ended_at,
+        over_bound=sum(metrics["tokens_over_bound"] or 0 for _, metrics in steps) / tokens,
+        age_mean=sum(n * (metrics["token_staleness_mean"] or 0) for n, metrics in steps) / tokens,
+        age_max=int(max(metrics["token_staleness_max"] or 0 for _, metrics in steps)),
+        waited=1.0 - sum(end - start for start, end in tape.trained) / tape.ended_at,
+        closed=fmean((metrics["groups_closed"] or 0) for _, metrics in steps) / GROUPS,
+        longest_trained=lengths.share(lengths.trained),
+        longest_later=lengths.share(lengths.later),
+        longest_lost=lengths.share(lengths.lost),
+        played_length=fmean([*lengths.trained, *lengths.later, *lengths.lost]),
+        trained_length=fmean(lengths.trained),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Lengths:
+    """Of all members of trained groups, by what became of them."""
+
+    trained: list[Tokens]
+    later: list[Tokens]
+    lost: list[Tokens]
+
+    @classmethod
+    def of(cls, world: World) -> _Lengths:
+        tape = world.recording
+        found = cls([], [], [])
+        for group in tape.groups:
+            for member in range(GROUP_SIZE):
+                length = world.episode(TrajectoryId(group, member)).generated
+                if tape.late.get((group, member), 0) is None:
+                    found.later.append(length)
+                elif (group, member) in tape.dropped:
+                    found.lost.append(length)
+                else:
+                    found.trained.append(length)
+        return found
+
+    def share(self, some: Sequence[Tokens]) -> float:
+        """How many of the longest are among these."""
+        every = sorted([*self.trained, *self.later, *self.lost])
+        least = every[int((1 - LONGEST) * (len(every) - 1))]
+        longest = sum(length >= least for length in every)
+        return sum(length >= least for length in some) / longest

@@ -1,0 +1,48 @@
+"""What a step's batch was: how old its tokens were, who came late, and whom it left out.
+
+``batch_metrics`` names the numbers as they stand in ``StepRecord.metrics_json``::
+
+    tokens_over_bound            generated tokens more than training.max_staleness versions behind
+    share_over_bound             of all generated tokens of the batch
+    token_staleness_mean, _max   versions behind, over generated tokens
+    groups_closed                groups trained without members that were not finished
+    trajectories_left            those members; they are trained later, or dropped
+    trajectories_late            members of groups closed before, trained now
+    played_length                mean generated tokens of the trajectories that ended, or were given
+                                 up, since the step before; ``mean_length`` is that of trained ones
+
+Over a whole run ``played_length`` and ``mean_length`` agree where no length is trained less often
+than it is played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from libra_cli.core.rollout.groups import Group
+from libra_cli.core.types import Tokens, Version
+
+
+def batch_metrics(
+    batch: Sequence[Group], held: Version, bound: int, played: Sequence[Tokens]
+) -> dict[str, float | None]:
+    """Of a step taken from version ``held``; ``played`` are lengths in generated tokens."""
+    runs = [
+        (behind, end - start)
+        for group in batch
+        for member in group.members
+        for behind, start, end in member.behind(held)
+    ]
+    tokens = max(1, sum(count for _, count in runs))
+    over = sum(count for behind, count in runs if behind > bound)
+    return {
+        "tokens_over_bound": over,
+        "share_over_bound": over / tokens,
+        "token_staleness_mean": sum(behind * count for behind, count in runs) / tokens,
+        "token_staleness_max": max((behind for behind, _ in runs), default=0),
+        "groups_closed": sum(group.missing > 0 for group in batch),
+        "trajectories_left": sum(group.missing for group in batch),
+        "trajectories_late": sum(len(group.members) for group in batch if group.is_rest),
+        "played_length": fmean(played) if played else None,
+    }

@@ -1,0 +1,126 @@
+"""The rule that makes a batch: whom a step waits for, and what becomes of those that come late.
+
+A group is **behind** by the versions between its oldest token and the trainer's weights when a step
+trains on it. A step is the *last call* for a group that would be behind by more than the rule
+allows in the next one. ``bound`` is ``training.max_staleness``, B the groups of a step.
+
+    rule           a step waits at the last call      a finished group that is more behind
+    hold           for every group                    is played again
+    late: n        for every group, n versions later  is played again
+    soft, token    for nobody                         is trained
+    cut            until the share ``least`` is done  is trained
+
+*   ``hold`` guarantees that no token is more than ``bound`` versions behind, ``late`` that none is
+    more than ``bound + n``. They pay with waiting, and with what is played again.
+*   ``soft`` guarantees the mean only. Admission is the same under all rules (``may_open`` of
+    ``core.rollout.groups``): at most (bound + 1) B groups are on their way, and B leave with every
+    step, so by Little's law the mean group is trained bound + 1 steps after it was opened, and is
+    behind by ``bound`` on average; one group may be behind by any number. Stragglers take places
+    of this admission and so are few: with a bound of 0 nobody passes anybody, and soft is hold.
+*   ``token`` makes batches as ``soft`` does, and keeps the bound token by token in the loss: tokens
+    over it are left out, or weigh at most 1 (``node.losses``).
+*   ``cut`` closes a group at its last call and trains its finished members. The others play on and
+    are trained in the step after they have all ended (``rest: later``), whatever their age, or are
+    given up (``rest: drop``), and then long trajectories are trained less often than played.
+
+**What a late member is compared with.** For a closed group the baseline of everybody is the mean
+reward b of the members that were finished, also for those that end later: the score function's
+mean is zero, so a baseline does not bias a policy gradient if it does not depend on the action it
+is taken from, and one mean for those that are finished and another for those that are not would
+depend on exactly that. With the mean of the whole group for late members, what is learned is off by
+(b - mean) times the gradient of the probability of being finished: length would be rewarded.
+Weighing finished members up in place of the dropped ones cannot repair ``drop``: inverse
+probability weights need every trajectory to have a chance to be finished in time (Horvitz and
+Thompson 1952), and the longest have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+from statistics import fmean, stdev
+
+from libra_cli.config.recipe import TrainingSpec
+from libra_cli.core.types import Baseline
+
+LATE_VERSIONS = 1
+"""``versions`` of a recipe that does not say."""
+LEAST = 0.5
+"""``least`` of a recipe that does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessRule:
+    """What a rule comes to. Ages are in versions; None is any."""
+
+    bound: int
+    """``training.max_staleness``: admits groups, and tokens over it are counted."""
+    waits: int | None
+    """A step waits for an open group that would be further behind than this in the next one."""
+    trains: int | None
+    """A finished group that is further behind than this is played again."""
+    least: float | None = None
+    """A group is closed at its last call once this share of it is finished; None: never."""
+    keeps_rest: bool = True
+    """Whether what a closed group leaves behind plays on."""
+
+    @property
+    def late(self) -> float:
+        """Versions over the bound from which on a step waits for a group; infinity: it never does.
+
+        Soft is hold with a bound of 0, and a group that may be closed is hardly waited for.
+        """
+        if self.bound == 0:
+            return 0.0
+        return inf if self.waits is None or self.least is not None else self.waits - self.bound
+
+    def least_of(self, size: int) -> int | None:
+        """How many of so many members must be finished to close a group; None: it never is.
+
+        Two at least: one reward by itself is nothing to learn from.
+        """
+        return None if self.least is None else max(2, ceil(self.least * size))
+
+
+def hold(bound: int) -> StalenessRule:
+    """Wait for every group at its last call."""
+    return StalenessRule(bound, waits=bound, trains=bound)
+
+
+def late(bound: int, versions: int = LATE_VERSIONS) -> StalenessRule:
+    """Wait for a group only when it is about to be more than ``versions`` over the bound."""
+    return StalenessRule(bound, waits=bound + versions, trains=bound + versions)
+
+
+def soft(bound: int) -> StalenessRule:
+    """Wait for nobody, and train every group when it comes."""
+    return StalenessRule(bound, waits=None, trains=None)
+
+
+def cut(bound: int, least: float = LEAST, *, keeps_rest: bool = True) -> StalenessRule:
+    """Close a group at its last call once the share ``least`` of its members is finished."""
+    return StalenessRule(bound, waits=bound, trains=None, least=least, keeps_rest=keeps_rest)
+
+
+def rule_of(training: TrainingSpec) -> StalenessRule:
+    """The rule that a recipe names."""
+    spec, bound = training.staleness, training.max_staleness
+    match spec.rule:
+        case "hold":
+            return hold(bound)
+        case "late":
+            return late(bound, spec.versions or LATE_VERSIONS)
+        case "cut":
+            return cut(bound, spec.least or LEAST, keeps_rest=spec.rest != "drop")
+        case "soft" | "token":
+            return soft(bound)
+
+
+def late_baseline(finished: Sequence[float], ended_late: Sequence[float]) -> Baseline:
+    """Of a closed group's late members, by the rewards of both halves.
+
+    The mean is that of the half they are compared with; the standard deviation is the whole
+    group's, since that of finished members alone is often 0.
+    """
+    return Baseline(fmean(finished), stdev([*finished, *ended_late]))
