@@ -14,8 +14,8 @@ import json
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from libra_cli.config.errors import LibraError
@@ -42,6 +42,15 @@ from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.trainer.processes import TrainerProcesses
 from libra_cli.runtime.trainer.worker_processes import WorkerProcesses
 from libra_cli.runtime.weights import weights_of
+
+
+@dataclass(frozen=True, slots=True)
+class LastCheckpoint:
+    """Where a run goes on, the last trainer it had, and what it has written, in order."""
+
+    path: str
+    trainer_incarnation: int
+    records: Sequence[Record]
 
 
 class Session:
@@ -101,11 +110,8 @@ class Session:
         self._journal.save(record)
         self._watch(record)
 
-    async def run(self, resume_from: str = "", trainer_incarnation: int = 0) -> RunRecord:
-        """Run to the end; returns the run's last row.
-
-        ``resume_from`` is a checkpoint, ``trainer_incarnation`` the last one of the run that goes
-        on.
+    async def run(self, goes_on: LastCheckpoint | None = None) -> RunRecord:
+        """Run to the end, from a checkpoint if the run ``goes_on``; returns the run's last row.
 
         Raises:
             LibraError: it could not be started, or failed in a way only a user can mend.
@@ -113,7 +119,7 @@ class Session:
         self._catch_signals()
         self._save(self._run)
         try:
-            end = await self._whole(resume_from, trainer_incarnation)
+            end = await self._whole(goes_on)
             self._ended(end.state, end.error)
         except asyncio.CancelledError:
             self._ended("stopped", "stopped while starting")
@@ -154,7 +160,7 @@ class Session:
 
     # -- the parts ------------------------------------------------------------------------------
 
-    async def _whole(self, resume_from: str, trainer_incarnation: int) -> End:
+    async def _whole(self, goes_on: LastCheckpoint | None) -> End:
         recipe, cluster = self._recipe, self._cluster
         await cluster.open(self._run_dir / "model")
         self._plan, self._begun_with = self._first_plan(cluster.gpu_names)
@@ -163,17 +169,17 @@ class Session:
         episodes = Episodes(recipe.environment, renderer)
         try:
             await episodes.check(recipe.run.seed)
-            resume = await self._find_resume(resume_from, trainer_incarnation)
+            resume = await self._find_resume(goes_on)
             return await self._drive(renderer, episodes, resume)
         finally:
             episodes.close()
 
-    async def _find_resume(self, checkpoint: str, trainer_incarnation: int) -> Resume | None:
-        if not checkpoint:
+    async def _find_resume(self, goes_on: LastCheckpoint | None) -> Resume | None:
+        if goes_on is None:
             return None
         head = self._cluster.hosts[node_of(self._plan.train[0])]
-        position = json.loads(await head.transport.get(f"{checkpoint}/ledger.json"))
-        return Resume(checkpoint, position, trainer_incarnation)
+        position = json.loads(await head.transport.get(f"{goes_on.path}/ledger.json"))
+        return Resume(goes_on.path, position, goes_on.trainer_incarnation, goes_on.records)
 
     async def _drive(self, renderer: Renderer, episodes: Episodes, resume: Resume | None) -> End:
         driver = Driver(self._machine(resume), clock=self._clock, save=self._save, tell=self._tell)

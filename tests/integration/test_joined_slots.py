@@ -39,8 +39,8 @@ pytestmark = [
 ]
 require("vllm")
 
-STALL_S = 60.0
-"""The longest that the other server may finish no turn: on two cores, what starts takes both."""
+STALL_S = 30.0
+"""The longest that the other server may end no turn: on two cores, what starts takes both."""
 
 
 def _recipe(net: Network, workdir: Path) -> str:
@@ -87,7 +87,9 @@ def shaped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 def _status(scene: Scene) -> dict[str, Any]:
-    return json.loads(scene.run.libra("status", "--json", str(scene.run.run_dir)).stdout)
+    done = scene.run.libra("status", "--json", str(scene.run.run_dir))
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
 
 
 def test_two_servers_become_one_and_two_again(shaped):
@@ -133,27 +135,21 @@ def test_what_cannot_be_joined_is_refused(shaped):
 
 
 def test_the_other_server_and_the_trainer_go_on(shaped):
-    other = shaped.net.hosts[0].address
-    states = f"SELECT DISTINCT state FROM slot_states WHERE slot = '{other}/0' AND since > "
+    other = f"{shaped.net.hosts[0].address}/0"
     first = "(SELECT min(started_at) FROM moves)"
-    assert shaped.run.query(states + first) in ([], [("stopping",), ("idle",)])
+    states = f"SELECT DISTINCT state FROM slot_states WHERE slot = '{other}' AND since > {first}"
+    assert shaped.run.query(states) in ([], [("stopping",), ("idle",)]), "at the end of the run"
     with Reader(shaped.run.run_dir) as reader:
         told = moves(reader, plans(reader), now=0.0)
-        for move, seen in migration_impacts(reader, told):
-            if move["slot"] != f"{shaped.hybrid}/0+1":
-                continue
-            began, ended = move["started_at"], move["ended_at"]
-            steps = [step for step in reader.steps() if began < step.ended_at < ended]
-            turns = [
-                turn for turn in reader.turns_between(began, ended) if turn.slot == f"{other}/0"
-            ]
-            ends = sorted(turn.ended_at for turn in turns)
-            cuts = [began, *(end for end in ends if end < ended), ended]
-            stall = max(then - before for before, then in pairwise(cuts))
-            print(f"{move['to']}: {ended - began:.1f} s, others {seen}, stall {stall:.1f} s")
+        arrived = [(m, seen) for m, seen in migration_impacts(reader, told) if m["to"] == "rollout"]
+        for move, seen in arrived:
+            began, ended = move["started_at"], move["ended_at"] or 0.0
             assert seen.during.tokens_per_s > 0
-            assert stall < STALL_S
-            assert steps or ended - began < STALL_S
+            assert any(began < step.ended_at < ended for step in reader.steps())
+            turns = [turn for turn in reader.turns_between(began, ended) if turn.slot == other]
+            ends = sorted(turn.ended_at for turn in turns if turn.ended_at < ended)
+            pauses = [then - before for before, then in pairwise([began, *ends, ended])]
+            assert max(pauses) < STALL_S, "the longest time in which the other ends no turn"
 
 
 def test_nothing_of_any_trajectory_is_lost(shaped):

@@ -41,6 +41,6 @@ def slots_in(plan: Plan, slots: Sequence[Slot]) -> tuple[Slot, ...]:
     """The slots of a recipe as the plan has them: some of them joined."""
     known, found = {slot.id: slot for slot in slots}, tuple(slots)
     for slot, _ in plan.servers:
-        if slot not in known:
+        if len(parts_of(slot)) > 1:
             found = with_slots(found, [slot_named(slot, known)])
     return found

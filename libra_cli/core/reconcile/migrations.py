@@ -50,6 +50,10 @@ class MigrationTracker:
         self._reshapes: list[Reshape] = []
         self._number = 0
 
+    def number_on(self, last: int) -> None:
+        """A run goes on whose newest move had this number."""
+        self._number = last
+
     def begin(self, changed: Reshape, plan: int, *, now: Seconds) -> list[Result]:
         """These slots are to do something else from now on than they do."""
         self._reshapes = [old for old in self._reshapes if old.keys().isdisjoint(changed)]

@@ -71,6 +71,10 @@ class Reconciler:
         """Into which the nodes are divided now; a move that failed has changed it."""
         return self._wanted.existing
 
+    def number_on(self, last: int) -> None:
+        """A run goes on whose newest move had this number."""
+        self._tracker.number_on(last)
+
     def should_restart(self, replica: Replica) -> bool:
         """Whether the plan still has the process that has just ended there."""
         if replica.detail == WHY:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from libra_cli.config.recipe import Recipe
+from libra_cli.config.recipe import BucketSpec, Recipe
 from libra_cli.core.cluster.joined_slots import part_slots, slot_named, with_slots
 from libra_cli.core.cluster.placement import PlanError, bucket_of_size, slots_of
 from libra_cli.core.reconcile.manual_plan import OrderRefused
@@ -83,7 +83,8 @@ def _check_slots(
 
 def _bucket(recipe: Recipe, slot: Slot) -> Bucket:
     try:
-        return bucket_of_size(recipe.rollout.buckets, slot, max_len=recipe.model.max_len)
+        buckets = recipe.rollout.buckets or (BucketSpec(),)
+        return bucket_of_size(buckets, slot, max_len=recipe.model.max_len)
     except PlanError as error:
         raise OrderRefused(str(error)) from error
 

@@ -145,7 +145,7 @@ def test_the_others_serve_all_the_while_and_nothing_is_lost(world):
     lost = [row for row in world.trajectories if row.state == "failed"]
     assert lost == []
     turns = [row for row in world.rows(TurnRecord) if row.ended_at > began]
-    played = {}
+    played: dict[tuple[int, int, int], list[TurnRecord]] = {}
     for row in turns:
         played.setdefault((row.group_id, row.member, row.attempt), []).append(row)
     assert any(row.moved_from in (B0, B1, BOTH) for row in turns), "trajectories went on elsewhere"
@@ -291,7 +291,8 @@ def test_a_slot_that_trains_is_not_joined():
 
 def test_without_a_bucket_of_that_size_slots_are_not_joined():
     world = scene(pool="rollout")
-    small = world.recipe.rollout.model_copy(update={"buckets": world.recipe.rollout.buckets[:1]})
+    only = (world.recipe.rollout.buckets or ())[:1]
+    small = world.recipe.rollout.model_copy(update={"buckets": only})
     world.machine.controller._recipe = world.recipe.model_copy(update={"rollout": small})
     answer = shape(world, joined=True)
     assert "slot b/0+1, which needs tensor_parallel 2; the buckets have small 1" in answer.text
