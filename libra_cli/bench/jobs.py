@@ -13,6 +13,7 @@ from functools import partial
 from itertools import count
 from random import Random
 
+from libra_cli.bench.bounds import ServerShape, least_makespan
 from libra_cli.bench.contenders import Future, contender
 from libra_cli.bench.results import ResultRow, Timeline
 from libra_cli.config.recipe import Recipe
@@ -24,7 +25,7 @@ from libra_cli.core.planning.baselines import STATIC, first_layout, planner_of
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.search import Layout, PlannerSettings
 from libra_cli.core.planning.training_shapes import TrainingTree
-from libra_cli.core.types import Bucket, Seconds
+from libra_cli.core.types import Bucket, Seconds, TrajectoryId
 from libra_cli.sim.traces import RecordedEpisode, Trace, TraceError
 from libra_cli.sim.world import SimConfig, World
 
@@ -232,7 +233,22 @@ def _row(job: Job, world: World) -> ResultRow:
         idle_train=1.0 - sum(end - start for start, end in tape.trained) / tape.ended_at,
         moves=_migrations(world) if job.layout is None else moved,
         reprefilled_tokens=sum(engine.reprefilled_tokens for engine in engines),
+        bound_s=None if job.layout is None else _bound_s(job, job.layout, world),
     )
+
+
+def _bound_s(job: Job, layout: Layout, world: World) -> Seconds:
+    """The least makespan of what was trained."""
+    shapes = [
+        ServerShape(job.profile.servers[b.tensor_parallel], b.servers, b.max_num_seqs)
+        for b in layout.buckets
+    ]
+    trained = [
+        [world.episode(TrajectoryId(group, member)) for member in range(GROUP_SIZE)]
+        for group in sorted(world.recording.groups)
+    ]
+    steps = [end - start for start, end in world.recording.trained]
+    return least_makespan(shapes, trained, steps, batch=GROUPS, max_len=MAX_LEN)
 
 
 def _migrations(world: World) -> int:

@@ -2,8 +2,8 @@
 
 Drawings as SVG, a few lines of CSS, no script; light or dark as the reader's. It holds a table, a
 drawing of the contenders with their intervals for every comparison, and of the runs whose timelines
-were kept the slots over time, and the lengths. Slots, bins and points
-are bounded, so a long experiment gives a file of the same size.
+were kept the slots over time, and the lengths. Slots, bins and points are bounded, so a long
+experiment gives a file of the same size.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from libra_cli import __version__
 from libra_cli.bench.report import terminal
+from libra_cli.bench.results import FORESEEING
 from libra_cli.report.html.run_report import Chart
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ _MAX_SLOTS = 48
 _MAX_TIMELINES = 6
 _MAX_SMALL = 8
 _LENGTH_POINTS = 200
-_CLAIRVOYANT = "known-lengths"
 COLOURS = {
     "serving": "a",
     "training": "b",
@@ -101,9 +101,9 @@ def _tiles(results: Sequence[ExperimentResult]) -> list[tuple[str, str, str]]:
             doubt = "" if summary.significant else "not significant"
             value = terminal.change(summary.rival)
             tiles.append((f"{what} against {name}", value, doubt or "the best other, significant"))
-        if summary.share_of_clairvoyant is not None:
-            value = terminal.share(summary.share_of_clairvoyant, summary.share_ci95)
-            tiles.append(("of the clairvoyant's gain", value, "over least-loaded, by makespan"))
+        if summary.share_of_bound is not None:
+            value = terminal.share(summary.share_of_bound, summary.share_ci95)
+            tiles.append(("of the bound", value, "the least makespan there can be, over its own"))
     return tiles
 
 
@@ -121,7 +121,7 @@ def _section(number: int, result: ExperimentResult) -> dict[str, object]:
                 "subject": terminal.subject(comparison),
                 "chart": _contenders(f"contenders-{number}-{index}", comparison),
                 "rows": _table(comparison),
-                "last": "of the gain" if terminal.has_share(comparison) else "against",
+                "last": "of the bound" if terminal.has_share(comparison) else "against",
                 "legend": terminal.legend(comparison),
                 "verdicts": terminal.verdicts(comparison),
             }
@@ -198,7 +198,7 @@ def _paired(summary: ComparisonSummary, zero: float) -> Interval | None:
 def _dot_colour(comparison: Comparison, summary: ComparisonSummary) -> str:
     if summary is _ours(comparison):
         return "a"
-    return "good" if _CLAIRVOYANT in (summary.policy, summary.planner) else "ink"
+    return "good" if not FORESEEING.isdisjoint((summary.policy, summary.planner)) else "ink"
 
 
 def _colour(variable: str) -> str:

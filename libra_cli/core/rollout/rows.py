@@ -31,8 +31,13 @@ def turn_record(
         generated_tokens=len(turn.token_ids),
         finish_reason=turn.finish_reason,
         moved_from=asked.last_slot if asked.last_slot not in (None, turn.slot) else "",
-        tools_json=dumps([[r.tool, r.outcome, round(r.latency_s, 6), r.size] for r in returns]),
+        tools_json=_tools_json(returns),
     )
+
+
+def _tools_json(returns: list[ToolReturn]) -> str:
+    told = [[r.tool, r.outcome, round(r.latency_s, 6), r.size] for r in returns]
+    return dumps(told) if told else "[]"
 
 
 def trajectory_record(
