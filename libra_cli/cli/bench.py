@@ -41,7 +41,11 @@ Policies = Annotated[str, typer.Option(help="Only these, separated by commas.")]
 Planners = Annotated[str, typer.Option(help="Only these, separated by commas.")]
 PolicyName = Annotated[str, typer.Option("--policy", help="Under which planners are compared.")]
 Drift = Annotated[
-    str, typer.Option(help="Lengths over the run: 1,4 ends four times as long; none.")
+    str,
+    typer.Option(
+        help="What changes over the run: 1,4 (lengths), tools:1,20, turns:1,3, task:TRACE, none; "
+        "several, with spaces between, are compared one by one."
+    ),
 ]
 Seeds = Annotated[int, typer.Option(min=1, help="Workloads; every contender gets the same ones.")]
 Out = Annotated[
@@ -58,6 +62,8 @@ Calibrate = Annotated[
 Json = Annotated[Path | None, typer.Option("--json", help="One JSON object; - prints only that.")]
 
 GPUS, PROFILE, SEEDS, POLICY, DRIFT = 48, "a800-qwen3-14b", 3, "libra", "1,4"
+REGRET_GPUS, REGRET_DRIFTS = 24, "1,4 tools:1,20 task:mint"
+REGRET_TRACES = ["tau2bench", "moatless"]
 QUICK = "least-loaded,sticky-least-loaded,libra,known-lengths"
 """The policies of a bare ``libra bench`` and of ``sensitivities``, unless others are named."""
 
@@ -133,6 +139,24 @@ def plan(
     from libra_cli.bench import experiments
 
     _run([experiments.plan], context.params)
+
+
+@bench.command()
+def regret(
+    context: typer.Context,
+    trace: Traces = None,
+    gpus: Gpus = REGRET_GPUS,
+    profile: ProfileName = PROFILE,
+    policy: PolicyName = POLICY,
+    drift: Drift = REGRET_DRIFTS,
+    seeds: Seeds = SEEDS,
+    out_dir: Out = None,
+    json_file: Json = None,
+) -> None:
+    """libra's plans beside the best ones in hindsight: what is lost by not having known."""
+    from libra_cli.bench.regret import regret as compare
+
+    _run([compare], {**context.params, "trace": trace or REGRET_TRACES})
 
 
 @bench.command()
@@ -335,9 +359,13 @@ def _arguments(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print(results: Sequence[ExperimentResult]) -> None:
-    from libra_cli.bench.report.terminal import comparison_view, notes_view
+    from libra_cli.bench.report.sheets import regret_sheet
+    from libra_cli.bench.report.terminal import comparison_view, notes_view, sheets_view
 
     for result in results:
+        if result.regrets:
+            out.print(sheets_view([regret_sheet(result.regrets)]))
+            out.print()
         for comparison in result.comparisons:
             out.print(comparison_view(result.title, comparison))
             out.print()

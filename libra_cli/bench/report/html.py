@@ -14,8 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from libra_cli import __version__
-from libra_cli.bench.report import terminal
-from libra_cli.bench.results import FORESEEING
+from libra_cli.bench.report import sheets, terminal
 from libra_cli.report.html.run_report import Chart
 
 if TYPE_CHECKING:
@@ -116,6 +115,7 @@ def _section(number: int, result: ExperimentResult) -> dict[str, object]:
     return {
         "title": result.title,
         "notes": result.notes,
+        "sheet": sheets.regret_sheet(result.regrets) if result.regrets else None,
         "comparisons": [
             {
                 "subject": terminal.subject(comparison),
@@ -198,7 +198,7 @@ def _paired(summary: ComparisonSummary, zero: float) -> Interval | None:
 def _dot_colour(comparison: Comparison, summary: ComparisonSummary) -> str:
     if summary is _ours(comparison):
         return "a"
-    return "good" if not FORESEEING.isdisjoint((summary.policy, summary.planner)) else "ink"
+    return "ink" if summary.causal else "good"
 
 
 def _colour(variable: str) -> str:

@@ -32,6 +32,9 @@ How the numbers are made (``RECENT`` = 10):
     plans.*_gain           1 - seconds a step after / before, as predicted when the plan was chosen
                            and as observed around its moves; a move has those of its plan. Below 0
                            the steps are longer than before
+    decisions[]            the last 100 times the planner was asked; .explanation is what it told,
+                           null where it could not decide; .observed_s is the mean of the first
+                           steps after it and its moves, at most 5 and until the next decision
     sync.*_s               from publication until the *last* server that took the version served it
     sync.full .delta .local  proved syncs whose version came whole, as what changed, or was on the
                            server's host already; .sent_bytes is what travelled for all of them,
@@ -58,7 +61,14 @@ from libra_cli.report.status.placements import (
     placement,
     planned,
 )
-from libra_cli.report.status.plans import MovePart, PlanPart, moves, plans
+from libra_cli.report.status.plans import (
+    DecisionPart,
+    MovePart,
+    PlanPart,
+    decisions,
+    moves,
+    plans,
+)
 from libra_cli.report.status.run_state import LIVE, RunPart, errors_of, run_part
 from libra_cli.report.status.syncs import Sync, sync_part
 from libra_cli.runtime.store.reader import Reader
@@ -95,6 +105,8 @@ class RunSummary(TypedDict):
     moves: list[MovePart]
     plans: list[PlanPart]
     plan: PlanPart | None
+    decisions: list[DecisionPart]
+    decision: DecisionPart | None
     checkpoint: step_parts.CheckpointPart | None
     errors: list[str]
 
@@ -114,7 +126,8 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
         if slot.role == "rollout" or (not live and any(sync.slot == slot.slot for sync in syncs))
     ]
     shapes, ways = planned(reader), reader.ways()
-    recent, adopted = step_parts.recent_samples(reader, steps), plans(reader)
+    recent = step_parts.recent_samples(reader, steps)
+    adopted, decided = plans(reader), decisions(reader)
     return {
         "format": FORMAT,
         "run": run,
@@ -140,6 +153,8 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
         "moves": moves(reader, adopted, now=now if run["ended_at"] is None else run["ended_at"]),
         "plans": adopted,
         "plan": adopted[-1] if adopted else None,
+        "decisions": decided,
+        "decision": decided[-1] if decided else None,
         "checkpoint": step_parts.checkpoint(steps),
         "errors": errors_of(reader, run, slots, syncs),
     }

@@ -22,6 +22,7 @@ from libra_cli.report.status.plans import MovePart, PlanPart
 from libra_cli.report.status.run_state import LIVE
 from libra_cli.report.status.steps import RECENT, smooth
 from libra_cli.report.status.summary import RunSummary
+from libra_cli.report.terminal.decision import decision_facts
 from libra_cli.report.terminal.plots import Plot, Portable, bar, sparkline
 
 _BAR_WIDTH = 34
@@ -66,6 +67,7 @@ def status_view(summary: RunSummary, *, now: float) -> RenderableType:
     if len(summary["buckets"]) > 1:
         parts += [Text(), Padding(_bucket_table(summary), (0, 0, 0, 2))]
     parts += _moves(summary)
+    parts += _decision(summary)
     parts += _error_lines(summary["errors"])
     return Portable(Group(*parts))
 
@@ -331,6 +333,16 @@ def _moves(summary: RunSummary) -> list[RenderableType]:
         line = Text.assemble((f"plan {plan['plan']} ({plan['cause']}): ", "dim"), gains)
         parts += [Text(), Padding(line, (0, 0, 0, 2))]
     return parts
+
+
+def _decision(summary: RunSummary) -> list[RenderableType]:
+    """The newest decision of the planner."""
+    if summary["decision"] is None:
+        return []
+    facts = grid()
+    for name, text in decision_facts(summary["decision"]):
+        fact(facts, name, text)
+    return [Text(), Padding(facts, (0, 0, 0, 2))]
 
 
 def _move_table(moves: Sequence[MovePart]) -> Table:

@@ -148,7 +148,8 @@ def test_its_processes_are_known(run_dir: Path) -> None:
 
 def test_its_last_checkpoint_is_found(run_dir: Path) -> None:
     path = "/home/user/.libra/runs/elastic-20261122-015652/local/checkpoints/step-000050"
-    assert last_checkpoint(run_dir) == (path, 1)
+    found = last_checkpoint(run_dir)
+    assert (found.path, found.trainer_incarnation) == (path, 1)
 
 
 def test_its_recipe_is_read_even_with_keys_that_are_gone(run_dir: Path) -> None:

@@ -204,7 +204,7 @@ def test_options_before_and_after_the_experiments_name_are_the_same(runs: Runs) 
         assert libra(*arguments).exit_code == 0
     half = len(runs.jobs) // 2
     assert runs.jobs[:half] == runs.jobs[half:]
-    assert {(job.gpus, job.drift) for job in runs.jobs} == {(16, (1.0, 3.0))}
+    assert {(job.gpus, job.drift.factors) for job in runs.jobs} == {(16, (1.0, 3.0))}
 
 
 def test_planners_are_compared_with_the_usual_way_on_the_same_workloads(runs: Runs) -> None:

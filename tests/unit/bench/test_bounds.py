@@ -27,18 +27,29 @@ def episode(
     return RecordedEpisode(task, prompt, (turn,) * turns, 0.0)
 
 
-def played(trace: Trace, policy: str, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
+def played(trace: Trace, policy: str) -> tuple[float, float]:
     """The bound and the makespan of a short run."""
-    monkeypatch.setattr(jobs, "GROUPS", 2)
     layout = Layout(BUCKETS, TrainingShape(data_parallel=10))
-    job = Job(trace, PROFILE, PROFILE, 16, policy, "fixed", 0, layout=layout, steps=3)
+    job = Job(
+        trace,
+        PROFILE,
+        PROFILE,
+        16,
+        policy,
+        "fixed",
+        0,
+        layout=layout,
+        steps=3,
+        groups_per_step=2,
+        group_size=2,
+    )
     row, _ = run_job(job)
     assert row.bound_s is not None
     return row.bound_s, row.makespan_s
 
 
 @pytest.mark.parametrize("policy", ["libra", "least-loaded", "known-lengths", "heddle+admission"])
-def test_nobody_is_faster_than_the_bound(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_is_faster_than_the_bound(policy: str) -> None:
     random = Random(2)
     kinds = [
         episode(
@@ -50,15 +61,13 @@ def test_nobody_is_faster_than_the_bound(policy: str, monkeypatch: pytest.Monkey
         )
         for number in range(80)
     ]
-    bound, makespan = played(Trace("made up", tuple(kinds)), policy, monkeypatch)
+    bound, makespan = played(Trace("made up", tuple(kinds)), policy)
     assert 0.1 * makespan < bound <= makespan
 
 
-def test_a_run_of_one_long_trajectory_after_another_nears_the_path(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_of_few_long_trajectories_nears_the_bound() -> None:
     trace = Trace("long", (episode(40, 500),))
-    bound, makespan = played(trace, "libra", monkeypatch)
+    bound, makespan = played(trace, "libra")
     assert bound > 0.5 * makespan
 
 

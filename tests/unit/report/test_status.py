@@ -392,6 +392,31 @@ def test_plans_tell_who_does_what_and_what_it_gains(tmp_path: Path) -> None:
     assert gains == [(plan["predicted_gain"], plan["observed_gain"]) for plan in (away, home)]
 
 
+def test_decisions_tell_their_explanation_and_what_came(tmp_path: Path) -> None:
+    sample_run.write_moving(tmp_path / "run")
+    with Reader(tmp_path / "run") as reader:
+        value = json.loads(to_json(summary(reader, now=_NOW)))
+    unmade, kept, moved = value["decisions"]
+    assert value["decision"] == moved
+    assert unmade["explanation"] is None
+    assert (unmade["why_not"], unmade["observed_s"]) == ("the costs are not known yet", None)
+    assert (kept["plan"], kept["explanation"]["move"], kept["observed_s"]) == (None, False, 5.3)
+    assert kept["explanation"]["runner_up"]["why_not"] == kept["why_not"]
+    assert (moved["plan"], moved["step"], moved["observed_steps"]) == (2, 14, 5)
+    assert moved["explanation"] == json.loads(sample_run.MOVED.to_json())
+    assert moved["explanation"]["binds"]["constraint"] == "KV cache"
+
+
+def test_the_newest_hundred_decisions_are_told(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        journal.save(sample_run.run_record())
+        for at in range(120):
+            journal.save(r.DecisionRecord(float(at), at, "asked for", None, "no", 1.0, 1.0))
+    with Reader(tmp_path) as reader:
+        told = summary(reader, now=_NOW)["decisions"]
+    assert [decision["step"] for decision in told] == list(range(20, 120))
+
+
 def test_a_gain_is_null_until_both_of_its_times_are_known(tmp_path: Path) -> None:
     chosen = r.PlanRecord(1, 0.0, "[]", "[]", "[]", "[]", "planner", 5.0, None, 1.0, 0.0, 4.0)
     (value,) = told(tmp_path, [chosen])["plans"]
