@@ -85,7 +85,7 @@ def _on_plans(
             layouts.append(proposal.layout)
             about = f"{trace.name}, {name}" if name else trace.name
             notes += [f"{about}: {reason}" for reason in proposal.reasons[:2]]
-            fixed = replace(blank, layout=proposal.layout, variant=name, steps=STEPS)
+            fixed = replace(blank, layout=proposal.layout, variant=name)
             jobs += _with_policies(fixed, config.policies, config.seeds)
     return _run("policies on a fixed plan", jobs, notes, progress)
 
@@ -158,7 +158,7 @@ def sensitivities(config: ExperimentConfig, progress: Progress) -> ExperimentRes
 
 def _job(config: ExperimentConfig, trace: Trace) -> Job:
     """libra on this trace, seed 0."""
-    return Job(trace, config.profile, config.profile, config.gpus, "libra", "libra", 0)
+    return Job(trace, config.profile, config.profile, config.gpus, "libra", "libra", 0, steps=STEPS)
 
 
 def _drifting(config: ExperimentConfig, trace: Trace, drift: Drift) -> Job:

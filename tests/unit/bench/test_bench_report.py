@@ -215,6 +215,16 @@ def test_planners_are_compared_with_the_usual_way_on_the_same_workloads(runs: Ru
     assert played == [(seed, *pair) for seed in range(2) for pair in pairs]
 
 
+def test_policies_are_compared_on_alike_and_on_mixed_servers_past_the_filling(runs: Runs) -> None:
+    done = libra("schedule", "--policies", "libra", "--seeds", "1")
+    assert done.exit_code == 0, done.output
+    layouts = {job.variant: job.layout for job in runs.jobs}
+    assert set(layouts) == {"alike servers", "mixed servers"}
+    shapes = [len(layout.servers) for layout in layouts.values() if layout is not None]
+    assert shapes[0] == 1 < shapes[1]
+    assert all(job.steps > 2 * (job.bound + 1) for job in runs.jobs)
+
+
 def test_an_option_the_experiment_does_not_know_is_refused(runs: Runs) -> None:
     done = libra("--planners", "libra", "schedule")
     assert done.exit_code == 2
