@@ -206,6 +206,13 @@ def fidelity(
     gpu: Annotated[
         str, typer.Option("--gpu", help="Its name there; else the run's file name says it.")
     ] = "",
+    interconnect: Annotated[
+        str,
+        typer.Option(
+            help="Between the GPUs of a server, with --layers: pcie, pcie-peer (ACS, IOMMU off) "
+            "or nvlink."
+        ),
+    ] = "pcie",
     json_file: Json = None,
 ) -> None:
     """The simulator beside what was recorded: a server's requests, or whole runs of libra's."""
@@ -221,7 +228,9 @@ def fidelity(
     with errors_told():
         with _working() as progress:
             if run is not None:
-                compared = server.compare_server(run, meta, profile=profile, layers=layers, gpu=gpu)
+                compared = server.compare_server(
+                    run, meta, profile=profile, layers=layers, gpu=gpu, interconnect=interconnect
+                )
                 report = sheets.server_report(compared)
             else:
                 prices = load_profile(profile)
@@ -247,6 +256,7 @@ def placement(
     from libra_cli.bench.report.sheets import placement_report
 
     with errors_told():
+        _warn_of_traces(trace or ())
         with _working() as progress:
             rows = compare(trace or (), estimators, seeds, together=not apart, progress=progress)
         _show_report(placement_report(rows), json_file)
@@ -272,6 +282,7 @@ def staleness(
     from libra_cli.sim.traces import DEFAULT_TRACE
 
     with errors_told():
+        _warn_of_traces(trace or ())
         with _working() as progress:
             rows = compare(
                 trace or (DEFAULT_TRACE,),
@@ -331,8 +342,7 @@ def _run(
     quiet = _only_json(json_file)
     with errors_told():
         config = ExperimentConfig.parse(**_arguments(params))
-        for line in config.warnings:
-            err.print(line, style="yellow", markup=False, soft_wrap=True, highlight=False)
+        _warn(config.warnings)
         with _working() as progress:
             results = [experiment(config, progress) for experiment in experiments]
         # First what took long to find out, then the report, which could fail.
@@ -346,6 +356,18 @@ def _run(
     if not quiet:
         took = f"{time.monotonic() - began:.0f} s"
         out.print(f"report: {report}  ({took})", markup=False, soft_wrap=True, highlight=False)
+
+
+def _warn(lines: Sequence[str]) -> None:
+    for line in lines:
+        err.print(line, style="yellow", markup=False, soft_wrap=True, highlight=False)
+
+
+def _warn_of_traces(names: Sequence[str]) -> None:
+    """What was left out of the traces, where no ``ExperimentConfig`` reads them."""
+    from libra_cli.sim.traces import load_trace
+
+    _warn([note for name in names for note in load_trace(name).notes])
 
 
 def _arguments(params: dict[str, Any]) -> dict[str, Any]:
