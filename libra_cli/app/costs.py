@@ -13,12 +13,13 @@ from pathlib import Path
 
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.costs.observed import ObservedCosts
+from libra_cli.core.costs.observed import CostEvidence, ObservedCosts
 from libra_cli.core.costs.profile import Profile, ProfileError
 from libra_cli.core.planning.planner import CostSource, Planner
 from libra_cli.core.planning.recipe_placement import RecipePlacement
 from libra_cli.core.planning.search import PlannerSettings
-from libra_cli.sim.profiles import known_profiles, load_profile, require_gpu
+from libra_cli.core.types import Plan
+from libra_cli.sim.profiles import known_profiles, load_profile, require_dense, require_gpu
 
 
 class PricesError(LibraError):
@@ -29,6 +30,7 @@ class PricesError(LibraError):
 
 def profile_of_recipe(recipe: Recipe, path: Path, profile: str | None) -> Profile:
     """Only a named one: a recipe does not say which GPUs its hosts have."""
+    require_dense(_path_or_name(recipe))
     gpus = any(node.gpus for node in recipe.nodes)
     if profile is not None:
         found = load_profile(profile)
@@ -98,9 +100,20 @@ def live_planner(recipe: Recipe, gpus: frozenset[str]) -> Planner:
 
 def recipe_planner(recipe: Recipe, costs: CostSource, *, elastic: bool) -> Planner:
     """A planner of the recipe's slots; ``elastic``: the run is under way."""
+    costs = _of_dense(recipe, costs)
     seats = max(bucket.max_num_seqs for bucket in recipe.rollout.buckets)
     settings = PlannerSettings(max_num_seqs=seats, training_shapes=(1,))
     return Planner(RecipePlacement(recipe, elastic=elastic), costs, settings)
+
+
+def _of_dense(recipe: Recipe, costs: CostSource) -> CostSource:
+    """The same source; one that refuses, where the recipe's model is a mixture of experts."""
+
+    def asked(plan: Plan, evidence: CostEvidence) -> Profile:
+        require_dense(_path_or_name(recipe))
+        return costs(plan, evidence)
+
+    return asked
 
 
 def _require(profile: Profile, gpus: Iterable[str], recipe: Recipe) -> None:
@@ -136,6 +149,10 @@ def _model(recipe: Recipe) -> str:
     if recipe.model.build is not None:
         return f"built-{recipe.model.build.task}"
     return (recipe.model.path or "").rstrip("/").rpartition("/")[2]
+
+
+def _path_or_name(recipe: Recipe) -> str:
+    return recipe.model.path or _model(recipe)
 
 
 def _other_model(profile: Profile, recipe: Recipe) -> str:
