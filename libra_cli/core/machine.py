@@ -147,6 +147,12 @@ class Machine:
         actions: list[Action] = []
         route = self._router.route
         route(self._take_in(event, now), actions, now)
+        if self._is_quiet(event):
+            route(self.rollout.dispatch(now=now), actions, now)
+            for action in actions:
+                if isinstance(action, Save):
+                    self._observer.saw(action.record)
+            return actions
         self._settle(actions, now)
         if self._agenda.rows:
             actions += self._router.slot_rows(now, self.scheduler.waiting)
@@ -352,6 +358,22 @@ class Machine:
             yield from self._stop_all(now)
 
     # -- settling ---------------------------------------------------------------------------------
+
+    def _is_quiet(self, event: e.Event) -> bool:
+        """Whether all that this event can have set free is a seat, or a request that wants one.
+
+        A turn, or its tool's return, that ends no trajectory changes no group, server, trainer or
+        phase, and adds to the contexts in play: what waited for one of those waits on.
+        """
+        in_play = isinstance(event, e.TurnGenerated) or (
+            isinstance(event, e.EpisodeAdvanced) and not event.done
+        )
+        return (
+            in_play
+            and self.run.phase is Phase.RUNNING
+            and self._agenda.is_empty
+            and self.reconciler.at_rest
+        )
 
     def _settle(self, actions: list[Action], now: Seconds) -> None:
         """Whatever can go on now, goes on."""
