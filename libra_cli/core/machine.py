@@ -146,16 +146,12 @@ class Machine:
         route(self._take_in(event, now), actions, now)
         if self._is_quiet(event):
             route(self.rollout.dispatch(now=now), actions, now)
-            for action in actions:
-                if isinstance(action, Save):
-                    self._observer.saw(action.record)
+            self._see(actions)
             return actions
         self._settle(actions, now)
         if self._agenda.rows:
             actions += self._router.slot_rows(now, self.scheduler.waiting)
-        for action in actions:
-            if isinstance(action, Save):
-                self._observer.saw(action.record)
+        self._see(actions)
         route(self.controller.look(self._observe), actions, now)
         row = self.run.changed_row(self.training.step, self.training.published, self._waiting())
         if row is not None:
@@ -163,6 +159,12 @@ class Machine:
         if self.run.ended_at is not None:
             actions.append(End(self.run.outcome, self.run.error))  # closes the journal
         return actions
+
+    def _see(self, actions: list[Action]) -> None:
+        """Show the observer what is written."""
+        for action in actions:
+            if isinstance(action, Save):
+                self._observer.saw(action.record)
 
     @property
     def phase(self) -> Phase:
