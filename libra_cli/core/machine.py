@@ -144,12 +144,14 @@ class Machine:
         actions: list[Action] = []
         route = self._router.route
         route(self._take_in(event, now), actions, now)
+        if self._is_quiet(event):
+            route(self.rollout.dispatch(now=now), actions, now)
+            self._see(actions)
+            return actions
         self._settle(actions, now)
         if self._agenda.rows:
             actions += self._router.slot_rows(now, self.scheduler.waiting)
-        for action in actions:
-            if isinstance(action, Save):
-                self._observer.saw(action.record)
+        self._see(actions)
         route(self.controller.look(self._observe), actions, now)
         row = self.run.changed_row(self.training.step, self.training.published, self._waiting())
         if row is not None:
@@ -157,6 +159,12 @@ class Machine:
         if self.run.ended_at is not None:
             actions.append(End(self.run.outcome, self.run.error))  # closes the journal
         return actions
+
+    def _see(self, actions: list[Action]) -> None:
+        """Show the observer what is written."""
+        for action in actions:
+            if isinstance(action, Save):
+                self._observer.saw(action.record)
 
     @property
     def phase(self) -> Phase:
@@ -349,6 +357,22 @@ class Machine:
             yield from self._stop_all(now)
 
     # -- settling ---------------------------------------------------------------------------------
+
+    def _is_quiet(self, event: e.Event) -> bool:
+        """Whether all that this event can have set free is a seat, or a request that wants one.
+
+        A turn, or its tool's return, that ends no trajectory changes no group, server, trainer or
+        phase, and adds to the contexts in play: what waited for one of those waits on.
+        """
+        in_play = isinstance(event, e.TurnGenerated) or (
+            isinstance(event, e.EpisodeAdvanced) and not event.done
+        )
+        return (
+            in_play
+            and self.run.phase is Phase.RUNNING
+            and self._agenda.is_empty
+            and self.reconciler.at_rest
+        )
 
     def _settle(self, actions: list[Action], now: Seconds) -> None:
         """Whatever can go on now, goes on."""
