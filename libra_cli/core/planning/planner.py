@@ -266,7 +266,9 @@ def binding(search: Search, layout: Layout, now: Observation, *, measured: bool)
     if measured and now.measured:
         seen = mean_step(now.measured)
         if seen.starved and seen.held_s > seen.waited_s / 2:
-            words = f"a full batch waits {seen.held_s:.1f} s a step for groups at their last call"
+            words = (
+                f"a full batch waits {seen.held_s:.1f} s for groups that the step is the last for"
+            )
             return Binding(Constraint.STALENESS, words)
     return search.binding(layout)
 

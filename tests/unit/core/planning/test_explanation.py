@@ -229,7 +229,7 @@ def test_a_rule_that_holds_a_full_batch_back_binds_where_it_was_measured() -> No
     now = Observation(1, initial_plan(RECIPE), (), work(100), measured=(held, held))
     bound = binding(found, layout, now, measured=True)
     assert bound.constraint is Constraint.STALENESS
-    assert "3.0 s a step" in bound.words
+    assert "waits 3.0 s for groups" in bound.words
     assert binding(found, layout, now, measured=False) == found.binding(layout)
     short = replace(now, measured=(replace(held, held_s=1.0),))
     assert binding(found, layout, short, measured=True) == found.binding(layout)
