@@ -386,7 +386,6 @@ def _turns(world: _World, trajectory: r.TrajectoryRecord, slot: str, *, failed: 
     for turn in range(count):
         generated = left if turn == count - 1 else 5
         began = trajectory.started_at + turn * seconds
-        expected = left * rng.lognormvariate(0.0, 0.4)
         outcome = "error" if failed and turn == 0 else "ok"
         world.emit(
             r.TurnRecord(
@@ -403,10 +402,6 @@ def _turns(world: _World, trajectory: r.TrajectoryRecord, slot: str, *, failed: 
                 generated_tokens=generated,
                 finish_reason="stop",
                 moved_from=before if before != slot else "",
-                expected_tokens=expected,
-                expected_p10=expected * 0.6,
-                expected_p50=expected,
-                expected_p90=expected * 1.7,
                 tools_json=json.dumps([["get", outcome, 0.01, 12]]),
             )
         )

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from libra_cli.app.costs import live_planner
+from libra_cli.app.first_plan import first_plan
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.placement import initial_plan
 from libra_cli.core.launch.dry_run import HostPlan, dry_run
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.types import Plan
@@ -36,9 +36,11 @@ def plan_of(recipe_path: Path) -> tuple[Recipe, Plan, tuple[HostPlan, ...]]:
 
     Raises:
         RecipeError: every problem of the recipe at once.
+        LibraError: nothing runs by the prices that the recipe names.
     """
     recipe = load_recipe(recipe_path)
-    return recipe, initial_plan(recipe), dry_run(recipe)
+    placed = first_plan(recipe)
+    return recipe, placed[0], dry_run(recipe, placed=placed)
 
 
 def run(
@@ -80,6 +82,7 @@ def run(
             run_dir,
             journal,
             first,
+            first_plan=partial(first_plan, recipe),
             plan_with=partial(live_planner, recipe),
             watch=saved,
             note=note,

@@ -242,12 +242,6 @@ class TurnRecord:
     finish_reason: str
     moved_from: str
     """The server of the turn before, if it was another one."""
-    expected_tokens: float
-    """Tokens the trajectory was expected to generate from here on, when this turn was placed: the
-    mean, and quantiles of the distribution. 0 where the policy estimates nothing."""
-    expected_p10: float
-    expected_p50: float
-    expected_p90: float
     tools_json: str
     """``[[tool, outcome, latency_s, size], ...]``"""
 

@@ -14,7 +14,7 @@ import json
 import secrets
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from libra_cli.core.machine import Machine
 from libra_cli.core.planning.planner import DecisionMaker
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.run_state import Resume, RunIdentity
-from libra_cli.core.types import node_of
+from libra_cli.core.types import Plan, Slot, SlotId, node_of
 from libra_cli.runtime.driver import QUIET, Driver, describe
 from libra_cli.runtime.episodes.performer import EpisodePerformer
 from libra_cli.runtime.episodes.player import Episodes
@@ -63,11 +63,14 @@ class Session:
         journal: Journal,
         first: RunRecord,
         *,
+        first_plan: Callable[[frozenset[str]], tuple[Plan, tuple[Slot, ...]]],
         plan_with: Callable[[frozenset[str]], DecisionMaker],
         watch: Callable[[Record], None],
         note: Callable[[str], None],
     ) -> None:
-        """``plan_with`` makes the planner of a run on GPUs of these names."""
+        """On GPUs of these names, ``first_plan`` is what the run begins with, with its slots, and
+        ``plan_with`` makes its planner."""
+        self._first_plan = first_plan
         self._plan_with = plan_with
         self._recipe = recipe
         self._run_dir = run_dir
@@ -76,7 +79,10 @@ class Session:
         self._watch = watch
         self._note = note
         self._plan = initial_plan(recipe)
-        self._slots = {slot.id: slot for slot in slots_of(recipe)}
+        self._begun_with = slots_of(recipe)
+        #: Every slot there has been; more come with other plans.
+        self._slots: dict[SlotId, Slot] = {}
+        self._learn(self._begun_with)
         self._cluster = Cluster(
             recipe,
             self._plan,
@@ -90,6 +96,9 @@ class Session:
         self._driver: Driver | None = None
         self._interrupts = 0
         self._releasing = False
+
+    def _learn(self, slots: Iterable[Slot]) -> None:
+        self._slots |= {slot.id: slot for slot in slots}
 
     def _clock(self) -> float:
         return self._offset + time.monotonic()
@@ -154,6 +163,8 @@ class Session:
     async def _whole(self, goes_on: LastCheckpoint | None) -> End:
         recipe, cluster = self._recipe, self._cluster
         await cluster.open(self._run_dir / "model")
+        self._plan, self._begun_with = self._first_plan(cluster.gpu_names)
+        self._learn(self._begun_with)
         renderer = Renderer(self._run_dir / "model")
         episodes = Episodes(recipe.environment, renderer)
         try:
@@ -192,7 +203,7 @@ class Session:
     def _machine(self, resume: Resume | None) -> Machine:
         run = self._run
         identity = RunIdentity(run.id, run.recipe, run.controller_pid, run.controller_started)
-        slots = list(self._slots.values())
+        slots = self._begun_with
         return Machine(self._recipe, self._plan, slots, identity, resume=resume)
 
     def _performer(
@@ -212,5 +223,7 @@ class Session:
         )
 
     def _tell(self, now: float, event: events.Event) -> None:
+        if isinstance(event, events.PlanChosen):
+            self._learn(event.slots)
         if not isinstance(event, QUIET):
             self._journal.event(now, type(event).__name__, describe(event))

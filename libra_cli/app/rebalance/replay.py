@@ -15,7 +15,9 @@ from libra_cli.core.costs.profile import Recalibration
 from libra_cli.core.observation import Observation
 from libra_cli.core.observer import RunObserver
 from libra_cli.core.planning.controller import plan_of_record
-from libra_cli.core.records import DecisionRecord
+from libra_cli.core.planning.planner import roles_of
+from libra_cli.core.records import DecisionRecord, SlotRecord
+from libra_cli.core.types import Plan, Pool, Slot
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.replay import records_in_order
 
@@ -43,10 +45,11 @@ def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observa
     plans, step = reader.plans(), reader.run().step
     decisions = reader.rows(DecisionRecord)
     last = next((row for row in reversed(decisions) if row.plan is not None), None)
+    plan = plan_of_record(plans[-1]) if plans else initial_plan(recipe)
     return Observation(
         step=step,
-        plan=plan_of_record(plans[-1]) if plans else initial_plan(recipe),
-        slots=slots_of(recipe),
+        plan=plan,
+        slots=_slots_of(reader, recipe, plan),
         workload=workload,
         measured=observer.measured,
         lengths=observer.lengths,
@@ -56,6 +59,16 @@ def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observa
         predictions=observer.predictions,
         sync_s=observer.sync_s,
     )
+
+
+def _slots_of(reader: Reader, recipe: Recipe, plan: Plan) -> tuple[Slot, ...]:
+    """The recipe's slots; those of the plan where the planner cuts the nodes up."""
+    if not recipe.has_open_nodes:
+        return slots_of(recipe)
+    known = {slot.id: slot for slot in slots_of(recipe)}
+    for row in reader.rows(SlotRecord):
+        known[row.slot] = Slot(row.slot, row.node, tuple(json.loads(row.gpus_json)), Pool(row.pool))
+    return tuple(known[slot] for slot in roles_of(plan))
 
 
 def gpu_names(reader: Reader, recipe: Recipe) -> frozenset[str]:

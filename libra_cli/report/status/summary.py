@@ -24,16 +24,9 @@ How the numbers are made (``RECENT`` = 10):
     buckets                what servers of one bucket do together, by the plan now; .occupancy is
                            the mean share of their seats that were taken over the last 10 steps;
                            .moved_in, .moved_out count turns whose trajectory had its turn before on
-                           a server of another bucket; .off_by and .right are estimates.off_by and
-                           .placed_right of the turns that were played there
+                           a server of another bucket
     placement.turns        turns that followed a tool return or another turn; .moved those of them
                            on another server than the one before
-    estimates              of the turns of the last 2,000 finished trajectories, what was expected
-                           beside what came: .below_p10 is the share that had at most the 10th
-                           percentile left to generate (so 0.1 is right), and so on; .off_by the
-                           factor that half of them were off by, at most (2 ** the median of
-                           |log2(expected / came)|); .right_bucket the share expected in the bucket
-                           whose bounds they belonged to, .placed_right the share played there
     moves.phases           .seconds until the phase ended; of the one under way, until now or until
                            the run ended
     plans.*_gain           1 - seconds a step after / before, as predicted when the plan was chosen
@@ -63,10 +56,8 @@ from libra_cli.report.status import steps as step_parts
 from libra_cli.report.status.metrics import FirstLast, first_last
 from libra_cli.report.status.placements import (
     BucketPart,
-    Estimates,
     Placement,
     buckets,
-    estimates,
     placement,
     planned,
 )
@@ -82,7 +73,7 @@ from libra_cli.report.status.run_state import LIVE, RunPart, errors_of, run_part
 from libra_cli.report.status.syncs import Sync, sync_part
 from libra_cli.runtime.store.reader import Reader
 
-FORMAT = 1
+FORMAT = 2
 _FRESH_S = 30.0
 """A server's reading that is older says nothing about now."""
 
@@ -109,7 +100,6 @@ class RunSummary(TypedDict):
     servers: list[slot_parts.ServerPart]
     buckets: list[BucketPart]
     placement: Placement
-    estimates: Estimates
     nodes: list[slot_parts.NodePart]
     processes: list[slot_parts.ProcessPart]
     moves: list[MovePart]
@@ -135,7 +125,7 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
         for slot in slots
         if slot.role == "rollout" or (not live and any(sync.slot == slot.slot for sync in syncs))
     ]
-    shapes, ways, placed = planned(reader), reader.ways(), reader.placed()
+    shapes, ways = planned(reader), reader.ways()
     recent = step_parts.recent_samples(reader, steps)
     adopted, decided = plans(reader), decisions(reader)
     return {
@@ -156,9 +146,8 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
         "sync": sync_part(syncs),
         "slots": [slot_parts.slot_part(slot) for slot in slots],
         "servers": servers,
-        "buckets": buckets(shapes, slots, ways, placed, recent),
+        "buckets": buckets(shapes, slots, ways, recent),
         "placement": placement(ways),
-        "estimates": estimates(placed, shapes),
         "nodes": slot_parts.nodes(reader),
         "processes": slot_parts.processes(reader),
         "moves": moves(reader, adopted, now=now if run["ended_at"] is None else run["ended_at"]),

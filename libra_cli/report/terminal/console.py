@@ -258,8 +258,8 @@ def _fact_trajectories(facts: Table, summary: RunSummary) -> None:
 
 
 def _fact_scheduler(facts: Table, summary: RunSummary) -> None:
-    """The queue, who went on elsewhere, and how good the estimates were."""
-    buckets, placed, hits = summary["buckets"], summary["placement"], summary["estimates"]
+    """The queue, and who went on elsewhere."""
+    buckets, placed = summary["buckets"], summary["placement"]
     if summary["run"]["state"] in LIVE and buckets:
         waiting = sum(bucket["waiting"] for bucket in buckets)
         seats = sum(bucket["seats"] for bucket in buckets)
@@ -268,20 +268,12 @@ def _fact_scheduler(facts: Table, summary: RunSummary) -> None:
     if placed["turns"] and sum(bucket["servers"] for bucket in buckets) > 1:
         text = f"{placed['moved']:,} of {placed['turns']:,} turns went on at another server"
         fact(facts, "placement", f"{text} ({percent(placed['moved_share'])})")
-    if hits["turns"]:
-        quantiles = (hits["below_p10"], hits["below_p50"], hits["below_p90"])
-        came = " / ".join(number(100 * (share or 0.0), ".0f") for share in quantiles)
-        off = Text(f"median off ×{number(hits['off_by'], '.2g')}", style="dim")
-        fact(facts, "estimates", f"{came}% came below p10 / p50 / p90", off)
-    if hits["right_bucket"] is not None:
-        right = f"{percent(hits['right_bucket'])} expected right"
-        fact(facts, "bucket", right, f"{percent(hits['placed_right'])} played in the right one")
 
 
 def _bucket_table(summary: RunSummary) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
     table.add_column("bucket", overflow="ellipsis", no_wrap=True, max_width=10)
-    for name in ("up to", "waiting", "taken", "turns", "came in", "left", "off", "right"):
+    for name in ("up to", "waiting", "taken", "turns", "came in", "left"):
         table.add_column(name, justify="right", no_wrap=True)
     for bucket in summary["buckets"]:
         ways = (bucket["turns"], bucket["moved_in"], bucket["moved_out"])
@@ -291,8 +283,6 @@ def _bucket_table(summary: RunSummary) -> Table:
             f"{bucket['waiting']:,}",
             percent(bucket["occupancy"]),
             *(f"{count:,}" for count in ways),
-            "–" if bucket["off_by"] is None else f"×{bucket['off_by']:.2g}",
-            percent(bucket["right"]),
         )
     return table
 

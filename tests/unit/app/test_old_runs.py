@@ -103,6 +103,11 @@ def test_status_as_json_says_all_that_the_libra_that_made_it_said(run_dir: Path)
     assert code == 0
     told, before = json.loads(text), json.loads((OLD_RUN / "status.json").read_text())
     del told["run"]["directory"], before["run"]["directory"]
+    # Format 2 says no more of estimates, which libra's scheduler has none of.
+    assert (told["format"], before.pop("format")) == (2, 1)
+    del before["estimates"]
+    for bucket in before["buckets"]:
+        del bucket["off_by"], bucket["right"]
     assert said_before(told, before)
 
 

@@ -116,14 +116,11 @@ def test_long_host_names_and_big_numbers_keep_the_table_whole(tmp_path: Path) ->
     assert text.count("gpu-0") == 48
 
 
-def test_status_shows_the_queue_the_moves_and_how_good_the_estimates_were(tmp_path: Path) -> None:
+def test_status_shows_the_queue_and_the_moves(tmp_path: Path) -> None:
     value = live(tmp_path, 150.0)
     text = drawn(status_view(value, now=sample_run.START + 150.0))
     assert re.search(r"queue +\d+ wait, \d+ of 96 seats taken", text)
     assert re.search(r"placement +[\d,]+ of [\d,]+ turns went on at another server \(1\d%\)", text)
-    assert re.search(
-        r"estimates +\d+ / \d+ / \d+% came below p10 / p50 / p90 +median off ×1.3", text
-    )
 
 
 def line_of(text: str, start: str) -> list[str]:
@@ -225,14 +222,11 @@ def test_buckets_with_long_names_and_big_numbers_fit_80_columns(tmp_path: Path) 
         "turns": 12_345_678,
         "moved_in": 1_234_567,
         "moved_out": 1_234_567,
-        "off_by": 12.3,
-        "right": 0.5,
     }
     value["buckets"] = [big, big]  # type: ignore[list-item]
     text = drawn(status_view(value, now=sample_run.START + 150.0))
     assert widest(text) <= 80
     assert text.count("12,345,678") == 2
-    assert text.count("×12") == 2
 
 
 def test_a_label_is_cut_in_the_host_and_never_in_the_index() -> None:
