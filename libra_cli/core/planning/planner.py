@@ -129,6 +129,15 @@ class Decision:
         return self.found.recalibration
 
 
+@dataclass(frozen=True, slots=True)
+class FirstPlan:
+    """The plan to begin with, the slots it knows, and why; no explanation without a planner."""
+
+    plan: Plan
+    slots: tuple[Slot, ...]
+    explanation: Explanation | None = None
+
+
 class DecisionMaker(Protocol):
     """Whoever answers ``Propose``: the planner, or a baseline in the simulator."""
 

@@ -202,6 +202,9 @@ def test_a_prediction_counts_once_it_is_known_what_came() -> None:
     assert past_prediction(kept, 5.3) == PastPrediction(False, 5.1, 5.3)
     assert past_prediction(kept, None) is None
     assert past_prediction({}, 5.3) is None
+    guessed = replace(sample_run.KEPT.predicted, corrected=False)
+    first = json.loads(replace(sample_run.KEPT, predicted=guessed).to_json())
+    assert past_prediction(first, 5.3) is None, "an error of costs alone is of another kind"
     nothing = replace(sample_run.KEPT.predicted, step_s=inf)
     endless = json.loads(replace(sample_run.KEPT, predicted=nothing).to_json())
     assert endless["predicted"]["step_s"] is None
