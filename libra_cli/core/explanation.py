@@ -35,11 +35,14 @@ PRIOR = 2.0
 Z = 1.28
 """Four of five values of a normal distribution lie within so many standard deviations."""
 PRICED_ERROR = 0.30
-"""Of a step predicted by costs alone, when nothing is measured yet: |log(observed / predicted)|."""
+"""Of a step predicted by costs alone, when nothing is measured yet: |log(observed / predicted)|, as
+the mean over 17 simulated plans."""
 MOVED_ERROR = 0.15
-"""Of a step under another plan, predicted by costs that measured steps have corrected."""
+"""Of a step under another plan, predicted by costs that measured steps have corrected: simulated on
+three traces, steady and drifting twofold, 0.16 in the root mean square (3 moves)."""
 KEPT_ERROR = 0.08
-"""Of a step under today's plan, predicted so."""
+"""Of a step under today's plan, predicted so: 0.06 where nothing drifts and 0.12 over all of these
+runs (18 decisions, of which 14 had what came in the interval)."""
 
 
 class Constraint(StrEnum):
