@@ -134,13 +134,15 @@ class Machine:
         if self.run.ended_at is not None:
             return []
         actions: list[Action] = []
-        self._router.route(self._take_in(event, now), actions, now)
-        self._router.route(self._settle(now), actions, now)
-        actions += self._router.slot_rows(now, self.scheduler.waiting)
+        route = self._router.route
+        route(self._take_in(event, now), actions, now)
+        self._settle(actions, now)
+        if self._agenda.rows:
+            actions += self._router.slot_rows(now, self.scheduler.waiting)
         for action in actions:
             if isinstance(action, Save):
                 self._observer.saw(action.record)
-        self._router.route(self.controller.look(self._observe), actions, now)
+        route(self.controller.look(self._observe), actions, now)
         row = self.run.changed_row(self.training.step, self.training.published, self._waiting())
         if row is not None:
             actions.insert(0, Save(row))
@@ -155,7 +157,8 @@ class Machine:
 
     @property
     def _going(self) -> bool:
-        return self.phase in (Phase.STARTING, Phase.RUNNING)
+        phase = self.run.phase
+        return phase is Phase.RUNNING or phase is Phase.STARTING
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -335,13 +338,19 @@ class Machine:
 
     # -- settling ---------------------------------------------------------------------------------
 
-    def _settle(self, now: Seconds) -> Iterator[n.Result]:
+    def _settle(self, actions: list[Action], now: Seconds) -> None:
         """Whatever can go on now, goes on."""
+        route = self._router.route
         if self._going:
-            yield from self._settle_slots(now)
+            route(self._settle_slots(now), actions, now)
         self._settle_routes(now)
         if self._going:
-            yield from self._go_on(now)
+            route(self._go_on(now), actions, now)
+        if not self._going:
+            route(self._end_on(now), actions, now)
+
+    def _end_on(self, now: Seconds) -> Iterator[n.Result]:
+        """A run that is being wound down comes a little nearer to its end."""
         if self.phase is Phase.DRAINING:
             yield from self.training.save()
             if self._drained:
@@ -371,16 +380,16 @@ class Machine:
 
     def _go_on(self, now: Seconds) -> Iterator[n.Result]:
         broken, target = self._broken, self.recipe.run.steps
+        run, version = self.run, self.training.step
         ready = self.training.state is TrainerState.READY
         if broken:
             yield from self._wind_down("failed", broken)
-        elif ready and self.training.step >= target:
+        elif ready and version >= target:
             yield from self._wind_down("finished", "")
-        elif self.phase is Phase.STARTING and self.scheduler.queues.seats:
-            self.run.enter(Phase.RUNNING)
-        if self.phase is not Phase.RUNNING:
+        elif run.phase is Phase.STARTING and self.scheduler.queues.seats:
+            run.enter(Phase.RUNNING)
+        if run.phase is not Phase.RUNNING:
             return
-        version = self.training.step
         if ready:  # only then does age matter
             for group in self.ledger.expire(version):
                 yield Save(group_record(group, now, detail="too old to train on"))
@@ -426,9 +435,10 @@ class Machine:
 
     def _waiting(self) -> str:
         """Who waits on whom, for people."""
-        if self.phase is Phase.STARTING:
+        phase = self.run.phase
+        if phase is Phase.STARTING:
             return "everyone waits for the first server and the trainer to start"
-        if self.phase in (Phase.DRAINING, Phase.STOPPING):
+        if phase in (Phase.DRAINING, Phase.STOPPING):
             return f"the run is ending ({self.run.outcome})"
         trainer = self.training.state
         if trainer in (TrainerState.DOWN, TrainerState.STARTING, TrainerState.STOPPING):

@@ -161,12 +161,12 @@ class TrainerGroup:
     @property
     def slots(self) -> tuple[SlotId, ...]:
         """The slots of its ranks, in order."""
-        return tuple(replica.slot.id for replica in self.replicas)
+        return tuple([replica.slot.id for replica in self.replicas])
 
     @property
     def target_slots(self) -> tuple[SlotId, ...]:
         """The slots that it has, or is to have."""
-        return tuple(slot.id for slot in self._next) or self.slots
+        return tuple([slot.id for slot in self._next]) if self._next else self.slots
 
     @property
     def proved_slots(self) -> tuple[SlotId, ...]:

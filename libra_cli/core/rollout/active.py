@@ -80,7 +80,7 @@ class ActiveTrajectory:
 
     def left_to_generate(self, limits: Limits) -> Tokens:
         """How many more may be in this turn."""
-        said = sum(len(part.token_ids) for part in self.parts)
+        said = sum([len(part.token_ids) for part in self.parts])
         return min(limits.max_turn_tokens - said, limits.max_len - len(self.trajectory.token_ids))
 
     def next_request(self, now: Seconds) -> Request:

@@ -36,8 +36,13 @@ def turn_record(
         expected_p10=p10,
         expected_p50=p50,
         expected_p90=asked.p90,
-        tools_json=dumps([[r.tool, r.outcome, round(r.latency_s, 6), r.size] for r in returns]),
+        tools_json=_tools_json(returns),
     )
+
+
+def _tools_json(returns: list[ToolReturn]) -> str:
+    told = [[r.tool, r.outcome, round(r.latency_s, 6), r.size] for r in returns]
+    return dumps(told) if told else "[]"
 
 
 def trajectory_record(
