@@ -7,17 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from libra_cli.bench.contenders import POLICIES
 from libra_cli.bench.jobs import playable
-from libra_cli.bench.oracles import ORACLES
 from libra_cli.config.errors import LibraError, did_you_mean
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.planning.baselines import PLANNERS
-from libra_cli.core.scheduling.policy import POLICIES as SCHEDULING_POLICIES
 from libra_cli.sim.drift import KINDS, NO_DRIFT, Drift
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import DEFAULT_TRACE, Trace, load_trace
-
-POLICIES = (*SCHEDULING_POLICIES.available(), *ORACLES)
 
 DEFAULT_DRIFT = "1,4"
 

@@ -14,8 +14,8 @@ from multiprocessing import parent_process
 from threading import Thread
 from typing import TypeVar
 
-from libra_cli.bench.ablations import ABLATIONS
 from libra_cli.bench.config import DEFAULT_DRIFT, BenchError, ExperimentConfig, Progress
+from libra_cli.bench.contenders import ABLATIONS
 from libra_cli.bench.jobs import Job, playable, run_job
 from libra_cli.bench.results import (
     BASE_PLANNER,

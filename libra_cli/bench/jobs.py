@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
-from libra_cli.bench.ablations import ABLATIONS
 from libra_cli.bench.clairvoyance import TOLD, Scripted, Told
-from libra_cli.bench.oracles import Future, oracle_policy
+from libra_cli.bench.contenders import Future, contender
 from libra_cli.bench.results import ResultRow, Timeline
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
@@ -162,8 +161,7 @@ def world_of(job: Job) -> World:
     if job.script:
         space = replace(space, base_gpus=min(each.training_gpus for each in job.script))
     future = Future()
-    made = ABLATIONS.get(job.policy)
-    policy = made() if made else oracle_policy(job.policy, future, job.trace, job.seed)
+    policy = contender(job.policy, future, job.trace, job.seed)
     planner = _planner(job, space, settings) if moves else None
     world = World(_scene(job, layout, space), policy, job.groups(), planner=planner)
     future.episode = world.episode
@@ -304,24 +302,5 @@ def _story(job: Job, world: World) -> Timeline:
         seed=job.seed,
         spans=tuple(world.spans()),
         lengths=tuple(row.generated_tokens for row in tape.trajectories),
-        calibration=_calibration(world),
         variant=job.variant,
     )
-
-
-def _calibration(world: World) -> tuple[tuple[float, float, int], ...]:
-    """How often what was left stayed below the quantiles that were promised for it."""
-    totals = {(t.group_id, t.member): t.generated_tokens for t in world.recording.trajectories}
-    done: dict[tuple[int, int], int] = {}
-    below = [0, 0, 0]
-    number = 0
-    for turn in world.recording.turns:
-        who = (turn.group_id, turn.member)
-        left = totals.get(who, 0) - done.get(who, 0)
-        done[who] = done.get(who, 0) + turn.generated_tokens
-        if who in totals and turn.expected_p90 > 0 and turn.turn > 0:
-            promised = (turn.expected_p10, turn.expected_p50, turn.expected_p90)
-            below = [b + (left <= bound) for b, bound in zip(below, promised, strict=True)]
-            number += 1
-    shares = (0.1, 0.5, 0.9)
-    return tuple((s, b / number, number) for s, b in zip(shares, below, strict=True) if number)

@@ -25,6 +25,8 @@ from typing import Any, TypeAlias
 from libra_cli.core.types import Seconds, Tokens
 
 FORMAT = 1
+KNOWN_LENGTHS = "known-lengths"
+"""The policy that knows how much every trajectory has left."""
 CLAIRVOYANT = "clairvoyant"
 FREE_CLAIRVOYANT = "clairvoyant, free moves"
 LIBRA_TOLD = "libra, work told"
@@ -50,7 +52,7 @@ METRICS = (
 )
 """The numbers of a row, by the names they have in JSON."""
 
-_KNOW_THE_FUTURE = (CLAIRVOYANT, FREE_CLAIRVOYANT, BEST_STATIC, LIBRA_TOLD)
+_KNOW_THE_FUTURE = (KNOWN_LENGTHS, CLAIRVOYANT, FREE_CLAIRVOYANT, BEST_STATIC, LIBRA_TOLD)
 
 Interval: TypeAlias = tuple[float, float]
 Contender: TypeAlias = tuple[str, str, str]
@@ -104,7 +106,7 @@ class Timeline:
     """What the report draws of one run.
 
     ``spans`` are (slot, state, start, end) in seconds; ``lengths`` the generated tokens of every
-    trajectory; ``calibration`` (predicted probability, observed share, count) of the estimates.
+    trajectory.
     """
 
     policy: str
@@ -113,7 +115,6 @@ class Timeline:
     seed: int
     spans: tuple[tuple[str, str, Seconds, Seconds], ...]
     lengths: tuple[Tokens, ...]
-    calibration: tuple[tuple[float, float, int], ...]
     variant: str = ""
 
 
@@ -412,7 +413,7 @@ def _share(arena: _Runs, contender: Contender) -> tuple[float | None, Interval |
     Nothing where one of the two is missing, or where knowing the future does not help.
     """
     variant, planner, _ = contender
-    base, seer = (variant, planner, BASE_POLICY), (variant, planner, CLAIRVOYANT)
+    base, seer = (variant, planner, BASE_POLICY), (variant, planner, KNOWN_LENGTHS)
     if base not in arena or seer not in arena:
         return None, None
     triples = _pairs(arena, (base, contender, seer), "makespan_s")

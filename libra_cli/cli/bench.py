@@ -64,8 +64,8 @@ Json = Annotated[Path | None, typer.Option("--json", help="One JSON object; - pr
 GPUS, PROFILE, SEEDS, POLICY, DRIFT = 48, "a800-qwen3-14b", 3, "libra", "1,4"
 REGRET_GPUS, REGRET_DRIFTS = 24, "1,4 tools:1,20 task:mint"
 REGRET_TRACES = ["tau2bench", "moatless"]
-QUICK = "least-loaded,sticky-least-loaded,libra,clairvoyant"
-"""The policies of a bare ``libra bench``, which answers in under a minute."""
+QUICK = "least-loaded,sticky-least-loaded,libra,known-lengths"
+"""The policies of a bare ``libra bench`` and of ``sensitivities``, unless others are named."""
 
 
 @bench.callback()
@@ -190,7 +190,7 @@ def sensitivities(
     """Policies where a step costs more, and where costs are estimated wrongly."""
     from libra_cli.bench import experiments
 
-    _run([experiments.sensitivities], context.params)
+    _run([experiments.sensitivities], {**context.params, "policies": policies or QUICK})
 
 
 @bench.command()
@@ -252,28 +252,6 @@ def fidelity(
                 found = runs.compare_runs(run_dirs or [], prices, progress=progress)
                 report = sheets.runs_report(found, prices)
         _show_report(report, json_file)
-
-
-@bench.command()
-def placement(
-    trace: Traces = None,
-    estimators: Annotated[
-        str, typer.Option("--estimators", help="Only these, separated by commas.")
-    ] = "",
-    apart: Annotated[
-        bool, typer.Option("--apart", help="Siblings play one after the other, not at once.")
-    ] = False,
-    seeds: Seeds = SEEDS,
-    json_file: Json = None,
-) -> None:
-    """Estimators: who puts a trajectory where it belongs, by folds over tasks."""
-    from libra_cli.bench.placement import placement as compare
-    from libra_cli.bench.report.sheets import placement_report
-
-    with errors_told():
-        with _working() as progress:
-            rows = compare(trace or (), estimators, seeds, together=not apart, progress=progress)
-        _show_report(placement_report(rows), json_file)
 
 
 @bench.command()

@@ -49,6 +49,7 @@ from libra_cli.core.observer import RunObserver
 from libra_cli.core.planning.controller import PlanController
 from libra_cli.core.reconcile import migration, reconciler
 from libra_cli.core.reconcile.reconciler import Reconciler
+from libra_cli.core.records import MoveRecord, PlanRecord, Record
 from libra_cli.core.rollout.active import Limits, Stage
 from libra_cli.core.rollout.groups import GroupLedger, GroupState, new_trajectory
 from libra_cli.core.rollout.rows import group_record, group_records
@@ -124,6 +125,16 @@ class Machine:
             self.training.remember(resume.checkpoint, int(resume.position["step"]))
             self.training.incarnation = resume.trainer_incarnation
             self.training.step = self.training.checkpoint_step
+            self._remember(resume.records)
+
+    def _remember(self, records: Sequence[Record]) -> None:
+        """What the run has written before it goes on."""
+        for record in records:
+            self._observer.saw(record)
+        plans = [record.plan for record in records if isinstance(record, PlanRecord)]
+        moves = [record.move for record in records if isinstance(record, MoveRecord)]
+        self.controller.number_on(max(plans, default=-1))
+        self.reconciler.number_on(max(moves, default=0))
 
     def handle(self, event: e.Event, *, now: Seconds) -> list[Action]:
         """Take in one event; return what is to be done, in order.
@@ -259,14 +270,18 @@ class Machine:
         return Observation(
             step=self.training.step,
             plan=self.plan,
-            slots=(),
+            slots=self.controller.slots,
+            pins=tuple(self.controller.pins.items()),
             workload=workload,
             measured=measured,
             lengths=self._observer.lengths,
             evidence=self._observer.evidence,
+            recalibration=self.controller.recalibration,
             rollout_idle=0.0 if starved else self._ready_share,
             queue=len(self.scheduler) / max(1, self.scheduler.queues.seats),
             steps_left=self.recipe.run.steps - self.training.step,
+            predictions=self._observer.predictions,
+            sync_s=self._observer.sync_s,
         )
 
     def _publish(self, published: e.PublishedVersion) -> Iterator[n.Result]:

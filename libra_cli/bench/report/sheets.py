@@ -16,7 +16,6 @@ from libra_cli.bench.fidelity.server import (
     Fidelity,
     ServerComparison,
 )
-from libra_cli.bench.placement import PlacementRow
 from libra_cli.bench.publication import (
     LONG_RATIO,
     ROLLOUT_GROWTH,
@@ -26,7 +25,7 @@ from libra_cli.bench.publication import (
     PublicationRow,
 )
 from libra_cli.bench.report.terminal import Sheet, amount, share
-from libra_cli.bench.results import LEAST_GAIN, Interval, Regret, interval
+from libra_cli.bench.results import LEAST_GAIN, Interval, Regret
 from libra_cli.core.costs.profile import Profile
 
 NEAREST = 8
@@ -123,55 +122,6 @@ def _run_json(one: LiveFidelity) -> dict[str, object]:
         "measured_tok_s": one.recorded.tokens_per_s,
         "simulated_tok_s": one.simulated.tokens_per_s,
     }
-
-
-# -- estimates -------------------------------------------------------------------------------------
-
-_PLACEMENT = (
-    ("right\n%", "right_share", 100.0),
-    ("recall\n%", "mean_recall", 100.0),
-    ("wrong, %\nof moves", "wrong_share", 100.0),
-    ("wrong\n/ 100", "wrong_per_100", 1.0),
-    ("moves\n/ 100", "moves_per_100", 1.0),
-    ("calibr.\nerror %", "calibration_error", 100.0),
-)
-"""Columns of the placement table: heading, attribute of a row, factor."""
-
-
-def placement_report(rows: Sequence[PlacementRow]) -> Report:
-    """Who puts a trajectory where it belongs; a table a trace."""
-    traces = dict.fromkeys(row.trace for row in rows)
-    sheets = [_placement_sheet(name, [row for row in rows if row.trace == name]) for name in traces]
-    return Report(tuple(sheets), {"placement": [asdict(row) for row in rows]})
-
-
-def _placement_sheet(trace: str, rows: Sequence[PlacementRow]) -> Sheet:
-    by_name: dict[str, list[PlacementRow]] = {}
-    for row in rows:
-        by_name.setdefault(row.estimator, []).append(row)
-    table = [
-        (name, *(_placement_cell(mine, column, scale) for _, column, scale in _PLACEMENT))
-        for name, mine in by_name.items()
-    ]
-    seeds, placements = len(next(iter(by_name.values()))), rows[0].placements
-    notes = (
-        f"{placements:,} placements, by folds over tasks"
-        + (f"; ± 95 % interval over {seeds} seeds" if seeds > 1 else ""),
-        "right: in the true bucket of three; recall: mean over the buckets",
-        "wrong: a move that ends further from the true bucket than it began",
-    )
-    return Sheet(trace, ("", *(title for title, _, _ in _PLACEMENT)), table, notes)
-
-
-def _placement_cell(rows: Sequence[PlacementRow], column: str, scale: float) -> str:
-    values = [scale * value for row in rows if (value := getattr(row, column)) is not None]
-    if not values:
-        return "–"
-    spread = interval(values)
-    if spread is None:
-        return f"{fmean(values):.1f}"
-    half = (spread[1] - spread[0]) / 2
-    return f"{fmean(values):.1f}±{half:.{0 if half >= 9.95 else 1}f}"
 
 
 # -- regret ----------------------------------------------------------------------------------------

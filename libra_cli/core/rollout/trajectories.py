@@ -200,7 +200,7 @@ class Trajectories:
             reason = f"the prompt has {prompt} tokens, max_len is {self._limits.max_len}"
             return self._break(active, reason, now)
         if self._estimator is not None:
-            active.estimate = self._estimator.begin(event.trajectory, prompt=prompt)
+            active.expected = self._estimator.begin(event.trajectory)
         self._wait(active, now)
         return []
 
@@ -222,11 +222,8 @@ class Trajectories:
         self._context_tokens += observed
         extend_masked(trajectory, observed)
         if self._estimator is not None:
-            active.estimate = self._estimator.returned(
-                trajectory.id,
-                generated=trajectory.generated,
-                context=context,
-                returns=event.returns,
+            active.expected = self._estimator.returned(
+                trajectory.id, generated=trajectory.generated, returns=event.returns
             )
         actions = self._save_turn(active)
         self._wait(active, now)
