@@ -111,13 +111,12 @@ class Machine:
             checkpoint_every=training.checkpoint_every,
             stream=training.stream,
         )
-        self.reconciler = Reconciler(self.servers, self.workers, self.training, plan)
-        self.reconciler.learn(slots)
+        self.reconciler = Reconciler(self.servers, self.workers, self.training, plan, slots)
         self._router = NoticeRouter(
             self.servers, self.workers, self.training, self.rollout, self.reconciler
         )
         self._agenda = self._router.agenda
-        self.controller = PlanController(recipe, self.reconciler, plan, tuple(slots))
+        self.controller = PlanController(recipe, self.reconciler, plan)
         self._observer = RunObserver(recipe)
         self._first_explanation = explanation
         if resume is not None:

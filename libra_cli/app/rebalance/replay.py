@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from libra_cli.config.errors import StateError
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.cluster.joined_slots import slots_in
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.costs.profile import Recalibration
 from libra_cli.core.observation import Observation
@@ -69,7 +70,7 @@ def _recalibration(
 def _slots_of(reader: Reader, recipe: Recipe, plan: Plan) -> tuple[Slot, ...]:
     """The recipe's slots; those of the plan where the planner cuts the nodes up."""
     if not recipe.has_open_nodes:
-        return slots_of(recipe)
+        return slots_in(plan, slots_of(recipe))
     known = {slot.id: slot for slot in slots_of(recipe)}
     for row in reader.rows(SlotRecord):
         known[row.slot] = Slot(row.slot, row.node, tuple(json.loads(row.gpus_json)), Pool(row.pool))

@@ -51,6 +51,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
+from libra_cli.core.records import SlotRecord
 from libra_cli.report.status import slots as slot_parts
 from libra_cli.report.status import steps as step_parts
 from libra_cli.report.status.metrics import FirstLast, first_last
@@ -114,7 +115,8 @@ class RunSummary(TypedDict):
 def summary(reader: Reader, *, now: float) -> RunSummary:
     """Everything about the run, as of ``now``."""
     run = run_part(reader, now=now)
-    record, steps, slots, syncs = reader.run(), reader.steps(), reader.slots(), reader.syncs()
+    record, steps, syncs = reader.run(), reader.steps(), reader.syncs()
+    slots = _slots(reader)
     live = run["state"] in LIVE
     samples = reader.latest_samples() if live else {}
     fresh = {slot: sample for slot, sample in samples.items() if now - sample.at <= _FRESH_S}
@@ -158,6 +160,13 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
         "checkpoint": step_parts.checkpoint(steps),
         "errors": errors_of(reader, run, slots, syncs),
     }
+
+
+def _slots(reader: Reader) -> list[SlotRecord]:
+    """Those that exist; each time that the run was started it began with the recipe's."""
+    plans = reader.plans()
+    began = max((plan.at for plan in plans if plan.cause == "start"), default=0.0)
+    return slot_parts.existing(reader.slots(), plans[-1] if plans else None, since=began)
 
 
 def to_json(value: Mapping[str, Any]) -> str:

@@ -31,7 +31,6 @@ class Steps:
             recipe.model_copy(update={"planner": planner}),
             self.world.machine.reconciler,
             self.world.machine.plan,
-            self.world._slots,
         )
         self.now = 5000.0
         self.tell(0.0, 0.0)
