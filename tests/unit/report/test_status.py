@@ -214,8 +214,8 @@ def test_staleness_weighs_by_tokens_and_counts_trained_trajectories(tmp_path: Pa
     assert staleness == {"mean": 0.75, "max": 2, "histogram": {"0": 1, "2": 1}}
 
 
-def of_batch(**changes: float) -> str:
-    numbers = {
+def of_batch(**changes: float | None) -> str:
+    numbers: dict[str, float | None] = {
         "tokens_over_bound": 0,
         "share_over_bound": 0.0,
         "token_staleness_mean": 0.5,
