@@ -19,7 +19,7 @@ MAKESPANS = {
     "heddle": 0.9,
     "cmlfq-published": 0.99,
     "libra": 0.895,
-    "clairvoyant": 0.86,
+    "known-lengths": 0.86,
 }
 PLANNERS = {
     "colocated": 1.25,
@@ -49,6 +49,7 @@ def row(
         seed=seed,
         variant=variant,
         throughput_tok_s=9.6e6 / makespan_s,
+        steady_tok_s=1e7 / makespan_s,
         makespan_s=makespan_s,
         p50_s=makespan_s * 0.21,
         p99_s=makespan_s * 0.83,
@@ -97,13 +98,7 @@ def timeline(policy: str = "libra", *, slots: int = 12, planner: str = "fixed") 
                 spans.append((f"n{slot // 4}/{slot % 4}", state, now, end))
                 now = end
     lengths = tuple(int(random.lognormvariate(6.9, 1.1)) + 1 for _ in range(800))
-    calibration = tuple(
-        (at / 10 + 0.05, min(1.0, (at / 10 + 0.05) * random.uniform(0.85, 1.1)), 400 - 39 * at)
-        for at in range(10)
-    )
-    return Timeline(
-        policy, planner, "tau2bench_closed_models", 0, tuple(spans), lengths, calibration
-    )
+    return Timeline(policy, planner, "tau2bench_closed_models", 0, tuple(spans), lengths)
 
 
 def result(

@@ -19,6 +19,14 @@ from functools import cache
 from pathlib import Path
 
 from libra_cli.core import records as r
+from libra_cli.core.explanation import (
+    Binding,
+    Constraint,
+    Explanation,
+    PlanOption,
+    PredictedStep,
+    RunnerUp,
+)
 from libra_cli.runtime.store.journal import Journal
 
 START = 1_790_000_000.0
@@ -127,6 +135,7 @@ def moving() -> tuple[tuple[float, r.Record], ...]:
     away = there[1][0], back[-1][0]
     stayed = [(at, _without_hybrid(record, away)) for at, record in records()]
     whole = [*((at, record) for at, record in stayed if record), *there, *back, *_plans(away[1])]
+    whole += [(decision.at, decision) for decision in DECISIONS]
     return tuple(sorted(whole, key=lambda item: item[0]))
 
 
@@ -377,7 +386,6 @@ def _turns(world: _World, trajectory: r.TrajectoryRecord, slot: str, *, failed: 
     for turn in range(count):
         generated = left if turn == count - 1 else 5
         began = trajectory.started_at + turn * seconds
-        expected = left * rng.lognormvariate(0.0, 0.4)
         outcome = "error" if failed and turn == 0 else "ok"
         world.emit(
             r.TurnRecord(
@@ -394,10 +402,6 @@ def _turns(world: _World, trajectory: r.TrajectoryRecord, slot: str, *, failed: 
                 generated_tokens=generated,
                 finish_reason="stop",
                 moved_from=before if before != slot else "",
-                expected_tokens=expected,
-                expected_p10=expected * 0.6,
-                expected_p50=expected,
-                expected_p90=expected * 1.7,
                 tools_json=json.dumps([["get", outcome, 0.01, 12]]),
             )
         )
@@ -495,6 +499,63 @@ def _plans(back_at: float) -> list[tuple[float, r.Record]]:
         (RETURNS_AT, home),
         (back_at + 20.0, replace(home, observed_after_s=4.5)),
     ]
+
+
+_BOTH = PlanOption("rollout 2 GPUs (2 x TP 1), training TP 1 x DP 1", 3.9, 5.1, 5.1)
+_ONE = PlanOption("rollout 1 GPUs (1 x TP 1), training TP 1 x DP 2", 4.2, 3.1, 4.2)
+KEPT = Explanation(
+    move=False,
+    why_not="a gain of 4.1% is below 8%",
+    today=_BOTH,
+    chosen=_BOTH,
+    runner_up=RunnerUp(_ONE, "a gain of 4.1% is below 8%"),
+    binds_today=Binding(Constraint.TRAINING, "training: arithmetic, 4% as much communication"),
+    binds=Binding(Constraint.TRAINING, "training: arithmetic, 4% as much communication"),
+    predicted=PredictedStep(5.1, 4.6, 5.7, "errors of kept plans in the simulator"),
+    cost_s=9.0,
+    payback_steps=43.0,
+    horizon_steps=28.0,
+)
+MOVED = replace(
+    KEPT,
+    move=True,
+    why_not="",
+    chosen=_ONE,
+    runner_up=RunnerUp(_BOTH, "its steps are 21.4% longer"),
+    binds=Binding(Constraint.KV_CACHE, "rollout: 1 x TP 1: room in the KV cache"),
+    predicted=PredictedStep(4.2, 3.4, 5.2, "errors of moves in the simulator"),
+    payback_steps=10.0,
+)
+DECISIONS = (
+    r.DecisionRecord(
+        START + 45.0, 2, "5 steps have passed", None, "the costs are not known yet", 1.0, 1.0
+    ),
+    r.DecisionRecord(
+        at=START + 75.0,
+        step=9,
+        why="training waited for 40% of a step",
+        plan=None,
+        why_not=KEPT.why_not,
+        rollout_factor=1.1,
+        training_factor=1.0,
+        explanation_json=KEPT.to_json(),
+        observed_s=5.3,
+        observed_steps=4,
+    ),
+    r.DecisionRecord(
+        at=LEAVES_AT,
+        step=14,
+        why="rollout waited for 30% of a step",
+        plan=2,
+        why_not="",
+        rollout_factor=1.2,
+        training_factor=1.0,
+        explanation_json=MOVED.to_json(),
+        observed_s=4.55,
+        observed_steps=5,
+    ),
+)
+"""One that could not be made, one to stay, one to move."""
 
 
 def _without_hybrid(record: r.Record, away: tuple[float, float]) -> r.Record | None:

@@ -1,20 +1,23 @@
 """Which costs a run or a recipe is planned with, and the planner of its slots.
 
-The profile that is named, if it is of the GPUs there; else the shipped one of the run's model and
-GPU; else what the run itself has shown (``costs.observed``). A recipe does not say which GPUs its
-hosts have, so before anything has run a profile must be named.
+The profile that is named, if it is of the GPUs there; else the one that the recipe names; else the
+shipped one of the run's model and GPU; else what the run itself has shown (``costs.observed``). A
+recipe need not say which GPUs its hosts have, so before anything has run one of the two names must
+be given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.cluster.placement import open_nodes, seats_of, shapes_of
 from libra_cli.core.costs.observed import ObservedCosts
 from libra_cli.core.costs.profile import Profile, ProfileError
+from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.planner import CostSource, Planner
 from libra_cli.core.planning.recipe_placement import RecipePlacement
 from libra_cli.core.planning.search import PlannerSettings
@@ -28,8 +31,9 @@ class PricesError(LibraError):
 
 
 def profile_of_recipe(recipe: Recipe, path: Path, profile: str | None) -> Profile:
-    """Only a named one: a recipe does not say which GPUs its hosts have."""
+    """Only a named one: otherwise nobody knows which GPUs its hosts have."""
     gpus = any(node.gpus for node in recipe.nodes)
+    profile = profile or recipe.planner.profile
     if profile is not None:
         found = load_profile(profile)
         if gpus == _is_for_cpus(found):
@@ -44,11 +48,22 @@ def profile_of_recipe(recipe: Recipe, path: Path, profile: str | None) -> Profil
             f"{path}: there are no prices for hosts without GPUs before something has run there",
             hint=f"libra run {path}, then libra rebalance RUN_DIR --dry-run",
         )
-    fitting = [name for name in known_profiles() if _is_of(load_profile(name), recipe)]
     raise PricesError(
         f"{path}: which GPUs its hosts have, a recipe does not say; name their prices",
-        hint=f"--profile NAME, one of: {', '.join(fitting or known_profiles())}; or a file",
+        hint=f"--profile NAME, one of: {', '.join(shipped_of(recipe) or known_profiles())}; "
+        "or a file",
     )
+
+
+def shipped_of(recipe: Recipe) -> tuple[str, ...]:
+    """Names of the shipped profiles of the recipe's model, on whatever GPU."""
+    return tuple(name for name in known_profiles() if _is_of(load_profile(name), recipe))
+
+
+def shipped_for(recipe: Recipe, gpus: frozenset[str]) -> Profile | None:
+    """The shipped profile of the recipe's model on these GPUs, if there is one."""
+    found = map(load_profile, shipped_of(recipe) if gpus else ())
+    return next((profile for profile in found if _fits(profile, gpus)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +76,21 @@ class CostChoice:
 
 
 def costs_of_run(recipe: Recipe, gpus: frozenset[str], name: str | None = None) -> CostChoice:
-    """The costs of a run on GPUs of these names; ``name`` is a profile that is asked for.
+    """The costs of a run on GPUs of these names; ``name`` is a profile that is asked for, instead
+    of the one in the recipe.
 
     Raises:
         ProfileError: the profile is not known, or for other GPUs.
     """
+    name = name or recipe.planner.profile
     if name is not None:
         profile = load_profile(name)
-        _require(profile, gpus, recipe)
+        require_hosts(profile, gpus, recipe)
         notes = () if _is_of(profile, recipe) else (_other_model(profile, recipe),)
         return CostChoice(_always(profile), "given", notes)
-    for known in known_profiles() if gpus else ():
-        shipped = load_profile(known)
-        if _is_of(shipped, recipe) and _fits(shipped, gpus):
-            return CostChoice(_always(shipped), "shipped")
+    shipped = shipped_for(recipe, gpus)
+    if shipped is not None:
+        return CostChoice(_always(shipped), "shipped")
     has_gpus = any(node.gpus for node in recipe.nodes)
     observed = ObservedCosts(
         gpu=", ".join(sorted(gpus)) or "CPU",
@@ -97,13 +113,21 @@ def live_planner(recipe: Recipe, gpus: frozenset[str]) -> Planner:
 
 
 def recipe_planner(recipe: Recipe, costs: CostSource, *, elastic: bool) -> Planner:
-    """A planner of the recipe's slots; ``elastic``: the run is under way."""
-    seats = max(bucket.max_num_seqs for bucket in recipe.rollout.buckets)
-    settings = PlannerSettings(max_num_seqs=seats, training_shapes=(1,))
-    return Planner(RecipePlacement(recipe, elastic=elastic), costs, settings)
+    """A planner of the recipe's slots, or its open nodes; ``elastic``: the run is under way."""
+    settings = PlannerSettings(max_num_seqs=seats_of(recipe), training_shapes=(1,))
+    if not recipe.has_open_nodes:
+        return Planner(RecipePlacement(recipe, elastic=elastic), costs, settings)
+    space = GpuPlacement.on(
+        open_nodes(recipe),
+        max_len=recipe.model.max_len,
+        min_rollout=recipe.planner.min_rollout,
+        elastic=elastic,
+    )
+    return Planner(space, costs, replace(settings, shapes=shapes_of(recipe)))
 
 
-def _require(profile: Profile, gpus: Iterable[str], recipe: Recipe) -> None:
+def require_hosts(profile: Profile, gpus: Iterable[str], recipe: Recipe) -> None:
+    """Refuse a profile of other GPUs than the recipe's hosts have. Raises ProfileError."""
     for gpu in sorted(gpus):
         require_gpu(profile, gpu)
     if not any(node.gpus for node in recipe.nodes) and not _is_for_cpus(profile):

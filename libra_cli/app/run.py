@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from libra_cli.app.costs import live_planner
+from libra_cli.app.first_plan import first_plan
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.placement import initial_plan
 from libra_cli.core.launch.dry_run import HostPlan, dry_run
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.types import Plan
@@ -23,10 +23,11 @@ from libra_cli.runtime.episodes.player import EnvironmentFactory
 from libra_cli.runtime.monitors.dispatch import Monitors
 from libra_cli.runtime.monitors.protocol import MonitoredRun
 from libra_cli.runtime.recipes.loader import load_recipe
-from libra_cli.runtime.session import Session
+from libra_cli.runtime.session import LastCheckpoint, Session
 from libra_cli.runtime.store.controller_process import controller_alive, process_started
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.replay import records_in_order
 from libra_cli.runtime.store.run_directory import RECIPE, keep_recipe, recipe_of
 
 
@@ -35,9 +36,11 @@ def plan_of(recipe_path: Path) -> tuple[Recipe, Plan, tuple[HostPlan, ...]]:
 
     Raises:
         RecipeError: every problem of the recipe at once.
+        LibraError: nothing runs by the prices that the recipe names.
     """
     recipe = load_recipe(recipe_path)
-    return recipe, initial_plan(recipe), dry_run(recipe)
+    placed = first_plan(recipe)
+    return recipe, placed[0], dry_run(recipe, placed=placed)
 
 
 def run(
@@ -56,9 +59,9 @@ def run(
     """
     run_dir = run_dir.absolute()
     first = _first_row(recipe, recipe_path, run_dir)
-    checkpoint, trainer_incarnation = "", 0
+    goes_on: LastCheckpoint | None = None
     if resume:
-        checkpoint, trainer_incarnation = last_checkpoint(run_dir)
+        goes_on = last_checkpoint(run_dir)
         first = _continued(first, recipe, run_dir)
     # Found and made once before any host is asked for anything; begun later, with a deadline.
     EnvironmentFactory(recipe.environment).make()
@@ -79,11 +82,12 @@ def run(
             run_dir,
             journal,
             first,
+            first_plan=partial(first_plan, recipe),
             plan_with=partial(live_planner, recipe),
             watch=saved,
             note=note,
         )
-        last = asyncio.run(session.run(checkpoint, trainer_incarnation))
+        last = asyncio.run(session.run(goes_on))
     if last.state == "failed":
         raise LibraError(
             f"the run failed: {last.error}",
@@ -127,8 +131,8 @@ def _continued(first: RunRecord, recipe: Recipe, run_dir: Path) -> RunRecord:
     return replace(first, step=row.step, version=row.version, started_at=row.started_at)
 
 
-def last_checkpoint(run_dir: Path) -> tuple[str, int]:
-    """The newest checkpoint of a run, and the number of its last trainer.
+def last_checkpoint(run_dir: Path) -> LastCheckpoint:
+    """The newest checkpoint of a run, and what the run has written.
 
     Raises:
         StateError: there is none, or the run is still going on.
@@ -140,8 +144,9 @@ def last_checkpoint(run_dir: Path) -> tuple[str, int]:
             )
         saved = [step.checkpoint for step in reader.steps() if step.checkpoint]
         incarnations = [version.trainer_incarnation for version in reader.versions()]
+        records = records_in_order(reader)
     if not saved:
         raise StateError(
             f"{run_dir} has no checkpoint to go on from", hint="start it anew: libra run RECIPE"
         )
-    return saved[-1], max(incarnations, default=0)
+    return LastCheckpoint(saved[-1], max(incarnations, default=0), records)

@@ -7,15 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from libra_cli.bench.oracles import ORACLES
+from libra_cli.bench.contenders import POLICIES
+from libra_cli.bench.jobs import playable
 from libra_cli.config.errors import LibraError, did_you_mean
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.planning.baselines import PLANNERS
-from libra_cli.core.scheduling.policy import POLICIES as SCHEDULING_POLICIES
+from libra_cli.sim.drift import KINDS, NO_DRIFT, Drift
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import DEFAULT_TRACE, Trace, load_trace
 
-POLICIES = (*SCHEDULING_POLICIES.available(), *ORACLES)
+DEFAULT_DRIFT = "1,4"
 
 Progress: TypeAlias = Callable[[str], None]
 """Told in a few words what is being done."""
@@ -32,8 +33,8 @@ class ExperimentConfig:
     """What to measure, and on what.
 
     ``policies`` and ``planners`` are the contenders; ``policy`` is the one that planners are
-    compared under. ``drift`` are stretch factors of the generated tokens over a run, evenly spaced
-    and linear in between; empty for none. ``seeds`` is the number of workloads.
+    compared under. ``drifts`` are what changes over a run, one comparison each. ``seeds`` is the
+    number of workloads.
     """
 
     traces: tuple[Trace, ...]
@@ -43,7 +44,7 @@ class ExperimentConfig:
     policies: tuple[str, ...]
     planners: tuple[str, ...]
     policy: str
-    drift: tuple[float, ...]
+    drifts: tuple[Drift, ...]
 
     @classmethod
     def parse(
@@ -58,7 +59,8 @@ class ExperimentConfig:
         policy: str,
         drift: str,
     ) -> ExperimentConfig:
-        """From the arguments. Lists are separated by commas; empty means all there are.
+        """From the arguments. Lists are separated by commas, drifts by spaces; empty means all
+        there are, and no drift.
 
         Raises:
             BenchError: an unknown policy or planner, or a drift that is none.
@@ -73,7 +75,7 @@ class ExperimentConfig:
             policies=parse_names("policy", policies, POLICIES),
             planners=parse_names("planner", planners, PLANNERS),
             policy=parse_names("policy", policy, POLICIES)[0],
-            drift=parse_drift(drift),
+            drifts=tuple(map(parse_drift, drift.replace(", ", ",").split())) or (NO_DRIFT,),
         )
 
     @property
@@ -106,16 +108,29 @@ def parse_names(kind: str, wanted: str, known: Sequence[str]) -> tuple[str, ...]
     return names or tuple(known)
 
 
-def parse_drift(text: str) -> tuple[float, ...]:
-    """``4`` or ``1,4``: generations end four times as long; ``1,4,1``: and come back; ``none``.
+def parse_drift(text: str) -> Drift:
+    """``1,4``, ``tools:1,20``, ``turns:1,3``, ``task:TRACE`` (see ``sim.drift``); ``none``.
+
+    A single factor is what it ends with.
 
     Raises:
-        BenchError: not numbers above zero.
+        BenchError: not numbers above zero, or of something that does not change.
+        TraceError: a trace that cannot be read.
     """
-    if text.strip().lower() in ("", "none", "1"):
-        return ()
+    kind, colon, rest = text.strip().partition(":")
+    if not colon:
+        kind, rest = "lengths", kind
+    if kind not in KINDS:
+        raise BenchError(
+            f"--drift {text!r}: there is no {kind!r} to change{did_you_mean(kind, KINDS)}",
+            hint=f"choose among {', '.join(KINDS)}, as in --drift tools:1,20",
+        )
+    if kind == "task":
+        return Drift(kind, task=playable(load_trace(rest))[0])
+    if rest.lower() in ("", "none", "1"):
+        return NO_DRIFT
     try:
-        factors = tuple(float(part) for part in text.split(","))
+        factors = tuple(float(part) for part in rest.split(","))
     except ValueError:
         factors = (math.nan,)
     if not all(0 < factor < math.inf for factor in factors):
@@ -123,4 +138,4 @@ def parse_drift(text: str) -> tuple[float, ...]:
             f"--drift {text!r} is not a list of factors above zero",
             hint="--drift 1,4 lets generations grow to four times their length; --drift none",
         )
-    return factors if len(factors) > 1 else (1.0, *factors)
+    return Drift(kind, factors if len(factors) > 1 else (1.0, *factors))

@@ -7,14 +7,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import parent_process
 from threading import Thread
+from typing import TypeVar
 
-from libra_cli.bench.ablations import ABLATIONS
-from libra_cli.bench.config import ExperimentConfig, Progress
+from libra_cli.bench.config import DEFAULT_DRIFT, BenchError, ExperimentConfig, Progress
+from libra_cli.bench.contenders import ABLATIONS
 from libra_cli.bench.jobs import Job, playable, run_job
 from libra_cli.bench.results import (
     BASE_PLANNER,
@@ -24,7 +25,10 @@ from libra_cli.bench.results import (
     Timeline,
 )
 from libra_cli.core.planning.search import PlannerSettings, propose
+from libra_cli.sim.drift import Drift
 from libra_cli.sim.traces import Trace
+
+_T = TypeVar("_T")
 
 LONG_STEPS = 48
 """Optimizer steps of a run whose plan may change: some ten times as many as may be in flight, so
@@ -62,14 +66,13 @@ def schedule(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
 def plan(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
     """Planners under one policy, and the usual way beside them: a static split, sticky routing."""
     traces, notes = _playable(config.traces)
-    factors = " x".join(f"{factor:g}" for factor in config.drift)
-    shown = f"drift x{factors}" if config.drift else "no drift"
     pairs = [(name, config.policy) for name in config.planners]
     if config.policy != USUAL_POLICY and BASE_PLANNER in config.planners:
         pairs.append((BASE_PLANNER, USUAL_POLICY))
     jobs = [
-        replace(_drifting(config, trace), planner=name, policy=policy, seed=seed, variant=shown)
+        replace(_drifting(config, trace, drift), planner=name, policy=policy, seed=seed)
         for trace in traces
+        for drift in config.drifts
         for seed in range(config.seeds)
         for name, policy in pairs
     ]
@@ -77,11 +80,17 @@ def plan(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
 
 
 def ablation(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
-    """libra built up in the published order, then its scheduler with each part removed."""
+    """libra built up in the published order, then its scheduler with each part removed.
+
+    Raises:
+        BenchError: there is more than one drift; its parts are variants already.
+    """
+    if len(config.drifts) > 1:
+        raise BenchError("an ablation has one drift", hint=f"--drift {DEFAULT_DRIFT}")
     traces, notes = _playable(config.traces)
     jobs = [
         replace(
-            _drifting(config, trace),
+            _drifting(config, trace, config.drifts[0]),
             planner=planner,
             policy=policy,
             seed=seed,
@@ -125,9 +134,9 @@ def _job(config: ExperimentConfig, trace: Trace) -> Job:
     return Job(trace, config.profile, config.profile, config.gpus, "libra", "libra", 0)
 
 
-def _drifting(config: ExperimentConfig, trace: Trace) -> Job:
-    """A run long enough for its plan to change, while lengths change."""
-    return replace(_job(config, trace), drift=config.drift, steps=LONG_STEPS)
+def _drifting(config: ExperimentConfig, trace: Trace, drift: Drift) -> Job:
+    """A run long enough for its plan to change, while the work does."""
+    return replace(_job(config, trace), drift=drift, steps=LONG_STEPS, variant=str(drift))
 
 
 def _with_policies(job: Job, policies: Sequence[str], seeds: int) -> list[Job]:
@@ -149,12 +158,17 @@ def _run(title: str, jobs: Sequence[Job], notes: list[str], progress: Progress) 
 def run_jobs(
     jobs: Sequence[Job], progress: Progress
 ) -> Iterator[tuple[ResultRow, Timeline | None]]:
-    """Simulate all of them, on every core there is; what came out, in the order of the jobs."""
+    """Simulate all of them; what came out, in the order of the jobs."""
+    return simulated(run_job, jobs, progress)
+
+
+def simulated(run: Callable[[Job], _T], jobs: Sequence[Job], progress: Progress) -> Iterator[_T]:
+    """What ``run`` makes of each job, on every core there is."""
     cores = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(min(cores, len(jobs) or 1), initializer=_leave_with_parent) as pool:
-        for number, (row, timeline) in enumerate(pool.map(run_job, jobs), start=1):
-            progress(f"{number} of {len(jobs)} runs: {row.trace}, {row.planner}, {row.policy}")
-            yield row, timeline
+        for number, (job, done) in enumerate(zip(jobs, pool.map(run, jobs), strict=True), start=1):
+            progress(f"{number} of {len(jobs)} runs: {job.trace.name}, {job.planner}, {job.policy}")
+            yield done
 
 
 def _leave_with_parent() -> None:

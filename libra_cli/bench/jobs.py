@@ -7,14 +7,13 @@ trajectories; what was played and thrown away does not count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
-from random import Random
+from itertools import islice
 
-from libra_cli.bench.ablations import ABLATIONS
-from libra_cli.bench.oracles import Future, oracle_policy
+from libra_cli.bench.clairvoyance import TOLD, Scripted, Told
+from libra_cli.bench.contenders import Future, contender
 from libra_cli.bench.results import ResultRow, Timeline
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
@@ -23,9 +22,11 @@ from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.planning.baselines import STATIC, first_layout, planner_of
 from libra_cli.core.planning.gpu_placement import GpuPlacement
-from libra_cli.core.planning.search import Layout, PlannerSettings
+from libra_cli.core.planning.planner import DecisionMaker
+from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.planning.training_shapes import TrainingTree
 from libra_cli.core.types import Bucket, Seconds
+from libra_cli.sim.drift import NO_DRIFT, Drift
 from libra_cli.sim.traces import RecordedEpisode, Trace, TraceError
 from libra_cli.sim.world import SimConfig, World
 
@@ -39,8 +40,12 @@ STORY_SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One simulated run. ``believed`` are the costs the policy and the planner reckon with;
-    ``bound`` is training.max_staleness and ``staleness`` its rule, as in a recipe.
+    """One simulated run. ``believed`` are the costs the policy and the planner reckon with.
+
+    ``layout`` stays as it is for the whole run; ``start`` is what a planner that moves begins with,
+    its own first plan without. ``script`` are layouts for equal parts of the run, one after the
+    other, for the clairvoyant planner. ``bound`` is training.max_staleness and
+    ``staleness`` its rule, as in a recipe.
     """
 
     trace: Trace
@@ -52,34 +57,43 @@ class Job:
     seed: int
     variant: str = ""
     layout: Layout | None = None
+    start: Layout | None = None
+    script: tuple[Layout, ...] = ()
     settings: PlannerSettings | None = None
-    drift: tuple[float, ...] = ()
+    drift: Drift = NO_DRIFT
     steps: int = STEPS
+    groups_per_step: int = GROUPS
+    group_size: int = GROUP_SIZE
     bound: int = STALENESS
     staleness: str | Mapping[str, object] = "hold"
 
     @property
     def workload(self) -> Workload:
         """What is known before the run: other draws from the same tasks, as they are at first."""
-        first = self.drift[0] if self.drift else 1.0
-        groups = self.trace.groups(Random(f"plan/{self.seed}"), GROUP_SIZE)
-        episodes = [episode for _ in range(GROUPS) for episode in next(groups)]
-        samples = tuple(sample_of(episode.stretched(first)) for episode in episodes)
-        return Workload(samples, GROUPS * GROUP_SIZE, 1.0 + self.bound)
+        first = replace(self.drift, factors=self.drift.factors[:1], task=None)
+        groups = first.groups(self.trace, f"plan/{self.seed}", size=self.group_size, number=1)
+        return self.work_of(islice(groups, self.groups_per_step))
+
+    def work_of(self, groups: Iterable[Sequence[RecordedEpisode]]) -> Workload:
+        """These groups, as the work of a step that a planner plans for."""
+        samples = tuple(sample_of(episode) for group in groups for episode in group)
+        return Workload(samples, self.groups_per_step * self.group_size, self.overlap)
+
+    def coming(self, step: int) -> Workload:
+        """The work that may be in flight after this step, of the recorded future."""
+        first, last = (round(at * self.groups_per_step) for at in (step, step + self.overlap))
+        return self.work_of(islice(self.groups(), first, last))
+
+    @property
+    def overlap(self) -> float:
+        """Steps whose trajectories may be in flight together."""
+        return 1.0 + self.bound
 
     def groups(self) -> Iterator[tuple[RecordedEpisode, ...]]:
-        """The groups of the run, stretched as the drift says."""
-        drawn = self.trace.groups(Random(f"run/{self.seed}"), GROUP_SIZE)
-        for number, group in zip(count(), drawn, strict=False):
-            factor = _between(self.drift, number / (self.steps * GROUPS)) if self.drift else 1.0
-            yield tuple(episode.stretched(factor) for episode in group)
-
-
-def _between(factors: Sequence[float], place: float) -> float:
-    """Linear between evenly spaced factors; ``place`` runs from 0 to 1."""
-    at = min(max(place, 0.0), 1.0) * (len(factors) - 1)
-    low = min(int(at), len(factors) - 2)
-    return factors[low] + (at - low) * (factors[low + 1] - factors[low])
+        """The groups of the run, changed as the drift says."""
+        number = self.steps * self.groups_per_step
+        name = f"run/{self.seed}"
+        return self.drift.groups(self.trace, name, size=self.group_size, number=number)
 
 
 def playable(trace: Trace) -> tuple[Trace, tuple[str, ...]]:
@@ -127,23 +141,47 @@ def run_job(job: Job) -> tuple[ResultRow, Timeline | None]:
     return _row(job, world), _story(job, world) if job.seed == STORY_SEED else None
 
 
+def static_run(job: Job) -> tuple[ResultRow, tuple[Seconds, ...]]:
+    """Simulate one run; what came out, and when each step ended."""
+    world = world_of(job)
+    world.run()
+    return _row(job, world), tuple(step.ended_at for step in world.recording.steps)
+
+
 def world_of(job: Job) -> World:
     """The world of a run, before it begins."""
     settings = job.settings or PlannerSettings()
     workload = job.workload
-    layout = job.layout or first_layout(job.planner, job.believed, workload, job.gpus, settings)
+    layout = job.layout or job.start or first_layout_of(job, workload)
     moves = job.layout is None and job.planner not in STATIC
     tree = TrainingTree(job.believed.training, workload, job.gpus)
     space = GpuPlacement.around(
         layout, job.gpus, max_len=MAX_LEN, least=tree.least() or job.gpus, moves=moves
     )
+    if job.script:
+        space = replace(space, base_gpus=min(each.training_gpus for each in job.script))
     future = Future()
-    made = ABLATIONS.get(job.policy)
-    policy = made() if made else oracle_policy(job.policy, future, job.trace, job.seed)
-    planner = planner_of(job.planner, job.believed, space, settings) if moves else None
+    policy = contender(job.policy, future, job.trace, job.seed)
+    planner = _planner(job, space, settings) if moves else None
     world = World(_scene(job, layout, space), policy, job.groups(), planner=planner)
     future.episode = world.episode
     return world
+
+
+def first_layout_of(job: Job, workload: Workload) -> Layout:
+    """The layout that the job's planner begins with, knowing this workload."""
+    name = "libra" if job.planner == TOLD else job.planner
+    settings = job.settings or PlannerSettings()
+    return first_layout(name, job.believed, workload, job.gpus, settings)
+
+
+def _planner(job: Job, space: GpuPlacement, settings: PlannerSettings) -> DecisionMaker:
+    if job.script:
+        search = Search(job.believed, job.workload, job.gpus, settings)
+        return Scripted(job.script, job.steps, space, search, job.believed)
+    name = "libra" if job.planner == TOLD else job.planner
+    planner = planner_of(name, job.believed, space, settings)
+    return Told(planner, job.coming) if job.planner == TOLD else planner
 
 
 def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
@@ -155,12 +193,12 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
             "nodes": [{"host": "simulated"}],
             "model": {"path": "/simulated", "max_len": MAX_LEN},
             "rollout": {
-                "group_size": GROUP_SIZE,
+                "group_size": job.group_size,
                 "max_turns": 1_000_000,
                 "max_turn_tokens": MAX_LEN - 1,
             },
             "training": {
-                "groups_per_step": GROUPS,
+                "groups_per_step": job.groups_per_step,
                 "max_staleness": bound,
                 "staleness": job.staleness,
                 "micro_batch_tokens": MAX_LEN,
@@ -169,7 +207,7 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
             "planner": _planner_spec(job),
         }
     )
-    moves = job.profile.moves
+    moves, around = job.profile.moves, job.profile.surroundings
     switch_s = moves.to_training_s + moves.to_rollout_s if layout.colocated else 0.0
     return SimConfig(
         recipe=recipe,
@@ -181,6 +219,9 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
         start_s=lambda bucket: moves.start(bucket.tensor_parallel),
         to_training_s=moves.to_training_s,
         resize_s=moves.resize_s,
+        sync_s=around.sync_s,
+        stall_s=around.stall_s,
+        turn_s=around.turn_s,
     )
 
 
@@ -188,7 +229,7 @@ def _planner_spec(job: Job) -> dict[str, object]:
     """libra looks as often as in a live run; a baseline is asked after every step."""
     if job.layout is not None or job.planner in STATIC:
         return {"kind": "fixed"}
-    return {} if job.planner == "libra" else {"plan_interval": 1}
+    return {} if job.planner in ("libra", TOLD) else {"plan_interval": 1}
 
 
 def _cost(profile: Profile, bucket: Bucket) -> ServerCost:
@@ -227,6 +268,7 @@ def _row(job: Job, world: World) -> ResultRow:
         seed=job.seed,
         variant=job.variant,
         throughput_tok_s=sum(step.generated_tokens for step in tape.steps) / tape.ended_at,
+        steady_tok_s=_steady(job, world),
         makespan_s=tape.ended_at,
         p50_s=took[len(took) // 2],
         p99_s=took[int(0.99 * (len(took) - 1))],
@@ -235,6 +277,14 @@ def _row(job: Job, world: World) -> ResultRow:
         moves=_migrations(world) if job.layout is None else moved,
         reprefilled_tokens=sum(engine.reprefilled_tokens for engine in engines),
     )
+
+
+def _steady(job: Job, world: World) -> float:
+    """Generated tokens a second from the step on by which the pipeline has filled."""
+    steps = world.recording.steps
+    first = max(1, min(round(job.overlap), len(steps) // 2))
+    seconds = steps[-1].ended_at - steps[first - 1].ended_at
+    return sum(step.generated_tokens for step in steps[first:]) / seconds if seconds else 0.0
 
 
 def _migrations(world: World) -> int:
@@ -252,24 +302,5 @@ def _story(job: Job, world: World) -> Timeline:
         seed=job.seed,
         spans=tuple(world.spans()),
         lengths=tuple(row.generated_tokens for row in tape.trajectories),
-        calibration=_calibration(world),
         variant=job.variant,
     )
-
-
-def _calibration(world: World) -> tuple[tuple[float, float, int], ...]:
-    """How often what was left stayed below the quantiles that were promised for it."""
-    totals = {(t.group_id, t.member): t.generated_tokens for t in world.recording.trajectories}
-    done: dict[tuple[int, int], int] = {}
-    below = [0, 0, 0]
-    number = 0
-    for turn in world.recording.turns:
-        who = (turn.group_id, turn.member)
-        left = totals.get(who, 0) - done.get(who, 0)
-        done[who] = done.get(who, 0) + turn.generated_tokens
-        if who in totals and turn.expected_p90 > 0 and turn.turn > 0:
-            promised = (turn.expected_p10, turn.expected_p50, turn.expected_p90)
-            below = [b + (left <= bound) for b, bound in zip(below, promised, strict=True)]
-            number += 1
-    shares = (0.1, 0.5, 0.9)
-    return tuple((s, b / number, number) for s, b in zip(shares, below, strict=True) if number)

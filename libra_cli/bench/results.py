@@ -18,21 +18,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, mode, stdev
 from typing import Any, TypeAlias
 
 from libra_cli.core.types import Seconds, Tokens
 
 FORMAT = 1
+KNOWN_LENGTHS = "known-lengths"
+"""The policy that knows how much every trajectory has left."""
 CLAIRVOYANT = "clairvoyant"
+FREE_CLAIRVOYANT = "clairvoyant, free moves"
+LIBRA_TOLD = "libra, work told"
+BEST_STATIC = "best static"
+"""The best plan that never moves, found in hindsight."""
 BASE_POLICY = "least-loaded"
 BASE_PLANNER = "static-best"
 USUAL_POLICY = "sticky-least-loaded"
 """What a planner's baseline is run with, where it was: a static split, sticky routing."""
+LEAST_GAIN = 0.02
+"""Of the clairvoyant over the best static plan; a share of less says nothing. Chosen."""
 AS_IT_IS = "as it is"
 METRICS = (
     "throughput_tok_s",
+    "steady_tok_s",
     "makespan_s",
     "p50_s",
     "p99_s",
@@ -43,6 +52,8 @@ METRICS = (
 )
 """The numbers of a row, by the names they have in JSON."""
 
+_KNOW_THE_FUTURE = (KNOWN_LENGTHS, CLAIRVOYANT, FREE_CLAIRVOYANT, BEST_STATIC, LIBRA_TOLD)
+
 Interval: TypeAlias = tuple[float, float]
 Contender: TypeAlias = tuple[str, str, str]
 """Variant, planner and policy."""
@@ -52,10 +63,12 @@ Contender: TypeAlias = tuple[str, str, str]
 class ResultRow:
     """One run: who decided, on what, and what came out.
 
-    ``idle_rollout`` and ``idle_train`` are shares of slot time between 0 and 1; ``p50_s`` and
-    ``p99_s`` the time of a trajectory from its start to its last token; ``moves`` counts what went
-    elsewhere; ``reprefilled_tokens`` are prompt tokens computed although they had been before.
-    ``variant`` says what was changed in the experiment; empty for nothing.
+    ``steady_tok_s`` is the throughput from the step on by which as many are in flight as may be, or
+    of the second half of a run that is too short for that; ``idle_rollout`` and ``idle_train`` are
+    shares of slot time between 0 and 1; ``p50_s`` and ``p99_s`` the time of a trajectory from its
+    start to its last token; ``moves`` counts what went elsewhere; ``reprefilled_tokens`` are prompt
+    tokens computed although they had been before. ``variant`` says what was changed in the
+    experiment; empty for nothing.
     """
 
     policy: str
@@ -64,6 +77,7 @@ class ResultRow:
     seed: int
     variant: str
     throughput_tok_s: float
+    steady_tok_s: float
     makespan_s: Seconds
     p50_s: Seconds
     p99_s: Seconds
@@ -80,7 +94,7 @@ class ResultRow:
     @property
     def causal(self) -> bool:
         """Whether it could be had: the clairvoyant reads the future."""
-        return CLAIRVOYANT not in (self.policy, self.planner)
+        return is_causal(self.policy, self.planner)
 
     def metric(self, name: str) -> float:
         """One of ``METRICS``."""
@@ -92,7 +106,7 @@ class Timeline:
     """What the report draws of one run.
 
     ``spans`` are (slot, state, start, end) in seconds; ``lengths`` the generated tokens of every
-    trajectory; ``calibration`` (predicted probability, observed share, count) of the estimates.
+    trajectory.
     """
 
     policy: str
@@ -101,8 +115,29 @@ class Timeline:
     seed: int
     spans: tuple[tuple[str, str, Seconds, Seconds], ...]
     lengths: tuple[Tokens, ...]
-    calibration: tuple[tuple[float, float, int], ...]
     variant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Regret:
+    """What libra lost to the best static plan, from one start, on one trace and drift.
+
+    ``regret``, ``steady_regret`` (by ``steady_tok_s``) and ``over_uniform`` are shares of the other
+    one's throughput, ``ci95`` is of the first, over the seeds. ``share_of_clairvoyant`` is libra's
+    part of what the clairvoyant gains over the best static plan; None where that is next to
+    nothing. ``moves`` counts servers started and stopped.
+    """
+
+    trace: str
+    variant: str
+    start: str
+    seeds: int
+    regret: float
+    ci95: Interval | None
+    steady_regret: float
+    share_of_clairvoyant: float | None
+    over_uniform: float
+    moves: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +148,7 @@ class ExperimentResult:
     rows: list[ResultRow]
     timelines: list[Timeline]
     notes: list[str]
+    regrets: list[Regret] = field(default_factory=list)
 
     @property
     def comparisons(self) -> list[Comparison]:
@@ -184,6 +220,11 @@ class ComparisonSummary:
         return self.variant, self.planner, self.policy
 
     @property
+    def causal(self) -> bool:
+        """As ``ResultRow.causal``."""
+        return is_causal(self.policy, self.planner)
+
+    @property
     def significant(self) -> bool:
         """Whether it really differs from the best other causal contender."""
         return self.rival is not None and self.rival.significant
@@ -228,8 +269,14 @@ def to_json(results: Iterable[ExperimentResult]) -> dict[str, Any]:
         "format": FORMAT,
         "rows": [asdict(row) for result in listed for row in result.rows],
         "summary": [_summary_json(s) for comparison in compared for s in comparison.summaries],
+        "regret": [asdict(regret) for result in listed for regret in result.regrets],
         "notes": [note for result in listed for note in result.notes],
     }
+
+
+def is_causal(policy: str, planner: str) -> bool:
+    """Whether neither of them knows the future."""
+    return {policy, planner}.isdisjoint(_KNOW_THE_FUTURE)
 
 
 def interval(values: Sequence[float]) -> Interval | None:
@@ -366,7 +413,7 @@ def _share(arena: _Runs, contender: Contender) -> tuple[float | None, Interval |
     Nothing where one of the two is missing, or where knowing the future does not help.
     """
     variant, planner, _ = contender
-    base, seer = (variant, planner, BASE_POLICY), (variant, planner, CLAIRVOYANT)
+    base, seer = (variant, planner, BASE_POLICY), (variant, planner, KNOWN_LENGTHS)
     if base not in arena or seer not in arena:
         return None, None
     triples = _pairs(arena, (base, contender, seer), "makespan_s")

@@ -14,15 +14,12 @@ from libra_cli.bench.results import SpeedRow
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.costs.workload import Workload
 from libra_cli.core.planning.search import propose
-from libra_cli.core.scheduling.causal_estimator import CausalEstimator
 from libra_cli.core.scheduling.least_cost import LeastExpectedCost
 from libra_cli.core.scheduling.request_scheduler import RequestScheduler
 from libra_cli.core.scheduling.server_queues import Request, ServerQueue
 from libra_cli.core.types import (
     Bucket,
     Seconds,
-    ToolOutcome,
-    ToolReturn,
     TrajectoryId,
     WeightVersion,
 )
@@ -71,18 +68,17 @@ class _TimedTrajectory:
 
 
 def _decisions(trace: Trace, profile: Profile) -> list[SpeedRow]:
-    """A tool's return to a server's seat: the estimate, the choice, the queue and the way out."""
+    """A tool's return to a server's seat: the choice, the queue and the way out."""
     before = _resident_mib()
-    estimator = CausalEstimator()
-    scheduler = RequestScheduler(LeastExpectedCost(estimator))
+    scheduler = RequestScheduler(LeastExpectedCost())
     scheduler.refresh(_lanes(profile), now=0.0)
-    flights = _take_off(trace, estimator)
+    flights = _take_off(trace)
     random = Random(0)
     took: list[Seconds] = []
     for number in range(DECISIONS + DECISIONS // 10):
         flight = random.choice(flights)
         began = time.perf_counter()
-        _one_turn(flight, estimator, scheduler, number)
+        _one_turn(flight, scheduler, number)
         if number >= DECISIONS // 10:  # what came before warmed it up
             took.append(time.perf_counter() - began)
     took.sort()
@@ -109,36 +105,21 @@ def _lanes(profile: Profile) -> list[ServerQueue]:
     ]
 
 
-def _take_off(trace: Trace, estimator: CausalEstimator) -> list[_TimedTrajectory]:
-    """The estimator has learned from the whole trace, and 100,000 trajectories have begun."""
-    for number, episode in enumerate(trace.episodes):
-        flight = _TimedTrajectory(TrajectoryId(-1 - number // GROUP, number % GROUP), episode)
-        estimator.begin(flight.who, prompt=episode.prompt)
-        while flight.turn < len(episode.turns):
-            _play(flight, estimator)
-        estimator.finished(flight.who, generated=max(1, flight.generated))
+def _take_off(trace: Trace) -> list[_TimedTrajectory]:
+    """100,000 trajectories have begun."""
     episodes = cycle(trace.episodes)
-    flights = [
+    return [
         _TimedTrajectory(TrajectoryId(number // GROUP, number % GROUP), episode)
         for number, episode in zip(range(IN_FLIGHT), episodes, strict=False)
     ]
-    for flight in flights:
-        estimator.begin(flight.who, prompt=flight.episode.prompt)
-    return flights
 
 
-def _play(flight: _TimedTrajectory, estimator: CausalEstimator) -> Request:
+def _play(flight: _TimedTrajectory) -> Request:
     """One turn and its tool's return."""
     turn = flight.episode.turns[flight.turn % len(flight.episode.turns)]
     flight.turn += 1
     flight.generated += turn.generated
     flight.context = flight.episode.prompt + flight.generated + turn.observation
-    returned = ToolReturn(
-        turn.tool, turn.outcome or ToolOutcome.OK, turn.tool_s, turn.observation * 4
-    )
-    estimate = estimator.returned(
-        flight.who, generated=flight.generated, context=flight.context, returns=(returned,)
-    )
     return Request(
         trajectory=flight.who,
         context=flight.context,
@@ -148,15 +129,11 @@ def _play(flight: _TimedTrajectory, estimator: CausalEstimator) -> Request:
         waiting_since=0.0,
         last_slot=f"node-{flight.who.group % SERVERS}/0",
         last_key=WeightVersion(1, 0),
-        estimate=estimate,
-        p90=estimate.quantile(0.9),
     )
 
 
-def _one_turn(
-    flight: _TimedTrajectory, estimator: CausalEstimator, scheduler: RequestScheduler, number: int
-) -> None:
-    scheduler.submit(_play(flight, estimator), now=float(number))
+def _one_turn(flight: _TimedTrajectory, scheduler: RequestScheduler, number: int) -> None:
+    scheduler.submit(_play(flight), now=float(number))
     for request, _ in scheduler.dispatch(now=float(number)):
         scheduler.left(request.trajectory)
 

@@ -41,7 +41,11 @@ Policies = Annotated[str, typer.Option(help="Only these, separated by commas.")]
 Planners = Annotated[str, typer.Option(help="Only these, separated by commas.")]
 PolicyName = Annotated[str, typer.Option("--policy", help="Under which planners are compared.")]
 Drift = Annotated[
-    str, typer.Option(help="Lengths over the run: 1,4 ends four times as long; none.")
+    str,
+    typer.Option(
+        help="What changes over the run: 1,4 (lengths), tools:1,20, turns:1,3, task:TRACE, none; "
+        "several, with spaces between, are compared one by one."
+    ),
 ]
 Seeds = Annotated[int, typer.Option(min=1, help="Workloads; every contender gets the same ones.")]
 Out = Annotated[
@@ -58,8 +62,10 @@ Calibrate = Annotated[
 Json = Annotated[Path | None, typer.Option("--json", help="One JSON object; - prints only that.")]
 
 GPUS, PROFILE, SEEDS, POLICY, DRIFT = 48, "a800-qwen3-14b", 3, "libra", "1,4"
-QUICK = "least-loaded,sticky-least-loaded,libra,clairvoyant"
-"""The policies of a bare ``libra bench``, which answers in under a minute."""
+REGRET_GPUS, REGRET_DRIFTS = 24, "1,4 tools:1,20 task:mint"
+REGRET_TRACES = ["tau2bench", "moatless"]
+QUICK = "least-loaded,sticky-least-loaded,libra,known-lengths"
+"""The policies of a bare ``libra bench`` and of ``sensitivities``, unless others are named."""
 
 
 @bench.callback()
@@ -136,6 +142,24 @@ def plan(
 
 
 @bench.command()
+def regret(
+    context: typer.Context,
+    trace: Traces = None,
+    gpus: Gpus = REGRET_GPUS,
+    profile: ProfileName = PROFILE,
+    policy: PolicyName = POLICY,
+    drift: Drift = REGRET_DRIFTS,
+    seeds: Seeds = SEEDS,
+    out_dir: Out = None,
+    json_file: Json = None,
+) -> None:
+    """libra's plans beside the best ones in hindsight: what is lost by not having known."""
+    from libra_cli.bench.regret import regret as compare
+
+    _run([compare], {**context.params, "trace": trace or REGRET_TRACES})
+
+
+@bench.command()
 def ablation(
     context: typer.Context,
     trace: Traces = None,
@@ -166,7 +190,7 @@ def sensitivities(
     """Policies where a step costs more, and where costs are estimated wrongly."""
     from libra_cli.bench import experiments
 
-    _run([experiments.sensitivities], context.params)
+    _run([experiments.sensitivities], {**context.params, "policies": policies or QUICK})
 
 
 @bench.command()
@@ -228,28 +252,6 @@ def fidelity(
                 found = runs.compare_runs(run_dirs or [], prices, progress=progress)
                 report = sheets.runs_report(found, prices)
         _show_report(report, json_file)
-
-
-@bench.command()
-def placement(
-    trace: Traces = None,
-    estimators: Annotated[
-        str, typer.Option("--estimators", help="Only these, separated by commas.")
-    ] = "",
-    apart: Annotated[
-        bool, typer.Option("--apart", help="Siblings play one after the other, not at once.")
-    ] = False,
-    seeds: Seeds = SEEDS,
-    json_file: Json = None,
-) -> None:
-    """Estimators: who puts a trajectory where it belongs, by folds over tasks."""
-    from libra_cli.bench.placement import placement as compare
-    from libra_cli.bench.report.sheets import placement_report
-
-    with errors_told():
-        with _working() as progress:
-            rows = compare(trace or (), estimators, seeds, together=not apart, progress=progress)
-        _show_report(placement_report(rows), json_file)
 
 
 @bench.command()
@@ -357,9 +359,13 @@ def _arguments(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print(results: Sequence[ExperimentResult]) -> None:
-    from libra_cli.bench.report.terminal import comparison_view, notes_view
+    from libra_cli.bench.report.sheets import regret_sheet
+    from libra_cli.bench.report.terminal import comparison_view, notes_view, sheets_view
 
     for result in results:
+        if result.regrets:
+            out.print(sheets_view([regret_sheet(result.regrets)]))
+            out.print()
         for comparison in result.comparisons:
             out.print(comparison_view(result.title, comparison))
             out.print()

@@ -84,12 +84,13 @@ class NodeSpec(_Model):
     """The address at which other nodes reach it. Null: the host."""
     gpus: _Count = 0
     """The number of GPUs that libra may use there: those with index 0 to gpus - 1."""
-    slots: _Positive = 1
-    """Equal parts that each have a role; on a host without GPUs they share its cores."""
-    pool: Annotated[tuple[PoolName, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = (
-        "auto",
-    )
-    """What its slots may do: one word for all of them, or a list with one for each."""
+    slots: _Positive | None = None
+    """Equal parts that each have a role; on a host without GPUs they share its cores. Null: one,
+    or where no node with GPUs names slots or a pool, whatever the planner cuts it into."""
+    pool: (
+        Annotated[tuple[PoolName, ...], BeforeValidator(_as_tuple), Field(min_length=1)] | None
+    ) = None
+    """What its slots may do: one word for all of them, or a list with one for each. Null: auto."""
     python: str | None = None
     """The interpreter. Null: libra's own for ``local``, ``~/.libra/venv/bin/python`` over SSH."""
     workdir: str = "~/.libra"
@@ -126,14 +127,25 @@ class NodeSpec(_Model):
         return self.address or ("127.0.0.1" if self.is_local else self.host)
 
     @property
+    def is_open(self) -> bool:
+        """Whether it has GPUs and says nothing of what they are to do."""
+        return self.gpus > 0 and self.slots is None and self.pool is None
+
+    @property
+    def num_slots(self) -> int:
+        """The number of slots, if the planner does not cut it up."""
+        return self.slots or 1
+
+    @property
     def slot_pools(self) -> tuple[PoolName, ...]:
         """The pool of each slot."""
-        return self.pool * self.slots if len(self.pool) == 1 else self.pool
+        pool: tuple[PoolName, ...] = self.pool or ("auto",)
+        return pool * self.num_slots if len(pool) == 1 else pool
 
     @property
     def gpus_per_slot(self) -> int:
         """The number of GPUs of each slot; 0 on a host without GPUs."""
-        return self.gpus // self.slots
+        return self.gpus // self.num_slots
 
     @property
     def port_range(self) -> tuple[int, int]:
@@ -217,8 +229,9 @@ class RolloutSpec(_Model):
     """The most turns of a trajectory."""
     max_turn_tokens: _Positive = 512
     """The most generated tokens of a turn."""
-    buckets: Annotated[tuple[BucketSpec, ...], Field(min_length=1)] = (BucketSpec(),)
-    """The shapes of servers, from short trajectories to long ones."""
+    buckets: Annotated[tuple[BucketSpec, ...], Field(min_length=1)] | None = None
+    """The shapes of servers, from short trajectories to long ones. Null: one of one GPU, or on
+    nodes without slots whatever the planner chooses; there, only their tensor_parallel counts."""
     gpu_memory: _Share = 0.9
     """The share of a GPU's memory that vLLM takes."""
     kv_gib: _Positive = 1
@@ -321,11 +334,35 @@ class WeightSyncSpec(_Model):
     """How long a host may take to pull a version."""
 
 
+class LengthsSpec(_Model):
+    """What trajectories are expected to be like, before any was played. All are means."""
+
+    generated: Annotated[float, Field(ge=1.0)]
+    """Tokens that the policy generates in a trajectory."""
+    prompt: _Count = 512
+    """Tokens of its prompt."""
+    observed: _Count = 0
+    """Tokens that its tools return, all of them together."""
+    turns: _Positive = 1
+    """Turns of a trajectory."""
+    tool_s: Annotated[float, Field(ge=0.0)] = 0.0
+    """Seconds that a tool call takes; there is one between two turns."""
+
+
 class PlannerSpec(_Model):
     """Who decides on the roles of slots."""
 
     kind: Literal["libra", "fixed"] = "libra"
     """libra moves hybrid slots when that is predicted to pay; fixed moves them only on orders."""
+    profile: str | None = None
+    """The prices to plan with: a shipped profile's name, or a file of ``libra bench --calibrate``,
+    relative to the recipe. Null: the shipped ones of this model and these GPUs, else what the run
+    shows."""
+    trace: str | None = None
+    """Recorded trajectories to begin with: a file, relative to the recipe, or the beginning of a
+    shipped trace's name. Null: lengths."""
+    lengths: LengthsSpec | None = None
+    """What to begin with where there is no trace. Null: a guess from the limits of rollout."""
     plan_interval: _Positive = 10
     """Steps after which the planner plans again, if nothing triggered it before."""
     min_rollout: _Positive = 1
@@ -379,6 +416,11 @@ class Recipe(_Model):
             if node.name == name:
                 return node
         raise KeyError(name)
+
+    @property
+    def has_open_nodes(self) -> bool:
+        """Whether the planner cuts the nodes up: all have GPUs, and none names slots or a pool."""
+        return all(node.is_open for node in self.nodes)
 
     @property
     def trajectories_per_step(self) -> int:

@@ -79,16 +79,16 @@ def problems_between_fields(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _node_problems(key: str, node: NodeSpec) -> Iterator[Problem]:
-    if len(node.pool) not in (1, node.slots):
+    slots, pools = node.num_slots, len(node.pool or ("auto",))
+    if pools not in (1, slots):
         yield Problem(
             (f"{key}.pool", f"{key}.slots"),
-            f"lists {len(node.pool)} pools, but slots is {node.slots}: give one for all, or "
-            f"{node.slots}",
+            f"lists {pools} pools, but slots is {slots}: give one for all, or {slots}",
         )
-    if node.gpus % node.slots:
+    if node.gpus % slots:
         yield Problem(
             (f"{key}.slots", f"{key}.gpus"),
-            f"{node.gpus} GPUs do not split evenly into {node.slots} slots",
+            f"{node.gpus} GPUs do not split evenly into {slots} slots",
         )
     for name in node.env:
         if SECRET_NAME.search(name) and not name.endswith("_FILE"):
@@ -151,7 +151,7 @@ def _bucket_problems(recipe: Recipe) -> Iterator[Problem]:
     names: dict[str, int] = {}
     open_shapes: dict[int, int] = {}
     longest = 0
-    for index, bucket in enumerate(recipe.rollout.buckets):
+    for index, bucket in enumerate(recipe.rollout.buckets or ()):
         key = f"rollout.buckets[{index}]"
         if bucket.name in names:
             yield Problem(

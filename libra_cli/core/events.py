@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from libra_cli.core.costs.profile import Recalibration
+from libra_cli.core.explanation import Explanation
 from libra_cli.core.types import (
     Plan,
     Prediction,
@@ -332,7 +333,7 @@ class PlanChosen:
 
     A slot that shares GPUs with an old one is started when no process is left on these. ``order``
     names who asked for it; empty for the planner's own. ``recalibration`` are the factors that the
-    decision multiplied its costs by.
+    decision multiplied its costs by; ``explanation`` is the planner's.
     """
 
     plan: Plan
@@ -340,6 +341,7 @@ class PlanChosen:
     prediction: Prediction | None = None
     order: str = ""
     recalibration: Recalibration | None = None
+    explanation: Explanation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +351,7 @@ class PlanKept:
     why_not: str
     order: str = ""
     recalibration: Recalibration | None = None
+    explanation: Explanation | None = None
 
 
 @dataclass(frozen=True, slots=True)

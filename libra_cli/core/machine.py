@@ -49,6 +49,7 @@ from libra_cli.core.observer import RunObserver
 from libra_cli.core.planning.controller import PlanController
 from libra_cli.core.reconcile import migration, reconciler
 from libra_cli.core.reconcile.reconciler import Reconciler
+from libra_cli.core.records import MoveRecord, PlanRecord, Record
 from libra_cli.core.rollout.active import Limits, Stage
 from libra_cli.core.rollout.groups import GroupLedger, GroupState, new_trajectory
 from libra_cli.core.rollout.rows import group_record, group_records
@@ -124,6 +125,16 @@ class Machine:
             self.training.remember(resume.checkpoint, int(resume.position["step"]))
             self.training.incarnation = resume.trainer_incarnation
             self.training.step = self.training.checkpoint_step
+            self._remember(resume.records)
+
+    def _remember(self, records: Sequence[Record]) -> None:
+        """What the run has written before it goes on."""
+        for record in records:
+            self._observer.saw(record)
+        plans = [record.plan for record in records if isinstance(record, PlanRecord)]
+        moves = [record.move for record in records if isinstance(record, MoveRecord)]
+        self.controller.number_on(max(plans, default=-1))
+        self.reconciler.number_on(max(moves, default=0))
 
     def handle(self, event: e.Event, *, now: Seconds) -> list[Action]:
         """Take in one event; return what is to be done, in order.
@@ -134,13 +145,15 @@ class Machine:
         if self.run.ended_at is not None:
             return []
         actions: list[Action] = []
-        self._router.route(self._take_in(event, now), actions, now)
-        self._router.route(self._settle(now), actions, now)
-        actions += self._router.slot_rows(now, self.scheduler.waiting)
+        route = self._router.route
+        route(self._take_in(event, now), actions, now)
+        self._settle(actions, now)
+        if self._agenda.rows:
+            actions += self._router.slot_rows(now, self.scheduler.waiting)
         for action in actions:
             if isinstance(action, Save):
                 self._observer.saw(action.record)
-        self._router.route(self.controller.look(self._observe), actions, now)
+        route(self.controller.look(self._observe), actions, now)
         row = self.run.changed_row(self.training.step, self.training.published, self._waiting())
         if row is not None:
             actions.insert(0, Save(row))
@@ -155,7 +168,8 @@ class Machine:
 
     @property
     def _going(self) -> bool:
-        return self.phase in (Phase.STARTING, Phase.RUNNING)
+        phase = self.run.phase
+        return phase is Phase.RUNNING or phase is Phase.STARTING
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -256,14 +270,18 @@ class Machine:
         return Observation(
             step=self.training.step,
             plan=self.plan,
-            slots=(),
+            slots=self.controller.slots,
+            pins=tuple(self.controller.pins.items()),
             workload=workload,
             measured=measured,
             lengths=self._observer.lengths,
             evidence=self._observer.evidence,
+            recalibration=self.controller.recalibration,
             rollout_idle=0.0 if starved else self._ready_share,
             queue=len(self.scheduler) / max(1, self.scheduler.queues.seats),
             steps_left=self.recipe.run.steps - self.training.step,
+            predictions=self._observer.predictions,
+            sync_s=self._observer.sync_s,
         )
 
     def _publish(self, published: e.PublishedVersion) -> Iterator[n.Result]:
@@ -335,13 +353,19 @@ class Machine:
 
     # -- settling ---------------------------------------------------------------------------------
 
-    def _settle(self, now: Seconds) -> Iterator[n.Result]:
+    def _settle(self, actions: list[Action], now: Seconds) -> None:
         """Whatever can go on now, goes on."""
+        route = self._router.route
         if self._going:
-            yield from self._settle_slots(now)
+            route(self._settle_slots(now), actions, now)
         self._settle_routes(now)
         if self._going:
-            yield from self._go_on(now)
+            route(self._go_on(now), actions, now)
+        if not self._going:
+            route(self._end_on(now), actions, now)
+
+    def _end_on(self, now: Seconds) -> Iterator[n.Result]:
+        """A run that is being wound down comes a little nearer to its end."""
         if self.phase is Phase.DRAINING:
             yield from self.training.save()
             if self._drained:
@@ -371,16 +395,16 @@ class Machine:
 
     def _go_on(self, now: Seconds) -> Iterator[n.Result]:
         broken, target = self._broken, self.recipe.run.steps
+        run, version = self.run, self.training.step
         ready = self.training.state is TrainerState.READY
         if broken:
             yield from self._wind_down("failed", broken)
-        elif ready and self.training.step >= target:
+        elif ready and version >= target:
             yield from self._wind_down("finished", "")
-        elif self.phase is Phase.STARTING and self.scheduler.queues.seats:
-            self.run.enter(Phase.RUNNING)
-        if self.phase is not Phase.RUNNING:
+        elif run.phase is Phase.STARTING and self.scheduler.queues.seats:
+            run.enter(Phase.RUNNING)
+        if run.phase is not Phase.RUNNING:
             return
-        version = self.training.step
         if ready:  # only then does age matter
             for group in self.ledger.expire(version):
                 yield Save(group_record(group, now, detail="too old to train on"))
@@ -426,9 +450,10 @@ class Machine:
 
     def _waiting(self) -> str:
         """Who waits on whom, for people."""
-        if self.phase is Phase.STARTING:
+        phase = self.run.phase
+        if phase is Phase.STARTING:
             return "everyone waits for the first server and the trainer to start"
-        if self.phase in (Phase.DRAINING, Phase.STOPPING):
+        if phase in (Phase.DRAINING, Phase.STOPPING):
             return f"the run is ending ({self.run.outcome})"
         trainer = self.training.state
         if trainer in (TrainerState.DOWN, TrainerState.STARTING, TrainerState.STOPPING):

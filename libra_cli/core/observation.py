@@ -13,6 +13,7 @@ from statistics import fmean
 from libra_cli.core.costs.observed import CostEvidence
 from libra_cli.core.costs.profile import Recalibration
 from libra_cli.core.costs.workload import Workload
+from libra_cli.core.explanation import PastPrediction
 from libra_cli.core.types import Plan, Role, Seconds, Slot, SlotId
 
 STARVED = 0.05
@@ -28,7 +29,8 @@ class MeasuredStep:
     training waited, and those that trajectories were in play, summed over them.
 
     ``concurrency`` is how many trajectories were in play, averaged over those seconds: trajectories
-    come in bursts, and each is slowed down by those that it meets.
+    come in bursts, and each is slowed down by those that it meets. ``held_s`` are those in which
+    training waited with a full batch ready, for the staleness rule.
     """
 
     step_s: Seconds
@@ -36,6 +38,7 @@ class MeasuredStep:
     waited_s: Seconds
     in_play_s: Seconds
     concurrency: float
+    held_s: Seconds = 0.0
 
     @property
     def starved(self) -> bool:
@@ -53,6 +56,8 @@ class Observation:
     ``recalibration`` is the one under which today's plan was chosen; None for the first plan.
     ``rollout_idle`` is the share of the step (0 to 1) in which the staleness bound held rollout
     back; ``queue`` is waiting requests for each seat. ``steps_left`` is None when the end is open.
+    ``predictions`` are those of earlier decisions of which it is known what came; ``sync_s`` is how
+    long a server took to pull and load its newest version.
     """
 
     step: int
@@ -67,6 +72,8 @@ class Observation:
     rollout_idle: float = 0.0
     queue: float = 0.0
     steps_left: int | None = None
+    predictions: tuple[PastPrediction, ...] = ()
+    sync_s: Seconds = 0.0
 
 
 class InPlay:
@@ -77,6 +84,11 @@ class InPlay:
         self._at: Seconds = 0.0
         self._in_play_s: Seconds = 0.0
         self._met_s: Seconds = 0.0
+
+    def begin(self, *, now: Seconds) -> None:
+        """None is in play at ``now``, and nothing is known of before."""
+        self._playing = 0
+        self.take(now=now)
 
     def change(self, by: int, *, now: Seconds) -> None:
         """``by`` trajectories more are in play from ``now`` on."""
@@ -107,4 +119,5 @@ def mean_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
         waited_s=fmean(step.waited_s for step in steps),
         in_play_s=in_play_s / len(steps),
         concurrency=met_s / in_play_s if in_play_s else 0.0,
+        held_s=fmean(step.held_s for step in steps),
     )

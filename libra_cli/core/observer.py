@@ -1,9 +1,9 @@
 """What the machine remembers for the planner: bounded windows over the records it writes anyway.
 
 ``RunObserver.saw`` takes every record in the order it is written, so a live run, the simulator and
-a replay of a run's database (``libra rebalance --dry-run``) make the same observation of the same
-run. Windows: the trajectories of two steps and at least ``LEAST_SAMPLES``, ``RECENT_TURNS`` turns,
-``RECENT_STEPS`` steps.
+a replay of a run's database (``runtime.store.replay``, for ``libra rebalance --dry-run`` and
+``libra run --resume``) make the same observation of the same run. Windows: the trajectories of two
+steps and at least ``LEAST_SAMPLES``, ``RECENT_TURNS`` turns, ``RECENT_STEPS`` steps.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from typing import TypeAlias
 
 from libra_cli.core.costs.observed import CostEvidence, PlayedTurn, Starts, TrainedStep
 from libra_cli.core.costs.workload import TrajectorySample, Window, Workload
+from libra_cli.core.explanation import PastPrediction, past_prediction
 from libra_cli.core.observation import InPlay, MeasuredStep
 from libra_cli.core.planning.admission import RECENT
 from libra_cli.core.planning.triggers import FILLING, steps_to_average
 from libra_cli.core.records import (
+    DecisionRecord,
     GroupRecord,
     MoveRecord,
     PlanRecord,
     Record,
     SlotRecord,
     StepRecord,
+    SyncRecord,
     TrajectoryRecord,
     TurnRecord,
     VersionRecord,
@@ -59,6 +62,8 @@ class RunObserver:
         self._measured: deque[MeasuredStep] = deque(maxlen=steps_to_average(overlap))
         self._lengths: deque[float] = deque(maxlen=RECENT)
         self._ended_at: Seconds | None = None
+        #: Since the run began, or went on.
+        self._steps = 0
         self._plan = -1
         self._plan_at: Seconds = 0.0
         self._conversations = _Conversations()
@@ -66,8 +71,10 @@ class RunObserver:
         self._training = _Training()
         self._starts = _StartTimes()
         self._version_bytes = 0
+        self._sync_s: Seconds = 0.0
+        self._predictions: deque[PastPrediction] = deque(maxlen=RECENT)
 
-    def saw(self, record: Record) -> None:  # noqa: C901 - one branch a kind of record
+    def saw(self, record: Record) -> None:
         """One more record is written."""
         match record:
             case TurnRecord():
@@ -78,8 +85,6 @@ class RunObserver:
                 self._training.group(record)
             case StepRecord() if not record.checkpoint:  # written again once it has one
                 self._step(record)
-            case PlanRecord() if record.plan > self._plan:
-                self._new_plan(record)
             case SlotRecord():
                 self._starts.slot(record)
                 self._training.slot(record)
@@ -88,6 +93,17 @@ class RunObserver:
                 self._training.move(record)
             case VersionRecord():
                 self._version_bytes = record.bytes
+            case _:
+                self._saw_plan(record)
+
+    def _saw_plan(self, record: Record) -> None:
+        match record:
+            case PlanRecord() if record.plan > self._plan:
+                self._new_plan(record)
+            case DecisionRecord():
+                self._decision(record)
+            case SyncRecord() if record.verified:
+                self._sync_s = record.pull_s + record.load_s
             case _:
                 pass
 
@@ -117,6 +133,21 @@ class RunObserver:
             version_bytes=self._version_bytes,
         )
 
+    @property
+    def predictions(self) -> tuple[PastPrediction, ...]:
+        """Of the newest decisions of which it is known what came."""
+        return tuple(self._predictions)
+
+    @property
+    def sync_s(self) -> Seconds:
+        """How long a server took to pull and load its newest version."""
+        return self._sync_s
+
+    def _decision(self, row: DecisionRecord) -> None:
+        found = past_prediction(json.loads(row.explanation_json), row.observed_s)
+        if found is not None:
+            self._predictions.append(found)
+
     def _trajectory(self, row: TrajectoryRecord) -> None:
         if row.ended_at is None:
             self._in_play.change(+1, now=row.started_at)
@@ -133,7 +164,8 @@ class RunObserver:
         in_play_s, concurrency = self._in_play.take(now=row.ended_at)
         self._lengths.append(row.mean_length)
         self._training.step(row)
-        if row.step <= FILLING or row.started_at < self._plan_at:
+        self._steps += 1
+        if self._steps <= FILLING or row.started_at < self._plan_at:
             return
         self._measured.append(
             MeasuredStep(
@@ -142,10 +174,15 @@ class RunObserver:
                 waited_s=row.waited_s,
                 in_play_s=in_play_s,
                 concurrency=concurrency,
+                held_s=row.held_s,
             )
         )
 
     def _new_plan(self, row: PlanRecord) -> None:
+        if row.cause == "start":  # also of a run that goes on: nothing is in play
+            self._steps, self._ended_at = 0, None
+            self._in_play.begin(now=row.at)
+            self._conversations = _Conversations()
         self._plan, self._plan_at = row.plan, row.at
         self._measured.clear()
         self._training.plan(row)

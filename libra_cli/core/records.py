@@ -242,12 +242,6 @@ class TurnRecord:
     finish_reason: str
     moved_from: str
     """The server of the turn before, if it was another one."""
-    expected_tokens: float
-    """Tokens the trajectory was expected to generate from here on, when this turn was placed: the
-    mean, and quantiles of the distribution. 0 where the policy estimates nothing."""
-    expected_p10: float
-    expected_p50: float
-    expected_p90: float
     tools_json: str
     """``[[tool, outcome, latency_s, size], ...]``"""
 
@@ -284,6 +278,9 @@ class StepRecord:
     """Name -> number or null: the loss, and all else that the trainer and the loss name."""
     batch_json: str = "{}"
     """Name -> number or null: what ``core.rollout.batches`` says of the batch."""
+    held_s: float = 0.0
+    """Seconds of ``waited_s`` in which a full batch was ready, and the staleness rule waited for
+    groups that this step is the last one for."""
 
     @property
     def metrics(self) -> dict[str, float | None]:
@@ -402,6 +399,14 @@ class DecisionRecord:
     rollout_factor: float
     """What the costs of rollout were multiplied by, to agree with what was measured."""
     training_factor: float
+    explanation_json: str = "{}"
+    """What was chosen and why, a ``core.explanation.Explanation``; empty where the planner could
+    not decide, or what it chose was not done."""
+    observed_s: float | None = None
+    """Mean seconds of the first steps after it and after the last of its moves; None until they are
+    done."""
+    observed_steps: int = 0
+    """How many these are: fewer than planned where the next decision came first."""
 
 
 Record: TypeAlias = (

@@ -47,10 +47,10 @@ class NoticeRouter:
     def route(self, results: Iterable[n.Result], actions: list[Action], now: Seconds) -> None:
         """Hand notices on, each before the next result is asked for, and gather the actions."""
         for result in results:
-            if isinstance(result, n.NoticeBase):
-                self.route(self._heed(result, now), actions, now)
-            else:
+            if not isinstance(result, n.NoticeBase):
                 actions.append(result)
+            elif more := self._heed(result, now):
+                self.route(more, actions, now)
 
     def _heed(self, notice: n.Notice, now: Seconds) -> Iterable[n.Result]:
         """What another part does about it."""

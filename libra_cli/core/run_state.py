@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from libra_cli.core.events import PublishedVersion
 from libra_cli.core.lifecycle import follow
-from libra_cli.core.records import RunRecord
+from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.types import Seconds
 
 
@@ -55,11 +56,15 @@ class RunIdentity:
 @dataclass(frozen=True, slots=True)
 class Resume:
     """Where a run continues: a checkpoint, the ledger position in it, and the last trainer
-    incarnation, so that no version of the continued run bears a name that was given before."""
+    incarnation, so that no version of the continued run bears a name that was given before.
+
+    ``records`` are what the run has written, in order: its observer begins with them, and plans and
+    moves are numbered on."""
 
     checkpoint: str
     position: dict[str, Any]
     trainer_incarnation: int = 0
+    records: Sequence[Record] = ()
 
 
 class RunState:

@@ -187,7 +187,7 @@ class Trajectory:
     @property
     def min_version(self) -> Version | None:
         """The oldest version that produced a token, or None before the first."""
-        return min((span.version for span in self.spans), default=None)
+        return min([span.version for span in self.spans], default=None)
 
     def behind(self, held: Version) -> Iterator[tuple[int, int, int]]:
         """How many versions behind ``held`` tokens ``[start, end)`` are, as (behind, start, end).
@@ -199,4 +199,4 @@ class Trajectory:
     @property
     def max_version(self) -> Version | None:
         """The newest version that produced a token, or None before the first."""
-        return max((span.version for span in self.spans), default=None)
+        return max([span.version for span in self.spans], default=None)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Coroutine
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any, TypeAlias
 
 from libra_cli.core.actions import End, RuntimeAction, Save
@@ -103,16 +103,21 @@ class Driver:
             loop.call_later(GIVE_UP_S, self._events.put_nowait, None)
 
 
+_PLAIN = frozenset({bool, float, int, str})
+"""Types of JSON, which most fields have."""
 QUIET = (ServerSampled,)
 """Events that have a table of their own and are not worth a second row."""
 
 
 def describe(value: Any) -> dict[str, object]:
     """An event (or a dataclass in it) as JSON-able fields; token arrays become their lengths."""
-    return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    # dataclasses.fields would make its list anew for every event.
+    return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
 
 
 def _plain(value: Any) -> object:
+    if value is None or type(value) in _PLAIN:
+        return value
     if isinstance(value, array):
         return len(value)
     if is_dataclass(value) and not isinstance(value, type):

@@ -14,8 +14,8 @@ import json
 import secrets
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from libra_cli.config.errors import LibraError
@@ -27,7 +27,7 @@ from libra_cli.core.machine import Machine
 from libra_cli.core.planning.planner import DecisionMaker
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.run_state import Resume, RunIdentity
-from libra_cli.core.types import node_of
+from libra_cli.core.types import Plan, Slot, SlotId, node_of
 from libra_cli.runtime.driver import QUIET, Driver, describe
 from libra_cli.runtime.episodes.performer import EpisodePerformer
 from libra_cli.runtime.episodes.player import Episodes
@@ -44,6 +44,15 @@ from libra_cli.runtime.trainer.worker_processes import WorkerProcesses
 from libra_cli.runtime.weights import weights_of
 
 
+@dataclass(frozen=True, slots=True)
+class LastCheckpoint:
+    """Where a run goes on, the last trainer it had, and what it has written, in order."""
+
+    path: str
+    trainer_incarnation: int
+    records: Sequence[Record]
+
+
 class Session:
     """Everything that lives exactly as long as a run."""
 
@@ -54,11 +63,14 @@ class Session:
         journal: Journal,
         first: RunRecord,
         *,
+        first_plan: Callable[[frozenset[str]], tuple[Plan, tuple[Slot, ...]]],
         plan_with: Callable[[frozenset[str]], DecisionMaker],
         watch: Callable[[Record], None],
         note: Callable[[str], None],
     ) -> None:
-        """``plan_with`` makes the planner of a run on GPUs of these names."""
+        """On GPUs of these names, ``first_plan`` is what the run begins with, with its slots, and
+        ``plan_with`` makes its planner."""
+        self._first_plan = first_plan
         self._plan_with = plan_with
         self._recipe = recipe
         self._run_dir = run_dir
@@ -67,7 +79,10 @@ class Session:
         self._watch = watch
         self._note = note
         self._plan = initial_plan(recipe)
-        self._slots = {slot.id: slot for slot in slots_of(recipe)}
+        self._begun_with = slots_of(recipe)
+        #: Every slot there has been; more come with other plans.
+        self._slots: dict[SlotId, Slot] = {}
+        self._learn(self._begun_with)
         self._cluster = Cluster(
             recipe,
             self._plan,
@@ -82,6 +97,9 @@ class Session:
         self._interrupts = 0
         self._releasing = False
 
+    def _learn(self, slots: Iterable[Slot]) -> None:
+        self._slots |= {slot.id: slot for slot in slots}
+
     def _clock(self) -> float:
         return self._offset + time.monotonic()
 
@@ -92,11 +110,8 @@ class Session:
         self._journal.save(record)
         self._watch(record)
 
-    async def run(self, resume_from: str = "", trainer_incarnation: int = 0) -> RunRecord:
-        """Run to the end; returns the run's last row.
-
-        ``resume_from`` is a checkpoint, ``trainer_incarnation`` the last one of the run that goes
-        on.
+    async def run(self, goes_on: LastCheckpoint | None = None) -> RunRecord:
+        """Run to the end, from a checkpoint if the run ``goes_on``; returns the run's last row.
 
         Raises:
             LibraError: it could not be started, or failed in a way only a user can mend.
@@ -104,7 +119,7 @@ class Session:
         self._catch_signals()
         self._save(self._run)
         try:
-            end = await self._whole(resume_from, trainer_incarnation)
+            end = await self._whole(goes_on)
             self._ended(end.state, end.error)
         except asyncio.CancelledError:
             self._ended("stopped", "stopped while starting")
@@ -145,24 +160,26 @@ class Session:
 
     # -- the parts ------------------------------------------------------------------------------
 
-    async def _whole(self, resume_from: str, trainer_incarnation: int) -> End:
+    async def _whole(self, goes_on: LastCheckpoint | None) -> End:
         recipe, cluster = self._recipe, self._cluster
         await cluster.open(self._run_dir / "model")
+        self._plan, self._begun_with = self._first_plan(cluster.gpu_names)
+        self._learn(self._begun_with)
         renderer = Renderer(self._run_dir / "model")
         episodes = Episodes(recipe.environment, renderer)
         try:
             await episodes.check(recipe.run.seed)
-            resume = await self._find_resume(resume_from, trainer_incarnation)
+            resume = await self._find_resume(goes_on)
             return await self._drive(renderer, episodes, resume)
         finally:
             episodes.close()
 
-    async def _find_resume(self, checkpoint: str, trainer_incarnation: int) -> Resume | None:
-        if not checkpoint:
+    async def _find_resume(self, goes_on: LastCheckpoint | None) -> Resume | None:
+        if goes_on is None:
             return None
         head = self._cluster.hosts[node_of(self._plan.train[0])]
-        position = json.loads(await head.transport.get(f"{checkpoint}/ledger.json"))
-        return Resume(checkpoint, position, trainer_incarnation)
+        position = json.loads(await head.transport.get(f"{goes_on.path}/ledger.json"))
+        return Resume(goes_on.path, position, goes_on.trainer_incarnation, goes_on.records)
 
     async def _drive(self, renderer: Renderer, episodes: Episodes, resume: Resume | None) -> End:
         driver = Driver(self._machine(resume), clock=self._clock, save=self._save, tell=self._tell)
@@ -186,7 +203,7 @@ class Session:
     def _machine(self, resume: Resume | None) -> Machine:
         run = self._run
         identity = RunIdentity(run.id, run.recipe, run.controller_pid, run.controller_started)
-        slots = list(self._slots.values())
+        slots = self._begun_with
         return Machine(self._recipe, self._plan, slots, identity, resume=resume)
 
     def _performer(
@@ -206,5 +223,7 @@ class Session:
         )
 
     def _tell(self, now: float, event: events.Event) -> None:
+        if isinstance(event, events.PlanChosen):
+            self._learn(event.slots)
         if not isinstance(event, QUIET):
             self._journal.event(now, type(event).__name__, describe(event))

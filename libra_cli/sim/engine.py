@@ -472,7 +472,8 @@ class Engine:
         count = self._count
         self._take_blocks(self._blocks_taken(count))
         self._advance_decoding(count)
-        self._finish_ended(done)
+        if self._ending[0][0] <= self._steps:
+            self._finish_ended(done)
 
     def _take_blocks(self, count: int) -> None:
         cache = self._cache
@@ -488,13 +489,15 @@ class Engine:
         self.prefilled_tokens += self._chunk
         for live, tokens in chunks:
             computed = live.computed
-            live.computed = computed + tokens
+            reached = live.computed = computed + tokens
             live.prefilled += tokens
-            if computed < live.known:
-                again = min(live.known, live.computed) - computed
+            known = live.known
+            if computed < known:
+                again = (known if known < reached else reached) - computed
                 live.reprefilled += again
                 self.reprefilled_tokens += again
-        self._finish_ended(done)
+        if self._ending and self._ending[0][0] <= self._steps:
+            self._finish_ended(done)
         for live, _ in chunks:
             if live.computed == live.target:
                 self._begin_decoding(live, done)

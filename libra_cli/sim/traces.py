@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -74,6 +74,21 @@ class RecordedEpisode:
             replace(turn, generated=max(1, round(turn.generated * factor))) for turn in self.turns
         )
         return replace(self, turns=turns)
+
+    def repeated(self, factor: float) -> RecordedEpisode:
+        """The same with ``factor`` times as many turns: those before the last, over and over.
+
+        One of a single turn stays as it is: there is nothing that it could do again.
+        """
+        *body, last = self.turns
+        number = max(1, round(len(self.turns) * factor)) - 1
+        turns = tuple(body[at % len(body)] for at in range(number)) if body else ()
+        return replace(self, turns=(*turns, last))
+
+    def with_tool_times(self, times: Sequence[Seconds]) -> RecordedEpisode:
+        """The same with these seconds after its turns: in a tool, or until a user replies."""
+        pairs = zip(self.turns, times, strict=True)
+        return replace(self, turns=tuple(replace(turn, tool_s=tool_s) for turn, tool_s in pairs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ class FakeTokens:
 
     def extend(self, more: FakeTokens) -> None:
         """So many more."""
-        self.number += len(more)
+        self.number += more.number
 
     def frombytes(self, data: bytes) -> None:
         """So many more."""
@@ -235,6 +235,8 @@ class World:
         self._woken: dict[str, Seconds] = {}
         self._dirty: dict[str, Engine] = {}
         self._ended = False
+        #: Whether servers that work slow the trainer down.
+        self._slows = scene.training_slowdown > 1.0
         self._planner = planner
         self._slots = {slot.id: slot for slot in scene.slots}
         self._trainer = SimTrainer(
@@ -257,7 +259,11 @@ class World:
                 self._milestone(*what)
             else:
                 self._give(what)
-            self._wake_engines()
+            if self._dirty:
+                self._wake_engines()
+            if self._slows:
+                work = any(engine.running or engine.waiting for engine in self.engines.values())
+                self._trainer.pace(servers_work=work)
         self.recording.ended_at = self.now
         return self.recording
 
@@ -275,6 +281,20 @@ class World:
 
     def _perform(self, action: a.Action) -> None:  # noqa: C901, PLR0912, PLR0915 - one branch each
         match action:
+            case a.Save():
+                self.recording.keep(action.record, self.now)
+            case a.Generate():
+                self._generate(action)
+            case a.AdvanceEpisode():
+                self._advance_episode(action)
+            case a.StartEpisode():
+                self._start_episode(action)
+            case a.AbortTurn():
+                self._abort_turn(action)
+            case a.FinishEpisode():
+                self._finish_episode(action)
+            case a.ForgetEpisode():
+                self._plays.pop(action.trajectory, None)
             case a.StartServer():
                 self._start_server(action)
             case a.CheckServer():
@@ -307,22 +327,8 @@ class World:
                 self._propose(action)
             case a.AnswerOrder():
                 pass  # in virtual time nobody gives orders
-            case a.StartEpisode():
-                self._start_episode(action)
-            case a.Generate():
-                self._generate(action)
-            case a.AbortTurn():
-                self._abort_turn(action)
-            case a.AdvanceEpisode():
-                self._advance_episode(action)
-            case a.FinishEpisode():
-                self._finish_episode(action)
-            case a.ForgetEpisode():
-                self._plays.pop(action.trajectory, None)
             case a.Wake():
                 self._later(e.TimerFired(action.name), action.after_s)
-            case a.Save():
-                self.recording.keep(action.record, self.now)
             case a.End():
                 self._end(action)
             case _:
@@ -335,14 +341,11 @@ class World:
                 self._woken[slot] = at
                 heapq.heappush(self._heap, (at, next(self._order), (slot, engine)))
         self._dirty.clear()
-        if self.scene.training_slowdown > 1.0:
-            work = any(engine.running or engine.waiting for engine in self.engines.values())
-            self._trainer.pace(servers_work=work)
 
     def _milestone(self, slot: str, engine: Engine) -> None:
-        if self.engines.get(slot) is not engine or self._woken.get(slot) != self.now:
+        if self._woken.get(slot) != self.now or self.engines.get(slot) is not engine:
             return  # something came in between
-        self._woken.pop(slot)
+        del self._woken[slot]
         self._dirty[slot] = engine
         for done in engine.advance(self.now):
             self._generated(self._requests.pop(done.id), done)
@@ -420,9 +423,10 @@ class World:
         play = self._plays.get(asked.trajectory)
         if play is None:
             return
-        whole = done.generated == _left(play, asked)
-        play.said = 0 if whole else play.said + done.generated
-        play.known = len(asked.prompt_ids) + done.generated
+        generated = done.generated
+        whole = generated == _left(play, asked)
+        play.said = 0 if whole else play.said + generated
+        play.known = len(asked.prompt_ids) + generated
         version = asked.cache_key.step
         self._give(
             e.TurnGenerated(
@@ -431,9 +435,9 @@ class World:
                 slot=asked.slot,
                 incarnation=asked.incarnation,
                 prompt_ids=asked.prompt_ids,
-                token_ids=_ids(done.generated),
-                logprobs=cast("array[float]", FakeTokens(done.generated)),
-                spans=(VersionSpan(version, 0, done.generated),) if done.generated else (),
+                token_ids=_ids(generated),
+                logprobs=cast("array[float]", FakeTokens(generated)),
+                spans=(VersionSpan(version, 0, generated),) if generated else (),
                 newest=asked.cache_key,
                 cache_key=asked.cache_key,
                 finish_reason="stop" if whole else ABORTED,

@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from libra_cli.app.costs import costs_of_run, profile_of_recipe, recipe_planner
+from libra_cli.app.first_plan import first_plan, recorded_samples
 from libra_cli.app.rebalance.replay import gpu_names, observation_of_run
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.placement import initial_plan, slots_of
+from libra_cli.core.costs.expected import workload_of
 from libra_cli.core.costs.profile import Profile
-from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.planner import Planner
 from libra_cli.report.status.run_state import LIVE
@@ -22,7 +22,7 @@ from libra_cli.report.status.summary import summary
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import recipe_of
-from libra_cli.sim.traces import RecordedEpisode, Trace, load_trace
+from libra_cli.sim.traces import load_trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +57,15 @@ def case_of_recipe(path: Path, trace: str, profile: str | None) -> Case:
     recipe = load_recipe(path)
     recorded = load_trace(trace)
     prices = profile_of_recipe(recipe, path, profile)
-    samples, cut = _samples(recorded, recipe.model.max_len)
+    samples, cut = recorded_samples(recorded.episodes, recipe.model.max_len)
+    plan, slots = first_plan(recipe)
     notes = [f"{recorded.name} has no {lack}" for lack in recorded.lacks if lack == "tool times"]
     if cut:
         notes.append(
             f"{cut:,} of {len(samples):,} trajectories of the trace are longer than model.max_len "
             f"{recipe.model.max_len:,} and are cut there, as a run would"
         )
-    notes.append("to begin with another plan, give each slot its side in the recipe: nodes[].pool")
-    overlap = 1.0 + recipe.training.max_staleness
+    notes.append("to begin with the plan for this trace, name it in the recipe: planner.trace")
     return Case(
         of="recipe",
         name=str(path),
@@ -73,49 +73,15 @@ def case_of_recipe(path: Path, trace: str, profile: str | None) -> Case:
         recipe=recipe,
         observation=Observation(
             step=0,
-            plan=initial_plan(recipe),
-            slots=slots_of(recipe),
-            workload=Workload(samples, recipe.trajectories_per_step, overlap),
+            plan=plan,
+            slots=slots,
+            workload=workload_of(recipe, samples),
         ),
         planner=recipe_planner(recipe, lambda plan, evidence: prices, elastic=False),
         profile=prices,
         source="given",
         told_from=f"{len(samples):,} trajectories of {recorded.name}",
         notes=tuple(notes),
-    )
-
-
-def _samples(trace: Trace, max_len: int) -> tuple[tuple[TrajectorySample, ...], int]:
-    samples = [_sample(episode) for episode in trace.episodes]
-    kept = [_cut(sample, max_len) for sample in samples]
-    cut = sum(before is not after for before, after in zip(samples, kept, strict=True))
-    return tuple(kept), cut
-
-
-def _sample(episode: RecordedEpisode) -> TrajectorySample:
-    return TrajectorySample(
-        prompt=episode.prompt,
-        generated=episode.generated,
-        observed=episode.context - episode.prompt - episode.generated,
-        turns=len(episode.turns),
-        tool_s=sum(turn.tool_s for turn in episode.turns),
-    )
-
-
-def _cut(sample: TrajectorySample, max_len: int) -> TrajectorySample:
-    """The same at most ``max_len`` tokens long, as if it grew evenly."""
-    if sample.context <= max_len:
-        return sample
-    prompt = min(sample.prompt, max_len - 1)
-    share = (max_len - prompt) / (sample.context - sample.prompt)
-    generated = min(max(1, int(sample.generated * share)), max_len - prompt)
-    return replace(
-        sample,
-        prompt=prompt,
-        generated=generated,
-        observed=max_len - prompt - generated,
-        turns=max(1, round(sample.turns * share)),
-        tool_s=sample.tool_s * share,
     )
 
 

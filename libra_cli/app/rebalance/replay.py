@@ -1,15 +1,12 @@
 """The observation of a run, made again from its database, as its machine made it while it went on.
 
-The records are put back in the order they were written and shown to the same ``RunObserver`` that
-the machine shows them to.
+The records are put back in the order they were written (``runtime.store.replay``) and shown to the
+same ``RunObserver`` that the machine shows them to.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import TypeAlias
 
 from libra_cli.config.errors import StateError
 from libra_cli.config.recipe import Recipe
@@ -18,22 +15,11 @@ from libra_cli.core.costs.profile import Recalibration
 from libra_cli.core.observation import Observation
 from libra_cli.core.observer import RunObserver
 from libra_cli.core.planning.controller import plan_of_record
-from libra_cli.core.records import (
-    DecisionRecord,
-    GroupRecord,
-    MoveRecord,
-    PlanRecord,
-    Record,
-    SlotRecord,
-    StepRecord,
-    TrajectoryRecord,
-    TurnRecord,
-    VersionRecord,
-)
+from libra_cli.core.planning.planner import roles_of
+from libra_cli.core.records import DecisionRecord, SlotRecord
+from libra_cli.core.types import Plan, Pool, Slot
 from libra_cli.runtime.store.reader import Reader
-
-Entry: TypeAlias = tuple[float, int, Record]
-"""When a record was written, its place among those of that time, and the record."""
+from libra_cli.runtime.store.replay import records_in_order
 
 
 def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observation:
@@ -48,7 +34,7 @@ def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observa
         trajectories_per_step=recipe.trajectories_per_step,
         overlap=1.0 + recipe.training.max_staleness,
     )
-    for _, _, record in sorted(_entries(reader), key=lambda entry: entry[:2]):
+    for record in records_in_order(reader):
         observer.saw(record)
     workload = observer.workload
     if workload is None:
@@ -59,60 +45,30 @@ def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observa
     plans, step = reader.plans(), reader.run().step
     decisions = reader.rows(DecisionRecord)
     last = next((row for row in reversed(decisions) if row.plan is not None), None)
+    plan = plan_of_record(plans[-1]) if plans else initial_plan(recipe)
     return Observation(
         step=step,
-        plan=plan_of_record(plans[-1]) if plans else initial_plan(recipe),
-        slots=slots_of(recipe),
+        plan=plan,
+        slots=_slots_of(reader, recipe, plan),
         workload=workload,
         measured=observer.measured,
         lengths=observer.lengths,
         evidence=observer.evidence,
         recalibration=Recalibration(last.rollout_factor, last.training_factor) if last else None,
         steps_left=recipe.run.steps - step if live else recipe.run.steps,
+        predictions=observer.predictions,
+        sync_s=observer.sync_s,
     )
 
 
-def _entries(reader: Reader) -> Iterator[Entry]:
-    yield from _slots(reader)
-    yield from _turns(reader)
-    yield from _moves(reader)
-    for version in reader.rows(VersionRecord):
-        yield version.published_at, 6, version
-    trained: dict[int | None, float] = {}
-    for step in reader.rows(StepRecord):
-        trained[step.step] = step.ended_at
-        yield step.ended_at, 7, replace(step, checkpoint="")
-    for group in reader.rows(GroupRecord):
-        yield trained.get(group.step, group.ended_at or group.started_at), 8, group
-
-
-def _turns(reader: Reader) -> Iterator[Entry]:
-    """Trajectories that begin, play their turns and end."""
-    for trajectory in reader.rows(TrajectoryRecord):
-        yield trajectory.started_at, 2, replace(trajectory, state="running", ended_at=None)
-        if trajectory.ended_at is not None:
-            yield trajectory.ended_at, 4, trajectory
-    for turn in reader.rows(TurnRecord):
-        yield turn.ended_at, 3, turn
-
-
-def _moves(reader: Reader) -> Iterator[Entry]:
-    """Plans, and the slots that began to move and arrived."""
-    for plan in reader.rows(PlanRecord):
-        yield plan.at, 0, plan
-    for move in reader.rows(MoveRecord):
-        yield move.started_at, 5, replace(move, state="queued", ended_at=None)
-        if move.ended_at is not None:
-            yield move.ended_at, 5, move
-
-
-def _slots(reader: Reader) -> Iterator[Entry]:
-    """The states that the slots went through, with the GPUs that they have."""
-    rows = {row.slot: row for row in reader.rows(SlotRecord)}
-    for state in reader.slot_history():
-        now = rows.get(state.slot)
-        if now is not None:
-            yield state.since, 1, replace(now, state=state.state, since=state.since)
+def _slots_of(reader: Reader, recipe: Recipe, plan: Plan) -> tuple[Slot, ...]:
+    """The recipe's slots; those of the plan where the planner cuts the nodes up."""
+    if not recipe.has_open_nodes:
+        return slots_of(recipe)
+    known = {slot.id: slot for slot in slots_of(recipe)}
+    for row in reader.rows(SlotRecord):
+        known[row.slot] = Slot(row.slot, row.node, tuple(json.loads(row.gpus_json)), Pool(row.pool))
+    return tuple(known[slot] for slot in roles_of(plan))
 
 
 def gpu_names(reader: Reader, recipe: Recipe) -> frozenset[str]:

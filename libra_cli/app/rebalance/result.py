@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from statistics import fmean
 
@@ -9,6 +10,7 @@ from libra_cli.app.rebalance.cases import Case
 from libra_cli.core.planning.planner import Decision
 from libra_cli.core.planning.search import Times
 from libra_cli.core.types import Plan, Pool
+from libra_cli.report.status.plans import ExplanationPart
 from libra_cli.report.status.rebalance import (
     FORMAT,
     Corrections,
@@ -58,6 +60,7 @@ def result_of(case: Case) -> RebalanceResult:
             for move in decision.moves
         ],
         verdict=_verdict(case, decision),
+        explanation=_explanation(case, decision),
         reasons=list(decision.reasons),
         notes=list(case.notes),
     )
@@ -91,6 +94,17 @@ def _verdict(case: Case, decision: Decision) -> Verdict:
         payback_steps=decision.payback_steps if running else None,
         horizon_steps=decision.horizon if running else None,
     )
+
+
+def _explanation(case: Case, decision: Decision) -> ExplanationPart | None:
+    """The object that a live run keeps with its decision; before a run begins, no move costs."""
+    if decision.explanation is None:
+        return None
+    explained: ExplanationPart = json.loads(decision.explanation.to_json())
+    if case.of != "run":
+        explained["cost_s"] = 0.0
+        explained["payback_steps"] = explained["horizon_steps"] = None
+    return explained
 
 
 def _plan(case: Case, plan: Plan) -> PlanResult:

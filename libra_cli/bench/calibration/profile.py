@@ -80,7 +80,7 @@ def profile_of(measured: CalibrationMeasurement) -> Profile:
             facts=facts,
             node_bandwidth=NODE_BANDWIDTH,
             network_bandwidth=NETWORK_BANDWIDTH,
-            node_gpus=max(node.slots for node in measured.recipe.nodes),
+            node_gpus=max(node.num_slots for node in measured.recipe.nodes),
             micro_tokens=measured.recipe.training.micro_batch_tokens,
         ),
         moves=_moves(measured),
@@ -157,7 +157,7 @@ def _memory_gib(measured: CalibrationMeasurement) -> float:
         if node.gpus:
             found += [gpu["mem_total"] / GIB for gpu in gpus[: node.gpus]]
         else:
-            found.append(float(str(host["mem_total"])) / GIB / node.slots)
+            found.append(float(str(host["mem_total"])) / GIB / node.num_slots)
     return min(found)
 
 

@@ -2,7 +2,7 @@
 
 Drawings as SVG, a few lines of CSS, no script; light or dark as the reader's. It holds a table, a
 drawing of the contenders with their intervals for every comparison, and of the runs whose timelines
-were kept the slots over time, the lengths, and how good the estimates were. Slots, bins and points
+were kept the slots over time, and the lengths. Slots, bins and points
 are bounded, so a long experiment gives a file of the same size.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from libra_cli import __version__
-from libra_cli.bench.report import terminal
+from libra_cli.bench.report import sheets, terminal
 from libra_cli.report.html.run_report import Chart
 
 if TYPE_CHECKING:
@@ -35,9 +35,6 @@ _MAX_SLOTS = 48
 _MAX_TIMELINES = 6
 _MAX_SMALL = 8
 _LENGTH_POINTS = 200
-_CLAIRVOYANT = "clairvoyant"
-_FEW_CALIBRATION = 20
-"""Estimates in a bin of the calibration, below which its dot is drawn small."""
 COLOURS = {
     "serving": "a",
     "training": "b",
@@ -77,7 +74,7 @@ def bench_page(
         tiles=_tiles(results),
         sections=[_section(number, result) for number, result in enumerate(results)],
         slots=_slot_charts(timelines),
-        charts=[*_lengths(timelines), *_calibrations(timelines)],
+        charts=_lengths(timelines),
         version=__version__,
     )
 
@@ -118,6 +115,7 @@ def _section(number: int, result: ExperimentResult) -> dict[str, object]:
     return {
         "title": result.title,
         "notes": result.notes,
+        "sheet": sheets.regret_sheet(result.regrets) if result.regrets else None,
         "comparisons": [
             {
                 "subject": terminal.subject(comparison),
@@ -200,7 +198,7 @@ def _paired(summary: ComparisonSummary, zero: float) -> Interval | None:
 def _dot_colour(comparison: Comparison, summary: ComparisonSummary) -> str:
     if summary is _ours(comparison):
         return "a"
-    return "good" if _CLAIRVOYANT in (summary.policy, summary.planner) else "ink"
+    return "ink" if summary.causal else "good"
 
 
 def _colour(variable: str) -> str:
@@ -298,7 +296,7 @@ def _who(run: Timeline) -> str:
     return ", ".join(part for part in parts if part)
 
 
-# -- lengths and estimates -------------------------------------------------------------------------
+# -- lengths --------------------------------------------------------------------------------------
 
 
 def _lengths(timelines: Sequence[Timeline]) -> list[Chart]:
@@ -346,34 +344,3 @@ def _survival(lengths: Sequence[int]) -> tuple[list[float], list[float], list[fl
         trajectories.append(1 - at / len(lengths))
         tokens.append(1 - below[at] / max(1, below[-1]))
     return xs, trajectories, tokens
-
-
-def _calibrations(timelines: Sequence[Timeline]) -> list[Chart]:
-    from libra_cli.report.html.charts import drawing
-
-    guessed = [s for s in timelines if s.calibration and s.policy != _CLAIRVOYANT]
-    shown = {(s.trace, s.variant, s.policy, s.planner): s for s in guessed}
-    charts = []
-    for number, run in enumerate(list(shown.values())[:_MAX_SMALL]):
-
-        def paint(axes: Axes, run: Timeline = run) -> None:
-            axes.plot((0, 1), (0, 1), color=_colour("muted"), linewidth=1.0, dashes=(4, 3))
-            points = sorted(run.calibration)
-            axes.plot(
-                [p for p, _, _ in points], [o for _, o, _ in points], color=_colour("a"), lw=1.4
-            )
-            for predicted, observed, count in points:
-                size = 6.0 if count >= _FEW_CALIBRATION else 3.0
-                axes.plot(predicted, observed, "o", color=_colour("a"), markersize=size)
-            axes.set_xlim(-0.02, 1.02)
-            axes.set_ylim(-0.02, 1.05)
-            for axis in (axes.xaxis, axes.yaxis):
-                axis.set_major_formatter(lambda value, _: f"{value:.0%}")
-            axes.grid(axis="y")
-
-        count = sum(point[2] for point in run.calibration)
-        unit = f"{run.trace}, {run.policy}: {count:,} predictions"
-        keys = (("a", "dot", "how often what was predicted came true"), ("muted", "dash", "ideal"))
-        svg = drawing(f"calibration-{number}", paint, width=520, height=230)
-        charts.append(Chart("Calibration", unit, svg, keys))
-    return charts

@@ -16,7 +16,6 @@ from libra_cli.bench.fidelity.server import (
     Fidelity,
     ServerComparison,
 )
-from libra_cli.bench.placement import PlacementRow
 from libra_cli.bench.publication import (
     LONG_RATIO,
     ROLLOUT_GROWTH,
@@ -25,8 +24,8 @@ from libra_cli.bench.publication import (
     PublicationResult,
     PublicationRow,
 )
-from libra_cli.bench.report.terminal import Sheet, amount
-from libra_cli.bench.results import interval
+from libra_cli.bench.report.terminal import Sheet, amount, share
+from libra_cli.bench.results import LEAST_GAIN, Interval, Regret
 from libra_cli.core.costs.profile import Profile
 
 NEAREST = 8
@@ -125,53 +124,45 @@ def _run_json(one: LiveFidelity) -> dict[str, object]:
     }
 
 
-# -- estimates -------------------------------------------------------------------------------------
-
-_PLACEMENT = (
-    ("right\n%", "right_share", 100.0),
-    ("recall\n%", "mean_recall", 100.0),
-    ("wrong, %\nof moves", "wrong_share", 100.0),
-    ("wrong\n/ 100", "wrong_per_100", 1.0),
-    ("moves\n/ 100", "moves_per_100", 1.0),
-    ("calibr.\nerror %", "calibration_error", 100.0),
-)
-"""Columns of the placement table: heading, attribute of a row, factor."""
+# -- regret ----------------------------------------------------------------------------------------
 
 
-def placement_report(rows: Sequence[PlacementRow]) -> Report:
-    """Who puts a trajectory where it belongs; a table a trace."""
-    traces = dict.fromkeys(row.trace for row in rows)
-    sheets = [_placement_sheet(name, [row for row in rows if row.trace == name]) for name in traces]
-    return Report(tuple(sheets), {"placement": [asdict(row) for row in rows]})
-
-
-def _placement_sheet(trace: str, rows: Sequence[PlacementRow]) -> Sheet:
-    by_name: dict[str, list[PlacementRow]] = {}
-    for row in rows:
-        by_name.setdefault(row.estimator, []).append(row)
-    table = [
-        (name, *(_placement_cell(mine, column, scale) for _, column, scale in _PLACEMENT))
-        for name, mine in by_name.items()
+def regret_sheet(found: Sequence[Regret]) -> Sheet:
+    """What libra lost, a row for each trace, drift and start, and what the columns mean."""
+    columns = ("", "start", "regret", "steady", "of the\ngain", "over\nuniform", "moves")
+    rows = [
+        (
+            f"{one.trace.partition('_')[0]}, {one.variant}",
+            one.start,
+            f"{_percents(one.regret)}{_half(one.ci95)} %",
+            f"{_percents(one.steady_regret)} %",
+            share(one.share_of_clairvoyant, None),
+            f"{_percents(one.over_uniform)} %",
+            amount(round(one.moves)),
+        )
+        for one in found
     ]
-    seeds, placements = len(next(iter(by_name.values()))), rows[0].placements
+    worst = max(found, key=lambda one: one.regret)
+    mean = fmean(one.regret for one in found)
+    where = f"{worst.trace}, {worst.variant}, {worst.start} start"
+    nothing = f"a dash where {LEAST_GAIN:.0%} or less is to be gained"
     notes = (
-        f"{placements:,} placements, by folds over tasks"
-        + (f"; ± 95 % interval over {seeds} seeds" if seeds > 1 else ""),
-        "right: in the true bucket of three; recall: mean over the buckets",
-        "wrong: a move that ends further from the true bucket than it began",
+        f"mean regret {_percents(mean)} %, at most {_percents(worst.regret)} % ({where})",
+        "regret: by how much the best static plan in hindsight has the greater throughput",
+        "steady: the same without the filling of the pipeline at the start of the run",
+        f"of the gain: libra's part of the clairvoyant's over it; {nothing}",
     )
-    return Sheet(trace, ("", *(title for title, _, _ in _PLACEMENT)), table, notes)
+    seeds = max(one.seeds for one in found)
+    about = f"; ± 95 % interval over {seeds} seeds" if seeds > 1 else ""
+    return Sheet(f"regret{about}", columns, rows, notes)
 
 
-def _placement_cell(rows: Sequence[PlacementRow], column: str, scale: float) -> str:
-    values = [scale * value for row in rows if (value := getattr(row, column)) is not None]
-    if not values:
-        return "–"
-    spread = interval(values)
-    if spread is None:
-        return f"{fmean(values):.1f}"
-    half = (spread[1] - spread[0]) / 2
-    return f"{fmean(values):.1f}±{half:.{0 if half >= 9.95 else 1}f}"
+def _percents(part: float) -> str:
+    return f"{part * 100:+.1f}"
+
+
+def _half(spread: Interval | None) -> str:
+    return "" if spread is None else f" ± {(spread[1] - spread[0]) * 50:.1f}"
 
 
 # -- the paper -------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
-"""Which slot does what at first: the split the recipe gives.
+"""Which slot does what at first, while nothing is known but the recipe: the split it gives.
 
+The planner replaces it before anything starts wherever there are prices (``planning.first_plan``).
 The control law of ``initial_plan``:
 
 - A slot of pool ``rollout`` serves, one of pool ``train`` trains. That is never changed.
@@ -14,6 +15,9 @@ The control law of ``initial_plan``:
 - Buckets are filled in the order of the recipe: a bucket takes slots with exactly
   ``tensor_parallel`` GPUs (a slot without GPUs counts as 1), first those with a ``slots`` count,
   then the one without takes what is left of its shape. No slot may be left over.
+- Open nodes have no slots yet. About a third of their GPUs trains, as many on each of its nodes,
+  and the rest serves with equal servers: of a bucket's shape, or as large as there is room for,
+  since whether smaller ones hold the model nobody knows before there are prices.
 
 Guarantee: a plan has at least one server and one train slot, every slot has exactly one role, and
 the same recipe gives the same plan. Limit: it looks at no measurement and proposes no move; that
@@ -27,6 +31,7 @@ from collections import Counter
 from libra_cli.config.errors import RecipeError
 from libra_cli.config.recipe import BucketSpec, NodeSpec, Recipe
 from libra_cli.config.rules import Problem
+from libra_cli.core.cluster.gpu_nodes import GpuNodes
 from libra_cli.core.launch.trainer_backend import TrainerBackend, ranks_per_node, trainer_backend
 from libra_cli.core.types import Bucket, Plan, Pool, Slot, SlotId
 
@@ -39,9 +44,40 @@ class PlanError(RecipeError):
         self.problem = Problem((key, "nodes", "rollout.buckets"), reason)
 
 
+NEAR = 16
+"""How many GPUs more or fewer than a third may train where that leaves fewer without work."""
+SEATS = 128
+"""Requests that a server of open nodes runs at a time; its KV cache is what admits them."""
+
+
 def slots_of(recipe: Recipe) -> tuple[Slot, ...]:
-    """Every slot, in the order of the recipe. A slot of pool ``auto`` is hybrid."""
+    """Every slot, in the order of the recipe. A slot of pool ``auto`` is hybrid.
+
+    Of open nodes: those of ``initial_plan``, until there is another plan.
+    """
+    if recipe.has_open_nodes:
+        return _cut_up(recipe)[1]
     return tuple(slot for node in recipe.nodes for slot in _slots_of_node(node))
+
+
+def open_nodes(recipe: Recipe) -> GpuNodes:
+    """The nodes of a recipe that leaves it to the planner what slots they have."""
+    return GpuNodes(tuple((node.name, node.gpus) for node in recipe.nodes))
+
+
+def shapes_of(recipe: Recipe) -> tuple[int, ...]:
+    """Tensor-parallel degrees that servers of open nodes may have: the buckets', or any."""
+    degrees = open_nodes(recipe).degrees
+    if recipe.rollout.buckets is None:
+        return degrees
+    return tuple(d for d in degrees if d in {b.tensor_parallel for b in recipe.rollout.buckets})
+
+
+def seats_of(recipe: Recipe) -> int:
+    """The most requests that any server runs at the same time."""
+    if recipe.rollout.buckets is None:
+        return SEATS if recipe.has_open_nodes else BucketSpec().max_num_seqs
+    return max(bucket.max_num_seqs for bucket in recipe.rollout.buckets)
 
 
 def initial_plan(recipe: Recipe) -> Plan:
@@ -51,6 +87,8 @@ def initial_plan(recipe: Recipe) -> Plan:
         PlanError: there is none.
         PluginError: there is no trainer backend of the recipe's name.
     """
+    if recipe.has_open_nodes:
+        return _cut_up(recipe)[0]
     slots = slots_of(recipe)
     train, reason = _choose_train(slots, trainer_backend(recipe.training.backend))
     return plan_with(recipe, slots, train, reason)
@@ -72,12 +110,66 @@ def plan_with(
     _check_halves(len(slots), train, serving)
     training = [slot for slot in slots if slot.id in train]
     _check_trainer(training, trainer_backend(recipe.training.backend))
-    servers = _fill_buckets(recipe.rollout.buckets, serving, max_len=recipe.model.max_len)
+    if recipe.has_open_nodes:
+        servers = _of_any_shape(recipe, serving)
+    else:
+        buckets = recipe.rollout.buckets or (BucketSpec(),)
+        servers = _fill_buckets(buckets, serving, max_len=recipe.model.max_len)
     return Plan(
         servers=servers,
         train=tuple(slot.id for slot in slots if slot.id in train),
         reasons=(why, _describe(servers)),
         gradient=tuple(slot.id for slot in slots if slot.id in gradient),
+    )
+
+
+def _cut_up(recipe: Recipe) -> tuple[Plan, tuple[Slot, ...]]:
+    """The first plan of open nodes, and its slots."""
+    nodes, shapes = open_nodes(recipe), shapes_of(recipe)
+    if not shapes:
+        raise PlanError(
+            "rollout.buckets",
+            f"have no tensor_parallel for which a node has room: nodes have up to "
+            f"{max(number for _, number in nodes.nodes)} GPUs, and servers 1, 2, 4 or 8",
+        )
+    third, least = -(-nodes.gpus // 3), recipe.planner.min_rollout
+    found = [
+        (nodes.gpus - ranks - degree * servers, -degree, abs(ranks - third), ranks)
+        for ranks in range(max(1, third - NEAR), min(nodes.gpus, third + NEAR + 1))
+        if (base := nodes.base(ranks, ranks))
+        for degree in shapes
+        if (servers := nodes.room(degree, base)) >= least
+    ]
+    if not found:
+        raise PlanError(
+            "nodes",
+            f"give {_count(nodes.gpus, 'GPU')}: too few for a trainer and {_count(least, 'server')}"
+            f" of {shapes[0]} (give more, or lower planner.min_rollout)",
+        )
+    _, degree, _, ranks = min(found)
+    base = nodes.base(ranks, ranks)
+    slots = nodes.servers({-degree: nodes.room(-degree, base)}, base)
+    why = (
+        f"{_count(ranks, 'GPU')} of {nodes.gpus} train, about a third of them to begin with, "
+        "beside servers as large as there is room for"
+    )
+    every = (*slots, *base)
+    return plan_with(recipe, every, frozenset(slot.id for slot in base), why), every
+
+
+def _of_any_shape(recipe: Recipe, serving: tuple[Slot, ...]) -> tuple[tuple[SlotId, Bucket], ...]:
+    """Servers on slots of open nodes, each with as many GPUs as its slot has."""
+    shapes, seats = shapes_of(recipe), seats_of(recipe)
+    for slot in serving:
+        if len(slot.gpus) not in shapes:
+            raise PlanError(
+                "nodes",
+                f"slot {slot.id} has {_count(len(slot.gpus), 'GPU')}, and a server has "
+                f"{', '.join(map(str, shapes))}",
+            )
+    longest = recipe.model.max_len
+    return tuple(
+        (slot.id, Bucket(f"TP{(n := len(slot.gpus))}", n, seats, longest)) for slot in serving
     )
 
 

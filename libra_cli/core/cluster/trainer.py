@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from enum import StrEnum
+from math import inf
 from statistics import fmean
 
 from libra_cli.core.actions import (
@@ -131,6 +132,8 @@ class TrainerGroup:
         self._restarts = 0
         self._started_at: Seconds = 0.0
         self._idle_since: Seconds = 0.0
+        #: When the next batch became full, as far as the trainer was free to see it.
+        self._full_since: Seconds = inf
         self._batch: list[Group] = []
         self._batch_at: Seconds = 0.0
         #: Parts of the next step that are accumulated, or being so.
@@ -161,12 +164,12 @@ class TrainerGroup:
     @property
     def slots(self) -> tuple[SlotId, ...]:
         """The slots of its ranks, in order."""
-        return tuple(replica.slot.id for replica in self.replicas)
+        return tuple([replica.slot.id for replica in self.replicas])
 
     @property
     def target_slots(self) -> tuple[SlotId, ...]:
         """The slots that it has, or is to have."""
-        return tuple(slot.id for slot in self._next) or self.slots
+        return tuple([slot.id for slot in self._next]) if self._next else self.slots
 
     @property
     def proved_slots(self) -> tuple[SlotId, ...]:
@@ -212,6 +215,7 @@ class TrainerGroup:
         self._ever_started = True
         self.previous = []
         self._idle_since = self._step_ended = now
+        self._full_since = inf
         self.step = event.published.version.step
         self._asked_step = self.checkpoint_step
         self._ledger.rollback(self.step)
@@ -293,6 +297,8 @@ class TrainerGroup:
         if self.state is not TrainerState.READY or self.step >= target:
             return []
         step = self.step + 1
+        if self._ledger.batch_is_full:
+            self._full_since = min(self._full_since, now)
         closed = [GroupClosed(group) for group in self._ledger.close(step)]
         last = self._ledger.claim(step)
         if last:
@@ -356,6 +362,7 @@ class TrainerGroup:
         self._rows.pop(event.step - 8, None)
         self.step, self._parts = event.step, 0
         self._idle_since = self._step_ended = now
+        self._full_since = inf
         self._ledger.trained(event.step)
         tokens, seconds = event.metrics.get("own_tokens"), event.metrics.get("own_s")
         over = StepOver(event.shares, tokens or 0.0, seconds or 0.0)
@@ -414,6 +421,7 @@ class TrainerGroup:
             started_at=self._batch_at,
             ended_at=now,
             waited_s=self._batch_at - self._idle_since,
+            held_s=max(0.0, self._batch_at - self._full_since),
             reward=fmean(member.reward or 0.0 for member in members),
             logprob_gap=metrics.get("logprob_gap"),
             logprob_gap_tokens=int(metrics.get("logprob_gap_tokens") or 0),

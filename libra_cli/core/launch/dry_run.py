@@ -6,7 +6,7 @@ the value of every variable whose name sounds secret is masked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from libra_cli.config.recipe import NodeSpec, Recipe, WeightSyncSpec
@@ -14,9 +14,14 @@ from libra_cli.config.rules import SECRET_NAME
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.launch.model import model_process
 from libra_cli.core.launch.ports import ports_needed
-from libra_cli.core.launch.process import HostFacts, ProcessSpec, process_of
+from libra_cli.core.launch.process import HostFacts, ProcessSpec, server_port
 from libra_cli.core.launch.rollout_backend import server_process
-from libra_cli.core.launch.trainer_backend import TrainerLaunch, trainer_processes
+from libra_cli.core.launch.trainer_backend import (
+    TrainerLaunch,
+    WorkerLaunch,
+    trainer_processes,
+    worker_process,
+)
 from libra_cli.core.types import Plan, Slot
 
 
@@ -30,23 +35,27 @@ class HostPlan:
     processes: tuple[ProcessSpec, ...]
 
 
-def dry_run(recipe: Recipe, facts: Mapping[str, HostFacts] | None = None) -> tuple[HostPlan, ...]:
-    """Per host: slots, argv, environment and ports of everything the initial plan would start.
+def dry_run(
+    recipe: Recipe,
+    facts: Mapping[str, HostFacts] | None = None,
+    *,
+    placed: tuple[Plan, Sequence[Slot]] | None = None,
+) -> tuple[HostPlan, ...]:
+    """Per host: slots, argv, environment and ports of everything a plan would start.
 
-    ``facts`` replace the guesses for the nodes that are known.
+    ``facts`` replace the guesses for the nodes that are known; ``placed`` is the plan with its
+    slots, instead of the recipe's own split.
     """
-    plan = initial_plan(recipe)
+    plan, slots = placed or (initial_plan(recipe), slots_of(recipe))
     guessed = {node.name: guessed_facts(node, recipe.weight_sync) for node in recipe.nodes}
     known = guessed | dict(facts or {})
-    specs = _processes(recipe, plan, known)
+    specs = _processes(recipe, plan, slots, known)
     roles = {slot: f"rollout: {bucket.name}" for slot, bucket in plan.servers}
-    roles |= dict.fromkeys(plan.train, "train")
+    roles |= dict.fromkeys(plan.train, "train") | dict.fromkeys(plan.gradient, "gradient")
     return tuple(
         HostPlan(
             node=node,
-            slots=tuple(
-                (slot, roles[slot.id]) for slot in slots_of(recipe) if slot.node == node.name
-            ),
+            slots=tuple((slot, roles[slot.id]) for slot in slots if slot.node == node.name),
             processes=tuple(
                 replace(spec, env=masked(spec.env)) for spec in specs if spec.node == node.name
             ),
@@ -79,9 +88,11 @@ def masked(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _processes(recipe: Recipe, plan: Plan, facts: Mapping[str, HostFacts]) -> list[ProcessSpec]:
-    """In the order they are started: the model's builder, servers, trainer."""
-    slots = {slot.id: slot for slot in slots_of(recipe)}
+def _processes(
+    recipe: Recipe, plan: Plan, known: Sequence[Slot], facts: Mapping[str, HostFacts]
+) -> list[ProcessSpec]:
+    """In the order they are started: the model's builder, servers, trainer, gradient workers."""
+    slots = {slot.id: slot for slot in known}
     ports = _first_ports(recipe, plan)
     model_dirs = {
         node: recipe.model.path or f"{there.workdir}/models/<built>"
@@ -90,7 +101,7 @@ def _processes(recipe: Recipe, plan: Plan, facts: Mapping[str, HostFacts]) -> li
     head = slots[plan.train[0]].node
     specs = [model_process(recipe, facts[head])] if recipe.model.build is not None else []
     for slot, bucket in ((slots[slot_id], bucket) for slot_id, bucket in plan.servers):
-        node, port = slot.node, ports[slot.node][process_of(slot.id)]
+        node, port = slot.node, ports[slot.node][server_port(slot)]
         specs.append(
             server_process(recipe, slot, bucket, facts[node], port=port, model_dir=model_dirs[node])
         )
@@ -103,7 +114,12 @@ def _processes(recipe: Recipe, plan: Plan, facts: Mapping[str, HostFacts]) -> li
         model_dirs=model_dirs,
         trainer_incarnation=1,
     )
-    return [*specs, *trainer_processes(recipe, launch)]
+    specs += trainer_processes(recipe, launch)
+    for slot in (slots[slot_id] for slot_id in plan.gradient):
+        node = slot.node
+        worker = WorkerLaunch(slot, facts[node], "<run>", 1, ports[node], model_dirs[node])
+        specs.append(worker_process(recipe, worker))
+    return specs
 
 
 def _first_ports(recipe: Recipe, plan: Plan) -> dict[str, dict[str, int]]:

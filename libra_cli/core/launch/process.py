@@ -64,6 +64,23 @@ def worker_of(slot: SlotId) -> str:
     return f"gradient-{slot.rpartition('/')[2]}"
 
 
+def server_port(slot: Slot) -> str:
+    """The name of the port of a slot's server."""
+    return f"server-{_place(slot)}"
+
+
+def worker_ports(slot: Slot) -> tuple[str, str, str]:
+    """The names of a gradient worker's ports: its HTTP, its side channel, its rendezvous."""
+    name = f"gradient-{_place(slot)}"
+    return name, f"side-{name}", f"rendezvous-{name}"
+
+
+def _place(slot: Slot) -> str:
+    """The slot's index, or the first GPU of one that is named after its GPUs."""
+    index = slot.id.rpartition("/")[2]
+    return index if index.isdigit() else f"gpu{slot.gpus[0]}"
+
+
 def dtype_of(model: ModelSpec, slots: Iterable[Slot]) -> Dtype:
     """The number format on those slots: as the recipe says, else bfloat16 on GPUs."""
     if model.dtype != "auto":
@@ -78,12 +95,14 @@ def common_env(
 
     They see the GPUs of these slots and no other, share their cores, and never go online.
     """
-    parts = node.slots * processes
-    threads = f"<cores * {len(slots)} / {parts}>"
-    if len(slots) == parts:
+    mine, parts = len(slots), node.num_slots * processes
+    if node.is_open:  # no slot is a share of it, but its GPUs are
+        mine, parts = sum(len(slot.gpus) for slot in slots), node.gpus * processes
+    threads = f"<cores * {mine} / {parts}>"
+    if mine == parts:
         threads = "<cores>"
     if facts.cpus is not None:
-        threads = str(max(1, facts.cpus * len(slots) // parts))
+        threads = str(max(1, facts.cpus * mine // parts))
     return {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for slot in slots for gpu in slot.gpus),

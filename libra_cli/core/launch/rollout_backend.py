@@ -74,7 +74,15 @@ def server_process(
     recipe: Recipe, slot: Slot, bucket: Bucket, facts: HostFacts, *, port: int, model_dir: str
 ) -> ProcessSpec:
     """The server of a slot, as the recipe's backend makes it."""
-    position = [other.id for other in slots_of(recipe)].index(slot.id)
-    seed = recipe.run.seed * 10_000 + position
+    seed = recipe.run.seed * 10_000 + _position(recipe, slot)
     launch = ServerLaunch(slot, bucket, facts, port, seed, model_dir)
     return rollout_backend(recipe.rollout.backend).server(recipe, launch)
+
+
+def _position(recipe: Recipe, slot: Slot) -> int:
+    """A number that no other server has at the same time: of the slot, or of its first GPU."""
+    if not recipe.has_open_nodes:
+        return [other.id for other in slots_of(recipe)].index(slot.id)
+    nodes = [node.name for node in recipe.nodes]
+    before = recipe.nodes[: nodes.index(slot.node)]
+    return sum(node.gpus for node in before) + slot.gpus[0]

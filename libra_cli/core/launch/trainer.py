@@ -24,6 +24,7 @@ from libra_cli.core.launch.process import (
     dtype_of,
     interface_env,
     worker_of,
+    worker_ports,
 )
 from libra_cli.core.launch.trainer_backend import TrainerLaunch, WorkerLaunch, ranks_per_node
 from libra_cli.core.types import Slot
@@ -113,7 +114,8 @@ class NativeTrainer(ABC):
 
     def gradient_worker(self, recipe: Recipe, launch: WorkerLaunch) -> ProcessSpec:
         """The gradient worker of a slot."""
-        slot, process, ports = launch.slot, worker_of(launch.slot.id), launch.ports
+        slot, process = launch.slot, worker_of(launch.slot.id)
+        http, side, rendezvous = (launch.ports[name] for name in worker_ports(slot))
         ranks = slot.num_devices
         world = MachineRanks(
             machine=0,
@@ -121,7 +123,7 @@ class NativeTrainer(ABC):
             ranks_here=ranks,
             ranks=ranks,
             head_address="127.0.0.1",
-            rendezvous_port=ports[f"rendezvous-{process}"],
+            rendezvous_port=rendezvous,
             gpus=bool(slot.gpus),
             dtype=dtype_of(recipe.model, [slot]),
         )
@@ -134,7 +136,7 @@ class NativeTrainer(ABC):
             name=f"{process}.json",
             module="libra_cli.node.gradient.main",
             config=_worker_config(recipe, launch, ranks),
-            ports={"worker": ports[process], "side": ports[f"side-{process}"]},
+            ports={"worker": http, "side": side},
         )
 
     def _process(
@@ -189,13 +191,13 @@ def _trainer_config(
 
 def _worker_config(recipe: Recipe, launch: WorkerLaunch, ranks: int) -> dict[str, object]:
     """The fields of ``libra_cli.node.trainer.config.WorkerConfig``."""
-    process = worker_of(launch.slot.id)
+    http, side, _ = worker_ports(launch.slot)
     return _policy_config(recipe, launch.run_id, launch.model_dir, ranks) | {
         "slot": launch.slot.id,
         "incarnation": launch.incarnation,
-        "port": launch.ports[process],
+        "port": launch.ports[http],
         "side_bind": "0.0.0.0" if len(recipe.nodes) > 1 else "127.0.0.1",
-        "side_port": launch.ports[f"side-{process}"],
+        "side_port": launch.ports[side],
         "shm_dir": f"{launch.facts.weights_dir}/{launch.run_id}",
     }
 

@@ -59,7 +59,7 @@ class WorkerLaunch:
     run_id: str
     incarnation: int
     ports: Mapping[str, int]
-    """Those of its node, by the names of ``ports_needed``."""
+    """Those of its node, by the names of ``ports_needed``; the worker's are ``worker_ports``."""
     model_dir: str
 
 

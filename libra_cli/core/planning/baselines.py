@@ -3,16 +3,18 @@
     colocated     every GPU serves and then trains, in turn; nothing moves
     uniform       half the GPUs to each side in servers of four GPUs; nothing moves
     static-best   libra's first plan; nothing moves
-    greedy        a server's worth to the slower half, every ``GREEDY_PERIOD`` steps
+    greedy        a server's worth to the slower half
     streamrl      one more server when the gap of the halves reaches what it would save, either way
                   (the elastic rule of StreamRL, arXiv 2504.15930)
     dynarl        on queue or utilisation for rollout, and ``T_train / T_rollout`` for training, to
                   the split that would balance what was measured, at once and whatever it costs
                   (after DynaRL, OSDI 2026, with the thresholds that Libra's artifact gives it)
 
-All but ``colocated`` and ``static-best`` have equal servers, as their authors do; the moving ones
-begin with the best equal servers for the initial workload. Limit: what a rule leaves open is filled
-in here in its favour; none of them counts what a move costs, and that is how they are published.
+All but ``colocated`` and ``static-best`` have equal servers, as their authors do. The moving ones
+begin as libra does (with the best equal servers where it would mix them), judge by the mean of the
+steps that libra judges by, and rest for as many steps after a move. As published they do not, and
+lose to never moving: ``dynarl`` changed its plan after almost every step and swung between extreme
+splits. Limit: none of them counts what a move costs, and that is how they are published.
 """
 
 from __future__ import annotations
@@ -23,19 +25,18 @@ from dataclasses import dataclass, field, replace
 from libra_cli.config.errors import LibraError
 from libra_cli.core.costs.profile import Profile, Recalibration, TrainingShape
 from libra_cli.core.costs.workload import Workload
-from libra_cli.core.observation import MeasuredStep, Observation
+from libra_cli.core.observation import MeasuredStep, Observation, mean_step
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.planner import Candidate, Decision, DecisionMaker, Planner
 from libra_cli.core.planning.recalibration import RecalibratedSearch
 from libra_cli.core.planning.rollout_dp import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
+from libra_cli.core.planning.triggers import cooldown
 from libra_cli.core.types import Seconds
 
 PLANNERS = ("colocated", "uniform", "static-best", "greedy", "streamrl", "dynarl", "libra")
 STATIC = ("colocated", "uniform", "static-best")
 """Those that never move anything."""
-GREEDY_PERIOD = 5
-"""Steps between two moves of the greedy planner. Chosen: about what a move takes to be seen."""
 QUEUE_PRESSURE, ACTIVE_PRESSURE, ROLLOUT_STARVES = 0.75, 0.85, 1.25
 BORROW, NEVER_BORROW = 1.15, 0.80
 """Thresholds of the artifact of Libra (arXiv 2606.03077), see ``_dynarl``."""
@@ -65,7 +66,8 @@ def first_layout(
         return search.best().layout
     if name == "uniform":
         return _uniform(search, settings)
-    return _best_equal(search, settings)
+    layout = search.best().layout
+    return layout if len(layout.servers) == 1 else _best_equal(search, settings)
 
 
 def planner_of(
@@ -86,7 +88,7 @@ class Rule:
     profile: Profile
     space: GpuPlacement
     settings: PlannerSettings
-    _moved_at: int = field(default=0, init=False)
+    _rests_until: int = field(default=0, init=False)
 
     def decide(self, now: Observation) -> Decision:
         """The rule's next split, if it is another."""
@@ -98,54 +100,25 @@ class Rule:
         most = self.space.gpus - max(self.settings.unit, self.space.base_gpus)
         layout = _equal(search, degree, min(max(share, target), most), self.settings)
         same = layout.servers == today.servers or search.times(layout).step_s == float("inf")
-        decision = self._decision(now, search, today, layout, reason)
-        if same:
-            return replace(decision, plan=None, why_not=reason or "balanced")
-        self._moved_at = now.step
-        return decision
-
-    def _decision(
-        self, now: Observation, search: Search, today: Layout, layout: Layout, reason: str
-    ) -> Decision:
-        plan, slots = self.space.place(layout, now.slots)
-        before, after = search.times(today), search.times(layout)
-        candidate = Candidate(layout, after, (), lambda: (plan, slots))
-        found = RecalibratedSearch(None, before, Recalibration(), self.profile, search)
-        return Decision(
-            plan=plan,
-            proposed=plan,
-            slots=slots,
-            moves=self.space.moves(now, plan, slots, self.profile),
-            before=before,
-            after=after,
-            cost_s=self.space.cost_s(now, candidate, plan, self.profile),
-            horizon=float("inf"),
-            reasons=(reason,),
-            why_not="",
-            found=found,
-        )
+        stay = (reason or "balanced") if same else ""
+        if not same:
+            self._rests_until = now.step + cooldown(now.workload.overlap)
+        return decided(now, self.space, search, self.profile, layout, reason, why_not=stay)
 
     def _target(
         self, now: Observation, today: Layout, share: int, search: Search
     ) -> tuple[int, str]:
         if not now.measured:
             return today.rollout_gpus, "nothing is measured under this plan yet"
-        step = now.measured[-1]
+        if now.step < self._rests_until:
+            return today.rollout_gpus, f"at rest until step {self._rests_until}"
+        step = mean_step(now.measured)
         rules: dict[str, Callable[[], tuple[int, str]]] = {
-            "greedy": lambda: self._greedy(now, today, step, share),
+            "greedy": lambda: _greedy(now, today, step, share),
             "streamrl": lambda: self._streamrl(now, today, step, share, search),
             "dynarl": lambda: _dynarl(now, today, step, share, self.space.gpus),
         }
         return rules[self.name]()
-
-    def _greedy(
-        self, now: Observation, today: Layout, step: MeasuredStep, share: int
-    ) -> tuple[int, str]:
-        ratio = _rollout_s(now, step) / max(step.train_s, 1e-9)
-        if now.step - self._moved_at < GREEDY_PERIOD or 0.95 < ratio < 1.05:
-            return today.rollout_gpus, ""
-        moved = share if ratio > 1 else -share
-        return today.rollout_gpus + moved, f"the slower half, at {ratio:.2f}"
 
     def _streamrl(
         self, now: Observation, today: Layout, step: MeasuredStep, share: int, search: Search
@@ -160,6 +133,43 @@ class Rule:
             return today.rollout_gpus, ""
         reason = f"a gap of {abs(gap):.1f} s is worth the {saved:.1f} s of one more"
         return today.rollout_gpus + moved, reason
+
+
+def decided(
+    now: Observation,
+    space: GpuPlacement,
+    search: Search,
+    profile: Profile,
+    layout: Layout,
+    reason: str,
+    *,
+    why_not: str,
+) -> Decision:
+    """To have this layout, for a rule's reason; to stay where ``why_not`` says why."""
+    plan, slots = space.place(layout, now.slots)
+    before, after = search.times(space.layout_of(now.plan, now.slots)), search.times(layout)
+    candidate = Candidate(layout, after, (), lambda: (plan, slots))
+    return Decision(
+        plan=None if why_not else plan,
+        proposed=plan,
+        slots=slots,
+        moves=space.moves(now, plan, slots, profile),
+        before=before,
+        after=after,
+        cost_s=space.cost_s(now, candidate, plan, profile),
+        horizon=float("inf"),
+        reasons=(reason,),
+        why_not=why_not,
+        found=RecalibratedSearch(None, before, Recalibration(), profile, search),
+    )
+
+
+def _greedy(now: Observation, today: Layout, step: MeasuredStep, share: int) -> tuple[int, str]:
+    ratio = _rollout_s(now, step) / max(step.train_s, 1e-9)
+    if 0.95 < ratio < 1.05:
+        return today.rollout_gpus, ""
+    moved = share if ratio > 1 else -share
+    return today.rollout_gpus + moved, f"the slower half, at {ratio:.2f}"
 
 
 def _dynarl(

@@ -9,8 +9,9 @@ A user's order comes before the planner: pins hold slots against both.
 
 Every plan is kept with its prediction. Observed are the mean seconds of up to ``WINDOW`` steps
 before it was chosen, and of the ``WINDOW`` steps after the last of its moves; steps while slots
-moved count for neither. Limit: what else has changed meanwhile (lengths drift) is in that
-comparison too.
+moved count for neither. So is every decision with its explanation, to stay as well; what came are
+the steps after it, until the next. Limit: what else has changed meanwhile (lengths drift) is in
+that comparison too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import AnswerOrder, Propose, Save
 from libra_cli.core.costs.profile import Recalibration
 from libra_cli.core.events import PlanChosen, PlanKept, PlanOrdered
+from libra_cli.core.explanation import STEPS, Explanation
 from libra_cli.core.notices import Result
 from libra_cli.core.observation import STARVED, Observation
 from libra_cli.core.planning.triggers import ReplanTriggers
@@ -33,7 +35,7 @@ from libra_cli.core.reconcile.reconciler import Reconciler
 from libra_cli.core.records import DecisionRecord, PlanRecord, StepRecord
 from libra_cli.core.types import Bucket, Plan, Pool, Prediction, Role, Seconds, Slot, SlotId
 
-WINDOW = 5
+WINDOW = STEPS
 
 
 class PlanController:
@@ -44,7 +46,7 @@ class PlanController:
     ) -> None:
         self._recipe = recipe
         self._reconciler = reconciler
-        self._slots = slots
+        self.slots = slots
         self.plan = plan
         self.pins: dict[SlotId, Role] = {}
         self._number = 0
@@ -65,7 +67,16 @@ class PlanController:
         self._awaiting = False
         #: What the planner was last asked for, and after which step.
         self._asked: tuple[str, int] = ("", 0)
-        self._recalibration: Recalibration | None = None
+        #: Under which today's plan was chosen.
+        self.recalibration: Recalibration | None = None
+        #: The newest decision while it is not known what came, and the steps since.
+        self._decision: DecisionRecord | None = None
+        self._came: list[Seconds] = []
+
+    def number_on(self, last: int) -> None:
+        """A run goes on whose newest plan had this number."""
+        self._number = last + 1
+        self._row = replace(self._row, plan=self._number)
 
     def begin(self, *, now: Seconds) -> list[Result]:
         """The first plan's row."""
@@ -112,18 +123,11 @@ class PlanController:
             return self._answer(order, accepted=True, text=text)
         self._triggers.rest()
         self._awaiting, self._asked = True, (why, seen.step)
-        own = replace(
-            seen,
-            plan=self.plan,
-            slots=self._slots,
-            pins=tuple(self.pins.items()),
-            recalibration=self._recalibration,
-        )
-        return [Propose(why, own, order)]
+        return [Propose(why, seen, order)]
 
     @property
     def _may_look(self) -> bool:
-        hybrid = any(slot.pool is Pool.HYBRID for slot in self._slots)
+        hybrid = any(slot.pool is Pool.HYBRID for slot in self.slots)
         return hybrid and self._recipe.planner.kind != "fixed"
 
     @property
@@ -139,8 +143,8 @@ class PlanController:
             accepted, text = objection
             told = self._decided(event, None, text, now)
             return told + self._answer(event.order, accepted=accepted, text=text)
-        told = self._decided(event, self._number + 1, "", now)
-        self._slots = event.slots
+        told = self._decided(event, self._number + 1, "", now, event.explanation)
+        self.slots = event.slots
         self._reconciler.learn(event.slots)
         cause = "order" if event.order else "planner"
         actions = self._adopt(event.plan, cause, event.prediction, now)
@@ -157,20 +161,27 @@ class PlanController:
 
     def kept(self, event: PlanKept, *, now: Seconds) -> list[Result]:
         """The planner has looked, and today's plan stays."""
-        told = self._decided(event, None, event.why_not, now)
+        told = self._decided(event, None, event.why_not, now, event.explanation)
         return told + self._answer(event.order, accepted=True, text=f"no move: {event.why_not}")
 
     def _decided(
-        self, event: PlanChosen | PlanKept, plan: int | None, why_not: str, now: Seconds
+        self,
+        event: PlanChosen | PlanKept,
+        plan: int | None,
+        why_not: str,
+        now: Seconds,
+        explanation: Explanation | None = None,
     ) -> list[Result]:
-        """The planner has answered: write down what came of it.
+        """The planner has answered: write down what comes of it.
 
-        The recalibration under which a plan was chosen is remembered as long as it lasts.
+        The recalibration under which a plan was chosen is remembered as long as it lasts. An
+        ``explanation`` of what is not done is none.
         """
+        told = self._close()
         self._awaiting = False
         found = event.recalibration or Recalibration()
         if plan is not None:
-            self._recalibration = found
+            self.recalibration = found
         why, step = self._asked
         row = DecisionRecord(
             at=now,
@@ -180,8 +191,10 @@ class PlanController:
             why_not=why_not,
             rollout_factor=found.rollout,
             training_factor=found.training,
+            explanation_json=explanation.to_json() if explanation else "{}",
         )
-        return [Save(row)]
+        self._decision = row if explanation else None
+        return [*told, Save(row)]
 
     def ordered(self, event: PlanOrdered, *, now: Seconds) -> list[Result]:
         """A user orders a split, holds slots, or wants a look now."""
@@ -205,19 +218,19 @@ class PlanController:
             return self._answer(event.order, accepted=False, text=str(error))
         self.pins = pins
         same = _wanted_of(plan) == _wanted_of(self._reconciler.plan(()))
-        actions: list[Result] = [] if same else self._adopt(plan, "order", None, now)
+        actions = [] if same else [*self._close(), *self._adopt(plan, "order", None, now)]
         text = "nothing has to move" if same else _words(plan)
         return actions + self._answer(event.order, accepted=True, text=text)
 
     def _plan(self, event: PlanOrdered, pins: dict[SlotId, Role]) -> Plan:
-        known = {slot.id for slot in self._slots}
+        known = {slot.id for slot in self.slots}
         unknown = sorted({slot for slot, _ in event.pins} - known)
         if unknown:
             slots = ", ".join(sorted(known))
             raise OrderRefused(f"there is no slot {unknown[0]}; the run has {slots}")
         roles = {slot: self._reconciler.role_of(slot) for slot in known}
         return ordered_plan(
-            self._recipe, self._slots, roles, self._reconciler.plan(()).train, dict(event.to), pins
+            self._recipe, self.slots, roles, self._reconciler.plan(()).train, dict(event.to), pins
         )
 
     def _answer(self, order: str, *, accepted: bool, text: str) -> list[Result]:
@@ -241,7 +254,22 @@ class PlanController:
         if not (arrived and self._arrived):  # nor does the step count in which the last one arrived
             return []
         self._periods.append(period)
-        first = self._number > 0 and self._row.observed_after_s is None
+        return [*self._came_after_decision(period), *self._came_after_plan()]
+
+    def _came_after_decision(self, period: Seconds) -> list[Result]:
+        self._came.append(period)
+        return self._close() if len(self._came) == WINDOW else []
+
+    def _close(self) -> list[Result]:
+        """What came after the newest decision is known as far as it ever will be."""
+        decision, self._decision = self._decision, None
+        came, self._came = self._came, []
+        if decision is None or not came:
+            return []
+        return [Save(replace(decision, observed_s=fmean(came), observed_steps=len(came)))]
+
+    def _came_after_plan(self) -> list[Result]:
+        first = self._row.cause != "start" and self._row.observed_after_s is None
         if not first or len(self._periods) < WINDOW:
             return []
         self._row = replace(self._row, observed_after_s=_mean(self._periods))

@@ -1,28 +1,32 @@
-"""The placements that GPUs allow: servers of any shape on nodes of eight, and what is left trains.
+"""The placements that GPUs allow: servers of any shape on their nodes, and what is left trains.
 
-Large servers first, each on an aligned run of GPUs of one node. A server of a shape that was there
-before stays where it is; where no run is free for a larger one, smaller ones make way. The base
-group of the trainer keeps its GPUs, the last ones, for the whole run. What is left of each node is
-a gradient worker.
+Where servers and gradient workers stand is for ``cluster.gpu_nodes`` to say. A bench has nodes of
+eight GPUs, of which the last ``base_gpus`` are the trainer's base group for the whole run. The open
+nodes of a recipe have names and sizes of their own (``nodes``). Their base group is small, so that
+the rest can change sides: the head node, or as many GPUs as the trainer's memory needs, the same
+number on each node. Where a plan has too few GPUs left for it, it is made anew with as few as its
+memory allows, at the price of a restart.
 
-Guarantee: no GPU has two tenants; servers that keep their shape stay. Limit: the trainer keeps its
-tensor-parallel degree, and a worker stops when one of its GPUs is needed for a server.
+Guarantee: no GPU has two tenants; servers that keep their shape stay, and pinned slots keep their
+roles. On open nodes every trainer and worker has the memory that the prices ask for. Limit: the
+trainer keeps its tensor-parallel degree, and a worker stops when one of its GPUs is needed for a
+server.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from libra_cli.core.costs.profile import Profile, TrainingShape
+from libra_cli.core.cluster.gpu_nodes import GpuNodes, is_worker
+from libra_cli.core.costs.profile import NothingFits, Profile, TrainingShape
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.planner import Candidate, SlotMove, roles_of
 from libra_cli.core.planning.rollout_dp import PlannedBucket, planned_buckets
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.planning.transition import moves_between, moves_cost_s
-from libra_cli.core.types import Bucket, Plan, Pool, Seconds, Slot, SlotId, Tokens
+from libra_cli.core.types import Bucket, Plan, Pool, Role, Seconds, Slot, SlotId, Tokens
 
 NODE_GPUS = 8
 COLOCATED: SlotId = "colocated/0"
@@ -30,11 +34,21 @@ COLOCATED: SlotId = "colocated/0"
 
 
 @dataclass(frozen=True, slots=True)
+class TrainerNeeds:
+    """The fewest ranks whose memory holds the trainer's base group, and a gradient worker."""
+
+    base: int = 1
+    worker: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class GpuPlacement:
     """``gpus`` GPUs, of which the last ``base_gpus`` are the trainer's base group.
 
     ``tensor_parallel`` is the degree of every replica of the trainer; ``max_len`` is in tokens;
-    ``tolerance`` is that of the planner, within which layouts are offered.
+    ``tolerance`` is that of the planner, within which layouts are offered. ``nodes`` are the open
+    ones of a recipe, where the base group follows from memory instead and at least ``min_rollout``
+    servers stay; without, nodes of eight. ``elastic``: the run is under way, and slots stay.
     """
 
     gpus: int
@@ -42,6 +56,9 @@ class GpuPlacement:
     tensor_parallel: int
     max_len: Tokens
     tolerance: float = 0.02
+    nodes: GpuNodes | None = None
+    min_rollout: int = 1
+    elastic: bool = True
 
     @classmethod
     def around(
@@ -56,6 +73,13 @@ class GpuPlacement:
         spare = gpus - layout.rollout_gpus
         base = min(spare, max(least, NODE_GPUS)) if moves else spare
         return cls(gpus, base // degree * degree or spare, degree, max_len)
+
+    @classmethod
+    def on(
+        cls, nodes: GpuNodes, *, max_len: Tokens, min_rollout: int, elastic: bool
+    ) -> GpuPlacement:
+        """The space of a recipe's open nodes; the trainer there has no tensor parallelism."""
+        return cls(nodes.gpus, 1, 1, max_len, nodes=nodes, min_rollout=min_rollout, elastic=elastic)
 
     @property
     def settings(self) -> PlannerSettings:
@@ -76,32 +100,116 @@ class GpuPlacement:
         )
 
     def candidates(self, search: Search, now: Observation) -> Iterator[Candidate]:
-        """The best layouts, those as good, and today's with a few servers more or fewer."""
+        """The best layouts, those as good, and today's with a few servers more or fewer.
+
+        Raises:
+            NothingFits: none of them stands on the nodes.
+        """
         today = self.layout_of(now.plan, now.slots)
         best = search.best()
-        found = [(best.layout, best.times), *search.candidates(self.tolerance)]
-        found += [(layout, search.times(layout)) for layout in _neighbours(search, today)]
-        for layout, times in found:
+        found = [best.layout, *(layout for layout, _ in search.candidates(self.tolerance))]
+        found += _neighbours(search, today)
+        if self.nodes is None:
+            yield from self._anywhere(search, now, today, found)
+            return
+        offered = False
+        for candidate in self._on_nodes(search, now, today, (*found, *_equal(search))):
+            offered = True
+            yield candidate
+        if not offered:
+            raise NothingFits(
+                "nodes",
+                f"no servers and trainer that fit {self.gpus} GPUs stand on the nodes as they are",
+                hint="give nodes of one size, or fewer pins",
+            )
+
+    def _anywhere(
+        self, search: Search, now: Observation, today: Layout, layouts: Sequence[Layout]
+    ) -> Iterator[Candidate]:
+        """On nodes of eight: every power of two stands, beside a base group that stays."""
+        for layout in layouts:
             if self.gpus - layout.rollout_gpus >= self.base_gpus:
                 moves = moves_between(today, layout)
                 place = partial(self.place, layout, now.slots)
-                yield Candidate(layout, times, (moves.gpus, moves.number), place)
+                yield Candidate(layout, search.times(layout), (moves.gpus, moves.number), place)
 
-    def place(self, layout: Layout, before: Sequence[Slot] = ()) -> tuple[Plan, tuple[Slot, ...]]:
-        """The plan for a layout, nearest to the slots of ``before``."""
+    def _on_nodes(
+        self, search: Search, now: Observation, today: Layout, layouts: Sequence[Layout]
+    ) -> Iterator[Candidate]:
+        """What stands on the recipe's own nodes, as it really comes out there."""
+        needs = TrainerNeeds(search.tree.least() or 1, search.tree.least_worker() or 1)
+        seen: set[tuple[tuple[int, int], ...]] = set()
+        for layout in layouts:
+            servers = tuple(layout.servers.items())
+            if servers in seen or sum(layout.servers.values()) < self.min_rollout:
+                continue
+            seen.add(servers)
+            before = now.slots if self.elastic else ()
+            placed = self._stand(layout, before, _pinned(now), needs)
+            if placed is None or not _keeps(now, placed[0]):
+                continue
+            plan, slots = placed
+            real = self.layout_of(plan, slots)
+            moves = moves_between(today, real)
+            far = (moves.gpus, moves.number) if self.elastic else ()
+            place = partial(_placed, replace(plan, reasons=self._reasons(real)), slots)
+            yield Candidate(real, search.times(real), far, place)
+
+    def _reasons(self, layout: Layout) -> tuple[str, ...]:
+        idle = self.gpus - layout.rollout_gpus - layout.training_gpus
+        left = (f"{idle} GPUs are left over: no server and no worker fits there",) if idle else ()
+        return (str(layout), *left)
+
+    def place(
+        self, layout: Layout, before: Sequence[Slot] = (), needs: TrainerNeeds | None = None
+    ) -> tuple[Plan, tuple[Slot, ...]]:
+        """The plan for a layout, nearest to the slots of ``before``.
+
+        Raises:
+            NothingFits: it does not stand on the nodes.
+        """
         if layout.colocated:
             return self._colocated(layout)
-        base = [slot for slot in before if slot.pool is Pool.TRAIN] or _of_nodes(
-            range(self.gpus - self.base_gpus, self.gpus), Pool.TRAIN, "base"
-        )
+        placed = self._stand(layout, before, (), needs or TrainerNeeds())
+        if placed is None:
+            raise NothingFits("nodes", f"the nodes have no room for {layout}")
+        return placed
+
+    def _stand(
+        self,
+        layout: Layout,
+        before: Sequence[Slot],
+        pinned: Sequence[Slot],
+        needs: TrainerNeeds,
+    ) -> tuple[Plan, tuple[Slot, ...]] | None:
+        """The plan and its slots, with the base group that leaves the fewest GPUs without work;
+        None where they do not stand."""
+        bases = self._bases(before, self.gpus - layout.rollout_gpus, needs)
+        found = [self._beside(base, layout, before, pinned, needs) for base in bases]
+        stand = [placed for placed in found if placed is not None]
+        return max(stand, key=lambda placed: sum(len(s.gpus) for s in placed[1]), default=None)
+
+    def _beside(
+        self,
+        base: Sequence[Slot],
+        layout: Layout,
+        before: Sequence[Slot],
+        pinned: Sequence[Slot],
+        needs: TrainerNeeds,
+    ) -> tuple[Plan, tuple[Slot, ...]] | None:
+        grid = self._grid
         hybrid = [slot for slot in before if slot.pool is Pool.HYBRID]
-        serving = [slot for slot in hybrid if not _is_worker(slot)]
-        servers = _place(Counter(layout.servers), self.gpus - self.base_gpus, serving)
-        taken = {gpu for slot in (*servers, *base) for gpu in slot.gpus}
-        workers = [s for s in hybrid if _is_worker(s) and taken.isdisjoint(s.gpus)]
-        taken |= {gpu for slot in workers for gpu in slot.gpus}
-        free = [gpu for gpu in range(self.gpus) if gpu not in taken]
-        workers += _of_nodes(free, Pool.HYBRID, _WORKER, multiple=self.tensor_parallel)
+        fixed = [*base, *(slot for slot in pinned if is_worker(slot))]
+        if not grid.has_room(layout.servers, fixed):
+            return None
+        serving = [slot for slot in hybrid if not is_worker(slot)]
+        servers = grid.servers(layout.servers, fixed, serving, [slot.id for slot in pinned])
+        workers = grid.workers(
+            (*servers, *base),
+            [slot for slot in hybrid if is_worker(slot)],
+            multiple=self.tensor_parallel,
+            least=needs.worker,
+        )
         by_degree = _buckets(layout, self.max_len)
         plan = Plan(
             servers=tuple((slot.id, by_degree[len(slot.gpus)]) for slot in servers),
@@ -110,6 +218,26 @@ class GpuPlacement:
             reasons=(str(layout),),
         )
         return plan, (*servers, *workers, *base)
+
+    @property
+    def _grid(self) -> GpuNodes:
+        return self.nodes or GpuNodes.of_eight(self.gpus)
+
+    def _bases(
+        self, before: Sequence[Slot], spare: int, needs: TrainerNeeds
+    ) -> Iterator[Sequence[Slot]]:
+        """Base groups to have where ``spare`` GPUs do not serve, the one to prefer first."""
+        held = [slot for slot in before if slot.pool is Pool.TRAIN]
+        if self.nodes is None:
+            yield held or self._grid.last(self.base_gpus)
+        elif held and sum(len(slot.gpus) for slot in held) <= spare:
+            yield held
+        else:
+            head = min(spare, dict(self.nodes.nodes)[self.nodes.head])
+            sizes = (needs.base, max(needs.base, head))
+            for least in sizes if held else reversed(sizes):
+                if base := self.nodes.base(least, spare):
+                    yield base
 
     def moves(
         self, now: Observation, then: Plan, slots: Sequence[Slot], profile: Profile
@@ -124,12 +252,13 @@ class GpuPlacement:
         )
 
     def cost_s(self, now: Observation, chosen: Candidate, then: Plan, profile: Profile) -> Seconds:
-        """What the moves cost, in seconds of the whole job."""
+        """What the moves cost, in seconds of the whole job, and a restart of the base group."""
         today = self.layout_of(now.plan, now.slots)
-        return moves_cost_s(profile, now.workload, today, chosen.layout)
+        cost_s = moves_cost_s(profile, now.workload, today, chosen.layout)
+        return cost_s + (profile.moves.resize_s if then.train != now.plan.train else 0.0)
 
     def _colocated(self, layout: Layout) -> tuple[Plan, tuple[Slot, ...]]:
-        servers = _place(Counter(layout.servers), self.gpus, ())
+        servers = self._grid.servers(layout.servers, ())
         by_degree = _buckets(layout, self.max_len)
         # A node of its own: the two halves hold the same GPUs, one after the other.
         trainer = Slot(COLOCATED, "colocated", tuple(range(self.gpus)), Pool.TRAIN)
@@ -137,26 +266,31 @@ class GpuPlacement:
         return Plan(chosen, (COLOCATED,)), (*servers, trainer)
 
 
-_WORKER = "train"
+def _placed(plan: Plan, slots: tuple[Slot, ...]) -> tuple[Plan, tuple[Slot, ...]]:
+    return plan, slots
 
 
-def _is_worker(slot: Slot) -> bool:
-    return slot.id.rpartition("/")[2].startswith(_WORKER)
+def _pinned(now: Observation) -> list[Slot]:
+    pins = dict(now.pins)
+    return [slot for slot in now.slots if slot.id in pins]
 
 
-def _of_nodes(gpus: Sequence[int], pool: Pool, name: str, *, multiple: int = 1) -> list[Slot]:
-    """A slot for what each node has of these GPUs, in whole replicas of ``multiple`` GPUs."""
-    by_node: dict[int, list[int]] = {}
-    for gpu in gpus:
-        by_node.setdefault(gpu // NODE_GPUS, []).append(gpu)
-    slots = []
-    for index, held in by_node.items():
-        whole = tuple(held[: len(held) // multiple * multiple])
-        if whole:
-            numbers = ".".join(str(gpu % NODE_GPUS) for gpu in whole)
-            node = f"node-{index}"
-            slots.append(Slot(f"{node}/{name}-{numbers}", node, whole, pool))
-    return slots
+def _keeps(now: Observation, plan: Plan) -> bool:
+    """Whether pinned slots do what they are pinned to."""
+    roles = dict.fromkeys(dict(plan.servers), Role.ROLLOUT)
+    roles |= dict.fromkeys(plan.train, Role.TRAIN) | dict.fromkeys(plan.gradient, Role.GRADIENT)
+    return all(roles.get(slot) is role for slot, role in now.pins)
+
+
+def _equal(search: Search) -> Iterator[Layout]:
+    """Equal servers of every shape in every number: some of them stand on any nodes."""
+    for split in search.splits:
+        training = search.tree.best(search.gpus - split)
+        (best,) = search.uniform(split)
+        for degree in search.table.degrees:
+            if split % degree == 0 and training is not None:
+                bucket = replace(best, tensor_parallel=degree, servers=split // degree)
+                yield Layout((bucket,), training.shape)
 
 
 def _buckets(layout: Layout, max_len: int) -> dict[int, Bucket]:
@@ -176,39 +310,6 @@ def _buckets(layout: Layout, max_len: int) -> dict[int, Bucket]:
         )
         for degree, bucket in found.items()
     }
-
-
-def _place(wanted: Counter[int], gpus: int, before: Sequence[Slot]) -> list[Slot]:
-    """Slots for so many servers of each degree; GPU numbers count through all nodes."""
-    kept: list[Slot] = []
-    for slot in before:
-        if wanted[len(slot.gpus)] > 0:
-            wanted[len(slot.gpus)] -= 1
-            kept.append(slot)
-    for degree in sorted(wanted.elements(), reverse=True):
-        kept = _make_room(kept, degree, gpus)
-    return sorted(kept, key=lambda slot: (len(slot.gpus), slot.gpus))
-
-
-def _make_room(kept: list[Slot], degree: int, gpus: int) -> list[Slot]:
-    """One more server, on the run of GPUs where the fewest must make way for it."""
-
-    def cost(start: int) -> tuple[int, int]:
-        run = set(range(start, start + degree))
-        hit = [slot for slot in kept if run & set(slot.gpus)]
-        larger = sum(len(slot.gpus) >= degree for slot in hit)
-        return larger * gpus + sum(len(slot.gpus) for slot in hit), start
-
-    start = min(range(0, gpus - degree + 1, degree), key=cost)
-    run = tuple(range(start, start + degree))
-    evicted = [slot for slot in kept if set(run) & set(slot.gpus)]
-    node = f"node-{start // NODE_GPUS}"
-    slot = Slot(f"{node}/{start % NODE_GPUS}x{degree}", node, run, Pool.HYBRID)
-    rest = [slot for slot in kept if slot not in evicted]
-    placed = [*rest, slot]
-    for smaller in sorted(evicted, key=lambda slot: -len(slot.gpus)):
-        placed = _make_room(placed, len(smaller.gpus), gpus)
-    return placed
 
 
 def _neighbours(search: Search, today: Layout) -> list[Layout]:

@@ -4,6 +4,7 @@
     candidates   the placements that a ``PlacementSpace`` allows, each with its predicted times
     choice       of those within ``tolerance`` of the best, the one that moves the least
     verdict      whether its gain pays its moves (``admission``)
+    explanation  what came second, what binds, and what the next steps take (``core.explanation``)
 
 The same class decides in a live run, in the simulator and in ``libra rebalance --dry-run``. What
 differs is the space: a recipe's slots (``recipe_placement``) or any servers on a number of GPUs
@@ -24,7 +25,15 @@ from libra_cli.core.actions import Propose
 from libra_cli.core.costs.observed import CostEvidence
 from libra_cli.core.costs.profile import NothingFits, Profile, Recalibration
 from libra_cli.core.events import PlanChosen, PlanKept
-from libra_cli.core.observation import Observation
+from libra_cli.core.explanation import (
+    Binding,
+    Constraint,
+    Explanation,
+    PlanOption,
+    RunnerUp,
+    predicted_step,
+)
+from libra_cli.core.observation import Observation, mean_step
 from libra_cli.core.planning.admission import Admission, horizon
 from libra_cli.core.planning.recalibration import RecalibratedSearch, recalibrated
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search, Times
@@ -106,6 +115,7 @@ class Decision:
     reasons: tuple[str, ...]
     why_not: str
     found: RecalibratedSearch
+    explanation: Explanation | None = None
 
     @property
     def payback_steps(self) -> float | None:
@@ -155,10 +165,14 @@ class Planner:
             measured=now.measured,
             before=now.recalibration,
         )
-        chosen = self._nearest(self.space.candidates(found.search, now))
-        return self._judge(now, found, found.search.times(today), chosen)
+        candidates = list(self.space.candidates(found.search, now))
+        chosen = self._nearest(candidates)
+        decision = self._judge(now, found, found.search.times(today), chosen)
+        others = [each for each in candidates if str(each.layout) != str(chosen.layout)]
+        explanation = self._explain(now, today, decision, chosen.layout, others)
+        return replace(decision, explanation=explanation)
 
-    def _nearest(self, candidates: Iterable[Candidate]) -> Candidate:
+    def _nearest(self, candidates: Sequence[Candidate]) -> Candidate:
         """The one that moves the least, of those within the tolerance of the best."""
         runnable = [each for each in candidates if each.times.step_s < float("inf")]
         if not runnable:
@@ -190,6 +204,76 @@ class Planner:
             found=found,
         )
 
+    def _explain(
+        self,
+        now: Observation,
+        today: Layout,
+        decision: Decision,
+        proposed: Layout,
+        others: Sequence[Candidate],
+    ) -> Explanation:
+        search, move = decision.found.search, decision.plan is not None
+        chosen, times = (proposed, decision.after) if move else (today, decision.before)
+        runner_up: RunnerUp | None = RunnerUp(_option(proposed, decision.after), decision.why_not)
+        if move or not decision.moves:
+            runner_up = self._runner_up(decision.after, others)
+        return Explanation(
+            move=move,
+            why_not=decision.why_not,
+            today=_option(today, decision.before),
+            chosen=_option(chosen, times),
+            runner_up=runner_up,
+            binds_today=binding(search, today, now, measured=True),
+            binds=binding(search, chosen, now, measured=not move),
+            predicted=predicted_step(
+                times.step_s,
+                moves=move,
+                measured=[step.step_s for step in now.measured],
+                past=now.predictions,
+            ),
+            cost_s=decision.cost_s,
+            payback_steps=decision.payback_steps,
+            horizon_steps=decision.horizon,
+        )
+
+    def _runner_up(self, times: Times, others: Sequence[Candidate]) -> RunnerUp | None:
+        """The best of the others."""
+        if not others:
+            return None
+        best = min(others, key=lambda each: each.times.step_s)
+        slower = best.times.step_s / times.step_s - 1
+        why_not = f"its steps are {slower:.1%} longer"
+        if best.times.step_s == float("inf"):
+            why_not = "it does not fit"
+        elif slower <= 0:
+            why_not = (
+                f"its steps are {-slower:.1%} shorter, within the tolerance of "
+                f"{self.admission.tolerance:.0%}, and it moves more"
+            )
+        return RunnerUp(_option(best.layout, best.times), why_not)
+
+
+def binding(search: Search, layout: Layout, now: Observation, *, measured: bool) -> Binding:
+    """What binds a layout: its longer half, the network, or the staleness rule.
+
+    The network where a version takes longer than a step; the rule where training waits with a full
+    batch ready for more than half of its waiting, which only steps that were ``measured`` show.
+    """
+    step_s = search.times(layout).step_s
+    if now.sync_s > step_s:
+        words = f"a version takes {now.sync_s:.1f} s to reach a server, a step {step_s:.1f} s"
+        return Binding(Constraint.NETWORK, words)
+    if measured and now.measured:
+        seen = mean_step(now.measured)
+        if seen.starved and seen.held_s > seen.waited_s / 2:
+            words = f"a full batch waits {seen.held_s:.1f} s a step for groups at their last call"
+            return Binding(Constraint.STALENESS, words)
+    return search.binding(layout)
+
+
+def _option(layout: Layout, times: Times) -> PlanOption:
+    return PlanOption(str(layout), times.rollout_s, times.train_s, times.step_s)
+
 
 def roles_of(plan: Plan) -> dict[SlotId, str]:
     """What each slot of the plan does: the name of its bucket, ``train`` or ``gradient``."""
@@ -204,11 +288,14 @@ def answer(planner: DecisionMaker, action: Propose) -> PlanChosen | PlanKept:
     except LibraError as error:
         return PlanKept(str(error), action.order)
     if decision.plan is None:
-        return PlanKept(decision.why_not, action.order, decision.recalibration)
+        return PlanKept(
+            decision.why_not, action.order, decision.recalibration, decision.explanation
+        )
     return PlanChosen(
         replace(decision.plan, reasons=(action.why, *decision.reasons)),
         decision.slots,
         Prediction(decision.before.step_s, decision.after.step_s, decision.cost_s),
         action.order,
         decision.recalibration,
+        decision.explanation,
     )

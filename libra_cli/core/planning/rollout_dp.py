@@ -52,11 +52,19 @@ import numpy as np
 from libra_cli.core.costs.profile import NothingFits
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.explanation import Binding, Constraint
 from libra_cli.core.types import Plan, Seconds, Tokens
 
 DEFAULT_SEATS = 128
 _Filled: TypeAlias = tuple[int, int, Mapping[str, float]]
 """Servers of a bucket, seats of each, and what its trajectories hold."""
+_WAITS = {
+    Constraint.SEATS: "seats (max_num_seqs)",
+    Constraint.KV_CACHE: "room in the KV cache",
+    Constraint.PROMPTS: "prompts, a chunk a step",
+    Constraint.LONGEST_TRAJECTORY: "the longest trajectory",
+    Constraint.TOKENS: "tokens and KV reads",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,15 +208,15 @@ class RolloutTable:
                 end = int(np.argmin(options))
         return tuple(reversed(placed))
 
-    def binding(self, buckets: tuple[PlannedBucket, ...]) -> str:
-        """What the slowest of these buckets waits for, in words."""
-        slowest, words = -1.0, "nothing"
+    def binding(self, buckets: tuple[PlannedBucket, ...]) -> Binding:
+        """What the slowest of these buckets waits for."""
+        slowest, found = -1.0, Binding(Constraint.KV_CACHE, "no server holds the trajectories")
         for bucket, start, end in self._shares(buckets):
             degree, servers, seats = bucket.tensor_parallel, bucket.servers, bucket.max_num_seqs
             cost = float(self._cost(degree, servers, end, seats)[start])
             if cost > slowest:
-                slowest, words = cost, self._words(bucket, start, end)
-        return words
+                slowest, found = cost, self._binding(bucket, start, end)
+        return found
 
     def saturated_step_s(
         self, buckets: tuple[PlannedBucket, ...], in_play_s: Seconds, beside: float
@@ -247,21 +255,22 @@ class RolloutTable:
         """What these parts hold, on servers of this shape."""
         return {name: float(m[start, end]) for name, m in self._terms[bucket.tensor_parallel]}
 
-    def _words(self, bucket: PlannedBucket, start: int, end: int) -> str:
+    def _binding(self, bucket: PlannedBucket, start: int, end: int) -> Binding:
         terms = self._held(bucket, start, end)
         share = float(_share(np.array(terms["count"]), bucket.servers))
         in_flight, seats = self.workload.in_flight, terms["seats"] / bucket.max_num_seqs
         parts = {
-            "seats (max_num_seqs)": share * seats,
-            "room in the KV cache": share * terms["kv"],
-            "prompts, a chunk a step": share * terms["chunks"],
-            "the longest trajectory": terms["own_path"] / in_flight,
+            Constraint.SEATS: share * seats,
+            Constraint.KV_CACHE: share * terms["kv"],
+            Constraint.PROMPTS: share * terms["chunks"],
+            Constraint.LONGEST_TRAJECTORY: terms["own_path"] / in_flight,
         }
         waits = max(parts, key=lambda name: parts[name])
         work = max(share * terms["work"], terms["own_work"] / in_flight)
         if work > parts[waits]:
-            waits = "tokens and KV reads"
-        return f"{bucket.servers} x TP {bucket.tensor_parallel}: {waits}"
+            waits = Constraint.TOKENS
+        where = f"rollout: {bucket.servers} x TP {bucket.tensor_parallel}"
+        return Binding(waits, f"{where}: {_WAITS[waits]}")
 
     def _matrices(self, cost: ServerCost) -> tuple[tuple[str, Any], ...]:
         """What parts j to i hold, as matrices [j, i] over 0 to n; meaningless where i <= j."""

@@ -21,6 +21,7 @@ from itertools import chain
 
 from libra_cli.core.costs.profile import NothingFits, Profile, TrainingShape
 from libra_cli.core.costs.workload import Workload
+from libra_cli.core.explanation import Binding, Constraint
 from libra_cli.core.planning.rollout_dp import DEFAULT_SEATS, PlannedBucket, RolloutTable
 from libra_cli.core.planning.training_shapes import TrainingPlan, TrainingTree
 from libra_cli.core.types import Seconds
@@ -107,7 +108,7 @@ class Proposal:
     layout: Layout
     times: Times
     runner_up: tuple[Layout, Times] | None
-    binding: str
+    binding: Binding
     reasons: tuple[str, ...]
 
     @property
@@ -179,7 +180,7 @@ class Search:
         later = map(self.candidate, self._order()[FINALISTS:])
         others = (found for found in chain(finalists, later) if found[0] != layout)
         runner_up = next(others, None)
-        binding = self._binding(layout, times)
+        binding = self.binding(layout)
         reasons = self._reasons(layout, times, runner_up, binding)
         return Proposal(layout, times, runner_up, binding, reasons)
 
@@ -224,6 +225,16 @@ class Search:
         if layout.colocated:
             return Times(rollout_s + train_s, rollout_s + train_s)
         return Times(rollout_s, train_s)
+
+    def binding(self, layout: Layout) -> Binding:
+        """The one constraint without which a step on this layout would be shorter."""
+        plan = self.tree.plan(layout.training)
+        if not self.tree.fits(layout.training):
+            words = f"a rank of {layout.training} would need {plan.memory_gib:.0f} GiB"
+            return Binding(Constraint.TRAINER_MEMORY, words)
+        if self._rollout_s(layout.buckets) >= plan.seconds:
+            return self._binding_of_rollout(layout)
+        return self._binding_of_training(plan)
 
     def uniform(self, split: int) -> tuple[PlannedBucket, ...]:
         """The best equal servers on ``split`` GPUs."""
@@ -286,21 +297,33 @@ class Search:
         mixed_s = self.table.seconds(split) * (1 + self._settings.mixed_gain)
         return max(self._settings.tolerance, training.seconds / mixed_s - 1)
 
-    def _binding(self, layout: Layout, times: Times) -> str:
-        if times.rollout_s >= times.train_s:
-            return f"rollout: {self.table.binding(layout.buckets)}"
-        plan = self.tree.plan(layout.training)
-        return (
+    def _binding_of_rollout(self, layout: Layout) -> Binding:
+        """More GPUs would help, unless one trajectory binds; the trainer may need them all."""
+        found = self.table.binding(layout.buckets)
+        fewer = layout.training_gpus - self._settings.unit
+        if (
+            found.constraint is Constraint.LONGEST_TRAJECTORY
+            or fewer < 1
+            or self.tree.best(fewer) is not None
+        ):
+            return found
+        ranks = f"its memory takes {layout.training_gpus} GPUs"
+        return Binding(Constraint.TRAINER_MEMORY, f"{found}; training can give none: {ranks}")
+
+    def _binding_of_training(self, plan: TrainingPlan) -> Binding:
+        words = (
             f"training: arithmetic, {plan.communication:.0%} as much communication beside it, "
             f"{plan.memory_gib:.0f} GiB a rank"
         )
+        longer = Constraint.NETWORK if plan.communication > 1 else Constraint.TRAINING
+        return Binding(longer, words)
 
     def _reasons(
         self,
         layout: Layout,
         times: Times,
         runner_up: tuple[Layout, Times] | None,
-        binding: str,
+        binding: Binding,
     ) -> tuple[str, ...]:
         workload = self.workload
         most = max(sample.generated for sample in workload.samples)

@@ -15,7 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from libra_cli.core.costs.profile import NothingFits, TrainingCost, TrainingShape
+from libra_cli.core.costs.profile import (
+    GIB,
+    SHARD_BYTES,
+    NothingFits,
+    TrainingCost,
+    TrainingShape,
+)
 from libra_cli.core.costs.workload import Workload
 from libra_cli.core.types import Seconds
 
@@ -39,6 +45,9 @@ class TrainingPlan:
         return self.communication <= MAX_COMMUNICATION
 
 
+WORKER_BYTES = 8
+"""Bytes of a parameter in a gradient worker: float32 weight and gradient (as in
+``node.model.policy``)."""
 LARGEST = 256
 """GPUs up to which the least world that fits is looked for when none does."""
 
@@ -81,6 +90,16 @@ class TrainingTree:
         """Whether each rank holds what it must."""
         held = self._cost.memory_gib(shape, self._longest)
         return held <= self._cost.facts.usable_gib
+
+    def least_worker(self) -> int | None:
+        """The smallest world of a gradient worker that has the memory, or None: a replica with
+        its gradients, and no optimizer."""
+        state = self._cost.facts.parameters * (SHARD_BYTES - WORKER_BYTES) / GIB
+        usable = self._cost.facts.usable_gib
+        for shape in self._shapes(len(self._best) - 1):
+            if self._cost.memory_gib(shape, self._longest) - state / shape.gpus <= usable:
+                return shape.gpus
+        return None
 
     def refusal(self, gpus: int) -> NothingFits:
         """Why no world up to ``gpus`` runs, with the numbers of the best that was tried."""

@@ -26,7 +26,7 @@ class ReplanTriggers:
 
     def __init__(self, period: int, overlap: float) -> None:
         self._period = period
-        self._cooldown = max(COOLDOWN, round(overlap))
+        self._cooldown = cooldown(overlap)
         self._since = 0
         #: The halves whose waiting has been looked at, and goes on since.
         self._looked_at: set[str] = set()
@@ -60,6 +60,11 @@ class ReplanTriggers:
         if drifted(self._looked_length, length):
             return f"mean length went from {self._looked_length:,.0f} to {length:,.0f} tokens"
         return ""
+
+
+def cooldown(overlap: float) -> int:
+    """Steps after a look or a move in which nothing that was measured is a reason to look."""
+    return max(COOLDOWN, round(overlap))
 
 
 def steps_to_average(overlap: float) -> int:

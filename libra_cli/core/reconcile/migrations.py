@@ -44,6 +44,10 @@ class MigrationTracker:
         self.moves: dict[SlotId, SlotMigration] = {}
         self._number = 0
 
+    def number_on(self, last: int) -> None:
+        """A run goes on whose newest move had this number."""
+        self._number = last
+
     def begin(
         self, slot: SlotId, before: Role, bucket: Bucket | None, plan: int, *, now: Seconds
     ) -> list[Result]:

@@ -61,6 +61,10 @@ class Reconciler:
         """Under way, by slot."""
         return self._tracker.moves
 
+    def number_on(self, last: int) -> None:
+        """A run goes on whose newest move had this number."""
+        self._tracker.number_on(last)
+
     def learn(self, slots: Iterable[Slot]) -> None:
         """These slots exist."""
         self._wanted.learn(slots)

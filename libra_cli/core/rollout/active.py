@@ -7,12 +7,8 @@ from enum import StrEnum
 
 from libra_cli.core.events import TurnGenerated
 from libra_cli.core.lifecycle import follow
-from libra_cli.core.scheduling.estimates import Estimate
 from libra_cli.core.scheduling.server_queues import Request
 from libra_cli.core.types import Seconds, SlotId, Tokens, ToolReturn, Trajectory, WeightVersion
-
-UNKNOWN = Estimate.point(0)
-"""For policies that estimate nothing."""
 
 
 class Stage(StrEnum):
@@ -70,8 +66,8 @@ class ActiveTrajectory:
     asked: Request | None = None
     turn_key: WeightVersion | None = None
     prompt: Tokens = 0
-    #: Of the tokens it has yet to generate.
-    estimate: Estimate = UNKNOWN
+    #: Tokens it has yet to generate, by the policy's estimator; 0 where that has none.
+    expected: float = 0.0
     returns: list[ToolReturn] = field(default_factory=list)
 
     def enter(self, stage: Stage) -> None:
@@ -80,7 +76,7 @@ class ActiveTrajectory:
 
     def left_to_generate(self, limits: Limits) -> Tokens:
         """How many more may be in this turn."""
-        said = sum(len(part.token_ids) for part in self.parts)
+        said = sum([len(part.token_ids) for part in self.parts])
         return min(limits.max_turn_tokens - said, limits.max_len - len(self.trajectory.token_ids))
 
     def next_request(self, now: Seconds) -> Request:
@@ -95,6 +91,5 @@ class ActiveTrajectory:
             waiting_since=now,
             last_slot=self.slot,
             last_key=self.turn_key,
-            estimate=self.estimate,
-            p90=self.estimate.quantile(0.9),
+            expected=self.expected,
         )

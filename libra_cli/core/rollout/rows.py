@@ -17,7 +17,6 @@ def turn_record(
 ) -> TurnRecord:
     """The row of a turn; ``returns`` is what its tools gave back."""
     who = active.trajectory.id
-    p10, p50 = asked.estimate.quantiles((0.1, 0.5))
     return TurnRecord(
         group_id=who.group,
         member=who.member,
@@ -32,12 +31,13 @@ def turn_record(
         generated_tokens=len(turn.token_ids),
         finish_reason=turn.finish_reason,
         moved_from=asked.last_slot if asked.last_slot not in (None, turn.slot) else "",
-        expected_tokens=asked.estimate.mean,
-        expected_p10=p10,
-        expected_p50=p50,
-        expected_p90=asked.p90,
-        tools_json=dumps([[r.tool, r.outcome, round(r.latency_s, 6), r.size] for r in returns]),
+        tools_json=_tools_json(returns),
     )
+
+
+def _tools_json(returns: list[ToolReturn]) -> str:
+    told = [[r.tool, r.outcome, round(r.latency_s, 6), r.size] for r in returns]
+    return dumps(told) if told else "[]"
 
 
 def trajectory_record(

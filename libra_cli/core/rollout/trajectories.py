@@ -193,16 +193,14 @@ class Trajectories:
         if active is None:
             return []
         active.trajectory.token_ids.extend(event.prompt_ids)
-        active.prompt = len(event.prompt_ids)
-        self._context_tokens += active.prompt
-        extend_masked(active.trajectory, len(event.prompt_ids))
-        if len(event.prompt_ids) >= self._limits.max_len:
-            length, most = len(event.prompt_ids), self._limits.max_len
-            reason = f"the prompt has {length} tokens, max_len is {most}"
+        active.prompt = prompt = len(event.prompt_ids)
+        self._context_tokens += prompt
+        extend_masked(active.trajectory, prompt)
+        if prompt >= self._limits.max_len:
+            reason = f"the prompt has {prompt} tokens, max_len is {self._limits.max_len}"
             return self._break(active, reason, now)
         if self._estimator is not None:
-            prompt = len(event.prompt_ids)
-            active.estimate = self._estimator.begin(event.trajectory, prompt=prompt)
+            active.expected = self._estimator.begin(event.trajectory)
         self._wait(active, now)
         return []
 
@@ -216,19 +214,16 @@ class Trajectories:
         if event.done:
             assert event.reward is not None, f"{event.trajectory} is done without a reward"
             return [*self._save_turn(active), *self._end(active, event.reward, now)]
-        trajectory = active.trajectory
-        full = len(trajectory.token_ids) + len(event.observation_ids) >= self._limits.max_len
-        if full or trajectory.turns >= self._limits.max_turns:
+        trajectory, observed = active.trajectory, len(event.observation_ids)
+        context = len(trajectory.token_ids) + observed
+        if context >= self._limits.max_len or trajectory.turns >= self._limits.max_turns:
             return [FinishEpisode(trajectory.id)]
         trajectory.token_ids.extend(event.observation_ids)
-        self._context_tokens += len(event.observation_ids)
-        extend_masked(trajectory, len(event.observation_ids))
+        self._context_tokens += observed
+        extend_masked(trajectory, observed)
         if self._estimator is not None:
-            active.estimate = self._estimator.returned(
-                trajectory.id,
-                generated=trajectory.generated,
-                context=len(trajectory.token_ids),
-                returns=event.returns,
+            active.expected = self._estimator.returned(
+                trajectory.id, generated=trajectory.generated, returns=event.returns
             )
         actions = self._save_turn(active)
         self._wait(active, now)
@@ -309,8 +304,8 @@ class Trajectories:
         if event.newest > server.verified.version:
             self._parked.setdefault(event.slot, {})[event.request] = event
             return []
-        trainer = event.newest.trainer_incarnation
-        if any(WeightVersion(trainer, span.version) in server.unproved for span in event.spans):
+        trainer, unproved = event.newest.trainer_incarnation, server.unproved
+        if unproved and any(WeightVersion(trainer, s.version) in unproved for s in event.spans):
             return self._again(active, now)
         ended = self._ended(active, answered=True)
         append_turn(active.trajectory, event)

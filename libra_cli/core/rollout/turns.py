@@ -23,18 +23,18 @@ def append_turn(trajectory: Trajectory, turn: TurnGenerated) -> None:
             f"trajectory {trajectory.id}, turn {trajectory.turns}: the reply is to a prompt of "
             f"{len(turn.prompt_ids)} tokens that is not its {len(trajectory.token_ids)} tokens"
         )
-    start = len(trajectory.token_ids)
+    start, said = len(trajectory.token_ids), len(turn.token_ids)
     trajectory.token_ids.extend(turn.token_ids)
     trajectory.logprobs.extend(turn.logprobs)
-    trajectory.loss_mask.frombytes(b"\x01" * len(turn.token_ids))
+    trajectory.loss_mask.frombytes(b"\x01" * said)
     trajectory.spans += [
         VersionSpan(span.version, start + span.start, start + span.end) for span in turn.spans
     ]
-    same = all(span.version == turn.cache_key.step for span in turn.spans)
+    same = {span.version for span in turn.spans} <= {turn.cache_key.step}
     key = turn.cache_key if same and turn.newest == turn.cache_key else None
     first = trajectory.generated == 0
     trajectory.single_version = key if first or trajectory.single_version == key else None
-    trajectory.generated += len(turn.token_ids)
+    trajectory.generated += said
 
 
 def extend_masked(trajectory: Trajectory, count: int) -> None:

@@ -20,9 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from libra_cli.core.scheduling.baseline_estimators import PaperTree, SiblingMean
-from libra_cli.core.scheduling.causal_estimator import CausalEstimator
-from libra_cli.core.scheduling.estimates import Estimator, bucket_of
+from libra_cli.core.scheduling.estimators import Estimator, PaperTree, SiblingMean, bucket_of
 from libra_cli.core.scheduling.server_queues import Request, ServerQueue, ServerQueues
 from libra_cli.core.types import Seconds, Tokens, TrajectoryId
 
@@ -129,7 +127,7 @@ class SiblingHistory(_Bucketed):
 
     def level(self, request: Request, bounds: Sequence[int]) -> int:
         """The bucket of the mean of what is left."""
-        return bucket_of(request.estimate.mean, bounds[:-1])
+        return bucket_of(request.expected, bounds[:-1])
 
 
 class PaperCmlfq(LeastLoaded):
@@ -154,7 +152,7 @@ class Heddle(LeastLoaded):
     """Longest predicted first, each onto the server that is fastest for one sequence."""
 
     def __init__(self) -> None:
-        super().__init__(CausalEstimator())
+        super().__init__(SiblingMean())
 
     def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
         """Stay put; at first the long go to the fast servers in proportion to their speed."""
@@ -162,7 +160,7 @@ class Heddle(LeastLoaded):
 
     def rank(self, request: Request) -> float:
         """Minus the predicted tokens left."""
-        return -request.estimate.mean
+        return -request.expected
 
 
 class StreamRL(LeastLoaded):

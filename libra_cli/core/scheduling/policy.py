@@ -1,9 +1,9 @@
 """The seam of scheduling policies: which server a trajectory's next turn queues at, in which order.
 
 The request scheduler asks its policy at every tool return. A policy sees the past of the trajectory
-(``Request``), an estimate of the tokens that are left, made by the estimator it brings along, and
-the servers as ``ServerQueue``; it keeps no list of requests and starts nothing. It may hold state
-of its own; every run makes a fresh one.
+(``Request``) and the servers as ``ServerQueue``; if it brings an estimator along, also what that
+expects of the tokens left. It keeps no list of requests and starts nothing. It may hold state of
+its own; every run makes a fresh one.
 
 libra's own is in ``least_cost``, the baselines it is measured against in ``baselines``. To add one:
 a module with a class that needs no argument, and an entry point of group
@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from libra_cli.config.plugins import PluginGroup
-from libra_cli.core.scheduling.estimates import Estimator
+from libra_cli.core.scheduling.estimators import Estimator
 from libra_cli.core.scheduling.server_queues import Request, ServerQueue, ServerQueues
 from libra_cli.core.types import Seconds, Tokens
 
@@ -37,7 +37,7 @@ POLICIES = PluginGroup(
         "cmlfq-published": f"{_HERE}.baselines:PaperCmlfq",
     },
 )
-"""By the names a recipe uses; what must know true lengths is in ``libra_cli.bench.oracles``."""
+"""By the names a recipe uses; what must know true lengths is in ``libra_cli.bench.contenders``."""
 
 
 class SchedulingPolicy(Protocol):
@@ -71,6 +71,6 @@ class SchedulingPolicy(Protocol):
 
 
 def make_policy(name: str) -> SchedulingPolicy:
-    """The policy of that name, with a fresh estimator. Raises PluginError if there is none."""
+    """A fresh policy of that name. Raises PluginError if there is none."""
     policy: SchedulingPolicy = POLICIES.find(name)()
     return policy

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.scheduling.estimates import Estimate
 from libra_cli.core.types import Bucket, Seconds, SlotId, Tokens, TrajectoryId, WeightVersion
 
 STARVATION_LIMIT_S: Seconds = 60.0
@@ -24,7 +23,8 @@ class Request:
     """A trajectory that wants its next turn generated: all that a policy may know of it.
 
     ``context`` are its tokens now, ``generated`` those the model produced, ``tools`` the finished
-    tool calls. ``last_key`` is the weight version its last turn was generated with.
+    tool calls. ``last_key`` is the weight version its last turn was generated with. ``expected``
+    are the tokens it has yet to generate, by the policy's estimator; 0 where there is none.
     """
 
     trajectory: TrajectoryId
@@ -35,9 +35,7 @@ class Request:
     waiting_since: Seconds
     last_slot: SlotId | None
     last_key: WeightVersion | None
-    estimate: Estimate
-    p90: float
-    """Of the estimate: it grows beyond this with probability 0.1."""
+    expected: float = 0.0
 
 
 @dataclass(slots=True)

@@ -96,10 +96,22 @@ class TimelineRow:
     colour: str = "a"
 
 
+@dataclass(frozen=True, slots=True)
+class Band:
+    """What was predicted for the steps from ``begin`` to ``end``: a value and its interval."""
+
+    begin: float
+    end: float
+    low: float
+    middle: float
+    high: float
+
+
 def over_steps(
     name: str,
     series: Sequence[Series],
     *,
+    bands: Sequence[Band] = (),
     width: int = 520,
     height: int = 210,
     log: bool = False,
@@ -109,9 +121,12 @@ def over_steps(
     """Draw curves over steps; ``name`` is unique on the page, width and height are in pixels.
 
     ``limit`` draws a horizontal line; the axis begins at 0 and reaches ``floor`` at least.
+    ``bands`` lie below the curves, in the page variable ``b``.
     """
 
     def paint(axes: Axes) -> None:
+        for band in bands:
+            _draw_band(axes, band)
         for one in series:
             _draw(axes, one)
         if limit is not None:
@@ -211,6 +226,12 @@ def _draw(axes: Axes, series: Series) -> None:
         axes.plot(xs, ys, color=colour, linewidth=1.3, dashes=(2, 1.6))
     else:
         axes.plot(xs, ys, color=colour, linewidth=2.0, solid_joinstyle="round")
+
+
+def _draw_band(axes: Axes, band: Band) -> None:
+    xs, colour = (band.begin, band.end), COLOURS["b"]
+    axes.fill_between(xs, band.low, band.high, color=colour, alpha=0.22, linewidth=0)
+    axes.plot(xs, (band.middle, band.middle), color=colour, linewidth=1.6)
 
 
 def _dots(axes: Axes, xs: Sequence[float], ys: Sequence[float], colour: str) -> None:

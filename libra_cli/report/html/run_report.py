@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from libra_cli import __version__
 from libra_cli.config.errors import StateError
@@ -21,19 +21,29 @@ from libra_cli.report.html.slot_rows import SHADES, slot_rows
 from libra_cli.report.html.templates import template
 from libra_cli.report.status.metrics import of_servers, of_steps
 from libra_cli.report.status.migration_impact import migration_impacts
-from libra_cli.report.status.plans import PHASES, MovePart, PlanPart, changes, phase_seconds
-from libra_cli.report.status.steps import smooth
+from libra_cli.report.status.plans import (
+    PHASES,
+    DecisionPart,
+    MovePart,
+    PlanPart,
+    changes,
+    phase_seconds,
+)
+from libra_cli.report.status.steps import period_s, smooth
 from libra_cli.report.status.summary import RunSummary, summary
 from libra_cli.report.status.syncs import sync_times
 from libra_cli.report.terminal.console import duration, number, shorter, took
 from libra_cli.runtime.store.reader import Reader
+
+if TYPE_CHECKING:
+    from libra_cli.report.html.charts import Band
 
 REPORT = "report.html"
 _TEMPLATE = "report.html.j2"
 _MAX_ROWS = 200
 """The most rows of the step table; a longer run shows evenly spread ones."""
 _NEWEST = 40
-"""The most rows of the tables of plans and of moves, which show the newest ones."""
+"""The most rows of the tables of decisions, plans and moves, which show the newest ones."""
 SMOOTHED = (("a", "dot", "one step"), ("a", "line", "smoothed"))
 """The key of a chart with a point for every step and a smoothed line."""
 
@@ -68,6 +78,7 @@ def write_report(run_dir: Path, *, now: float, tolerance: float = 1e-3) -> Path:
             "tiles": _tiles(status, tolerance),
             "steps": _spread(steps),
             "metric_names": list(status["metrics"]),
+            "decisions": status["decisions"][-_NEWEST:],
             "plans": _plan_rows(status["plans"])[-_NEWEST:],
             "moves": status["moves"][-_NEWEST:],
             "phases": _phases(status["moves"][-_NEWEST:]),
@@ -145,6 +156,7 @@ def _charts(
         return _slot_chart(reader, status, steps)
     return [
         *_step_charts(steps, tolerance),
+        *_decision_chart(steps, status["decisions"]),
         *_sync_chart(reader.syncs()),
         *_metric_charts("metric", "of a step", steps, of_steps(steps)),
         *_metric_charts(
@@ -265,6 +277,33 @@ def _batch_charts(steps: Sequence[StepRecord]) -> list[Chart]:
         keys = (("a", "line", "trained"), ("b", "line", "played"))
         charts.append(Chart("Length played and trained", "generated tokens", svg, keys))
     return charts
+
+
+def _decision_chart(steps: Sequence[StepRecord], decisions: Sequence[DecisionPart]) -> list[Chart]:
+    """What each decision predicted of the steps after it, and these steps."""
+    from libra_cli.report.html.charts import Series, over_steps
+
+    bands = list(_bands(steps, decisions))
+    if not bands:
+        return []
+    xs, periods = [float(step.step) for step in steps], [period_s(step) for step in steps]
+    series = [Series(xs, periods, "a", "points"), Series(xs, smooth(periods), "a")]
+    svg = over_steps("decisions", series, bands=bands, floor=0.1, width=1080, height=230)
+    keys = (*SMOOTHED, ("b", "line", "predicted"), ("b", "box", "four means of five"))
+    return [Chart("Predicted and observed steps", "seconds", svg, keys, wide=True)]
+
+
+def _bands(steps: Sequence[StepRecord], decisions: Sequence[DecisionPart]) -> Iterator[Band]:
+    """One a decision, from its step to the next one's, or to the last step."""
+    from libra_cli.report.html.charts import Band
+
+    ends = [*(decision["step"] for decision in decisions[1:]), steps[-1].step]
+    for decision, end in zip(decisions, ends, strict=False):
+        told = decision["explanation"]
+        step = told["predicted"] if told else None
+        if step and step["step_s"] and step["low_s"] and step["high_s"]:
+            begin = decision["step"] + 0.5
+            yield Band(begin, max(begin, end) + 0.5, step["low_s"], step["step_s"], step["high_s"])
 
 
 def _gap_chart(steps: Sequence[StepRecord], tolerance: float) -> list[Chart]:

@@ -1,4 +1,4 @@
-"""Which plans were adopted, what they changed and what they gained: their part of a summary.
+"""What was decided, which plans were adopted, and what they gained: their part of a summary.
 
 What each key means is told in ``summary``. Guarantee: what is not known is null. Limit: a gain is
 observed over the few steps around the moves, so whatever else changed then is in it too.
@@ -11,11 +11,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TypedDict
 
-from libra_cli.core.records import MoveRecord, PlanRecord
+from libra_cli.core.records import DecisionRecord, MoveRecord, PlanRecord
 from libra_cli.core.types import Role
 from libra_cli.report.status.parts import part_of
 from libra_cli.runtime.store.reader import Reader
 
+DECISIONS = 100
+"""The newest so many are told."""
 PHASES = ("drain", "stop", "start", "sync", "verify", "join")
 """Of a move, in the order they come in; which of them it has depends on the two roles."""
 
@@ -58,6 +60,67 @@ class PlannedServer(TypedDict):
     up_to_tokens: int
 
 
+class OptionPart(TypedDict):
+    """A placement in words and its predicted seconds a step; null where it does not fit."""
+
+    layout: str
+    rollout_s: float | None
+    train_s: float | None
+    step_s: float | None
+
+
+class RunnerUpPart(TypedDict):
+    """The placement that was not chosen, and why."""
+
+    option: OptionPart
+    why_not: str
+
+
+class BindingPart(TypedDict):
+    """The constraint that binds, and a few words on where."""
+
+    constraint: str
+    words: str
+
+
+class PredictedPart(TypedDict):
+    """A step as predicted; the mean of the next few is expected within the interval."""
+
+    step_s: float | None
+    low_s: float | None
+    high_s: float | None
+    source: str
+
+
+class ExplanationPart(TypedDict):
+    """``core.explanation.Explanation`` as JSON."""
+
+    move: bool
+    why_not: str
+    today: OptionPart
+    chosen: OptionPart
+    runner_up: RunnerUpPart | None
+    binds_today: BindingPart
+    binds: BindingPart
+    predicted: PredictedPart
+    cost_s: float
+    payback_steps: float | None
+    horizon_steps: float | None
+
+
+class DecisionPart(TypedDict):
+    """One time that the planner was asked: its explanation, and what came."""
+
+    at: float
+    step: int
+    why: str
+    plan: int | None
+    why_not: str
+    explanation: ExplanationPart | None
+    observed_s: float | None
+    observed_steps: int
+
+
 class PlanPart(TypedDict):
     """One plan that was adopted, and what it gained."""
 
@@ -80,6 +143,15 @@ class PlanPart(TypedDict):
 def plans(reader: Reader) -> list[PlanPart]:
     """Every plan that was adopted, the newest last."""
     return [_plan(plan) for plan in reader.plans()]
+
+
+def decisions(reader: Reader) -> list[DecisionPart]:
+    """The last ``DECISIONS`` times that the planner was asked, the newest last."""
+    rows = reader.rows(DecisionRecord, order=f"at DESC LIMIT {DECISIONS}")
+    return [
+        part_of(DecisionPart, row, explanation=json.loads(row.explanation_json) or None)
+        for row in reversed(rows)
+    ]
 
 
 def moves(reader: Reader, adopted: Iterable[PlanPart], *, now: float) -> list[MovePart]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from libra_cli.report.status.plans import PlannedServer
+from libra_cli.report.status.plans import ExplanationPart, PlannedServer
 
 FORMAT = 1
 
@@ -116,5 +116,6 @@ class RebalanceResult(TypedDict):
     corrections: Corrections
     moves: list[SlotMoveTold]
     verdict: Verdict
+    explanation: ExplanationPart | None
     reasons: list[str]
     notes: list[str]

@@ -24,21 +24,17 @@ How the numbers are made (``RECENT`` = 10):
     buckets                what servers of one bucket do together, by the plan now; .occupancy is
                            the mean share of their seats that were taken over the last 10 steps;
                            .moved_in, .moved_out count turns whose trajectory had its turn before on
-                           a server of another bucket; .off_by and .right are estimates.off_by and
-                           .placed_right of the turns that were played there
+                           a server of another bucket
     placement.turns        turns that followed a tool return or another turn; .moved those of them
                            on another server than the one before
-    estimates              of the turns of the last 2,000 finished trajectories, what was expected
-                           beside what came: .below_p10 is the share that had at most the 10th
-                           percentile left to generate (so 0.1 is right), and so on; .off_by the
-                           factor that half of them were off by, at most (2 ** the median of
-                           |log2(expected / came)|); .right_bucket the share expected in the bucket
-                           whose bounds they belonged to, .placed_right the share played there
     moves.phases           .seconds until the phase ended; of the one under way, until now or until
                            the run ended
     plans.*_gain           1 - seconds a step after / before, as predicted when the plan was chosen
                            and as observed around its moves; a move has those of its plan. Below 0
                            the steps are longer than before
+    decisions[]            the last 100 times the planner was asked; .explanation is what it told,
+                           null where it could not decide; .observed_s is the mean of the first
+                           steps after it and its moves, at most 5 and until the next decision
     sync.*_s               from publication until the *last* server that took the version served it
     sync.full .delta .local  proved syncs whose version came whole, as what changed, or was on the
                            server's host already; .sent_bytes is what travelled for all of them,
@@ -61,19 +57,24 @@ from libra_cli.report.status.batches import BatchesPart, batches
 from libra_cli.report.status.metrics import FirstLast, first_last
 from libra_cli.report.status.placements import (
     BucketPart,
-    Estimates,
     Placement,
     buckets,
-    estimates,
     placement,
     planned,
 )
-from libra_cli.report.status.plans import MovePart, PlanPart, moves, plans
+from libra_cli.report.status.plans import (
+    DecisionPart,
+    MovePart,
+    PlanPart,
+    decisions,
+    moves,
+    plans,
+)
 from libra_cli.report.status.run_state import LIVE, RunPart, errors_of, run_part
 from libra_cli.report.status.syncs import Sync, sync_part
 from libra_cli.runtime.store.reader import Reader
 
-FORMAT = 1
+FORMAT = 2
 _FRESH_S = 30.0
 """A server's reading that is older says nothing about now."""
 
@@ -101,12 +102,13 @@ class RunSummary(TypedDict):
     servers: list[slot_parts.ServerPart]
     buckets: list[BucketPart]
     placement: Placement
-    estimates: Estimates
     nodes: list[slot_parts.NodePart]
     processes: list[slot_parts.ProcessPart]
     moves: list[MovePart]
     plans: list[PlanPart]
     plan: PlanPart | None
+    decisions: list[DecisionPart]
+    decision: DecisionPart | None
     checkpoint: step_parts.CheckpointPart | None
     errors: list[str]
 
@@ -125,8 +127,9 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
         for slot in slots
         if slot.role == "rollout" or (not live and any(sync.slot == slot.slot for sync in syncs))
     ]
-    shapes, ways, placed = planned(reader), reader.ways(), reader.placed()
-    recent, adopted = step_parts.recent_samples(reader, steps), plans(reader)
+    shapes, ways = planned(reader), reader.ways()
+    recent = step_parts.recent_samples(reader, steps)
+    adopted, decided = plans(reader), decisions(reader)
     return {
         "format": FORMAT,
         "run": run,
@@ -146,14 +149,15 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
         "sync": sync_part(syncs),
         "slots": [slot_parts.slot_part(slot) for slot in slots],
         "servers": servers,
-        "buckets": buckets(shapes, slots, ways, placed, recent),
+        "buckets": buckets(shapes, slots, ways, recent),
         "placement": placement(ways),
-        "estimates": estimates(placed, shapes),
         "nodes": slot_parts.nodes(reader),
         "processes": slot_parts.processes(reader),
         "moves": moves(reader, adopted, now=now if run["ended_at"] is None else run["ended_at"]),
         "plans": adopted,
         "plan": adopted[-1] if adopted else None,
+        "decisions": decided,
+        "decision": decided[-1] if decided else None,
         "checkpoint": step_parts.checkpoint(steps),
         "errors": errors_of(reader, run, slots, syncs),
     }

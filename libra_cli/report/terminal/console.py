@@ -22,6 +22,7 @@ from libra_cli.report.status.plans import MovePart, PlanPart
 from libra_cli.report.status.run_state import LIVE
 from libra_cli.report.status.steps import RECENT, smooth
 from libra_cli.report.status.summary import RunSummary
+from libra_cli.report.terminal.decision import decision_facts
 from libra_cli.report.terminal.plots import Plot, Portable, bar, sparkline
 
 _BAR_WIDTH = 34
@@ -66,6 +67,7 @@ def status_view(summary: RunSummary, *, now: float) -> RenderableType:
     if len(summary["buckets"]) > 1:
         parts += [Text(), Padding(_bucket_table(summary), (0, 0, 0, 2))]
     parts += _moves(summary)
+    parts += _decision(summary)
     parts += _error_lines(summary["errors"])
     return Portable(Group(*parts))
 
@@ -268,8 +270,8 @@ def _fact_trajectories(facts: Table, summary: RunSummary) -> None:
 
 
 def _fact_scheduler(facts: Table, summary: RunSummary) -> None:
-    """The queue, who went on elsewhere, and how good the estimates were."""
-    buckets, placed, hits = summary["buckets"], summary["placement"], summary["estimates"]
+    """The queue, and who went on elsewhere."""
+    buckets, placed = summary["buckets"], summary["placement"]
     if summary["run"]["state"] in LIVE and buckets:
         waiting = sum(bucket["waiting"] for bucket in buckets)
         seats = sum(bucket["seats"] for bucket in buckets)
@@ -278,20 +280,12 @@ def _fact_scheduler(facts: Table, summary: RunSummary) -> None:
     if placed["turns"] and sum(bucket["servers"] for bucket in buckets) > 1:
         text = f"{placed['moved']:,} of {placed['turns']:,} turns went on at another server"
         fact(facts, "placement", f"{text} ({percent(placed['moved_share'])})")
-    if hits["turns"]:
-        quantiles = (hits["below_p10"], hits["below_p50"], hits["below_p90"])
-        came = " / ".join(number(100 * (share or 0.0), ".0f") for share in quantiles)
-        off = Text(f"median off ×{number(hits['off_by'], '.2g')}", style="dim")
-        fact(facts, "estimates", f"{came}% came below p10 / p50 / p90", off)
-    if hits["right_bucket"] is not None:
-        right = f"{percent(hits['right_bucket'])} expected right"
-        fact(facts, "bucket", right, f"{percent(hits['placed_right'])} played in the right one")
 
 
 def _bucket_table(summary: RunSummary) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
     table.add_column("bucket", overflow="ellipsis", no_wrap=True, max_width=10)
-    for name in ("up to", "waiting", "taken", "turns", "came in", "left", "off", "right"):
+    for name in ("up to", "waiting", "taken", "turns", "came in", "left"):
         table.add_column(name, justify="right", no_wrap=True)
     for bucket in summary["buckets"]:
         ways = (bucket["turns"], bucket["moved_in"], bucket["moved_out"])
@@ -301,8 +295,6 @@ def _bucket_table(summary: RunSummary) -> Table:
             f"{bucket['waiting']:,}",
             percent(bucket["occupancy"]),
             *(f"{count:,}" for count in ways),
-            "–" if bucket["off_by"] is None else f"×{bucket['off_by']:.2g}",
-            percent(bucket["right"]),
         )
     return table
 
@@ -353,6 +345,16 @@ def _moves(summary: RunSummary) -> list[RenderableType]:
         line = Text.assemble((f"plan {plan['plan']} ({plan['cause']}): ", "dim"), gains)
         parts += [Text(), Padding(line, (0, 0, 0, 2))]
     return parts
+
+
+def _decision(summary: RunSummary) -> list[RenderableType]:
+    """The newest decision of the planner."""
+    if summary["decision"] is None:
+        return []
+    facts = grid()
+    for name, text in decision_facts(summary["decision"]):
+        fact(facts, name, text)
+    return [Text(), Padding(facts, (0, 0, 0, 2))]
 
 
 def _move_table(moves: Sequence[MovePart]) -> Table:

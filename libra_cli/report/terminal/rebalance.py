@@ -12,6 +12,7 @@ from rich.text import Text
 
 from libra_cli.report.status.rebalance import PlanResult, RebalanceResult, SlotMoveTold
 from libra_cli.report.terminal.console import duration, fact, grid, number, slot_label, styled
+from libra_cli.report.terminal.decision import explanation_facts
 from libra_cli.report.terminal.plots import Portable
 
 MOST_MOVES = 12
@@ -130,6 +131,8 @@ def _moves(moves: Sequence[SlotMoveTold], *, running: bool) -> RenderableType:
 
 def _verdict(told: RebalanceResult) -> Table:
     verdict, facts = told["verdict"], grid()
+    for name, text in explanation_facts(told["explanation"]) if told["explanation"] else ():
+        fact(facts, name, text)
     gain, payback, horizon = verdict["gain_s"], verdict["payback_steps"], verdict["horizon_steps"]
     running = told["of"] == "run"
     if gain is not None and told["moves"]:

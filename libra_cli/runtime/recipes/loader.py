@@ -118,6 +118,7 @@ def load_recipe(path: Path, environ: Mapping[str, str] | None = None) -> Recipe:
     _read_secrets(data, draft, os.environ if environ is None else environ)
     _expand_nodes(data, draft)
     _resolve_tasks(data, draft, path)
+    _resolve_planner_files(data, path)
     recipe = _validate(data, draft)
     if recipe is None or draft.problems:
         raise draft.error()
@@ -238,6 +239,17 @@ def _resolve_tasks(data: dict[str, Any], draft: _Draft, path: Path) -> None:
     if not file.is_file():
         draft.add(("environment", "tasks"), f"there is no file {file}")
     data["environment"]["tasks"] = str(file.resolve())
+
+
+def _resolve_planner_files(data: dict[str, Any], path: Path) -> None:
+    """A profile or trace that lies beside the recipe; anything else is a shipped one's name."""
+    planner = data.get("planner")
+    if not isinstance(planner, dict):
+        return
+    for key in ("profile", "trace"):
+        name = planner.get(key)
+        if isinstance(name, str) and (file := path.parent / Path(name).expanduser()).is_file():
+            planner[key] = str(file.resolve())
 
 
 def _validate(data: dict[str, Any], draft: _Draft) -> Recipe | None:

@@ -34,7 +34,7 @@ from libra_cli.core.events import (
     TurnFailed,
     TurnGenerated,
 )
-from libra_cli.core.launch.process import process_of
+from libra_cli.core.launch.process import process_of, server_port
 from libra_cli.core.launch.rollout_backend import server_process
 from libra_cli.core.types import Slot, SlotId
 from libra_cli.runtime.hosts.agent_messages import Exited
@@ -112,8 +112,7 @@ class Servers:
 
     async def _start(self, action: StartServer) -> Event:
         slot, cluster = self._slots[action.slot], self._cluster
-        process = process_of(slot.id)
-        port = cluster.ports[slot.node][process]
+        port = cluster.ports[slot.node][server_port(slot)]
         spec = server_process(
             cluster.recipe,
             slot,

@@ -70,21 +70,6 @@ class Length:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """One turn of a finished trajectory: where it was played, what was expected, what came.
-
-    ``remaining`` are the tokens the trajectory generated from this turn on.
-    """
-
-    slot: str
-    remaining: int
-    expected: float
-    p10: float
-    p50: float
-    p90: float
-
-
-@dataclass(frozen=True, slots=True)
 class Way:
     """``turns`` on ``slot`` whose trajectory came from ``moved_from``; empty if it had been there,
     or had been nowhere (``first``)."""
@@ -288,17 +273,6 @@ class Reader:
             " ORDER BY 1, 2, 3"
         )
         return [Way(slot, before, bool(first), turns) for slot, before, first, turns in rows]
-
-    def placed(self, trajectories: int = 2000) -> list[Placed]:
-        """The turns of the newest finished trajectories for which something was expected."""
-        rows = self._all(
-            "SELECT slot, sum(generated_tokens) OVER ("
-            " PARTITION BY group_id, member, attempt ORDER BY turn DESC),"
-            " expected_tokens, expected_p10, expected_p50, expected_p90"
-            f" FROM turns WHERE (group_id, member, attempt) IN ({_NEWEST})",
-            (trajectories,),
-        )
-        return [Placed(*row) for row in rows if row[2] and None not in row]
 
     def recent_turns(self, limit: int = 20_000) -> list[TurnRecord]:
         """The turns that ended last, by trajectory and in order."""

@@ -34,7 +34,7 @@ from libra_cli.core.events import (
     WorkerSynced,
     WorkerSyncFailed,
 )
-from libra_cli.core.launch.process import worker_of
+from libra_cli.core.launch.process import worker_of, worker_ports
 from libra_cli.core.launch.trainer_backend import WorkerLaunch, worker_process
 from libra_cli.core.types import Slot, SlotId
 from libra_cli.runtime.hosts.agent_messages import Exited
@@ -109,7 +109,7 @@ class WorkerProcesses:
         )
         spec = worker_process(cluster.recipe, launch)
         await cluster.start(spec)
-        endpoint = await cluster.hosts[slot.node].dial(ports[worker_of(slot.id)])
+        endpoint = await cluster.hosts[slot.node].dial(ports[worker_ports(slot)[0]])
         await self._forget(slot.id)
         worker = self._workers[slot.id] = self._connect(action.incarnation, endpoint, cluster.token)
         await worker.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
@@ -237,8 +237,8 @@ class WorkerProcesses:
         }
 
     def _url(self, slot: SlotId) -> str:
-        node = self._slots[slot].node
-        port = self._cluster.ports[node][f"side-{worker_of(slot)}"]
+        node, (_, side, _) = self._slots[slot].node, worker_ports(self._slots[slot])
+        port = self._cluster.ports[node][side]
         return f"http://{self._cluster.facts[node].address}:{port}"
 
     async def close(self) -> None:

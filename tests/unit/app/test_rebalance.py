@@ -12,11 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from libra_cli.app import rebalance
-from libra_cli.app.rebalance.cases import _cut, case_of_run
+from libra_cli.app.rebalance.cases import case_of_run
 from libra_cli.cli.main import app
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import records as r
+from libra_cli.core.costs import expected
 from libra_cli.core.costs.profile import NothingFits, ProfileError
 from libra_cli.core.costs.workload import TrajectorySample
 from libra_cli.report.status.rebalance import RebalanceResult
@@ -121,10 +122,6 @@ def turns_of_step(step: int, slots: list[str], began: float) -> Iterator[r.Recor
                 generated_tokens=generated,
                 finish_reason="stop",
                 moved_from="",
-                expected_tokens=1000.0,
-                expected_p10=100.0,
-                expected_p50=900.0,
-                expected_p90=3000.0,
                 tools_json='[["run", "ok", 1.5, 10]]',
             )
 
@@ -308,7 +305,7 @@ def test_trajectories_beyond_max_len_are_cut_as_a_run_would(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("max_len", [1, 2, 10, 60, 99, 100, 5000])
 def test_a_cut_trajectory_has_at_most_max_len_tokens_and_generates_one(max_len: int) -> None:
-    cut = _cut(TrajectorySample(50, 30, 20, turns=4, tool_s=2.0), max_len)
+    cut = expected.cut(TrajectorySample(50, 30, 20, turns=4, tool_s=2.0), max_len)
     assert cut.context <= max(max_len, 1)
     assert cut.generated >= 1
 

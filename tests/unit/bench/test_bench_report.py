@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import libra_cli
 from libra_cli.bench import experiments, speed
 from libra_cli.bench.config import parse_names
+from libra_cli.bench.contenders import POLICIES
 from libra_cli.bench.report.html import bench_page
 from libra_cli.bench.report.terminal import amount, change, comparison_view, speed_view
 from libra_cli.bench.results import SpeedRow, compare
@@ -148,9 +149,9 @@ def test_the_page_needs_nothing_else_and_has_no_script() -> None:
     assert len(parsed.ids) == len(set(parsed.ids))
 
 
-def test_the_page_shows_every_contender_the_lengths_the_slots_and_the_calibration() -> None:
+def test_the_page_shows_every_contender_the_lengths_and_the_slots() -> None:
     text = page()
-    for words in (*MAKESPANS, *PLANNERS, "Lengths", "Calibration", "Slots: policy-1", "n2/3"):
+    for words in (*MAKESPANS, *PLANNERS, "Lengths", "Slots: policy-1", "n2/3"):
         assert words in text
     assert "a &lt;note&gt;" in text
     assert "be warned" in text
@@ -170,7 +171,7 @@ def test_the_page_of_an_experiment_that_kept_no_timeline_has_its_tables() -> Non
 def test_without_arguments_a_few_policies_run_on_a_shipped_trace(runs: Runs) -> None:
     done = libra()
     assert done.exit_code == 0, done.output
-    assert {job.policy for job in runs.jobs} >= {"least-loaded", "libra", "clairvoyant"}
+    assert {job.policy for job in runs.jobs} >= {"least-loaded", "libra", "known-lengths"}
     assert {(job.gpus, job.trace.name) for job in runs.jobs} == {(48, "tau2bench_closed_models")}
     assert all(job.layout is not None for job in runs.jobs)
     assert len(list(Path("runs").glob("bench-*/bench.html"))) == 1
@@ -203,7 +204,7 @@ def test_options_before_and_after_the_experiments_name_are_the_same(runs: Runs) 
         assert libra(*arguments).exit_code == 0
     half = len(runs.jobs) // 2
     assert runs.jobs[:half] == runs.jobs[half:]
-    assert {(job.gpus, job.drift) for job in runs.jobs} == {(16, (1.0, 3.0))}
+    assert {(job.gpus, job.drift.factors) for job in runs.jobs} == {(16, (1.0, 3.0))}
 
 
 def test_planners_are_compared_with_the_usual_way_on_the_same_workloads(runs: Runs) -> None:
@@ -225,8 +226,8 @@ def test_the_json_is_one_object_with_a_row_a_policy_and_seed(runs: Runs) -> None
     done = libra("schedule", "--json", "told/rows.json", "--out", "out")
     assert done.exit_code == 0, done.output
     told = json.loads(Path("told/rows.json").read_text())
-    assert len(told["rows"]) == len(MAKESPANS) * 3
-    assert {summary["policy"] for summary in told["summary"]} == set(MAKESPANS)
+    assert len(told["rows"]) == len(POLICIES) * 3
+    assert {summary["policy"] for summary in told["summary"]} == set(POLICIES)
     assert Path("out/bench.html").exists()
 
 
@@ -351,34 +352,6 @@ def test_the_publication_is_beside_what_is_shipped(monkeypatch: pytest.MonkeyPat
     for words in ("published", "3.10", "2.80", "as shipped", "nearest"):
         assert words in text
     assert max(map(len, text.splitlines())) <= 80
-
-
-def test_estimators_are_compared_by_where_they_place(tmp_path: Path) -> None:
-    turn = {"prompt_tokens": 100, "gen_tokens": 30, "tool": "search", "tool_ok": True}
-    lines = [
-        {
-            "task": f"task {number // 2}",
-            "turns": [{**turn, "prompt_tokens": 100 + 50 * at} for at in range(1 + number % 7)],
-        }
-        for number in range(40)
-    ]
-    path = tmp_path / "small.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    names = "libra,published-tree-pooled,always-shortest"
-    asked = ("placement", "--trace", str(path), "--estimators", names, "--seeds", "2")
-    done = libra(*asked)
-    assert done.exit_code == 0, done.output
-    assert "published-tree-pooled" in done.output
-    assert max(map(len, done.output.splitlines())) <= 80
-    told = json.loads(libra(*asked, "--json", "-").stdout)["placement"]
-    assert len(told) == 3 * 2
-    assert {row["wrong_share"] for row in told if row["estimator"] == "always-shortest"} == {None}
-
-
-def test_an_unknown_estimator_is_told_with_those_there_are() -> None:
-    done = libra("placement", "--estimators", "libr")
-    assert done.exit_code == 2
-    assert "did you mean 'libra'?" in done.output
 
 
 # -- the shipped traces ----------------------------------------------------------------------------

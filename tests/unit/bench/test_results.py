@@ -71,7 +71,7 @@ def test_the_clairvoyant_is_nobodys_rival_and_never_the_best() -> None:
     summaries = summarise(rows(MAKESPANS, noise=0.0))
     assert of(summaries, "libra").best
     assert [s.policy for s in summaries if s.best] == ["libra"]
-    assert all(s.rival is not None and s.rival.to[2] != "clairvoyant" for s in summaries)
+    assert all(s.rival is not None and s.rival.to[2] != "known-lengths" for s in summaries)
     rival = of(summaries, "libra").rival
     assert rival is not None
     assert rival.to == ("", "fixed", "heddle")
@@ -80,7 +80,7 @@ def test_the_clairvoyant_is_nobodys_rival_and_never_the_best() -> None:
 def test_the_share_of_the_clairvoyants_gain_runs_from_0_to_1() -> None:
     summaries = summarise(rows(MAKESPANS, noise=0.0))
     assert of(summaries, "least-loaded").share_of_clairvoyant == pytest.approx(0.0)
-    assert of(summaries, "clairvoyant").share_of_clairvoyant == pytest.approx(1.0)
+    assert of(summaries, "known-lengths").share_of_clairvoyant == pytest.approx(1.0)
     assert of(summaries, "libra").share_of_clairvoyant == pytest.approx(0.105 / 0.14)
     worse = of(summaries, "round-robin").share_of_clairvoyant
     assert worse is not None
@@ -91,9 +91,9 @@ def test_the_share_of_the_clairvoyants_gain_runs_from_0_to_1() -> None:
     "factors",
     [
         {"least-loaded": 1.0, "libra": 0.9},
-        {"clairvoyant": 0.8, "libra": 0.9},
-        {"least-loaded": 1.0, "libra": 0.9, "clairvoyant": 1.0},
-        {"least-loaded": 1.0, "libra": 0.9, "clairvoyant": 1.1},
+        {"known-lengths": 0.8, "libra": 0.9},
+        {"least-loaded": 1.0, "libra": 0.9, "known-lengths": 1.0},
+        {"least-loaded": 1.0, "libra": 0.9, "known-lengths": 1.1},
     ],
 )
 def test_nothing_is_said_about_a_gain_that_is_not_there(factors: dict[str, float]) -> None:
@@ -110,7 +110,7 @@ def test_what_is_concluded_does_not_depend_on_the_unit(
     triples: list[tuple[float, float, float]], factor: float
 ) -> None:
     def conclude(scale: float) -> list[ComparisonSummary]:
-        names = ("least-loaded", "libra", "clairvoyant")
+        names = ("least-loaded", "libra", "known-lengths")
         return summarise(
             [
                 row(name, seed, makespan * scale)

@@ -19,18 +19,24 @@ from libra_cli.core import events as e
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.costs.profile import Profile, Recalibration
 from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.machine import Machine
 from libra_cli.core.observation import MeasuredStep, Observation
+from libra_cli.core.observer import RunObserver
+from libra_cli.core.planning.controller import record_of_plan
 from libra_cli.core.planning.planner import Planner
 from libra_cli.core.planning.recipe_placement import RecipePlacement
 from libra_cli.core.planning.search import PlannerSettings
+from libra_cli.core.records import PlanRecord
+from libra_cli.core.run_state import Resume, RunIdentity
 from libra_cli.core.scheduling.policy import make_policy
 from libra_cli.core.types import Plan, Role
 from libra_cli.runtime.performer import Performer
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.replay import records_in_order
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.world import World
-from tests import sim_scene
+from tests import sample_run, sim_scene
 
 CASES = 20 * settings().max_examples
 """500 in ``make check``, 2,000 in .ci/run."""
@@ -204,4 +210,48 @@ def test_a_database_shows_a_dry_run_what_the_machine_showed_its_planner(tmp_path
     assert again.evidence.steps == own.evidence.steps
     assert again.evidence.ranks == own.evidence.ranks
     assert len(again.evidence.turns) == len(own.evidence.turns)
-    assert again.recalibration == machine.controller._recalibration == Recalibration(1.0, 1.0)
+    assert again.recalibration == machine.controller.recalibration == Recalibration(1.0, 1.0)
+
+
+def test_a_run_that_goes_on_has_forgotten_nothing(tmp_path: Path) -> None:
+    run = Journalled(tmp_path)
+    run.run()
+    before = run.world.machine
+    with Reader(tmp_path) as reader:
+        records = records_in_order(reader)
+        plans, moves = reader.plans(), reader.moves()
+    position = before.ledger.position(before.training.step)
+    again = Machine(
+        before.recipe,
+        before.plan,
+        before.controller.slots,
+        RunIdentity("again", "", 1, 0.0),
+        resume=Resume("checkpoint", position, 0, records),
+    )
+    own, seen = before._observe(), again._observe()
+    assert own is not None
+    assert seen is not None
+    assert sorted(seen.workload.samples, key=repr) == sorted(own.workload.samples, key=repr)
+    assert (seen.lengths, seen.sync_s) == (own.lengths, own.sync_s)
+    assert seen.evidence.steps == own.evidence.steps
+    assert len(seen.evidence.turns) == len(own.evidence.turns) > 0
+    now = run.world.now + 3600.0
+    done = again.handle(e.RunStarted(), now=now)
+    rows = [action.record for action in done if isinstance(action, a.Save)]
+    (first,) = [row for row in rows if isinstance(row, PlanRecord)]
+    assert first.plan == plans[-1].plan + 1
+    assert again.reconciler._tracker._number == moves[-1].move
+    assert again._observe().measured == ()  # type: ignore[union-attr]
+
+
+def test_the_time_in_which_a_run_did_not_run_is_in_no_step() -> None:
+    observer = RunObserver(trajectories_per_step=16, overlap=2.0)
+    observer.saw(record_of_plan(0, Plan((), ("a/0",)), 0.0, "start", None))
+    for step in range(1, 4):
+        observer.saw(sample_run.step_record(step, step * 10.0, started_at=step * 10.0 - 4))
+    assert [step.step_s for step in observer.measured] == [10.0, 10.0]
+    observer.saw(record_of_plan(1, Plan((), ("a/0",)), 5000.0, "start", None))
+    for step in range(4, 7):
+        ended = 5000.0 + step * 10.0
+        observer.saw(sample_run.step_record(step, ended, started_at=ended - 4))
+    assert [step.step_s for step in observer.measured] == [10.0, 10.0]

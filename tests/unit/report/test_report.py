@@ -123,6 +123,23 @@ def test_plans_are_listed_with_what_they_change_and_gain(moving_text: str) -> No
     assert "5% longer (4.4 → 4.6 s) unchanged (4.5 → 4.5 s)" in words
 
 
+def test_decisions_are_listed_with_what_was_expected_and_what_came(moving_text: str) -> None:
+    words = told(moving_text)
+    assert "2 5 steps have passed stay the costs are not known yet –" in words
+    assert "9 training waited for 40% of a step stay : rollout 2 GPUs" in words.replace(
+        "stay:", "stay :"
+    )
+    assert "5.1 s (4.6 to 5.7; errors of kept plans in the simulator) 5.3 s – –" in words
+    assert "KV cache rollout: 1 x TP 1: room in the KV cache" in words
+    assert "4.2 s (3.4 to 5.2; errors of moves in the simulator) 4.55 s 9 s 10 steps" in words
+
+
+def test_what_was_predicted_is_drawn_under_the_steps_that_came(moving_text: str) -> None:
+    assert "Predicted and observed steps" in moving_text
+    (drawing,) = re.findall(r'<svg[^>]*>(?:(?!</svg>).)*id="decisions-.*?</svg>', moving_text, re.S)
+    assert drawing.count('fill-opacity="0.22"') + drawing.count("opacity: 0.22") == 2
+
+
 def test_moves_are_listed_with_the_seconds_of_their_phases(moving_text: str) -> None:
     words = told(moving_text)
     assert "after drain stop start sync verify join in all" in words

@@ -100,9 +100,9 @@ def plan(servers: list[list[object]]) -> r.PlanRecord:
 
 
 def turn(
-    group_id: int, number: int, slot: str, generated: int, expected: float, moved_from: str = ""
+    group_id: int, number: int, slot: str, generated: int, moved_from: str = ""
 ) -> r.TurnRecord:
-    """Member 0; p10, p50 and p90 are half, all and twice of what is expected."""
+    """Of member 0."""
     return r.TurnRecord(
         group_id=group_id,
         member=0,
@@ -117,10 +117,6 @@ def turn(
         generated_tokens=generated,
         finish_reason="stop",
         moved_from=moved_from,
-        expected_tokens=expected,
-        expected_p10=expected / 2,
-        expected_p50=expected,
-        expected_p90=expected * 2,
         tools_json="[]",
     )
 
@@ -160,7 +156,6 @@ def test_what_nobody_knows_yet_is_null(tmp_path: Path) -> None:
     assert (value["checkpoint"], value["plan"], value["errors"]) == (None, None, [])
     assert value["buckets"] == []
     assert value["placement"] == {"turns": 0, "moved": 0, "moved_share": None}
-    assert set(value["estimates"].values()) == {0, None}
 
 
 def test_a_reward_that_is_not_a_number_is_null_and_not_broken_json(tmp_path: Path) -> None:
@@ -362,11 +357,11 @@ def test_each_bucket_tells_its_queue_its_seats_and_who_came_and_left(tmp_path: P
         slot_record("a/2", "rollout", "serving", 0.0, bucket="long", running=2, waiting=0),
         step_record(1, _NOW, started_at=_NOW - 2, waited_s=3.0),
         *(sample(slot, _NOW - 1, 1) for slot in ("a/0", "a/1", "a/2")),
-        turn(0, 0, "a/0", 5, 0.0),
-        turn(0, 1, "a/1", 5, 0.0, moved_from="a/0"),
-        turn(0, 2, "a/2", 5, 0.0, moved_from="a/1"),
-        turn(1, 0, "a/2", 5, 0.0),
-        turn(1, 1, "a/2", 5, 0.0),
+        turn(0, 0, "a/0", 5),
+        turn(0, 1, "a/1", 5, moved_from="a/0"),
+        turn(0, 2, "a/2", 5, moved_from="a/1"),
+        turn(1, 0, "a/2", 5),
+        turn(1, 1, "a/2", 5),
     ]
     value = told(tmp_path, rows)
     short, long = value["buckets"]
@@ -378,41 +373,6 @@ def test_each_bucket_tells_its_queue_its_seats_and_who_came_and_left(tmp_path: P
     assert (short["moved_in"], short["moved_out"]) == (0, 1), "a move within is none"
     assert (long["moved_in"], long["moved_out"]) == (1, 0)
     assert value["placement"] == {"turns": 3, "moved": 2, "moved_share": pytest.approx(2 / 3)}
-
-
-def test_estimates_are_judged_by_what_finished_trajectories_had_left(tmp_path: Path) -> None:
-    rows: list[r.Record] = [
-        plan(TWO_BUCKETS),
-        # 200, 150 and 50 left when the turns were placed.
-        turn(0, 0, "a/2", 50, 800.0),
-        turn(0, 1, "a/0", 100, 150.0),
-        turn(0, 2, "a/0", 50, 25.0),
-        trajectory(0, 0, "finished"),
-        turn(1, 0, "a/0", 7, 1.0),
-        trajectory(1, 0, "running"),
-        turn(2, 0, "a/0", 7, 0.0),
-        trajectory(2, 0, "finished"),
-    ]
-    hits = told(tmp_path, rows)["estimates"]
-    assert hits["turns"] == 3, "running ones, and turns without an estimate, tell nothing"
-    assert hits["below_p10"] == pytest.approx(1 / 3)
-    assert hits["below_p50"] == pytest.approx(2 / 3)
-    assert hits["below_p90"] == pytest.approx(1.0)
-    assert hits["off_by"] == pytest.approx(2.0)
-    assert hits["right_bucket"] == pytest.approx(1.0)
-    assert hits["placed_right"] == pytest.approx(2 / 3)
-
-
-def test_with_one_bucket_no_bucket_is_right_or_wrong(tmp_path: Path) -> None:
-    rows: list[r.Record] = [
-        plan(TWO_BUCKETS[:2]),
-        turn(0, 0, "a/0", 50, 40.0),
-        trajectory(0, 0, "finished"),
-    ]
-    value = told(tmp_path, rows)
-    assert value["estimates"]["right_bucket"] is None
-    assert value["estimates"]["placed_right"] is None
-    assert [bucket["right"] for bucket in value["buckets"]] == [None]
 
 
 def test_moves_are_told_in_the_documented_words(tmp_path: Path) -> None:
@@ -489,6 +449,31 @@ def test_plans_tell_who_does_what_and_what_it_gains(tmp_path: Path) -> None:
     assert home["predicted_gain"] < 0 == home["observed_gain"]
     gains = [(move["predicted_gain"], move["observed_gain"]) for move in value["moves"]]
     assert gains == [(plan["predicted_gain"], plan["observed_gain"]) for plan in (away, home)]
+
+
+def test_decisions_tell_their_explanation_and_what_came(tmp_path: Path) -> None:
+    sample_run.write_moving(tmp_path / "run")
+    with Reader(tmp_path / "run") as reader:
+        value = json.loads(to_json(summary(reader, now=_NOW)))
+    unmade, kept, moved = value["decisions"]
+    assert value["decision"] == moved
+    assert unmade["explanation"] is None
+    assert (unmade["why_not"], unmade["observed_s"]) == ("the costs are not known yet", None)
+    assert (kept["plan"], kept["explanation"]["move"], kept["observed_s"]) == (None, False, 5.3)
+    assert kept["explanation"]["runner_up"]["why_not"] == kept["why_not"]
+    assert (moved["plan"], moved["step"], moved["observed_steps"]) == (2, 14, 5)
+    assert moved["explanation"] == json.loads(sample_run.MOVED.to_json())
+    assert moved["explanation"]["binds"]["constraint"] == "KV cache"
+
+
+def test_the_newest_hundred_decisions_are_told(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        journal.save(sample_run.run_record())
+        for at in range(120):
+            journal.save(r.DecisionRecord(float(at), at, "asked for", None, "no", 1.0, 1.0))
+    with Reader(tmp_path) as reader:
+        told = summary(reader, now=_NOW)["decisions"]
+    assert [decision["step"] for decision in told] == list(range(20, 120))
 
 
 def test_a_gain_is_null_until_both_of_its_times_are_known(tmp_path: Path) -> None:

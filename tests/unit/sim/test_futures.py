@@ -6,8 +6,7 @@ from random import Random
 
 import pytest
 
-from libra_cli.bench.config import POLICIES
-from libra_cli.bench.oracles import ORACLES, Future, oracle_policy
+from libra_cli.bench.contenders import ABLATIONS, ORACLES, POLICIES, Future, contender
 from libra_cli.core.records import TurnRecord
 from libra_cli.sim.traces import RecordedEpisode, Trace
 from libra_cli.sim.world import World
@@ -18,7 +17,7 @@ TRACE = sim_scene.made_up(1)
 
 def play(policy: str, groups: list[tuple[RecordedEpisode, ...]]) -> World:
     future = Future()
-    world = sim_scene.world(oracle_policy(policy, future, TRACE, 0), iter(groups))
+    world = sim_scene.world(contender(policy, future, TRACE, 0), iter(groups))
     future.episode = world.episode
     world.run()
     return world
@@ -74,7 +73,10 @@ def two_worlds(policy: str) -> tuple[list[object], list[object]]:
     return list(before), list(after)
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES if name not in ORACLES])
+@pytest.mark.parametrize(
+    "policy",
+    [name for name in (*POLICIES, *ABLATIONS) if name.removesuffix("+admission") not in ORACLES],
+)
 def test_another_future_changes_no_decision_of_the_past(policy: str) -> None:
     before, after = two_worlds(policy)
     assert before == after

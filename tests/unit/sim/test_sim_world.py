@@ -129,3 +129,17 @@ def test_a_server_takes_a_workers_gpus_after_its_share_has_ended() -> None:
     ended = [end for _, end in world.recording.trained if end <= served[2]]
     assert ended, "a step ended before the server came"
     assert served[2] >= ended[-1] - 1e-9
+
+
+def test_a_step_tells_how_long_a_full_batch_waited_for_the_staleness_rule() -> None:
+    held, free = (
+        [step.held_s for step in run(here=sim_scene.scene(steps=8, **rule)).recording.steps]
+        for rule in ({"staleness": "hold", "max_staleness": 1}, {"staleness": "soft"})
+    )
+    assert max(held) > 0
+    assert max(free) == 0
+
+
+def test_no_full_batch_is_held_back_longer_than_training_waits() -> None:
+    steps = run(here=sim_scene.scene(steps=8, max_staleness=1)).recording.steps
+    assert all(0 <= step.held_s <= step.waited_s for step in steps)

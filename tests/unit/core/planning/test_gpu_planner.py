@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libra_cli.core.cluster.gpu_nodes import gpus_of
 from libra_cli.core.costs.profile import Profile, TrainingShape
 from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.observation import MeasuredStep, Observation
@@ -233,9 +234,9 @@ def test_an_unknown_planner_is_refused_with_the_known_ones() -> None:
 # -- which GPU does what ---------------------------------------------------------------------------
 
 
-def tenants(plan: Plan, slots: tuple[Slot, ...]) -> Counter[int]:
+def tenants(plan: Plan, slots: tuple[Slot, ...]) -> Counter[tuple[str, int]]:
     used = {*dict(plan.servers), *plan.train, *plan.gradient}
-    return Counter(chain.from_iterable(slot.gpus for slot in slots if slot.id in used))
+    return Counter(chain.from_iterable(gpus_of([slot]) for slot in slots if slot.id in used))
 
 
 @settings(max_examples=60)
@@ -254,7 +255,9 @@ def test_no_gpu_has_two_tenants_and_the_base_group_stays(wanted: list[tuple[int,
             continue
         plan, slots = space.place(Layout(buckets, shape(1)), slots)
         assert set(tenants(plan, slots).values()) == {1}
-        assert set(tenants(plan, slots)) == set(range(40)), "what is left trains"
+        assert set(tenants(plan, slots)) == {(f"node-{n // 8}", n % 8) for n in range(40)}, (
+            "what is left trains"
+        )
         base = base or plan.train
         assert plan.train == base
 

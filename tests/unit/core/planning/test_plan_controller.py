@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
@@ -11,8 +12,9 @@ import pytest
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.planning import controller
-from libra_cli.core.records import PlanRecord, StepRecord
+from libra_cli.core.records import DecisionRecord, PlanRecord, StepRecord
 from libra_cli.core.types import Prediction
+from tests import sample_run
 from tests.elastic import Scene, scene
 
 PERIOD = 10.0
@@ -172,3 +174,65 @@ def test_an_order_promises_nothing_and_is_observed_all_the_same():
     row = plans(world)[-1]
     assert (row.cause, row.predicted_after_s) == ("order", None)
     assert row.observed_after_s is not None
+
+
+def decisions(world: Scene) -> list[DecisionRecord]:
+    """The newest row of every decision, in order."""
+    return list({row.at: row for row in world.rows(DecisionRecord)}.values())
+
+
+def kept(world: Scene) -> None:
+    world.give(e.PlanKept("a gain of 4.1% is below 8%", explanation=sample_run.KEPT))
+
+
+def test_a_decision_is_kept_with_its_explanation_and_what_came_after_it():
+    world = scene()
+    world.steps_on(6)
+    kept(world)
+    at = world.machine.training.step
+    assert json.loads(decisions(world)[-1].explanation_json) == json.loads(
+        sample_run.KEPT.to_json()
+    )
+    world.steps_on(controller.WINDOW - 1)
+    assert decisions(world)[-1].observed_s is None
+    world.steps_on(3)
+    row, came = decisions(world)[-1], step_seconds(world)[at - 1 :][: controller.WINDOW]
+    assert row.observed_s == pytest.approx(sum(came) / len(came))
+    assert row.observed_steps == controller.WINDOW
+
+
+def test_what_came_ends_with_the_next_decision():
+    world = scene()
+    world.steps_on(6)
+    kept(world)
+    world.steps_on(2)
+    kept(world)
+    first, second = decisions(world)[-2:]
+    assert first.observed_steps == 2
+    assert second.observed_s is None
+
+
+def test_after_a_move_only_steps_with_all_slots_in_place_count():
+    world = scene()
+    world.steps_on(6)
+    plan = world.machine.reconciler.plan(())
+    (slot, _), *rest = plan.servers
+    plan = replace(plan, servers=tuple(rest), gradient=(*plan.gradient, slot))
+    world.give(e.PlanChosen(plan, world._slots, explanation=sample_run.MOVED))
+    world.arrive()
+    arrived = world.machine.training.step
+    assert decisions(world)[-1].observed_s is None
+    world.steps_on(controller.WINDOW + 1)
+    came = step_seconds(world)[arrived : arrived + controller.WINDOW]
+    assert decisions(world)[-1].observed_s == pytest.approx(sum(came) / len(came))
+    assert plans(world)[-1].observed_after_s == decisions(world)[-1].observed_s
+
+
+def test_an_explanation_of_what_is_not_done_is_not_kept():
+    world = scene()
+    world.steps_on(6)
+    plan = world.machine.reconciler.plan(())
+    world.give(e.PlanChosen(plan, world._slots, explanation=sample_run.MOVED))
+    row = decisions(world)[-1]
+    assert (row.plan, row.explanation_json) == (None, "{}")
+    assert row.why_not == "the plan is today's already"

@@ -69,7 +69,7 @@ def test_a_proposal_is_near_the_best_and_says_why(mean: float) -> None:
     assert loose.step_s <= exact.step_s * 1.4
     assert loose.step_s == max(loose.rollout_s, loose.train_s)
     assert f"{loose.rollout_s:.1f} s" in loose.reasons[1]
-    assert loose.binding in loose.reasons[1]
+    assert loose.binding.words in loose.reasons[1]
     assert loose.runner_up is not None
     assert loose.runner_up[0] != loose.layout
     assert loose.runner_up[1].step_s >= loose.step_s

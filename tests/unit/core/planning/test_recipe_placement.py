@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.placement import initial_plan, plan_with, slots_of
+from libra_cli.core.cluster.placement import initial_plan, plan_with, seats_of, slots_of
 from libra_cli.core.costs.profile import NothingFits, Profile
 from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.observation import Observation
@@ -46,7 +46,7 @@ def propose_plan(
     **seen: Any,
 ) -> Decision:
     """What the planner of this recipe decides."""
-    seats = max(bucket.max_num_seqs for bucket in recipe.rollout.buckets)
+    seats = seats_of(recipe)
     settings = PlannerSettings(max_num_seqs=seats, training_shapes=(1,))
     space = RecipePlacement(recipe, elastic=elastic)
     planner = Planner(space, lambda plan, evidence: profile, settings)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from libra_cli.core.costs.profile import NothingFits
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.explanation import Constraint
 from libra_cli.core.planning.rollout_dp import PlannedBucket, RolloutTable, bucket_sizes
 
 SEATS = 8
@@ -191,7 +192,9 @@ def test_a_cap_on_seats_makes_a_server_slower() -> None:
 def test_what_binds_is_said_in_words() -> None:
     workload = Workload((TrajectorySample(100, 1000),), 256)
     table = RolloutTable(SERVERS, workload, 8, max_num_seqs=1)
-    assert "max_num_seqs" in table.binding((PlannedBucket(1, 8, 1000, 1),))
+    found = table.binding((PlannedBucket(1, 8, 1000, 1),))
+    assert found.constraint is Constraint.SEATS
+    assert "max_num_seqs" in found.words
 
 
 def test_bucket_sizes_are_all_up_to_eight_and_then_four_an_octave() -> None:

@@ -1,0 +1,55 @@
+"""Planners that know more than a planner can: the bounds of ``libra bench regret``.
+
+    Scripted   carries out layouts that were chosen in hindsight, one for each part of the run
+    Told       libra's own, which is told the work to come in place of the work that was
+
+Limit: a script changes at the borders of equal parts, and is as good as the layouts that were
+simulated for it; neither is the best that there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from libra_cli.core.costs.profile import Profile
+from libra_cli.core.costs.workload import Workload
+from libra_cli.core.observation import Observation
+from libra_cli.core.planning.baselines import decided
+from libra_cli.core.planning.gpu_placement import GpuPlacement
+from libra_cli.core.planning.planner import Decision, DecisionMaker
+from libra_cli.core.planning.search import Layout, Search
+
+TOLD = "told"
+"""As a planner's name: libra's, told the work to come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A planner that is told the work of the steps from the present one on."""
+
+    planner: DecisionMaker
+    coming: Callable[[int], Workload]
+
+    def decide(self, now: Observation) -> Decision:
+        """What the planner makes of the work to come."""
+        return self.planner.decide(replace(now, workload=self.coming(now.step)))
+
+
+@dataclass(frozen=True, slots=True)
+class Scripted:
+    """The layouts of equal parts of a run of so many steps, each adopted when its part begins."""
+
+    layouts: tuple[Layout, ...]
+    steps: int
+    space: GpuPlacement
+    search: Search
+    profile: Profile
+
+    def decide(self, now: Observation) -> Decision:
+        """The layout of the part that the next step is in."""
+        part = min(now.step * len(self.layouts) // self.steps, len(self.layouts) - 1)
+        layout, today = self.layouts[part], self.space.layout_of(now.plan, now.slots)
+        stay = "" if layout.servers != today.servers else "as the script says"
+        reason = f"part {part + 1} of {len(self.layouts)}"
+        return decided(now, self.space, self.search, self.profile, layout, reason, why_not=stay)

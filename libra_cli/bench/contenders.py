@@ -1,0 +1,217 @@
+"""Every policy that the experiments compare, by name: more than a recipe may choose.
+
+    NAME+admission    a baseline with libra's admission by KV cache and its back-pressure
+    ABLATIONS         libra's scheduler with one part removed or replaced
+    ORACLES           policies that read the recorded future, on purpose; nothing else does
+
+``known-lengths`` is libra's own policy told the tokens that each trajectory has left: its next
+turn is at most those, and in a group the longest goes first. ``whole-remainder`` is told the same
+and judges a placement by all of them. Neither is a bound: ``bounds`` has that.
+
+StreamRL's ranker (arXiv 2504.15930) recognises a trajectory of the longest fifth with the published
+recall, and calls as many others long by mistake as keeps its fifth a fifth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from libra_cli.core.scheduling.baselines import LONG_SHARE, StreamRL, stay_or_least
+from libra_cli.core.scheduling.estimators import Estimator
+from libra_cli.core.scheduling.least_cost import LeastExpectedCost, caches_hold, fits_kv
+from libra_cli.core.scheduling.policy import POLICIES as SCHEDULING_POLICIES
+from libra_cli.core.scheduling.policy import SchedulingPolicy, make_policy
+from libra_cli.core.scheduling.server_queues import Request, ServerQueue, ServerQueues
+from libra_cli.core.types import Seconds, Tokens, TrajectoryId
+from libra_cli.sim.traces import RecordedEpisode, Trace
+
+ADMISSION = "+admission"
+"""At the end of a name: the policy with libra's admission."""
+CONSTANT_TOKENS = 300
+"""The horizon of ``constant``; chosen, of 100, 300 and 1,000 the best on the shipped traces."""
+RECALL = 0.87
+"""Share of the longest trajectories that StreamRL's ranker finds."""
+
+
+class Future:
+    """The recorded future, asked of the simulated world once there is one."""
+
+    def __init__(self) -> None:
+        self.episode: Callable[[TrajectoryId], RecordedEpisode] | None = None
+
+    def generated(self, trajectory: TrajectoryId) -> Tokens:
+        """Tokens the trajectory will have generated at its end."""
+        assert self.episode is not None, "no world has been connected"
+        return self.episode(trajectory).generated
+
+
+# -- what reads the future -----------------------------------------------------------------------
+
+
+class _KnownLengths(LeastExpectedCost):
+    """libra's policy, told what every trajectory has left."""
+
+    def __init__(self, future: Future) -> None:
+        self._future = future
+
+    def left(self, request: Request) -> float:
+        """Tokens that the trajectory has yet to generate; at least one."""
+        return max(1.0, self._future.generated(request.trajectory) - request.generated)
+
+    def horizon(self, request: Request) -> float:
+        """The next turn, or what is left if that is less."""
+        return min(super().horizon(request), self.left(request))
+
+    def rank(self, request: Request) -> float:
+        """Older groups first; in a group, the longest."""
+        return super().rank(request) + 1 / (1 + self.left(request))
+
+
+class _WholeRemainder(_KnownLengths):
+    """The same, as if the load stayed as it is until the trajectory ends."""
+
+    def horizon(self, request: Request) -> float:
+        """All that is left."""
+        return self.left(request)
+
+
+def _streamrl(future: Future, trace: Trace, seed: int) -> SchedulingPolicy:
+    lengths = sorted(episode.generated for episode in trace.episodes)
+    bound = lengths[int((1 - LONG_SHARE) * (len(lengths) - 1))]
+    mistaken = LONG_SHARE * (1 - RECALL) / (1 - LONG_SHARE)
+
+    def is_long(who: TrajectoryId) -> bool:
+        luck = Random(f"{seed}/{who.group}/{who.member}").random()
+        return luck < (RECALL if future.generated(who) > bound else mistaken)
+
+    long, short = (lengths[int(share * (len(lengths) - 1))] for share in (0.9, 0.5))
+    return StreamRL(is_long, long=long, short=short)
+
+
+ORACLES: dict[str, Callable[[Future, Trace, int], SchedulingPolicy]] = {
+    "streamrl": _streamrl,
+    "known-lengths": lambda future, _trace, _seed: _KnownLengths(future),
+    "whole-remainder": lambda future, _trace, _seed: _WholeRemainder(future),
+}
+
+
+# -- what is left of libra -----------------------------------------------------------------------
+
+
+class _Constant(LeastExpectedCost):
+    """The same horizon for every request."""
+
+    def horizon(self, request: Request) -> float:
+        """As many tokens for all."""
+        return CONSTANT_TOKENS
+
+
+class _NoAdmission(LeastExpectedCost):
+    """A free seat is enough to be admitted; vLLM preempts when its cache is full."""
+
+    def admits(self, request: Request, queue: ServerQueue) -> bool:
+        """Whether a request is admitted: always."""
+        return True
+
+
+class _NoBackPressure(LeastExpectedCost):
+    """More trajectories begin while there are seats."""
+
+    def has_room(self, contexts: Tokens, queues: ServerQueues) -> bool:
+        """Whether more trajectories may begin: always."""
+        return True
+
+
+class _NoMoves(LeastExpectedCost):
+    """A trajectory ends where it began."""
+
+    def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
+        """The server the trajectory was on, if it still serves; else the cheapest."""
+        last = queues.by_slot.get(request.last_slot or "")
+        return last or super().choose(request, queues, now=now)
+
+    def allow_steal(
+        self, request: Request, queued: ServerQueue, idle: ServerQueue, *, now: Seconds
+    ) -> bool:
+        """Whether an idle server may take the request: only one that has not begun."""
+        return not request.turns and super().allow_steal(request, queued, idle, now=now)
+
+
+class _NoCosts(LeastExpectedCost):
+    """Placement by seats: the server it was on, else the least loaded."""
+
+    def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
+        """The server it was on while that has a seat, else the least loaded, whatever it costs."""
+        return stay_or_least(request, queues, queues.all)
+
+
+class _NoOrder(LeastExpectedCost):
+    """First come, first served in every queue."""
+
+    def rank(self, request: Request) -> float:
+        """The place in a queue: the same for all."""
+        return 0.0
+
+
+ABLATIONS: dict[str, Callable[[], SchedulingPolicy]] = {
+    "constant": _Constant,
+    "no expected cost": _NoCosts,
+    "no KV admission": _NoAdmission,
+    "no back-pressure": _NoBackPressure,
+    "no moves": _NoMoves,
+    "no order": _NoOrder,
+}
+
+
+# -- a rival with libra's admission --------------------------------------------------------------
+
+
+class _Admitted:
+    """A policy that places and orders as it does, and admits and begins as libra does."""
+
+    def __init__(self, inner: SchedulingPolicy) -> None:
+        self._inner = inner
+        self.estimator: Estimator | None = inner.estimator
+
+    def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
+        """As it does."""
+        return self._inner.choose(request, queues, now=now)
+
+    def rank(self, request: Request) -> float:
+        """As it does."""
+        return self._inner.rank(request)
+
+    def admits(self, request: Request, queue: ServerQueue) -> bool:
+        """Within the KV budget, as libra."""
+        return fits_kv(request, queue)
+
+    def allow_steal(
+        self, request: Request, queued: ServerQueue, idle: ServerQueue, *, now: Seconds
+    ) -> bool:
+        """As it does."""
+        return self._inner.allow_steal(request, queued, idle, now=now)
+
+    def has_room(self, contexts: Tokens, queues: ServerQueues) -> bool:
+        """While the KV caches hold the contexts in play, as libra."""
+        return caches_hold(contexts, queues)
+
+
+_RIVALS = tuple(name for name in (*SCHEDULING_POLICIES.shipped, "streamrl") if name != "libra")
+POLICIES: tuple[str, ...] = (
+    *SCHEDULING_POLICIES.available(),
+    *(rival + ADMISSION for rival in _RIVALS),
+    "constant",
+    *ORACLES,
+)
+"""Names that ``--policies`` may have."""
+
+
+def contender(name: str, future: Future, trace: Trace, seed: int) -> SchedulingPolicy:
+    """The policy of that name, fresh; PluginError if there is none."""
+    bare = name.removesuffix(ADMISSION)
+    if bare != name:
+        return _Admitted(contender(bare, future, trace, seed))
+    if bare in ORACLES:
+        return ORACLES[bare](future, trace, seed)
+    return ABLATIONS[bare]() if bare in ABLATIONS else make_policy(bare)

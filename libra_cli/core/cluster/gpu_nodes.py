@@ -1,0 +1,192 @@
+"""Which GPUs a server, a gradient worker and the trainer's base group get on nodes without slots.
+
+Servers have a power of two of GPUs and stand on an aligned run of them, so that what is free never
+falls into pieces too small for a larger one: sizes divide one another, and of the runs of a size
+each server takes as many as its own size holds, wherever it stands. A server that was there before
+stays; where no run is free for a larger one, smaller ones make way. The base group has as many
+ranks on each of its nodes, the last GPUs of them, and rank 0 is on the last of the largest nodes.
+What is left of each node is a gradient worker.
+
+Guarantee: no GPU has two tenants; a slot's name tells its node and GPUs, so two slots of one name
+are one slot. Limit: a worker stops when one of its GPUs is needed for a server.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from libra_cli.core.types import Pool, Slot, SlotId
+
+Gpu: TypeAlias = tuple[str, int]
+"""A GPU: its node's name, and its index there."""
+MAX_DEGREE = 8
+"""The most GPUs of a server: those that one machine joins well."""
+WORKER, BASE = "train", "base"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuNodes:
+    """Names and numbers of GPUs of the nodes, in the order in which they are filled."""
+
+    nodes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of_eight(cls, gpus: int) -> GpuNodes:
+        """So many GPUs, eight a node; the last node has the rest."""
+        firsts = range(0, gpus, MAX_DEGREE)
+        return cls(tuple((f"node-{n // MAX_DEGREE}", min(MAX_DEGREE, gpus - n)) for n in firsts))
+
+    @property
+    def gpus(self) -> int:
+        """Of all nodes."""
+        return sum(number for _, number in self.nodes)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Tensor-parallel degrees of servers for which some node has room."""
+        most = max(number for _, number in self.nodes)
+        return tuple(degree for degree in (1, 2, 4, MAX_DEGREE) if degree <= most)
+
+    @property
+    def head(self) -> str:
+        """The node of the trainer's first rank: the last of the largest."""
+        return max(reversed(self.nodes), key=lambda node: node[1])[0]
+
+    # -- the trainer's base group ---------------------------------------------------------------
+
+    def base(self, least: int, most: int) -> tuple[Slot, ...]:
+        """The smallest world of ``least`` to ``most`` ranks, with the same number on each of its
+        nodes, of which the head is one; of two as small the one on fewer nodes. Empty: none."""
+        found = min(self._worlds(max(1, least), most), default=None)
+        if found is None:
+            return ()
+        nodes, ranks = found[1], found[0] // found[1]
+        others = [node for node in reversed(self._with(ranks)) if node[0] != self.head]
+        held = [(self.head, dict(self.nodes)[self.head]), *others[: nodes - 1]]
+        return tuple(
+            _slot(name, range(number - ranks, number), Pool.TRAIN, BASE) for name, number in held
+        )
+
+    def last(self, ranks: int) -> tuple[Slot, ...]:
+        """The last ``ranks`` GPUs of all, however many that is on each node."""
+        gpus = [gpu for node in self.nodes for gpu in _gpus_of(node)]
+        return tuple(_of_nodes(gpus[len(gpus) - ranks :], Pool.TRAIN, BASE))
+
+    def _worlds(self, least: int, most: int) -> Iterator[tuple[int, int]]:
+        """Ranks in all, and nodes."""
+        for nodes in range(1, len(self.nodes) + 1):
+            ranks = -(-least // nodes)
+            if ranks * nodes <= most and len(self._with(ranks)) >= nodes:
+                yield ranks * nodes, nodes
+
+    def _with(self, gpus: int) -> list[tuple[str, int]]:
+        return [node for node in self.nodes if node[1] >= gpus]
+
+    # -- servers and workers --------------------------------------------------------------------
+
+    def has_room(self, servers: Mapping[int, int], taken: Iterable[Slot]) -> bool:
+        """Whether so many servers of each degree stand beside slots that keep their GPUs."""
+        held = gpus_of(taken)
+        for degree in servers:
+            wanted = sum(size // degree * n for size, n in servers.items() if size >= degree)
+            if wanted > sum(1 for _ in self._runs(degree, held)):
+                return False
+        return True
+
+    def room(self, degree: int, taken: Iterable[Slot]) -> int:
+        """The most servers of one degree beside slots that keep their GPUs."""
+        return sum(1 for _ in self._runs(degree, gpus_of(taken)))
+
+    def servers(
+        self,
+        wanted: Mapping[int, int],
+        taken: Iterable[Slot],
+        before: Sequence[Slot] = (),
+        pinned: Collection[SlotId] = (),
+    ) -> list[Slot]:
+        """Slots of so many servers of each degree, for which there must be room.
+
+        Those of ``before`` stay as far as they are wanted, the ``pinned`` first.
+        """
+        left, held, kept = Counter(wanted), gpus_of(taken), list[Slot]()
+        for slot in sorted(before, key=lambda slot: slot.id not in pinned):
+            if left[len(slot.gpus)] > 0 and held.isdisjoint(gpus_of([slot])):
+                left[len(slot.gpus)] -= 1
+                kept.append(slot)
+        for degree in sorted(left.elements(), reverse=True):
+            kept = self._make_room(kept, degree, held)
+        order = {name: place for place, (name, _) in enumerate(self.nodes)}
+        return sorted(kept, key=lambda slot: (len(slot.gpus), order[slot.node], slot.gpus))
+
+    def workers(
+        self, taken: Iterable[Slot], before: Iterable[Slot], *, multiple: int = 1, least: int = 1
+    ) -> list[Slot]:
+        """Gradient workers on what is not taken: those of ``before`` whose GPUs are still free,
+        and one on the rest of each node, in whole replicas of ``multiple`` GPUs and of ``least``
+        or more."""
+        held = gpus_of(taken)
+        kept = [slot for slot in before if held.isdisjoint(gpus_of([slot]))]
+        held |= gpus_of(kept)
+        free = [gpu for node in self.nodes for gpu in _gpus_of(node) if gpu not in held]
+        more = _of_nodes(free, Pool.HYBRID, WORKER, multiple=multiple)
+        return kept + [slot for slot in more if len(slot.gpus) >= least]
+
+    def _runs(self, degree: int, held: set[Gpu]) -> Iterator[tuple[str, range]]:
+        """Aligned runs of so many GPUs of which none is held."""
+        for name, number in self.nodes:
+            for start in range(0, number - degree + 1, degree):
+                run = range(start, start + degree)
+                if held.isdisjoint((name, gpu) for gpu in run):
+                    yield name, run
+
+    def _make_room(self, kept: list[Slot], degree: int, held: set[Gpu]) -> list[Slot]:
+        """One more server, on the run of GPUs where the fewest must make way for it."""
+        owner = {gpu: slot for slot in kept for gpu in gpus_of([slot])}
+
+        def tenants(place: tuple[str, range]) -> list[Slot]:
+            hit = {slot.id: slot for gpu in place[1] if (slot := owner.get((place[0], gpu)))}
+            return list(hit.values())
+
+        def cost(place: tuple[str, range]) -> int:
+            sizes = [len(slot.gpus) for slot in tenants(place)]
+            return sum(size >= degree for size in sizes) * self.gpus + sum(sizes)
+
+        node, run = best = min(self._runs(degree, held), key=cost)
+        evicted = tenants(best)
+        rest = [slot for slot in kept if slot not in evicted]
+        slot = Slot(f"{node}/{run.start}x{degree}", node, tuple(run), Pool.HYBRID)
+        placed = [*rest, slot]
+        for smaller in sorted(evicted, key=lambda slot: -len(slot.gpus)):
+            placed = self._make_room(placed, len(smaller.gpus), held)
+        return placed
+
+
+def gpus_of(slots: Iterable[Slot]) -> set[Gpu]:
+    """The GPUs of these slots."""
+    return {(slot.node, gpu) for slot in slots for gpu in slot.gpus}
+
+
+def is_worker(slot: Slot) -> bool:
+    """Whether the slot is what servers left of a node."""
+    return slot.id.rpartition("/")[2].startswith(WORKER)
+
+
+def _gpus_of(node: tuple[str, int]) -> list[Gpu]:
+    return [(node[0], gpu) for gpu in range(node[1])]
+
+
+def _of_nodes(gpus: Iterable[Gpu], pool: Pool, kind: str, *, multiple: int = 1) -> list[Slot]:
+    """A slot for what each node has of these GPUs, in whole replicas of ``multiple`` GPUs."""
+    by_node: dict[str, list[int]] = {}
+    for node, gpu in gpus:
+        by_node.setdefault(node, []).append(gpu)
+    whole = {node: held[: len(held) // multiple * multiple] for node, held in by_node.items()}
+    return [_slot(node, held, pool, kind) for node, held in whole.items() if held]
+
+
+def _slot(node: str, gpus: Iterable[int], pool: Pool, kind: str) -> Slot:
+    held = tuple(gpus)
+    return Slot(f"{node}/{kind}-{'.'.join(map(str, held))}", node, held, pool)

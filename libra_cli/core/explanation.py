@@ -1,0 +1,181 @@
+"""A decision explained: what was chosen, what came second and why not, what binds, what will come.
+
+The planner makes one ``Explanation`` with every decision. It is kept as JSON with the decision, and
+``libra status``, ``report.html`` and ``libra rebalance --dry-run`` show that one object.
+
+A step is predicted with an interval for the mean of the next few steps. The error of a prediction e
+is log(observed / predicted), and its square is expected to be ::
+
+    s^2 = (PRIOR x (p^2 + v^2 / STEPS) + sum of e^2) / (PRIOR + n)
+    interval = predicted x exp(-Z s) to predicted x exp(Z s)
+
+over the ``n`` earlier decisions of the run of the same kind (to move, or to stay) of which it is
+known what came. ``p`` is the error of such predictions in the simulator, ``v`` the standard
+deviation of the measured steps over their mean.
+
+Guarantee: the interval narrows to the run's own errors as these are known. Limit: they are taken to
+be alike and unbiased; a workload that changes at once is outside any such interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from json import dumps
+from math import exp, inf, isfinite, log
+from statistics import fmean, pstdev
+
+from libra_cli.core.types import Seconds
+
+STEPS = 5
+"""Steps whose mean a prediction is compared with."""
+PRIOR = 2.0
+"""Decisions that the simulator's error counts as. Chosen."""
+Z = 1.28
+"""Four of five values of a normal distribution lie within so many standard deviations."""
+PRICED_ERROR = 0.30
+"""Of a step predicted by costs alone, when nothing is measured yet: |log(observed / predicted)|."""
+MOVED_ERROR = 0.15
+"""Of a step under another plan, predicted by costs that measured steps have corrected."""
+KEPT_ERROR = 0.08
+"""Of a step under today's plan, predicted so."""
+
+
+class Constraint(StrEnum):
+    """What a step would be shorter without."""
+
+    TRAINER_MEMORY = "trainer memory"
+    KV_CACHE = "KV cache"
+    SEATS = "seats"
+    PROMPTS = "prompts"
+    TOKENS = "tokens and KV reads"
+    LONGEST_TRAJECTORY = "longest trajectory"
+    STALENESS = "staleness rule"
+    NETWORK = "network"
+    TRAINING = "training arithmetic"
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """The constraint that binds a placement, and a few words on where."""
+
+    constraint: Constraint
+    words: str
+
+    def __str__(self) -> str:
+        return self.words
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOption:
+    """A placement in words, with its predicted seconds a step; infinite where it does not fit."""
+
+    layout: str
+    rollout_s: Seconds
+    train_s: Seconds
+    step_s: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerUp:
+    """The placement that was not chosen, and why."""
+
+    option: PlanOption
+    why_not: str
+
+
+@dataclass(frozen=True, slots=True)
+class PastPrediction:
+    """What an earlier decision predicted of a step, and the mean that came; whether it moved."""
+
+    moved: bool
+    predicted_s: Seconds
+    observed_s: Seconds
+
+    @property
+    def error(self) -> float:
+        """The logarithm of observed over predicted."""
+        return log(self.observed_s / self.predicted_s)
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedStep:
+    """Seconds of a step: four times of five the mean of ``STEPS`` steps lies within the interval.
+
+    ``source`` says where the width comes from.
+    """
+
+    step_s: Seconds
+    low_s: Seconds
+    high_s: Seconds
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """One decision. ``today`` and ``chosen`` are the same placement where nothing moves.
+
+    ``cost_s`` and ``payback_steps`` are of the moves that were proposed, carried out or not;
+    ``horizon_steps`` those that they may count on. Infinite and unknown is null in JSON.
+    """
+
+    move: bool
+    why_not: str
+    today: PlanOption
+    chosen: PlanOption
+    runner_up: RunnerUp | None
+    binds_today: Binding
+    binds: Binding
+    predicted: PredictedStep
+    cost_s: Seconds
+    payback_steps: float | None
+    horizon_steps: float
+
+    def to_json(self) -> str:
+        """The object that is kept and shown; ``report.status.plans`` tells its keys."""
+        return dumps(_finite(asdict(self)))
+
+
+def predicted_step(
+    step_s: Seconds,
+    *,
+    moves: bool,
+    measured: Sequence[Seconds],
+    past: Sequence[PastPrediction],
+) -> PredictedStep:
+    """A predicted step with its interval; the law is the module's.
+
+    ``measured`` are seconds of the newest steps under today's plan.
+    """
+    prior = (MOVED_ERROR if moves else KEPT_ERROR) if measured else PRICED_ERROR
+    scatter = pstdev(measured) / fmean(measured) if len(measured) > 1 else 0.0
+    alike = [one.error for one in past if one.moved is moves]
+    expected = PRIOR * (prior**2 + scatter**2 / STEPS) + sum(error**2 for error in alike)
+    factor = exp(Z * (expected / (PRIOR + len(alike))) ** 0.5)
+    kind = "moves" if moves else "kept plans"
+    source = f"errors of {kind} in the simulator" if measured else "errors of costs alone"
+    if alike:
+        source = f"errors of {len(alike)} {kind} of this run"
+    return PredictedStep(
+        step_s=step_s,
+        low_s=step_s / factor,
+        high_s=step_s * factor,
+        source=source,
+    )
+
+
+def past_prediction(told: object, observed_s: Seconds | None) -> PastPrediction | None:
+    """What a kept explanation predicted, beside what came; None where either is not known."""
+    if not isinstance(told, dict) or not told or not observed_s:
+        return None
+    predicted_s = told["predicted"]["step_s"]
+    known = predicted_s and 0 < predicted_s < inf
+    return PastPrediction(told["move"], predicted_s, observed_s) if known else None
+
+
+def _finite(value: object) -> object:
+    """JSON knows no infinity: it is null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not isfinite(value) else value

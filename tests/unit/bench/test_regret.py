@@ -1,0 +1,166 @@
+"""Regret is measured against plans that were simulated, and by the seed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from libra_cli.bench.clairvoyance import TOLD
+from libra_cli.bench.config import parse_drift
+from libra_cli.bench.jobs import Job, first_layout_of, playable, world_of
+from libra_cli.bench.regret import StaticPlans, best_script, part_seconds, regrets
+from libra_cli.bench.report.sheets import regret_sheet
+from libra_cli.bench.results import BEST_STATIC, CLAIRVOYANT
+from libra_cli.core.planning.search import Layout
+from libra_cli.sim.profiles import load_profile
+from libra_cli.sim.traces import load_trace
+from tests.sample_bench import row
+
+PROFILE = load_profile("a800-qwen3-14b")
+TRACE, _ = playable(load_trace("mint"))
+JOB = Job(
+    TRACE,
+    PROFILE,
+    PROFILE,
+    16,
+    "libra",
+    "libra",
+    0,
+    drift=parse_drift("1,4"),
+    steps=8,
+    groups_per_step=2,
+    group_size=4,
+    bound=1,
+)
+
+
+@pytest.fixture(scope="module")
+def plans() -> StaticPlans:
+    return StaticPlans(JOB)
+
+
+def servers(layouts: list[Layout]) -> set[tuple[int, int]]:
+    return {(one.buckets[0].tensor_parallel, one.buckets[0].servers) for one in layouts}
+
+
+def test_the_first_static_plans_are_of_every_degree_and_share(plans: StaticPlans) -> None:
+    first = servers(plans.first())
+    assert first >= {(1, 4), (1, 8), (2, 2), (2, 4), (4, 1), (4, 2), (8, 1)}
+    assert all(one.rollout_gpus + one.training_gpus <= 16 for one in plans.first())
+
+
+def test_the_next_static_plans_are_around_the_best_of_the_two_best_degrees(
+    plans: StaticPlans,
+) -> None:
+    tried = {plans.layout(shape): tokens for shape, tokens in THROUGHPUTS.items()}
+    known = {layout: tokens for layout, tokens in tried.items() if layout is not None}
+    wanted = servers(plans.next(known))
+    assert wanted
+    assert {degree for degree, _ in wanted} <= {1, 2}
+    assert wanted.isdisjoint(THROUGHPUTS)
+
+
+THROUGHPUTS = {(1, 4): 80.0, (1, 8): 100.0, (2, 2): 70.0, (2, 4): 95.0, (4, 1): 60.0, (8, 1): 50.0}
+
+
+def test_looking_for_the_best_static_plan_ends_at_it(plans: StaticPlans) -> None:
+    """On throughputs with one top, at five servers of two GPUs."""
+
+    def throughput(layout: Layout) -> float:
+        degree = layout.buckets[0].tensor_parallel
+        return 100.0 - abs(layout.rollout_gpus - 10) - 5 * abs(degree - 2)
+
+    tried = {layout: throughput(layout) for layout in plans.first()}
+    while wanted := plans.next(tried):
+        tried |= {layout: throughput(layout) for layout in wanted}
+    best = max(tried, key=lambda layout: tried[layout])
+    assert best.buckets[0].tensor_parallel == 2
+    assert abs(best.rollout_gpus - 10) <= 2
+    assert len(tried) < 20
+
+
+def test_parts_of_a_run_add_up_to_it() -> None:
+    ended = [3.0, 5.0, 9.0, 10.0, 12.0, 20.0, 21.0, 30.0]
+    assert part_seconds(ended) == [5.0, 5.0, 10.0, 10.0]
+
+
+def test_a_script_changes_the_plan_where_that_pays_its_moves(plans: StaticPlans) -> None:
+    early, late = plans.layout((2, 2)), plans.layout((2, 4))
+    assert early is not None
+    assert late is not None
+    runs = {early: [1.0, 2.0, 5.0, 8.0], late: [3.0, 6.0, 7.0, 8.0]}
+    assert best_script(runs, lambda today, then: 0.0) == (early, early, late, late)
+    dear = best_script(runs, lambda today, then: 10.0 * (today != then))
+    assert len(set(dear)) == 1
+
+
+@pytest.mark.parametrize("planner", [TOLD, CLAIRVOYANT])
+def test_a_planner_that_knows_the_future_plays_the_whole_run(
+    plans: StaticPlans, planner: str
+) -> None:
+    script: tuple[Layout, ...] = ()
+    if planner == CLAIRVOYANT:
+        found = [plans.layout((2, 2)), plans.layout((2, 4))]
+        script = tuple(one for one in found if one is not None)
+    start = script[0] if script else None
+    world = world_of(replace(JOB, planner=planner, start=start, script=script))
+    world.run()
+    assert len(world.recording.steps) == JOB.steps
+    if script:
+        shapes = [bucket.tensor_parallel for _, bucket in world.machine.plan.servers]
+        assert shapes == [2] * 4, "the second part has its own plan"
+
+
+def test_a_planner_that_moves_may_begin_anywhere(plans: StaticPlans) -> None:
+    worst = plans.layout((1, 4))
+    assert worst is not None
+    world = world_of(replace(JOB, start=worst))
+    assert len(world.machine.plan.servers) == 4
+    assert first_layout_of(JOB, JOB.workload) != worst
+
+
+def test_the_coming_work_is_that_of_the_steps_that_may_be_in_flight() -> None:
+    assert len(JOB.coming(0).samples) == 2 * JOB.groups_per_step * JOB.group_size
+    assert JOB.coming(6).mean_generated > 1.5 * JOB.coming(0).mean_generated
+
+
+def test_regret_is_what_the_best_static_plan_has_more() -> None:
+    makespans = {
+        BEST_STATIC: 100.0,
+        CLAIRVOYANT: 80.0,
+        "uniform": 125.0,
+        "libra": 100.0,
+        "libra, half start": 90.0,
+        "libra, worst start": 200.0,
+    }
+    rows = [
+        row("libra", seed, makespan_s + seed, planner=name, variant="drift x1 x4")
+        for seed in range(2)
+        for name, makespan_s in makespans.items()
+    ]
+    own, half, worst = regrets(rows)
+    assert (own.start, half.start, worst.start) == ("own", "half", "worst")
+    assert own.regret == own.share_of_clairvoyant == 0.0
+    assert worst.regret == pytest.approx(0.5, abs=0.01)
+    assert half.regret == pytest.approx(-0.11, abs=0.01)
+    assert half.share_of_clairvoyant == pytest.approx(0.44, abs=0.01)
+    assert own.over_uniform == pytest.approx(0.25, abs=0.01)
+    sheet = regret_sheet([own, half, worst])
+    assert [cells[1] for cells in sheet.rows] == ["own", "half", "worst"]
+    assert "at most +49.9 %" in sheet.notes[0]
+
+
+def test_a_share_of_next_to_nothing_is_not_told() -> None:
+    rows = [
+        row(planner=name, makespan_s=makespan_s)
+        for name, makespan_s in {
+            BEST_STATIC: 100.0,
+            CLAIRVOYANT: 99.5,
+            "uniform": 125.0,
+            "libra": 100.0,
+            "libra, half start": 90.0,
+            "libra, worst start": 200.0,
+        }.items()
+    ]
+    assert {one.share_of_clairvoyant for one in regrets(rows)} == {None}
