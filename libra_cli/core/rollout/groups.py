@@ -14,8 +14,8 @@ trained its prompt goes back to the queue, so that long trajectories are not sil
 
 A rule may close a group at its last call: it is READY with its finished members, and the others go
 on as its *rest*. A rest has the same states and takes no place of a batch: it joins the first one
-after that of its group once all its members have ended. Each member
-of it that is still played takes its fraction of a place of the bound.
+after that of its group once all its members have ended. Each member that is still played takes its
+fraction of a place of the bound.
 """
 
 from __future__ import annotations

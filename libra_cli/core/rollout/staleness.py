@@ -17,7 +17,6 @@ allows in the next one. ``bound`` is ``training.max_staleness``, B the groups of
     step, so by Little's law the mean group is trained bound + 1 steps after it was opened, and is
     behind by ``bound`` on average; one group may be behind by any number. Stragglers take places
     of this admission and so are few: with a bound of 0 nobody passes anybody, and soft is hold.
-    With a bound of 1 late is soft: a second batch is only there once the first has left.
 *   ``token`` makes batches as ``soft`` does, and keeps the bound token by token in the loss: tokens
     over it are left out, or weigh at most 1 (``node.losses``).
 *   ``cut`` closes a group at its last call and trains its finished members. The others play on and

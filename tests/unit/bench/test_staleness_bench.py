@@ -7,8 +7,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from libra_cli.bench import jobs
 from libra_cli.bench import staleness as bench
