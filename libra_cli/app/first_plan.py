@@ -21,10 +21,11 @@ from libra_cli.app.costs import recipe_planner, require_hosts, shipped_for, ship
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import initial_plan, slots_of
-from libra_cli.core.costs.expected import cut, guessed_lengths, samples_around, workload_of
+from libra_cli.core.costs.expected import cut, guessed_lengths, samples_around
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.costs.workload import TrajectorySample
 from libra_cli.core.observation import Observation
+from libra_cli.core.observer import workload_of
 from libra_cli.core.planning.recipe_placement import fixed_slots
 from libra_cli.core.types import Plan, Pool, Slot
 from libra_cli.sim.profiles import load_profile

@@ -15,7 +15,7 @@ from itertools import islice
 from libra_cli.bench.clairvoyance import TOLD, Scripted, Told
 from libra_cli.bench.contenders import Future, contender
 from libra_cli.bench.results import ResultRow, Timeline
-from libra_cli.config.recipe import Recipe
+from libra_cli.config.recipe import Recipe, TrainingSpec
 from libra_cli.core import actions as a
 from libra_cli.core.costs.profile import Profile, TrainingShape
 from libra_cli.core.costs.server import ServerCost
@@ -25,6 +25,7 @@ from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.planner import DecisionMaker
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.planning.training_shapes import TrainingTree
+from libra_cli.core.rollout.staleness import rule_of
 from libra_cli.core.types import Bucket, Seconds
 from libra_cli.sim.drift import NO_DRIFT, Drift
 from libra_cli.sim.traces import RecordedEpisode, Trace, TraceError
@@ -36,6 +37,8 @@ GROUPS, GROUP_SIZE, STALENESS = 32, 8, 4
 MAX_LEN = 131_072
 """Longer trajectories are cut there, as a run would."""
 STORY_SEED = 0
+WAKE_S: Seconds = 10.8
+"""To wake a server that slept while its GPUs trained, as published for Libra (arXiv 2606.03077)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,14 @@ class Job:
     def work_of(self, groups: Iterable[Sequence[RecordedEpisode]]) -> Workload:
         """These groups, as the work of a step that a planner plans for."""
         samples = tuple(sample_of(episode) for group in groups for episode in group)
-        return Workload(samples, self.groups_per_step * self.group_size, self.overlap)
+        spec = {"max_staleness": self.bound, "staleness": self.staleness}
+        return Workload(
+            samples,
+            self.groups_per_step * self.group_size,
+            overlap=self.overlap,
+            late=rule_of(TrainingSpec.model_validate(spec)).late,
+            group_size=self.group_size,
+        )
 
     def coming(self, step: int) -> Workload:
         """The work that may be in flight after this step, of the recorded future."""
@@ -208,7 +218,7 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
         }
     )
     moves, around = job.profile.moves, job.profile.surroundings
-    switch_s = moves.to_training_s + moves.to_rollout_s if layout.colocated else 0.0
+    switch_s = moves.to_training_s + WAKE_S if layout.colocated else 0.0
     return SimConfig(
         recipe=recipe,
         plan=plan,

@@ -192,7 +192,7 @@ def _look_for_statics(cases: Sequence[_Case], progress: Progress) -> None:
     others = [
         (case, seed, layout)
         for case in cases
-        for seed in range(1, len(case.statics))
+        for seed in range(1, len(case.static_runs))
         for layout in case.finalists()
     ]
     _simulate(others, progress)
@@ -203,7 +203,7 @@ def _simulate(wanted: Sequence[tuple[_Case, int, Layout]], progress: Progress) -
     for (case, seed, layout), run in zip(
         wanted, simulated(static_run, jobs, progress), strict=True
     ):
-        case.statics[seed][layout] = run
+        case.static_runs[seed][layout] = run
 
 
 # -- one trace and drift ---------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class _Case:
     def __init__(self, job: Job, seeds: int) -> None:
         self.job = job
         self.plans = StaticPlans(job)
-        self.statics: list[_Runs] = [{} for _ in range(seeds)]
+        self.static_runs: list[_Runs] = [{} for _ in range(seeds)]
         self.rows: list[ResultRow] = []
         self.timelines: list[Timeline] = []
         self._first = len(self.plans.first())
@@ -223,11 +223,11 @@ class _Case:
     @property
     def ranking(self) -> dict[Layout, float]:
         """Throughput of the static plans on the first seed."""
-        return {layout: row.throughput_tok_s for layout, (row, _) in self.statics[0].items()}
+        return {layout: row.throughput_tok_s for layout, (row, _) in self.static_runs[0].items()}
 
     def finalists(self) -> list[Layout]:
         """The best static plans on the first seed, as a whole and of every part."""
-        ranking, runs = self.ranking, self.statics[0]
+        ranking, runs = self.ranking, self.static_runs[0]
         best = sorted(ranking, key=lambda layout: -ranking[layout])[:FINALISTS]
         parts = [
             min(runs, key=lambda layout: part_seconds(runs[layout][1])[at]) for at in range(PARTS)
@@ -238,12 +238,12 @@ class _Case:
         """Seed, name and job of what is still to be simulated."""
         return [
             (seed, name, job)
-            for seed in range(len(self.statics))
+            for seed in range(len(self.static_runs))
             for name, job in self._contenders(replace(self.job, seed=seed)).items()
         ]
 
     def _contenders(self, job: Job) -> dict[str, Job]:
-        runs = {layout: ended for layout, (_, ended) in self.statics[job.seed].items()}
+        runs = {layout: ended for layout, (_, ended) in self.static_runs[job.seed].items()}
         profile, work = job.profile, job.workload
 
         def paid(today: Layout, then: Layout) -> Seconds:
@@ -270,19 +270,19 @@ class _Case:
         """Take in what became of a contender; the seed's best static plan comes before it."""
         best = self._best(row.seed)
         if not any((kept.planner, kept.seed) == (BEST_STATIC, row.seed) for kept in self.rows):
-            self.rows.append(replace(self.statics[row.seed][best][0], planner=BEST_STATIC))
+            self.rows.append(replace(self.static_runs[row.seed][best][0], planner=BEST_STATIC))
         self.rows.append(replace(row, planner=name))
         if timeline is not None:
             self.timelines.append(replace(timeline, planner=name))
 
     def _best(self, seed: int) -> Layout:
-        runs = self.statics[seed]
+        runs = self.static_runs[seed]
         return max(runs, key=lambda layout: runs[layout][0].throughput_tok_s)
 
     @property
     def note(self) -> str:
         """Which plans are the bounds, and of how many."""
-        runs = {layout: ended for layout, (_, ended) in self.statics[0].items()}
+        runs = {layout: ended for layout, (_, ended) in self.static_runs[0].items()}
         script = best_script(runs, lambda today, then: 0.0)
         best, worst = self._best(0), self._start("worst")
         return (

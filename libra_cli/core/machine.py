@@ -116,10 +116,7 @@ class Machine:
         )
         self._agenda = self._router.agenda
         self.controller = PlanController(recipe, self.reconciler, plan, tuple(slots))
-        self._observer = RunObserver(
-            trajectories_per_step=recipe.trajectories_per_step,
-            overlap=1.0 + training.max_staleness,
-        )
+        self._observer = RunObserver(recipe)
         if resume is not None:
             self.ledger.restore(resume.position)
             self.training.remember(resume.checkpoint, int(resume.position["step"]))

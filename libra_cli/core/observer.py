@@ -13,8 +13,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.observed import CostEvidence, PlayedTurn, Starts, TrainedStep
-from libra_cli.core.costs.workload import TrajectorySample, Window, Workload
+from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.explanation import PastPrediction, past_prediction
 from libra_cli.core.observation import InPlay, MeasuredStep
 from libra_cli.core.planning.admission import RECENT
@@ -32,6 +33,7 @@ from libra_cli.core.records import (
     TurnRecord,
     VersionRecord,
 )
+from libra_cli.core.rollout.staleness import rule_of
 from libra_cli.core.types import Seconds, SlotId, Tokens
 
 LEAST_SAMPLES = 256
@@ -47,17 +49,25 @@ Member: TypeAlias = tuple[int, int, int]
 """Group, member and attempt of a trajectory."""
 
 
+def workload_of(recipe: Recipe, samples: tuple[TrajectorySample, ...]) -> Workload:
+    """The work of a recipe's step, if it is like these trajectories."""
+    return Workload(
+        samples,
+        recipe.trajectories_per_step,
+        overlap=1.0 + recipe.training.max_staleness,
+        late=rule_of(recipe.training).late,
+        group_size=recipe.rollout.group_size,
+    )
+
+
 class RunObserver:
-    """The windows, and what is made of them at a step's end.
+    """The windows, and what is made of them at a step's end."""
 
-    ``trajectories_per_step`` are trained together; ``overlap`` is how many steps' trajectories may
-    be in flight at once: 1 + the staleness bound.
-    """
-
-    def __init__(self, *, trajectories_per_step: int, overlap: float) -> None:
-        self._per_step = trajectories_per_step
-        self._overlap = overlap
-        self._samples = Window(max(LEAST_SAMPLES, 2 * trajectories_per_step))
+    def __init__(self, recipe: Recipe) -> None:
+        overlap = 1.0 + recipe.training.max_staleness
+        self._recipe = recipe
+        newest = max(LEAST_SAMPLES, 2 * recipe.trajectories_per_step)
+        self._samples: deque[TrajectorySample] = deque(maxlen=newest)
         self._in_play = InPlay()
         self._measured: deque[MeasuredStep] = deque(maxlen=steps_to_average(overlap))
         self._lengths: deque[float] = deque(maxlen=RECENT)
@@ -110,7 +120,7 @@ class RunObserver:
     @property
     def workload(self) -> Workload | None:
         """The work to come, as the newest finished trajectories tell it; None before the first."""
-        return self._samples.workload(self._per_step, self._overlap)
+        return workload_of(self._recipe, tuple(self._samples)) if self._samples else None
 
     @property
     def measured(self) -> tuple[MeasuredStep, ...]:
@@ -155,7 +165,7 @@ class RunObserver:
         self._in_play.change(-1, now=row.ended_at)
         sample = self._conversations.ended(row)
         if sample is not None and row.state == "finished":
-            self._samples.add(sample)
+            self._samples.append(sample)
             self._training.finished(row)
 
     def _step(self, row: StepRecord) -> None:

@@ -30,10 +30,7 @@ def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observa
     Raises:
         StateError: no trajectory has finished yet.
     """
-    observer = RunObserver(
-        trajectories_per_step=recipe.trajectories_per_step,
-        overlap=1.0 + recipe.training.max_staleness,
-    )
+    observer = RunObserver(recipe)
     for record in records_in_order(reader):
         observer.saw(record)
     workload = observer.workload

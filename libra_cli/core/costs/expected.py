@@ -18,7 +18,7 @@ from math import exp
 from statistics import NormalDist, fmean
 
 from libra_cli.config.recipe import LengthsSpec, Recipe
-from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.costs.workload import TrajectorySample
 from libra_cli.core.types import Tokens
 
 SAMPLES = 64
@@ -53,12 +53,6 @@ def samples_around(lengths: LengthsSpec, max_len: Tokens) -> tuple[TrajectorySam
     factors = [exp(SPREAD * quantile) for quantile in quantiles]
     mean = fmean(factors)
     return tuple(cut(_sample(lengths, factor / mean), max_len) for factor in factors)
-
-
-def workload_of(recipe: Recipe, samples: tuple[TrajectorySample, ...]) -> Workload:
-    """A step of the recipe, made of trajectories like these."""
-    overlap = 1.0 + recipe.training.max_staleness
-    return Workload(samples, recipe.trajectories_per_step, overlap)
 
 
 def cut(sample: TrajectorySample, max_len: Tokens) -> TrajectorySample:

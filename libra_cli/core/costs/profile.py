@@ -187,9 +187,10 @@ class MoveCost:
     """Seconds that the GPUs of a move do nothing.
 
     ``to_training_s``: a server drained and stopped until its GPUs hold a gradient worker with the
-    current weights. ``to_rollout_s``: back, until a verified server is routed to. ``start_s``: a
-    server of another shape on GPUs that serve, by its tensor-parallel degree. ``resize_s``: the
-    trainer's core stopped, saved, restarted with another world and loaded, everyone waiting.
+    current weights. ``start_s``: a server, from its start until it is routed to, by its
+    tensor-parallel degree. ``to_rollout_s``: the same on GPUs that come from training, where they
+    work on while the server starts beside them. ``resize_s``: the trainer's core stopped, saved,
+    restarted with another world and loaded, everyone waiting.
     """
 
     to_training_s: Seconds
@@ -200,6 +201,10 @@ class MoveCost:
     def start(self, tensor_parallel: int) -> Seconds:
         """Seconds to start a server of this shape; the longest known where it was not measured."""
         return self.start_s.get(tensor_parallel, max(self.start_s.values(), default=0.0))
+
+    def arrive(self, tensor_parallel: int) -> Seconds:
+        """Seconds until GPUs that come from training have a server of this shape."""
+        return min(self.to_rollout_s, self.start(tensor_parallel))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,11 @@
 """What the planner knows of the work: recently finished trajectories, and how many make a step.
 
 A ``Workload`` is a sample of trajectories that stands for the ``trajectories`` of a step, each as
-likely as the other. ``Window`` keeps the newest of them. Guarantee: bounded memory, and the same
-samples give the same workload. Limit: only finished trajectories are in it, so just after a shift
-to longer ones the short ones, which finish first, are too many; a window of two steps is enough for
-that to pass.
+likely as the other.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from libra_cli.core.types import Seconds, Tokens
@@ -49,15 +45,17 @@ class Workload:
     """The trajectories of a step.
 
     ``trajectories`` are trained a step. ``overlap`` is how many steps' worth may be open, ready or
-    in training at once: 1 + the staleness bound (1: each batch waits for the one before).
-    ``prompt_hits`` is the share of prompt tokens found in a prefix cache. Raises ValueError without
+    in training at once: 1 + the staleness bound (1: each batch waits for the one before). A batch
+    waits for a trajectory that would be ``late`` versions over the bound (infinity: for none).
+    ``group_size`` trajectories begin together and have one prompt. Raises ValueError without
     samples or work.
     """
 
     samples: tuple[TrajectorySample, ...]
     trajectories: int
     overlap: float = 2.0
-    prompt_hits: float = 0.0
+    late: float = 0.0
+    group_size: int = 1
     # Sums over the samples, made once: planning asks for them thousands of times.
     mean_generated: float = field(init=False, compare=False, repr=False)
     """Generated tokens of a trajectory."""
@@ -71,10 +69,10 @@ class Workload:
     def __post_init__(self) -> None:
         if not self.samples:
             raise ValueError("a workload needs at least one sample")
-        if self.trajectories < 1 or self.overlap < 1 or not 0 <= self.prompt_hits <= 1:
+        if self.trajectories < 1 or self.overlap < 1 or self.late < 0 or self.group_size < 1:
             raise ValueError(
-                "a workload needs trajectories >= 1, overlap >= 1 and 0 <= prompt_hits <= 1, not "
-                f"{self.trajectories}, {self.overlap} and {self.prompt_hits}"
+                "a workload needs trajectories >= 1, overlap >= 1, late >= 0 and group_size >= 1, "
+                f"not {self.trajectories}, {self.overlap}, {self.late} and {self.group_size}"
             )
         number = len(self.samples)
         squares = sum(sample.context**2 for sample in self.samples) / number
@@ -96,26 +94,11 @@ class Workload:
         return max(1.0, self.overlap - TRAINING_SHARE)
 
     @property
+    def longest_steps(self) -> float:
+        """Steps that a trajectory may be in play before a batch waits for it."""
+        return self.in_flight + self.late
+
+    @property
     def tokens(self) -> float:
         """Tokens of a step, prompts and tool returns included."""
         return self.mean_context * self.trajectories
-
-
-class Window:
-    """The newest ``capacity`` finished trajectories."""
-
-    def __init__(self, capacity: int = 1024) -> None:
-        self._samples: deque[TrajectorySample] = deque(maxlen=capacity)
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def add(self, sample: TrajectorySample) -> None:
-        """Take one in; the oldest goes when the window is full."""
-        self._samples.append(sample)
-
-    def workload(self, trajectories: int, overlap: float = 2.0) -> Workload | None:
-        """The workload that the samples stand for, or None before the first."""
-        if not self._samples:
-            return None
-        return Workload(tuple(self._samples), trajectories, overlap)

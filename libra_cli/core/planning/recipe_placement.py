@@ -94,7 +94,7 @@ class RecipePlacement:
             if new in _TRAINS:
                 seconds = prices.to_training_s
             elif old in _TRAINS:
-                seconds = prices.to_rollout_s
+                seconds = prices.arrive(slot.num_devices)
             moves.append(SlotMove(slot.id, old, new, seconds))
         return tuple(moves)
 

@@ -12,30 +12,14 @@ knows on which side of a boundary every trajectory belongs, so of those within `
 least time ``buckets`` gives a simple one: neighbours are merged as long as that holds.
 
 The time of a bucket is per step and in steady state: ``in_flight`` steps' trajectories are being
-played, so a server is kept full, and the longest of them may take as many steps (beyond that it
-would be too stale to train). With the sums over its trajectories of generated tokens G, of KV
-tokens read R (generated x mean context) and of prompt and tool tokens computed U, and the largest
-share of them on one server s::
-
-    work = b G + c R + p1 U + p2 pairs                 the same in whatever batches it is done
-    path = a x own steps + own tool time               of one trajectory: all of it but its work
-    held = max(sum of paths / max_num_seqs, sum of path x mean context / KV capacity, a U / chunk)
-    live = min(in_flight, servers x min(max_num_seqs, KV capacity / mean context) / trajectories)
-    cost = max(s (work + live x p1 E), own work / in_flight) + max(s held, longest path / in_flight)
-
-``held`` is Little's law: as many paths go side by side as there are seats and room in the KV cache,
-and a trajectory holds both from its first token to its last, tools included, for so it is admitted.
-``live`` is how many steps' trajectories that makes; new weights empty the cache once a step, and
-the context each has by then, E in all, is computed again (not where each batch waits for the one
-before). So there is (i) a cap on concurrency, (ii) a fixed cost of a step, (iii) weights read once
-a server and step (both in ``a``), (iv) communication that grows with the degree (in ``a``, ``b``
-and ``p1`` as measured). A server whose KV cache is smaller than the longest context costs infinity.
+played, so a server is kept full. Its law is that of ``costs.rollout``, with sums over the parts and
+the longest trajectory to be expected among them. A server whose KV cache is smaller than the
+longest context costs infinity.
 
 Guarantee: the least ``dp`` value over all ways to cut the parts into buckets (equal to exhaustive
-search), and ``seconds`` never grows with the budget. Limit: ``held`` is a lower bound reached when
-the seats stay full, list scheduling needs at most twice as long; where tools outlast the work the
-sum of both is at most twice the truth. A trajectory is taken to reach the bucket of its length
-without a detour, so mixes of shapes look better than they are (``planner`` asks more of them).
+search), and ``seconds`` never grows with the budget. Limit: a trajectory is taken to reach the
+bucket of its length without a detour, so mixes of shapes look better than they are (``search`` asks
+more of them).
 """
 
 from __future__ import annotations
@@ -50,20 +34,24 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from libra_cli.core.costs.profile import NothingFits
+from libra_cli.core.costs.ranges import SortedParts
+from libra_cli.core.costs.rollout import EqualServers, RolloutLoad, RolloutTime
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.costs.workload import Workload
 from libra_cli.core.explanation import Binding, Constraint
+from libra_cli.core.scheduling.least_cost import PLAY_SHARE
 from libra_cli.core.types import Plan, Seconds, Tokens
 
 DEFAULT_SEATS = 128
-_Filled: TypeAlias = tuple[int, int, Mapping[str, float]]
-"""Servers of a bucket, seats of each, and what its trajectories hold."""
+_Loads: TypeAlias = tuple[EqualServers, RolloutLoad]
+"""The servers of a bucket, and what its trajectories are for them."""
 _WAITS = {
     Constraint.SEATS: "seats (max_num_seqs)",
     Constraint.KV_CACHE: "room in the KV cache",
     Constraint.PROMPTS: "prompts, a chunk a step",
     Constraint.LONGEST_TRAJECTORY: "the longest trajectory",
     Constraint.TOKENS: "tokens and KV reads",
+    Constraint.STALENESS: "the trajectories that may be in flight (max_staleness)",
 }
 
 
@@ -98,28 +86,10 @@ def planned_buckets(plan: Plan) -> tuple[PlannedBucket, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """Per part of the sorted trajectories; float arrays of length n."""
-
-    count: Any
-    generated: Any
-    read: Any
-    prefill: Any
-    pairs: Any
-    longest: Any
-    context: Any
-    own_work: Mapping[int, Any]
-    own_path: Mapping[int, Any]
-    paths: Mapping[int, Any]
-    room: Mapping[int, Any]
-    again: Any
-    held: Any
-
-
 class RolloutTable:
     """The table of one workload, for every budget up to ``gpus``.
 
+    ``play_share`` is the share of the KV caches that the scheduler lets trajectories in play fill.
     Raises NothingFits if the longest trajectory fits no server, or no server the budget.
     """
 
@@ -131,16 +101,22 @@ class RolloutTable:
         *,
         max_num_seqs: int = DEFAULT_SEATS,
         groups: int = 64,
+        play_share: float = PLAY_SHARE,
     ) -> None:
         _check_room(servers, workload, gpus)
         self.workload = workload
         self.gpus = gpus
         self._servers = dict(sorted(servers.items()))
         self._seats = max_num_seqs
-        self._parts = _cut(self._servers, workload, groups)
-        self._terms = {degree: self._matrices(cost) for degree, cost in self._servers.items()}
-        self._moves = _transitions(self._servers, gpus)
+        self._play_share = play_share
+        self._parts = SortedParts(workload, groups)
+        self._loads = {degree: self._parts.load(cost) for degree, cost in self._servers.items()}
+        self._refused = {
+            degree: self._parts.too_long(cost) for degree, cost in self._servers.items()
+        }
         self._matrix = lru_cache(maxsize=256)(self._cost)
+        self._moves = self._transitions()
+        self._equal = {degree: self._equal_s(degree) for degree in self._servers}
         self._table = self._solve()
 
     @property
@@ -168,12 +144,12 @@ class RolloutTable:
 
     def _trace(self, left: int) -> tuple[PlannedBucket, ...]:
         found: list[PlannedBucket] = []
-        end = len(self._parts.count)
+        end = len(self._parts)
         while end > 0 and np.isfinite(self._table[left, end]):
             while left and self._table[left - 1, end] == self._table[left, end]:
                 left -= 1
             degree, servers, start = self._last_bucket(left, end)
-            longest = int(self._parts.longest[end - 1])
+            longest = int(self._parts.generated[end - 1])
             found.append(PlannedBucket(degree, servers, longest, self._seats))
             left, end = left - degree * servers, start
         return tuple(reversed(found))
@@ -193,15 +169,23 @@ class RolloutTable:
 
     def equal_s(self, degree: int, servers: int) -> Seconds:
         """Seconds of a step on so many servers of one shape."""
-        return float(self._cost(degree, servers, len(self._parts.count))[0])
+        return float(self._equal[degree][servers - 1])
+
+    def _equal_s(self, degree: int) -> Any:
+        """Of one server, of two, and so on, as many as there are GPUs for."""
+        load = self._loads[degree].at((0, len(self._parts)))
+        numbers = np.arange(1, max(1, self.gpus // degree) + 1)
+        equal = self._servers_of(degree, numbers, self._seats)
+        refused = self._refused[degree][0, len(self._parts)]
+        return np.where(refused, np.inf, equal.time(load, self.workload).seconds)
 
     def boundaries(self, buckets: tuple[PlannedBucket, ...]) -> tuple[PlannedBucket, ...]:
         """The same servers with the best ``up_to_tokens`` for this workload."""
-        prefixes, end = self._prefixes(buckets), len(self._parts.count)
+        prefixes, end = self._prefixes(buckets), len(self._parts)
         placed: list[PlannedBucket] = []
         for index in range(len(buckets) - 1, -1, -1):
             bucket = buckets[index]
-            longest = int(self._parts.longest[max(end - 1, 0)])
+            longest = int(self._parts.generated[max(end - 1, 0)])
             placed.append(replace(bucket, up_to_tokens=longest))
             if prefixes[index + 1][end] != prefixes[index][end]:
                 options = self._options(prefixes[index], bucket)[:, end]
@@ -211,11 +195,13 @@ class RolloutTable:
     def binding(self, buckets: tuple[PlannedBucket, ...]) -> Binding:
         """What the slowest of these buckets waits for."""
         slowest, found = -1.0, Binding(Constraint.KV_CACHE, "no server holds the trajectories")
-        for bucket, start, end in self._shares(buckets):
-            degree, servers, seats = bucket.tensor_parallel, bucket.servers, bucket.max_num_seqs
-            cost = float(self._cost(degree, servers, end, seats)[start])
-            if cost > slowest:
-                slowest, found = cost, self._binding(bucket, start, end)
+        for servers, load in self._filled(buckets):
+            time = servers.time(load, self.workload)
+            if time.seconds > slowest:
+                slowest = float(time.seconds)
+                constraint = self._constraint(servers, load, time)
+                where = f"rollout: {servers.number} x TP {servers.cost.tensor_parallel}"
+                found = Binding(constraint, f"{where}: {_WAITS[constraint]}")
         return found
 
     def saturated_step_s(
@@ -224,17 +210,23 @@ class RolloutTable:
         """Seconds of a step if every place on the servers were taken, from a step's that were not.
 
         A step's trajectories were in play for ``in_play_s``, summed over them, with ``beside`` at a
-        time. Each takes its path and the work of all on its server, which tells the factor between
-        measured and predicted time; with it the same follows for full servers, and by Little's law
-        the time of a step.
+        time. How long they are in play with so many beside each other is predicted too, and the
+        factor between the two is that between measured and predicted prices; with it the same
+        follows for full servers, and by Little's law the time of a step.
         """
         filled = list(self._filled(buckets))
-        places = min(
-            sum(servers * min(seats, terms["fitting"]) for servers, seats, terms in filled),
-            self.workload.in_flight * self.workload.trajectories,
+        times = [(each, each[0].time(each[1], self.workload)) for each in filled]
+        room = sum(float(time.places * servers.number) for (servers, _), time in times)
+        slower = in_play_s / self._in_play_s(filled, min(beside, room))
+        return slower * self._in_play_s(filled, room) / room
+
+    def _in_play_s(self, filled: Sequence[_Loads], playing: float) -> Seconds:
+        """Seconds in play of a step's trajectories, summed, with so many at a time."""
+        shares = [float(load.engine_s + load.tool_s) for _, load in filled]
+        return sum(
+            servers.in_play_s(load, self.workload, playing * share / sum(shares))
+            for (servers, load), share in zip(filled, shares, strict=True)
         )
-        slower = in_play_s / _in_play_s(filled, min(beside, places))
-        return slower * _in_play_s(filled, places) / places
 
     def _shares(
         self, buckets: tuple[PlannedBucket, ...]
@@ -242,77 +234,55 @@ class RolloutTable:
         """Those that get any trajectories, with the first of their parts and the one after."""
         start = 0
         for bucket in self.boundaries(buckets):
-            end = int(np.searchsorted(self._parts.longest, bucket.up_to_tokens, side="right"))
+            end = int(np.searchsorted(self._parts.generated, bucket.up_to_tokens, side="right"))
             if end > start:
                 yield bucket, start, end
                 start = end
 
-    def _filled(self, buckets: tuple[PlannedBucket, ...]) -> Iterator[_Filled]:
+    def _filled(self, buckets: tuple[PlannedBucket, ...]) -> Iterator[_Loads]:
         for bucket, start, end in self._shares(buckets):
-            yield bucket.servers, bucket.max_num_seqs, self._held(bucket, start, end)
+            load = self._loads[bucket.tensor_parallel].at((start, end))
+            degree, seats = bucket.tensor_parallel, bucket.max_num_seqs
+            yield self._servers_of(degree, bucket.servers, seats), load
 
-    def _held(self, bucket: PlannedBucket, start: int, end: int) -> Mapping[str, float]:
-        """What these parts hold, on servers of this shape."""
-        return {name: float(m[start, end]) for name, m in self._terms[bucket.tensor_parallel]}
+    def _servers_of(self, degree: int, number: Any, seats: int) -> EqualServers:
+        return EqualServers(self._servers[degree], number, seats, self._play_share)
 
-    def _binding(self, bucket: PlannedBucket, start: int, end: int) -> Binding:
-        terms = self._held(bucket, start, end)
-        share = float(_share(np.array(terms["count"]), bucket.servers))
-        in_flight, seats = self.workload.in_flight, terms["seats"] / bucket.max_num_seqs
-        parts = {
-            Constraint.SEATS: share * seats,
-            Constraint.KV_CACHE: share * terms["kv"],
-            Constraint.PROMPTS: share * terms["chunks"],
-            Constraint.LONGEST_TRAJECTORY: terms["own_path"] / in_flight,
-        }
-        waits = max(parts, key=lambda name: parts[name])
-        work = max(share * terms["work"], terms["own_work"] / in_flight)
-        if work > parts[waits]:
-            waits = Constraint.TOKENS
-        where = f"rollout: {bucket.servers} x TP {bucket.tensor_parallel}"
-        return Binding(waits, f"{where}: {_WAITS[waits]}")
+    def _constraint(
+        self, servers: EqualServers, load: RolloutLoad, time: RolloutTime
+    ) -> Constraint:
+        """What it would help most to have more of."""
+        if time.seconds <= 1.1 * time.work_s:
+            return Constraint.TOKENS
+        if time.seconds <= time.longest_s:
+            return Constraint.LONGEST_TRAJECTORY
+        if time.seconds > time.seats_s:
+            return Constraint.PROMPTS
+        flying = self.workload.in_flight * float(load.count) / servers.number
+        if time.places >= 0.99 * flying:
+            return Constraint.STALENESS
+        few = time.places >= 0.9 * servers.seats - self.workload.group_size
+        return Constraint.SEATS if few else Constraint.KV_CACHE
 
-    def _matrices(self, cost: ServerCost) -> tuple[tuple[str, Any], ...]:
-        """What parts j to i hold, as matrices [j, i] over 0 to n; meaningless where i <= j."""
-        parts = self._parts
-        generated, read = _sums(parts.generated), _sums(parts.read)
-        prefill, pairs = _sums(parts.prefill), _sums(parts.pairs)
-        work = cost.sequence_s * generated + cost.kv_token_s * read
-        work = work + cost.prefill_token_s * prefill + cost.prefill_pair_s * pairs
-        count = np.maximum(_sums(parts.count), 1e-9)
-        too_long = _maxima(parts.context) > cost.kv_tokens
-        return (
-            ("refused", too_long | np.tri(len(work), dtype=bool)),
-            ("count", count),
-            ("work", work),
-            ("again", cost.prefill_token_s * _sums(parts.again)),
-            ("fitting", cost.kv_tokens * count / np.maximum(_sums(parts.held), 1e-9)),
-            ("seats", _sums(parts.paths[cost.tensor_parallel])),
-            ("kv", _sums(parts.room[cost.tensor_parallel]) / cost.kv_tokens),
-            ("chunks", cost.step_s * prefill / cost.chunk_tokens),
-            ("own_work", _maxima(parts.own_work[cost.tensor_parallel])),
-            ("own_path", _maxima(parts.own_path[cost.tensor_parallel])),
-        )
+    def _transitions(self) -> dict[tuple[int, int], Any]:
+        """Costs [j, i] by (degree, servers), the fewest GPUs first and then the fewest servers."""
+        found: dict[tuple[int, int], Any] = {}
+        for degree in self._servers:
+            sizes = bucket_sizes(self.gpus // degree)
+            if sizes:
+                costs = self._cost(degree, np.array(sizes)[:, None, None], self._seats)
+                found |= zip(((degree, number) for number in sizes), costs, strict=True)
+        order = sorted(found, key=lambda move: (move[0] * move[1], move[1]))
+        return {move: found[move] for move in order}
 
-    def _cost(self, degree: int, servers: int, end: int | None = None, seats: int = 0) -> Any:
-        """Seconds of parts j to i on ``servers`` of this degree, [j, i]; of one i only, [j]."""
-        seats = seats or self._seats
-        terms, in_flight = dict(self._terms[degree]), self.workload.in_flight
-        if end is not None:
-            terms = {name: matrix[:, end] for name, matrix in terms.items()}
-        share = _share(terms["count"], servers)
-        held = np.maximum(np.maximum(terms["seats"] / seats, terms["kv"]), terms["chunks"])
-        live = servers * np.minimum(seats, terms["fitting"]) / terms["count"]
-        crossing = in_flight if self.workload.overlap > 1 else 0.0
-        work = terms["work"] + np.minimum(crossing, live) * terms["again"]
-        busy = np.maximum(share * work, terms["own_work"] / in_flight)
-        seconds = busy + np.maximum(share * held, terms["own_path"] / in_flight)
-        seconds[terms["refused"]] = np.inf
-        return seconds
+    def _cost(self, degree: int, servers: Any, seats: int) -> Any:
+        """Seconds of parts j to i - 1 on ``servers`` of this degree, [j, i]."""
+        time = self._servers_of(degree, servers, seats).time(self._loads[degree], self.workload)
+        return np.where(self._refused[degree], np.inf, time.seconds)
 
     def _solve(self) -> Any:
-        size = len(self._parts.count) + 1
-        costs = np.stack([self._cost(degree, servers) for degree, servers in self._moves])
+        size = len(self._parts) + 1
+        costs = np.stack(list(self._moves.values()))
         sizes = np.array([degree * servers for degree, servers in self._moves])
         table = np.full((self.gpus + 1, size), np.inf)
         table[:, 0] = 0.0
@@ -329,11 +299,10 @@ class RolloutTable:
     def _last_bucket(self, gpus: int, end: int) -> tuple[int, int, int]:
         """Degree, servers and first part of the last bucket of ``table[gpus, end]``."""
         best = (np.inf, 0, 0, 0)
-        for degree, servers in self._moves:
+        for (degree, servers), cost in self._moves.items():
             if degree * servers > gpus:
                 break
-            cost = self._cost(degree, servers, end)
-            worst = np.maximum(self._table[gpus - degree * servers], cost)
+            worst = np.maximum(self._table[gpus - degree * servers], cost[:, end])
             start = int(np.argmin(worst))
             if worst[start] < best[0]:
                 best = (float(worst[start]), degree, servers, start)
@@ -341,13 +310,12 @@ class RolloutTable:
 
     def _options(self, before: Any, bucket: PlannedBucket) -> Any:
         """[j, i]: the first j parts as before, the parts up to i on this bucket."""
-        seats = bucket.max_num_seqs
-        cost = self._matrix(bucket.tensor_parallel, bucket.servers, None, seats)
+        cost = self._matrix(bucket.tensor_parallel, bucket.servers, bucket.max_num_seqs)
         return np.maximum(before[:, None], cost)
 
     def _prefixes(self, buckets: tuple[PlannedBucket, ...]) -> list[Any]:
         """Least time of the first parts on the first buckets; a bucket may stay empty."""
-        prefixes = [np.full(len(self._parts.count) + 1, np.inf)]
+        prefixes = [np.full(len(self._parts) + 1, np.inf)]
         prefixes[0][0] = 0.0
         for bucket in buckets:
             if bucket.tensor_parallel not in self._servers:
@@ -356,17 +324,6 @@ class RolloutTable:
             options = self._options(prefixes[-1], bucket)
             prefixes.append(np.minimum(prefixes[-1], options.min(axis=0)))
         return prefixes
-
-
-def _in_play_s(filled: Sequence[_Filled], playing: float) -> Seconds:
-    """Seconds that a step's trajectories are in play, summed, with so many of them at a time."""
-    paths = sum(terms["seats"] for _, _, terms in filled)
-    total = paths
-    for servers, _, terms in filled:
-        here = playing * terms["seats"] / paths
-        work = terms["work"] + here / terms["count"] * terms["again"]
-        total += here / servers * work
-    return total
 
 
 def bucket_sizes(most: int) -> tuple[int, ...]:
@@ -378,88 +335,6 @@ def bucket_sizes(most: int) -> tuple[int, ...]:
         if sizes[-1] == 8 * step:
             step *= 2
     return tuple(sizes)
-
-
-def _transitions(servers: Mapping[int, ServerCost], gpus: int) -> list[tuple[int, int]]:
-    """(degree, servers), the fewest GPUs first and then the fewest servers."""
-    moves = [(degree, k) for degree in servers for k in bucket_sizes(gpus // degree)]
-    return sorted(moves, key=lambda move: (move[0] * move[1], move[1]))
-
-
-def _share(count: Any, servers: int) -> Any:
-    """Largest share of ``count`` trajectories that one of ``servers`` gets."""
-    return np.minimum(1.0, np.ceil(count / servers - 1e-9) / count)
-
-
-def _sums(values: Any) -> Any:
-    ends = np.concatenate(([0.0], np.cumsum(values)))
-    return np.maximum(ends[None, :] - ends[:, None], 0.0)
-
-
-def _maxima(values: Any) -> Any:
-    """[j, i]: the largest of parts j to i, 0 where there is none."""
-    size = len(values) + 1
-    spread = np.zeros((size, size))
-    spread[:-1, 1:] = np.where(np.tri(size - 1, dtype=bool).T, values[None, :], 0.0)
-    return np.maximum.accumulate(spread, axis=1)
-
-
-def _cut(servers: Mapping[int, ServerCost], workload: Workload, groups: int) -> _Parts:
-    samples = sorted(workload.samples, key=lambda sample: (sample.generated, sample.context))
-    number = min(groups, len(samples))
-    starts: Any = np.arange(number) * len(samples) // number
-    weight = workload.trajectories / len(samples)
-    table = np.array([_row(sample, workload.prompt_hits) for sample in samples], dtype=float).T
-    generated, read, prefill, pairs, context, tool_s, again = table
-
-    works = {
-        degree: cost.sequence_s * generated
-        + cost.kv_token_s * read
-        + cost.prefill_token_s * prefill
-        + cost.prefill_pair_s * pairs
-        for degree, cost in servers.items()
-    }
-    paths = {
-        degree: cost.step_s * (generated + prefill / cost.chunk_tokens) + tool_s
-        for degree, cost in servers.items()
-    }
-
-    def total(values: Any) -> Any:
-        return np.add.reduceat(values, starts) * weight
-
-    def most(values: Any) -> Any:
-        return np.maximum.reduceat(values, starts)
-
-    return _Parts(
-        count=total(np.ones(len(samples))),
-        generated=total(generated),
-        read=total(read),
-        prefill=total(prefill),
-        pairs=total(pairs),
-        longest=most(generated),
-        context=most(context),
-        own_work={degree: most(work) for degree, work in works.items()},
-        own_path={degree: most(path) for degree, path in paths.items()},
-        paths={degree: total(path) for degree, path in paths.items()},
-        room={degree: total(path * read / generated) for degree, path in paths.items()},
-        again=total(again),
-        held=total(read / generated),
-    )
-
-
-def _row(sample: TrajectorySample, hits: float) -> tuple[float, ...]:
-    """Generated, KV read, computed, pairs, context, tool seconds, computed again a step."""
-    prompt = sample.prompt * (1 - hits)
-    pairs = prompt * sample.prompt / 2 + sample.observed * sample.mean_context
-    return (
-        sample.generated,
-        sample.generated * sample.mean_context,
-        prompt + sample.observed,
-        pairs,
-        sample.context,
-        sample.tool_s,
-        prompt + (sample.generated + sample.observed) / 2,
-    )
 
 
 def _check_room(servers: Mapping[int, ServerCost], workload: Workload, gpus: int) -> None:

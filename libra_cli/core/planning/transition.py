@@ -58,11 +58,14 @@ def moves_cost_s(profile: Profile, workload: Workload, today: Layout, then: Layo
     GPUs join training as gradient workers, so only another tensor degree restarts it.
     """
     moves, prices = moves_between(today, then), profile.moves
-    starting = sum(prices.start(d) * d * number for d, number in moves.started.items())
+    starting, arriving = (
+        sum(seconds(degree) * degree * number for degree, number in moves.started.items())
+        for seconds in (prices.start, prices.arrive)
+    )
     started = sum(degree * number for degree, number in moves.started.items())
-    arriving = min(moves.to_rollout, started)
-    busy = moves.to_training * prices.to_training_s + moves.to_rollout * prices.to_rollout_s
-    busy += starting * (1 - arriving / started) if started else 0.0
+    arrived = min(1.0, moves.to_rollout / max(1, started))
+    busy = moves.to_training * prices.to_training_s
+    busy += arriving * arrived + starting * (1 - arrived)
     cost = busy / max(1, today.rollout_gpus + today.training_gpus)
     cost += _prefill_again_s(profile, workload, today, then, moves)
     return cost + (prices.resize_s if _restarts(today.training, then.training) else 0.0)

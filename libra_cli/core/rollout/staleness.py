@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from statistics import fmean, stdev
 
 from libra_cli.config.recipe import TrainingSpec
@@ -65,6 +65,16 @@ class StalenessRule:
     """A group is closed at its last call once this share of it is finished; None: never."""
     keeps_rest: bool = True
     """Whether what a closed group leaves behind plays on."""
+
+    @property
+    def late(self) -> float:
+        """Versions over the bound from which on a step waits for a group; infinity: it never does.
+
+        Soft is hold with a bound of 0, and a group that may be closed is hardly waited for.
+        """
+        if self.bound == 0:
+            return 0.0
+        return inf if self.waits is None or self.least is not None else self.waits - self.bound
 
     def least_of(self, size: int) -> int | None:
         """How many of so many members must be finished to close a group; None: it never is.

@@ -36,7 +36,7 @@ from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.replay import records_in_order
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.world import World
-from tests import sample_run, sim_scene
+from tests import sample_run, sim_scene, world
 
 CASES = 20 * settings().max_examples
 """500 in ``make check``, 2,000 in .ci/run."""
@@ -245,7 +245,7 @@ def test_a_run_that_goes_on_has_forgotten_nothing(tmp_path: Path) -> None:
 
 
 def test_the_time_in_which_a_run_did_not_run_is_in_no_step() -> None:
-    observer = RunObserver(trajectories_per_step=16, overlap=2.0)
+    observer = RunObserver(world.recipe(training={"groups_per_step": 8}))
     observer.saw(record_of_plan(0, Plan((), ("a/0",)), 0.0, "start", None))
     for step in range(1, 4):
         observer.saw(sample_run.step_record(step, step * 10.0, started_at=step * 10.0 - 4))

@@ -18,7 +18,7 @@ from libra_cli.core.costs.profile import (
     TrainingShape,
 )
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.costs.workload import TrajectorySample, Window, Workload
+from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.planning.training_shapes import TrainingTree
 
 FACTS = MemoryModel(
@@ -177,17 +177,6 @@ def test_sensitivities_change_what_they_say() -> None:
 def test_an_unknown_shape_starts_like_the_slowest_known() -> None:
     assert MOVES.start(2) == 28.0
     assert MOVES.start(8) == 36.0
-
-
-def test_a_window_keeps_the_newest() -> None:
-    window = Window(capacity=2)
-    assert window.workload(8) is None
-    for tokens in (1, 2, 3):
-        window.add(TrajectorySample(1, tokens))
-    work = window.workload(8, overlap=3.0)
-    assert work is not None
-    assert [sample.generated for sample in work.samples] == [2, 3]
-    assert (work.trajectories, work.overlap, work.mean_generated) == (8, 3.0, 2.5)
 
 
 def test_a_workload_without_work_is_refused() -> None:

@@ -181,6 +181,15 @@ def test_the_price_of_a_move_is_gpu_time_and_what_is_prefilled_again() -> None:
     assert resized == pytest.approx(cost_s + PROFILE.moves.resize_s)
 
 
+def test_gpus_that_come_from_training_wait_as_long_as_their_server_starts() -> None:
+    today = Layout((PlannedBucket(2, 4, 1000, 64),), shape(24))
+    then = Layout((PlannedBucket(2, 8, 1000, 64),), shape(16))
+    cost_s = moves_cost_s(PROFILE, work(1000), today, then)
+    assert cost_s == pytest.approx(8 * PROFILE.moves.start(2) / 32)
+    overlapping = replace(PROFILE, moves=replace(PROFILE.moves, to_rollout_s=4.0))
+    assert moves_cost_s(overlapping, work(1000), today, then) == pytest.approx(8 * 4.0 / 32)
+
+
 def shape(ranks: int) -> TrainingShape:
     return TrainingShape(1, ranks)
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import ceil, inf, isclose
+from collections.abc import Callable, Iterator
+from math import exp, inf, isclose
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_cli.core.costs.profile import NothingFits
+from libra_cli.core.costs.rollout import EqualServers, RolloutLoad
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.explanation import Constraint
 from libra_cli.core.planning.rollout_dp import PlannedBucket, RolloutTable, bucket_sizes
+from libra_cli.core.scheduling.least_cost import PLAY_SHARE
 
 SEATS = 8
 
@@ -33,36 +35,55 @@ def server(degree: int, kv_tokens: int = 100_000, step_s: float = 0.02) -> Serve
 SERVERS = {degree: server(degree) for degree in (1, 2, 4)}
 
 
-def cost_s(cost: ServerCost, part: list[TrajectorySample], number: int, of: Workload) -> float:
-    """The documented formula, a trajectory at a time."""
-    if max(sample.context for sample in part) > cost.kv_tokens:
-        return inf
+def load_of(cost: ServerCost, part: list[TrajectorySample], of: Workload) -> RolloutLoad:
+    """What the module says of these trajectories, one at a time."""
     weight = of.trajectories / len(of.samples)
 
-    def own_work(sample: TrajectorySample) -> float:
-        pairs = sample.prompt**2 / 2 + sample.observed * sample.mean_context
-        work = cost.sequence_s * sample.generated + cost.prefill_pair_s * pairs
-        work += cost.kv_token_s * sample.generated * sample.mean_context
-        return work + cost.prefill_token_s * (sample.prompt + sample.observed)
-
-    def path(sample: TrajectorySample) -> float:
+    def engine_s(sample: TrajectorySample) -> float:
         chunks = (sample.prompt + sample.observed) / cost.chunk_tokens
-        return cost.step_s * (sample.generated + chunks) + sample.tool_s
+        return cost.step_s * (sample.generated + chunks)
 
-    seats = weight * sum(map(path, part)) / SEATS
-    room = weight * sum(path(sample) * sample.mean_context for sample in part) / cost.kv_tokens
-    computed = weight * sum(sample.prompt + sample.observed for sample in part)
-    held = max(seats, room, cost.step_s * computed / cost.chunk_tokens)
-    count = weight * len(part)
-    share = min(1.0, ceil(count / number - 1e-9) / count)
-    fitting = cost.kv_tokens * len(part) / sum(sample.mean_context for sample in part)
-    crossing = of.in_flight if of.overlap > 1 else 0.0
-    live = min(crossing, number * min(SEATS, fitting) / count)
-    again = cost.prefill_token_s * weight * sum(sample.mean_context for sample in part)
-    work = weight * sum(map(own_work, part)) + live * again
-    busy = max(share * work, max(map(own_work, part)) / of.in_flight)
-    waiting = max(share * held, max(map(path, part)) / of.in_flight)
-    return busy + waiting
+    def prompt_s(sample: TrajectorySample) -> float:
+        return cost.prefill_token_s * sample.prompt + cost.prefill_pair_s * sample.prompt**2 / 2
+
+    def work_s(sample: TrajectorySample) -> float:
+        work = cost.sequence_s * sample.generated + cost.prefill_token_s * sample.observed
+        work += cost.kv_token_s * sample.generated * sample.mean_context
+        return work + cost.prefill_pair_s * sample.observed * sample.mean_context
+
+    def total(value: Callable[[TrajectorySample], float]) -> float:
+        return weight * sum(map(value, part))
+
+    part = sorted(part, key=lambda each: (each.generated, each.context))
+    ordered = sorted(part, key=lambda each: -engine_s(each) - each.tool_s)
+    chances = [exp(-weight * place) * (1 - exp(-weight)) for place in range(len(part))]
+
+    def longest(value: Callable[[TrajectorySample], float]) -> float:
+        pairs = zip(chances, ordered, strict=True)
+        return sum(chance * value(each) for chance, each in pairs) / sum(chances)
+
+    return RolloutLoad(
+        count=weight * len(part),
+        work_s=total(work_s),
+        prompt_s=total(prompt_s),
+        engine_s=total(engine_s),
+        tool_s=total(lambda each: each.tool_s),
+        engine_context=total(lambda each: engine_s(each) * each.mean_context),
+        tool_context=total(lambda each: each.tool_s * each.mean_context),
+        boundaries=total(lambda each: (each.turns - 1) * each.mean_context),
+        chunks_s=total(lambda each: cost.step_s * (each.prompt + each.observed) / 2048),
+        longest_work_s=longest(lambda each: work_s(each) + prompt_s(each)),
+        longest_engine_s=longest(engine_s),
+        longest_tool_s=longest(lambda each: each.tool_s),
+    )
+
+
+def cost_s(cost: ServerCost, part: list[TrajectorySample], number: int, of: Workload) -> float:
+    """Seconds of a bucket."""
+    if max(sample.context for sample in part) > cost.kv_tokens:
+        return inf
+    servers = EqualServers(cost, number, SEATS, PLAY_SHARE)
+    return float(servers.time(load_of(cost, part, of), of).seconds)
 
 
 def layouts(
@@ -103,6 +124,8 @@ WORKLOADS = st.builds(
     samples=st.lists(SAMPLES, min_size=1, max_size=4).map(tuple),
     trajectories=st.integers(4, 64),
     overlap=st.sampled_from([1.0, 2.0, 3.0]),
+    late=st.sampled_from([0.0, 1.0, inf]),
+    group_size=st.sampled_from([1, 4]),
 )
 
 

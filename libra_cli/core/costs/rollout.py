@@ -1,0 +1,189 @@
+"""How long equal servers need for a step's trajectories: one law for any number of servers.
+
+A server's time goes into the *work* of its trajectories, the same in whatever batches it is done,
+and into the steps of its engine: whatever its batch, one costs ``a``. With W the work of an
+optimizer step and T the time that one takes, (1 - W / T) / a engine steps are made a second. So a
+trajectory whose own engine steps take P alone and whose tools take Z is in play for
+P / (1 - W / T) + Z: work delays it while it decodes, not while it waits for a tool. T follows from
+that twice, by the same equation::
+
+    F T = P / (1 - W / T) + Z    so    T(W, P, Z, F) = (u + sqrt(u^2 - 4 W Z / F)) / 2
+                                       with u = W + (P + Z) / F
+
+    seats      F = n                  P, Z of all, summed       Little's law for n in play
+    longest    F = longest_steps      P, Z of the longest       a batch waits for it
+
+and is the larger, at least W and an engine step for each chunk of prompts. Without tools T is
+W + P / F, and with nothing but tools Z / F. ``n`` is the least of a server's seats, the mean
+contexts that the share of its KV cache meant for trajectories in play holds (both less half a
+group, for groups begin whole), and its part of ``in_flight`` steps' trajectories.
+
+**Computed again.** New weights empty the prefix caches once a step, and a trajectory computes its
+context again at the first turn after. By Little's law ``live`` are in play, with ``context`` tokens
+each; ``boundaries`` are the contexts at all turns but the first ones. So many of these tokens meet
+new weights: boundaries (1 - exp(-live context / boundaries)). Not where each batch waits for the
+one before. Of g siblings with one prompt on k servers, k (1 - (1 - 1 / k)^g) compute it.
+
+Limit: means. How evenly a scheduler fills its servers, what its moves compute again, and bursts of
+trajectories that end together are not in here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.costs.workload import Workload
+from libra_cli.core.types import Seconds
+
+ROUNDS = 5
+"""Of finding what is computed again, which depends on the time that it lengthens; each halves the
+distance."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutLoad:
+    """What some trajectories of a step are for servers of one shape: numbers, or equal arrays.
+
+    Sums: ``count`` trajectories; ``work_s`` without prompts, and ``prompt_s`` if each computes its
+    own; ``engine_s`` and ``tool_s``, P and Z of the module; ``engine_context`` and
+    ``tool_context``, these times mean contexts; ``boundaries``, mean contexts at all turns but the
+    first; ``chunks_s``, an engine step for each chunk of prompts. Of one trajectory, the longest to
+    be expected: ``longest_work_s``, ``longest_engine_s`` and ``longest_tool_s``.
+    """
+
+    count: Any
+    work_s: Any
+    prompt_s: Any
+    engine_s: Any
+    tool_s: Any
+    engine_context: Any
+    tool_context: Any
+    boundaries: Any
+    chunks_s: Any
+    longest_work_s: Any
+    longest_engine_s: Any
+    longest_tool_s: Any
+
+    def at(self, where: Any) -> RolloutLoad:
+        """The same of some elements of its arrays."""
+        return RolloutLoad(*(getattr(self, field.name)[where] for field in fields(self)))
+
+    def of_one(self, servers: Any, group_size: int) -> RolloutLoad:
+        """The most that one of so many equal servers gets, each prompt computed once on it."""
+        share = np.minimum(1.0, np.ceil(self.count / servers - 1e-9) / self.count)
+        own = servers * (1 - (1 - 1 / servers) ** group_size) / group_size
+        return replace(
+            self,
+            count=share * self.count,
+            work_s=share * (self.work_s + own * self.prompt_s),
+            prompt_s=0.0,
+            engine_s=share * self.engine_s,
+            tool_s=share * self.tool_s,
+            engine_context=share * self.engine_context,
+            tool_context=share * self.tool_context,
+            boundaries=share * self.boundaries,
+            chunks_s=share * self.chunks_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutTime:
+    """Seconds of a step, each what they follow from; their largest is how long it takes.
+
+    ``places`` are the trajectories that one server has in play, where nothing else holds it back.
+    """
+
+    work_s: Any
+    seats_s: Any
+    longest_s: Any
+    chunks_s: Any
+    places: Any
+
+    @property
+    def seconds(self) -> Any:
+        """Of a step."""
+        held = np.maximum(self.seats_s, self.longest_s)
+        return np.maximum(held, self.work_s + self.chunks_s)
+
+
+@dataclass(frozen=True, slots=True)
+class EqualServers:
+    """``number`` servers of these costs with so many ``seats`` each, or an array of such numbers.
+
+    ``play_share`` is the share of a KV cache that trajectories in play may be expected to fill.
+    """
+
+    cost: ServerCost
+    number: Any
+    seats: int
+    play_share: float
+
+    def time(self, load: RolloutLoad, workload: Workload) -> RolloutTime:
+        """Of a step of this load; the equations are the module's."""
+        return self._time(load.of_one(self.number, workload.group_size), workload, None)
+
+    def in_play_s(self, load: RolloutLoad, workload: Workload, playing: float) -> Seconds:
+        """Seconds that the trajectories of a step are in play, summed, with so many at a time."""
+        mine = load.of_one(self.number, workload.group_size)
+        return playing * float(self._time(mine, workload, playing / self.number).seats_s)
+
+    def _time(self, mine: RolloutLoad, workload: Workload, playing: float | None) -> RolloutTime:
+        """With so many in play on a server; None: as many as there may be."""
+        slower, again = 1.0, 0.0
+        time = self._step(mine, workload, mine.work_s, 1.0)
+        for _ in range(ROUNDS):
+            in_play_s = np.maximum(slower * mine.engine_s + mine.tool_s, 1e-9)
+            context = (slower * mine.engine_context + mine.tool_context) / in_play_s
+            context = np.maximum(context, 1.0)
+            places = self._places(mine, workload, context) if playing is None else playing
+            work_s = mine.work_s + self._again_s(again, context)
+            time = self._step(mine, workload, work_s, places)
+            seconds = np.maximum(time.seconds if playing is None else time.seats_s, 1e-9)
+            slower = 1 / np.maximum(1 - work_s / seconds, 1e-9)
+            live = np.minimum(places, in_play_s / seconds)
+            again = (again + _met(live * context, mine.boundaries)) / 2
+            again *= workload.overlap > 1
+        return time
+
+    def _step(self, mine: RolloutLoad, workload: Workload, work_s: Any, places: Any) -> RolloutTime:
+        longest_work_s = np.maximum(work_s, mine.longest_work_s / workload.in_flight)
+        return RolloutTime(
+            work_s=work_s,
+            seats_s=_step_s(work_s, mine.engine_s, mine.tool_s, places),
+            longest_s=_step_s(
+                longest_work_s,
+                mine.longest_engine_s,
+                mine.longest_tool_s,
+                workload.longest_steps,
+            ),
+            chunks_s=mine.chunks_s,
+            places=places,
+        )
+
+    def _places(self, mine: RolloutLoad, workload: Workload, context: Any) -> Any:
+        """Trajectories that may be in play on one server."""
+        fitting = self.play_share * self.cost.kv_tokens / context
+        opened = (workload.group_size - 1) / 2 / self.number
+        room = np.maximum(np.minimum(self.seats, fitting) - opened, 1.0)
+        return np.minimum(room, np.maximum(workload.in_flight * mine.count, 1e-9))
+
+    def _again_s(self, tokens: Any, context: Any) -> Any:
+        """Seconds to compute so many tokens again, in contexts of this length."""
+        return tokens * (self.cost.prefill_token_s + self.cost.prefill_pair_s * context / 2)
+
+
+def _step_s(work_s: Any, engine_s: Any, tool_s: Any, steps: Any) -> Any:
+    """T(W, P, Z, F) of the module."""
+    waits = tool_s / steps
+    total = work_s + engine_s / steps + waits
+    return (total + np.sqrt(np.maximum(total * total - 4 * work_s * waits, 0.0))) / 2
+
+
+def _met(tokens: Any, boundaries: Any) -> Any:
+    """Tokens computed again: of those live at new weights, what has another turn to come."""
+    most = np.maximum(boundaries, 1e-9)
+    return most * -np.expm1(-tokens / most)

@@ -1,0 +1,119 @@
+"""The time of a step on equal servers is that of its limits, and grows with what there is to do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_cli.core.costs.ranges import SortedParts
+from libra_cli.core.costs.rollout import EqualServers, RolloutTime
+from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.costs.workload import TrajectorySample, Workload
+
+SERVER = ServerCost(1, 0.02, 5e-5, 1e-7, 1e-4, 0.0, kv_tokens=10**9)
+#: Nothing to do but engine steps.
+IDEAL = ServerCost(1, 0.02, 0.0, 0.0, 0.0, 0.0, kv_tokens=10**9, chunk_tokens=10**9)
+SAMPLES = st.lists(
+    st.builds(
+        TrajectorySample,
+        prompt=st.integers(1, 3000),
+        generated=st.integers(1, 5000),
+        observed=st.integers(0, 3000),
+        turns=st.integers(1, 20),
+        tool_s=st.floats(0, 300),
+    ),
+    min_size=1,
+    max_size=8,
+).map(tuple)
+
+
+def time_of(cost: ServerCost, work: Workload, number: int = 1, seats: int = 64) -> RolloutTime:
+    parts = SortedParts(work, 64)
+    load = parts.load(cost).at((0, len(parts)))
+    return EqualServers(cost, number, seats, 0.5).time(load, work)
+
+
+def test_with_nothing_but_tools_places_are_held_for_as_long_as_these_take() -> None:
+    work = Workload((TrajectorySample(1, 1, tool_s=100.0),), 256, overlap=9.0)
+    assert time_of(IDEAL, work, seats=64).seats_s == pytest.approx(100.02 * 256 / 64)
+
+
+def test_without_tools_a_step_is_the_work_and_the_engine_steps_of_full_batches() -> None:
+    work = Workload((TrajectorySample(1, 1000),), 256, overlap=9.0)
+    time = time_of(SERVER, work, seats=64)
+    assert time.seats_s == pytest.approx(time.work_s + 256 * 0.02 * 1000 / 64, rel=1e-3)
+
+
+def test_work_is_done_while_others_wait_for_tools() -> None:
+    """Less than one after the other, and no less than either."""
+    busy = Workload((TrajectorySample(1, 1000),), 256, overlap=9.0)
+    both = Workload((TrajectorySample(1, 1000, tool_s=50.0),), 256, overlap=9.0)
+    alone, together = (time_of(SERVER, work) for work in (busy, both))
+    tools_s = 256 * 50.0 / 64
+    assert max(alone.seconds, tools_s) < together.seconds < alone.seconds + tools_s
+
+
+def test_a_batch_that_waits_for_nobody_is_not_held_by_the_longest() -> None:
+    samples = (*[TrajectorySample(1, 100)] * 63, TrajectorySample(1, 20_000))
+    hold = Workload(samples, 64, overlap=2.0)
+    late, soft = replace(hold, late=1.0), replace(hold, late=inf)
+    times = [time_of(SERVER, work, number=4) for work in (hold, late, soft)]
+    assert times[0].longest_s > times[1].longest_s > times[2].longest_s
+    assert times[2].seconds == pytest.approx(times[2].seats_s)
+
+
+def test_the_longest_expected_is_shorter_than_the_longest_of_many_steps() -> None:
+    samples = tuple(TrajectorySample(1, 100 * n) for n in range(1, 101))
+    one, many = (
+        float(time_of(IDEAL, Workload(samples, number)).longest_s) for number in (10, 1000)
+    )
+    assert one < 0.95 * many
+    assert many == pytest.approx(0.02 * 10_000 / Workload(samples, 1000).in_flight, rel=0.01)
+
+
+def test_siblings_on_one_server_compute_their_prompt_once() -> None:
+    alone = Workload((TrajectorySample(3000, 10),), 64, overlap=1.0)
+    siblings = replace(alone, group_size=8)
+    assert time_of(SERVER, siblings).work_s < 0.2 * time_of(SERVER, alone).work_s
+    spread = [float(time_of(SERVER, siblings, number=n).work_s) * n for n in (1, 8, 64)]
+    assert spread == sorted(spread)
+
+
+def test_contexts_are_computed_again_at_the_turns_after_new_weights_only() -> None:
+    one_turn = Workload((TrajectorySample(100, 500, 400, turns=1),), 64, overlap=4.0)
+    many = replace(one_turn, samples=(TrajectorySample(100, 500, 400, turns=10),))
+    waits = replace(many, overlap=1.0)
+    fixed = time_of(SERVER, one_turn).work_s
+    assert time_of(SERVER, waits).work_s == pytest.approx(fixed)
+    assert fixed < time_of(SERVER, many).work_s <= fixed + 64 * 9 * 550 * 1e-4
+
+
+@given(samples=SAMPLES, seats=st.integers(8, 64), overlap=st.sampled_from([1.0, 2.0, 5.0]))
+def test_less_room_never_makes_a_step_shorter(
+    samples: tuple[TrajectorySample, ...], seats: int, overlap: float
+) -> None:
+    work = Workload(samples, 128, overlap, group_size=4)
+    more, fewer = (float(time_of(SERVER, work, 2, s).seats_s) for s in (seats, seats // 2))
+    assert fewer >= more * 0.999
+
+
+@given(samples=SAMPLES, factor=st.floats(1.0, 5.0))
+def test_everything_slower_is_as_much_longer(
+    samples: tuple[TrajectorySample, ...], factor: float
+) -> None:
+    """Prices and tools times a factor: the step times that factor."""
+    slower = replace(
+        SERVER,
+        step_s=SERVER.step_s * factor,
+        sequence_s=SERVER.sequence_s * factor,
+        kv_token_s=SERVER.kv_token_s * factor,
+        prefill_token_s=SERVER.prefill_token_s * factor,
+    )
+    waiting = tuple(replace(each, tool_s=each.tool_s * factor) for each in samples)
+    before = time_of(SERVER, Workload(samples, 64)).seconds
+    after = time_of(slower, Workload(waiting, 64)).seconds
+    assert after == pytest.approx(before * factor, rel=1e-6)
