@@ -76,10 +76,15 @@ class PlanController:
         self._number = last + 1
         self._row = replace(self._row, plan=self._number)
 
-    def begin(self, *, now: Seconds) -> list[Result]:
-        """The first plan's row."""
+    def begin(self, explanation: Explanation | None, *, step: int, now: Seconds) -> list[Result]:
+        """The first plan's row, and the decision for it if a planner has made it."""
         self._row = replace(self._row, at=now)
-        return [Save(self._row)]
+        if explanation is None:
+            return [Save(self._row)]
+        told = explanation.to_json()
+        row = DecisionRecord(now, step, "the run begins", self._number, "", 1.0, 1.0, told)
+        self._decision = row
+        return [Save(self._row), Save(row)]
 
     def mended(self) -> list[Result]:
         """Moves that failed have changed the plan: tell the one that is."""

@@ -75,6 +75,11 @@ class Reconciler:
         """A run goes on whose newest move had this number."""
         self._tracker.number_on(last)
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether no slot is on its way, so that no end of a turn is waited for."""
+        return not self._draining and not self._tracker.moves
+
     def should_restart(self, replica: Replica) -> bool:
         """Whether the plan still has the process that has just ended there."""
         if replica.detail == WHY:

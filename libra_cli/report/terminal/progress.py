@@ -169,11 +169,13 @@ class Progress:
             self._first.append(step.reward)
         target = f"/{self._run.target_steps}" if self._run else ""
         gap = f"  gap {number(step.logprob_gap, '.1e')}" if step.logprob_gap is not None else ""
+        over = step.batch.get("share_over_bound") or 0.0
+        old = f", {over:.1%} over the bound" if over else ""
         return (
             f"step {step.step}{target}  reward {step.reward:.3f}"
             f"  length {step.mean_length:.1f} (p99 {step.p99_length:.0f})"
             f"  {step.tokens_per_s:,.0f} tokens/s"
-            f"  staleness {step.staleness_mean:.2f} (max {step.staleness_max})"
+            f"  staleness {step.staleness_mean:.2f} (max {step.staleness_max}{old})"
             f"  waited {step.waited_s:.1f} s  trained {step.trainer_s:.1f} s{gap}"
         )
 
