@@ -223,6 +223,7 @@ def test_joined_servers_are_split_where_many_trajectories_are_to_be_played() -> 
     recipe = two_sizes()
     slots, today = slots_of(recipe), initial_plan(recipe)
     first = propose_plan(recipe, slots, today, few_long(), PROFILE, elastic=True)
+    assert first.plan is not None
     again = propose_plan(recipe, first.slots, first.plan, work(500, 2048), PROFILE, elastic=True)
     assert again.plan is not None
     assert sum(s.is_joined for s in again.slots) < sum(s.is_joined for s in first.slots)
