@@ -62,7 +62,7 @@ def test_status_reads_the_newest_run(tmp_path):
     write(tmp_path / "runs/new")
     done = libra("status", "--json")
     assert done.exit_code == 0
-    assert '"format": 1' in done.output
+    assert '"format": 2' in done.output
 
 
 def test_logs_of_an_unknown_node_name_the_run(tmp_path):
