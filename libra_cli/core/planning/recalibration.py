@@ -56,18 +56,16 @@ def recalibrated(
 
     Raises NothingFits.
     """
-    search = Search(profile, workload, gpus, settings)
     if not measured:
-        priced = search.times(today)
-        return RecalibratedSearch(None, priced, Recalibration(), profile, search)
-    past = Search(profile, played, gpus, settings) if played else search
+        search = Search(profile, workload, gpus, settings)
+        return RecalibratedSearch(None, search.times(today), Recalibration(), profile, search)
+    past = Search(profile, played or workload, gpus, settings)
     priced = past.times(today)
     shown = _stages(mean_step(measured), priced, past, today)
     found = _recalibration(shown, priced)
     found = found.blended(before) if before else found
-    if found != Recalibration():
-        profile = found.of(profile)
-        search = Search(profile, workload, gpus, settings)
+    profile = found.of(profile)
+    search = Search(profile, workload, gpus, settings)
     return RecalibratedSearch(shown, priced, found, profile, search)
 
 
