@@ -119,13 +119,14 @@ def _prices(recipe: Recipe, gpus: frozenset[str] | None) -> KnownPrices:
         if gpus is not None:
             require_hosts(profile, gpus, recipe)
         return KnownPrices(profile, f"prices: {profile.name}, as planner.profile says", True)
-    if gpus is None:
+    if gpus is None and any(node.gpus for node in recipe.nodes):
         fitting = ", ".join(shipped_of(recipe))
         known = f"; planner.profile can name them: {fitting}" if fitting else ""
         return KnownPrices(None, f"no prices before the hosts are asked for their GPUs{known}")
-    shipped = shipped_for(recipe, gpus)
+    shipped = shipped_for(recipe, gpus or frozenset())
     if shipped is None:
-        return KnownPrices(None, f"no prices of this model on {', '.join(sorted(gpus)) or 'CPUs'}")
+        where = ", ".join(sorted(gpus or ())) or "CPUs"
+        return KnownPrices(None, f"no prices of this model on {where} but those the run will show")
     return KnownPrices(shipped, f"prices: {shipped.name}, shipped for this model and these GPUs")
 
 

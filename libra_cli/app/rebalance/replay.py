@@ -11,17 +11,14 @@ from collections.abc import Sequence
 
 from libra_cli.config.errors import StateError
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.joined_slots import slots_in
-from libra_cli.core.cluster.placement import initial_plan, slots_of
+from libra_cli.core.cluster.placement import initial_plan
 from libra_cli.core.costs.profile import Recalibration
 from libra_cli.core.observation import Observation
 from libra_cli.core.observer import RunObserver
 from libra_cli.core.planning.controller import plan_of_record
-from libra_cli.core.planning.planner import roles_of
-from libra_cli.core.records import DecisionRecord, PlanRecord, SlotRecord
-from libra_cli.core.types import Plan, Pool, Slot
+from libra_cli.core.records import DecisionRecord, PlanRecord
 from libra_cli.runtime.store.reader import Reader
-from libra_cli.runtime.store.replay import records_in_order
+from libra_cli.runtime.store.replay import records_in_order, slots_of_plan
 
 
 def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observation:
@@ -46,7 +43,7 @@ def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observa
     return Observation(
         step=step,
         plan=plan,
-        slots=_slots_of(reader, recipe, plan),
+        slots=slots_of_plan(reader, recipe, plan),
         workload=workload,
         measured=observer.measured,
         lengths=observer.lengths,
@@ -65,16 +62,6 @@ def _recalibration(
     began = max((row.plan for row in plans if row.cause == "start"), default=0)
     moved = [row for row in decisions if row.plan is not None and row.plan > began]
     return Recalibration(moved[-1].rollout_factor, moved[-1].training_factor) if moved else None
-
-
-def _slots_of(reader: Reader, recipe: Recipe, plan: Plan) -> tuple[Slot, ...]:
-    """The recipe's slots; those of the plan where the planner cuts the nodes up."""
-    if not recipe.has_open_nodes:
-        return slots_in(plan, slots_of(recipe))
-    known = {slot.id: slot for slot in slots_of(recipe)}
-    for row in reader.rows(SlotRecord):
-        known[row.slot] = Slot(row.slot, row.node, tuple(json.loads(row.gpus_json)), Pool(row.pool))
-    return tuple(known[slot] for slot in roles_of(plan))
 
 
 def gpu_names(reader: Reader, recipe: Recipe) -> frozenset[str]:

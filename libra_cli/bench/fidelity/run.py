@@ -34,10 +34,12 @@ from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.costs.profile import Profile, ProfileError, TrainingShape
 from libra_cli.core.costs.server import ServerCost, guessed_cost
 from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.planning.controller import plan_of_record
 from libra_cli.core.records import StepRecord, TrajectoryRecord, TurnRecord
 from libra_cli.core.scheduling.policy import make_policy
-from libra_cli.core.types import Bucket, Seconds, Slot, ToolOutcome, TrajectoryId
+from libra_cli.core.types import Bucket, Plan, Seconds, Slot, ToolOutcome, TrajectoryId
 from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.replay import slots_of_plan
 from libra_cli.runtime.store.run_directory import recipe_of
 from libra_cli.sim.traces import RecordedEpisode, Turn
 from libra_cli.sim.world import Recording, SimConfig, World
@@ -52,7 +54,8 @@ WANTED_ERROR = 0.08
 class Recorded:
     """What is used of a finished run: its recipe, and rows of its journal.
 
-    ``finished`` are the trajectories that came to their end.
+    ``finished`` are the trajectories that came to their end; ``first`` is the plan that it began
+    with and its slots, where it has kept one.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Recorded:
     steps: tuple[StepRecord, ...]
     turns: tuple[TurnRecord, ...]
     finished: frozenset[TrajectoryId]
+    first: tuple[Plan, tuple[Slot, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +135,12 @@ def read_run_dir(run_dir: Path) -> Recorded:
         steps = reader.rows(StepRecord)
         turns = reader.rows(TurnRecord)
         ended = reader.rows(TrajectoryRecord, "state = 'finished'")
-    recipe = recipe_of(run_dir)
+        recipe = recipe_of(run_dir)
+        plans = [plan_of_record(row) for row in reader.plans()[:1]]
+        first = [(plan, slots_of_plan(reader, recipe, plan)) for plan in plans]
     finished = frozenset(TrajectoryId(row.group_id, row.member, row.attempt) for row in ended)
-    return Recorded(run_dir.name, recipe, tuple(steps), tuple(turns), finished)
+    rows = tuple(steps), tuple(turns), finished
+    return Recorded(run_dir.name, recipe, *rows, first[0] if first else None)
 
 
 def compared(recorded: Recorded, profile: Profile) -> LiveFidelity:
@@ -170,7 +177,7 @@ def replayed(recorded: Recorded, profile: Profile) -> Recording:
 
 def _config(recorded: Recorded, profile: Profile) -> SimConfig:
     recipe, contention = recorded.recipe, profile.surroundings
-    plan = initial_plan(recipe)
+    plan, slots = recorded.first or (initial_plan(recipe), slots_of(recipe))
     missing = {b.tensor_parallel for _, b in plan.servers} - set(profile.servers)
     if missing:
         raise ProfileError(
@@ -182,7 +189,7 @@ def _config(recorded: Recorded, profile: Profile) -> SimConfig:
     return SimConfig(
         recipe=recipe,
         plan=plan,
-        slots=_numbered(slots_of(recipe)),
+        slots=_numbered(slots),
         cost_of=partial(_cost, profile),
         guess_of=guessed_cost,
         train_s=partial(_train_s, profile, shape),

@@ -145,6 +145,7 @@ class GpuNodes:
     def _make_room(self, kept: list[Slot], degree: int, held: set[Gpu]) -> list[Slot]:
         """One more server, on the run of GPUs where the fewest must make way for it."""
         owner = {gpu: slot for slot in kept for gpu in gpus_of([slot])}
+        large = sum(number for _, number in self.nodes)
 
         def tenants(place: tuple[str, range]) -> list[Slot]:
             hit = {slot.id: slot for gpu in place[1] if (slot := owner.get((place[0], gpu)))}
@@ -152,9 +153,11 @@ class GpuNodes:
 
         def cost(place: tuple[str, range]) -> int:
             sizes = [len(slot.gpus) for slot in tenants(place)]
-            return sum(size >= degree for size in sizes) * self.gpus + sum(sizes)
+            return sum(size + large * (size >= degree) for size in sizes)
 
-        node, run = best = min(self._runs(degree, held), key=cost)
+        runs = list(self._runs(degree, held))
+        free = (place for place in runs if not tenants(place))
+        node, run = best = next(free, None) or min(runs, key=cost)
         evicted = tenants(best)
         rest = [slot for slot in kept if slot not in evicted]
         slot = Slot(f"{node}/{run.start}x{degree}", node, tuple(run), Pool.HYBRID)

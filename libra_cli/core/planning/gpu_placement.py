@@ -29,6 +29,8 @@ from libra_cli.core.planning.transition import moves_between, moves_cost_s
 from libra_cli.core.types import Bucket, Plan, Pool, Role, Seconds, Slot, SlotId, Tokens
 
 NODE_GPUS = 8
+OFFERED = 8
+"""Candidates on open nodes at least, so that there is a runner-up to tell of."""
 COLOCATED: SlotId = "colocated/0"
 """The trainer's slot where every GPU serves and then trains, in turn."""
 
@@ -39,6 +41,22 @@ class TrainerNeeds:
 
     base: int = 1
     worker: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedSlots:
+    """Slots that a user holds to their roles: names of servers, and gradient workers."""
+
+    servers: frozenset[SlotId] = frozenset()
+    workers: tuple[Slot, ...] = ()
+
+    @classmethod
+    def of(cls, now: Observation) -> PinnedSlots:
+        """Those of a run; the trainer's stay anyway."""
+        pins = dict(now.pins)
+        held = frozenset(slot for slot, role in now.pins if role is Role.ROLLOUT)
+        workers = (slot for slot in now.slots if pins.get(slot.id) is Role.GRADIENT)
+        return cls(held, tuple(workers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +130,14 @@ class GpuPlacement:
         if self.nodes is None:
             yield from self._anywhere(search, now, today, found)
             return
-        offered = False
-        for candidate in self._on_nodes(search, now, today, (*found, *_equal(search))):
-            offered = True
-            yield candidate
+        offered = list(self._on_nodes(search, now, today, (today, *found, *_equal(search))))
         if not offered:
             raise NothingFits(
                 "nodes",
                 f"no servers and trainer that fit {self.gpus} GPUs stand on the nodes as they are",
                 hint="give nodes of one size, or fewer pins",
             )
+        yield from offered
 
     def _anywhere(
         self, search: Search, now: Observation, today: Layout, layouts: Sequence[Layout]
@@ -136,24 +152,43 @@ class GpuPlacement:
     def _on_nodes(
         self, search: Search, now: Observation, today: Layout, layouts: Sequence[Layout]
     ) -> Iterator[Candidate]:
-        """What stands on the recipe's own nodes, as it really comes out there."""
-        needs = TrainerNeeds(search.tree.least() or 1, search.tree.least_worker() or 1)
-        seen: set[tuple[tuple[int, int], ...]] = set()
-        for layout in layouts:
-            servers = tuple(layout.servers.items())
-            if servers in seen or sum(layout.servers.values()) < self.min_rollout:
-                continue
-            seen.add(servers)
-            before = now.slots if self.elastic else ()
-            placed = self._stand(layout, before, _pinned(now), needs)
+        """What stands on the recipe's own nodes, as it really comes out there.
+
+        Tried in the order of their best times, until no better one can come: what a node has no
+        room for never trains faster.
+        """
+        needs = self._needs(search, now)
+        before = now.slots if self.elastic else ()
+        least_s, offered = float("inf"), 0
+        for layout in self._by_best_time(search, layouts):
+            best_s = search.times(layout).step_s
+            if offered >= OFFERED and best_s > least_s * (1 + self.tolerance):
+                return
+            placed = self._stand(layout, before, PinnedSlots.of(now), needs)
             if placed is None or not _keeps(now, placed[0]):
                 continue
             plan, slots = placed
             real = self.layout_of(plan, slots)
-            moves = moves_between(today, real)
+            times, moves = search.times(real), moves_between(today, real)
+            least_s, offered = min(least_s, times.step_s), offered + 1
             far = (moves.gpus, moves.number) if self.elastic else ()
             place = partial(_placed, replace(plan, reasons=self._reasons(real)), slots)
-            yield Candidate(real, search.times(real), far, place)
+            yield Candidate(real, times, far, place)
+
+    def _by_best_time(self, search: Search, layouts: Sequence[Layout]) -> list[Layout]:
+        """Layouts with other servers each, those with the shortest steps first."""
+        distinct: dict[tuple[tuple[int, int], ...], Layout] = {}
+        for layout in layouts:
+            if sum(layout.servers.values()) >= self.min_rollout:
+                distinct.setdefault(tuple(layout.servers.items()), layout)
+        return sorted(distinct.values(), key=lambda layout: search.times(layout).step_s)
+
+    def _needs(self, search: Search, now: Observation) -> TrainerNeeds:
+        """What memory asks for; where nobody knows it, what is known to run."""
+        if search.tree.knows_memory:
+            return TrainerNeeds(search.tree.least() or 1, search.tree.least_worker() or 1)
+        ranks = sum(len(slot.gpus) for slot in now.slots if slot.id in now.plan.train)
+        return TrainerNeeds(ranks, -(-ranks // 2))  # half the bytes, see WORKER_BYTES
 
     def _reasons(self, layout: Layout) -> tuple[str, ...]:
         idle = self.gpus - layout.rollout_gpus - layout.training_gpus
@@ -170,7 +205,7 @@ class GpuPlacement:
         """
         if layout.colocated:
             return self._colocated(layout)
-        placed = self._stand(layout, before, (), needs or TrainerNeeds())
+        placed = self._stand(layout, before, PinnedSlots(), needs or TrainerNeeds())
         if placed is None:
             raise NothingFits("nodes", f"the nodes have no room for {layout}")
         return placed
@@ -179,7 +214,7 @@ class GpuPlacement:
         self,
         layout: Layout,
         before: Sequence[Slot],
-        pinned: Sequence[Slot],
+        pinned: PinnedSlots,
         needs: TrainerNeeds,
     ) -> tuple[Plan, tuple[Slot, ...]] | None:
         """The plan and its slots, with the base group that leaves the fewest GPUs without work;
@@ -194,19 +229,18 @@ class GpuPlacement:
         base: Sequence[Slot],
         layout: Layout,
         before: Sequence[Slot],
-        pinned: Sequence[Slot],
+        pinned: PinnedSlots,
         needs: TrainerNeeds,
     ) -> tuple[Plan, tuple[Slot, ...]] | None:
-        grid = self._grid
-        hybrid = [slot for slot in before if slot.pool is Pool.HYBRID]
-        fixed = [*base, *(slot for slot in pinned if is_worker(slot))]
+        grid, fixed = self._grid, (*base, *pinned.workers)
         if not grid.has_room(layout.servers, fixed):
             return None
+        hybrid = [s for s in before if s.pool is Pool.HYBRID and s not in pinned.workers]
         serving = [slot for slot in hybrid if not is_worker(slot)]
-        servers = grid.servers(layout.servers, fixed, serving, [slot.id for slot in pinned])
+        servers = grid.servers(layout.servers, fixed, serving, pinned.servers)
         workers = grid.workers(
             (*servers, *base),
-            [slot for slot in hybrid if is_worker(slot)],
+            [*pinned.workers, *filter(is_worker, hybrid)],
             multiple=self.tensor_parallel,
             least=needs.worker,
         )
@@ -268,11 +302,6 @@ class GpuPlacement:
 
 def _placed(plan: Plan, slots: tuple[Slot, ...]) -> tuple[Plan, tuple[Slot, ...]]:
     return plan, slots
-
-
-def _pinned(now: Observation) -> list[Slot]:
-    pins = dict(now.pins)
-    return [slot for slot in now.slots if slot.id in pins]
 
 
 def _keeps(now: Observation, plan: Plan) -> bool:

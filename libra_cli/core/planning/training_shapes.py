@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from libra_cli.core.costs.observed import UNCHECKED_GIB
 from libra_cli.core.costs.profile import (
     GIB,
     SHARD_BYTES,
@@ -90,6 +91,11 @@ class TrainingTree:
         """Whether each rank holds what it must."""
         held = self._cost.memory_gib(shape, self._longest)
         return held <= self._cost.facts.usable_gib
+
+    @property
+    def knows_memory(self) -> bool:
+        """Whether the prices say how much memory a GPU has."""
+        return self._cost.facts.gpu_gib < UNCHECKED_GIB
 
     def least_worker(self) -> int | None:
         """The smallest world of a gradient worker that has the memory, or None: a replica with

@@ -104,8 +104,9 @@ def existing(
 
 
 def slot_of_row(row: SlotRecord) -> Slot:
-    """The slot that a row is about, as far as its GPUs and parts go."""
-    return Slot(row.slot, row.node, tuple(json.loads(row.gpus_json or "[]")), Pool.HYBRID)
+    """The slot that a row is about; one whose pool nobody wrote down is taken for hybrid."""
+    pool = Pool(row.pool) if row.pool in tuple(Pool) else Pool.HYBRID
+    return Slot(row.slot, row.node, tuple(json.loads(row.gpus_json or "[]")), pool)
 
 
 def slot_part(slot: SlotRecord) -> SlotPart:

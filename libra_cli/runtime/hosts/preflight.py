@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from libra_cli.config.recipe import NodeSpec, Recipe
-from libra_cli.core.cluster.placement import slots_of
 from libra_cli.core.launch.rollout_backend import rollout_backend
 from libra_cli.core.launch.trainer_backend import trainer_backend
 from libra_cli.core.types import Plan, node_of
@@ -24,7 +23,7 @@ def problems(
     """
     return [
         *_packages(recipe, plan, node, seen),
-        *_gpus(recipe, node, seen),
+        *_gpus(node, seen),
         *_model(recipe, seen),
         *_room(seen),
         *_clock(seen, now),
@@ -59,12 +58,11 @@ def _packages(recipe: Recipe, plan: Plan, node: NodeSpec, seen: NodeFacts) -> It
         )
 
 
-def _gpus(recipe: Recipe, node: NodeSpec, seen: NodeFacts) -> Iterator[str]:
+def _gpus(node: NodeSpec, seen: NodeFacts) -> Iterator[str]:
     if len(seen.gpus) < node.gpus:
         yield f"the recipe wants {node.gpus} GPUs, nvidia-smi shows {len(seen.gpus)}"
-    used = {gpu for slot in slots_of(recipe) if slot.node == node.name for gpu in slot.gpus}
     for gpu in seen.gpus:
-        if gpu.index in used and gpu.holders:
+        if gpu.index < node.gpus and gpu.holders:
             yield (
                 f"GPU {gpu.index} is in use by {_holders(gpu)}; libra never stops what is not its "
                 "own: wait, ask, or leave that GPU out"

@@ -10,10 +10,14 @@ no further back.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeAlias
 
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.cluster.joined_slots import slots_in
+from libra_cli.core.cluster.placement import slots_of
 from libra_cli.core.observer import RECENT_STEPS
 from libra_cli.core.records import (
     DecisionRecord,
@@ -27,6 +31,7 @@ from libra_cli.core.records import (
     TurnRecord,
     VersionRecord,
 )
+from libra_cli.core.types import Plan, Pool, Slot
 from libra_cli.runtime.store.reader import Reader
 
 Entry: TypeAlias = tuple[float, int, Record]
@@ -37,6 +42,16 @@ _MEMBER = "group_id, member, attempt"
 def records_in_order(reader: Reader) -> list[Record]:
     """What an observer of the run has to see to know what its own knew."""
     return [record for _, _, record in sorted(_entries(reader), key=lambda entry: entry[:2])]
+
+
+def slots_of_plan(reader: Reader, recipe: Recipe, plan: Plan) -> tuple[Slot, ...]:
+    """The recipe's slots, some of them joined; those of the plan where nodes are open."""
+    if not recipe.has_open_nodes:
+        return slots_in(plan, slots_of(recipe))
+    known = {slot.id: slot for slot in slots_of(recipe)}
+    for row in reader.rows(SlotRecord):
+        known[row.slot] = Slot(row.slot, row.node, tuple(json.loads(row.gpus_json)), Pool(row.pool))
+    return tuple(known[slot] for slot in (*dict(plan.servers), *plan.gradient, *plan.train))
 
 
 def _entries(reader: Reader) -> Iterator[Entry]:

@@ -23,6 +23,7 @@ from libra_cli.core.launch.process import server_port, worker_ports
 from libra_cli.core.launch.trainer_backend import ranks_per_node, trainer_backend
 from libra_cli.core.observation import Observation
 from libra_cli.core.observer import workload_of
+from libra_cli.core.reconcile.manual_plan import ordered_plan
 from libra_cli.core.types import Role, Slot, node_of
 
 A800 = frozenset({"NVIDIA A800-SXM4-80GB"})
@@ -105,7 +106,9 @@ def test_without_prices_a_third_trains_and_the_plan_says_why() -> None:
     assert "before the hosts are asked" in before.reasons[0]
     assert "a800-qwen3-14b" in before.reasons[0]
     unknown = first_plan(recipe_of(*SIX, model="Other-7B"), A800)[0]
-    assert unknown.reasons[0] == "no prices of this model on NVIDIA A800-SXM4-80GB"
+    assert "no prices of this model on NVIDIA A800-SXM4-80GB" in unknown.reasons[0]
+    slots = [{"host": "local", "slots": 3}]
+    assert "on CPUs" in first_plan(recipe_of(nodes=slots))[0].reasons[0]
     assert unknown.servers == before.servers == initial_plan(recipe_of(*SIX)).servers
     assert "16 GPUs of 48 train" in before.reasons[1]
 
@@ -252,6 +255,24 @@ def test_pinned_slots_keep_their_roles() -> None:
     pins = tuple((slot, Role.ROLLOUT) for slot in held)
     then = decided(recipe, first, SHORT, pins=pins)
     assert set(held) <= set(dict(then[0].servers))
+    short = planned(*SIX, lengths=SHORT)
+    workers = tuple((slot, Role.GRADIENT) for slot in short[0].gradient)
+    assert workers
+    then = decided(recipe, short, LONG, pins=workers)
+    assert set(short[0].gradient) <= set(then[0].gradient)
+
+
+def test_an_order_by_hand_counts_the_slots_that_the_plan_has() -> None:
+    recipe = recipe_of(*SIX)
+    plan, slots = planned(*SIX, lengths=LONG)
+    roles = dict.fromkeys(dict(plan.servers), Role.ROLLOUT)
+    roles |= dict.fromkeys(plan.train, Role.TRAIN) | dict.fromkeys(plan.gradient, Role.GRADIENT)
+    to = {Role.GRADIENT: len(plan.gradient) + 1}
+    ordered = ordered_plan(recipe, slots, roles, plan.train, to, {})
+    assert len(ordered.servers) == len(plan.servers) - 1
+    check(recipe, (ordered, slots))
+    again = decided(recipe, (ordered, slots), LONG)
+    check(recipe, again)
 
 
 def test_a_guess_stays_within_the_limits_of_the_recipe() -> None:

@@ -54,6 +54,25 @@ def test_six_hosts_are_six_hosts_of_eight_gpus() -> None:
     assert sum(len(slot.gpus) for slot in slots_of(recipe)) == 48
 
 
+def test_just_nodes_says_nothing_of_split_and_shapes() -> None:
+    recipe = load_recipe(RECIPES[0].parent / "just-nodes.yaml", {})
+    assert recipe.has_open_nodes
+    assert recipe.rollout.buckets is None
+    assert len(recipe.nodes) == 6
+
+
+def test_a_trace_that_lies_beside_the_recipe_is_found_from_anywhere(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text("")
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "nodes: [{host: a, gpus: 2}]\nmodel: {path: /m}\n"
+        "planner: {trace: mine.jsonl, profile: a800-qwen3-8b}\n"
+    )
+    recipe = load_recipe(path, {})
+    assert recipe.planner.trace == str(tmp_path / "mine.jsonl")
+    assert recipe.planner.profile == "a800-qwen3-8b"
+
+
 def test_the_quickstart_needs_nothing_but_this_machine() -> None:
     recipe = load_recipe(RECIPES[0].parent / "quickstart.yaml", {})
     assert [node.host for node in recipe.nodes] == ["local"]

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import settings
 
+from libra_cli.app.costs import recipe_planner
 from libra_cli.app.rebalance.replay import observation_of_run
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
@@ -24,8 +25,6 @@ from libra_cli.core.observation import MeasuredStep, Observation
 from libra_cli.core.observer import RunObserver
 from libra_cli.core.planning.controller import record_of_plan
 from libra_cli.core.planning.planner import Planner
-from libra_cli.core.planning.recipe_placement import RecipePlacement
-from libra_cli.core.planning.search import PlannerSettings
 from libra_cli.core.records import PlanRecord
 from libra_cli.core.run_state import Resume, RunIdentity
 from libra_cli.core.scheduling.policy import make_policy
@@ -56,9 +55,18 @@ def recipe_of(nodes: int, slots: int) -> Recipe:
     )
 
 
+@cache
+def open_recipe_of(gpus: int) -> Recipe:
+    """A node of four GPUs and one of so many, without slots."""
+    hosts = [{"host": "n0", "gpus": 4}, {"host": "n1", "gpus": gpus}]
+    return Recipe.model_validate({"nodes": hosts, "model": {"path": "/m"}})
+
+
 def some_observation(random: Random) -> tuple[Planner, Observation]:
     """Any recipe, workload, measurements, pins and memory of an earlier decision."""
     recipe = recipe_of(random.randint(2, 4), random.choice((1, 2)))
+    if random.random() < 0.2:
+        recipe = open_recipe_of(random.choice((4, 8)))
     today, slots = initial_plan(recipe), slots_of(recipe)
     length = int(10 ** random.uniform(2, 4))
     samples = tuple(
@@ -87,9 +95,8 @@ def some_observation(random: Random) -> tuple[Planner, Observation]:
         steps_left=random.choice((None, 0, 5, 100)),
     )
     profile = random.choice(profiles())
-    limits = PlannerSettings(max_num_seqs=64, training_shapes=(1,), groups=8)
-    planner = Planner(RecipePlacement(recipe), lambda plan, evidence: profile, limits)
-    return planner, seen
+    planner = recipe_planner(recipe, lambda plan, evidence: profile, elastic=True)
+    return replace(planner, settings=replace(planner.settings, groups=8)), seen
 
 
 def in_a_live_run(planner: Planner, actions: list[a.Propose]) -> list[e.Event | None]:
