@@ -6,7 +6,8 @@ likely as the other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import sqrt
 
 from libra_cli.core.types import Seconds, Tokens
 
@@ -92,6 +93,24 @@ class Workload:
         0.75 and 1 on four traces, 48 GPUs, a staleness bound of 1).
         """
         return max(1.0, self.overlap - TRAINING_SHARE)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of a step's mean length, as a share of it.
+
+        Siblings are alike, in part: a group counts for the square root of its number.
+        """
+        squares = sum(sample.generated**2 for sample in self.samples) / len(self.samples)
+        own = sqrt(max(0.0, squares / self.mean_generated**2 - 1))
+        return own / sqrt(self.trajectories / sqrt(self.group_size))
+
+    def stretched(self, factor: float) -> Workload:
+        """The same with every generation so many times as long."""
+        samples = tuple(
+            replace(sample, generated=max(1, round(sample.generated * factor)))
+            for sample in self.samples
+        )
+        return replace(self, samples=samples)
 
     @property
     def longest_steps(self) -> float:

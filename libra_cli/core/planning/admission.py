@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, log
+from math import exp, inf, log, sqrt
 from statistics import fmean
 
 from libra_cli.core.planning.search import Times
@@ -32,8 +32,8 @@ RECENT = 20
 class Admission:
     """When a proposed plan is worth its moves."""
 
-    min_gain: float = 0.08
-    """About the error of a prediction, measured in the simulator."""
+    min_gain: float = 0.05
+    """A refused gain is regret, so no more of it than that is accepted. Chosen."""
     tolerance: float = 0.02
     """Plans within it of the best are as good, and of them the nearest is taken."""
     horizon: float = inf
@@ -63,14 +63,35 @@ def horizon(lengths: Sequence[float], steps_left: int | None) -> float:
     if not lengths and steps_left is None:
         return inf
     least, most = HORIZON
+    rate = abs(_rate(lengths))
+    steps: float = min(most, max(least, log(1 + DRIFT) / rate)) if rate > 0 else most
+    return steps if steps_left is None else min(steps, steps_left)
+
+
+def expected_change(lengths: Sequence[float], steps: float, spread: float) -> float:
+    """The factor by which trajectories will be longer, so many steps after the newest of these.
+
+    The rate goes on, as far as it is more than chance: of a rate r it is r^2 / (r^2 + s^2), where s
+    is the rate's standard error (Stein's estimator). ``spread`` is the standard deviation of one
+    step's mean length, as a share of it. At most ``DRIFT``, either way.
+    """
+    half = len(lengths[-RECENT:]) // 2
+    rate = _rate(lengths)
+    if not rate:
+        return 1.0
+    error = spread * sqrt(2 / half) / half
+    change = rate * steps * rate**2 / (rate**2 + error**2)
+    return min(1 + DRIFT, max(1 / (1 + DRIFT), exp(change)))
+
+
+def _rate(lengths: Sequence[float]) -> float:
+    """By which the logarithm of the mean length has changed a step; 0 where that is not known."""
     recent = lengths[-RECENT:]
     half = len(recent) // 2
-    steps: float = most
-    if half:
-        old, new = fmean(recent[:half]), fmean(recent[-half:])
-        rate = abs(log(max(new, 1.0) / max(old, 1.0))) / (len(recent) - half)
-        steps = min(most, max(least, log(1 + DRIFT) / rate)) if rate > 0 else most
-    return steps if steps_left is None else min(steps, steps_left)
+    if not half:
+        return 0.0
+    old, new = fmean(recent[:half]), fmean(recent[-half:])
+    return log(max(new, 1.0) / max(old, 1.0)) / (len(recent) - half)
 
 
 def drifted(before: Tokens | float, now: Tokens | float) -> bool:

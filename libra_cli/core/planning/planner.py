@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Protocol, TypeAlias
 
 from libra_cli.config.errors import LibraError
 from libra_cli.core.actions import Propose
 from libra_cli.core.costs.observed import CostEvidence
 from libra_cli.core.costs.profile import NothingFits, Profile, Recalibration
+from libra_cli.core.costs.workload import Workload
 from libra_cli.core.events import PlanChosen, PlanKept
 from libra_cli.core.explanation import (
     Binding,
@@ -34,7 +36,7 @@ from libra_cli.core.explanation import (
     predicted_step,
 )
 from libra_cli.core.observation import Observation, mean_step
-from libra_cli.core.planning.admission import Admission, horizon
+from libra_cli.core.planning.admission import Admission, expected_change, horizon
 from libra_cli.core.planning.recalibration import RecalibratedSearch, recalibrated
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search, Times
 from libra_cli.core.types import Plan, Prediction, Seconds, Slot, SlotId
@@ -165,21 +167,43 @@ class Planner:
         profile = self.costs(now.plan, now.evidence)
         self.space.check(now.plan, profile)
         today = self.space.layout_of(now.plan, now.slots)
-        found = recalibrated(
-            profile,
-            now.workload,
-            self.space.gpus,
-            self.settings,
-            today=today,
-            measured=now.measured,
-            before=now.recalibration,
-        )
+        found = self._recalibrated(now, profile, today)
         candidates = list(self.space.candidates(found.search, now))
         chosen = self._nearest(candidates)
         decision = self._judge(now, found, found.search.times(today), chosen)
         others = [each for each in candidates if str(each.layout) != str(chosen.layout)]
         explanation = self._explain(now, today, decision, chosen.layout, others)
         return replace(decision, explanation=explanation)
+
+    def _recalibrated(
+        self, now: Observation, profile: Profile, today: Layout
+    ) -> RecalibratedSearch:
+        """With the work to come, if lengths change on as they did, and that of measured steps.
+
+        Where that is longer than anything that fits, with the trajectories as they were.
+        """
+        work = now.workload
+        lengths = now.lengths[-len(now.measured) :] if now.measured else ()
+        then = expected_change(now.lengths, work.overlap, work.spread)
+        past = fmean(lengths) / work.mean_generated if lengths else 1.0
+        try:
+            return self._priced(now, profile, today, work.stretched(then), work.stretched(past))
+        except NothingFits:
+            return self._priced(now, profile, today, work, work)
+
+    def _priced(
+        self, now: Observation, profile: Profile, today: Layout, coming: Workload, played: Workload
+    ) -> RecalibratedSearch:
+        return recalibrated(
+            profile,
+            coming,
+            self.space.gpus,
+            self.settings,
+            today=today,
+            measured=now.measured,
+            played=played,
+            before=now.recalibration,
+        )
 
     def _nearest(self, candidates: Sequence[Candidate]) -> Candidate:
         """The one that moves the least, of those within the tolerance of the best."""

@@ -1,13 +1,13 @@
 """Prices corrected by what was measured: one law for a live run and for the simulator.
 
 Each half's prices are multiplied by its measured over its predicted seconds of a step, by the mean
-over some steps, within a factor of ``MOST``. Training's are measured as they are. Rollout's are all
-of them where training waited for at least ``IDLE`` of the time. Where it never did, the staleness
-bound held rollout back: fewer trajectories were in play than there is room for, and each was faster
-for it. How long they took tells the prices, and these how long a step takes when every place is
-taken (``RolloutTable.saturated_step_s``). In between it is a mix. The two do not agree, and a plan
-changes which of them is taken, so under a new plan what is found is the geometric mean with what
-was found ``before`` it: otherwise moves chase each other.
+over some steps, predicted for the work of these very steps, within a factor of ``MOST``. Training's
+are measured as they are. Rollout's are all of them where training waited for at least ``IDLE`` of
+the time. Where it never did, the staleness bound held rollout back: fewer trajectories were in play
+than there is room for, and each was faster for it. How long they took tells the prices, and these
+how long a step takes when every place is taken (``RolloutTable.saturated_step_s``). In between it
+is a mix. The two do not agree, and a plan changes which of them is taken, so under a new plan what
+is found is the geometric mean with what was found ``before`` it: otherwise moves chase each other.
 
 Limit: held back, nothing shows how unevenly a rollout would end, nor what its caches would save.
 Simulated on four traces it was told 22 % too fast where stragglers rule and 27 to 75 % too slow
@@ -49,19 +49,23 @@ def recalibrated(
     *,
     today: Layout,
     measured: Sequence[MeasuredStep],
+    played: Workload | None = None,
     before: Recalibration | None = None,
 ) -> RecalibratedSearch:
-    """Correct the prices by the steps measured on today's layout. Raises NothingFits."""
-    search = Search(profile, workload, gpus, settings)
-    priced = search.times(today)
+    """Correct the prices by the steps measured on today's layout, of the work ``played`` in them.
+
+    Raises NothingFits.
+    """
     if not measured:
-        return RecalibratedSearch(None, priced, Recalibration(), profile, search)
-    shown = _stages(mean_step(measured), priced, search, today)
+        search = Search(profile, workload, gpus, settings)
+        return RecalibratedSearch(None, search.times(today), Recalibration(), profile, search)
+    past = Search(profile, played or workload, gpus, settings)
+    priced = past.times(today)
+    shown = _stages(mean_step(measured), priced, past, today)
     found = _recalibration(shown, priced)
     found = found.blended(before) if before else found
-    if found != Recalibration():
-        profile = found.of(profile)
-        search = Search(profile, workload, gpus, settings)
+    profile = found.of(profile)
+    search = Search(profile, workload, gpus, settings)
     return RecalibratedSearch(shown, priced, found, profile, search)
 
 

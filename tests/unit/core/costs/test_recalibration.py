@@ -13,7 +13,7 @@ from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.observation import InPlay, MeasuredStep, mean_step
 from libra_cli.core.planning.recalibration import MOST, recalibrated
 from libra_cli.core.planning.rollout_dp import PlannedBucket
-from libra_cli.core.planning.search import Layout, PlannerSettings
+from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.planning.triggers import IDLE
 from libra_cli.sim.profiles import load_profile
 
@@ -134,3 +134,23 @@ def test_the_less_training_waited_the_less_of_a_step_is_rollouts() -> None:
     ]
     assert found[0] < found[1] < found[2] == found[3]
     assert found[1] == pytest.approx((found[0] + found[2]) / 2)
+
+
+def test_steps_are_compared_with_the_work_that_was_done_in_them() -> None:
+    """Trajectories have doubled since: that the steps were short then is no fast rollout."""
+    then_s = Search(PROFILE, LOAD, 32, PlannerSettings()).times(TODAY)
+    step = MeasuredStep(then_s.rollout_s, then_s.train_s, then_s.rollout_s, 0.0, 0.0)
+    factors = [
+        recalibrated(
+            PROFILE,
+            LOAD.stretched(2.0),
+            32,
+            PlannerSettings(),
+            today=TODAY,
+            measured=[step],
+            played=played,
+        ).recalibration.rollout
+        for played in (LOAD, None)
+    ]
+    assert factors[0] == pytest.approx(1.0)
+    assert factors[1] < 0.8

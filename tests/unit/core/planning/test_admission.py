@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.core.planning.admission import HORIZON, Admission, drifted, horizon
+from libra_cli.core.planning.admission import (
+    DRIFT,
+    HORIZON,
+    Admission,
+    drifted,
+    expected_change,
+    horizon,
+)
 from libra_cli.core.planning.search import Times
 
 BEFORE = Times(rollout_s=10.0, train_s=6.0)
@@ -22,7 +29,7 @@ def test_a_plan_that_pays_is_admitted() -> None:
     ("after", "cost_s", "why"),
     [
         (Times(10.0, 4.0), 0.0, "no plan is predicted to be faster"),
-        (Times(9.5, 9.0), 0.0, "a gain of 5.0% is below 8%"),
+        (Times(9.6, 9.0), 0.0, "a gain of 4.0% is below 5%"),
         (Times(8.0, 8.0), 20.0, "2.0 s a step over the 10 steps"),
     ],
 )
@@ -61,3 +68,16 @@ def test_a_plan_is_stale_when_lengths_have_grown_or_shrunk_by_enough() -> None:
     assert drifted(1000, 1310)
     assert drifted(1310, 1000)
     assert not drifted(1000, 1290)
+
+
+def test_lengths_that_grow_are_expected_to_grow_on() -> None:
+    growing = [1000 * 1.03**step for step in range(20)]
+    assert expected_change(growing, 5, 0.05) == pytest.approx(1.03**5, rel=0.01)
+    assert expected_change(growing[::-1], 5, 0.05) == pytest.approx(1.03**-5, rel=0.01)
+    assert expected_change([1000 * 1.5**step for step in range(20)], 5, 0.05) == 1 + DRIFT
+
+
+def test_a_change_that_may_be_chance_is_hardly_counted_on() -> None:
+    assert expected_change([], 5, 0.1) == expected_change([1000.0], 5, 0.1) == 1.0
+    short = [1000.0, 1100.0]
+    assert expected_change(short, 5, 0.3) < 1.05 < expected_change(short, 5, 0.001)
