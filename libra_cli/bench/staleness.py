@@ -17,6 +17,7 @@ from statistics import fmean
 
 from libra_cli.bench.config import BenchError, Progress, parse_drift, parse_names
 from libra_cli.bench.jobs import GROUP_SIZE, GROUPS, Job, playable, world_of
+from libra_cli.bench.parallel import simulated
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.planning.rollout_dp import DEFAULT_SEATS, PlannedBucket
 from libra_cli.core.planning.search import Layout
@@ -86,16 +87,12 @@ def staleness(
     """
     prices, names = load_profile(profile), parse_names("rule", rules, tuple(RULES))
     jobs = [
-        (name, job)
+        replace(job, staleness=RULES[name], variant=name)
         for trace in traces
         for job in _jobs(load_trace(trace), prices, gpus, _bounds(bounds), seeds, steps, drift)
         for name in names
     ]
-    rows = []
-    for number, (name, job) in enumerate(jobs, start=1):
-        progress(f"{number} of {len(jobs)} runs: {job.trace.name}, bound {job.bound}, {name}")
-        rows.append(_row(name, replace(job, staleness=RULES[name])))
-    return rows
+    return list(simulated(_row, jobs, progress))
 
 
 def _bounds(text: str) -> list[int]:
@@ -139,7 +136,7 @@ def _halves(job: Job) -> Layout:
     return Layout((bucket,), found.shape)
 
 
-def _row(name: str, job: Job) -> RuleRow:
+def _row(job: Job) -> RuleRow:
     world = world_of(job)
     world.run()
     tape = world.recording
@@ -147,7 +144,7 @@ def _row(name: str, job: Job) -> RuleRow:
     tokens = sum(count for count, _ in steps)
     lengths = _Lengths.of(world)
     return RuleRow(
-        rule=name,
+        rule=job.variant,
         bound=job.bound,
         trace=job.trace.name,
         seed=job.seed,
