@@ -15,13 +15,14 @@ from pathlib import Path
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import open_nodes, seats_of, shapes_of
-from libra_cli.core.costs.observed import ObservedCosts
+from libra_cli.core.costs.observed import CostEvidence, ObservedCosts
 from libra_cli.core.costs.profile import Profile, ProfileError
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.planner import CostSource, Planner
 from libra_cli.core.planning.recipe_placement import RecipePlacement
 from libra_cli.core.planning.search import PlannerSettings
-from libra_cli.sim.profiles import known_profiles, load_profile, require_gpu
+from libra_cli.core.types import Plan
+from libra_cli.sim.profiles import known_profiles, load_profile, require_dense, require_gpu
 
 
 class PricesError(LibraError):
@@ -32,6 +33,7 @@ class PricesError(LibraError):
 
 def profile_of_recipe(recipe: Recipe, path: Path, profile: str | None) -> Profile:
     """Only a named one: otherwise nobody knows which GPUs its hosts have."""
+    require_dense(_path_or_name(recipe))
     gpus = any(node.gpus for node in recipe.nodes)
     profile = profile or recipe.planner.profile
     if profile is not None:
@@ -114,6 +116,7 @@ def live_planner(recipe: Recipe, gpus: frozenset[str]) -> Planner:
 
 def recipe_planner(recipe: Recipe, costs: CostSource, *, elastic: bool) -> Planner:
     """A planner of the recipe's slots, or its open nodes; ``elastic``: the run is under way."""
+    costs = _of_dense(recipe, costs)
     settings = PlannerSettings(max_num_seqs=seats_of(recipe), training_shapes=(1,))
     if not recipe.has_open_nodes:
         return Planner(RecipePlacement(recipe, elastic=elastic), costs, settings)
@@ -124,6 +127,16 @@ def recipe_planner(recipe: Recipe, costs: CostSource, *, elastic: bool) -> Plann
         elastic=elastic,
     )
     return Planner(space, costs, replace(settings, shapes=shapes_of(recipe)))
+
+
+def _of_dense(recipe: Recipe, costs: CostSource) -> CostSource:
+    """The same source; one that refuses, where the recipe's model is a mixture of experts."""
+
+    def asked(plan: Plan, evidence: CostEvidence) -> Profile:
+        require_dense(_path_or_name(recipe))
+        return costs(plan, evidence)
+
+    return asked
 
 
 def require_hosts(profile: Profile, gpus: Iterable[str], recipe: Recipe) -> None:
@@ -160,6 +173,10 @@ def _model(recipe: Recipe) -> str:
     if recipe.model.build is not None:
         return f"built-{recipe.model.build.task}"
     return (recipe.model.path or "").rstrip("/").rpartition("/")[2]
+
+
+def _path_or_name(recipe: Recipe) -> str:
+    return recipe.model.path or _model(recipe)
 
 
 def _other_model(profile: Profile, recipe: Recipe) -> str:

@@ -86,6 +86,7 @@ class ExperimentConfig:
             for trace in self.traces
             if trace.lacks
         ]
+        lines += [note for trace in self.traces for note in trace.notes]
         if self.seeds < 2:
             line = "one seed gives no intervals, and nothing to tell luck by: --seeds 3 or more"
             lines.append(line)

@@ -1,15 +1,17 @@
-"""How fast the deciding parts are, on one core: measured, by the clock."""
+"""How fast the deciding parts are, by the clock: on one core each, and the simulator on all."""
 
 from __future__ import annotations
 
+import os
 import resource
 import time
-from dataclasses import dataclass
-from itertools import cycle
+from dataclasses import dataclass, replace
+from itertools import count, cycle
 from random import Random
 
 from libra_cli.bench.config import Progress
 from libra_cli.bench.jobs import Job, sample_of, world_of
+from libra_cli.bench.parallel import simulated
 from libra_cli.bench.results import SpeedRow
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.costs.workload import Workload
@@ -28,7 +30,7 @@ from libra_cli.sim.traces import DEFAULT_TRACE, RecordedEpisode, Trace, load_tra
 
 PROFILE = "a800-qwen3-14b"
 SIMULATED_TURNS = 100_000
-"""Turns that are simulated at least, to take the time of."""
+"""Turns that each core simulates at least, to take the time of."""
 IN_FLIGHT = 100_000
 """Trajectories under way while decisions are timed."""
 SERVERS = 256
@@ -45,8 +47,8 @@ def speed(progress: Progress) -> list[SpeedRow]:
         rows.append(SpeedRow(f"plan for {gpus} GPUs", _plan_s(trace, profile, gpus), "s", wanted))
     progress(f"placing turns with {IN_FLIGHT:,} trajectories in flight")
     rows += _decisions(trace, profile)
-    progress(f"simulating {SIMULATED_TURNS:,} turns")
-    rows.append(_simulator(trace, profile))
+    progress(f"simulating {SIMULATED_TURNS:,} turns on every core")
+    rows.append(_simulator(trace, profile, progress))
     return rows
 
 
@@ -138,17 +140,30 @@ def _one_turn(flight: _TimedTrajectory, scheduler: RequestScheduler, number: int
         scheduler.left(request.trajectory)
 
 
-def _simulator(trace: Trace, profile: Profile) -> SpeedRow:
-    """Whole runs, machine and all, until ``SIMULATED_TURNS`` have been played."""
-    played, took, seed = 0, 0.0, 0
-    while played < SIMULATED_TURNS:
-        world = world_of(Job(trace, profile, profile, 48, "libra", "static-best", seed))
+def _simulator(trace: Trace, profile: Profile, progress: Progress) -> SpeedRow:
+    """Whole runs, machine and all, a process for every core as in an experiment: seconds for a
+    million turns, from the turns that all play in a second.
+    """
+    cores = len(os.sched_getaffinity(0))
+    jobs = [Job(trace, profile, profile, 48, "libra", "uniform", seed) for seed in range(cores)]
+    played = list(simulated(_played, jobs, progress))
+    turns_s = sum(turns / seconds for turns, seconds in played)
+    label = f"a million simulated turns on {cores} cores, by {sum(t for t, _ in played):,}"
+    return SpeedRow(label, 1e6 / turns_s, "s", 60.0)
+
+
+def _played(job: Job) -> tuple[int, Seconds]:
+    """Turns and seconds of whole runs, until ``SIMULATED_TURNS`` have been played."""
+    turns, took = 0, 0.0
+    for seed in count(1000 * job.seed):
+        world = world_of(replace(job, seed=seed))
         began = time.perf_counter()
         world.run()
         took += time.perf_counter() - began
-        played += len(world.recording.turns)
-        seed += 1
-    return SpeedRow(f"a million simulated turns, by {played:,}", took / played * 1e6, "s", 60.0)
+        turns += len(world.recording.turns)
+        if turns >= SIMULATED_TURNS:
+            break
+    return turns, took
 
 
 def _resident_mib() -> float:

@@ -99,7 +99,7 @@ def _default(
     chosen: list[Callable[[ExperimentConfig, Progress], ExperimentResult]] = []
     planning = bool(given & {"planners", "policy", "drift"})
     if "policies" in given or not planning:
-        chosen.append(experiments.schedule)
+        chosen.append(experiments.quick)
     if planning:
         chosen.append(experiments.plan)
     _run(chosen, {**context.params, "policies": policies or QUICK})
@@ -116,7 +116,7 @@ def schedule(
     out_dir: Out = None,
     json_file: Json = None,
 ) -> None:
-    """Policies on a fixed plan: who places trajectories best."""
+    """Policies on fixed plans: who places trajectories best, on alike and on mixed servers."""
     from libra_cli.bench import experiments
 
     _run([experiments.schedule], context.params)
@@ -230,6 +230,13 @@ def fidelity(
     gpu: Annotated[
         str, typer.Option("--gpu", help="Its name there; else the run's file name says it.")
     ] = "",
+    interconnect: Annotated[
+        str,
+        typer.Option(
+            help="Between the GPUs of a server, with --layers: pcie, pcie-peer (ACS, IOMMU off) "
+            "or nvlink."
+        ),
+    ] = "pcie",
     json_file: Json = None,
 ) -> None:
     """The simulator beside what was recorded: a server's requests, or whole runs of libra's."""
@@ -245,7 +252,9 @@ def fidelity(
     with errors_told():
         with _working() as progress:
             if run is not None:
-                compared = server.compare_server(run, meta, profile=profile, layers=layers, gpu=gpu)
+                compared = server.compare_server(
+                    run, meta, profile=profile, layers=layers, gpu=gpu, interconnect=interconnect
+                )
                 report = sheets.server_report(compared)
             else:
                 prices = load_profile(profile)
@@ -274,6 +283,7 @@ def staleness(
     from libra_cli.sim.traces import DEFAULT_TRACE
 
     with errors_told():
+        _warn_of_traces(trace or ())
         with _working() as progress:
             rows = compare(
                 trace or (DEFAULT_TRACE,),
@@ -333,8 +343,7 @@ def _run(
     quiet = _only_json(json_file)
     with errors_told():
         config = ExperimentConfig.parse(**_arguments(params))
-        for line in config.warnings:
-            err.print(line, style="yellow", markup=False, soft_wrap=True, highlight=False)
+        _warn(config.warnings)
         with _working() as progress:
             results = [experiment(config, progress) for experiment in experiments]
         # First what took long to find out, then the report, which could fail.
@@ -348,6 +357,18 @@ def _run(
     if not quiet:
         took = f"{time.monotonic() - began:.0f} s"
         out.print(f"report: {report}  ({took})", markup=False, soft_wrap=True, highlight=False)
+
+
+def _warn(lines: Sequence[str]) -> None:
+    for line in lines:
+        err.print(line, style="yellow", markup=False, soft_wrap=True, highlight=False)
+
+
+def _warn_of_traces(names: Sequence[str]) -> None:
+    """What was left out of the traces, where no ``ExperimentConfig`` reads them."""
+    from libra_cli.sim.traces import load_trace
+
+    _warn([note for name in names for note in load_trace(name).notes])
 
 
 def _arguments(params: dict[str, Any]) -> dict[str, Any]:

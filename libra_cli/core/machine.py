@@ -44,6 +44,7 @@ from libra_cli.core.cluster.replica import Replica
 from libra_cli.core.cluster.rollout_servers import RolloutServers
 from libra_cli.core.cluster.trainer import TIMER, TrainerGroup, TrainerState
 from libra_cli.core.costs.server import ServerCost, guessed_cost
+from libra_cli.core.explanation import Explanation
 from libra_cli.core.observation import Observation
 from libra_cli.core.observer import RunObserver
 from libra_cli.core.planning.controller import PlanController
@@ -78,6 +79,7 @@ class Machine:
         identity: RunIdentity,
         *,
         resume: Resume | None = None,
+        explanation: Explanation | None = None,
         policy: SchedulingPolicy | None = None,
         cost_of: Callable[[Bucket], ServerCost] | None = None,
         make: Callable[[TrajectoryId, Seconds], Trajectory] = new_trajectory,
@@ -109,14 +111,14 @@ class Machine:
             checkpoint_every=training.checkpoint_every,
             stream=training.stream,
         )
-        self.reconciler = Reconciler(self.servers, self.workers, self.training, plan)
-        self.reconciler.learn(slots)
+        self.reconciler = Reconciler(self.servers, self.workers, self.training, plan, slots)
         self._router = NoticeRouter(
             self.servers, self.workers, self.training, self.rollout, self.reconciler
         )
         self._agenda = self._router.agenda
-        self.controller = PlanController(recipe, self.reconciler, plan, tuple(slots))
+        self.controller = PlanController(recipe, self.reconciler, plan)
         self._observer = RunObserver(recipe)
+        self._first_explanation = explanation
         if resume is not None:
             self.ledger.restore(resume.position)
             self.training.remember(resume.checkpoint, int(resume.position["step"]))
@@ -144,12 +146,14 @@ class Machine:
         actions: list[Action] = []
         route = self._router.route
         route(self._take_in(event, now), actions, now)
+        if self._is_quiet(event):
+            route(self.rollout.dispatch(now=now), actions, now)
+            self._see(actions)
+            return actions
         self._settle(actions, now)
         if self._agenda.rows:
             actions += self._router.slot_rows(now, self.scheduler.waiting)
-        for action in actions:
-            if isinstance(action, Save):
-                self._observer.saw(action.record)
+        self._see(actions)
         route(self.controller.look(self._observe), actions, now)
         row = self.run.changed_row(self.training.step, self.training.published, self._waiting())
         if row is not None:
@@ -157,6 +161,12 @@ class Machine:
         if self.run.ended_at is not None:
             actions.append(End(self.run.outcome, self.run.error))  # closes the journal
         return actions
+
+    def _see(self, actions: list[Action]) -> None:
+        """Show the observer what is written."""
+        for action in actions:
+            if isinstance(action, Save):
+                self._observer.saw(action.record)
 
     @property
     def phase(self) -> Phase:
@@ -303,7 +313,8 @@ class Machine:
         match event:
             case e.RunStarted():
                 self.run.started_at = now
-                yield from self.controller.begin(now=now)
+                step, explained = self.training.step, self._first_explanation
+                yield from self.controller.begin(explained, step=step, now=now)
                 yield from self.training.start(now=now)
             case e.NodeLost(node):
                 yield from self.servers.lost(node)
@@ -349,6 +360,22 @@ class Machine:
             yield from self._stop_all(now)
 
     # -- settling ---------------------------------------------------------------------------------
+
+    def _is_quiet(self, event: e.Event) -> bool:
+        """Whether all that this event can have set free is a seat, or a request that wants one.
+
+        A turn, or its tool's return, that ends no trajectory changes no group, server, trainer or
+        phase, and adds to the contexts in play: what waited for one of those waits on.
+        """
+        in_play = isinstance(event, e.TurnGenerated) or (
+            isinstance(event, e.EpisodeAdvanced) and not event.done
+        )
+        return (
+            in_play
+            and self.run.phase is Phase.RUNNING
+            and self._agenda.is_empty
+            and self.reconciler.at_rest
+        )
 
     def _settle(self, actions: list[Action], now: Seconds) -> None:
         """Whatever can go on now, goes on."""

@@ -32,6 +32,11 @@ class Agenda:
     #: Whether a failure has changed the plan.
     mended: bool = False
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left to do."""
+        return not (self.look or self.reroute or self.rows or self.lost or self.mended)
+
 
 @dataclass(slots=True)
 class NoticeRouter:

@@ -13,15 +13,16 @@ real steps, and that a prompt chunk in a step slows the attention of the sequenc
 it, as both then run in one kernel: in batches of 16 and more with 32 thousand tokens of KV, to 1.6
 times at the median for Llama-3.1-8B and 2.9 for Qwen3-32B.
 
-What a profile lacks is computed from the model's shape. Experts: the weights touched are read at
-the speed the output layer's are, and multiplied at that of the dense layers, half of the shorter
-of the two under the longer; a step of T tokens touches ``E (1 - (1 - k / E)^T)`` of E experts if
-each takes k at random. All-reduces: a measured latency and bandwidth. Gaps between the kernels: 12
-microseconds a layer, as in the fits for A100 and H100 that the shipped profiles come from.
+What a profile lacks is computed. All-reduces: ``2 (n - 1) / n`` times the hidden states of all T
+tokens over the bandwidth, and a latency, of the ``Interconnect`` between the n GPUs; profiles are
+measured on one GPU with the sizes of a share, so that nothing of the others is in them. Gaps
+between the kernels: 12 microseconds a layer, as in the fits for A100 and H100 that the shipped
+profiles come from.
 
-Guarantee: but for the gaps and what is computed, exact at the measured points of the grid used.
-Limit: a batch of sequences of unequal length is priced as one of equal ones; real routing favours
-some experts, so that a batch touches fewer of them; nothing of the host's work is in here.
+Guarantee: but for the gaps and what is computed, exact at the measured points of the grid used; a
+mixture of experts is refused. Limit: a batch of sequences of unequal length is priced as one of
+equal ones; nothing of the host's work is in here, nor that the slower of several GPUs holds up the
+others.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from libra_cli.config.errors import LibraError
+from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.types import Seconds, Tokens
 
 BYTES = 2
@@ -44,17 +46,10 @@ TWICE = ("layernorm",)
 """Layers that a transformer block runs twice and a profile lists once."""
 ONCE = ("embedding", "final_layernorm")
 """Layers that a model has once, not in every block."""
-ALL_REDUCE_S: Seconds = 12.5e-6
-ALL_REDUCE_BYTES_S = 36e9
-"""NCCL between two GPUs over PCIe 5.0 x16: 12.7 us at 4 kB, 587 us at 21 MB, as published by
-LLMServingSim (profiler/perf/RTXPRO6000/hardware.yaml, measured apart from any serving run)."""
+MATRICES = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+"""Matrix products of every block of a dense model; without one of them a profile is not whole."""
 GAP_S: Seconds = 12e-6
 """Seconds between the kernels of one layer; assumed, see the module."""
-EXPERT_S: Seconds = 30e-6
-"""Routing, sorting and launching of one mixture layer, whatever is in it (the same source: 27 us
-for one token and one expert). From 16 tokens on, and as many experts as random routing touches, the
-law of experts here is within 6 % of the block times published there for Qwen3-30B-A3B; one token is
-68 % too dear (81 against 48 us a layer)."""
 RESERVE_GIB = 2.0
 """GiB of each GPU for activations, CUDA graphs and the communicator; chosen."""
 HORIZON = 64
@@ -71,11 +66,41 @@ class LayerProfileError(LibraError):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What a decoder-only transformer's costs follow from; sizes as in its ``config.json``.
+class Interconnect:
+    """What an all-reduce between the GPUs of a server costs: seconds each, and bytes a second."""
 
-    ``expert_hidden`` is the inner width of one expert, ``active`` the experts a token takes.
-    """
+    latency_s: Seconds
+    bytes_s: float
+
+    def all_reduce_s(self, size: float, gpus: int) -> Seconds:
+        """Seconds to sum ``size`` bytes over so many GPUs, as a ring does; 0 for one."""
+        if gpus == 1:
+            return 0.0
+        return self.latency_s + 2 * (gpus - 1) / gpus * size / self.bytes_s
+
+
+INTERCONNECTS: Mapping[str, Interconnect] = {
+    "pcie": Interconnect(39e-6, 25e9),
+    "pcie-peer": Interconnect(12.5e-6, 36e9),
+    "nvlink": Interconnect(5e-6, 90e9),
+}
+"""Between GPUs, by name. None is taken from a serving run.
+
+``pcie``: through the host's memory, as between any two GPUs without NVLink unless ACS and IOMMU are
+off. 39 us for 10 kB, and 12.5 GB/s of a PCIe 4.0 x16 link that carries 26 GB/s one way (two RTX
+5070 Ti, github.com/sgl-project/sglang/pull/39605); a PCIe 5.0 link carries 54 GB/s (measured on RTX
+PRO 6000, github.com/local-inference-lab/rtx6kpro), so 25 GB/s.
+``pcie-peer``: PCIe 5.0 with peer access, both off: 12.7 us at 4 kB, 587 us at 21 MB, replayed back
+to back in a CUDA graph (LLMServingSim, profiler/perf/RTXPRO6000/hardware.yaml).
+``nvlink``: vLLM's own kernel between two A100, in a CUDA graph: 5 us up to 65 kB, 25 us at 2 MB,
+222 us at 17 MB (aiconfigurator, custom_allreduce_perf).
+"""
+DEFAULT_INTERCONNECT = "pcie"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a dense decoder-only transformer's costs follow from, as in its ``config.json``."""
 
     layers: int
     hidden: int
@@ -84,17 +109,12 @@ class ModelShape:
     head: int
     inner: int
     vocabulary: int
-    experts: int = 0
-    active: int = 0
-    expert_hidden: int = 0
 
     @property
     def parameters(self) -> int:
         """The number of weights, with an output layer of its own."""
         attention = self.hidden * self.head * (2 * self.heads + 2 * self.kv_heads)
         mlp = 3 * self.hidden * self.inner
-        if self.experts:
-            mlp = self.experts * (3 * self.hidden * self.expert_hidden + self.hidden)
         return self.layers * (attention + mlp) + 2 * self.vocabulary * self.hidden
 
     @property
@@ -124,9 +144,6 @@ MODELS: Mapping[str, ModelShape] = {
     "Qwen3-8B": ModelShape(36, 4096, 32, 8, 128, 12288, 151936),
     "Qwen3-14B": ModelShape(40, 5120, 40, 8, 128, 17408, 151936),
     "Qwen3-32B": ModelShape(64, 5120, 64, 8, 128, 25600, 151936),
-    "Qwen3-30B-A3B-Instruct-2507": ModelShape(
-        48, 2048, 32, 4, 128, 6144, 151936, experts=128, active=8, expert_hidden=768
-    ),
 }
 GPU_GIB: Mapping[str, float] = {"RTXPRO6000": 94.97}
 """GiB of memory that the driver reports, by the name a profile's file begins with."""
@@ -266,20 +283,11 @@ class LayerTimes:
     kv_tokens: Tokens
     chunk_tokens: Tokens = 2048
     overhead_s: Seconds = 0.0
+    interconnect: Interconnect = INTERCONNECTS[DEFAULT_INTERCONNECT]
     _grids: tuple[_Grid, _Grid, _Grid] = field(init=False, repr=False)
-    _read_s: Seconds = field(init=False, repr=False)
-    _multiply_s: Seconds = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._grids = _grids(self.profile.attention)
-        shape = self.shape
-        sizes, times = self.profile.per_sequence["lm_head"]
-        output = shape.vocabulary * shape.hidden / self.tensor_parallel
-        # Seconds to read a weight, and to multiply one token by it.
-        self._read_s = times[0] / output
-        sizes, times = self.profile.dense["qkv_proj"]
-        weights = shape.hidden * shape.head * (shape.heads + 2 * shape.kv_heads)
-        self._multiply_s = times[-1] / sizes[-1] / (weights / self.tensor_parallel)
 
     def decode_line(self, batch: int, kv_tokens: Tokens) -> tuple[Seconds, Seconds, int]:
         """Time of the next decode step, its growth a step, and for how many steps that holds."""
@@ -325,26 +333,14 @@ class LayerTimes:
                 each += 2 * time if layer in TWICE else time
         for curve in self.profile.per_sequence.values():
             once += between(curve, max(sequences, 1.0))
-        each += GAP_S + self._experts_s(tokens) + self._all_reduce_s(tokens)
+        each += GAP_S + 2 * self._all_reduce_s(tokens)
         return self.overhead_s + once + self.shape.layers * each
 
-    def _experts_s(self, tokens: float) -> Seconds:
-        shape = self.shape
-        if not shape.experts:
-            return 0.0
-        expert = 3 * shape.hidden * shape.expert_hidden / self.tensor_parallel
-        untouched = float((1 - shape.active / shape.experts) ** tokens)
-        read = shape.experts * (1 - untouched) * expert * self._read_s
-        multiply = tokens * shape.active * expert * self._multiply_s
-        return EXPERT_S + max(read, multiply) + min(read, multiply) / 2
-
     def _all_reduce_s(self, tokens: float) -> Seconds:
-        """Seconds of a layer's two sums of hidden states over the GPUs."""
-        if self.tensor_parallel == 1:
-            return 0.0
-        moved = 2 * (self.tensor_parallel - 1) / self.tensor_parallel
-        sent = moved * tokens * self.shape.hidden * BYTES
-        return 2 * (ALL_REDUCE_S + sent / ALL_REDUCE_BYTES_S)
+        """Seconds to sum the hidden states of so many tokens over the GPUs; a layer does it twice,
+        after attention and after its MLP."""
+        size = tokens * self.shape.hidden * BYTES
+        return self.interconnect.all_reduce_s(size, self.tensor_parallel)
 
 
 def layer_times(
@@ -355,24 +351,43 @@ def layer_times(
     *,
     chunk_tokens: Tokens = 2048,
     overhead_s: Seconds = 0.0,
+    interconnect: str = DEFAULT_INTERCONNECT,
 ) -> LayerTimes:
     """Step times of a known model on a known GPU, from its profile in ``folder``.
 
-    ``model`` may have a publisher before it. Raises LayerProfileError for a model or GPU whose
-    shape is not known, and where a table is missing.
+    ``model`` may have a publisher before it; ``interconnect`` is a name of ``INTERCONNECTS``.
+
+    Raises:
+        LayerProfileError: a model, a GPU or an interconnect that is not known, or a table that is
+            missing or lacks a layer.
+        MixtureRefused: the model is a mixture of experts.
     """
     name = model.rpartition("/")[2]
+    refuse_mixture(name, {})
+    if interconnect not in INTERCONNECTS:
+        raise LayerProfileError(
+            f"there is no interconnect {interconnect!r}", hint=f"one of {', '.join(INTERCONNECTS)}"
+        )
     for known, what in ((MODELS, name), (GPU_GIB, gpu)):
         if what not in known:
             raise LayerProfileError(
                 f"the shape of {what} is not known", hint=f"one of {', '.join(known)}"
             )
     shape = MODELS[name]
+    stem = f"{gpu}_{name}_tp{tensor_parallel}"
+    profile = read_layers(folder, stem)
+    missing = [layer for layer in MATRICES if layer not in profile.dense]
+    if missing:
+        raise LayerProfileError(
+            f"{folder / stem}_dense: has no {missing[0]}",
+            hint="a dense model has it in every block; a mixture of experts has no price here",
+        )
     return LayerTimes(
-        profile=read_layers(folder, f"{gpu}_{name}_tp{tensor_parallel}"),
+        profile=profile,
         shape=shape,
         tensor_parallel=tensor_parallel,
         kv_tokens=shape.kv_capacity(GPU_GIB[gpu], tensor_parallel),
         chunk_tokens=chunk_tokens,
         overhead_s=overhead_s,
+        interconnect=INTERCONNECTS[interconnect],
     )

@@ -6,10 +6,12 @@ its numbers comes from is in its ``provenance``.
 
 from __future__ import annotations
 
+import json
 from importlib.resources import files
 from pathlib import Path
 
 from libra_cli.config.errors import did_you_mean
+from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.costs.profile import Profile, ProfileError
 
 
@@ -24,6 +26,7 @@ def load_profile(name_or_path: str) -> Profile:
 
     Raises:
         ProfileError: no such name or file, or what it holds is not a profile; names the key.
+        MixtureRefused: its model is a mixture of experts.
     """
     known = known_profiles()
     if name_or_path in known:
@@ -41,6 +44,20 @@ def load_profile(name_or_path: str) -> Profile:
     except ProfileError as error:
         hint = "write one with: libra bench --calibrate recipe.yaml"
         raise ProfileError(f"{name_or_path}: {error}", hint=hint) from error
+
+
+def require_dense(model: str) -> None:
+    """Refuse a model that is a mixture of experts, by its config.json if ``model`` is a directory
+    here that has one, else by its name.
+
+    Raises:
+        MixtureRefused: with what is known of it.
+    """
+    try:
+        config = json.loads(Path(model, "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        config = {}
+    refuse_mixture(model, config if isinstance(config, dict) else {})
 
 
 def require_gpu(profile: Profile, gpu: str) -> None:

@@ -4,7 +4,9 @@ A trace is a file, or one that comes with libra, by the beginning of its name. I
 plain or gzipped, one trajectory a line:
 ``{"source": ..., "task": ..., "turns": [{"prompt_tokens": ..., "gen_tokens": ..., "tool": ...,
 "tool_ok": ..., "tool_latency_s": ..., "obs_tokens": ...}, ...]}``, and ``reward``. Trajectories of
-one task of one source are siblings. What no line says is left out, and ``Trace.lacks`` tells.
+one task of one source are siblings. What no line says is left out, and ``Trace.lacks`` tells. A
+line that cannot be used is left out too, and a tool time below 0 (two clocks that disagree) counts
+as 0: ``Trace.notes`` says how many.
 
 The tokens a tool returned are the growth of the context between two calls, less what was generated;
 where a context shrinks (the agent forgot something) they count as none. Traces are other models'
@@ -15,12 +17,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from math import isfinite
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import IO, Any, NoReturn
 
 from libra_cli.config.errors import LibraError, did_you_mean
 from libra_cli.core.types import Seconds, Tokens, ToolOutcome
@@ -32,8 +36,12 @@ TOOL_S: Seconds = 1.0
 OUTCOMES = {True: ToolOutcome.OK, False: ToolOutcome.ERROR}
 
 
+TOLD = 3
+"""Reasons that are told of the lines left out."""
+
+
 class TraceError(LibraError):
-    """A trace that cannot be read; says file and line."""
+    """A trace that cannot be read, or none of its lines; says file and line."""
 
     exit_code = 2
 
@@ -93,11 +101,13 @@ class RecordedEpisode:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A file of trajectories. ``lacks`` names what its lines do not say."""
+    """A file of trajectories. ``lacks`` names what its lines do not say; ``notes`` are sentences
+    on what was left out or set right."""
 
     name: str
     episodes: tuple[RecordedEpisode, ...]
     lacks: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def by_task(self) -> dict[str, list[RecordedEpisode]]:
         """Siblings together, in the order of the file."""
@@ -124,15 +134,18 @@ class Trace:
 def load_trace(name_or_path: str | Path) -> Trace:
     """Read a trace file, or the shipped trace whose name begins so.
 
+    A line that is not a trajectory is left out; ``Trace.notes`` counts them.
+
     Raises:
-        TraceError: no such trace, or a line that is not valid; with file and line.
+        TraceError: no such trace, or not one line of it can be used; with file and line.
     """
     path = _find(name_or_path) if isinstance(name_or_path, str) else name_or_path
-    rows = list(_rows(path))
-    if not rows:
-        raise TraceError(f"{path}: holds no trajectory", hint="give a trace of at least one line")
-    episodes = tuple(_episode(path, number, row) for number, row in rows)
-    return Trace(_stem(path.name), episodes, _lacks([row for _, row in rows]))
+    lines = _TraceLines(path)
+    for number, text in _texts(path):
+        lines.take(number, text)
+    if not lines.episodes:
+        lines.refuse()
+    return Trace(_stem(path.name), tuple(lines.episodes), _lacks(lines.rows), lines.notes)
 
 
 def shipped_traces() -> dict[str, Path]:
@@ -160,37 +173,102 @@ def _stem(name: str) -> str:
     return name.removesuffix(".gz").removesuffix(".jsonl")
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    number = 0
+def _texts(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines that are not empty, by number."""
     try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, json.loads(line)
-    except json.JSONDecodeError as error:
-        raise _broken(path, number, f"is not JSON ({error})") from error
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        with _opened(path) as file:
+            yield from ((at, line) for at, line in enumerate(file, start=1) if line.strip())
+    except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"{path}: cannot be read: {error}", hint=f"ls -l {path}") from error
 
 
-def _episode(path: Path, line: int, row: Any) -> RecordedEpisode:
-    try:
-        calls = row["turns"]
-        turns = tuple(
-            _turn(call, after) for call, after in zip(calls, [*calls[1:], None], strict=True)
-        )
-        episode = RecordedEpisode(
-            task=f"{row.get('source', '')}/{row['task']}",
-            prompt=max(1, int(calls[0]["prompt_tokens"])),
-            turns=turns,
-            reward=float(row.get("reward") or 0.0),
-        )
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise _broken(path, line, reason) from error
-    if any(turn.generated < 1 or turn.observation < 0 or turn.tool_s < 0 for turn in turns):
-        raise _broken(path, line, "has a negative count, or a turn without a generated token")
-    return episode
+def _opened(path: Path) -> IO[str]:
+    """What is no UTF-8 makes the line it is in unusable, at most."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", errors="replace")
+    return path.open(encoding="utf-8", errors="replace")
+
+
+class _TraceLines:
+    """The lines of a file read so far: what they hold, and what is wrong with the others."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+        self.episodes: list[RecordedEpisode] = []
+        #: Why the first lines that were left out were, and how many were.
+        self._reasons: list[str] = []
+        self._left_out = 0
+        self._clipped = 0
+
+    def take(self, number: int, text: str) -> None:
+        """One more line."""
+        try:
+            row = json.loads(text)
+            episode = _episode(row)
+        except _UNUSABLE as error:
+            self._left_out += 1
+            if len(self._reasons) < TOLD:
+                self._reasons.append(f"{self.path}:{number}: {_reason(error)}")
+            return
+        self.rows.append(row)
+        self._clipped += sum(turn.tool_s < 0 for turn in episode.turns)
+        self.episodes.append(_without_negative_times(episode))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was left out, with the first reasons, and what was set right."""
+        notes = []
+        if self._left_out:
+            every = self._left_out + len(self.episodes)
+            more = "; ..." if self._left_out > len(self._reasons) else ""
+            reasons = "; ".join(self._reasons)
+            notes.append(f"{self._left_out} of {every} lines left out: {reasons}{more}")
+        if self._clipped:
+            turns = sum(len(episode.turns) for episode in self.episodes)
+            notes.append(f"{self._clipped} of {turns} tool times are below 0 and count as 0")
+        return tuple(f"{_stem(self.path.name)}: {note}" for note in notes)
+
+    def refuse(self) -> NoReturn:
+        """Nothing could be used. Raises TraceError."""
+        hint = "a line is {task, turns: [{prompt_tokens, gen_tokens, tool, tool_ok, ...}]}"
+        if not self._reasons:
+            raise TraceError(f"{self.path}: holds no trajectory", hint=hint)
+        which = "its only line" if self._left_out == 1 else f"none of its {self._left_out} lines"
+        able = "cannot" if self._left_out == 1 else "can"
+        raise TraceError(f"{'; '.join(self._reasons)} ({which} {able} be used)", hint=hint)
+
+
+_UNUSABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"is not JSON ({error})"
+    return f"lacks {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _episode(row: Any) -> RecordedEpisode:
+    """The trajectory of a line; tool times may be negative. Raises one of ``_UNUSABLE``."""
+    calls = row["turns"]
+    if not calls:
+        raise ValueError("has no turns")
+    turns = tuple(_turn(call, after) for call, after in zip(calls, [*calls[1:], None], strict=True))
+    if any(turn.generated < 1 or turn.observation < 0 for turn in turns):
+        raise ValueError("has a negative count")
+    if not all(isfinite(turn.tool_s) for turn in turns):
+        raise ValueError("has a tool time that is no number")
+    return RecordedEpisode(
+        task=f"{row.get('source', '')}/{row['task']}",
+        prompt=max(1, int(calls[0]["prompt_tokens"])),
+        turns=turns,
+        reward=float(row.get("reward") or 0.0),
+    )
+
+
+def _without_negative_times(episode: RecordedEpisode) -> RecordedEpisode:
+    turns = tuple(replace(turn, tool_s=max(0.0, turn.tool_s)) for turn in episode.turns)
+    return episode if turns == episode.turns else replace(episode, turns=turns)
 
 
 def _turn(call: dict[str, Any], after: dict[str, Any] | None) -> Turn:
@@ -220,10 +298,3 @@ def _lacks(rows: list[dict[str, Any]]) -> tuple[str, ...]:
     if len({(row.get("source"), row["task"]) for row in rows}) == len(rows):
         lacks.append("siblings")
     return tuple(lacks)
-
-
-def _broken(path: Path, line: int, what: str) -> TraceError:
-    return TraceError(
-        f"{path}:{line}: {what}",
-        hint="a line is {task, turns: [{prompt_tokens, gen_tokens, tool, tool_ok, ...}]}",
-    )

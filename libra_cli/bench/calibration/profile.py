@@ -25,6 +25,7 @@ from libra_cli.core.costs.profile import (
 )
 from libra_cli.core.launch.process import dtype_of
 from libra_cli.runtime.recipes.loader import load_recipe
+from libra_cli.sim.profiles import require_dense
 
 BYTES = {"float32": 4, "bfloat16": 2}
 CPU_OVERHEAD_GIB = 1.0
@@ -41,6 +42,8 @@ def calibrate(
         LibraError: the recipe is wrong, or something could not be started or measured.
     """
     recipe = load_recipe(recipe_path)
+    if recipe.model.path:
+        require_dense(recipe.model.path)  # before anything is started; the model may be elsewhere
     measured = measure(recipe, Effort(), note=progress)
     profile = profile_of(measured)
     path = profile_path or Path(f"{profile.name}.json")

@@ -46,6 +46,7 @@ from libra_cli.core.costs.loads import (
     sharing_loads,
     training_batches,
 )
+from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.types import Seconds, SlotId, Tokens, Trajectory, TrajectoryId
 from libra_cli.runtime.rollout.connection import ServerFacts
 
@@ -149,6 +150,7 @@ class _Survey:
         self._note = note
         self._random = Random(0)
         model = json.loads((harness.model_files / "config.json").read_text())
+        refuse_mixture(harness.recipe.model.path or harness.model_files.name, model)
         self._model: dict[str, object] = model
         self._vocabulary = int(model.get("vocab_size") or model["text_config"]["vocab_size"])
 

@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from libra_cli.config.errors import LibraError
+from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.types import Seconds, Tokens
 from libra_cli.sim.engine import Engine, EngineRequest, FinishedRequest, StepTimes
-from libra_cli.sim.layer_times import layer_times
+from libra_cli.sim.layer_times import DEFAULT_INTERCONNECT, layer_times
 from libra_cli.sim.profiles import load_profile
 
 REQUESTS, META = "requests.jsonl", "meta.json"
@@ -99,22 +100,33 @@ class ServerComparison:
 
 
 def compare_server(
-    requests: Path, meta: Path | None, *, profile: str, layers: Path | None, gpu: str
+    requests: Path,
+    meta: Path | None,
+    *,
+    profile: str,
+    layers: Path | None,
+    gpu: str,
+    interconnect: str = DEFAULT_INTERCONNECT,
 ) -> ServerComparison:
     """The simulated engine beside a recorded run, with a profile or with per-layer measurements.
 
     ``meta`` left out is the file beside the requests whose name ends in ``meta.json``; ``gpu`` left
-    out is the beginning of the requests' file name. Nothing is fitted to the run.
+    out is the beginning of the requests' file name. ``interconnect`` is between the GPUs of a
+    server that per-layer measurements are of one share of. Nothing is fitted to the run.
 
     Raises:
-        LibraError: a file that cannot be read, or a server the profile does not have.
+        LibraError: a file that cannot be read, a server the profile does not have, or a model that
+            is a mixture of experts.
     """
     recorded = read_run(requests, meta or _beside(requests))
+    refuse_mixture(recorded.model, {})
     if layers is None:
         cost, prices = _from_profile(profile, recorded), f"profile {profile}"
     else:
         chosen = gpu or requests.name.partition("_")[0]
-        cost, prices = _from_layers(layers, chosen, recorded), f"{layers}"
+        cost = _from_layers(layers, chosen, recorded, interconnect)
+        between = f", {interconnect}" if recorded.tensor_parallel > 1 else ""
+        prices = f"{layers}{between}"
     found = fidelity(cost, recorded.requests, recorded.max_num_seqs)
     return ServerComparison(recorded, prices, found)
 
@@ -147,13 +159,14 @@ def _from_profile(name: str, recorded: RecordedRun) -> StepTimes:
     return cost
 
 
-def _from_layers(folder: Path, gpu: str, recorded: RecordedRun) -> StepTimes:
+def _from_layers(folder: Path, gpu: str, recorded: RecordedRun, interconnect: str) -> StepTimes:
     return layer_times(
         folder,
         gpu,
         recorded.model,
         recorded.tensor_parallel,
         chunk_tokens=recorded.chunk_tokens,
+        interconnect=interconnect,
     )
 
 

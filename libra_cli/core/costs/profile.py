@@ -26,6 +26,7 @@ from math import sqrt
 from typing import Any, TypeVar
 
 from libra_cli.config.errors import LibraError
+from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.costs.workload import Workload
 from libra_cli.core.types import Seconds, Tokens
@@ -285,8 +286,14 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """What ``to_json`` wrote. Raises ProfileError, naming the key, if it is not that."""
+        """What ``to_json`` wrote.
+
+        Raises:
+            ProfileError: it is not that; names the key.
+            MixtureRefused: its model is a mixture of experts.
+        """
         body = _object(text)
+        refuse_mixture(str(body.get("model", "")), {})
         training = dict(_section(body, "training"))
         training["facts"] = _part(MemoryModel, _section(training, "facts", "training."), "facts")
         moves = dict(_section(body, "moves"))

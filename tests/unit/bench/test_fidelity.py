@@ -15,18 +15,20 @@ import pytest
 from libra_cli.bench.fidelity.server import (
     RecordedRequest,
     RunError,
+    compare_server,
     correlation,
     fidelity,
     read_run,
     replay,
 )
+from libra_cli.core.costs.mixtures import MixtureRefused
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.sim.engine import Engine, EngineRequest
 from libra_cli.sim.layer_times import (
-    ALL_REDUCE_S,
-    EXPERT_S,
     GAP_S,
+    INTERCONNECTS,
     MODELS,
+    Interconnect,
     LayerProfile,
     LayerProfileError,
     LayerTimes,
@@ -268,20 +270,64 @@ def test_the_line_of_decode_steps_meets_the_table() -> None:
     assert first + holds * growth == pytest.approx(times().decode_step_s(4, 256 + holds * 4))
 
 
-def test_overhead_experts_and_all_reduces_are_added() -> None:
-    mixture = replace(TINY, experts=8, active=2, expert_hidden=32)
-    plain = times().decode_step_s(1, 16)
-    assert times(overhead_s=0.01).decode_step_s(1, 16) == pytest.approx(plain + 0.01)
-    assert times(shape=mixture).decode_step_s(1, 16) > plain + 2 * EXPERT_S
-    assert times(tensor_parallel=2).decode_step_s(1, 16) > plain + 4 * ALL_REDUCE_S
-    few, many = (times(shape=mixture).decode_step_s(n, 16 * n) for n in (1, 4))
-    assert many > few
+def test_overhead_and_two_all_reduces_a_layer_are_added() -> None:
+    plain = times().decode_step_s(4, 64)
+    assert times(overhead_s=0.01).decode_step_s(4, 64) == pytest.approx(plain + 0.01)
+    link = Interconnect(1e-5, 1e9)
+    sums = 2 * TINY.layers * (1e-5 + 4 * TINY.hidden * 2 / 1e9)  # over 2 GPUs each sends it once
+    two = times(tensor_parallel=2, interconnect=link).decode_step_s(4, 64)
+    assert two == pytest.approx(plain + sums)
+
+
+def test_an_all_reduce_costs_a_latency_and_what_a_ring_sends() -> None:
+    link = Interconnect(1e-5, 1e9)
+    assert link.all_reduce_s(1e6, 1) == 0
+    assert link.all_reduce_s(1e6, 2) == pytest.approx(1e-5 + 1e-3)
+    assert link.all_reduce_s(1e6, 4) == pytest.approx(1e-5 + 1.5e-3)
+
+
+def test_without_nvlink_an_all_reduce_takes_longer_of_any_size() -> None:
+    host, peer, nvlink = (INTERCONNECTS[name] for name in ("pcie", "pcie-peer", "nvlink"))
+    for size in (1e4, 1e6, 2e7):
+        assert (
+            host.all_reduce_s(size, 2) > peer.all_reduce_s(size, 2) > nvlink.all_reduce_s(size, 2)
+        )
+    # What the sources of the constants have measured.
+    assert peer.all_reduce_s(20_971_520, 2) == pytest.approx(587e-6, rel=0.03)
+    assert nvlink.all_reduce_s(2_097_152, 2) == pytest.approx(25e-6, rel=0.15)
+
+
+def test_a_mixture_of_experts_is_refused_by_name_and_by_its_layers(tmp_path: Path) -> None:
+    with pytest.raises(MixtureRefused, match="mixture of experts") as refused:
+        layer_times(tmp_path, "RTXPRO6000", "Qwen/Qwen3-30B-A3B-Instruct-2507", 1)
+    assert "dense" in refused.value.hint
+    stem = "RTXPRO6000_Qwen3-8B_tp1"
+    write_profile(tmp_path, stem)  # it has qkv_proj only
+    with pytest.raises(LayerProfileError, match=r"Qwen3-8B_tp1_dense: has no o_proj"):
+        layer_times(tmp_path, "RTXPRO6000", "Qwen/Qwen3-8B", 1)
+
+
+def test_a_recorded_run_of_a_mixture_is_refused_whatever_the_prices(tmp_path: Path) -> None:
+    requests = tmp_path / "GPU_requests.jsonl"
+    line = {"input_toks": 9, "output_toks": 9, "queued_ts": 0, "scheduled_ts": 0}
+    requests.write_text(json.dumps({**line, "first_token_ts": 1, "last_token_ts": 2}))
+    engine = {"tensor_parallel_size": 1, "max_num_seqs": 8, "max_num_batched_tokens": 2048}
+    meta = {"model": "Qwen/Qwen3-30B-A3B", "engine_kwargs": engine}
+    (tmp_path / "GPU_meta.json").write_text(json.dumps(meta))
+    for layers in (None, tmp_path):
+        with pytest.raises(MixtureRefused, match="Qwen3-30B-A3B"):
+            compare_server(requests, None, profile="a800-qwen3-14b", layers=layers, gpu="")
+
+
+def test_an_unknown_interconnect_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(LayerProfileError, match="token-ring") as unknown:
+        layer_times(tmp_path, "RTXPRO6000", "Qwen/Qwen3-32B", 2, interconnect="token-ring")
+    assert "nvlink" in unknown.value.hint
 
 
 def test_the_kv_cache_is_what_the_weights_leave() -> None:
     shape = MODELS["Qwen3-32B"]
     assert shape.parameters == pytest.approx(32.8e9, rel=0.01)
-    assert MODELS["Qwen3-30B-A3B-Instruct-2507"].parameters == pytest.approx(30.5e9, rel=0.01)
     assert MODELS["Llama-3.1-8B"].parameters == pytest.approx(8.03e9, rel=0.01)
     assert shape.kv_token_bytes == 262_144
     assert shape.kv_capacity(80, 2) > 2 * shape.kv_capacity(80, 1)

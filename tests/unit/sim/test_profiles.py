@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from libra_cli.core.costs.mixtures import MixtureRefused
 from libra_cli.core.costs.profile import ProfileError
-from libra_cli.sim.profiles import known_profiles, load_profile, require_gpu
+from libra_cli.sim.profiles import known_profiles, load_profile, require_dense, require_gpu
 
 
 def test_nine_profiles_ship() -> None:
@@ -72,3 +74,21 @@ def test_a_profile_for_another_gpu_is_refused() -> None:
     require_gpu(profile, "NVIDIA A100-SXM4-80GB")
     with pytest.raises(ProfileError, match=r"A100.*H200"):
         require_gpu(profile, "NVIDIA H200")
+
+
+def test_a_profile_of_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mixture.json"
+    dense = load_profile("h100-qwen3-8b")
+    file.write_text(replace(dense, model="Qwen3-30B-A3B").to_json())
+    with pytest.raises(MixtureRefused, match="Qwen3-30B-A3B"):
+        load_profile(str(file))
+
+
+def test_a_model_is_dense_or_not_by_its_config_and_else_by_its_name(tmp_path: Path) -> None:
+    require_dense(str(tmp_path))
+    require_dense("Qwen/Qwen3-14B")
+    with pytest.raises(MixtureRefused):
+        require_dense("Qwen/Qwen3-30B-A3B")
+    (tmp_path / "config.json").write_text('{"num_experts": 128}')
+    with pytest.raises(MixtureRefused, match="128 experts"):
+        require_dense(str(tmp_path))

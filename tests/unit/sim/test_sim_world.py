@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 
 from libra_cli.core import actions as a
+from libra_cli.core.machine import Machine
 from libra_cli.core.reconcile.reconciler import GRACE_S
 from libra_cli.core.scheduling.policy import POLICIES, make_policy
 from libra_cli.core.types import Plan, Pool, Slot, TrajectoryId
@@ -40,6 +41,20 @@ def test_the_same_seed_gives_the_same_run() -> None:
     first, second, other = run(seed=3), run(seed=3), run(seed=4)
     assert first.recording.turns == second.recording.turns
     assert first.recording.turns != other.recording.turns
+
+
+@pytest.mark.parametrize("rule", [{}, {"rule": "soft"}, {"rule": "cut"}])
+def test_settling_after_every_event_finds_nothing_more_to_do(
+    monkeypatch: pytest.MonkeyPatch, rule: dict[str, str]
+) -> None:
+    scene = sim_scene.scene(steps=4, max_staleness=1)
+    training = scene.recipe.training.model_copy(
+        update={"staleness": type(scene.recipe.training.staleness).model_validate(rule)}
+    )
+    scene = replace(scene, recipe=scene.recipe.model_copy(update={"training": training}))
+    quick = run(here=scene).recording
+    monkeypatch.setattr(Machine, "_is_quiet", lambda self, event: False)
+    assert run(here=scene).recording == quick
 
 
 def test_no_group_is_played_again_for_its_age() -> None:

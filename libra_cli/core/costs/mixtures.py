@@ -1,0 +1,58 @@
+"""Mixtures of experts: recognised, and refused by everything that puts a price on a step.
+
+A step of a mixture reads the weights of the experts that its tokens happen to choose: the more
+tokens, the more weights, until all are read. No straight line follows that, and the law of
+``costs.server`` is 24 to 29 % off measured blocks, and a recorded run was simulated 88 % too slow.
+Training and serving them is no matter of prices and goes on working.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from libra_cli.config.errors import LibraError
+
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What config.json calls the number of experts: Qwen, Mixtral, DeepSeek, ERNIE."""
+_NAMED = re.compile(r"(?:^|[-_/])(?:A\d+(?:\.\d+)?B|\d+x\d+B)(?:$|[-_])|moe|mixtral", re.IGNORECASE)
+
+
+class MixtureRefused(LibraError):
+    """A price is wanted for a mixture of experts, and there is no law for one."""
+
+    exit_code = 2
+
+    def __init__(self, model: str, why: str) -> None:
+        super().__init__(
+            f"{model} is a mixture of experts ({why}): what a step of it costs depends on which "
+            "experts its tokens choose, and libra has no price for that",
+            hint="give a dense model of the same family; to run this one, keep the plan of the "
+            "recipe (planner: {kind: fixed})",
+        )
+
+
+def experts_of(config: Mapping[str, Any]) -> int:
+    """The number of experts a model's config.json names; 0 for a dense one."""
+    inner = config.get("text_config")
+    counts = [part.get(key) for part in (config, inner or {}) for key in EXPERT_KEYS]
+    most = max((count for count in counts if isinstance(count, int)), default=0)
+    return most if most > 1 else 0
+
+
+def is_named_mixture(model: str) -> bool:
+    """Whether a model's name says that it is one: Qwen3-30B-A3B, Mixtral-8x7B, OLMoE."""
+    return _NAMED.search(model) is not None
+
+
+def refuse_mixture(model: str, config: Mapping[str, Any]) -> None:
+    """Raises MixtureRefused for a mixture, by its config.json, or by its name where that is empty.
+
+    ``model`` is a name or a path, and told to people.
+    """
+    experts = experts_of(config)
+    if experts:
+        raise MixtureRefused(model, f"{experts} experts in its config.json")
+    if not config and is_named_mixture(model.rstrip("/").rpartition("/")[2]):
+        raise MixtureRefused(model, "by its name")
