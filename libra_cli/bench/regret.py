@@ -122,7 +122,8 @@ class StaticPlans:
         self._gpus = job.gpus
         self._training = job.profile.training
         self._search = Search(job.believed, job.workload, job.gpus, PlannerSettings())
-        self._work = job.work_of(islice(job.groups(), job.steps * job.groups_per_step))
+        groups = job.groups()
+        self._steps = [job.work_of(islice(groups, job.groups_per_step)) for _ in range(job.steps)]
 
     def layout(self, shape: _Shape) -> Layout | None:
         """The plan with these servers, in which the other GPUs train; None where a half does not
@@ -131,13 +132,16 @@ class StaticPlans:
         spare = self._gpus - degree * servers
         if servers < 1 or spare < 1:
             return None
-        longest = self._work.longest.context
+        longest = max(work.longest.context for work in self._steps)
         buckets = (PlannedBucket(degree, servers, longest, PlannerSettings().max_num_seqs),)
         trainers = [TrainingShape(d, spare // d) for d in (1, 2, 4, 8) if d <= spare]
         fitting = [Layout(buckets, trainer) for trainer in trainers]
         fitting = [one for one in fitting if self._search.times(one).step_s < float("inf")]
-        seconds = self._training.seconds
-        return min(fitting, key=lambda one: seconds(one.training, self._work), default=None)
+        return min(fitting, key=self._train_s, default=None)
+
+    def _train_s(self, layout: Layout) -> Seconds:
+        """Of the whole run: each step's longest trajectory is on one replica."""
+        return sum(self._training.seconds(layout.training, work) for work in self._steps)
 
     def first(self) -> list[Layout]:
         """Every degree on ``SHARES`` of the GPUs, or on the most that leave enough to train on."""
