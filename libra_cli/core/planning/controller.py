@@ -135,8 +135,8 @@ class PlanController:
 
     @property
     def _may_look(self) -> bool:
-        hybrid = any(slot.pool is Pool.HYBRID for slot in self.slots)
-        return hybrid and self._recipe.planner.kind != "fixed"
+        free = any(slot.pool is Pool.HYBRID or slot.is_joined for slot in self.slots)
+        return free and self._recipe.planner.kind != "fixed"
 
     @property
     def _busy(self) -> bool:

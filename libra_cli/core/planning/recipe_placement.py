@@ -9,17 +9,21 @@ orders; each must be a plan of the recipe (``cluster.placement``).
 A run that is under way (``elastic``) keeps its base group: further training slots become gradient
 workers. Only a plan that takes slots of the base group away resizes it, at the price of a restart.
 
+There, servers side by side may also be joined into one of a size that a bucket has, and split: one
+more, one fewer, all of them or none (``cluster.joined_slots``).
+
 Guarantee: a candidate keeps pools, pins, shapes and the memory of every server and rank. Limit: it
 does not try every subset of slots (2 to the power of their number), only those above.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.cluster.joined_slots import reshaped
 from libra_cli.core.cluster.placement import PlanError, plan_with, slots_of
 from libra_cli.core.costs.profile import NothingFits, Profile, ProfileError, TrainingShape
 from libra_cli.core.observation import Observation
@@ -69,24 +73,27 @@ class RecipePlacement:
         Raises:
             NothingFits: none of them can run; says which constraint fails first.
         """
-        slots = self._free(now)
-        plans = list(self._plans(slots, now.plan))
-        found = [(plan, self.layout_of(plan, slots)) for plan in plans]
-        timed = [(plan, layout, search.times(layout)) for plan, layout in found]
-        if not any(times.step_s < float("inf") for _, _, times in timed):
-            raise self._nothing(search, slots, plans)
+        plans = [
+            (plan, slots)
+            for slots in self._shapes(now, frozenset(search.table.degrees))
+            for plan in self._plans(self._free(slots, now), now.plan)
+        ]
+        found = [(plan, slots, self.layout_of(plan, slots)) for plan, slots in plans]
+        timed = [(plan, slots, layout, search.times(layout)) for plan, slots, layout in found]
+        if not any(times.step_s < float("inf") for *_, times in timed):
+            raise self._nothing(search, now.slots, [plan for plan, _ in plans])
         roles = roles_of(now.plan)
-        for plan, layout, times in timed:
+        for plan, slots, layout, times in timed:
             changed = sum(role != roles.get(slot) for slot, role in roles_of(plan).items())
-            yield Candidate(layout, times, (changed,), partial(_placed, plan, now.slots))
+            yield Candidate(layout, times, (changed,), partial(_placed, plan, slots))
 
     def moves(
         self, now: Observation, then: Plan, slots: Sequence[Slot], profile: Profile
     ) -> tuple[SlotMove, ...]:
-        """The slots whose role changes, in the order of the recipe."""
+        """The slots whose role changes: those that are no more, and the others in their order."""
         roles, after, prices = roles_of(now.plan), roles_of(then), profile.moves
-        moves = []
-        for slot in slots:
+        moves, there = [], {slot.id for slot in slots}
+        for slot in (*(slot for slot in now.slots if slot.id not in there), *slots):
             old, new = roles.get(slot.id, IDLE), after.get(slot.id, IDLE)
             if old == new:
                 continue
@@ -105,11 +112,17 @@ class RecipePlacement:
         resized = self.elastic and then.train != now.plan.train
         return cost_s + (profile.moves.resize_s if resized else 0.0)
 
-    def _free(self, now: Observation) -> tuple[Slot, ...]:
+    def _shapes(self, now: Observation, degrees: Set[int]) -> Iterator[tuple[Slot, ...]]:
+        """The slots there are; in a run under way also with servers joined and split."""
+        yield now.slots
+        if self.elastic and self.recipe.rollout.buckets:
+            sizes = {bucket.tensor_parallel for bucket in self.recipe.rollout.buckets} & degrees
+            serving = dict(now.plan.servers).keys() - dict(now.pins).keys()
+            yield from reshaped(now.slots, slots_of(self.recipe), sizes, serving)
+
+    def _free(self, slots: tuple[Slot, ...], now: Observation) -> tuple[Slot, ...]:
         """The slots; in a run that is under way, what may not move is fixed."""
-        if not self.elastic:
-            return now.slots
-        return fixed_slots(now.slots, dict(now.pins), now.plan.train[0])
+        return fixed_slots(slots, dict(now.pins), now.plan.train[0]) if self.elastic else slots
 
     def _plans(self, slots: tuple[Slot, ...], current: Plan) -> Iterator[Plan]:
         seen: set[frozenset[SlotId]] = set()

@@ -104,8 +104,8 @@ def existing(
 
 
 def slot_of_row(row: SlotRecord) -> Slot:
-    """The slot that a row is about."""
-    return Slot(row.slot, row.node, tuple(json.loads(row.gpus_json or "[]")), Pool(row.pool))
+    """The slot that a row is about, as far as its GPUs and parts go."""
+    return Slot(row.slot, row.node, tuple(json.loads(row.gpus_json or "[]")), Pool.HYBRID)
 
 
 def slot_part(slot: SlotRecord) -> SlotPart:

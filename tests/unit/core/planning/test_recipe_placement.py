@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.cluster.joined_slots import part_slots
 from libra_cli.core.cluster.placement import initial_plan, plan_with, seats_of, slots_of
 from libra_cli.core.costs.profile import NothingFits, Profile
 from libra_cli.core.costs.workload import TrajectorySample, Workload
@@ -183,3 +184,61 @@ def test_as_many_slots_serve_as_the_recipe_wants_at_least() -> None:
     slots, today = slots_of(least), initial_plan(least)
     decision = propose_plan(least, slots, today, work(200), PROFILE, elastic=True)
     assert len(decision.proposed.servers) >= 5
+
+
+# -- larger and smaller servers --------------------------------------------------------------------
+
+
+def two_sizes() -> Recipe:
+    """Nodes of two slots of four GPUs each, with buckets for one slot and for both together."""
+    recipe = recipe_of(3, slots=2)
+    small = (recipe.rollout.buckets or ())[0]
+    large = small.model_copy(update={"name": "large", "tensor_parallel": 8, "slots": 0})
+    rollout = recipe.rollout.model_copy(update={"buckets": (small, large)})
+    return recipe.model_copy(update={"rollout": rollout})
+
+
+def few_long() -> Workload:
+    """Fewer trajectories than there are servers: only how fast one is played counts."""
+    return work(15_000, batch=2)
+
+
+def test_servers_are_joined_where_one_trajectory_is_what_all_wait_for() -> None:
+    recipe = two_sizes()
+    slots, today = slots_of(recipe), initial_plan(recipe)
+    decision = propose_plan(recipe, slots, today, few_long(), PROFILE, elastic=True)
+    assert decision.plan is not None
+    joined = [slot for slot in decision.slots if slot.is_joined]
+    assert joined
+    assert dict(decision.plan.servers)[joined[0].id].name == "large"
+    told = {move.slot: (move.before, move.after) for move in decision.moves}
+    assert told[joined[0].id] == ("idle", "large")
+    parts = part_slots(joined[0].id)
+    assert [told[part] for part in parts] == [("short", "idle")] * 2
+    gpus = [(slot.node, gpu) for slot in decision.slots for gpu in slot.gpus]
+    assert len(gpus) == len(set(gpus)) == 24
+
+
+def test_joined_servers_are_split_where_many_trajectories_are_to_be_played() -> None:
+    recipe = two_sizes()
+    slots, today = slots_of(recipe), initial_plan(recipe)
+    first = propose_plan(recipe, slots, today, few_long(), PROFILE, elastic=True)
+    assert first.plan is not None
+    again = propose_plan(recipe, first.slots, first.plan, work(500, 2048), PROFILE, elastic=True)
+    assert again.plan is not None
+    assert sum(s.is_joined for s in again.slots) < sum(s.is_joined for s in first.slots)
+
+
+def test_pinned_slots_are_neither_joined_nor_split() -> None:
+    recipe = two_sizes()
+    slots, today = slots_of(recipe), initial_plan(recipe)
+    pins = tuple((slot, Role.ROLLOUT) for slot, _ in today.servers)
+    decision = propose_plan(recipe, slots, today, few_long(), PROFILE, elastic=True, pins=pins)
+    assert not any(slot.is_joined for slot in decision.slots or ())
+
+
+def test_before_a_run_nothing_is_joined() -> None:
+    recipe = two_sizes()
+    slots, today = slots_of(recipe), initial_plan(recipe)
+    decision = propose_plan(recipe, slots, today, few_long(), PROFILE)
+    assert not any(slot.is_joined for slot in decision.slots or ())
