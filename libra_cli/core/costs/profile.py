@@ -134,7 +134,7 @@ class TrainingCost:
     def compute_s(self, shape: TrainingShape, workload: Workload) -> Seconds:
         """Seconds of arithmetic of a step: shared evenly, but a trajectory stays on one replica."""
         even = (self.token_s * workload.tokens + self.pair_s * workload.pairs) / shape.gpus
-        context = workload.longest.context
+        context = workload.longest_expected
         longest = self.token_s * context + self.pair_s * context**2 / 2
         return max(even, longest / shape.tensor_parallel)
 

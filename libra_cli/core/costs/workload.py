@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import sqrt
+from operator import mul
 
 from libra_cli.core.types import Seconds, Tokens
 
@@ -64,6 +65,10 @@ class Workload:
     """Tokens of a trajectory at its end."""
     longest: TrajectorySample = field(init=False, compare=False, repr=False)
     """The sample with the most tokens at its end."""
+    longest_expected: float = field(init=False, compare=False, repr=False)
+    """Tokens of a step's longest trajectory, on average over steps drawn from the samples: each is
+    in a step with the chance w, so the longest but r of all is a step's longest with w (1 - w)^r.
+    """
     pairs: float = field(init=False, compare=False, repr=False)
     """Pairs of a token and one it attends to, of a step: the sum of context squared / 2."""
 
@@ -82,6 +87,11 @@ class Workload:
         put(self, "mean_generated", sum(sample.generated for sample in self.samples) / number)
         put(self, "mean_context", sum(sample.context for sample in self.samples) / number)
         put(self, "longest", max(self.samples, key=lambda sample: sample.context))
+        w = min(1.0, self.trajectories / number)
+        contexts = sorted((sample.context for sample in self.samples), reverse=True)
+        weights = [w * (1 - w) ** place for place in range(number)]
+        expected = sum(map(mul, weights, contexts)) / sum(weights)
+        put(self, "longest_expected", expected)
         put(self, "pairs", squares / 2 * self.trajectories)
 
     @property

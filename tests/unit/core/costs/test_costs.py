@@ -179,6 +179,13 @@ def test_an_unknown_shape_starts_like_the_slowest_known() -> None:
     assert MOVES.start(8) == 36.0
 
 
+def test_the_longest_of_a_step_is_that_of_all_only_where_all_are_in_the_step() -> None:
+    samples = tuple(TrajectorySample(1, tokens) for tokens in range(1, 101))
+    assert Workload(samples, 100).longest_expected == 101
+    assert Workload(samples, 50).longest_expected == pytest.approx(100, abs=0.1)
+    assert Workload(samples, 10).longest_expected == pytest.approx(92, abs=0.1)
+
+
 def test_a_workload_without_work_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one sample"):
         Workload((), 8)
