@@ -93,7 +93,7 @@ def test_parts_of_a_run_add_up_to_it() -> None:
 
 
 def test_a_script_changes_the_plan_where_that_pays_its_moves(plans: StaticPlans) -> None:
-    early, late = plans.layout((2, 2)), plans.layout((2, 4))
+    early, late = plans.layout((2, 3)), plans.layout((2, 4))
     assert early is not None
     assert late is not None
     runs = {early: [1.0, 2.0, 5.0, 8.0], late: [3.0, 6.0, 7.0, 8.0]}
