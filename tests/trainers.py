@@ -187,7 +187,8 @@ def batch(step: int, *, groups: int = 4) -> list[dict[str, Any]]:
                     "loss_mask": mask.tobytes(),
                     "reward": float(rng.random() < 0.5),
                     "fresh": member % 2,
-                    "staleness": 0,
+                    "behind": [],
+                    "baseline": None,
                 }
             )
     return made

@@ -18,6 +18,7 @@ from typing import Any
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
+from libra_cli.core.cluster.joined_slots import slot_named
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.machine import Machine
 from libra_cli.core.records import Record, StepRecord, TrajectoryRecord
@@ -28,10 +29,13 @@ from libra_cli.core.types import (
     Pool,
     Prediction,
     Role,
+    Slot,
+    SlotId,
     ToolOutcome,
     ToolReturn,
     VersionSpan,
     WeightVersion,
+    node_of,
 )
 
 
@@ -116,6 +120,8 @@ class Faults:
     stop_asked: float = 0.0
     repeated: float = 0.0
     replanned: float = 0.0
+    joined: float = 0.0
+    """Two slots side by side are one in another plan."""
     ordered: float = 0.0
     worker_dies: float = 0.0
     share_lost: float = 0.0
@@ -203,7 +209,7 @@ class World:
         if self._chance("node_lost") and not self._lost:
             self._lost.add("a")
             self.give(e.NodeLost("a", "cable"))
-            alive = {"server-0", "server-1", "gradient-0", "gradient-1"}
+            alive = {"server-0", "server-1", "server-0-1", "gradient-0", "gradient-1"}
             dead = self.random.sample(sorted(alive), self.random.choice((0, 0, 2, 3)))
             self.later(e.NodeBack("a", frozenset(alive - set(dead))), 0.5, 3.0)
         self._orders()
@@ -215,26 +221,40 @@ class World:
             for status in self.machine.workers.replicas.values():
                 self.later(e.WorkerFailed(status.slot.id, status.incarnation, "died"))
         if self._chance("replanned"):
-            self.later(e.PlanChosen(self._some_plan(), self._slots))
+            self.later(e.PlanChosen(*self._some_plan()))
         if self._chance("ordered"):
             self.later(self._some_order())
 
-    def _some_plan(self) -> Plan:
-        """Any the pools allow, the core's first slot kept."""
+    def _some_plan(self) -> tuple[Plan, tuple[Slot, ...]]:
+        """Any the pools allow, the core's first slot kept, on slots joined in any way."""
         head = self.plan.train[0]
-        roles = {slot.id: self.random.choice(_MAY[slot.pool]) for slot in self._slots}
+        slots = self._some_slots(head)
+        roles = {slot.id: self.random.choice(_MAY[slot.pool]) for slot in slots}
         roles[head] = Role.TRAIN
         bucket = self.plan.servers[0][1]
         buckets = [bucket, replace(bucket, up_to_tokens=30), replace(bucket, max_num_seqs=2)]
         serving = [slot for slot, role in roles.items() if role is Role.ROLLOUT]
         if not serving:
-            return self.machine.plan
+            return self.machine.plan, self.machine.reconciler.slots
         train = [slot for slot, role in roles.items() if role is Role.TRAIN and slot != head]
-        return Plan(
+        plan = Plan(
             servers=tuple((slot, self.random.choice(buckets)) for slot in serving),
             train=(head, *train),
             gradient=tuple(slot for slot, role in roles.items() if role is Role.GRADIENT),
         )
+        return plan, slots
+
+    def _some_slots(self, head: SlotId) -> tuple[Slot, ...]:
+        known = {slot.id: slot for slot in self._slots}
+        slots: list[Slot] = []
+        for slot in self._slots:
+            before = slots[-1] if slots else None
+            mates = before is not None and before.node == slot.node and head != before.id
+            if mates and self._chance("joined"):
+                slots[-1] = slot_named(f"{slots[-1].id}+{slot.parts[0]}", known)
+            else:
+                slots.append(slot)
+        return tuple(slots)
 
     def _some_order(self) -> e.PlanOrdered:
         number = f"order-{self.events}"
@@ -243,6 +263,9 @@ class World:
             (role, self.random.randint(0, 3)) for role in roles if self.random.random() < 0.6
         )
         slot = self.random.choice(self._slots).id
+        joined = ((f"{node_of(slot)}/0+1", self.random.random() < 0.5),)
+        if self._chance("joined"):
+            return e.PlanOrdered(number, shapes=joined)
         pins = ((slot, self.random.choice((*roles, None))),) if self.random.random() < 0.3 else ()
         return e.PlanOrdered(number, to, pins)
 
@@ -424,7 +447,7 @@ class World:
             self.later(e.PlanKept("no plan is predicted to be faster", action.order))
             return
         promise = Prediction(10.0, 8.0, 5.0)
-        self.later(e.PlanChosen(self._some_plan(), self._slots, promise, action.order))
+        self.later(e.PlanChosen(*self._some_plan(), promise, action.order))
 
     def _do_answer_order(self, action: a.AnswerOrder) -> None:
         self.answers.append(action)

@@ -26,6 +26,8 @@ from libra_cli.core.costs.profile import Profile
 from libra_cli.core.costs.workload import TrajectorySample
 from libra_cli.core.observation import Observation
 from libra_cli.core.observer import workload_of
+from libra_cli.core.planning.admission import Admission
+from libra_cli.core.planning.planner import FirstPlan
 from libra_cli.core.planning.recipe_placement import fixed_slots
 from libra_cli.core.types import Plan, Pool, Slot
 from libra_cli.sim.profiles import load_profile
@@ -48,7 +50,13 @@ class KnownPrices:
 
 
 def first_plan(recipe: Recipe, gpus: frozenset[str] | None = None) -> Placed:
-    """The plan to begin with, and its slots; ``gpus`` are those of the hosts, once they are known.
+    """The plan of ``explained_first_plan``, and its slots."""
+    found = explained_first_plan(recipe, gpus)
+    return found.plan, found.slots
+
+
+def explained_first_plan(recipe: Recipe, gpus: frozenset[str] | None = None) -> FirstPlan:
+    """What to begin with, and why; ``gpus`` are those of the hosts, once they are known.
 
     Raises:
         LibraError: the recipe names prices that are not for these GPUs, or with which nothing runs.
@@ -56,19 +64,20 @@ def first_plan(recipe: Recipe, gpus: frozenset[str] | None = None) -> Placed:
     own, slots = initial_plan(recipe), slots_of(recipe)
     fixed = recipe.planner.kind == "fixed" and not recipe.has_open_nodes
     if fixed or not any(slot.pool is Pool.HYBRID for slot in slots):
-        return own, slots
+        return FirstPlan(own, slots)
     prices = _prices(recipe, gpus)
     if prices.profile is None:
-        return replace(own, reasons=(prices.told, *own.reasons)), slots
+        return FirstPlan(replace(own, reasons=(prices.told, *own.reasons)), slots)
     samples, work = expected_work(recipe)
     try:
-        plan, known = _planned(recipe, own, slots, prices.profile, samples)
+        found = _planned(recipe, own, slots, prices.profile, samples)
     except LibraError as error:
         if prices.asked_for:
             raise
         why = f"{prices.told}, but by them no plan runs ({error})"
-        return replace(own, reasons=(why, *own.reasons)), slots
-    return replace(plan, reasons=(prices.told, work, *plan.reasons)), known
+        return FirstPlan(replace(own, reasons=(why, *own.reasons)), slots)
+    plan = replace(found.plan, reasons=(prices.told, work, *found.plan.reasons))
+    return replace(found, plan=plan)
 
 
 def _planned(
@@ -77,9 +86,10 @@ def _planned(
     slots: tuple[Slot, ...],
     profile: Profile,
     samples: tuple[TrajectorySample, ...],
-) -> Placed:
-    """What the planner would have, from nothing: no move has a price yet."""
+) -> FirstPlan:
+    """What the planner would have, from nothing: no move has a price yet, any gain is taken."""
     planner = recipe_planner(recipe, lambda plan, evidence: profile, elastic=False)
+    planner = replace(planner, admission=Admission(min_gain=0.0))
     head = own.train[0]
     open_nodes = recipe.has_open_nodes
     seen = Observation(
@@ -94,7 +104,9 @@ def _planned(
         train = (head, *(slot for slot in plan.train if slot != head))
         plan = replace(plan, train=train)
     reasons = (f"predicted: {decision.after}", *plan.reasons)
-    return replace(plan, reasons=reasons), decision.slots if open_nodes else slots
+    explained = decision.explanation.of_first_plan() if decision.explanation else None
+    known = decision.slots if open_nodes else slots
+    return FirstPlan(replace(plan, reasons=reasons), known, explained)
 
 
 # -- where the numbers come from -------------------------------------------------------------------

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from libra_cli.app.costs import live_planner
-from libra_cli.app.first_plan import first_plan
+from libra_cli.app.first_plan import explained_first_plan, first_plan
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.launch.dry_run import HostPlan, dry_run
@@ -82,7 +82,7 @@ def run(
             run_dir,
             journal,
             first,
-            first_plan=partial(first_plan, recipe),
+            first_plan=partial(explained_first_plan, recipe),
             plan_with=partial(live_planner, recipe),
             watch=saved,
             note=note,

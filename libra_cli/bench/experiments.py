@@ -1,22 +1,20 @@
 """The comparisons of ``libra bench``: one function an experiment, each many simulated runs.
 
-``schedule`` compares policies on a fixed plan, ``plan`` planners under one policy; ``ablation`` and
-``sensitivities`` compare what is left of libra without its parts, and where costs are others.
+``quick`` and ``schedule`` compare policies on fixed plans, ``plan`` planners under one policy;
+``ablation`` and ``sensitivities`` compare what is left of libra without its parts, and where costs
+are others.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from multiprocessing import parent_process
-from threading import Thread
 from typing import TypeVar
 
 from libra_cli.bench.config import DEFAULT_DRIFT, BenchError, ExperimentConfig, Progress
 from libra_cli.bench.contenders import ABLATIONS
 from libra_cli.bench.jobs import Job, playable, run_job
+from libra_cli.bench.parallel import simulated
 from libra_cli.bench.results import (
     BASE_PLANNER,
     USUAL_POLICY,
@@ -24,17 +22,25 @@ from libra_cli.bench.results import (
     ResultRow,
     Timeline,
 )
-from libra_cli.core.planning.search import PlannerSettings, propose
+from libra_cli.core.planning.search import Layout, PlannerSettings, propose
 from libra_cli.sim.drift import Drift
 from libra_cli.sim.traces import Trace
 
 _T = TypeVar("_T")
 
+STEPS = 16
+"""Optimizer steps of a run under a fixed plan: three times as many as may be in flight, so that
+most of them are trained once the pipeline is full."""
 LONG_STEPS = 48
 """Optimizer steps of a run whose plan may change: some ten times as many as may be in flight, so
 that filling the pipeline at first and emptying it at last count for little."""
 MIXED = PlannerSettings(mixed_gain=0.0, tolerance=0.0)
 """The planner may mix shapes of servers wherever that gains anything."""
+SERVERS = {
+    "alike servers": PlannerSettings(mixed_gain=1e9),
+    "mixed servers": MIXED,
+}
+"""The plans that policies are compared on, by the servers in them."""
 PARTS = (
     ("static uniform", "uniform", USUAL_POLICY, PlannerSettings()),
     ("+ planner", BASE_PLANNER, USUAL_POLICY, PlannerSettings(mixed_gain=1e9)),
@@ -50,16 +56,34 @@ MISTAKES = (0.5, 2.0)
 """Factors by which the believed costs of servers are wrong; chosen."""
 
 
-def schedule(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
+def quick(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
     """Policies on the plan that libra's planner proposes for the trace."""
+    return _on_plans(config, {"": PlannerSettings()}, progress)
+
+
+def schedule(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
+    """Policies on the best plan of alike servers and on the best one of any, so that one sees which
+    suits each; where they are one plan, on that."""
+    return _on_plans(config, SERVERS, progress)
+
+
+def _on_plans(
+    config: ExperimentConfig, plans: Mapping[str, PlannerSettings], progress: Progress
+) -> ExperimentResult:
     traces, notes = _playable(config.traces)
     jobs: list[Job] = []
     for trace in traces:
-        blank = _job(config, trace)
-        proposal = propose(config.profile, blank.workload, config.gpus)
-        notes += [f"{trace.name}: {reason}" for reason in proposal.reasons[:2]]
-        fixed = replace(blank, layout=proposal.layout)
-        jobs += _with_policies(fixed, config.policies, config.seeds)
+        layouts: list[Layout] = []
+        for name, settings in plans.items():
+            blank = _job(config, trace)
+            proposal = propose(config.profile, blank.workload, config.gpus, settings)
+            if proposal.layout.buckets in [layout.buckets for layout in layouts]:
+                continue
+            layouts.append(proposal.layout)
+            about = f"{trace.name}, {name}" if name else trace.name
+            notes += [f"{about}: {reason}" for reason in proposal.reasons[:2]]
+            fixed = replace(blank, layout=proposal.layout, variant=name)
+            jobs += _with_policies(fixed, config.policies, config.seeds)
     return _run("policies on a fixed plan", jobs, notes, progress)
 
 
@@ -131,7 +155,7 @@ def sensitivities(config: ExperimentConfig, progress: Progress) -> ExperimentRes
 
 def _job(config: ExperimentConfig, trace: Trace) -> Job:
     """libra on this trace, seed 0."""
-    return Job(trace, config.profile, config.profile, config.gpus, "libra", "libra", 0)
+    return Job(trace, config.profile, config.profile, config.gpus, "libra", "libra", 0, steps=STEPS)
 
 
 def _drifting(config: ExperimentConfig, trace: Trace, drift: Drift) -> Job:
@@ -160,24 +184,3 @@ def run_jobs(
 ) -> Iterator[tuple[ResultRow, Timeline | None]]:
     """Simulate all of them; what came out, in the order of the jobs."""
     return simulated(run_job, jobs, progress)
-
-
-def simulated(run: Callable[[Job], _T], jobs: Sequence[Job], progress: Progress) -> Iterator[_T]:
-    """What ``run`` makes of each job, on every core there is."""
-    cores = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(min(cores, len(jobs) or 1), initializer=_leave_with_parent) as pool:
-        for number, (job, done) in enumerate(zip(jobs, pool.map(run, jobs), strict=True), start=1):
-            progress(f"{number} of {len(jobs)} runs: {job.trace.name}, {job.planner}, {job.policy}")
-            yield done
-
-
-def _leave_with_parent() -> None:
-    """A process of the pool waits for work for ever, also from a parent that was killed."""
-    parent = parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    Thread(target=watch, daemon=True).start()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
+from libra_cli.bench.bounds import ServerShape, least_makespan
 from libra_cli.bench.clairvoyance import TOLD, Scripted, Told
 from libra_cli.bench.contenders import Future, contender
 from libra_cli.bench.results import ResultRow, Timeline
@@ -26,7 +27,7 @@ from libra_cli.core.planning.planner import DecisionMaker
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.planning.training_shapes import TrainingTree
 from libra_cli.core.rollout.staleness import rule_of
-from libra_cli.core.types import Bucket, Seconds
+from libra_cli.core.types import Bucket, Seconds, TrajectoryId
 from libra_cli.sim.drift import NO_DRIFT, Drift
 from libra_cli.sim.traces import RecordedEpisode, Trace, TraceError
 from libra_cli.sim.world import SimConfig, World
@@ -286,7 +287,25 @@ def _row(job: Job, world: World) -> ResultRow:
         idle_train=1.0 - sum(end - start for start, end in tape.trained) / tape.ended_at,
         moves=_migrations(world) if job.layout is None else moved,
         reprefilled_tokens=sum(engine.reprefilled_tokens for engine in engines),
+        bound_s=_bound_s(job, world),
     )
+
+
+def _bound_s(job: Job, world: World) -> Seconds | None:
+    """The least makespan of what was trained, under a plan that stays and a rule that trains whole
+    groups."""
+    if job.layout is None or job.staleness != "hold":
+        return None
+    shapes = [
+        ServerShape(job.profile.servers[b.tensor_parallel], b.servers, b.max_num_seqs)
+        for b in job.layout.buckets
+    ]
+    trained = [
+        [world.episode(TrajectoryId(group, member)) for member in range(job.group_size)]
+        for group in sorted(world.recording.groups)
+    ]
+    steps = [end - start for start, end in world.recording.trained]
+    return least_makespan(shapes, trained, steps, batch=job.groups_per_step, max_len=MAX_LEN)
 
 
 def _steady(job: Job, world: World) -> float:

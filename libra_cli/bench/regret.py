@@ -27,8 +27,8 @@ from typing import TypeAlias
 
 from libra_cli.bench.clairvoyance import TOLD
 from libra_cli.bench.config import ExperimentConfig, Progress
-from libra_cli.bench.experiments import simulated
 from libra_cli.bench.jobs import Job, first_layout_of, playable, run_job, static_run
+from libra_cli.bench.parallel import simulated
 from libra_cli.bench.results import (
     BEST_STATIC,
     CLAIRVOYANT,

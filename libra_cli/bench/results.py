@@ -10,8 +10,8 @@ Guarantee: if the differences are normal, the interval holds the true mean in 95
 Limits: with 3 seeds t is 4.3, so only large differences are significant; intervals are not widened
 for the number of contenders, so of 20 that are level with the best, one will look different.
 
-The share of the clairvoyant's gain is the ratio ``sum(base - x) / sum(base - clairvoyant)``; its
-interval is the delta method's, from the residuals ``(base - x) - share * (base - clairvoyant)``.
+The share of the bound is the mean over the seeds of the least makespan that any scheduler could
+have (``bench.bounds``) over the makespan that it took.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from typing import Any, TypeAlias
 
 from libra_cli.core.types import Seconds, Tokens
 
-FORMAT = 1
+FORMAT = 2
 KNOWN_LENGTHS = "known-lengths"
 """The policy that knows how much every trajectory has left."""
+WHOLE_REMAINDER = "whole-remainder"
+"""The same, if it judges a move by all of that."""
 CLAIRVOYANT = "clairvoyant"
 FREE_CLAIRVOYANT = "clairvoyant, free moves"
 LIBRA_TOLD = "libra, work told"
@@ -52,7 +54,14 @@ METRICS = (
 )
 """The numbers of a row, by the names they have in JSON."""
 
-_KNOW_THE_FUTURE = (KNOWN_LENGTHS, CLAIRVOYANT, FREE_CLAIRVOYANT, BEST_STATIC, LIBRA_TOLD)
+_KNOW_THE_FUTURE = (
+    KNOWN_LENGTHS,
+    WHOLE_REMAINDER,
+    CLAIRVOYANT,
+    FREE_CLAIRVOYANT,
+    BEST_STATIC,
+    LIBRA_TOLD,
+)
 
 Interval: TypeAlias = tuple[float, float]
 Contender: TypeAlias = tuple[str, str, str]
@@ -67,8 +76,9 @@ class ResultRow:
     of the second half of a run that is too short for that; ``idle_rollout`` and ``idle_train`` are
     shares of slot time between 0 and 1; ``p50_s`` and ``p99_s`` the time of a trajectory from its
     start to its last token; ``moves`` counts what went elsewhere; ``reprefilled_tokens`` are prompt
-    tokens computed although they had been before. ``variant`` says what was changed in the
-    experiment; empty for nothing.
+    tokens computed although they had been before; ``bound_s`` is the least makespan of what
+    was trained, None where plans change or groups may be trained in part. ``variant`` says what was
+    changed in the experiment; empty for nothing.
     """
 
     policy: str
@@ -85,6 +95,7 @@ class ResultRow:
     idle_train: float
     moves: int
     reprefilled_tokens: Tokens
+    bound_s: Seconds | None = None
 
     @property
     def contender(self) -> Contender:
@@ -211,7 +222,7 @@ class ComparisonSummary:
     best: bool
     baseline: Difference | None
     rival: Difference | None
-    share_of_clairvoyant: float | None
+    share_of_bound: float | None
     share_ci95: Interval | None
 
     @property
@@ -367,7 +378,7 @@ def _summary(
 ) -> ComparisonSummary:
     runs = arena[contender]
     rival = next((other for other in ranked if other != contender), None)
-    share, share_ci95 = _share(arena, contender)
+    shares = [run.bound_s / run.makespan_s for run in runs.values() if run.bound_s is not None]
     row = next(iter(runs.values()))
     return ComparisonSummary(
         policy=row.policy,
@@ -381,8 +392,8 @@ def _summary(
         best=len(ranked) > 1 and contender == ranked[0],
         baseline=None if base == contender else _difference(arena, contender, base, judged_by),
         rival=None if rival is None else _difference(arena, contender, rival, judged_by),
-        share_of_clairvoyant=share,
-        share_ci95=share_ci95,
+        share_of_bound=fmean(shares) if shares else None,
+        share_ci95=interval(shares),
     )
 
 
@@ -405,25 +416,6 @@ def _pairs(arena: _Runs, contenders: Sequence[Contender], metric: str) -> list[t
     runs = [arena[contender] for contender in contenders]
     seeds = [seed for seed in runs[0] if all(seed in one for one in runs)]
     return [tuple(one[seed].metric(metric) for one in runs) for seed in seeds]
-
-
-def _share(arena: _Runs, contender: Contender) -> tuple[float | None, Interval | None]:
-    """How far the makespan is on the way from least-loaded's to the clairvoyant's, and how sure.
-
-    Nothing where one of the two is missing, or where knowing the future does not help.
-    """
-    variant, planner, _ = contender
-    base, seer = (variant, planner, BASE_POLICY), (variant, planner, KNOWN_LENGTHS)
-    if base not in arena or seer not in arena:
-        return None, None
-    triples = _pairs(arena, (base, contender, seer), "makespan_s")
-    gains = [start - mine for start, mine, _ in triples]
-    possible = [start - best for start, _, best in triples]
-    if sum(possible) <= 0.0:
-        return None, None
-    share, whole = sum(gains) / sum(possible), fmean(possible)
-    spread = interval([(g - share * p) / whole for g, p in zip(gains, possible, strict=True)])
-    return share, None if spread is None else (share + spread[0], share + spread[1])
 
 
 # -- JSON ----------------------------------------------------------------------------------------

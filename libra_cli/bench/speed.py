@@ -10,8 +10,8 @@ from itertools import count, cycle
 from random import Random
 
 from libra_cli.bench.config import Progress
-from libra_cli.bench.experiments import simulated
 from libra_cli.bench.jobs import Job, sample_of, world_of
+from libra_cli.bench.parallel import simulated
 from libra_cli.bench.results import SpeedRow
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.costs.workload import Workload

@@ -143,7 +143,7 @@ def _row(name: str, job: Job) -> RuleRow:
     world = world_of(job)
     world.run()
     tape = world.recording
-    steps = [(step.generated_tokens, step.metrics) for step in tape.steps]
+    steps = [(step.generated_tokens, step.batch) for step in tape.steps]
     tokens = sum(count for count, _ in steps)
     lengths = _Lengths.of(world)
     return RuleRow(

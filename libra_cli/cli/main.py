@@ -181,6 +181,13 @@ def rebalance(
         list[str] | None,
         typer.Option(help="Hold a slot: SLOT=rollout, gradient, train, or auto to let go."),
     ] = None,
+    join: Annotated[
+        list[str] | None,
+        typer.Option(help="Order one larger server of slots side by side, as gpu-01/0+1."),
+    ] = None,
+    split: Annotated[
+        list[str] | None, typer.Option(help="Order its slots to serve apart again.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object, documented in README.")
     ] = False,
@@ -191,7 +198,7 @@ def rebalance(
         str | None, typer.Option(help="With a recipe: a file, or a shipped trace's name.")
     ] = None,
 ) -> None:
-    """Ask a live run to plan now, order a split by hand, or only explain what would be done."""
+    """Ask a live run to plan now, order a split or larger servers by hand, or only explain."""
     from libra_cli.app import rebalance as commands
     from libra_cli.app.rebalance import orders
     from libra_cli.report.status.summary import to_json
@@ -200,7 +207,9 @@ def rebalance(
     with errors_told():
         if not dry_run:
             orders.refuse_explaining(as_json=as_json, profile=profile, trace=trace)
-            accepted, text = orders.order(target, to=to, pins=pin or [])
+            accepted, text = orders.order(
+                target, to=to, pins=pin or [], join=join or [], split=split or []
+            )
             (out if accepted else err).print(text, markup=False, highlight=False)
             if not accepted:
                 raise typer.Exit(2)

@@ -205,11 +205,13 @@ class BucketSpec(_Model):
     name: _Name = "all"
     """The bucket's name in logs and reports."""
     tensor_parallel: _Positive = 1
-    """GPUs of one server; the slots that serve it have exactly as many (without GPUs: 1)."""
+    """GPUs of one server; the slots that serve it have exactly as many. Without GPUs: 1, or of
+    joined slots as many as are joined."""
     max_num_seqs: _Positive = 32
     """The most requests that a server runs at the same time."""
-    slots: _Positive | None = None
-    """How many slots serve it. Null, for one bucket of a shape: those that are left."""
+    slots: _Count | None = None
+    """How many slots serve it. Null, for one bucket of a shape: those that are left. 0: none but
+    slots that are joined while the run goes on."""
     up_to_tokens: _Positive | None = None
     """The bucket is for trajectories with at most so many tokens left. Null: model.max_len."""
 

@@ -358,13 +358,15 @@ class PlanKept:
 class PlanOrdered:
     """A user wants another split, holds slots, or wants the planner to look now.
 
-    ``to`` are numbers of slots by role; ``pins`` hold slots in a role (None lets go). With neither,
+    ``to`` are numbers of slots by role; ``pins`` hold slots in a role (None lets go); ``shapes``
+    are joined slots that there are to be (True) or not to be any more (False). With none of these,
     the planner is asked.
     """
 
     order: str
     to: tuple[tuple[Role, int], ...] = ()
     pins: tuple[tuple[SlotId, Role | None], ...] = ()
+    shapes: tuple[tuple[SlotId, bool], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ from libra_cli.core.cluster.replica import Replica
 from libra_cli.core.cluster.rollout_servers import RolloutServers
 from libra_cli.core.cluster.trainer import TIMER, TrainerGroup, TrainerState
 from libra_cli.core.costs.server import ServerCost, guessed_cost
+from libra_cli.core.explanation import Explanation
 from libra_cli.core.observation import Observation
 from libra_cli.core.observer import RunObserver
 from libra_cli.core.planning.controller import PlanController
@@ -78,6 +79,7 @@ class Machine:
         identity: RunIdentity,
         *,
         resume: Resume | None = None,
+        explanation: Explanation | None = None,
         policy: SchedulingPolicy | None = None,
         cost_of: Callable[[Bucket], ServerCost] | None = None,
         make: Callable[[TrajectoryId, Seconds], Trajectory] = new_trajectory,
@@ -109,14 +111,14 @@ class Machine:
             checkpoint_every=training.checkpoint_every,
             stream=training.stream,
         )
-        self.reconciler = Reconciler(self.servers, self.workers, self.training, plan)
-        self.reconciler.learn(slots)
+        self.reconciler = Reconciler(self.servers, self.workers, self.training, plan, slots)
         self._router = NoticeRouter(
             self.servers, self.workers, self.training, self.rollout, self.reconciler
         )
         self._agenda = self._router.agenda
-        self.controller = PlanController(recipe, self.reconciler, plan, tuple(slots))
+        self.controller = PlanController(recipe, self.reconciler, plan)
         self._observer = RunObserver(recipe)
+        self._first_explanation = explanation
         if resume is not None:
             self.ledger.restore(resume.position)
             self.training.remember(resume.checkpoint, int(resume.position["step"]))
@@ -311,7 +313,8 @@ class Machine:
         match event:
             case e.RunStarted():
                 self.run.started_at = now
-                yield from self.controller.begin(now=now)
+                step, explained = self.training.step, self._first_explanation
+                yield from self.controller.begin(explained, step=step, now=now)
                 yield from self.training.start(now=now)
             case e.NodeLost(node):
                 yield from self.servers.lost(node)

@@ -276,6 +276,8 @@ class StepRecord:
     """Path of the checkpoint written after this step, or empty."""
     metrics_json: str = "{}"
     """Name -> number or null: the loss, and all else that the trainer and the loss name."""
+    batch_json: str = "{}"
+    """Name -> number or null: what ``core.rollout.batches`` says of the batch."""
     held_s: float = 0.0
     """Seconds of ``waited_s`` in which a full batch was ready, and the staleness rule waited for
     groups that this step is the last one for."""
@@ -284,6 +286,11 @@ class StepRecord:
     def metrics(self) -> dict[str, float | None]:
         """``metrics_json``, read."""
         return from_metrics_json(self.metrics_json)
+
+    @property
+    def batch(self) -> dict[str, float | None]:
+        """``batch_json``, read."""
+        return from_metrics_json(self.batch_json)
 
 
 @dataclass(frozen=True, slots=True)

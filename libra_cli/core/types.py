@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from typing import NamedTuple, TypeAlias
 
 Seconds: TypeAlias = float
@@ -13,7 +14,8 @@ Tokens: TypeAlias = int
 Version: TypeAlias = int
 """The optimizer steps behind some weights; ``WeightVersion`` says of which trainer."""
 SlotId: TypeAlias = str
-"""``<node>/<index>``, for example ``gpu-01/0``; ``node_of`` gives the node."""
+"""``<node>/<index>``, for example ``gpu-01/0``; ``node_of`` gives the node. Slots that are
+joined are one, with their indices: ``gpu-01/0+1``."""
 GroupId: TypeAlias = int
 """The position of the group's prompt in the run's prompt stream; never reused."""
 
@@ -21,6 +23,13 @@ GroupId: TypeAlias = int
 def node_of(slot: SlotId) -> str:
     """The name of the node that a slot is on."""
     return slot.rpartition("/")[0]
+
+
+@cache
+def parts_of(slot: SlotId) -> tuple[int, ...]:
+    """Which of its node's equal parts a slot has; none if its name does not tell."""
+    indices = slot.rpartition("/")[2].split("+")
+    return tuple(map(int, indices)) if all(index.isdecimal() for index in indices) else ()
 
 
 class Pool(StrEnum):
@@ -101,7 +110,7 @@ class ToolReturn:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A set of GPUs of one node. ``gpus`` is empty on a host without any."""
+    """A set of GPUs of one node, or on a host without any, where they are empty, of its cores."""
 
     id: SlotId
     node: str
@@ -109,9 +118,32 @@ class Slot:
     pool: Pool
 
     @property
+    def parts(self) -> tuple[int, ...]:
+        """Which of its node's equal parts it has."""
+        return parts_of(self.id)
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether it has several of its node's parts."""
+        return len(self.parts) > 1
+
+    @property
     def num_devices(self) -> int:
-        """GPUs of the slot; 1 on a host without any, where the CPU is the device."""
-        return len(self.gpus) or 1
+        """GPUs of the slot; on a host without any, where the CPU is the device, its parts."""
+        return len(self.gpus) or len(self.parts) or 1
+
+    def overlaps(self, other: Slot) -> bool:
+        """Whether a process on the one takes something from a process on the other."""
+        return not devices_of(self).isdisjoint(devices_of(other))
+
+
+@cache
+def devices_of(slot: Slot) -> frozenset[tuple[str, int | str]]:
+    """What no process of another slot may have: GPUs, without any parts of the node, else a name.
+
+    Of two slots of one node both have GPUs or neither.
+    """
+    return frozenset((slot.node, device) for device in slot.gpus or slot.parts or (slot.id,))
 
 
 @dataclass(frozen=True, slots=True)

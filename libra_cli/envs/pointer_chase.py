@@ -20,6 +20,11 @@ factor raises the mean by less.
 Tools that take time: each call waits ``latency_s`` seconds, one number or several, which then
 change along the tasks as the factors do. Waiting for a tool needs no cores, so this makes rollout
 slower on a small machine without making training slower.
+
+Tools with a heavy tail: ``latency_s: {median: 0.05, most: 2.0}`` draws the seconds of each call
+from a log-normal distribution with that median. One call in a hundred would take ``most`` or
+longer, and takes ``most``. A draw is a function of the task, the episode's seed and the number of
+the call.
 """
 
 from __future__ import annotations
@@ -27,9 +32,10 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from statistics import NormalDist
 from typing import Any, TypeGuard
 
 from libra_cli.envs.protocol import Message, Task, ToolCall, ToolFailed, ToolSchema, function
@@ -62,15 +68,18 @@ class PointerChase:
         hop_weights: Sequence[float] = HOP_WEIGHTS,
         drift: Sequence[float] = (),
         drift_tasks: int = 0,
-        latency_s: float | Sequence[float] = 0.0,
+        latency_s: float | Sequence[float] | Mapping[str, float] = 0.0,
     ) -> None:
         if not 0.0 <= failure_rate < 1.0:
             raise ValueError(f"failure_rate must be in [0, 1), got {failure_rate}")
         if not hop_weights or min(hop_weights) < 0 or sum(hop_weights) <= 0:
             raise ValueError(f"hop_weights must be positive numbers, got {list(hop_weights)}")
-        waits = (latency_s,) if isinstance(latency_s, (int, float)) else tuple(latency_s)
-        if not waits or min(waits) < 0:
-            raise ValueError(f"latency_s must be 0 or more seconds, got {latency_s}")
+        self._tail: LatencyTail | None = None
+        waits: tuple[float, ...] = (0.0,)
+        if isinstance(latency_s, Mapping):
+            self._tail = _log_normal(latency_s)
+        else:
+            waits = _seconds(latency_s)
         _check_drift(drift, drift_tasks, moving=len(drift) > 0 or len(waits) > 1)
         self._latency_s = waits
         self._failure_rate = failure_rate
@@ -113,7 +122,7 @@ class PointerChase:
         if call.name != "get":
             raise ToolFailed(f"no tool {call.name!r}")
         self._calls += 1
-        time.sleep(self._wait_s)
+        time.sleep(self.wait_s(self._calls))
         if _unit("busy", self._store.salt, self._seed, self._calls) < self._failure_rate:
             raise ToolFailed(BUSY)
         key = call.arguments.get("key")
@@ -121,9 +130,47 @@ class PointerChase:
             raise ToolFailed("no such key")
         return self._store.get(key)
 
+    def wait_s(self, call: int) -> float:
+        """Seconds that call number ``call`` of the episode takes, counted from 1."""
+        if self._tail is None:
+            return self._wait_s
+        share = _unit("latency", self._store.salt, self._seed, call)
+        return self._tail.seconds(share)
+
     def score(self, answer: str) -> float:
         """Return 1 for exactly the key after the last hop, else 0."""
         return float(answer.strip() == self._answer)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyTail:
+    """Log-normal seconds, cut off at their 99th percentile."""
+
+    median: float
+    most: float
+
+    def seconds(self, share: float) -> float:
+        """The quantile of that share in [0, 1)."""
+        normal = NormalDist()
+        spread = math.log(self.most / self.median) / normal.inv_cdf(0.99)
+        low = max(share, 2**-64)
+        return min(self.most, self.median * math.exp(spread * normal.inv_cdf(low)))
+
+
+def _seconds(latency_s: float | Sequence[float]) -> tuple[float, ...]:
+    waits = (latency_s,) if isinstance(latency_s, (int, float)) else tuple(latency_s)
+    if not waits or min(waits) < 0:
+        raise ValueError(f"latency_s must be 0 or more seconds, got {latency_s}")
+    return waits
+
+
+def _log_normal(latency_s: Mapping[str, float]) -> LatencyTail:
+    if set(latency_s) != {"median", "most"} or not 0 < latency_s["median"] < latency_s["most"]:
+        raise ValueError(
+            f"latency_s must be seconds, or {{median: 0.05, most: 2.0}} with 0 < median < most, got"
+            f" {dict(latency_s)}"
+        )
+    return LatencyTail(latency_s["median"], latency_s["most"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Carries orders to a live run in files, which anybody who may write the run directory can give.
 
-    <run dir>/orders/<id>.json           {"to": {"rollout": 3}, "pins": {"a/0": "gradient"}}
+    <run dir>/orders/<id>.json           {"to": {"rollout": 3}, "pins": {"a/0": "gradient"},
+                                          "shapes": {"a/0+1": true}}
     <run dir>/orders/<id>.answer.json    {"accepted": true, "text": "..."}
 
 Both appear by a rename, so nobody reads half of one. A Unix socket would not do, since its path may
@@ -68,11 +69,15 @@ class Orders:
 def _event(order: str, message: Mapping[str, Any]) -> PlanOrdered:
     to = tuple((Role(role), int(number)) for role, number in message["to"].items())
     pins = tuple((slot, Role(role) if role else None) for slot, role in message["pins"].items())
-    return PlanOrdered(order, to, pins)
+    shapes = tuple((slot, bool(joined)) for slot, joined in message.get("shapes", {}).items())
+    return PlanOrdered(order, to, pins, shapes)
 
 
 def give_order(
-    run_dir: Path, to: Mapping[Role, int], pins: Mapping[SlotId, Role | None]
+    run_dir: Path,
+    to: Mapping[Role, int],
+    pins: Mapping[SlotId, Role | None],
+    shapes: Mapping[SlotId, bool],
 ) -> tuple[bool, str]:
     """Give an order to a live run, from another process, and wait for the answer.
 
@@ -88,7 +93,11 @@ def give_order(
             f"{run_dir} takes no orders yet: its hosts are being prepared",
             hint=f"libra status {run_dir}",
         )
-    message = {"to": {str(role): n for role, n in to.items()}, "pins": dict(pins)}
+    message = {
+        "to": {str(role): n for role, n in to.items()},
+        "pins": dict(pins),
+        "shapes": dict(shapes),
+    }
     _put(directory / f"{order}.json", message)
     answer = directory / f"{order}{_ANSWER}"
     give_up = time.monotonic() + ANSWER_S

@@ -23,11 +23,12 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core import events
 from libra_cli.core.actions import End
 from libra_cli.core.cluster.placement import initial_plan, slots_of
+from libra_cli.core.explanation import Explanation
 from libra_cli.core.machine import Machine
-from libra_cli.core.planning.planner import DecisionMaker
+from libra_cli.core.planning.planner import DecisionMaker, FirstPlan
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.run_state import Resume, RunIdentity
-from libra_cli.core.types import Plan, Slot, SlotId, node_of
+from libra_cli.core.types import Slot, SlotId, node_of
 from libra_cli.runtime.driver import QUIET, Driver, describe
 from libra_cli.runtime.episodes.performer import EpisodePerformer
 from libra_cli.runtime.episodes.player import Episodes
@@ -63,7 +64,7 @@ class Session:
         journal: Journal,
         first: RunRecord,
         *,
-        first_plan: Callable[[frozenset[str]], tuple[Plan, tuple[Slot, ...]]],
+        first_plan: Callable[[frozenset[str]], FirstPlan],
         plan_with: Callable[[frozenset[str]], DecisionMaker],
         watch: Callable[[Record], None],
         note: Callable[[str], None],
@@ -80,6 +81,7 @@ class Session:
         self._note = note
         self._plan = initial_plan(recipe)
         self._begun_with = slots_of(recipe)
+        self._explanation: Explanation | None = None
         #: Every slot there has been; more come with other plans.
         self._slots: dict[SlotId, Slot] = {}
         self._learn(self._begun_with)
@@ -163,7 +165,9 @@ class Session:
     async def _whole(self, goes_on: LastCheckpoint | None) -> End:
         recipe, cluster = self._recipe, self._cluster
         await cluster.open(self._run_dir / "model")
-        self._plan, self._begun_with = self._first_plan(cluster.gpu_names)
+        begun_with = self._first_plan(cluster.gpu_names)
+        self._plan, self._begun_with = begun_with.plan, begun_with.slots
+        self._explanation = begun_with.explanation
         self._learn(self._begun_with)
         renderer = Renderer(self._run_dir / "model")
         episodes = Episodes(recipe.environment, renderer)
@@ -204,7 +208,9 @@ class Session:
         run = self._run
         identity = RunIdentity(run.id, run.recipe, run.controller_pid, run.controller_started)
         slots = self._begun_with
-        return Machine(self._recipe, self._plan, slots, identity, resume=resume)
+        return Machine(
+            self._recipe, self._plan, slots, identity, resume=resume, explanation=self._explanation
+        )
 
     def _performer(
         self, renderer: Renderer, episodes: Episodes, post: Callable[[events.Event], None]

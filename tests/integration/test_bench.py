@@ -23,7 +23,8 @@ ENV = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TERM": "dumb"}
 # processes that simulate are forks, and inherit that.
 SHORT = (
     "from functools import partial; from libra_cli.bench import experiments, jobs; "
-    "experiments.Job = partial(jobs.Job, groups_per_step=8); experiments.LONG_STEPS = 12; "
+    "experiments.Job = partial(jobs.Job, groups_per_step=8); "
+    "experiments.STEPS, experiments.LONG_STEPS = 4, 12; "
 )
 LIBRA = [sys.executable, "-c", f"{SHORT} from libra_cli.cli.main import main; main()"]
 SMALL = ("--trace", "tau2", "--gpus", "16", "--seeds", "1")

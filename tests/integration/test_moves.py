@@ -52,6 +52,8 @@ class Scene:
     answers: dict[str, subprocess.CompletedProcess[str]] = field(default_factory=dict)
     #: Files in the weights directory of the hybrid host.
     files: dict[str, list[str]] = field(default_factory=dict)
+    #: What status told meanwhile.
+    status: dict[str, Any] = field(default_factory=dict)
 
     @property
     def hybrid(self) -> str:
@@ -267,10 +269,10 @@ def test_a_resized_core_goes_on_from_a_checkpoint_of_its_last_step(moved):
 
 
 def test_every_trajectory_in_flight_at_a_move_ends(moved):
-    _check_trajectories(moved)
+    check_trajectories(moved)
 
 
-def _check_trajectories(scene: Scene) -> None:
+def check_trajectories(scene: Scene) -> None:
     """None failed, none is lost, and the tokens of its turns are those it has."""
     ((last,),) = scene.run.query("SELECT max(ended_at) FROM moves")
     lost = "SELECT * FROM trajectories WHERE started_at < {} AND state IS NOT 'finished'"
@@ -330,10 +332,10 @@ def test_every_version_is_verified_wherever_it_is_used(moved):
 
 
 def test_rewards_are_of_finished_trajectories_only(moved):
-    _check_rewards(moved)
+    check_rewards(moved)
 
 
-def _check_rewards(scene: Scene) -> None:
+def check_rewards(scene: Scene) -> None:
     rewards = [reward for (reward,) in scene.run.query("SELECT reward FROM steps")]
     assert all(0.0 <= reward <= 1.0 for reward in rewards)
     assert any(rewards)
@@ -353,10 +355,10 @@ def test_a_worker_that_left_leaves_no_gradients_behind(moved):
 
 
 def test_nothing_is_left_on_any_host(moved):
-    _check_hosts(moved)
+    check_hosts(moved)
 
 
-def _check_hosts(scene: Scene) -> None:
+def check_hosts(scene: Scene) -> None:
     assert scene.run.processes() == []
     for host in scene.net.hosts:
         assert scene.net.files(host, WEIGHTS) == []
@@ -473,12 +475,12 @@ def test_a_troubled_run_goes_on_to_its_end(troubled):
 
 
 def test_trouble_loses_no_trajectory(troubled):
-    _check_trajectories(troubled)
+    check_trajectories(troubled)
 
 
 def test_trouble_scores_nothing_that_did_not_finish(troubled):
-    _check_rewards(troubled)
+    check_rewards(troubled)
 
 
 def test_trouble_leaves_nothing_on_any_host(troubled):
-    _check_hosts(troubled)
+    check_hosts(troubled)

@@ -145,6 +145,8 @@ def test_loss_and_gradient_agree_with_trl(model_dir: Path, tmp_path: Path, kl_co
         rollout=rollout,
         advantages=batch.advantages,
         trajectories=batch.rows,
+        staleness=batch.ages,
+        over=batch.ages > 1,
         reference=reference if kl_coef else None,
     )
     share = grpo(inputs, settings)

@@ -37,8 +37,17 @@ def refuse_explaining(*, as_json: bool, profile: str | None, trace: str | None) 
         )
 
 
-def order(target: Path | None, *, to: str, pins: Sequence[str]) -> tuple[bool, str]:
-    """Ask a live run to plan now, or order a split; whether it was accepted, and what was said.
+def order(
+    target: Path | None,
+    *,
+    to: str,
+    pins: Sequence[str],
+    join: Sequence[str],
+    split: Sequence[str],
+) -> tuple[bool, str]:
+    """Ask a live run to plan now, or order a split or larger and smaller servers.
+
+    Whether it was accepted, and what was said.
 
     Raises:
         LibraError: no live run there, or an argument that cannot be read.
@@ -52,12 +61,19 @@ def order(target: Path | None, *, to: str, pins: Sequence[str]) -> tuple[bool, s
     named = dict(_read_pair(part, _number) for part in to.split(",")) if to else {}
     counts = {_role(name): number for name, number in named.items()}
     pinned = dict(_read_pair(pin, _pin) for pin in pins)
+    shapes = dict.fromkeys(join, True) | dict.fromkeys(split, False)
+    if shapes and (counts or pinned):
+        raise RebalanceError(
+            "--join and --split change the size of servers, and --to and --pin what slots do: "
+            "order one after the other",
+            hint=f"libra rebalance RUN_DIR --join {next(iter(shapes))}",
+        )
     with Reader(run_dir) as reader:
         if not controller_alive(reader):
             raise StateError(
                 f"{run_dir} is not running any more", hint=f"libra rebalance {run_dir} --dry-run"
             )
-    return give_order(run_dir, counts, pinned)
+    return give_order(run_dir, counts, pinned, shapes)
 
 
 def _read_pair(text: str, read: Callable[[str], _V]) -> tuple[str, _V]:

@@ -7,16 +7,18 @@ same ``RunObserver`` that the machine shows them to.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from libra_cli.config.errors import StateError
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.cluster.joined_slots import slots_in
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.costs.profile import Recalibration
 from libra_cli.core.observation import Observation
 from libra_cli.core.observer import RunObserver
 from libra_cli.core.planning.controller import plan_of_record
 from libra_cli.core.planning.planner import roles_of
-from libra_cli.core.records import DecisionRecord, SlotRecord
+from libra_cli.core.records import DecisionRecord, PlanRecord, SlotRecord
 from libra_cli.core.types import Plan, Pool, Slot
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.replay import records_in_order
@@ -40,8 +42,6 @@ def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observa
             hint="try again later, or: libra rebalance RECIPE.yaml --dry-run --trace FILE",
         )
     plans, step = reader.plans(), reader.run().step
-    decisions = reader.rows(DecisionRecord)
-    last = next((row for row in reversed(decisions) if row.plan is not None), None)
     plan = plan_of_record(plans[-1]) if plans else initial_plan(recipe)
     return Observation(
         step=step,
@@ -51,17 +51,26 @@ def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observa
         measured=observer.measured,
         lengths=observer.lengths,
         evidence=observer.evidence,
-        recalibration=Recalibration(last.rollout_factor, last.training_factor) if last else None,
+        recalibration=_recalibration(plans, reader.rows(DecisionRecord)),
         steps_left=recipe.run.steps - step if live else recipe.run.steps,
         predictions=observer.predictions,
         sync_s=observer.sync_s,
     )
 
 
+def _recalibration(
+    plans: Sequence[PlanRecord], decisions: Sequence[DecisionRecord]
+) -> Recalibration | None:
+    """Of the last decision that moved slots since the run began, or went on."""
+    began = max((row.plan for row in plans if row.cause == "start"), default=0)
+    moved = [row for row in decisions if row.plan is not None and row.plan > began]
+    return Recalibration(moved[-1].rollout_factor, moved[-1].training_factor) if moved else None
+
+
 def _slots_of(reader: Reader, recipe: Recipe, plan: Plan) -> tuple[Slot, ...]:
     """The recipe's slots; those of the plan where the planner cuts the nodes up."""
     if not recipe.has_open_nodes:
-        return slots_of(recipe)
+        return slots_in(plan, slots_of(recipe))
     known = {slot.id: slot for slot in slots_of(recipe)}
     for row in reader.rows(SlotRecord):
         known[row.slot] = Slot(row.slot, row.node, tuple(json.loads(row.gpus_json)), Pool(row.pool))

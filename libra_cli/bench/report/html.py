@@ -2,8 +2,8 @@
 
 Drawings as SVG, a few lines of CSS, no script; light or dark as the reader's. It holds a table, a
 drawing of the contenders with their intervals for every comparison, and of the runs whose timelines
-were kept the slots over time, and the lengths. Slots, bins and points
-are bounded, so a long experiment gives a file of the same size.
+were kept the slots over time, and the lengths. Slots, bins and points are bounded, so a long
+experiment gives a file of the same size.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def _tiles(results: Sequence[ExperimentResult]) -> list[tuple[str, str, str]]:
             doubt = "" if summary.significant else "not significant"
             value = terminal.change(summary.rival)
             tiles.append((f"{what} against {name}", value, doubt or "the best other, significant"))
-        if summary.share_of_clairvoyant is not None:
-            value = terminal.share(summary.share_of_clairvoyant, summary.share_ci95)
-            tiles.append(("of the clairvoyant's gain", value, "over least-loaded, by makespan"))
+        if summary.share_of_bound is not None:
+            value = terminal.share(summary.share_of_bound, summary.share_ci95)
+            tiles.append(("of the bound", value, "the least makespan there can be, over its own"))
     return tiles
 
 
@@ -121,7 +121,7 @@ def _section(number: int, result: ExperimentResult) -> dict[str, object]:
                 "subject": terminal.subject(comparison),
                 "chart": _contenders(f"contenders-{number}-{index}", comparison),
                 "rows": _table(comparison),
-                "last": "of the gain" if terminal.has_share(comparison) else "against",
+                "last": "of the bound" if terminal.has_share(comparison) else "against",
                 "legend": terminal.legend(comparison),
                 "verdicts": terminal.verdicts(comparison),
             }

@@ -19,9 +19,8 @@ _COLUMNS = (
     "age",
     "oldest",
     "closed",
-    "longest tenth\ntrained/later/lost",
-    "length\nplayed",
-    "\ntrained",
+    "longest\ntenth",
+    "length",
 )
 
 
@@ -44,7 +43,9 @@ def _sheet(title: str, rows: Sequence[RuleRow]) -> Sheet:
     notes = (
         f"means over {len(by_rule[first])} seeds; over {first}: ± 95 % interval, seed by seed",
         "over bound: of trained tokens; age, oldest: versions behind, over tokens",
-        "closed: groups trained before all were finished; later: played on when the run ended",
+        "closed: groups that were trained before all their members were finished",
+        "longest tenth of their members, %: trained / still played at the end / lost",
+        "length: mean of trained members over that of all, in generated tokens",
     )
     return Sheet(title, _COLUMNS, table, notes)
 
@@ -53,7 +54,8 @@ def _line(name: str, rows: Sequence[RuleRow], base: Sequence[RuleRow]) -> tuple[
     def mean(attribute: str) -> float:
         return fmean(getattr(row, attribute) for row in rows)
 
-    bias = "/".join(f"{mean(f'longest_{what}'):.0%}" for what in ("trained", "later", "lost"))
+    ends = [mean(f"longest_{what}") for what in ("trained", "later", "lost")]
+    bias = " / ".join(f"{100 * share:.0f}" for share in ends)
     return (
         name,
         f"{mean('throughput_tok_s'):,.0f}",
@@ -63,8 +65,7 @@ def _line(name: str, rows: Sequence[RuleRow], base: Sequence[RuleRow]) -> tuple[
         f"{max(row.age_max for row in rows)}",
         f"{mean('closed'):.0%}",
         bias,
-        f"{mean('played_length'):,.0f}",
-        f"{mean('trained_length'):,.0f}",
+        f"{mean('trained_length') / mean('played_length'):.0%}",
     )
 
 

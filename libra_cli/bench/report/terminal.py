@@ -99,7 +99,7 @@ def legend(comparison: Comparison) -> str:
         ]
     words.append("idle: rollout/training")
     if has_share(comparison):
-        words.append("gain: share of the way from least-loaded to the clairvoyant")
+        words.append("of the bound: the least makespan there can be, over its own")
     else:
         base = next((s.baseline for s in comparison.summaries if s.baseline), None)
         if base is not None:
@@ -135,8 +135,8 @@ def mark(summary: ComparisonSummary) -> str:
 
 
 def has_share(comparison: Comparison) -> bool:
-    """Whether anything can be said about the clairvoyant's gain."""
-    return any(summary.share_of_clairvoyant is not None for summary in comparison.summaries)
+    """Whether there is a bound."""
+    return any(summary.share_of_bound is not None for summary in comparison.summaries)
 
 
 def amount(value: float) -> str:
@@ -200,7 +200,7 @@ def _table(comparison: Comparison) -> Table:
     table = _bare()
     table.add_column("", width=1)
     table.add_column("", overflow="fold", max_width=_NAME_WIDTH)
-    last = "of the\ngain" if has_share(comparison) else "against"
+    last = "of the\nbound" if has_share(comparison) else "against"
     for name in (
         "tok/s",
         "makespan\ns",
@@ -230,7 +230,7 @@ def cells(summary: ComparisonSummary, by_share: bool) -> list[str]:
         return amount(mean[metric]) + plus_minus(mean[metric], ci95[metric])
 
     if by_share:
-        last = share(summary.share_of_clairvoyant, summary.share_ci95)
+        last = share(summary.share_of_bound, summary.share_ci95)
     else:
         last = change(summary.baseline)
     return [

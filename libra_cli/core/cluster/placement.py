@@ -14,7 +14,9 @@ The control law of ``initial_plan``:
   fewer.
 - Buckets are filled in the order of the recipe: a bucket takes slots with exactly
   ``tensor_parallel`` GPUs (a slot without GPUs counts as 1), first those with a ``slots`` count,
-  then the one without takes what is left of its shape. No slot may be left over.
+  then the one without takes what is left of its shape. No slot may be left over. Slots that are
+  joined while a run is under way have the bucket of their size that takes what is left, or the
+  last; the counts then bind the others no more.
 - Open nodes have no slots yet. About a third of their GPUs trains, as many on each of its nodes,
   and the rest serves with equal servers: of a bucket's shape, or as large as there is room for,
   since whether smaller ones hold the model nobody knows before there are prices.
@@ -229,21 +231,16 @@ def _check_trainer(train: list[Slot], backend: TrainerBackend) -> None:
 def _fill_buckets(
     buckets: tuple[BucketSpec, ...], serving: tuple[Slot, ...], *, max_len: int
 ) -> tuple[tuple[SlotId, Bucket], ...]:
-    free = list(serving)
-    chosen: dict[SlotId, Bucket] = {}
+    joined = [slot for slot in serving if slot.is_joined]
+    chosen = {slot.id: bucket_of_size(buckets, slot, max_len=max_len) for slot in joined}
+    free = [slot for slot in serving if not slot.is_joined]
     order = sorted(enumerate(buckets), key=lambda item: item[1].slots is None)
     for index, spec in order:
-        for slot in _take(index, spec, free):
+        for slot in _take(index, spec, free, exactly=not joined):
             free.remove(slot)
-            chosen[slot.id] = Bucket(
-                name=spec.name,
-                tensor_parallel=spec.tensor_parallel,
-                max_num_seqs=spec.max_num_seqs,
-                up_to_tokens=spec.up_to_tokens or max_len,
-            )
+            chosen[slot.id] = _bucket(spec, max_len)
     if free:
-        shape = free[0].num_devices
-        given = ", ".join(f"{b.name} {b.tensor_parallel}" for b in buckets)
+        shape, given = free[0].num_devices, _degrees(buckets)
         raise PlanError(
             "rollout.buckets",
             f"none is left for {_count(len(free), 'rollout slot')} such as {free[0].id}, which "
@@ -252,9 +249,41 @@ def _fill_buckets(
     return tuple((slot.id, chosen[slot.id]) for slot in serving)
 
 
-def _take(index: int, spec: BucketSpec, free: list[Slot]) -> list[Slot]:
+def bucket_of_size(buckets: tuple[BucketSpec, ...], slot: Slot, *, max_len: int) -> Bucket:
+    """That of the recipe which takes what is left of the slot's size, else the last of the size.
+
+    Raises:
+        PlanError: no bucket has its size.
+    """
+    fitting = [spec for spec in buckets if spec.tensor_parallel == slot.num_devices]
+    if not fitting:
+        raise PlanError(
+            "rollout.buckets",
+            f"none is for slot {slot.id}, which needs tensor_parallel {slot.num_devices}; the "
+            f"buckets have {_degrees(buckets)}",
+        )
+    spec = next((spec for spec in fitting if spec.slots is None), fitting[-1])
+    return _bucket(spec, max_len)
+
+
+def _bucket(spec: BucketSpec, max_len: int) -> Bucket:
+    return Bucket(
+        name=spec.name,
+        tensor_parallel=spec.tensor_parallel,
+        max_num_seqs=spec.max_num_seqs,
+        up_to_tokens=spec.up_to_tokens or max_len,
+    )
+
+
+def _degrees(buckets: tuple[BucketSpec, ...]) -> str:
+    return ", ".join(f"{bucket.name} {bucket.tensor_parallel}" for bucket in buckets)
+
+
+def _take(index: int, spec: BucketSpec, free: list[Slot], *, exactly: bool) -> list[Slot]:
     fitting = [slot for slot in free if slot.num_devices == spec.tensor_parallel]
-    wanted = spec.slots or max(len(fitting), 1)
+    wanted = max(len(fitting), 1) if spec.slots is None else spec.slots
+    if not exactly:  # slots have been joined since the recipe was written
+        wanted = min(wanted, len(fitting))
     if len(fitting) < wanted:
         key = "tensor_parallel" if spec.slots is None else "slots"
         raise PlanError(

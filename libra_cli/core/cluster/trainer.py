@@ -435,8 +435,9 @@ class TrainerGroup:
             trainer_s=metrics.get("trainer_s") or 0.0,
             checkpoint="",
             metrics_json=to_metrics_json(
-                {name: value for name, value in metrics.items() if name not in _WITH_A_PLACE} | own
+                {name: value for name, value in metrics.items() if name not in _WITH_A_PLACE}
             ),
+            batch_json=to_metrics_json(own),
         )
 
     def check(self) -> None:

@@ -45,7 +45,8 @@ class ProcessSpec:
 
     node: str
     process: str
-    """``server-<slot index>``, ``trainer-<machine rank>``, ``gradient-<slot index>``, ``model``."""
+    """``server-<slot index>`` (of a joined slot ``server-0-1``), ``trainer-<machine rank>``,
+    ``gradient-<slot index>``, ``model``."""
     argv: tuple[str, ...]
     env: Mapping[str, str]
     files: Mapping[str, str] = field(default_factory=dict)
@@ -56,7 +57,7 @@ class ProcessSpec:
 
 def process_of(slot: SlotId) -> str:
     """The name of the server process of a slot."""
-    return f"server-{slot.rpartition('/')[2]}"
+    return f"server-{slot.rpartition('/')[2].replace('+', '-')}"
 
 
 def worker_of(slot: SlotId) -> str:
@@ -76,9 +77,8 @@ def worker_ports(slot: Slot) -> tuple[str, str, str]:
 
 
 def _place(slot: Slot) -> str:
-    """The slot's index, or the first GPU of one that is named after its GPUs."""
-    index = slot.id.rpartition("/")[2]
-    return index if index.isdigit() else f"gpu{slot.gpus[0]}"
+    """Its index, of a joined slot its first part's, or the first GPU of one named after GPUs."""
+    return str(slot.parts[0]) if slot.parts else f"gpu{slot.gpus[0]}"
 
 
 def dtype_of(model: ModelSpec, slots: Iterable[Slot]) -> Dtype:
@@ -95,7 +95,7 @@ def common_env(
 
     They see the GPUs of these slots and no other, share their cores, and never go online.
     """
-    mine, parts = len(slots), node.num_slots * processes
+    mine, parts = sum(len(slot.parts) for slot in slots), node.num_slots * processes
     if node.is_open:  # no slot is a share of it, but its GPUs are
         mine, parts = sum(len(slot.gpus) for slot in slots), node.gpus * processes
     threads = f"<cores * {mine} / {parts}>"

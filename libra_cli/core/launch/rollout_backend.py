@@ -20,6 +20,7 @@ from typing import Protocol
 
 from libra_cli.config.plugins import PluginGroup
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.cluster.joined_slots import part_slots
 from libra_cli.core.cluster.placement import slots_of
 from libra_cli.core.launch.process import HostFacts, ProcessSpec
 from libra_cli.core.types import Bucket, Slot
@@ -82,7 +83,7 @@ def server_process(
 def _position(recipe: Recipe, slot: Slot) -> int:
     """A number that no other server has at the same time: of the slot, or of its first GPU."""
     if not recipe.has_open_nodes:
-        return [other.id for other in slots_of(recipe)].index(slot.id)
+        return [other.id for other in slots_of(recipe)].index(part_slots(slot.id)[0])
     nodes = [node.name for node in recipe.nodes]
     before = recipe.nodes[: nodes.index(slot.node)]
     return sum(node.gpus for node in before) + slot.gpus[0]

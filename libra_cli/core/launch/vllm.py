@@ -26,7 +26,6 @@ from libra_cli.core.launch.process import (
     process_of,
 )
 from libra_cli.core.launch.rollout_backend import SERVED_MODEL, ServerLaunch
-from libra_cli.core.types import Slot
 
 SOCKET_DIRECTORY = 107 - 37
 """Bytes that a directory may have where a socket is called by a UUID: Linux allows 107 for the
@@ -52,7 +51,7 @@ class Vllm:
                 *argv_of(_flags(recipe, launch)),
                 *recipe.rollout.vllm_args,
             ),
-            env=_env(recipe, slot, launch.facts) | recipe.node(slot.node).env,
+            env=_env(recipe, launch) | recipe.node(slot.node).env,
             ports={"server": launch.port},
         )
 
@@ -83,15 +82,18 @@ def _flags(recipe: Recipe, launch: ServerLaunch) -> Flags:
     return flags
 
 
-def _env(recipe: Recipe, slot: Slot, facts: HostFacts) -> dict[str, str]:
+def _env(recipe: Recipe, launch: ServerLaunch) -> dict[str, str]:
+    slot, facts = launch.slot, launch.facts
+    ranks = 1 if slot.gpus else launch.bucket.tensor_parallel  # each has threads of its own
     env = {
-        **common_env(recipe.node(slot.node), [slot], facts),
+        **common_env(recipe.node(slot.node), [slot], facts, processes=ranks),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         **interface_env("lo"),
         **_sockets_env(facts),
     }
     if not slot.gpus:
+        # Of every rank: two hold twice as much, since each has a half of the heads.
         env["VLLM_CPU_KVCACHE_SPACE"] = str(recipe.rollout.kv_gib)
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return env

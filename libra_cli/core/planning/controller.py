@@ -32,6 +32,7 @@ from libra_cli.core.observation import STARVED, Observation
 from libra_cli.core.planning.triggers import ReplanTriggers
 from libra_cli.core.reconcile.manual_plan import OrderRefused, ordered_plan
 from libra_cli.core.reconcile.reconciler import Reconciler
+from libra_cli.core.reconcile.shape_orders import reshaped_plan
 from libra_cli.core.records import DecisionRecord, PlanRecord, StepRecord
 from libra_cli.core.types import Bucket, Plan, Pool, Prediction, Role, Seconds, Slot, SlotId
 
@@ -41,12 +42,9 @@ WINDOW = STEPS
 class PlanController:
     """The plan of a run, and the eyes on it."""
 
-    def __init__(
-        self, recipe: Recipe, reconciler: Reconciler, plan: Plan, slots: tuple[Slot, ...]
-    ) -> None:
+    def __init__(self, recipe: Recipe, reconciler: Reconciler, plan: Plan) -> None:
         self._recipe = recipe
         self._reconciler = reconciler
-        self.slots = slots
         self.plan = plan
         self.pins: dict[SlotId, Role] = {}
         self._number = 0
@@ -78,10 +76,15 @@ class PlanController:
         self._number = last + 1
         self._row = replace(self._row, plan=self._number)
 
-    def begin(self, *, now: Seconds) -> list[Result]:
-        """The first plan's row."""
+    def begin(self, explanation: Explanation | None, *, step: int, now: Seconds) -> list[Result]:
+        """The first plan's row, and the decision for it if a planner has made it."""
         self._row = replace(self._row, at=now)
-        return [Save(self._row)]
+        if explanation is None:
+            return [Save(self._row)]
+        told = explanation.to_json()
+        row = DecisionRecord(now, step, "the run begins", self._number, "", 1.0, 1.0, told)
+        self._decision = row
+        return [Save(self._row), Save(row)]
 
     def mended(self) -> list[Result]:
         """Moves that failed have changed the plan: tell the one that is."""
@@ -126,6 +129,11 @@ class PlanController:
         return [Propose(why, seen, order)]
 
     @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Into which the nodes are divided now."""
+        return self._reconciler.slots
+
+    @property
     def _may_look(self) -> bool:
         hybrid = any(slot.pool is Pool.HYBRID for slot in self.slots)
         return hybrid and self._recipe.planner.kind != "fixed"
@@ -144,10 +152,8 @@ class PlanController:
             told = self._decided(event, None, text, now)
             return told + self._answer(event.order, accepted=accepted, text=text)
         told = self._decided(event, self._number + 1, "", now, event.explanation)
-        self.slots = event.slots
-        self._reconciler.learn(event.slots)
         cause = "order" if event.order else "planner"
-        actions = self._adopt(event.plan, cause, event.prediction, now)
+        actions = self._adopt(event.plan, event.slots, cause, event.prediction, now)
         return told + actions + self._answer(event.order, accepted=True, text=_words(event.plan))
 
     def _objection(self, plan: Plan) -> tuple[bool, str] | None:
@@ -209,35 +215,43 @@ class PlanController:
             pins.pop(slot, None)
             if role is not None:
                 pins[slot] = role
-        if not event.to and not event.pins:
+        if not event.to and not event.pins and not event.shapes:
             self._due = ("asked for", event.order)
             return []
         try:
-            plan = self._plan(event, pins)
+            plan, slots = self._plan(event, pins)
         except OrderRefused as error:
             return self._answer(event.order, accepted=False, text=str(error))
         self.pins = pins
         same = _wanted_of(plan) == _wanted_of(self._reconciler.plan(()))
-        actions = [] if same else [*self._close(), *self._adopt(plan, "order", None, now)]
-        text = "nothing has to move" if same else _words(plan)
-        return actions + self._answer(event.order, accepted=True, text=text)
+        if same:
+            return self._answer(event.order, accepted=True, text="nothing has to move")
+        actions = [*self._close(), *self._adopt(plan, slots, "order", None, now)]
+        return actions + self._answer(event.order, accepted=True, text=_words(plan))
 
-    def _plan(self, event: PlanOrdered, pins: dict[SlotId, Role]) -> Plan:
-        known = {slot.id for slot in self.slots}
+    def _plan(self, event: PlanOrdered, pins: dict[SlotId, Role]) -> tuple[Plan, tuple[Slot, ...]]:
+        slots, today = self.slots, self._reconciler.plan(())
+        if event.shapes:
+            return reshaped_plan(self._recipe, slots, today, event.shapes, self.pins)
+        known = {slot.id for slot in slots}
         unknown = sorted({slot for slot, _ in event.pins} - known)
         if unknown:
-            slots = ", ".join(sorted(known))
-            raise OrderRefused(f"there is no slot {unknown[0]}; the run has {slots}")
+            names = ", ".join(sorted(known))
+            raise OrderRefused(f"there is no slot {unknown[0]}; the run has {names}")
         roles = {slot: self._reconciler.role_of(slot) for slot in known}
-        return ordered_plan(
-            self._recipe, self.slots, roles, self._reconciler.plan(()).train, dict(event.to), pins
-        )
+        plan = ordered_plan(self._recipe, slots, roles, today.train, dict(event.to), pins)
+        return plan, slots
 
     def _answer(self, order: str, *, accepted: bool, text: str) -> list[Result]:
         return [AnswerOrder(order, accepted, text)] if order else []
 
     def _adopt(
-        self, plan: Plan, cause: str, promise: Prediction | None, now: Seconds
+        self,
+        plan: Plan,
+        slots: tuple[Slot, ...],
+        cause: str,
+        promise: Prediction | None,
+        now: Seconds,
     ) -> list[Result]:
         self.plan, self._number = plan, self._number + 1
         row = record_of_plan(self._number, plan, now, cause, promise)
@@ -245,7 +259,7 @@ class PlanController:
         self._periods.clear()
         self._arrived = False
         self._triggers.rest()
-        return [Save(self._row), *self._reconciler.adopt(plan, self._number, now=now)]
+        return [Save(self._row), *self._reconciler.adopt(plan, slots, self._number, now=now)]
 
     # -- what it was worth ----------------------------------------------------------------------
 

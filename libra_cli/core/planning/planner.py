@@ -129,6 +129,15 @@ class Decision:
         return self.found.recalibration
 
 
+@dataclass(frozen=True, slots=True)
+class FirstPlan:
+    """The plan to begin with, the slots it knows, and why; no explanation without a planner."""
+
+    plan: Plan
+    slots: tuple[Slot, ...]
+    explanation: Explanation | None = None
+
+
 class DecisionMaker(Protocol):
     """Whoever answers ``Propose``: the planner, or a baseline in the simulator."""
 
@@ -266,7 +275,9 @@ def binding(search: Search, layout: Layout, now: Observation, *, measured: bool)
     if measured and now.measured:
         seen = mean_step(now.measured)
         if seen.starved and seen.held_s > seen.waited_s / 2:
-            words = f"a full batch waits {seen.held_s:.1f} s a step for groups at their last call"
+            words = (
+                f"a full batch waits {seen.held_s:.1f} s for groups that the step is the last for"
+            )
             return Binding(Constraint.STALENESS, words)
     return search.binding(layout)
 

@@ -298,11 +298,11 @@ class Search:
         return max(self._settings.tolerance, training.seconds / mixed_s - 1)
 
     def _binding_of_rollout(self, layout: Layout) -> Binding:
-        """More GPUs would help, unless one trajectory binds; the trainer may need them all."""
+        """More GPUs would help, unless one trajectory or the rule binds; training may need all."""
         found = self.table.binding(layout.buckets)
         fewer = layout.training_gpus - self._settings.unit
         if (
-            found.constraint is Constraint.LONGEST_TRAJECTORY
+            found.constraint in (Constraint.LONGEST_TRAJECTORY, Constraint.STALENESS)
             or fewer < 1
             or self.tree.best(fewer) is not None
         ):

@@ -1,20 +1,27 @@
 """What is wanted of every slot: the newest plan, less what has turned out not to work since.
 
-Guarantee: a slot is wanted for one thing at most, and the trainer's slots for nothing else.
+Slots of a node may be joined into one and split again, so of all slots that there ever were only
+some **exist**: those into which the nodes are divided now.
+
+Guarantee: a slot is wanted for one thing at most, the trainer's slots for nothing else, and of
+slots that overlap one at most is wanted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from libra_cli.core.types import Bucket, Plan, Role, Slot, SlotId
+from libra_cli.core.types import Bucket, Plan, Role, Slot, SlotId, devices_of
 
 
 class DesiredState:
     """Servers with their shapes, gradient workers, and the trainer's slots in rank order."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, slots: Iterable[Slot]) -> None:
+        #: Every slot that there ever was.
         self.slots: dict[SlotId, Slot] = {}
+        self._existing: list[SlotId] = []
+        self.divide(slots)
         self.adopt(plan)
 
     def adopt(self, plan: Plan) -> None:
@@ -25,9 +32,16 @@ class DesiredState:
         #: Why the trainer is not to move to the slots that the plan has for it.
         self.refusal = ""
 
-    def learn(self, slots: Iterable[Slot]) -> None:
-        """These slots exist."""
-        self.slots |= {slot.id: slot for slot in slots}
+    def divide(self, slots: Iterable[Slot]) -> None:
+        """These slots exist, and no others."""
+        now = {slot.id: slot for slot in slots}
+        self.slots |= now
+        self._existing = list(now)
+
+    @property
+    def existing(self) -> tuple[Slot, ...]:
+        """The slots that exist, in the order in which they were told."""
+        return tuple(self.slots[slot] for slot in self._existing)
 
     def plan(self, reasons: tuple[str, ...]) -> Plan:
         """What is wanted now."""
@@ -42,25 +56,54 @@ class DesiredState:
             return Role.GRADIENT
         return Role.TRAIN if slot in self.trainer else Role.IDLE
 
+    def trains_on(self, slot: Slot) -> bool:
+        """Whether the trainer is to be on the slot, or on something of it."""
+        return any(slot.overlaps(self.slots[held]) for held in self.trainer)
+
     def keep_trainer(self, slots: tuple[SlotId, ...], why: str) -> None:
         """The trainer is to be on these slots after all, and nothing else is to be there."""
         self.trainer, self.refusal = slots, why
         for slot in slots:
-            self.servers.pop(slot, None)
-            self.gradient.discard(slot)
+            self._make_room(slot)
 
     def give_back(self, slot: SlotId, role: Role, bucket: Bucket | None) -> None:
         """The slot is to do again what it did before, if the trainer does not have it."""
         self.servers.pop(slot, None)
         self.gradient.discard(slot)
-        if slot in self.trainer:
+        if self.trains_on(self.slots[slot]):
             return
         if role is Role.ROLLOUT and bucket is not None:
+            self._make_room(slot)
             self.servers[slot] = bucket
         elif role is Role.GRADIENT:
+            self._make_room(slot)
             self.gradient.add(slot)
+
+    def _make_room(self, slot_id: SlotId) -> None:
+        """The slot exists, nothing is wanted of it yet, and nothing of those that overlap it."""
+        slot = self.slots[slot_id]
+        hit = [other for other in self.slots.values() if other.overlaps(slot)]
+        for other in hit:
+            self.servers.pop(other.id, None)
+            self.gradient.discard(other.id)
+        if slot_id in self._existing:
+            return
+        ended = [other for other in hit if other.id in self._existing]
+        free = {device for other in ended for device in devices_of(other)} - devices_of(slot)
+        begun = [slot_id]
+        for other in sorted(self.slots.values(), key=lambda slot: len(devices_of(slot))):
+            if devices_of(other) <= free:
+                free -= devices_of(other)
+                begun.append(other.id)
+        place = min((self._existing.index(other.id) for other in ended), default=0)
+        gone = {other.id for other in ended}
+        rest = [slot for slot in self._existing[place:] if slot not in gone]
+        self._existing[place:] = [*sorted(begun, key=list(self.slots).index), *rest]
 
     def check(self) -> None:
         """Invariants that hold between any two events."""
         assert not self.servers.keys() & self.gradient, "a slot is wanted twice"
-        assert not set(self.trainer) & (self.servers.keys() | self.gradient), "the trainer serves"
+        wanted = [*self.servers, *self.gradient, *self.trainer]
+        devices = [device for slot in wanted for device in devices_of(self.slots[slot])]
+        assert len(devices) == len(set(devices)), f"two of {wanted} are wanted on one device"
+        assert set(self._existing) >= set(wanted), f"some of {wanted} do not exist"

@@ -3,7 +3,7 @@
 Slots that already do what is asked stay; of the others, in the order of the recipe, first the
 trainer group is filled, then the gradient workers, then the servers. A role that is not named
 keeps the number of slots it has, if what is left goes up; otherwise one role that is not named
-takes what is left.
+takes what is left. A joined slot is one slot, and serves.
 
 Guarantee: a plan this returns can be carried out as far as the recipe tells. Limit: whether the
 memory suffices is seen when a process starts there.
@@ -132,7 +132,7 @@ def _assign(
 def _check(
     recipe: Recipe, slots: Sequence[Slot], chosen: Mapping[SlotId, Role], trainer: Sequence[SlotId]
 ) -> None:
-    serving = sum(role is Role.ROLLOUT for role in chosen.values())
+    serving = sum(len(s.parts) or 1 for s in slots if chosen[s.id] is Role.ROLLOUT)
     least = recipe.planner.min_rollout
     if serving < least:
         raise OrderRefused(

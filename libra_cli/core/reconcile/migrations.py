@@ -6,6 +6,9 @@ on a slot, which the reconciler brings about, and tells the phases of ``LIFECYCL
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
 from libra_cli.core.actions import Save, Wake
 from libra_cli.core.cluster.gradient_workers import GradientWorkers
 from libra_cli.core.cluster.replica import Replica, ReplicaState
@@ -20,8 +23,10 @@ from libra_cli.core.reconcile.migration import (
     MigrationPhase,
     SlotMigration,
 )
-from libra_cli.core.types import Bucket, Role, Seconds, SlotId
+from libra_cli.core.types import Bucket, Role, Seconds, Slot, SlotId
 
+Reshape: TypeAlias = Mapping[SlotId, tuple[Role, Bucket | None]]
+"""Slots that change together, with what each did before."""
 WORKING = (ReplicaState.SERVING, ReplicaState.TRAINING)
 _COMING = {ReplicaState.STARTING: MigrationPhase.START, ReplicaState.JOINING: MigrationPhase.SYNC}
 _LEAVING = {ReplicaState.DRAINING: MigrationPhase.DRAIN, ReplicaState.STOPPING: MigrationPhase.STOP}
@@ -42,16 +47,28 @@ class MigrationTracker:
         self._workers = workers
         self._training = training
         self.moves: dict[SlotId, SlotMigration] = {}
+        self._reshapes: list[Reshape] = []
         self._number = 0
 
     def number_on(self, last: int) -> None:
         """A run goes on whose newest move had this number."""
         self._number = last
 
-    def begin(
-        self, slot: SlotId, before: Role, bucket: Bucket | None, plan: int, *, now: Seconds
+    def begin(self, changed: Reshape, plan: int, *, now: Seconds) -> list[Result]:
+        """These slots are to do something else from now on than they do."""
+        self._reshapes = [old for old in self._reshapes if old.keys().isdisjoint(changed)]
+        for group in _overlapping([self._wanted.slots[slot] for slot in changed]):
+            self._reshapes.append({slot: changed[slot] for slot in group})
+        return [
+            result
+            for slot, (role, bucket) in changed.items()
+            for result in self._begin(slot, role, bucket, plan, now)
+        ]
+
+    def _begin(
+        self, slot: SlotId, before: Role, bucket: Bucket | None, plan: int, now: Seconds
     ) -> list[Result]:
-        """The slot is to do something else from now on; a move that was under way there is over."""
+        """A move that was under way there is over."""
         actions: list[Result] = []
         under_way = self.moves.pop(slot, None)
         if under_way is not None:
@@ -63,8 +80,18 @@ class MigrationTracker:
         # On a host without GPUs two processes fit; on a GPU vLLM has taken the memory.
         overlap = elastic and not self._wanted.slots[slot].gpus
         move = SlotMigration(self._number, plan, slot, before, after, overlap, bucket, now)
+        move.detail = self._story(slot, before, after)
         self.moves[slot] = move
         return [*actions, Save(move.record())]
+
+    def _story(self, slot: SlotId, before: Role, after: Role) -> str:
+        """What becomes of a slot that is joined or split, or what it is made of."""
+        group = next((group for group in self._reshapes if slot in group), {})
+        slots, mine = self._wanted.slots, self._wanted.slots[slot]
+        others = [other for other in group if other != slot and slots[other].overlaps(mine)]
+        if not others or Role.IDLE not in (before, after):
+            return ""
+        return f"{'makes way for' if after is Role.IDLE else 'instead of'} {', '.join(others)}"
 
     def overlaps(self, slot: SlotId) -> bool:
         """Whether the slot's next process starts beside the one that is there."""
@@ -73,7 +100,10 @@ class MigrationTracker:
 
     def look(self, *, now: Seconds) -> list[Result]:
         """Which phase every move is in now."""
-        results = [r for move in list(self.moves.values()) for r in self._follow(move, now)]
+        results: list[Result] = []
+        for move in list(self.moves.values()):
+            if self.moves.get(move.slot) is move:  # one that failed may have ended others
+                results += self._follow(move, now)
         servers = (self._servers.replicas[slot] for slot in self._wanted.servers)
         if all(server.state is ReplicaState.FAILED for server in servers):
             results += self._keep_a_server()
@@ -157,7 +187,7 @@ class MigrationTracker:
         return move.after is not Role.GRADIENT or move.slot in self._workers.used
 
     def _done(self, move: SlotMigration, now: Seconds) -> list[Result]:
-        move.end(DONE, now=now)
+        move.end(DONE, now=now, detail=move.detail)
         del self.moves[move.slot]
         return [Save(move.record())]
 
@@ -203,7 +233,13 @@ class MigrationTracker:
         return stop(new, why, now=now)
 
     def _give_back(self, move: SlotMigration, why: str, now: Seconds) -> list[Result]:
-        """The move failed: the slot does again what it did before, or nothing."""
+        """The move failed: the slot does again what it did before, or nothing.
+
+        Slots that were being joined or split are all what they were.
+        """
+        group = next((group for group in self._reshapes if move.slot in group), None)
+        if group is not None:
+            return self._undo(group, f"{move.slot}: {why}", now)
         if move.after is Role.TRAIN and move.slot in self._wanted.trainer:
             self._wanted.keep_trainer(self._training.proved_slots, why)
         self._wanted.give_back(move.slot, move.before, move.bucket)
@@ -217,19 +253,29 @@ class MigrationTracker:
         del self.moves[move.slot]
         return [Save(move.record()), PlanMended()]
 
+    def _undo(self, group: Reshape, why: str, now: Seconds) -> list[Result]:
+        self._reshapes.remove(group)
+        for slot, (role, bucket) in group.items():
+            self._wanted.give_back(slot, role, bucket)
+        actions: list[Result] = []
+        held = ", ".join(slot for slot, (role, _) in group.items() if role is not Role.IDLE)
+        for move in [self.moves.pop(slot) for slot in group if slot in self.moves]:
+            move.end(FAILED, now=now, detail=f"{why}; there is {held} again")
+            actions.append(Save(move.record()))
+        return [*actions, PlanMended()]
+
     def _keep_a_server(self) -> list[Result]:
         """No server is wanted that could serve: keep one that still does, or have one again."""
-        trainer = self._wanted.trainer
         known = [
             server
             for server in self._servers.replicas.values()
             if server.state is ReplicaState.SERVING
-            or (server.state is not ReplicaState.FAILED and server.slot.id not in trainer)
+            or (server.state is not ReplicaState.FAILED and not self._wanted.trains_on(server.slot))
         ]
         if not known:
             return []
         best = max(known, key=_hope)
-        if best.slot.id in trainer:
+        if self._wanted.trains_on(best.slot):
             why = f"{best.slot.id} has the last server, and no other came up"
             self._wanted.keep_trainer(self._training.proved_slots, why)
         if best.bucket is not None:
@@ -254,3 +300,13 @@ def _phase(move: SlotMigration, old: Replica | None, new: Replica | None) -> Mig
     if new is not None and new.state in WORKING and gone:
         return MigrationPhase.JOIN if move.phases else None
     return None
+
+
+def _overlapping(slots: Sequence[Slot]) -> list[list[SlotId]]:
+    """The slots that share devices, directly or through one another; none that shares none."""
+    groups: list[list[Slot]] = []
+    for slot in slots:
+        hit = [group for group in groups if any(slot.overlaps(other) for other in group)]
+        joined = [*(other for group in hit for other in group), slot]
+        groups = [*(group for group in groups if group not in hit), joined]
+    return [[slot.id for slot in group] for group in groups if len(group) > 1]

@@ -34,7 +34,7 @@ from libra_cli.core.notices import GraceOver, PlanMended, Result
 from libra_cli.core.reconcile.desired_state import DesiredState
 from libra_cli.core.reconcile.migration import SlotMigration
 from libra_cli.core.reconcile.migrations import WORKING, MigrationTracker
-from libra_cli.core.types import Plan, Role, Seconds, Slot, SlotId
+from libra_cli.core.types import Plan, Role, Seconds, Slot, SlotId, devices_of
 
 GRACE_S: Seconds = 10.0
 DRAIN_S: Seconds = 120.0
@@ -47,12 +47,17 @@ class Reconciler:
     """What the plan wants of every slot, and how far it is. Methods return actions."""
 
     def __init__(
-        self, servers: RolloutServers, workers: GradientWorkers, training: TrainerGroup, plan: Plan
+        self,
+        servers: RolloutServers,
+        workers: GradientWorkers,
+        training: TrainerGroup,
+        plan: Plan,
+        slots: Iterable[Slot],
     ) -> None:
         self._servers = servers
         self._workers = workers
         self._training = training
-        self._wanted = DesiredState(plan)
+        self._wanted = DesiredState(plan, slots)
         self._tracker = MigrationTracker(self._wanted, servers, workers, training)
         self._draining: set[SlotId] = set()
 
@@ -60,6 +65,11 @@ class Reconciler:
     def moves(self) -> dict[SlotId, SlotMigration]:
         """Under way, by slot."""
         return self._tracker.moves
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Into which the nodes are divided now; a move that failed has changed it."""
+        return self._wanted.existing
 
     def number_on(self, last: int) -> None:
         """A run goes on whose newest move had this number."""
@@ -69,10 +79,6 @@ class Reconciler:
     def at_rest(self) -> bool:
         """Whether no slot is on its way, so that no end of a turn is waited for."""
         return not self._draining and not self._tracker.moves
-
-    def learn(self, slots: Iterable[Slot]) -> None:
-        """These slots exist."""
-        self._wanted.learn(slots)
 
     def should_restart(self, replica: Replica) -> bool:
         """Whether the plan still has the process that has just ended there."""
@@ -92,9 +98,15 @@ class Reconciler:
 
     # -- another plan ---------------------------------------------------------------------------
 
-    def adopt(self, plan: Plan, number: int, *, now: Seconds) -> list[Result]:
-        """Begin to move to another plan. A bucket that only means other lengths moves nothing."""
+    def adopt(
+        self, plan: Plan, slots: Iterable[Slot], number: int, *, now: Seconds
+    ) -> list[Result]:
+        """Begin to move to another plan, of these slots.
+
+        A bucket that only means other lengths moves nothing.
+        """
         wanted = self._wanted
+        wanted.divide(slots)
         before = {slot: (wanted.role_of(slot), wanted.servers.get(slot)) for slot in wanted.slots}
         wanted.adopt(plan)
         actions: list[Result] = []
@@ -102,10 +114,12 @@ class Reconciler:
             actions += self._servers.expect_shape(wanted.slots[slot], bucket, now=now)
         for slot in sorted(wanted.gradient):
             self._workers.expect(wanted.slots[slot], now=now)
-        for slot, (role, bucket_before) in before.items():
-            if role is not wanted.role_of(slot) or not self._keeps_shape(slot):
-                actions += self._tracker.begin(slot, role, bucket_before, number, now=now)
-        return actions
+        changed = {
+            slot: done
+            for slot, done in before.items()
+            if done[0] is not wanted.role_of(slot) or not self._keeps_shape(slot)
+        }
+        return actions + self._tracker.begin(changed, number, now=now)
 
     def _keeps_shape(self, slot: SlotId) -> bool:
         server, wanted = self._servers.replicas.get(slot), self._wanted.servers.get(slot)
@@ -140,15 +154,20 @@ class Reconciler:
         return actions
 
     def _is_last(self, server: Replica) -> bool:
-        """Whether nobody else serves yet, and another server can come up without its GPUs."""
+        """Whether nobody else serves yet, and none that comes up waits for its GPUs alone."""
         if server.state is not ReplicaState.SERVING:
             return False
-        others = (other for other in self._servers.replicas.values() if other is not server)
+        others = [other for other in self._servers.replicas.values() if other is not server]
         if any(other.state is ReplicaState.SERVING and other.reachable for other in others):
             return False
-        mine = _gpus(server.slot)
         coming = self._wanted.servers.keys() - set(self._training.slots)
-        return any(mine.isdisjoint(_gpus(self._wanted.slots[slot])) for slot in coming)
+        slots = [self._wanted.slots[slot] for slot in coming]
+        # Slots to be joined become free one after the other, so that one of them serves meanwhile.
+        leaving = [other.slot for other in others if other.up]
+        return any(
+            not slot.overlaps(server.slot) or any(slot.overlaps(other) for other in leaving)
+            for slot in slots
+        )
 
     def _waits_for(self, slot: SlotId, others: ReplicaSet) -> bool:
         """Whether the old process works on until the next one, beside it, is ready."""
@@ -203,7 +222,6 @@ class Reconciler:
 
     def _is_free(self, slot: Slot) -> bool:
         overlaps = self._tracker.overlaps(slot.id)
-        wanted = _gpus(slot)
         # A trainer that is down, or is being moved, may come back: its slots stay free for it.
         held = [
             *self._training.reserved,
@@ -213,7 +231,7 @@ class Reconciler:
                 if replica.up and not (overlaps and replica.slot.id == slot.id)
             ),
         ]
-        return all(wanted.isdisjoint(_gpus(other)) for other in held)
+        return not any(slot.overlaps(other) for other in held)
 
     def _replicas(self) -> Iterator[Replica]:
         yield from self._servers.replicas.values()
@@ -230,8 +248,8 @@ class Reconciler:
         slots = [self._wanted.slots[slot] for slot in wanted]
         joining = [slot for slot in slots if slot.id not in training.slots]
         others = [*self._servers.replicas.values(), *self._workers.replicas.values()]
-        held = {gpu for replica in others if replica.up for gpu in _gpus(replica.slot)}
-        if any(not held.isdisjoint(_gpus(slot)) for slot in joining):
+        held = [replica.slot for replica in others if replica.up]
+        if any(slot.overlaps(other) for slot in joining for other in held):
             return training.resize([], now=now)
         return training.resize(slots, now=now)
 
@@ -252,18 +270,15 @@ class Reconciler:
         """Invariants that hold between any two events."""
         self._tracker.check()
         self._wanted.check()
-        self._check_gpus()
+        self._check_devices()
 
-    def _check_gpus(self) -> None:
-        """No two processes hold one GPU; without GPUs two may meet in a move."""
-        held: dict[tuple[str, int | str], str] = {}
+    def _check_devices(self) -> None:
+        """No two processes hold one GPU; on a host without GPUs two of one slot may meet."""
+        held: dict[tuple[str, int | str], SlotId] = {}
         for replica in self._replicas():
             slot = replica.slot
-            for gpu in _gpus(slot) if replica.up and slot.gpus else ():
-                assert gpu not in held, f"{slot.id} and {held[gpu]} hold {gpu}"
-                held[gpu] = slot.id
-
-
-def _gpus(slot: Slot) -> set[tuple[str, int | str]]:
-    """What no two processes may share: GPUs, or the slot itself on a host without any."""
-    return {(slot.node, gpu) for gpu in slot.gpus} or {(slot.node, slot.id)}
+            for device in devices_of(slot) if replica.up else ():
+                other = held.get(device)
+                alone = other is None or (other == slot.id and not slot.gpus)
+                assert alone, f"{slot.id} and {other} hold {device}"
+                held[device] = slot.id

@@ -1,6 +1,6 @@
 """What a step's batch was: how old its tokens were, who came late, and whom it left out.
 
-``batch_metrics`` names the numbers as they stand in ``StepRecord.metrics_json``::
+``batch_metrics`` names the numbers as they stand in ``StepRecord.batch_json``::
 
     tokens_over_bound            generated tokens more than training.max_staleness versions behind
     share_over_bound             of all generated tokens of the batch

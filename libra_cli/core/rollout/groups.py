@@ -13,8 +13,9 @@ becomes of a straggler, is the matter of the rule (``core.rollout.staleness``); 
 trained its prompt goes back to the queue, so that long trajectories are not silently lost.
 
 A rule may close a group at its last call: it is READY with its finished members, and the others go
-on as its *rest*. A rest has the same states, takes no place of the bound and none of a batch, and
-joins the first batch after that of its group once all its members have ended.
+on as its *rest*. A rest has the same states and takes no place of a batch: it joins the first one
+after that of its group once all its members have ended. Each member that is still played takes its
+fraction of a place of the bound.
 """
 
 from __future__ import annotations
@@ -134,6 +135,8 @@ class GroupLedger:
     queue: deque[GroupId] = field(default_factory=deque)
     #: Trajectories that have no reward yet, in open groups and rests.
     playing: int = 0
+    #: Those of them that are in rests.
+    _playing_late: int = 0
     #: Generated tokens of each trajectory that has ended since ``take_lengths``.
     _lengths: list[Tokens] = field(default_factory=list)
     #: Rests in the queue: the members to be played again, and the rewards of the others.
@@ -167,8 +170,9 @@ class GroupLedger:
 
     @property
     def may_open(self) -> bool:
-        """Whether the staleness bound admits one more group."""
-        return self._pending < (self.rule.bound + 1) * self.groups_per_step
+        """Whether the staleness bound admits one more group; a rest that plays counts by member."""
+        places = (self.rule.bound + 1) * self.groups_per_step
+        return self._pending * self.group_size + self._playing_late < places * self.group_size
 
     @property
     def batch_is_full(self) -> bool:
@@ -187,6 +191,7 @@ class GroupLedger:
         group = Group(group_id, members, started_at=now, started_version=version, finished=finished)
         if group.is_rest:
             self.rests[group_id] = group
+            self._playing_late += len(members)
         else:
             self.groups[group_id] = group
             self._add(group.state, 1)
@@ -226,6 +231,7 @@ class GroupLedger:
         member = group.members[place]
         member.reward = reward
         self.playing -= 1
+        self._playing_late -= group.is_rest
         self._lengths.append(member.generated)
         if group.reward is not None:
             self._ready_now(group)
@@ -253,7 +259,9 @@ class GroupLedger:
         self._failures[who] = self._failures.get(who, 0) + 1
         if self._failures[who] > self.retries:
             self._enter(group, GroupState.DROPPED)
-            self.playing -= sum(member.reward is None for member in group.members)
+            unfinished = sum(member.reward is None for member in group.members)
+            self.playing -= unfinished
+            self._playing_late -= unfinished if group.is_rest else 0
             self._forget(group)
             return None
         group.members[place] = self._new_member(group.id, trajectory.member, now)
@@ -301,6 +309,7 @@ class GroupLedger:
             self.rests[group.id] = Group(
                 group.id, left, group.started_at, started, finished=finished
             )
+            self._playing_late += len(left)
         else:
             self.playing -= len(left)
             self._lengths += [member.generated for member in left]
@@ -442,6 +451,8 @@ class GroupLedger:
         assert all(group < self.next_group for group in [*self.queue, *self.groups])
         unrewarded = [m for g in self._all() for m in g.members if m.reward is None]
         assert self.playing == len(unrewarded), f"{self.playing} playing, {len(unrewarded)} found"
+        late = [m for rest in self.rests.values() for m in rest.members if m.reward is None]
+        assert self._playing_late == len(late), f"{self._playing_late} late, {len(late)} found"
         found = Counter(group.state for group in self.groups.values())
         assert found == +self._counts, f"{found} found, {self._counts} counted"
         pending = self.count(GroupState.OPEN, GroupState.READY, GroupState.CLAIMED)

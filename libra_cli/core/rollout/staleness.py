@@ -21,7 +21,8 @@ allows in the next one. ``bound`` is ``training.max_staleness``, B the groups of
     over it are left out, or weigh at most 1 (``node.losses``).
 *   ``cut`` closes a group at its last call and trains its finished members. The others play on and
     are trained in the step after they have all ended (``rest: later``), whatever their age, or are
-    given up (``rest: drop``), and then long trajectories are trained less often than played.
+    given up (``rest: drop``), and then long trajectories are trained less often than played. What
+    is played of a rest takes places of the admission, so the mean is bounded here too.
 
 **What a late member is compared with.** For a closed group the baseline of everybody is the mean
 reward b of the members that were finished, also for those that end later: the score function's

@@ -38,6 +38,7 @@ from libra_cli.node.gradient.server import serve as serve_gradients
 from libra_cli.node.http import read_token
 from libra_cli.node.trainer.config import WorkerConfig
 from libra_cli.node.trainer.rank import answering, attempt, log_ready, start_logging
+from libra_cli.node.trainer.samples import counted
 
 if TYPE_CHECKING:
     from libra_cli.node.model.policy import PolicyModel
@@ -88,6 +89,7 @@ class WorkerRank:
             raise TrainerError(f"RANK says otherwise than accelerate: {policy.rank}")
         self.queue = queue
         self.policy = policy
+        self.training = config.training
         store = None if queue is None else queue.store
         self.writer = GradientWriter(policy, store, config.outbox)
 
@@ -137,7 +139,8 @@ class WorkerRank:
     def _compute(self, command: ComputeCommand) -> None:
         began = time.monotonic()
         self.writer.begin(command.step)
-        sums = self.policy.gradients_of(command.samples, before=self._before)
+        samples = counted(command.samples, self.training)
+        sums = self.policy.gradients_of(samples, before=self._before)
         if sums is not None:
             self.writer.finish()
         if self.queue is None:
@@ -146,7 +149,7 @@ class WorkerRank:
         # Free first: the next version may be loaded as soon as the trainer has the share.
         self.queue.computed()
         if sums is not None:
-            tokens = sum(sample.generated for sample in command.samples)
+            tokens = sum(sample.generated for sample in samples)
             self.queue.store.done(command.step, sums, tokens, seconds)
             log.info("share of step %d: %d tokens, %.2f s", command.step, tokens, seconds)
 

@@ -19,6 +19,8 @@ r is 1 and the clip idle.
     one mean over all tokens, and     DAPO, arXiv 2503.14476
     clip_high above clip_low
     w                                 truncated importance sampling, Ionides 2008
+    w of at most 1 for tokens over    V-trace's truncation, arXiv 1802.01561
+    the bound (over: weight)
     k3                                Schulman, "Approximating KL divergence", 2020
 """
 
@@ -40,10 +42,13 @@ def grpo(inputs: LossInputs, training: TrainingSpec) -> LossOutputs:
     proximal, advantages = inputs.proximal.detach(), inputs.advantages
     ratio = torch.exp(inputs.logprobs - proximal)
     bounded = ratio.clamp(1 - training.clip_low, 1 + training.clip_high)
-    weight = truncated_weights(proximal, inputs.rollout, training.tis_cap)
+    caps = torch.full_like(proximal, training.tis_cap)
+    if training.staleness.weighs:
+        caps = caps.masked_fill(inputs.over, 1.0)
+    weight = truncated_weights(proximal, inputs.rollout, caps)
     surrogate = torch.minimum(ratio * advantages, bounded * advantages)
     per_token = -weight * surrogate
-    clipped = (bounded * advantages < ratio * advantages) | (weight >= training.tis_cap)
+    clipped = (bounded * advantages < ratio * advantages) | (weight >= caps)
     metrics = {"clip_fraction": clipped.sum(), "tis_mean": weight.sum()}
     if inputs.reference is not None:
         kl = k3(inputs.reference, inputs.logprobs)
@@ -52,9 +57,9 @@ def grpo(inputs: LossInputs, training: TrainingSpec) -> LossOutputs:
     return LossOutputs(per_token.sum(), metrics)
 
 
-def truncated_weights(proximal: Tensor, rollout: Tensor, cap: float) -> Tensor:
-    """proximal / rollout of every token, at most ``cap``; no gradient."""
-    return torch.exp(proximal.detach() - rollout).clamp(max=cap)
+def truncated_weights(proximal: Tensor, rollout: Tensor, caps: Tensor) -> Tensor:
+    """proximal / rollout of every token, at most its cap; no gradient."""
+    return torch.minimum(torch.exp(proximal.detach() - rollout), caps)
 
 
 def k3(reference: Tensor, current: Tensor) -> Tensor:

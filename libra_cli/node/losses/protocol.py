@@ -7,14 +7,15 @@
 
 **What it is given.** ``LossInputs``: flat vectors with one entry for each of the T tokens that the
 policy generated in some trajectories, whole ones, of a micro-batch of one rank. Prompts and what
-tools returned are left out. T can be 0, on a rank that has nothing to do while others have. Then
+tools returned are left out, and so are tokens over the staleness bound where the recipe masks them
+(``training.staleness``). T can be 0, on a rank that has nothing to do while others have. Then
 the recipe's ``training``, and what the recipe says in ``training.loss_args`` as keywords. A copy of
 the model as it was at the start, ``LossInputs.reference``, is only kept where ``training.kl_coef``
 is above 0.
 
 **What it returns.** ``LossOutputs``: the loss **summed** over these tokens, and sums by name. libra
 adds them up over micro-batches, ranks and gradient workers, and divides each, and the gradient, by
-the number of generated tokens of the whole batch. That number is known before the backward pass,
+the number of such tokens of the whole batch. That number is known before the backward pass,
 so the gradient is the same however the batch is cut and whoever computes which part; a mean over T
 would break that. It must name the same metrics every time.
 
@@ -64,6 +65,10 @@ class LossInputs:
     """Of the token's trajectory within its group."""
     trajectories: Tensor
     """int64: the number, from 0 on, of the token's trajectory among these S; never falls."""
+    staleness: Tensor
+    """int64: versions between the one that produced the token and the trainer's."""
+    over: Tensor
+    """bool: whether that is more than ``training.max_staleness``."""
     reference: Tensor | None = None
     """Of the model at the start of the run; None if ``training.kl_coef`` is 0."""
 

@@ -36,7 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from libra_cli.config.errors import TrainerError
 from libra_cli.node.losses.protocol import LossInputs, loss_of
 from libra_cli.node.model.logprobs import token_logprobs
-from libra_cli.node.trainer.advantages import group_advantages
+from libra_cli.node.trainer.advantages import advantages_of
 from libra_cli.node.trainer.batching import MicroBatch, collate, deal
 from libra_cli.node.trainer.config import PolicyConfig
 from libra_cli.node.trainer.samples import TokenSample
@@ -114,7 +114,8 @@ class PolicyModel:
             ``gap_tokens`` fresh ones. None if ``before`` said to stop: then the gradients are
             incomplete.
         """
-        advantages = self._advantages(samples)
+        normalize_std = self._config.training.normalize_std
+        advantages = advantages_of(samples, normalize_std=normalize_std)
         lengths = [len(sample.token_ids) for sample in samples]
         budget = self._config.training.micro_batch_tokens
         dealt = deal(lengths, shares=self.world, budget=budget)[self.rank]
@@ -129,13 +130,6 @@ class PolicyModel:
             with self._sync_only(last=last):
                 sums.append(self._backward(batch))
         return summed(self.gather(summed(sums)))
-
-    def _advantages(self, samples: Sequence[TokenSample]) -> list[float]:
-        rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
-        groups = torch.tensor([sample.group for sample in samples], dtype=torch.int64)
-        normalize_std = self._config.training.normalize_std
-        found: list[float] = group_advantages(rewards, groups, normalize_std=normalize_std).tolist()
-        return found
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by name; a tied one once.
@@ -231,6 +225,8 @@ class PolicyModel:
                 rollout=batch.rollout,
                 advantages=batch.advantages,
                 trajectories=batch.rows,
+                staleness=batch.ages,
+                over=batch.ages > self._config.training.max_staleness,
                 reference=reference,
             )
         )

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from libra_cli.node.trainer.samples import TokenSample
+
 STD_FLOOR = 1e-4
 """Added to a group's standard deviation; the value TRL uses."""
+
+
+def advantages_of(samples: Sequence[TokenSample], *, normalize_std: bool) -> list[float]:
+    """Of each trajectory: within its group, or against the baseline that it came with."""
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    own = torch.tensor([sample.baseline is None for sample in samples], dtype=torch.bool)
+    groups = torch.tensor([sample.group for sample in samples], dtype=torch.int64)
+    found = torch.empty_like(rewards)
+    found[own] = group_advantages(rewards[own], groups[own], normalize_std=normalize_std)
+    for place, sample in enumerate(samples):
+        if sample.baseline is not None:
+            mean, std = sample.baseline
+            found[place] = (sample.reward - mean) / (std + STD_FLOOR if normalize_std else 1.0)
+    advantages: list[float] = found.tolist()
+    return advantages
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, *, normalize_std: bool) -> Tensor:

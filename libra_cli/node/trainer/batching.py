@@ -66,6 +66,8 @@ class MicroBatch:
     """``[N]``: the advantage of the token's trajectory."""
     fresh: Tensor
     """``[N]``, bool: whether the trajectory is wholly of the trainer's current version."""
+    ages: Tensor
+    """``[N]``, int64: versions that the token is behind the trainer's."""
 
     @property
     def targets(self) -> Tensor:
@@ -81,11 +83,13 @@ def collate(
     token_ids: NDArray[np.int64] = np.zeros((max(1, len(samples)), longest), dtype=np.int64)
     mask: NDArray[np.bool_] = np.zeros(token_ids.shape, dtype=bool)
     rollout: NDArray[np.float32] = np.zeros(token_ids.shape, dtype=np.float32)
+    ages: NDArray[np.int64] = np.zeros(token_ids.shape, dtype=np.int64)
     for row, sample in enumerate(samples):
         length = len(sample.token_ids)
         token_ids[row, :length] = sample.token_ids
         mask[row, :length] = sample.loss_mask != 0
         rollout[row, :length] = sample.logprobs
+        ages[row, :length] = sample.ages()
     rows, columns = np.nonzero(mask)
     by_row = np.asarray(advantages, dtype=np.float32)
     fresh = np.asarray([sample.fresh for sample in samples], dtype=bool)
@@ -96,4 +100,5 @@ def collate(
         rollout=torch.from_numpy(rollout[rows, columns]).to(device),
         advantages=torch.from_numpy(by_row[rows]).to(device),
         fresh=torch.from_numpy(fresh[rows]).to(device),
+        ages=torch.from_numpy(ages[rows, columns]).to(device),
     )

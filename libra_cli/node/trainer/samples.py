@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from libra_cli.config.errors import TrainerError
+from libra_cli.config.recipe import TrainingSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +24,43 @@ class TokenSample:
     logprobs: NDArray[np.float32]
     """``[T]``: log-probabilities under the rollout policy, in nats; 0 where the mask is 0."""
     loss_mask: NDArray[np.int8]
-    """``[T]``: 1 on generated tokens; 0 on the first token, which nothing predicts."""
+    """``[T]``: 1 on generated tokens that count in the loss; 0 on the first token, which nothing
+    predicts."""
     reward: float
     fresh: bool
     """Whether every generated token is of the version the trainer holds now."""
+    behind: tuple[tuple[int, int], ...] = ()
+    """(token, versions): from this token on, so many versions behind the trainer's; 0 before."""
+    baseline: tuple[float, float] | None = None
+    """Mean and standard deviation that the reward is compared with; None: those of its group."""
 
     @property
     def generated(self) -> int:
         """The number of generated tokens, over which the loss is summed."""
         return int(self.loss_mask.sum())
+
+    def ages(self) -> NDArray[np.int32]:
+        """``[T]``: versions behind the trainer's, of each token; without meaning where the mask
+        is 0.
+        """
+        ages: NDArray[np.int32] = np.zeros(len(self.token_ids), dtype=np.int32)
+        for start, versions in self.behind:
+            ages[start:] = versions
+        return ages
+
+
+def counted(samples: Sequence[TokenSample], training: TrainingSpec) -> tuple[TokenSample, ...]:
+    """The samples, without tokens over the bound where the recipe leaves these out of the loss.
+
+    Everybody who computes a part of a step must use it, so that the number of tokens that the
+    gradient is divided by is the number that it was summed over.
+    """
+    if not training.staleness.masks:
+        return tuple(samples)
+    most = training.max_staleness
+    return tuple(
+        replace(sample, loss_mask=sample.loss_mask * (sample.ages() <= most)) for sample in samples
+    )
 
 
 def read_sample(message: Mapping[str, Any], *, max_len: int) -> TokenSample:
@@ -50,6 +79,8 @@ def read_sample(message: Mapping[str, Any], *, max_len: int) -> TokenSample:
             loss_mask=np.frombuffer(message["loss_mask"], dtype="<i1"),
             reward=float(message["reward"]),
             fresh=bool(message["fresh"]),
+            behind=tuple((int(start), int(age)) for start, age in message["behind"]),
+            baseline=_baseline(message["baseline"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise TrainerError(f"{name} cannot be read: {error!r}") from error
@@ -57,6 +88,13 @@ def read_sample(message: Mapping[str, Any], *, max_len: int) -> TokenSample:
     if problem:
         raise TrainerError(f"{name} {problem}")
     return sample
+
+
+def _baseline(given: Sequence[float] | None) -> tuple[float, float] | None:
+    if given is None:
+        return None
+    mean, std = given
+    return float(mean), float(std)
 
 
 def read_samples(messages: Sequence[Mapping[str, Any]], max_len: int) -> tuple[TokenSample, ...]:
@@ -76,6 +114,9 @@ def _problem(sample: TokenSample, max_len: int) -> str:
         return f"has {tokens} tokens, allowed are 2 to {max_len}"
     if not bool(np.isin(mask, (0, 1)).all()) or mask[0]:
         return "has a loss mask with something other than 0 and 1, or a 1 on the first token"
+    starts = [start for start, _ in sample.behind]
+    if starts != sorted(set(starts)) or any(age < 0 for _, age in sample.behind):
+        return "has ages that are not by rising token, or one below 0"
     if not bool(np.isfinite(logprobs).all()) or not np.isfinite(sample.reward):
         return "has a reward or log-probabilities that are not finite"
     return ""

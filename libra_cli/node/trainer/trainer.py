@@ -31,7 +31,7 @@ from libra_cli.node.gradient.client import Arrival, GradientClient, Rows
 from libra_cli.node.http import read_token
 from libra_cli.node.model.policy import PolicyModel, summed
 from libra_cli.node.trainer.config import TrainerConfig
-from libra_cli.node.trainer.samples import TokenSample
+from libra_cli.node.trainer.samples import TokenSample, counted
 from libra_cli.node.trainer.shares import WorkerShare
 from libra_cli.node.weights.versions import ProbeResult, probe_tokens, version_name
 
@@ -56,15 +56,22 @@ class Trainer(PolicyModel):
             weight_decay=config.training.weight_decay,
         )
         self._fill_optimizer()
-        self._tokens = 0
+        self._tokens = self._left_out = 0
         self._sums: dict[str, float] = {}
         self._tokens_per_s = 0.0
         """Of all tokens, not only generated ones: what a pass costs."""
 
     def accumulate(self, samples: Sequence[TokenSample]) -> dict[str, Any]:
         """*Collective.* Add a part of the coming step; every rank is given all of it."""
+        samples = self._counted(samples)
         seconds = self._compute(samples)
         return {"tokens": _generated(samples), "accumulate_s": seconds}
+
+    def _counted(self, samples: Sequence[TokenSample]) -> Sequence[TokenSample]:
+        """Those with the tokens that count; what is left out is remembered for the step."""
+        kept = counted(samples, self.config.training)
+        self._left_out += _generated(samples) - _generated(kept)
+        return kept
 
     def train(
         self, step: int, samples: Sequence[TokenSample], shares: Sequence[WorkerShare] = ()
@@ -77,7 +84,8 @@ class Trainer(PolicyModel):
             TrainerError: there is no generated token, or the gradient is not finite.
         """
         started = time.monotonic()
-        if self._tokens + _generated(samples) == 0:
+        samples = self._counted(samples)
+        if self._tokens + _generated(samples) + self._left_out == 0:
             raise TrainerError(f"step {step} has no generated token to learn from")
         elsewhere = {group for share in shares for group in share.groups}
         own = [sample for sample in samples if sample.group not in elsewhere]
@@ -93,7 +101,7 @@ class Trainer(PolicyModel):
         }
 
     def _update(self, step: int) -> dict[str, Any]:
-        tokens, sums = self._tokens, self._sums
+        tokens, sums = max(1, self._tokens), self._sums
         self.scale_gradients(1 / tokens)
         norm = self._clip(self.config.training.max_grad_norm)
         if not torch.isfinite(norm):
@@ -101,10 +109,12 @@ class Trainer(PolicyModel):
         rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
+        if self._tokens:  # or else every token was over the bound, and the weights stay
+            self.optimizer.step()
         self.clear_gradients()
         self.step = step
-        self._tokens, self._sums = 0, {}
+        generated = self._tokens
+        self._tokens, self._left_out, self._sums = 0, 0, {}
         gap, gap_tokens = sums.pop("gap"), int(sums.pop("gap_tokens"))
         return {
             **{name: total / tokens for name, total in sums.items()},
@@ -112,7 +122,7 @@ class Trainer(PolicyModel):
             "learning_rate": rate,
             "logprob_gap": gap / gap_tokens if gap_tokens else None,
             "logprob_gap_tokens": gap_tokens,
-            "generated_tokens": tokens,
+            "generated_tokens": generated,
         }
 
     def _compute(self, samples: Sequence[TokenSample]) -> float:

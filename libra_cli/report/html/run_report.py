@@ -110,7 +110,10 @@ def write_report(run_dir: Path, *, now: float, tolerance: float = 1e-3) -> Path:
 def _tiles(status: RunSummary, tolerance: float) -> list[tuple[str, str, str]]:
     """The row of numbers on top, as (name, value, explanation)."""
     reward, staleness, sync = status["reward"], status["staleness"], status["sync"]
-    idle, gap = status["idle"], status["logprob_gap"]
+    idle, gap, over = status["idle"], status["logprob_gap"], status["batches"]["over_bound"]
+    ages = f"versions behind, at most {number(staleness['max'])}"
+    if over:
+        ages += f"; {over:.1%} of tokens over the bound"
     verdict = f"{sync['failed']} not verified" if sync["failed"] else "every one verified"
     return [
         (
@@ -126,7 +129,7 @@ def _tiles(status: RunSummary, tolerance: float) -> list[tuple[str, str, str]]:
         (
             "staleness",
             number(staleness["mean"], ".2f"),
-            f"versions behind, at most {number(staleness['max'])}",
+            ages,
         ),
         (
             "log-probability gap",
@@ -247,7 +250,33 @@ def _step_charts(steps: Sequence[StepRecord], tolerance: float) -> list[Chart]:
             (("a", "line", "the trainer works"), ("b", "line", "the trainer waits")),
         ),
     ]
-    return charts + _gap_chart(steps, tolerance)
+    return charts + _batch_charts(steps) + _gap_chart(steps, tolerance)
+
+
+def _batch_charts(steps: Sequence[StepRecord]) -> list[Chart]:
+    """What the rule that makes batches did, where it did anything."""
+    from libra_cli.report.html.charts import Series, over_steps
+
+    known = [(float(step.step), step.mean_length, step.batch) for step in steps if step.batch]
+    over = [100 * (batch["share_over_bound"] or 0.0) for _, _, batch in known]
+    charts = []
+    if any(over):
+        xs = [step for step, _, _ in known]
+        series = [Series(xs, over, "a", "points"), Series(xs, smooth(over), "a")]
+        svg = over_steps("over", series, floor=1.0)
+        charts.append(Chart("Over the staleness bound", "% of generated tokens", svg, SMOOTHED))
+    if any(batch["groups_closed"] for _, _, batch in known):
+        both = [(x, mean, batch["played_length"]) for x, mean, batch in known]
+        ends = [(x, mean, played) for x, mean, played in both if played is not None]
+        xs, trained = [x for x, _, _ in ends], smooth([mean for _, mean, _ in ends])
+        series = [
+            Series(xs, smooth([played for _, _, played in ends]), "b"),
+            Series(xs, trained, "a"),
+        ]
+        svg = over_steps("played", series, floor=1.0)
+        keys = (("a", "line", "trained"), ("b", "line", "played"))
+        charts.append(Chart("Length played and trained", "generated tokens", svg, keys))
+    return charts
 
 
 def _decision_chart(steps: Sequence[StepRecord], decisions: Sequence[DecisionPart]) -> list[Chart]:

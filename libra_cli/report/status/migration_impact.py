@@ -8,13 +8,14 @@ machine without GPUs, a process that starts slows the others through the cores i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from libra_cli.core.records import StepRecord, TurnRecord
-from libra_cli.core.types import Seconds
+from libra_cli.core.types import Seconds, Slot, SlotId
 from libra_cli.report.status.plans import MovePart
+from libra_cli.report.status.slots import slot_of_row
 from libra_cli.runtime.store.reader import Reader
 
 AROUND_S: Seconds = 10.0
@@ -41,20 +42,30 @@ def migration_impacts(
     reader: Reader, moves: Sequence[MovePart]
 ) -> list[tuple[MovePart, MigrationImpact]]:
     """What each move that has ended cost the others."""
-    steps = reader.steps()
+    steps, slots = reader.steps(), {row.slot: slot_of_row(row) for row in reader.slots()}
     return [
-        (move, _around(reader, steps, move, move["ended_at"]))
+        (move, _around(reader, steps, move, _shares(move["slot"], slots), move["ended_at"]))
         for move in moves
         if move["ended_at"] is not None
     ]
 
 
+def _shares(mine: SlotId, slots: Mapping[SlotId, Slot]) -> set[SlotId]:
+    """The slot, and those that are joined to be it or split of it."""
+    held = slots.get(mine)
+    return {mine} | {slot.id for slot in slots.values() if held and slot.overlaps(held)}
+
+
 def _around(
-    reader: Reader, steps: Sequence[StepRecord], move: MovePart, ended: float
+    reader: Reader,
+    steps: Sequence[StepRecord],
+    move: MovePart,
+    mine: Collection[SlotId],
+    ended: float,
 ) -> MigrationImpact:
     began = move["started_at"]
     turns = reader.turns_between(began - AROUND_S, ended + AROUND_S)
-    others = [turn for turn in turns if turn.slot != move["slot"]]
+    others = [turn for turn in turns if turn.slot not in mine]
     cuts = (began - AROUND_S, began, ended, ended + AROUND_S)
     spans = [_span(others, steps, since, until) for since, until in pairwise(cuts)]
     return MigrationImpact(*spans)

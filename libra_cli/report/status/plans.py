@@ -90,6 +90,7 @@ class PredictedPart(TypedDict):
     low_s: float | None
     high_s: float | None
     source: str
+    corrected: bool
 
 
 class ExplanationPart(TypedDict):

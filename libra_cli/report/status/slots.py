@@ -6,7 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import TypedDict
 
-from libra_cli.core.records import SampleRecord, SlotRecord, SyncRecord
+from libra_cli.core.records import PlanRecord, SampleRecord, SlotRecord, SyncRecord
+from libra_cli.core.types import Pool, Slot
 from libra_cli.report.status.parts import part_of
 from libra_cli.runtime.store.reader import Reader
 
@@ -79,6 +80,32 @@ class ProcessPart(TypedDict):
     since: float
     exit_code: int | None
     log: str
+
+
+def existing(
+    slots: Sequence[SlotRecord], plan: PlanRecord | None, *, since: float = 0.0
+) -> list[SlotRecord]:
+    """Those into which the nodes are divided now, and those whose server is not gone yet.
+
+    A slot that was joined with others, or one that was split, is no more: its row is left behind,
+    and so is one of a controller that died before ``since``.
+    """
+    if plan is None:
+        return list(slots)
+    planned = {*json.loads(plan.train_json), *json.loads(plan.gradient_json or "[]")}
+    planned |= {slot for slot, *_ in json.loads(plan.servers_json)}
+    there = [slot_of_row(row) for row in slots if row.slot in planned]
+
+    def is_left(row: SlotRecord) -> bool:
+        slot, over = slot_of_row(row), row.since < since or row.state in ("idle", "failed")
+        return over and slot.id not in planned and any(slot.overlaps(other) for other in there)
+
+    return [row for row in slots if not is_left(row)]
+
+
+def slot_of_row(row: SlotRecord) -> Slot:
+    """The slot that a row is about."""
+    return Slot(row.slot, row.node, tuple(json.loads(row.gpus_json or "[]")), Pool(row.pool))
 
 
 def slot_part(slot: SlotRecord) -> SlotPart:

@@ -9,14 +9,14 @@ How the numbers are made (``RECENT`` = 10):
     reward.first, .last    mean of the steps' rewards over the first and over the last 10 steps
     metrics.*              the same of everything that the trainer and the loss name;
                            servers[].metrics: the newest reading of what the rollout backend names
-    metrics.*              the same of everything that the trainer and the loss name;
-                           servers[].metrics: the newest reading of what the rollout backend names
     logprob_gap            mean over all steps, weighted by the tokens compared in each
     tokens_per_s           generated tokens of the last 10 batches over the time these took; before
                            the first step: the sum over the servers' newest samples
     lengths                over the last 10 steps: tokens a trajectory, and the largest p99
     staleness.mean         mean over all steps, weighted by generated tokens; .max over all steps;
                            .histogram counts trained trajectories by the age of their oldest token
+    batches                of all steps, what the rule that makes a batch (training.staleness) did;
+                           .over_bound is the share of tokens over training.max_staleness
     idle.rollout           1 - busy seconds / serving seconds, summed over the servers
     idle.training          seconds the trainer stood idle before its steps / (those + step seconds)
     idle.recent_*          the same over the last 10 steps (rollout: share of samples that saw no
@@ -51,8 +51,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
+from libra_cli.core.records import SlotRecord
 from libra_cli.report.status import slots as slot_parts
 from libra_cli.report.status import steps as step_parts
+from libra_cli.report.status.batches import BatchesPart, batches
 from libra_cli.report.status.metrics import FirstLast, first_last
 from libra_cli.report.status.placements import (
     BucketPart,
@@ -93,6 +95,7 @@ class RunSummary(TypedDict):
     tokens_per_s: float | None
     step_s: float | None
     staleness: step_parts.Staleness
+    batches: BatchesPart
     trajectories: step_parts.TrajectoryCountsPart
     idle: step_parts.IdlePart
     sync: Sync
@@ -114,7 +117,8 @@ class RunSummary(TypedDict):
 def summary(reader: Reader, *, now: float) -> RunSummary:
     """Everything about the run, as of ``now``."""
     run = run_part(reader, now=now)
-    record, steps, slots, syncs = reader.run(), reader.steps(), reader.slots(), reader.syncs()
+    record, steps, syncs = reader.run(), reader.steps(), reader.syncs()
+    slots = _slots(reader)
     live = run["state"] in LIVE
     samples = reader.latest_samples() if live else {}
     fresh = {slot: sample for slot, sample in samples.items() if now - sample.at <= _FRESH_S}
@@ -141,6 +145,7 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
         "tokens_per_s": step_parts.tokens_per_s(steps, fresh.values()),
         "step_s": step_parts.step_s(steps),
         "staleness": step_parts.staleness(reader, steps),
+        "batches": batches(reader, steps),
         "trajectories": step_parts.trajectories(reader, live=live),
         "idle": step_parts.idle(recent, steps, slots),
         "sync": sync_part(syncs),
@@ -158,6 +163,13 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
         "checkpoint": step_parts.checkpoint(steps),
         "errors": errors_of(reader, run, slots, syncs),
     }
+
+
+def _slots(reader: Reader) -> list[SlotRecord]:
+    """Those that exist; each time that the run was started it began with the recipe's."""
+    plans = reader.plans()
+    began = max((plan.at for plan in plans if plan.cause == "start"), default=0.0)
+    return slot_parts.existing(reader.slots(), plans[-1] if plans else None, since=began)
 
 
 def to_json(value: Mapping[str, Any]) -> str:

@@ -216,10 +216,22 @@ def _fact_quality(facts: Table, summary: RunSummary, steps: Sequence[StepRecord]
     else:
         fact(facts, "length", length)
         fact(facts, "speed", ", ".join(filter(None, (speed, pace))))
-    staleness = summary["staleness"]
-    fact(facts, "staleness", f"{number(staleness['mean'])} mean, {number(staleness['max'])} max")
+    _fact_staleness(facts, summary)
     if summary["metrics"]:
         fact(facts, "metrics", told({name: m["last"] for name, m in summary["metrics"].items()}))
+
+
+def _fact_staleness(facts: Table, summary: RunSummary) -> None:
+    staleness, made = summary["staleness"], summary["batches"]
+    text = f"{number(staleness['mean'])} mean, {number(staleness['max'])} max"
+    if made["over_bound"]:
+        text += f", {made['over_bound']:.1%} of tokens over the bound"
+    fact(facts, "staleness", text)
+    if made["groups_closed"]:
+        closed = f"{made['groups_closed']:,} groups, {made['trajectories_left']:,} members left"
+        closed += f", {made['trajectories_late']:,} trained later"
+        share = number(made["longest_trained"], ".0%")
+        fact(facts, "closed", closed, Text(f"{share} of the longest trained", style="dim"))
 
 
 def _fact_weights(facts: Table, summary: RunSummary) -> None:

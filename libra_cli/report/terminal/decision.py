@@ -25,7 +25,7 @@ def decision_facts(decision: DecisionPart) -> Iterator[Fact]:
         predicted += f"; came: {seconds(came)} over {steps} step{'s' * (steps != 1)}"
     yield name, predicted
     yield from others
-    if moved:
+    if told["move"]:
         yield "moves", _pays(told)
 
 

@@ -37,6 +37,7 @@ from libra_cli.core.records import (
     SyncRecord,
 )
 from libra_cli.report.status.metrics import told
+from libra_cli.report.status.slots import existing
 from libra_cli.report.status.steps import RECENT, smooth
 from libra_cli.report.terminal.console import (
     duration,
@@ -168,11 +169,13 @@ class Progress:
             self._first.append(step.reward)
         target = f"/{self._run.target_steps}" if self._run else ""
         gap = f"  gap {number(step.logprob_gap, '.1e')}" if step.logprob_gap is not None else ""
+        over = step.batch.get("share_over_bound") or 0.0
+        old = f", {over:.1%} over the bound" if over else ""
         return (
             f"step {step.step}{target}  reward {step.reward:.3f}"
             f"  length {step.mean_length:.1f} (p99 {step.p99_length:.0f})"
             f"  {step.tokens_per_s:,.0f} tokens/s"
-            f"  staleness {step.staleness_mean:.2f} (max {step.staleness_max})"
+            f"  staleness {step.staleness_mean:.2f} (max {step.staleness_max}{old})"
             f"  waited {step.waited_s:.1f} s  trained {step.trainer_s:.1f} s{gap}"
         )
 
@@ -246,7 +249,8 @@ class Progress:
         parts = list(self._parts.values())
         trouble = [Text(f"✗ {_name(part)}: {_says(part)}", "red") for part in parts if _hurt(part)]
         blank = [Text()] if trouble else []
-        return Group(facts, Text(), _slots(parts), *blank, *trouble[:_MANY])
+        rows = [part for part in parts if isinstance(part, SlotRecord)]
+        return Group(facts, Text(), _slots(existing(rows, self._plan)), *blank, *trouble[:_MANY])
 
     def _left(self, run: RunRecord) -> str:
         recent = list(self._steps)[-RECENT:]
@@ -363,14 +367,13 @@ def _mark(state: str) -> Text:
     return Text("✗", style="bold red") if state in _BAD else Text("…", style="yellow")
 
 
-def _slots(parts: Sequence[NodeRecord | ProcessRecord | SlotRecord]) -> Table:
+def _slots(slots: Sequence[SlotRecord]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     table.add_column("slot", no_wrap=True, min_width=8)
     for name in ("role", "state"):
         table.add_column(name, no_wrap=True)
     for name in ("version", "running", "waiting", "restarts"):
         table.add_column(name, justify="right", no_wrap=True)
-    slots = [part for part in parts if isinstance(part, SlotRecord)]
     for slot in slots[:_MANY]:
         row: list[str | Text] = [slot_label(slot.slot), slot.role, styled(slot.state)]
         if slot.role == "rollout":

@@ -55,7 +55,7 @@ class Monitors:
 
 def step_metrics(record: StepRecord) -> dict[str, float]:
     """Every number that is known of a step, by name."""
-    named: dict[str, Any] = asdict(record) | record.metrics
+    named: dict[str, Any] = asdict(record) | record.metrics | record.batch
     return {
         name: value
         for name, value in named.items()

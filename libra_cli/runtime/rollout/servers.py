@@ -23,6 +23,7 @@ from libra_cli.core.actions import (
     StopServer,
     SyncServer,
 )
+from libra_cli.core.cluster.joined_slots import slot_named
 from libra_cli.core.events import (
     Event,
     ServerChecked,
@@ -36,7 +37,7 @@ from libra_cli.core.events import (
 )
 from libra_cli.core.launch.process import process_of, server_port
 from libra_cli.core.launch.rollout_backend import server_process
-from libra_cli.core.types import Slot, SlotId
+from libra_cli.core.types import Slot, SlotId, node_of
 from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
 from libra_cli.runtime.process_tasks import ProcessTasks
@@ -111,7 +112,7 @@ class Servers:
         return await self._tasks.during(action.slot, self._start(action), failed)
 
     async def _start(self, action: StartServer) -> Event:
-        slot, cluster = self._slots[action.slot], self._cluster
+        slot, cluster = slot_named(action.slot, self._slots), self._cluster
         port = cluster.ports[slot.node][server_port(slot)]
         spec = server_process(
             cluster.recipe,
@@ -134,8 +135,7 @@ class Servers:
         """Stop the process and everything it started."""
         self._tasks.end(action.slot)
         await self._forget(action.slot)
-        slot = self._slots[action.slot]
-        await self._cluster.stop(slot.node, process_of(slot.id))
+        await self._cluster.stop(node_of(action.slot), process_of(action.slot))
         return ServerStopped(action.slot, action.incarnation)
 
     async def _forget(self, slot: SlotId) -> None:
@@ -146,7 +146,7 @@ class Servers:
     def exited(self, event: Exited) -> None:
         """The agent reports that a server's process is gone; ``_servers`` knows its incarnation."""
         for slot, server in self._servers.items():
-            if self._slots[slot].node == event.node and process_of(slot) == event.process:
+            if node_of(slot) == event.node and process_of(slot) == event.process:
                 self._tasks.end(slot)
                 self._post(
                     ServerFailed(slot, server.incarnation, f"its process {how_it_ended(event)}")
@@ -158,7 +158,7 @@ class Servers:
         answered = True
         try:
             server = self._servers[action.slot]
-            node = self._slots[action.slot].node
+            node = node_of(action.slot)
             place = await self._weights.on(node, action.published)
             timeout_s = self._spec.timeout_s
             load_s = await server.load(place.directory, action.published, timeout_s=timeout_s)
@@ -193,7 +193,7 @@ class Servers:
 
     async def check(self, action: CheckServer) -> Event | None:
         """Ask until it answers; time counts only while its host can be reached."""
-        server, node = self._servers.get(action.slot), self._slots[action.slot].node
+        server, node = self._servers.get(action.slot), node_of(action.slot)
         left_s = CHECK_TIMEOUT_S
         while server is not None:
             try:

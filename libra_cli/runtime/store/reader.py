@@ -90,6 +90,13 @@ _LAST = (
     " AND n.member = t.member AND n.attempt > t.attempt)"
 )
 """Of a group that was played again, only the last attempts were trained on."""
+_WAITING = (
+    "EXISTS (SELECT 1 FROM late l WHERE l.group_id = t.group_id AND l.member = t.member"
+    " AND l.step IS NULL)"
+)
+"""A member that its group was closed without, and that no step has trained yet."""
+_STEP = "coalesce(late.step, g.step)"
+"""The step that trained a member of group ``g``, joined with ``late``."""
 
 
 class Reader:
@@ -204,7 +211,8 @@ class Reader:
         states = {state: count for state, count, _ in rows}
         trained = self._all(
             "SELECT count(*) FROM trajectories t WHERE state = 'finished'"
-            f" AND group_id IN (SELECT group_id FROM groups WHERE state = 'trained') AND {_LAST}"
+            " AND group_id IN (SELECT group_id FROM groups WHERE state = 'trained')"
+            f" AND {_LAST} AND NOT {_WAITING}"
         )
         return TrajectoryCounts(
             finished=states.get("finished", 0),
@@ -222,13 +230,24 @@ class Reader:
         ``min_version``.
         """
         rows = self._all(
-            "SELECT max(0, g.step - 1 - t.min_version) AS staleness, count(*)"
+            f"SELECT max(0, {_STEP} - 1 - t.min_version) AS staleness, count(*)"
             " FROM groups g JOIN trajectories t USING (group_id)"
+            " LEFT JOIN late USING (group_id, member)"
             " WHERE g.state = 'trained' AND g.step IS NOT NULL"
             f" AND t.state = 'finished' AND t.min_version IS NOT NULL AND {_LAST}"
+            f" AND NOT {_WAITING}"
             " GROUP BY staleness ORDER BY staleness"
         )
         return {staleness: count for staleness, count in rows}  # noqa: C416 - the row is a tuple
+
+    def members_of_trained_groups(self) -> list[tuple[int, bool]]:
+        """Generated tokens so far, and whether it was trained, of each member."""
+        rows = self._all(
+            f"SELECT t.generated_tokens, t.state = 'finished' AND NOT {_WAITING}"
+            " FROM trajectories t WHERE group_id IN"
+            f" (SELECT group_id FROM groups WHERE state = 'trained') AND {_LAST}"
+        )
+        return [(length, bool(trained)) for length, trained in rows]
 
     def lengths(self, limit: int = 5000) -> list[Length]:
         """The newest finished trajectories, oldest first."""
@@ -296,10 +315,11 @@ class Reader:
     def step_pairs(self) -> dict[int, float]:
         """Step -> pairs of a token and one it attends to, over its trajectories."""
         rows = self._all(
-            "SELECT g.step, sum(1.0 * t.context_tokens * t.context_tokens) / 2"
+            f"SELECT {_STEP}, sum(1.0 * t.context_tokens * t.context_tokens) / 2"
             " FROM groups g JOIN trajectories t USING (group_id)"
+            " LEFT JOIN late USING (group_id, member)"
             " WHERE g.state = 'trained' AND g.step IS NOT NULL AND t.state = 'finished'"
-            f" AND {_LAST} GROUP BY g.step"
+            f" AND {_LAST} AND NOT {_WAITING} GROUP BY 1"
         )
         return {step: pairs for step, pairs in rows}  # noqa: C416 - the row is a tuple
 

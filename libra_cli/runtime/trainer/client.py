@@ -167,7 +167,7 @@ def pack_batch(action: Train, shares: Sequence[Mapping[str, object]] = ()) -> by
 
 def pack_sample(sample: TrainSample) -> dict[str, Any]:
     """The wire form of one trajectory."""
-    trajectory = sample.trajectory
+    trajectory, baseline = sample.trajectory, sample.baseline
     return {
         "group": trajectory.id.group,
         "member": trajectory.id.member,
@@ -176,5 +176,15 @@ def pack_sample(sample: TrainSample) -> dict[str, Any]:
         "loss_mask": trajectory.loss_mask.tobytes(),
         "reward": trajectory.reward,
         "fresh": int(sample.fresh),
-        "staleness": sample.staleness,
+        "behind": _ages(sample),
+        "baseline": None if baseline is None else [baseline.mean, baseline.std],
     }
+
+
+def _ages(sample: TrainSample) -> list[list[int]]:
+    """From which token on it is how many versions behind: an entry for each change."""
+    changes = [[0, 0]]
+    for behind, start, _ in sample.trajectory.behind(sample.held):
+        if behind != changes[-1][1]:
+            changes.append([start, behind])
+    return changes[1:]

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from libra_cli.app.costs import live_planner
-from libra_cli.app.first_plan import Placed, first_plan
+from libra_cli.app.first_plan import Placed, explained_first_plan, first_plan
 from libra_cli.cli.main import app
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.gpu_nodes import gpus_of
@@ -261,3 +261,19 @@ def test_a_guess_stays_within_the_limits_of_the_recipe() -> None:
     mean = sum(sample.generated for sample in samples) / len(samples)
     assert mean == pytest.approx(guessed_lengths(recipe).generated, rel=0.15)
     assert all(isinstance(slot, Slot) for slot in first_plan(recipe)[1])
+
+
+def test_the_first_plan_is_explained_as_one_that_nothing_was_before() -> None:
+    planner = {"profile": "a800-qwen3-14b", "trace": "tau2"}
+    found = explained_first_plan(recipe_of(*SIX, planner=planner))
+    explained = found.explanation
+    assert explained is not None
+    assert not explained.move
+    assert explained.today == explained.chosen
+    assert explained.predicted.source == "errors of costs alone"
+    assert f"training {explained.chosen.train_s:.1f} s" in found.plan.reasons[2]
+    assert explained.cost_s == 0
+
+
+def test_a_plan_that_no_planner_made_has_no_explanation() -> None:
+    assert explained_first_plan(recipe_of(*SIX, model="Other-7B"), A800).explanation is None

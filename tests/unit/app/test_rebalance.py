@@ -398,3 +398,10 @@ def test_a_trace_with_a_run_or_a_wrong_path_is_refused(tmp_path: Path) -> None:
     assert "--trace is for a recipe" in libra(str(tmp_path), "--dry-run", "--trace", "mint").output
     assert "there is no" in libra(str(tmp_path / "no"), "--dry-run").output
     assert libra(str(tmp_path / "no"), "--dry-run").exit_code == 2
+
+
+def test_an_order_changes_what_slots_do_or_how_large_they_are(tmp_path: Path) -> None:
+    run_dir = sample_run.write(tmp_path / "run")
+    done = libra(str(run_dir), "--join", "gpu-01/0+1", "--to", "rollout=2")
+    assert done.exit_code == 2
+    assert "--join and --split change the size of servers" in done.output

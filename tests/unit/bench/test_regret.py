@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from libra_cli.bench import regret as regrets_bench
 from libra_cli.bench.clairvoyance import TOLD
 from libra_cli.bench.config import parse_drift
-from libra_cli.bench.jobs import Job, first_layout_of, playable, world_of
+from libra_cli.bench.jobs import Job, first_layout_of, playable, static_run, world_of
 from libra_cli.bench.regret import StaticPlans, best_script, part_seconds, regrets
 from libra_cli.bench.report.sheets import regret_sheet
-from libra_cli.bench.results import BEST_STATIC, CLAIRVOYANT
+from libra_cli.bench.results import BEST_STATIC, CLAIRVOYANT, FREE_CLAIRVOYANT, LIBRA_TOLD
+from libra_cli.cli.main import app
 from libra_cli.core.planning.search import Layout
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import load_trace
@@ -164,3 +171,50 @@ def test_a_share_of_next_to_nothing_is_not_told() -> None:
         }.items()
     ]
     assert {one.share_of_clairvoyant for one in regrets(rows)} == {None}
+
+
+# -- the whole experiment, with invented runs ------------------------------------------------------
+
+
+class InventedRuns:
+    """Throughput falls with the distance from eight servers of one GPU; movers lose a tenth."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+
+    def __call__(
+        self, run: Callable[[Job], Any], jobs: Sequence[Job], progress: Callable[[str], None]
+    ) -> Iterator[Any]:
+        for job in jobs:
+            self.jobs.append(job)
+            layout = job.layout or job.start
+            far = abs(layout.rollout_gpus - 8) if layout else 2
+            made = row(planner=job.planner, seed=job.seed, makespan_s=100.0 + far + job.seed)
+            made = replace(made, trace=job.trace.name, variant=job.variant)
+            ended = tuple(made.makespan_s * (step + 1) / job.steps for step in range(job.steps))
+            yield (made, ended) if run is static_run else (made, None)
+
+
+def test_every_contender_plays_every_seed_and_the_report_tells_the_regret(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    invented = InventedRuns()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(regrets_bench, "simulated", invented)
+    arguments = ["--trace", "mint", "--drift", "4 turns:1,2", "--seeds", "2", "--gpus", "16"]
+    command = ["bench", "regret", *arguments, "--json", "told.json", "--out", "."]
+    done = CliRunner().invoke(app, command, env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    told = json.loads(Path("told.json").read_text())
+    names = {BEST_STATIC, CLAIRVOYANT, FREE_CLAIRVOYANT, LIBRA_TOLD, "uniform", "libra"}
+    for drift in ("drift x1 x4", "drift turns x1 x2"):
+        rows = [one for one in told["rows"] if one["variant"] == drift]
+        assert {one["planner"] for one in rows} >= names
+        assert len(rows) == 2 * 8
+        starts = [one["start"] for one in told["regret"] if one["variant"] == drift]
+        assert starts == ["own", "half", "worst"]
+    assert "turns x1 x2 worst" in done.output.replace("  ", " ")
+    assert "regret" in Path("bench.html").read_text()
+    on_second = [job for job in invented.jobs if job.seed == 1 and job.layout]
+    on_first = [job for job in invented.jobs if job.seed == 0 and job.layout]
+    assert 0 < len(on_second) < len(on_first), "only the best are simulated on every seed"

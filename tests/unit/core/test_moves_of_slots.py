@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
+from libra_cli.core.cluster.joined_slots import slot_named
 from libra_cli.core.cluster.replica import ReplicaState
 from libra_cli.core.records import GroupRecord, MoveRecord
 from libra_cli.core.rollout.active import Stage
@@ -35,6 +36,8 @@ NODES = {
         {"host": "c", "gpus": 1, "pool": "train"},
     ],
 }
+SMALL = {"name": "all", "max_num_seqs": 3}
+LARGE = {"name": "large", "max_num_seqs": 6, "tensor_parallel": 2, "slots": 0}
 ORDERS = (
     ["drain", "stop", "start", "sync", "verify", "join"],
     ["start", "sync", "verify", "drain", "stop", "join"],
@@ -52,6 +55,7 @@ FAULTS = st.builds(
     stop_asked=st.sampled_from([0.0, 0.0, 0.0, 0.001]),
     repeated=st.sampled_from([0.0, 0.1]),
     replanned=st.sampled_from([0.01, 0.05]),
+    joined=st.sampled_from([0.0, 0.0, 0.3]),
     ordered=st.sampled_from([0.01, 0.1]),
     worker_dies=st.sampled_from([0.0, 0.0, 0.005]),
     share_lost=st.sampled_from([0.0, 0.3]),
@@ -112,8 +116,11 @@ class Watched(World):
     # -- processes ------------------------------------------------------------------------------
 
     def _began(self, kind: str, slot: SlotId) -> None:
-        here = {key: value for key, value in self.processes.items() if key[1] == slot}
-        gpus = next(known.gpus for known in self._slots if known.id == slot)
+        known = {slot.id: slot for slot in self._slots}
+        mine = slot_named(slot, known)
+        others = {key for key in self.processes if slot_named(key[1], known).overlaps(mine)}
+        here, gpus = {key for key in others if key[1] == slot}, mine.gpus
+        assert others == here, f"a {kind} is started on {slot} beside {others}"
         assert (kind, slot) not in here, f"two processes of kind {kind} on {slot}"
         assert not here or not gpus, f"a {kind} is started on {slot} beside {here}"
         assert kind != "rank" or not here, f"the core is started on {slot} beside {here}"
@@ -237,6 +244,7 @@ def elastic(nodes: str, *, stream: bool, **planner: Any) -> Any:
     return recipe(
         nodes=NODES[nodes],
         run={"name": "world", "steps": 6},
+        rollout={"buckets": [SMALL, LARGE]},
         training={
             "groups_per_step": 3,
             "max_staleness": 1,

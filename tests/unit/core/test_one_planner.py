@@ -242,6 +242,11 @@ def test_a_run_that_goes_on_has_forgotten_nothing(tmp_path: Path) -> None:
     assert first.plan == plans[-1].plan + 1
     assert again.reconciler._tracker._number == moves[-1].move
     assert again._observe().measured == ()  # type: ignore[union-attr]
+    with Journal(tmp_path) as journal:
+        journal.save(first)
+    with Reader(tmp_path) as reader:
+        dry = observation_of_run(reader, before.recipe, live=True)
+    assert dry.recalibration is again.controller.recalibration is None
 
 
 def test_the_time_in_which_a_run_did_not_run_is_in_no_step() -> None:

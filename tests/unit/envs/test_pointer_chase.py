@@ -163,3 +163,27 @@ def test_a_task_without_drift_is_the_one_it_always_was():
 )
 def test_factors_are_joined_by_straight_lines_and_the_last_one_holds(share: float, factor: float):
     assert factor_at([1.0, 4.0, 2.0], share) == pytest.approx(factor)
+
+
+def test_tools_with_a_heavy_tail_take_what_their_law_says():
+    environment = PointerChase(latency_s={"median": 0.05, "most": 2.0})
+    waits = []
+    for index in range(200):
+        environment.reset(environment.task(index, seed=1), seed=index)
+        waits += [environment.wait_s(call) for call in range(1, 11)]
+    waits.sort()
+    assert 0.04 < waits[1000] < 0.06
+    assert waits[-1] == 2.0
+    assert 0.5 < sum(wait == 2.0 for wait in waits) / 20 < 2.0
+    environment.reset(environment.task(3, seed=1), seed=7)
+    again = [environment.wait_s(call) for call in range(1, 5)]
+    environment.reset(environment.task(3, seed=1), seed=7)
+    assert [environment.wait_s(call) for call in range(1, 5)] == again
+
+
+@pytest.mark.parametrize(
+    "latency_s", [{"median": 1.0}, {"median": 2.0, "most": 1.0}, {"median": 0, "most": 1}]
+)
+def test_a_tail_that_is_none_is_refused(latency_s):
+    with pytest.raises(ValueError, match="latency_s must be seconds, or"):
+        PointerChase(latency_s=latency_s)

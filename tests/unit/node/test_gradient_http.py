@@ -34,6 +34,8 @@ def share(**changes: Any) -> dict[str, Any]:
         "loss_mask": bytes([0, 1]),
         "reward": 1.0,
         "fresh": 1,
+        "behind": [],
+        "baseline": None,
     }
     message = {"step": 7, "trainer_incarnation": 1, "incarnation": 3, "version": "v000006-e1"}
     return message | {"trajectories": [trajectory]} | changes

@@ -315,6 +315,8 @@ def test_a_share_must_be_of_groups_that_came_and_of_nobody_else(
         "loss_mask": bytes([0, 1]),
         "reward": 1.0,
         "fresh": 1,
+        "behind": [],
+        "baseline": None,
     }
     samples = read_samples([message], max_len=16)
     with pytest.raises(TrainerError, match=reason):

@@ -107,6 +107,25 @@ def test_status_shows_how_little_of_the_weights_travelled(tmp_path: Path) -> Non
     assert re.search(r"pulled +\d+ of \d+ pulls sent only changes, all 7.1% of the bytes of", text)
 
 
+def test_status_shows_what_the_rule_that_makes_batches_did(tmp_path: Path) -> None:
+    numbers = {
+        "tokens_over_bound": 123_456,
+        "share_over_bound": 0.123,
+        "token_staleness_mean": 1.5,
+        "token_staleness_max": 12,
+        "groups_closed": 1_234,
+        "trajectories_left": 4_321,
+        "trajectories_late": 4_320,
+        "played_length": 20.0,
+    }
+    step = sample_run.step_record(1, sample_run.START + 9, batch_json=r.to_metrics_json(numbers))
+    value = live(tmp_path, 5.0, [step])
+    text = drawn(status_view(value, now=sample_run.START + 150.0))
+    assert widest(text) <= 80
+    assert "12.3% of tokens over the bound" in text
+    assert "1,234 groups, 4,321 members left, 4,320 trained later" in text
+
+
 def test_long_host_names_and_big_numbers_keep_the_table_whole(tmp_path: Path) -> None:
     value = live(tmp_path, 150.0, many_slots(48))
     text = drawn(status_view(value, now=sample_run.START + 150.0))

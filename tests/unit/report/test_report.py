@@ -74,6 +74,21 @@ def test_it_opens_offline(page_text: str) -> None:
     assert re.findall(r"@import|url\((?!#)", page_text) == []
 
 
+def test_the_batches_have_charts_where_there_is_something_to_show(tmp_path: Path) -> None:
+    numbers = {"share_over_bound": 0.1, "token_staleness_mean": 1.0, "token_staleness_max": 3}
+    numbers |= {"groups_closed": 2, "trajectories_left": 3, "trajectories_late": 1}
+    with Journal(tmp_path) as journal:
+        for _, record in sample_run.records():
+            if isinstance(record, r.StepRecord):
+                batch = r.to_metrics_json(numbers | {"played_length": 30.0})
+                record = replace(record, batch_json=batch)
+            journal.save(record)
+    page = write_report(tmp_path, now=sample_run.START + 1000).read_text(encoding="utf-8")
+    assert "Over the staleness bound" in page
+    assert "Length played and trained" in page
+    assert "10.0% of tokens over the bound" in page
+
+
 def test_it_is_small(page_text: str) -> None:
     assert len(page_text.encode()) < _LIMIT_BYTES
 

@@ -80,10 +80,15 @@ def group(group_id: int, state: str, step: int | None = None) -> r.GroupRecord:
 
 
 def trajectory(
-    group_id: int, member: int, state: str, attempt: int = 0, oldest: int | None = 0
+    group_id: int,
+    member: int,
+    state: str,
+    attempt: int = 0,
+    oldest: int | None = 0,
+    tokens: int = 20,
 ) -> r.TrajectoryRecord:
     return r.TrajectoryRecord(
-        group_id, member, attempt, state, 0.0, 1.0, 1.0, 2, 20, 60, oldest, 3, "[]", "[]", ""
+        group_id, member, attempt, state, 0.0, 1.0, 1.0, 2, tokens, 60, oldest, 3, "[]", "[]", ""
     )
 
 
@@ -202,6 +207,60 @@ def test_staleness_weighs_by_tokens_and_counts_trained_trajectories(tmp_path: Pa
     ]
     staleness = told(tmp_path, rows)["staleness"]
     assert staleness == {"mean": 0.75, "max": 2, "histogram": {"0": 1, "2": 1}}
+
+
+def of_batch(**changes: float | None) -> str:
+    numbers: dict[str, float | None] = {
+        "tokens_over_bound": 0,
+        "share_over_bound": 0.0,
+        "token_staleness_mean": 0.5,
+        "token_staleness_max": 1,
+        "groups_closed": 0,
+        "trajectories_left": 0,
+        "trajectories_late": 0,
+        "played_length": 20.0,
+    }
+    return r.to_metrics_json(numbers | changes)
+
+
+def test_members_that_come_after_their_group_count_for_the_step_that_trained_them(
+    tmp_path: Path,
+) -> None:
+    closed = of_batch(groups_closed=1, trajectories_left=3, share_over_bound=0.5)
+    late = of_batch(
+        trajectories_late=1, share_over_bound=0.1, token_staleness_max=4, played_length=None
+    )
+    rows: list[r.Record] = [
+        step_record(4, 10.0, generated_tokens=100, mean_length=10.0, batch_json=closed),
+        step_record(6, 20.0, generated_tokens=300, mean_length=50.0, batch_json=late),
+        group(0, "trained", step=4),
+        trajectory(0, 0, "finished", oldest=3, tokens=10),
+        trajectory(0, 1, "finished", oldest=3, tokens=90),
+        trajectory(0, 2, "finished", oldest=3, tokens=95),
+        trajectory(0, 3, "dropped", oldest=3, tokens=99),
+        r.LateRecord(0, 1, 6),
+        r.LateRecord(0, 2, None),
+    ]
+    seen = told(tmp_path, rows)
+    assert seen["staleness"]["histogram"] == {"0": 1, "2": 1}
+    assert seen["trajectories"]["trained"] == 2
+    assert seen["batches"] == {
+        "over_bound": pytest.approx(0.2),
+        "token_staleness_mean": pytest.approx(0.5),
+        "token_staleness_max": 4,
+        "groups_closed": 1,
+        "trajectories_left": 3,
+        "trajectories_late": 1,
+        "played_length": 20.0,
+        "trained_length": 10.0,
+        "longest_trained": 0.0,
+    }
+
+
+def test_nothing_is_known_of_the_batches_of_an_older_libra(tmp_path: Path) -> None:
+    batches = told(tmp_path, [step_record(1, 10.0)])["batches"]
+    assert batches["over_bound"] is None
+    assert batches["groups_closed"] == 0
 
 
 def test_trajectories_are_counted_by_attempt(tmp_path: Path) -> None:

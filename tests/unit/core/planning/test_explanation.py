@@ -202,6 +202,9 @@ def test_a_prediction_counts_once_it_is_known_what_came() -> None:
     assert past_prediction(kept, 5.3) == PastPrediction(False, 5.1, 5.3)
     assert past_prediction(kept, None) is None
     assert past_prediction({}, 5.3) is None
+    guessed = replace(sample_run.KEPT.predicted, corrected=False)
+    first = json.loads(replace(sample_run.KEPT, predicted=guessed).to_json())
+    assert past_prediction(first, 5.3) is None, "an error of costs alone is of another kind"
     nothing = replace(sample_run.KEPT.predicted, step_s=inf)
     endless = json.loads(replace(sample_run.KEPT, predicted=nothing).to_json())
     assert endless["predicted"]["step_s"] is None
@@ -229,7 +232,7 @@ def test_a_rule_that_holds_a_full_batch_back_binds_where_it_was_measured() -> No
     now = Observation(1, initial_plan(RECIPE), (), work(100), measured=(held, held))
     bound = binding(found, layout, now, measured=True)
     assert bound.constraint is Constraint.STALENESS
-    assert "3.0 s a step" in bound.words
+    assert "waits 3.0 s for groups" in bound.words
     assert binding(found, layout, now, measured=False) == found.binding(layout)
     short = replace(now, measured=(replace(held, held_s=1.0),))
     assert binding(found, layout, short, measured=True) == found.binding(layout)

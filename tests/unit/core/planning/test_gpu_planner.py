@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from itertools import chain
+from itertools import chain, pairwise
 from random import Random
 from typing import Any
 
@@ -30,6 +30,7 @@ from libra_cli.core.planning.planner import Decision, DecisionMaker, Planner
 from libra_cli.core.planning.rollout_dp import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.planning.transition import moves_between, moves_cost_s
+from libra_cli.core.planning.triggers import COOLDOWN
 from libra_cli.core.types import Plan, Slot
 from libra_cli.sim.profiles import load_profile
 
@@ -218,6 +219,16 @@ def test_a_rule_gives_the_starving_half_more(name: str) -> None:
     layouts, _ = Run(name, work(1000.0)).play([1000.0] * 2 + [9000.0] * 15)
     assert layouts[-1].rollout_gpus > layouts[0].rollout_gpus
     assert len(layouts[-1].buckets) == 1, "equal servers"
+
+
+@pytest.mark.parametrize("name", ["greedy", "streamrl", "dynarl"])
+def test_a_rule_begins_and_rests_as_libra_does(name: str) -> None:
+    run = Run(name, work(1000.0))
+    assert run.layout == first_layout("libra", PROFILE, work(1000.0), GPUS, UNIT)
+    _, decisions = run.play([9000.0, 1000.0] * 8)
+    moved = [step for step, decision in enumerate(decisions) if decision.plan is not None]
+    assert moved
+    assert all(then - step >= COOLDOWN for step, then in pairwise(moved))
 
 
 def test_dynarl_needs_pressure_to_take_from_training() -> None:

@@ -31,7 +31,6 @@ class Steps:
             recipe.model_copy(update={"planner": planner}),
             self.world.machine.reconciler,
             self.world.machine.plan,
-            self.world._slots,
         )
         self.now = 5000.0
         self.tell(0.0, 0.0)
@@ -236,3 +235,16 @@ def test_an_explanation_of_what_is_not_done_is_not_kept():
     row = decisions(world)[-1]
     assert (row.plan, row.explanation_json) == (None, "{}")
     assert row.why_not == "the plan is today's already"
+
+
+def test_the_first_plan_is_a_decision_where_a_planner_made_it():
+    steps = Steps()
+    first = sample_run.KEPT.of_first_plan()
+    begun = steps.controller.begin(first, step=0, now=7.0)
+    plan, decision = (saved.record for saved in begun if isinstance(saved, a.Save))
+    assert isinstance(plan, PlanRecord)
+    assert isinstance(decision, DecisionRecord)
+    assert (plan.plan, plan.cause) == (0, "start")
+    assert (decision.plan, decision.step, decision.why) == (0, 0, "the run begins")
+    assert json.loads(decision.explanation_json)["move"] is False
+    assert len(steps.controller.begin(None, step=0, now=7.0)) == 1

@@ -226,9 +226,9 @@ def test_a_checkpoint_knows_which_members_are_still_played():
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @SOME
-@given(seed=st.integers(0, 2**32), faults=FAULTS)
-def test_any_run_ends_under_any_rule_and_trains_no_trajectory_twice(rule, seed, faults):
-    run = world(seed, rule, faults).run()
+@given(seed=st.integers(0, 2**32), faults=FAULTS, stream=st.booleans())
+def test_any_run_ends_under_any_rule_and_trains_no_trajectory_twice(rule, seed, faults, stream):
+    run = world(seed, rule, faults, stream=stream).run()
     assert run.end is not None
     if faults.trainer_dies == 0.0:
         times = Counter((group, member) for group, member, _ in run.members)
@@ -296,6 +296,29 @@ def test_a_trainer_that_dies_gives_back_what_closed_groups_left(seed, rule):
     for group, member in late_ones & {(g, m) for g, m, _ in run.members}:
         steps = [step for g, m, step in run.members if (g, m) == (group, member)]
         assert max(steps) > min(step for g, step in run.trained if g == group)
+
+
+@SOME
+@given(seed=st.integers(0, 2**32), rule=st.sampled_from(RULES[3:5]))
+def test_gradient_workers_are_given_late_members_like_groups(seed, rule):
+    """``World`` checks that no group is in two shares and that shares are of what was sent."""
+    nodes = [{"host": "a", "slots": 4, "pool": "hybrid"}, {"host": "c", "pool": "train"}]
+    settled = recipe(nodes=nodes, rollout={"group_size": SIZE}, training={"staleness": rule})
+    run = World(Random(seed), Faults(replanned=0.05, share_lost=0.1), recipe=settled).run()
+    assert run.end is not None
+
+
+def test_members_that_are_played_late_take_places_of_the_bound():
+    ledger = book(cut(0, 0.5))
+    group = ledger.open(version=0, now=0.0)
+    end(ledger, group, 0, 1)
+    ledger.close(1)
+    ledger.claim(1)
+    ledger.trained(1)
+    end(ledger, ledger.rests[0], 2)
+    assert ledger.may_open, "a quarter of a place is taken"
+    ledger.open(version=1, now=0.0)
+    assert not ledger.may_open
 
 
 @pytest.mark.parametrize("rule", RULES[3:5], ids=str)

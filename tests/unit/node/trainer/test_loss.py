@@ -32,6 +32,8 @@ def gradient(current: float, *, old: float, rollout: float, advantage: float) ->
         rollout=vector(rollout),
         advantages=vector(advantage),
         trajectories=torch.tensor([0]),
+        staleness=torch.tensor([0]),
+        over=torch.tensor([False]),
     )
     grpo(inputs, TrainingSpec(clip_low=0.2, clip_high=0.28, tis_cap=2.0)).loss.backward()
     return float(x.grad)
@@ -45,9 +47,9 @@ def test_with_one_update_the_gradient_is_minus_weight_times_advantage():
 
 
 def test_the_importance_weight_is_truncated_above_only():
-    assert truncated_weights(vector(0.0, -3.0), vector(-5.0, -1.0), 2.0).tolist() == pytest.approx(
-        [2.0, math.exp(-2)]
-    )
+    assert truncated_weights(
+        vector(0.0, -3.0), vector(-5.0, -1.0), vector(2.0, 2.0)
+    ).tolist() == pytest.approx([2.0, math.exp(-2)])
     assert gradient(-1.0, old=-1.0, rollout=-9.0, advantage=1.0) == pytest.approx(-2.0)
 
 
@@ -86,6 +88,8 @@ def test_the_sum_does_not_depend_on_the_cut(logits: list[float], cut: int, shift
                     rollout=x.detach()[part] - shift,
                     advantages=advantages[part],
                     trajectories=torch.zeros(len(x[part]), dtype=torch.int64),
+                    staleness=torch.zeros(len(x[part]), dtype=torch.int64),
+                    over=torch.zeros(len(x[part]), dtype=torch.bool),
                     reference=x.detach()[part] + 2 * shift,
                 ),
                 TrainingSpec(kl_coef=0.1),

@@ -156,9 +156,9 @@ def test_a_metric_of_a_loss_of_ones_own_is_shown_everywhere(tmp_path: Path) -> N
 
     training = recipe(tmp_path, "training: {loss: halved, loss_args: {scale: 3}}\n").training
     assert MODULE not in sys.modules, "the controller needs no torch to check a recipe"
-    tokens = torch.tensor([1.0, -2.0, 3.0])
+    tokens, whole = torch.tensor([1.0, -2.0, 3.0]), torch.zeros(3, dtype=torch.int64)
     outputs = loss_of(training)(
-        LossInputs(tokens, tokens, tokens, tokens, torch.zeros(3, dtype=torch.int64))
+        LossInputs(tokens, tokens, tokens, tokens, whole, whole, whole.bool())
     )
     assert float(outputs.loss) == -3 * (1 + 4 + 9)
     metrics = {name: float(total) / 3 for name, total in outputs.metrics.items()}
@@ -189,8 +189,8 @@ def test_a_loss_cannot_take_the_name_of_a_metric_of_libras() -> None:
     torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
     from libra_cli.node.losses.protocol import LossInputs, loss_of
 
-    token = torch.tensor([1.0])
-    inputs = LossInputs(token, token, token, token, torch.tensor([0]))
+    token, whole = torch.tensor([1.0]), torch.tensor([0])
+    inputs = LossInputs(token, token, token, token, whole, whole, whole.bool())
     with pytest.raises(TrainerError, match="'greedy' names a metric 'entropy', which is libra's"):
         loss_of(TrainingSpec(loss="greedy"))(inputs)
 

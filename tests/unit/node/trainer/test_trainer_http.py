@@ -36,7 +36,8 @@ def trajectory(**changes: Any) -> dict[str, Any]:
         "loss_mask": np.array([0, 0, 1, 1], dtype="<i1").tobytes(),
         "reward": 1.0,
         "fresh": 1,
-        "staleness": 0,
+        "behind": [],
+        "baseline": None,
     }
     return message | changes
 
@@ -163,6 +164,8 @@ def test_asking_for_a_checkpoint_waits_for_that_one(queue: CommandQueue):
         ({"loss_mask": bytes([1, 0, 0, 0])}, "1 on the first token"),
         ({"loss_mask": bytes([0, 2, 0, 0])}, "other than 0 and 1"),
         ({"reward": float("nan")}, "not finite"),
+        ({"behind": [[2, 1], [1, 3]]}, "ages that are not by rising token"),
+        ({"baseline": [1.0]}, "cannot be read"),
         ({"logprobs": np.full(4, -np.inf, dtype="<f4").tobytes()}, "not finite"),
         (
             {

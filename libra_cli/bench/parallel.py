@@ -1,0 +1,36 @@
+"""Simulated runs side by side, on every core there is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import parent_process
+from threading import Thread
+from typing import TypeVar
+
+from libra_cli.bench.config import Progress
+from libra_cli.bench.jobs import Job
+
+_T = TypeVar("_T")
+
+
+def simulated(run: Callable[[Job], _T], jobs: Sequence[Job], progress: Progress) -> Iterator[_T]:
+    """What ``run`` makes of each job, on every core there is."""
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(min(cores, len(jobs) or 1), initializer=_leave_with_parent) as pool:
+        for number, (job, done) in enumerate(zip(jobs, pool.map(run, jobs), strict=True), start=1):
+            progress(f"{number} of {len(jobs)} runs: {job.trace.name}, {job.planner}, {job.policy}")
+            yield done
+
+
+def _leave_with_parent() -> None:
+    """A process of the pool waits for work for ever, also from a parent that was killed."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()

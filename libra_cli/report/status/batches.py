@@ -1,0 +1,68 @@
+"""What the rule that makes batches comes to: tokens over the bound, late ones, lengths trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+from libra_cli.core.records import StepRecord
+from libra_cli.runtime.store.reader import Reader
+
+LONGEST = 0.1
+"""The share of all trajectories that is called the longest."""
+
+
+class BatchesPart(TypedDict):
+    """Of all steps. Shares are 0 to 1, staleness is in versions, over generated tokens.
+
+    ``groups_closed`` were trained without some members; of these, ``trajectories_left`` in all,
+    ``trajectories_late`` were trained in a later step. ``played_length`` and ``trained_length`` are
+    mean generated tokens; ``longest_trained`` is the share of the longest tenth of the members of
+    trained groups that was trained, by what each had generated when it ended or now.
+    """
+
+    over_bound: float | None
+    token_staleness_mean: float | None
+    token_staleness_max: int | None
+    groups_closed: int
+    trajectories_left: int
+    trajectories_late: int
+    played_length: float | None
+    trained_length: float | None
+    longest_trained: float | None
+
+
+def batches(reader: Reader, steps: Sequence[StepRecord]) -> BatchesPart:
+    """None of it is known of steps that an older libra took."""
+    known = [(step, step.batch) for step in steps if step.batch]
+    tokens = sum(step.generated_tokens for step, _ in known)
+    closed = int(sum(batch["groups_closed"] or 0 for _, batch in known))
+    oldest = [batch["token_staleness_max"] or 0 for _, batch in known]
+    lengths = [(step.mean_length, batch["played_length"]) for step, batch in known]
+    both = [(trained, played) for trained, played in lengths if played is not None]
+
+    def mean(name: str) -> float | None:
+        total = sum((batch[name] or 0) * step.generated_tokens for step, batch in known)
+        return total / tokens if tokens else None
+
+    return {
+        "over_bound": mean("share_over_bound"),
+        "token_staleness_mean": mean("token_staleness_mean"),
+        "token_staleness_max": int(max(oldest)) if oldest else None,
+        "groups_closed": closed,
+        "trajectories_left": int(sum(batch["trajectories_left"] or 0 for _, batch in known)),
+        "trajectories_late": int(sum(batch["trajectories_late"] or 0 for _, batch in known)),
+        "played_length": sum(p for _, p in both) / len(both) if both else None,
+        "trained_length": sum(t for t, _ in both) / len(both) if both else None,
+        "longest_trained": _longest(reader.members_of_trained_groups()) if closed else None,
+    }
+
+
+def _longest(members: Sequence[tuple[int, bool]]) -> float | None:
+    """Of (generated tokens, trained): the share of the longest that was trained."""
+    if not members:
+        return None
+    ordered = sorted(length for length, _ in members)
+    least = ordered[int((1 - LONGEST) * (len(ordered) - 1))]
+    longest = [trained for length, trained in members if length >= least]
+    return sum(longest) / len(longest)
