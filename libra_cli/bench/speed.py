@@ -153,13 +153,13 @@ def _simulator(trace: Trace, profile: Profile, progress: Progress) -> SpeedRow:
 
 
 def _played(job: Job) -> tuple[int, Seconds]:
-    """Turns and seconds of whole runs, until ``SIMULATED_TURNS`` have been played."""
+    """Turns of whole runs, at least ``SIMULATED_TURNS``, and the seconds of a core they took."""
     turns, took = 0, 0.0
     for seed in count(1000 * job.seed):
         world = world_of(replace(job, seed=seed))
-        began = time.perf_counter()
+        began = time.process_time()
         world.run()
-        took += time.perf_counter() - began
+        took += time.process_time() - began
         turns += len(world.recording.turns)
         if turns >= SIMULATED_TURNS:
             break
