@@ -1,9 +1,11 @@
 """When to look for a better plan: one law for a live run and for the simulator.
 
-A look is due every ``period`` steps; when one half waited for the other for at least ``IDLE`` of a
-step, either way, and not for the same half again until its waiting has fallen below ``CALM``; and
-when the mean length has drifted since the last look. These two not within ``COOLDOWN`` steps of the
-last look or move, nor before as many steps as may be in flight have passed since.
+The first look is due as soon as steps tell something, since the first plan may be made of guesses.
+After that one is due every ``period`` steps; when one half waited for the other for at least
+``IDLE`` of a step, either way, and not for the same half again until its waiting has fallen below
+``CALM``; and when the mean length has drifted since the last look. These two not within
+``COOLDOWN`` steps of the last look or move, nor before as many steps as may be in flight have
+passed since.
 
 What was measured is judged by the mean of the last ``steps_to_average``.
 """
@@ -31,6 +33,7 @@ class ReplanTriggers:
         #: The halves whose waiting has been looked at, and goes on since.
         self._looked_at: set[str] = set()
         self._looked_length = 0.0
+        self._ever_looked = False
 
     def due(self, idle: Mapping[str, float], length: float, *, may: bool = True) -> str:
         """Why to look now, if there is a reason and one ``may``; ``idle`` is what share of a step
@@ -40,7 +43,7 @@ class ReplanTriggers:
         self._looked_at -= {half for half, share in idle.items() if share < CALM}
         why = self._reason(idle, length) if may else ""
         if why:
-            self._since, self._looked_length = 0, length
+            self._since, self._looked_length, self._ever_looked = 0, length, True
             self._looked_at |= {half for half, share in idle.items() if share >= IDLE}
         return why
 
@@ -59,7 +62,8 @@ class ReplanTriggers:
             return f"{who} waited for {waiting[who]:.0%} of a step"
         if drifted(self._looked_length, length):
             return f"mean length went from {self._looked_length:,.0f} to {length:,.0f} tokens"
-        return ""
+        first = not self._ever_looked and self._since >= self._cooldown + FILLING
+        return "the first steps have been measured" if first else ""
 
 
 def cooldown(overlap: float) -> int:

@@ -31,6 +31,7 @@ from libra_cli.core.planning.rollout_dp import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.planning.transition import moves_between, moves_cost_s
 from libra_cli.core.planning.triggers import COOLDOWN
+from libra_cli.core.reconcile.reconciler import GRACE_S
 from libra_cli.core.types import Plan, Slot
 from libra_cli.sim.profiles import load_profile
 
@@ -170,13 +171,13 @@ def test_moves_are_the_difference_of_two_layouts() -> None:
     assert moves_cost_s(PROFILE, work(1000), today, today) == 0
 
 
-def test_the_price_of_a_move_is_gpu_time_and_what_is_prefilled_again() -> None:
+def test_a_move_costs_its_half_gpu_time_and_what_is_prefilled_again() -> None:
     today = Layout((PlannedBucket(1, 16, 1000, 64),), shape(16))
     then = Layout((PlannedBucket(1, 8, 1000, 64),), shape(24))
     load = work(1000)
     cost_s = moves_cost_s(PROFILE, load, today, then)
     again_s = 256 / 2 * load.mean_context / 2 * PROFILE.servers[1].prefill_token_s / 8
-    assert cost_s == pytest.approx(8 * PROFILE.moves.to_training_s / 32 + again_s)
+    assert cost_s == pytest.approx(8 * PROFILE.moves.to_training_s / 24 + again_s)
     other = replace(then, training=TrainingShape(2, 12))
     resized = moves_cost_s(PROFILE, load, today, other)
     assert resized == pytest.approx(cost_s + PROFILE.moves.resize_s)
@@ -186,9 +187,18 @@ def test_gpus_that_come_from_training_wait_as_long_as_their_server_starts() -> N
     today = Layout((PlannedBucket(2, 4, 1000, 64),), shape(24))
     then = Layout((PlannedBucket(2, 8, 1000, 64),), shape(16))
     cost_s = moves_cost_s(PROFILE, work(1000), today, then)
-    assert cost_s == pytest.approx(8 * PROFILE.moves.start(2) / 32)
+    assert cost_s == pytest.approx(8 * PROFILE.moves.start(2) / 24)
     overlapping = replace(PROFILE, moves=replace(PROFILE.moves, to_rollout_s=4.0))
-    assert moves_cost_s(overlapping, work(1000), today, then) == pytest.approx(8 * 4.0 / 32)
+    assert moves_cost_s(overlapping, work(1000), today, then) == pytest.approx(8 * 4.0 / 24)
+
+
+def test_where_every_server_is_replaced_rollout_stands_still_until_they_have_started() -> None:
+    today = Layout((PlannedBucket(4, 2, 1000, 64),), shape(24))
+    then = Layout((PlannedBucket(8, 1, 1000, 64),), shape(24))
+    load = work(1000)
+    again_s = 256 * load.mean_context / 2 * PROFILE.servers[8].prefill_token_s
+    still_s = GRACE_S + PROFILE.moves.start(8)
+    assert moves_cost_s(PROFILE, load, today, then) == pytest.approx(still_s + again_s)
 
 
 def shape(ranks: int) -> TrainingShape:

@@ -12,6 +12,7 @@ import pytest
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.planning import controller
+from libra_cli.core.planning.triggers import COOLDOWN
 from libra_cli.core.records import DecisionRecord, PlanRecord, StepRecord
 from libra_cli.core.types import Prediction
 from tests import sample_run
@@ -50,6 +51,9 @@ class Steps:
         return [self.tell(*shares) for shares in idle]
 
 
+FIRST = "the first steps have been measured"
+
+
 def test_either_half_that_waits_starts_a_look():
     assert Steps().tell_all([(0.0, 0.0)] * 3 + [(0.5, 0.0)])[-1] == (
         "training waited for 50% of a step"
@@ -60,11 +64,17 @@ def test_either_half_that_waits_starts_a_look():
 
 
 def test_groups_that_lie_ready_are_no_waiting_while_training_waits():
-    assert set(Steps().tell_all([(0.12, 0.5)] * 10)) == {""}
+    assert set(Steps().tell_all([(0.12, 0.5)] * 10)) == {"", FIRST}
 
 
 def test_little_waiting_starts_none():
-    assert set(Steps().tell_all([(0.14, 0.14)] * 20)) == {""}
+    assert set(Steps().tell_all([(0.14, 0.14)] * 20)) == {"", FIRST}
+
+
+def test_the_first_plan_is_looked_at_once_steps_tell_something():
+    looks = Steps().tell_all([(0.0, 0.0)] * 12)
+    assert [index for index, look in enumerate(looks) if look] == [COOLDOWN]
+    assert looks[COOLDOWN] == FIRST
 
 
 def test_the_same_waiting_starts_one_look_until_it_has_calmed_down():
