@@ -16,7 +16,8 @@ allows in the next one. ``bound`` is ``training.max_staleness``, B the groups of
     ``core.rollout.groups``): at most (bound + 1) B groups are on their way, and B leave with every
     step, so by Little's law the mean group is trained bound + 1 steps after it was opened, and is
     behind by ``bound`` on average; one group may be behind by any number. Stragglers take places
-    of this admission and so are few: with a bound of 0 nobody passes anybody, and soft is hold.
+    of this admission and so are few: with a bound of 0 nobody passes anybody, and only a turn that
+    was played on a server yet to be synced is behind.
 *   ``token`` makes batches as ``soft`` does, and keeps the bound token by token in the loss: tokens
     over it are left out, or weigh at most 1 (``node.losses``).
 *   ``cut`` closes a group at its last call and trains its finished members. The others play on and

@@ -126,6 +126,7 @@ def empty_world() -> World:
     return sim_scene.world(make_policy("libra"), iter(()))
 
 
+@pytest.mark.timeout(600)  # 0.6 s an example on an idle core, 100 of them in the long profile
 def test_the_same_observation_gives_the_same_decision_live_and_simulated() -> None:
     random, moved, stayed = Random(0), 0, 0
     for _ in range(CASES // 20):

@@ -254,8 +254,10 @@ def test_no_member_of_a_trained_group_is_lost(rule, seed, bound):
     everyone = set(product(groups, range(SIZE)))
     keeps = rule_of(run.recipe.training).keeps_rest
     assert everyone - trained == (waiting if keeps else dropped & everyone)
-    if bound == 0:
-        assert not any(step.staleness_max for step in run.steps if rule not in RULES[3:5])
+    if bound == 0 and rule not in RULES[3:5]:
+        # A turn may be played on a server that has yet to be synced, and no rule but hold minds.
+        most = 0 if rule == "hold" else 1
+        assert all(step.staleness_max <= most for step in run.steps)
 
 
 @SOME
