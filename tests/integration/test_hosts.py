@@ -276,7 +276,8 @@ def test_a_controller_that_is_killed_leaves_nothing_behind(net, tmp_path, run_id
         try:
             assert controller.stdout is not None
             assert controller.stdout.readline() == b"running\n"
-            assert len(marked(run_id)) == 3  # two of the server, and the agent
+            # Two of the server, of which the second may be on its way, and the agent.
+            play(until(lambda: len(marked(run_id)) == 3))
         finally:
             controller.send_signal(signal.SIGKILL)
     play(until(lambda: not marked(run_id)))

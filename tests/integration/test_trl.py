@@ -83,7 +83,9 @@ def trl_inputs(batch: list[TokenSample], old: Any, rollout: Any, reference: Any)
         "tool_mask": generated[:, PROMPT:].long(),
         "old_per_token_logps": spread(old),
         "ref_per_token_logps": spread(reference),
-        "importance_sampling_ratio": spread(truncated_weights(old, rollout, 2.0), 1.0),
+        "importance_sampling_ratio": spread(
+            truncated_weights(old, rollout, torch.full_like(old, 2.0)), 1.0
+        ),
         "num_items_in_batch": generated.sum(),
     }
 
