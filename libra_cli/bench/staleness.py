@@ -1,12 +1,12 @@
 """The rules that make a batch, beside one another: what each is worth, and what it trains.
 
-One plan for all: alike servers on a part of the GPUs, the rest training, nothing moves. Of each
-trace, bound and seed every rule plays the same groups in the same order. Beside throughput stand
-what it costs in age (over generated tokens, versions behind the step that trains on them) and in
-bias: how many of the longest tenth of all members of trained groups were trained. ``later`` are
-those that were still played when the run ended, after their group had been closed; ``lost`` were
-given up. ``token`` makes the batches that ``soft`` makes, and leaves the tokens over the bound out
-of the loss.
+One plan for all, ``uniform`` of ``core.planning.baselines``: half of the GPUs to each side, in
+servers of four; nothing moves. Of each trace, bound and seed every rule plays the same groups in
+the same order. Beside throughput stand what it costs in age (over generated tokens, versions behind
+the step that trains on them) and in bias: how many of the longest tenth of all members of trained
+groups were trained. ``later`` are those that were still played when the run ended, after their
+group had been closed; ``lost`` were given up. ``token`` makes the batches that ``soft`` makes, and
+leaves the tokens over the bound out of the loss.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from libra_cli.bench.config import BenchError, Progress, parse_drift, parse_names
-from libra_cli.bench.jobs import GROUP_SIZE, GROUPS, Job, playable, world_of
+from libra_cli.bench.jobs import Job, playable, world_of
 from libra_cli.bench.parallel import simulated
 from libra_cli.core.costs.profile import Profile
-from libra_cli.core.planning.rollout_dp import DEFAULT_SEATS, PlannedBucket
-from libra_cli.core.planning.search import Layout
-from libra_cli.core.planning.training_shapes import TrainingTree
 from libra_cli.core.types import Tokens, TrajectoryId
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import Trace, load_trace
@@ -36,8 +33,6 @@ RULES: Mapping[str, str | Mapping[str, object]] = {
     "cut-drop": {"rule": "cut", "rest": "drop"},
 }
 """What can be compared, as ``training.staleness`` of a recipe."""
-TENSOR_PARALLEL = 4
-"""GPUs of a server."""
 LONGEST = 0.1
 """The share of all trajectories that is called the longest."""
 
@@ -114,26 +109,11 @@ def _jobs(
     drift: str,
 ) -> Iterator[Job]:
     fits, _ = playable(trace)
-    blank = Job(fits, profile, profile, gpus, "libra", "fixed", 0, steps=steps)
+    blank = Job(fits, profile, profile, gpus, "libra", "uniform", 0, steps=steps)
     blank = replace(blank, drift=parse_drift(drift))
     for bound in bounds:
         for seed in range(seeds):
-            job = replace(blank, bound=bound, seed=seed)
-            yield replace(job, layout=_halves(job))
-
-
-def _halves(job: Job) -> Layout:
-    """Half of the GPUs in alike servers, the other half training."""
-    workload = job.workload
-    longest = max(sample.generated for sample in workload.samples)
-    servers = max(1, job.gpus // 2 // TENSOR_PARALLEL)
-    bucket = PlannedBucket(TENSOR_PARALLEL, servers, longest, DEFAULT_SEATS)
-    spare = job.gpus - servers * TENSOR_PARALLEL
-    tree = TrainingTree(job.profile.training, workload, job.gpus)
-    found = tree.best(spare)
-    if found is None:
-        raise tree.refusal(spare)
-    return Layout((bucket,), found.shape)
+            yield replace(blank, bound=bound, seed=seed)
 
 
 def _row(job: Job) -> RuleRow:
@@ -142,7 +122,7 @@ def _row(job: Job) -> RuleRow:
     tape = world.recording
     steps = [(step.generated_tokens, step.batch) for step in tape.steps]
     tokens = sum(count for count, _ in steps)
-    lengths = _Lengths.of(world)
+    lengths = _Lengths.of(world, job.group_size)
     return RuleRow(
         rule=job.variant,
         bound=job.bound,
@@ -153,7 +133,7 @@ def _row(job: Job) -> RuleRow:
         age_mean=sum(n * (metrics["token_staleness_mean"] or 0) for n, metrics in steps) / tokens,
         age_max=int(max(metrics["token_staleness_max"] or 0 for _, metrics in steps)),
         waited=1.0 - sum(end - start for start, end in tape.trained) / tape.ended_at,
-        closed=fmean((metrics["groups_closed"] or 0) for _, metrics in steps) / GROUPS,
+        closed=fmean((metrics["groups_closed"] or 0) for _, metrics in steps) / job.groups_per_step,
         longest_trained=lengths.share(lengths.trained),
         longest_later=lengths.share(lengths.later),
         longest_lost=lengths.share(lengths.lost),
@@ -171,11 +151,11 @@ class _Lengths:
     lost: list[Tokens]
 
     @classmethod
-    def of(cls, world: World) -> _Lengths:
+    def of(cls, world: World, group_size: int) -> _Lengths:
         tape = world.recording
         found = cls([], [], [])
         for group in tape.groups:
-            for member in range(GROUP_SIZE):
+            for member in range(group_size):
                 length = world.episode(TrajectoryId(group, member)).generated
                 if tape.late.get((group, member), 0) is None:
                     found.later.append(length)

@@ -8,7 +8,7 @@ GPUs that come before their worker works. To that come what trajectories on the 
 be prefilled again, and ``resize_s`` where the trainer's core must restart.
 
 Against 24 GPUs in the simulator that were made to move in the middle of a steady run (tau2, one
-seed, five moves): 42, 42, 4, 55 and 71 s were lost, and 45, 9, 5, 50 and 36 s are predicted. As a
+seed, five moves): 42, 42, 4, 55 and 71 s were lost, and 45, 9, 6, 49 and 34 s are predicted. As a
 share of all GPUs, which this was before, it was 20, 5, 5, 21 and 18 s.
 
 Guarantee: ``moves_between`` stops no server of a shape that both layouts have. Limit: it counts

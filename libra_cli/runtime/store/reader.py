@@ -274,12 +274,6 @@ class Reader:
         )
         return [Way(slot, before, bool(first), turns) for slot, before, first, turns in rows]
 
-    def recent_turns(self, limit: int = 20_000) -> list[TurnRecord]:
-        """The turns that ended last, by trajectory and in order."""
-        key = ", ".join(TurnRecord.KEY)
-        newest = f"({key}) IN (SELECT {key} FROM turns ORDER BY ended_at DESC LIMIT ?)"
-        return self.rows(TurnRecord, newest, (limit,))
-
     def in_play(self, since: float, until: float) -> list[tuple[float, float]]:
         """When the trajectories that were in play at any moment of that time began and ended."""
         query = (
@@ -311,17 +305,6 @@ class Reader:
             for group, member, attempt, generated, context in lengths
             if (group, member, attempt) in turns and generated > 0
         ]
-
-    def step_pairs(self) -> dict[int, float]:
-        """Step -> pairs of a token and one it attends to, over its trajectories."""
-        rows = self._all(
-            f"SELECT {_STEP}, sum(1.0 * t.context_tokens * t.context_tokens) / 2"
-            " FROM groups g JOIN trajectories t USING (group_id)"
-            " LEFT JOIN late USING (group_id, member)"
-            " WHERE g.state = 'trained' AND g.step IS NOT NULL AND t.state = 'finished'"
-            f" AND {_LAST} AND NOT {_WAITING} GROUP BY 1"
-        )
-        return {step: pairs for step, pairs in rows}  # noqa: C416 - the row is a tuple
 
     def last_written(self) -> float | None:
         """The newest time in the run: the best guess at when a killed one ended."""

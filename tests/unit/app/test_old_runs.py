@@ -71,9 +71,7 @@ def read_everything(run_dir: Path) -> None:
         for kind in RECORDS:
             reader.rows(kind)
         json.loads(to_json(summary(reader, now=_NOW)))
-        reader.recent_turns()
         reader.played()
-        reader.step_pairs()
         reader.tool_outcomes()
         reader.slot_history()
         reader.turns_between(0.0, _NOW)

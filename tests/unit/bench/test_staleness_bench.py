@@ -9,7 +9,6 @@ from random import Random
 import pytest
 from typer.testing import CliRunner, Result
 
-from libra_cli.bench import jobs
 from libra_cli.bench import staleness as bench
 from libra_cli.cli.main import app
 
@@ -22,8 +21,6 @@ def libra(*arguments: str) -> Result:
 def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of twenty trajectories, two take twenty times as long as the others; runs in this process."""
     monkeypatch.setattr(bench, "simulated", lambda run, jobs, progress: map(run, jobs))
-    monkeypatch.setattr(jobs, "GROUPS", 4)
-    monkeypatch.setattr(bench, "GROUPS", 4)
     random = Random(1)
     lines = []
     for number in range(60):
