@@ -191,9 +191,7 @@ def all_reduce(case: PreflightCase) -> Iterator[Finding]:
                 "stops",
                 f"{one.backend} over {one.interface}: {one.error}",
                 "a trainer over both would hang or fail the same way",
-                Remedy(
-                    "recipe", "nodes[].env: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, NCCL_IB_HCA"
-                ),
+                _in_recipe(one.hosts[0], f"env: {{{_variable(one.backend)}: another interface}}"),
             )
     done = [one for one in case.all_reduces if not one.error]
     if done:

@@ -82,9 +82,9 @@ def receive(address: str, port: int, token: str) -> dict[str, object]:
             received = sum(one.result() for one in waiting)
             seconds = time.monotonic() - started
     except OSError as error:
-        raise AgentRefused("network", f"{address} port {port}: {error}") from error
+        raise AgentRefused("request", f"{address} port {port}: {error}") from error
     if not received:
-        raise AgentRefused("network", f"{address} port {port}: it sent nothing")
+        raise AgentRefused("request", f"{address} port {port}: it sent nothing")
     return {"bytes": received, "seconds": seconds}
 
 

@@ -124,8 +124,11 @@ def _operstate(interface: str) -> str:
 
 
 def _speed_mbit(interface: str) -> int:
-    with suppress(OSError, ValueError):  # a virtual one refuses to tell, or says -1
-        return max(0, int(Path(f"/sys/class/net/{interface}/speed").read_text()))
+    place = Path("/sys/class/net", interface)
+    if not (place / "device").exists():  # what a virtual interface says is made up
+        return 0
+    with suppress(OSError, ValueError):  # some refuse to tell, or say -1
+        return max(0, int((place / "speed").read_text()))
     return 0
 
 

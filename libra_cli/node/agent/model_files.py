@@ -35,7 +35,7 @@ def fingerprints(directory: str) -> dict[str, object]:
         }
         return {"files": found, "config": _config(root / "config.json")}
     except OSError as error:
-        raise AgentRefused("model", f"{directory}: {error.strerror}: {error.filename}") from error
+        raise AgentRefused("request", f"{directory}: {error.strerror}: {error.filename}") from error
 
 
 def _digest(path: Path) -> str:

@@ -313,7 +313,8 @@ class Cluster:
             HostLost: its host was given up.
         """
         key = (spec.node, spec.process)
-        ended = self._waiting[key] = asyncio.get_running_loop().create_future()
+        ended: asyncio.Future[Exited] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = ended
         try:
             await self.start(spec)
             event = await asyncio.wait_for(ended, timeout_s)
