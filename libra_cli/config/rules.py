@@ -197,7 +197,7 @@ def _staleness_problems(staleness: StalenessSpec) -> Iterator[Problem]:
             yield Problem(
                 (f"training.staleness.{argument}", "training.staleness.rule"),
                 f"is {value!r}, but only the rule {rule!r} takes it, and rule is "
-                f"{staleness.rule!r}",
+                + (repr(staleness.rule) if staleness.rule else f"not named: write rule: {rule}"),
             )
 
 
