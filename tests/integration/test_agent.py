@@ -42,6 +42,8 @@ from libra_cli.runtime.hosts.local import LocalTransport, ProcessStream
 from libra_cli.runtime.weights import Weights
 from tests.netns import marked
 
+pytestmark = pytest.mark.integration
+
 TOKEN = "a-token-for-tests"
 DEADLINE_S = 15.0
 RUN = "test-agent"
