@@ -144,6 +144,7 @@ async def _opened(
             workdir=host.workdir,
             run_dir=host.run_dir,
             weights_dir=str(base / "weights"),
+            tmp_dir=host.tmp_dir,
             address="127.0.0.1",
             cpus=os.cpu_count(),
         )
@@ -159,10 +160,12 @@ async def _opened(
         await server.close()
         sockets = list((base / "weights" / "test-server").glob("*-*-*-*"))
         assert any(path.is_socket() for path in sockets), "vLLM leaves its own"
+        assert any(name.startswith("vllm_dist_") for name in os.listdir(host.tmp_dir))
     finally:
         left = await host.shutdown()
         assert not left, left
     assert not (base / "weights" / "test-server").exists()
+    assert Path(host.tmp_dir).name not in os.listdir(Path(host.tmp_dir).parent)
 
 
 def turn(prompt: list[int], *, max_tokens: int = 24, version: int = 1) -> Generate:
