@@ -331,8 +331,10 @@ class WeightSyncSpec(_Model):
     """Where hosts keep versions. Null: /dev/shm/libra-<user>."""
     keep_versions: Annotated[int, Field(ge=2)] = 2
     """How many versions a host keeps."""
-    tolerance: Annotated[float, Field(gt=0.0)] = 0.001
-    """The largest mean |difference| of the probe's log-probabilities, in nats, that verifies."""
+    tolerance: Annotated[float, Field(gt=0.0)] | None = None
+    """The largest mean |difference| of the probe's log-probabilities, in nats. Null: a few times
+    what it is at the first version that a process loads. With a number, the probe alone decides
+    about tensors that cannot be found in the server, as with a quantized one."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
     """How long a host may take to pull a version."""
 

@@ -39,6 +39,7 @@ RESERVED_VLLM_FLAGS = frozenset(
         "--tensor-parallel-size",
         "--tokenizer",
         "--uds",
+        "--worker-extension-cls",
     }
 )
 """Flags that libra sets itself, or that would put a secret on a command line."""
