@@ -30,9 +30,11 @@ def network(case: PreflightCase) -> Iterator[Finding]:
 
 
 def _address_in_recipe(node: NodeSpec) -> Remedy:
-    return Remedy(
-        "recipe", f"nodes: {{host: {node.host}, address: the address of its fast network}}"
-    )
+    return _in_recipe(node.host, "address: the address of its fast network")
+
+
+def _in_recipe(host: str, change: str) -> Remedy:
+    return Remedy("recipe", f"nodes: {{host: {host}, {change}}}")
 
 
 def _routes(node: NodeSpec, facts: NodeFacts) -> Iterator[Finding]:
@@ -44,9 +46,7 @@ def _routes(node: NodeSpec, facts: NodeFacts) -> Iterator[Finding]:
                 "stops",
                 route.error,
                 "hosts fetch weights from each other and meet for collectives",
-                Remedy(
-                    "recipe", f"nodes: {{host: {route.peer}, address: an address it can reach}}"
-                ),
+                _in_recipe(route.peer, "address: one that others can reach"),
             )
 
 
@@ -84,9 +84,7 @@ def _interface(node: NodeSpec, facts: NodeFacts) -> Iterator[Finding]:
             "stops",
             reason,
             "collectives would hang until their time is over",
-            Remedy(
-                "recipe", f"nodes: {{host: {node.host}, env: {{{variable}: {facts.interface}}}}}"
-            ),
+            _in_recipe(node.host, f"env: {{{variable}: {facts.interface}}}"),
         )
 
 
