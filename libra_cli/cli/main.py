@@ -33,6 +33,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(hosts.doctor)
+app.command()(hosts.setup)
 app.add_typer(bench, name="bench")
 
 RunDir = Annotated[
