@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from libra_cli.app.doctor import mend
 from libra_cli.config.errors import HostError
 from libra_cli.config.recipe import NodeSpec, Recipe
+from libra_cli.core.preflight.findings import Finding, Remedy
 from libra_cli.runtime.doctor.environment import Packages, find_uv
 from libra_cli.runtime.doctor.remote_files import LocalFiles, copy_file
 from libra_cli.runtime.doctor.setup import Setup, SetupResult
@@ -204,3 +207,29 @@ def test_a_copy_that_broke_off_goes_on_where_it_can(net, tmp_path, rest):
     assert (target / "file").read_bytes() == data
     assert sent[:2] == [9 * 2**20, 11 * 2**20]
     assert not (target / "file.part").exists()
+
+
+def test_what_needs_no_root_is_mended_by_the_doctor(net, tmp_path, model):
+    keys = {"host", "identity", "workdir", "pool"}
+    nodes = [
+        {**node.model_dump(mode="json", include=keys), "python": sys.executable}
+        for node in recipe(net, tmp_path).nodes
+    ]
+    text = {"nodes": nodes, "model": {"path": str(model)}}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(text))
+    first, second = net.hosts
+    on(net, first, f"mkdir -p /dev/shm/libra-root/dead {tmp_path}/{first.name}/runs/dead/node")
+    on(net, first, f"touch {tmp_path}/{first.name}/runs/dead/node/agent.lock")
+    found = [
+        Finding("remains", first.address, "warns", "", "", Remedy("here", "", fix="remains")),
+        Finding("model", second.address, "stops", "", "", Remedy("here", "", fix="model")),
+    ]
+    told = mend(path, found, Told())
+    assert told == [
+        f"{second.address}: {model}: 2 of 2 files copied",
+        f"{first.address}: removed what is left of dead",
+    ]
+    assert net.files(first, "/dev/shm/libra-root") == []
+    assert net.files(first, str(model)) == []
+    on(net, second, f"rm -r {model}")

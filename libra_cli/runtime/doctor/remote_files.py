@@ -1,7 +1,7 @@
-"""Copies large files to a host with nothing but a shell there; what was copied before is kept.
+"""Copies large files to a host with no Python of ours there; what was copied before is kept.
 
 A file grows as ``NAME.part`` and gets its name once its SHA-256 is right, so a copy that broke off
-goes on where it stopped. Needs ``cat``, ``head``, ``tail``, ``find`` and ``sha256sum`` on the host.
+goes on where it stopped. Needs ``head``, ``tail``, ``find`` and ``sha256sum`` on the host.
 """
 
 from __future__ import annotations
@@ -120,8 +120,7 @@ async def copy_file(
         offset = int((await shell(transport, script, f"{path}.part")).stdout)
         on_bytes(offset)
         while data := await source.read(name, offset, CHUNK):
-            script = 'cat >> "$1"'
-            await shell(transport, script, f"{path}.part", stdin=data, timeout_s=CHUNK_S)
+            await transport.append(f"{path}.part", data)
             offset += len(data)
             on_bytes(len(data))
         script = 'sha256sum -- "$1"'
