@@ -10,7 +10,6 @@ one skips the checkpoint and the drain.
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import signal
 import time
@@ -40,6 +39,7 @@ from libra_cli.runtime.performer import Performer
 from libra_cli.runtime.rollout.connection import Sampling
 from libra_cli.runtime.rollout.servers import Servers
 from libra_cli.runtime.store.journal import Journal
+from libra_cli.runtime.trainer.checkpoints import checkpoint_name, read_ledger
 from libra_cli.runtime.trainer.processes import TrainerProcesses
 from libra_cli.runtime.trainer.worker_processes import WorkerProcesses
 from libra_cli.runtime.weights import weights_of
@@ -181,8 +181,7 @@ class Session:
     async def _find_resume(self, goes_on: LastCheckpoint | None) -> Resume | None:
         if goes_on is None:
             return None
-        head = self._cluster.hosts[node_of(self._plan.train[0])]
-        position = json.loads(await head.transport.get(f"{goes_on.path}/ledger.json"))
+        position = await read_ledger(self._cluster.hosts, checkpoint_name(goes_on.path))
         return Resume(goes_on.path, position, goes_on.trainer_incarnation, goes_on.records)
 
     async def _drive(self, renderer: Renderer, episodes: Episodes, resume: Resume | None) -> End:
