@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from libra_cli.app.costs import live_planner
+from libra_cli.app.export import card_of
 from libra_cli.app.first_plan import explained_first_plan, first_plan
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.config.recipe import Recipe
@@ -84,6 +85,7 @@ def run(
             first,
             first_plan=partial(explained_first_plan, recipe),
             plan_with=partial(live_planner, recipe),
+            card_of=partial(card_of, run_dir),
             watch=saved,
             note=note,
         )

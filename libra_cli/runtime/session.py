@@ -40,7 +40,9 @@ from libra_cli.runtime.rollout.connection import Sampling
 from libra_cli.runtime.rollout.servers import Servers
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.trainer.checkpoints import checkpoint_name, read_ledger
+from libra_cli.runtime.trainer.model_export import CardOf
 from libra_cli.runtime.trainer.processes import TrainerProcesses
+from libra_cli.runtime.trainer.run_exports import RunExports
 from libra_cli.runtime.trainer.worker_processes import WorkerProcesses
 from libra_cli.runtime.weights import weights_of
 
@@ -66,11 +68,12 @@ class Session:
         *,
         first_plan: Callable[[frozenset[str]], FirstPlan],
         plan_with: Callable[[frozenset[str]], DecisionMaker],
+        card_of: CardOf,
         watch: Callable[[Record], None],
         note: Callable[[str], None],
     ) -> None:
         """On GPUs of these names, ``first_plan`` is what the run begins with, with its slots, and
-        ``plan_with`` makes its planner."""
+        ``plan_with`` makes its planner; ``card_of`` is what a model's card says of the run."""
         self._first_plan = first_plan
         self._plan_with = plan_with
         self._recipe = recipe
@@ -96,6 +99,8 @@ class Session:
         # Monotonic, so that no clock adjustment can turn a duration negative, yet readable.
         self._offset = time.time() - time.monotonic()
         self._driver: Driver | None = None
+        self._exports = RunExports(self._cluster, run_dir, card_of, save=self._save, note=note)
+        self._leaving: asyncio.Task[None] | None = None
         self._interrupts = 0
         self._releasing = False
 
@@ -138,6 +143,7 @@ class Session:
 
     async def _release(self) -> None:
         self._releasing = True
+        await self._exports.close()
         for line in await self._cluster.close():
             self._note(f"not proved gone: {line}")
 
@@ -156,6 +162,8 @@ class Session:
             gently = "stopping: checkpoint, drain, stop (once more: at once)"
             self._note("stopping at once" if at_once else gently)
             self._driver.post(events.StopRequested(at_once, "asked for"))
+        elif self._leaving is not None:
+            self._leaving.cancel()
         elif not at_once:
             self._note("stopping")
             task.cancel()
@@ -174,9 +182,21 @@ class Session:
         try:
             await episodes.check(recipe.run.seed)
             resume = await self._find_resume(goes_on)
-            return await self._drive(renderer, episodes, resume)
+            end = await self._drive(renderer, episodes, resume)
+            if end.state == "finished":
+                await self._leave_models()
+            return end
         finally:
             episodes.close()
+
+    async def _leave_models(self) -> None:
+        """The models of the last and the best checkpoint; without them the run has finished too."""
+        self._driver = None
+        self._leaving = asyncio.create_task(self._exports.leave())
+        try:
+            await self._leaving
+        except (asyncio.CancelledError, LibraError) as error:
+            self._note(f"no model was written: {error or 'stopped'}; {self._exports.hint}")
 
     async def _find_resume(self, goes_on: LastCheckpoint | None) -> Resume | None:
         if goes_on is None:
@@ -230,5 +250,7 @@ class Session:
     def _tell(self, now: float, event: events.Event) -> None:
         if isinstance(event, events.PlanChosen):
             self._learn(event.slots)
+        if isinstance(event, events.CheckpointSaved):
+            self._exports.saved(event)
         if not isinstance(event, QUIET):
             self._journal.event(now, type(event).__name__, describe(event))

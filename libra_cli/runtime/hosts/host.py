@@ -136,9 +136,10 @@ class Host:
         finally:
             await self.close()
 
-    def module_argv(self, module: str) -> list[str]:
+    def module_argv(self, module: str, env: Mapping[str, str] | None = None) -> list[str]:
         """Return the command line there of a module of ours, which needs no agent."""
-        return ["env", f"PYTHONPATH={self.code_dir}", self.python, "-P", "-m", module]
+        values = [f"{name}={value}" for name, value in (env or {}).items()]
+        return ["env", *values, f"PYTHONPATH={self.code_dir}", self.python, "-P", "-m", module]
 
     def expand(self, path: str) -> str:
         """Return a path of the recipe as an absolute one on the host."""

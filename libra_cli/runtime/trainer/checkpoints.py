@@ -103,12 +103,15 @@ async def given_by(
     addresses: Mapping[str, str],
     name: str,
     token: str,
+    *,
+    needed_on: str = "",
 ) -> AsyncIterator[tuple[str, ...]]:
     """The URLs at which hosts give their parts of a checkpoint meanwhile; a lone host needs none.
 
-    ``addresses`` are where the other hosts reach each.
+    ``addresses`` are where the other hosts reach each; the host ``needed_on`` alone needs the rest.
     """
-    if len(hosts) < 2:
+    hosts = {node: pair for node, pair in hosts.items() if node != needed_on}
+    if not hosts or (len(hosts) < 2 and not needed_on):
         yield ()
         return
     async with AsyncExitStack() as stack:
