@@ -196,7 +196,8 @@ class Session:
         try:
             await self._leaving
         except (asyncio.CancelledError, LibraError) as error:
-            self._note(f"no model was written: {error or 'stopped'}; {self._exports.hint}")
+            why = str(error) or "stopped"
+            self._note(f"no model was written: {why}; {self._exports.hint}")
 
     async def _find_resume(self, goes_on: LastCheckpoint | None) -> Resume | None:
         if goes_on is None:

@@ -10,7 +10,8 @@ import json
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+from libra_cli.config.errors import TrainerError  # noqa: E402
+from libra_cli.node.checkpoints.export import export  # noqa: E402
 from libra_cli.node.checkpoints.server import serve  # noqa: E402
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
 from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
@@ -34,6 +39,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 WORLD_S = 400
+TOKENS = list(range(5, 69))
 
 
 @pytest.fixture(scope="module")
@@ -134,63 +140,113 @@ def worse(first: dict[str, Any], second: dict[str, Any]) -> float:
     return max(float(abs(first[name] - second[name]).max()) for name in first)
 
 
-def test_hosts_that_share_nothing_go_on_exactly_and_others_ask_for_what_they_lack(
-    model_dir: Path, tmp_path: Path
-):
-    hosts = [tmp_path / name for name in "abc"]
-    for host in hosts:
-        host.mkdir()
-    (tmp_path / "token").write_text(TOKEN)
-
-    def first(trainer: Trainer, host: Path) -> Any:
-        step(trainer, 1)
-        name = save(trainer, host, 0.5)
-        step(trainer, 2)
-        save(trainer, host, 0.25)
-        step(trainer, 3)
-        save(trainer, host, None)
-        # The last one stays, and the best.
-        kept = sorted(path.name for path in (host / "checkpoints").iterdir())
-        return name, kept, len(list((host / "checkpoints" / name).glob("*.distcp"))), host
-
-    for name, kept, files, _ in in_world(hosts[:2], model_dir, first, incarnation=1):
-        assert (name, kept, files) == ("step-000001-e1", [name, "step-000003-e1"], 1)
-
-    name = "step-000003-e1"
+@contextmanager
+def served(hosts: Sequence[Path], name: str) -> Iterator[list[str]]:
+    """The URLs of the hosts' parts of a checkpoint."""
     servers = [
         serve(host / "checkpoints" / name, "127.0.0.1", range(free_port(), 65000), TOKEN)
-        for host in hosts[:2]
+        for host in hosts
     ]
-    urls = [f"http://127.0.0.1:{server.server_address[1]}" for server in servers]
+    try:
+        yield [f"http://127.0.0.1:{server.server_address[1]}" for server in servers]
+    finally:
+        for server in servers:
+            server.shutdown()
+            server.server_close()
 
-    def again(trainer: Trainer, host: Path) -> Any:
-        checkpoint.load(trainer, host / "checkpoints" / name, urls)
-        assert trainer.step == 3
-        ledger = json.loads((hosts[0] / "checkpoints" / name / "ledger.json").read_bytes())
-        assert ledger == {"step": 3, "score": None}
-        return step(trainer, 4)
 
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    base = tmp_path_factory.mktemp("hosts")
+    (base / "token").write_text(TOKEN)
+    made = [base / name for name in "abc"]
+    for host in made:
+        host.mkdir()
+    return made
+
+
+LAST = "step-000003-e1"
+
+
+@pytest.fixture(scope="module")
+def saved(hosts: list[Path], model_dir: Path) -> list[Any]:
+    """Three steps on hosts a and b, each with a checkpoint, of which the first is the best."""
+
+    def train(trainer: Trainer, host: Path) -> Any:
+        for number, score in ((1, 0.5), (2, 0.25), (3, None)):
+            step(trainer, number)
+            save(trainer, host, score)
+        return trainer.logprobs_of(TOKENS)
+
+    return in_world(hosts[:2], model_dir, train, incarnation=1)
+
+
+def test_every_host_keeps_its_part_of_the_last_and_of_the_best(hosts, saved):
+    for host in hosts[:2]:
+        names = sorted(path.name for path in (host / "checkpoints").iterdir())
+        assert names == ["step-000001-e1", LAST]
+        assert len(list((host / "checkpoints" / LAST).glob("*.distcp"))) == 1
+        assert json.loads((host / "checkpoints" / LAST / "ledger.json").read_bytes()) == {
+            "step": 3,
+            "score": None,
+        }
+
+
+def test_hosts_that_share_nothing_go_on_exactly_and_ask_for_what_they_lack(
+    hosts, saved, model_dir: Path
+):
     def on(trainer: Trainer, host: Path) -> Any:
         for number in (1, 2, 3):
             step(trainer, number)
         return step(trainer, 4)
 
-    try:
-        # Two hosts in the same order, one of them new, the other way round, and one alone.
-        wanted = in_world(hosts[:2], model_dir, on, incarnation=2)[0]
-        same, _ = in_world(hosts[:2], model_dir, again, incarnation=3)
-        moved, _ = in_world([hosts[0], hosts[2]], model_dir, again, incarnation=4)
-        turned, _ = in_world([hosts[1], hosts[0]], model_dir, again, incarnation=5)
-        (alone,) = in_world([hosts[2]], model_dir, again, incarnation=6)
-    finally:
-        for server in servers:
-            server.shutdown()
-            server.server_close()
-    for loss, parameters in (same, moved, turned):
-        assert loss == wanted[0]
-        assert worse(parameters, wanted[1]) == 0
-    assert alone[0] == pytest.approx(wanted[0], rel=1e-5)
-    assert worse(alone[1], wanted[1]) < 1e-5
+    loss, parameters = in_world(hosts[:2], model_dir, on, incarnation=2)[0]
+    a, b, c = hosts
+    with served([a, b], LAST) as urls:
+
+        def again(trainer: Trainer, host: Path) -> Any:
+            checkpoint.load(trainer, host / "checkpoints" / LAST, urls)
+            assert trainer.step == 3
+            return step(trainer, 4)
+
+        for incarnation, world in enumerate(([a, b], [a, c], [b, a]), start=3):
+            found = in_world(world, model_dir, again, incarnation=incarnation)[0]
+            assert found[0] == loss
+            assert worse(found[1], parameters) == 0
+        (alone,) = in_world([c], model_dir, again, incarnation=6)
+    # One rank adds up in another order than two.
+    assert alone[0] == pytest.approx(loss, rel=1e-5)
+    assert worse(alone[1], parameters) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_exported_model_has_the_trainer_s_log_probabilities(
+    hosts, saved, model_dir: Path, tmp_path: Path, dtype: str
+):
+    with served(hosts[1:2], LAST) as urls:
+        order = {
+            "checkpoint": str(hosts[0] / "checkpoints" / LAST),
+            "urls": urls,
+            "token": TOKEN,
+            "model_dir": str(model_dir),
+            "dtype": dtype,
+            "out": str(tmp_path / "model"),
+            "card": {"name": "small", "base": "base", "tags": ["libra"], "body": "# small"},
+        }
+        export(order)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").eval()
+    assert str(model.dtype) == f"torch.{dtype}"
+    with torch.no_grad():
+        ids = torch.tensor([TOKENS])
+        logprobs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+    found = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
+    gap = float((found - torch.tensor(saved[0])).abs().mean())
+    assert gap < (1e-6 if dtype == "float32" else 2e-2)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.chat_template
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "base_model: base" in card
+    assert "names no licence" in card
 
 
 def test_a_part_that_no_host_has_is_named(model_dir: Path, tmp_path: Path):
@@ -201,8 +257,7 @@ def test_a_part_that_no_host_has_is_named(model_dir: Path, tmp_path: Path):
         save(trainer, host, None)
         directory = host / "checkpoints" / "step-000000-e1"
         next(directory.glob("*.distcp")).unlink()
-        with pytest.raises(Exception, match="has no __0_0.distcp, and no other host gives it"):
+        with pytest.raises(TrainerError, match=r"has no __0_0\.distcp, and no other host gives it"):
             checkpoint.load(trainer, directory)
-        return None
 
     in_world([host], model_dir, load, incarnation=1)

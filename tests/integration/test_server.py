@@ -85,7 +85,30 @@ def weights(tmp_path_factory) -> Weights:
         model.save_pretrained(directories[-1])
         save_tokenizer(tokenizer, directories[-1], max_len=512)
         models.append(model)
+    # The server begins with a model that was exported from a checkpoint of the first.
+    directories[0] = exported(directories[0], models[0], tmp_path_factory.mktemp("exported"))
     return Weights(directories, models)
+
+
+def exported(base: Path, model: Any, directory: Path) -> Path:
+    """What ``libra export`` makes of a checkpoint with these parameters."""
+    import torch.distributed.checkpoint as dcp
+
+    from libra_cli.node.checkpoints.export import export
+
+    dcp.save({"model": model.state_dict()}, checkpoint_id=directory / "step", no_dist=True)
+    card = {"name": "small", "base": "base", "tags": [], "body": "# small"}
+    order = {
+        "checkpoint": str(directory / "step"),
+        "urls": [],
+        "token": "",
+        "model_dir": str(base),
+        "dtype": "float32",
+        "out": str(directory / "model"),
+        "card": card,
+    }
+    export(order)
+    return directory / "model"
 
 
 class Bench:

@@ -23,15 +23,18 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from libra_cli.config.errors import TrainerError
 from libra_cli.node.checkpoints.reader import CheckpointFiles, CheckpointReader
 from libra_cli.node.checkpoints.server import COMPLETE
 from libra_cli.node.http import read_token
@@ -59,10 +62,11 @@ def save(trainer: Trainer, root: Path, *, ledger: Mapping[str, Any], keep: int) 
         draft.mkdir(mode=0o700)
     trainer.gather(None)  # until it is made
     state = _state(trainer)
-    if trainer.sharded:
-        dcp.save(state, checkpoint_id=draft, process_group=trainer.control)
-    elif writes:
-        dcp.save(state, checkpoint_id=draft, no_dist=True)
+    with _reasons():
+        if trainer.sharded:
+            dcp.save(state, checkpoint_id=draft, process_group=trainer.control)
+        elif writes:
+            dcp.save(state, checkpoint_id=draft, no_dist=True)
     small = _small_files(trainer, draft, ledger)
     if writes:
         for name, data in small.items():
@@ -114,11 +118,12 @@ def load(trainer: Trainer, path: Path, urls: Sequence[str] = ()) -> None:
     about, states = trainer.broadcast(about), trainer.broadcast(states)
     state = _state(trainer)
     reader = CheckpointReader(path, files)
-    if trainer.sharded:
-        dcp.load(state, storage_reader=reader, process_group=trainer.control)
-    else:
-        if trainer.rank == 0:
+    with _reasons():
+        if trainer.sharded:
+            dcp.load(state, storage_reader=reader, process_group=trainer.control)
+        elif trainer.rank == 0:
             dcp.load(state, storage_reader=reader, no_dist=True)
+    if not trainer.sharded:
         state = trainer.broadcast(state)
     set_state_dict(
         trainer.model,
@@ -131,11 +136,22 @@ def load(trainer: Trainer, path: Path, urls: Sequence[str] = ()) -> None:
         _restore_random_state(states[trainer.rank])
 
 
+@contextmanager
+def _reasons() -> Iterator[None]:
+    """Let what went wrong on a rank be told as it was; torch wraps it in a ``BaseException``."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (reason, _) = next(iter(error.failures.items()))
+        raise TrainerError(f"rank {rank}: {reason}") from error
+
+
 def _writes_for_host(trainer: Trainer) -> bool:
     """Whether this rank makes its host's directory: the first one there, or of replicas rank 0."""
     if trainer.sharded:
         return os.environ.get("LOCAL_RANK", "0") == "0"
-    return trainer.rank == 0
+    main: bool = trainer.rank == 0
+    return main
 
 
 def _small_files(trainer: Trainer, draft: Path, ledger: Mapping[str, Any]) -> dict[str, bytes]:
