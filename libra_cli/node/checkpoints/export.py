@@ -54,7 +54,9 @@ def export(order: Mapping[str, Any]) -> int:
         names=_names_of(base),
     )
     draft = out.with_name(f".{out.name}.{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
+    for left in out.parent.glob(f".{out.name}.*"):
+        if not Path("/proc", left.suffix[1:]).exists():  # whoever made it was killed
+            shutil.rmtree(left, ignore_errors=True)
     draft.mkdir(mode=0o700, parents=True)
     try:
         _save(state, draft)
@@ -147,10 +149,13 @@ def model_card(card: Mapping[str, Any], base: Path) -> str:
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    told: dict[str, Any] = {}
+    its: dict[str, Any] = {}
     if (base / "README.md").is_file():
-        its = ModelCard.load(base / "README.md", ignore_metadata_errors=True).data.to_dict()
-        told = {key: its[key] for key in LICENCE_KEYS if its.get(key)}
+        try:
+            its = ModelCard.load(base / "README.md", ignore_metadata_errors=True).data.to_dict()
+        except Exception as error:  # noqa: BLE001  anybody may have written it, in any way
+            sys.stderr.write(f"the base model's card cannot be read: {error}\n")
+    told = {key: its[key] for key in LICENCE_KEYS if its.get(key)}
     data = ModelCardData(
         model_name=card["name"],
         base_model=_hub_name(base, card["base"]),

@@ -2,15 +2,16 @@
 
     python -m libra_cli.node.checkpoints.server DIRECTORY BIND FIRST_PORT LAST_PORT
 
-The first line of standard input is the token that every request must carry. The first line of
-standard output is the port, or 0 if there is no complete checkpoint; then this process ends at
-once, and otherwise at the end of its input, so it cannot outlive whoever asked for it.
+The first line of standard input is the token that every request must carry. The answer is the only
+line of standard output, ``{"port": 21999}``, or 0 if there is no complete checkpoint; then this
+process ends at once, and otherwise at the end of its input, so it cannot outlive whoever asked.
 
     GET /<file>    the file, or those of its bytes that a header ``Range: bytes=FIRST-LAST`` names
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from http import HTTPStatus
@@ -83,10 +84,10 @@ def main() -> int:
     root, bind, first, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     token = sys.stdin.readline().strip()
     if not (root / COMPLETE).is_file():
-        sys.stdout.write("0\n")
+        sys.stdout.write(json.dumps({"port": 0}) + "\n")
         return 0
     server = serve(root, bind, range(first, last + 1), token)
-    sys.stdout.write(f"{server.server_address[1]}\n")
+    sys.stdout.write(json.dumps({"port": server.server_address[1]}) + "\n")
     sys.stdout.flush()
     sys.stdin.read()
     return 0

@@ -14,6 +14,7 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from libra_cli.config.errors import HostError, LibraError, StateError
 from libra_cli.config.recipe import NodeSpec
@@ -135,10 +136,23 @@ async def _started(
         )
         stack.push_async_callback(stream.close)
         await stream.write(f"{token}\n".encode())
-        port = int(await stream.readline() or b"0")
-    except (LibraError, ValueError):
+        port = (await answer_of(stream)).get("port")
+    except LibraError:
         return ""
     return f"http://{address}:{port}" if port else ""
+
+
+async def answer_of(stream: ByteStream) -> dict[str, Any]:
+    """The JSON object that a module of ours prints, after what a login script may have printed.
+
+    Empty if it ends without one.
+    """
+    while line := await stream.readline():
+        with suppress(ValueError):
+            answer = json.loads(line)
+            if isinstance(answer, dict):
+                return answer
+    return {}
 
 
 def best_of(checkpoints: Sequence[FoundCheckpoint]) -> FoundCheckpoint | None:

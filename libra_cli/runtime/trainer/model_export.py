@@ -19,7 +19,12 @@ from libra_cli.config.errors import HostError, ProcessError
 from libra_cli.config.recipe import NodeSpec
 from libra_cli.core.records import ExportRecord
 from libra_cli.runtime.hosts.host import Host
-from libra_cli.runtime.trainer.checkpoints import FoundCheckpoint, directory_of, given_by
+from libra_cli.runtime.trainer.checkpoints import (
+    FoundCheckpoint,
+    answer_of,
+    directory_of,
+    given_by,
+)
 
 EXPORT_S = 3600.0
 """The longest export; 32 billion parameters are 128 GB to read and 64 GB to write."""
@@ -51,7 +56,7 @@ class ModelExports:
         node = checkpoint.nodes[0]
         host, spec = self.hosts[node]
         out = f"{host.run_dir}/export/{checkpoint.name}"
-        made = await self._size(host, out)
+        made = await _size(host, out)
         if made is None:
             trained = json.loads(await host.transport.get(f"{host.run_dir}/trainer.json"))
             order = {
@@ -76,11 +81,11 @@ class ModelExports:
             score=checkpoint.score,
         )
 
-    async def _size(self, host: Host, directory: str) -> int | None:
-        """Bytes of a model that is there; None if it is not."""
-        argv = ["du", "-sb", directory]
-        done = await host.transport.run(argv, timeout_s=COMMAND_S)
-        return None if done.exit_code else int(done.stdout.split()[0])
+
+async def _size(host: Host, directory: str) -> int | None:
+    """Bytes of a model that is there; None if it is not."""
+    done = await host.transport.run(["du", "-sb", directory], timeout_s=COMMAND_S)
+    return None if done.exit_code else int(done.stdout.splitlines()[-1].split()[0])
 
 
 async def _export(host: Host, spec: NodeSpec, order: Mapping[str, object]) -> int:
@@ -90,15 +95,14 @@ async def _export(host: Host, spec: NodeSpec, order: Mapping[str, object]) -> in
     try:
         await stream.write(json.dumps(order).encode() + b"\n")
         async with asyncio.timeout(EXPORT_S):
-            line = await stream.readline()
-        answer = json.loads(line) if line else {"error": stream.errors or "it ended"}
+            answer = await answer_of(stream)
     except TimeoutError:
         answer = {"error": f"not made within {EXPORT_S:.0f} s"}
     finally:
         await stream.close()
-    if "error" in answer:
-        where = f"{host.name}: {order['out']}"
-        raise ProcessError(f"{where} was not made: {answer['error']}")
+    if "bytes" not in answer:
+        why = answer.get("error") or stream.errors.rpartition("\n")[2] or "it ended"
+        raise ProcessError(f"{host.name}: {order['out']} was not made: {why}")
     return int(answer["bytes"])
 
 
