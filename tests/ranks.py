@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from libra_cli.node.trainer import checkpoint
@@ -103,15 +106,26 @@ def _config(host: Path, model_dir: Path, world: int, incarnation: int) -> Traine
     )
 
 
-def step(trainer: Trainer, number: int) -> tuple[float, dict[str, Any]]:
-    """Take a step; its loss, and all parameters after it."""
+@dataclass(frozen=True)
+class Step:
+    """What a step came to on one rank."""
+
+    loss: float
+    parameters: dict[str, Any]
+    """After it, whole."""
+    drawn: tuple[float, float, float]
+    """The next random numbers of Python, numpy and torch."""
+
+
+def step(trainer: Trainer, number: int) -> Step:
+    """Take a step."""
     metrics = trainer.train(number, read_samples(batch(number), 128))
-    return metrics["loss"], {name: tensor.numpy().copy() for name, tensor in trainer.tensors()}
+    parameters = {name: tensor.numpy().copy() for name, tensor in trainer.tensors()}
+    drawn = random.random(), float(np.random.rand()), float(torch.rand(1))
+    return Step(metrics["loss"], parameters, drawn)
 
 
-def train(
-    trainer: Trainer, host: Path, scores: Sequence[float | None]
-) -> tuple[list[float], tuple[float, dict[str, Any]]]:
+def train(trainer: Trainer, host: Path, scores: Sequence[float | None]) -> tuple[list[float], Step]:
     """A step for each score, each with a checkpoint of which one stays; then one more.
 
     Returns what the policy of the last checkpoint thinks of ``TOKENS``, and the step after it.
@@ -123,9 +137,7 @@ def train(
     return trainer.logprobs_of(TOKENS), step(trainer, len(scores) + 1)
 
 
-def go_on(
-    trainer: Trainer, host: Path, name: str, urls: Sequence[str]
-) -> tuple[float, dict[str, Any]]:
+def go_on(trainer: Trainer, host: Path, name: str, urls: Sequence[str]) -> Step:
     """Resume from a checkpoint and take the next step."""
     checkpoint.load(trainer, host / "checkpoints" / name, urls)
     return step(trainer, trainer.step + 1)

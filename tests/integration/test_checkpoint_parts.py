@@ -18,7 +18,7 @@ from libra_cli.node.checkpoints.export import export  # noqa: E402
 from libra_cli.node.checkpoints.server import serve  # noqa: E402
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
 from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
-from tests.ranks import TOKENS, go_on, in_world, train  # noqa: E402
+from tests.ranks import TOKENS, Step, go_on, in_world, train  # noqa: E402
 from tests.trainers import TOKEN, free_port  # noqa: E402
 
 pytestmark = [
@@ -50,11 +50,11 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def trained(hosts: list[Path], model_dir: Path) -> tuple[list[float], tuple[float, Any]]:
+def trained(hosts: list[Path], model_dir: Path) -> tuple[list[float], Step]:
     """Three steps on hosts a and b, each with a checkpoint, of which the first is the best; what
-    the policy of the last thinks of ``TOKENS``, and the loss and parameters of the step after."""
+    the policy of the last thinks of ``TOKENS``, and the step after it."""
     first, _ = in_world(hosts[:2], model_dir, train, [0.5, 0.25, None])
-    found: tuple[list[float], tuple[float, Any]] = first
+    found: tuple[list[float], Step] = first
     return found
 
 
@@ -93,14 +93,15 @@ def test_the_next_step_is_the_same_whatever_part_a_host_lacks(
 ):
     chosen = [host for letter in world for host in hosts if host.name == letter]
     with served(hosts[:2], LAST) as urls:
-        loss, parameters = in_world(chosen, model_dir, go_on, LAST, urls, incarnation=2)[0]
-    wanted_loss, wanted = trained[1]
+        found = in_world(chosen, model_dir, go_on, LAST, urls, incarnation=2)[0]
+    wanted = trained[1]
+    assert found.drawn == wanted.drawn
     if len(world) == 2:
-        assert loss == wanted_loss
-        assert furthest(parameters, wanted) == 0
+        assert found.loss == wanted.loss
+        assert furthest(found.parameters, wanted.parameters) == 0
     else:  # one rank adds up in another order than two
-        assert loss == pytest.approx(wanted_loss, rel=1e-5)
-        assert furthest(parameters, wanted) < 1e-5
+        assert found.loss == pytest.approx(wanted.loss, rel=1e-5)
+        assert furthest(found.parameters, wanted.parameters) < 1e-5
 
 
 def test_a_part_that_no_host_gives_is_named(hosts, trained, model_dir: Path):

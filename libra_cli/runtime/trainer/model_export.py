@@ -31,7 +31,7 @@ EXPORT_S = 3600.0
 COMMAND_S = 30.0
 
 CardOf = Callable[[int], Mapping[str, Any]]
-"""What ``node.checkpoints.export.model_card`` is told of the model of a step."""
+"""What ``node.checkpoints.export`` makes the card of the model of a step of."""
 
 
 @dataclass(frozen=True, slots=True)
