@@ -115,7 +115,9 @@ def test_the_run_leaves_its_model_and_a_checkpoint_can_be_exported_again(run, tm
     made = Path(last[1])
     card = (made / "README.md").read_text()
     assert f"| steps | {STEPS} of {STEPS} |" in card
-    again = run.live.libra("export", str(run.live.run_dir), "--to", str(tmp_path / "model"))
+    again = run.live.libra(
+        "export", str(run.live.run_dir), "--to", str(tmp_path / "model"), timeout_s=START_S
+    )
     assert again.returncode == 0, again.stderr
     weights = [
         (directory / "model.safetensors").read_bytes() for directory in (made, tmp_path / "model")
