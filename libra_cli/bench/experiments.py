@@ -70,7 +70,7 @@ def schedule(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
 def _on_plans(
     config: ExperimentConfig, plans: Mapping[str, PlannerSettings], progress: Progress
 ) -> ExperimentResult:
-    traces, notes = _playable(config.traces)
+    traces, notes = _playable(config)
     jobs: list[Job] = []
     for trace in traces:
         layouts: list[Layout] = []
@@ -89,7 +89,7 @@ def _on_plans(
 
 def plan(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
     """Planners under one policy, and the usual way beside them: a static split, sticky routing."""
-    traces, notes = _playable(config.traces)
+    traces, notes = _playable(config)
     pairs = [(name, config.policy) for name in config.planners]
     if config.policy != USUAL_POLICY and BASE_PLANNER in config.planners:
         pairs.append((BASE_PLANNER, USUAL_POLICY))
@@ -111,7 +111,7 @@ def ablation(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
     """
     if len(config.drifts) > 1:
         raise BenchError("an ablation has one drift", hint=f"--drift {DEFAULT_DRIFT}")
-    traces, notes = _playable(config.traces)
+    traces, notes = _playable(config)
     jobs = [
         replace(
             _drifting(config, trace, config.drifts[0]),
@@ -139,7 +139,7 @@ def sensitivities(config: ExperimentConfig, progress: Progress) -> ExperimentRes
     slower = {ms: profile.kernel_only().with_overhead(ms / 1000) for ms in OVERHEADS_MS}
     cases = [(f"overhead {ms} ms", real, real) for ms, real in slower.items()]
     cases += [(f"believed x{factor:g}", profile, profile.scaled(factor)) for factor in MISTAKES]
-    traces, notes = _playable(config.traces)
+    traces, notes = _playable(config)
     jobs: list[Job] = []
     for trace in traces:
         for name, real, believed in cases:
@@ -167,9 +167,9 @@ def _with_policies(job: Job, policies: Sequence[str], seeds: int) -> list[Job]:
     return [replace(job, policy=policy, seed=seed) for seed in range(seeds) for policy in policies]
 
 
-def _playable(traces: Sequence[Trace]) -> tuple[list[Trace], list[str]]:
+def _playable(config: ExperimentConfig) -> tuple[list[Trace], list[str]]:
     """The traces without what no run could play, and notes that say so."""
-    found = [playable(trace) for trace in traces]
+    found = [playable(trace, config.max_len) for trace in config.traces]
     return [trace for trace, _ in found], [note for _, notes in found for note in notes]
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from libra_cli.config.errors import LibraError
-from libra_cli.core.costs.profile import Profile, Recalibration, TrainingShape
+from libra_cli.core.costs.profile import Profile, Recalibration
 from libra_cli.core.costs.workload import Workload
 from libra_cli.core.observation import MeasuredStep, Observation, mean_step
 from libra_cli.core.planning.gpu_placement import GpuPlacement
@@ -74,10 +74,9 @@ def planner_of(
     name: str, profile: Profile, space: GpuPlacement, settings: PlannerSettings
 ) -> DecisionMaker:
     """The planner of this name, for a run in this space."""
-    fixed = replace(settings, training_shapes=space.settings.training_shapes)
     if name == "libra":
-        return Planner(space, lambda plan, evidence: profile, fixed)
-    return Rule(name, profile, space, fixed)
+        return Planner(space, lambda plan, evidence: profile, settings)
+    return Rule(name, profile, space, settings)
 
 
 @dataclass(slots=True)
@@ -213,16 +212,16 @@ def _equal(search: Search, degree: int, gpus: int, settings: PlannerSettings) ->
     servers = max(1, gpus // degree)
     bucket = PlannedBucket(degree, servers, longest, settings.max_num_seqs)
     spare = (search.gpus - servers * degree) // settings.unit * settings.unit
-    training = search.tree.best(spare)
-    shape = training.shape if training is not None else TrainingShape(data_parallel=max(1, spare))
-    return Layout((bucket,), shape)
+    training = search.training.best(spare)
+    ranks = training.ranks if training is not None else max(1, spare)
+    return Layout((bucket,), ranks)
 
 
 def _colocated(
     profile: Profile, workload: Workload, gpus: int, settings: PlannerSettings
 ) -> Layout:
     search = Search(profile, replace(workload, overlap=1.0), gpus, settings)
-    training = search.tree.best(gpus)
+    training = search.training.best(gpus)
     if training is None:
-        raise search.tree.refusal(gpus)
-    return Layout(search.uniform(gpus), training.shape, colocated=True)
+        raise search.training.refusal(gpus)
+    return Layout(search.uniform(gpus), training.ranks, colocated=True)

@@ -19,34 +19,29 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from libra_cli.core.costs.profile import NothingFits, Profile, TrainingShape
+from libra_cli.core.costs.profile import NothingFits, Profile
 from libra_cli.core.costs.workload import Workload
 from libra_cli.core.explanation import Binding, Constraint
 from libra_cli.core.planning.rollout_dp import DEFAULT_SEATS, PlannedBucket, RolloutTable
-from libra_cli.core.planning.training_shapes import TrainingPlan, TrainingTree
+from libra_cli.core.planning.training_table import TrainingPlan, TrainingTable
 from libra_cli.core.types import Seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many servers of each shape, short to long, and the trainer's shape.
+    """How many servers of each shape, short to long, and of ranks that train, one a GPU.
 
     ``colocated``: every GPU plays and then trains, in turn.
     """
 
     buckets: tuple[PlannedBucket, ...]
-    training: TrainingShape
+    training_gpus: int
     colocated: bool = False
 
     @property
     def rollout_gpus(self) -> int:
         """That serve."""
         return sum(bucket.gpus for bucket in self.buckets)
-
-    @property
-    def training_gpus(self) -> int:
-        """That train."""
-        return self.training.gpus
 
     @property
     def servers(self) -> dict[int, int]:
@@ -59,7 +54,7 @@ class Layout:
 
     def __str__(self) -> str:
         served = " + ".join(f"{number} x TP {degree}" for degree, number in self.servers.items())
-        return f"rollout {self.rollout_gpus} GPUs ({served}), training {self.training}"
+        return f"rollout {self.rollout_gpus} GPUs ({served}), training {self.training_gpus}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +93,6 @@ class PlannerSettings:
     mixed_gain: float = 0.25
     one_bucket_a_shape: bool = True
     shapes: tuple[int, ...] = (1, 2, 4, 8)
-    training_shapes: tuple[int, ...] = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +133,7 @@ def propose(
 
 
 class Search:
-    """Everything that is known about one workload on one budget: the table and the tree.
+    """Everything that is known about one workload on one budget: both tables.
 
     Raises NothingFits if no plan can run.
     """
@@ -153,8 +147,7 @@ class Search:
         servers = {
             degree: cost
             for degree, cost in profile.servers.items()
-            if degree in settings.shapes
-            and profile.facts.server_gib(degree, cost.kv_tokens) <= profile.facts.usable_gib
+            if degree in settings.shapes and profile.serves(degree)
         }
         self.table = RolloutTable(
             servers,
@@ -163,9 +156,7 @@ class Search:
             max_num_seqs=settings.max_num_seqs,
             groups=settings.groups,
         )
-        self.tree = TrainingTree(
-            profile.training, workload, gpus, tensor_parallels=settings.training_shapes
-        )
+        self.training = TrainingTable(profile.training, workload, gpus)
         self._splits = self._scan()
 
     @property
@@ -190,9 +181,9 @@ class Search:
         training = self._splits[split][1]
         buckets = self._simple(split)
         spare = self.gpus - sum(bucket.gpus for bucket in buckets)
-        training = self.tree.best(spare // unit * unit) or training
+        training = self.training.best(spare // unit * unit) or training
         times = Times(self._rollout_s(buckets), training.seconds)
-        return Layout(buckets, training.shape), times
+        return Layout(buckets, training.ranks), times
 
     def _rollout_s(self, buckets: tuple[PlannedBucket, ...]) -> Seconds:
         """What the table says, and for several shapes what a scheduler will miss of it."""
@@ -219,8 +210,8 @@ class Search:
 
     def times(self, layout: Layout) -> Times:
         """Of any layout; infinity where a half does not fit."""
-        fits = self.tree.fits(layout.training)
-        train_s = self.tree.plan(layout.training).seconds if fits else float("inf")
+        fits = self.training.fits(layout.training_gpus)
+        train_s = self.training.plan(layout.training_gpus).seconds if fits else float("inf")
         rollout_s = self._rollout_s(layout.buckets)
         if layout.colocated:
             return Times(rollout_s + train_s, rollout_s + train_s)
@@ -228,9 +219,9 @@ class Search:
 
     def binding(self, layout: Layout) -> Binding:
         """The one constraint without which a step on this layout would be shorter."""
-        plan = self.tree.plan(layout.training)
-        if not self.tree.fits(layout.training):
-            words = f"a rank of {layout.training} would need {plan.memory_gib:.0f} GiB"
+        plan = self.training.plan(layout.training_gpus)
+        if not self.training.fits(layout.training_gpus):
+            words = f"each of {layout.training_gpus} ranks would need {plan.memory_gib:.0f} GiB"
             return Binding(Constraint.TRAINER_MEMORY, words)
         if self._rollout_s(layout.buckets) >= plan.seconds:
             return self._binding_of_rollout(layout)
@@ -247,7 +238,7 @@ class Search:
     def _scan(self) -> dict[int, tuple[Seconds, TrainingPlan]]:
         splits: dict[int, tuple[Seconds, TrainingPlan]] = {}
         for split in range(self._settings.unit, self.gpus, self._settings.unit):
-            training = self.tree.best(self.gpus - split)
+            training = self.training.best(self.gpus - split)
             rollout_s = self._least_s(split) if training is not None else float("inf")
             if training is not None and rollout_s < float("inf"):
                 splits[split] = (rollout_s, training)
@@ -266,9 +257,9 @@ class Search:
         return min([mixed, *equal])
 
     def _refusal(self) -> NothingFits:
-        training = self.tree.least()
+        training = self.training.least()
         if training is None:
-            return self.tree.refusal(self.gpus)
+            return self.training.refusal(self.gpus)
         budgets = range(1, self.gpus + 1)
         serving = next(g for g in budgets if self.table.seconds(g) < float("inf"))
         return NothingFits(
@@ -304,7 +295,7 @@ class Search:
         if (
             found.constraint in (Constraint.LONGEST_TRAJECTORY, Constraint.STALENESS)
             or fewer < 1
-            or self.tree.best(fewer) is not None
+            or self.training.best(fewer) is not None
         ):
             return found
         ranks = f"its memory takes {layout.training_gpus} GPUs"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.core.costs.profile import Recalibration, TrainingShape
+from libra_cli.core.costs.profile import Recalibration
 from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.observation import InPlay, MeasuredStep, mean_step
 from libra_cli.core.planning.recalibration import MOST, recalibrated
@@ -19,7 +19,7 @@ from libra_cli.sim.profiles import load_profile
 
 PROFILE = load_profile("a800-qwen3-14b")
 LOAD = Workload(tuple(TrajectorySample(500, 300 * n, 200, 4, 4.0) for n in range(1, 17)), 256, 4.0)
-TODAY = Layout((PlannedBucket(2, 8, 9000, 128),), TrainingShape(1, 16))
+TODAY = Layout((PlannedBucket(2, 8, 9000, 128),), 16)
 SPANS = st.lists(st.tuples(st.integers(-20, 40), st.integers(0, 40)), max_size=12)
 
 
@@ -89,7 +89,7 @@ def test_what_was_found_before_holds_a_correction_back() -> None:
 
 def test_servers_the_prices_do_not_know_are_not_corrected() -> None:
     """They run, and by the profile cannot."""
-    unknown = Layout((PlannedBucket(3, 8, 9000, 128),), TrainingShape(1, 8))
+    unknown = Layout((PlannedBucket(3, 8, 9000, 128),), 8)
     held = MeasuredStep(500.0, 500.0, 0.0, in_play_s=256 * 60.0, concurrency=200.0)
     found = recalibrated(PROFILE, LOAD, 32, PlannerSettings(), today=unknown, measured=[held])
     assert found.recalibration.rollout == 1.0

@@ -34,6 +34,7 @@ class Steps:
             self.world.machine.plan,
         )
         self.now = 5000.0
+        self.signs = {"turns a trajectory": 4.0}
         self.tell(0.0, 0.0)
 
     def tell(self, train_idle: float, ready: float) -> str:
@@ -41,7 +42,7 @@ class Steps:
         why it looks, if so."""
         self.now += PERIOD
         step = replace(self.world.machine.training.last, waited_s=train_idle * PERIOD)
-        self.controller.stepped(step, ready, now=self.now)
+        self.controller.stepped(step, ready, self.signs, now=self.now)
         looks = self.controller.look(self.world.machine._observe)
         if looks:
             self.controller.kept(e.PlanKept("it pays nothing"), now=self.now)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_cli.core.costs.profile import NothingFits, TrainingShape
+from libra_cli.core.costs.profile import NothingFits
 from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.planning.rollout_dp import PlannedBucket
 from libra_cli.core.planning.search import PlannerSettings, Search, propose
@@ -34,7 +34,7 @@ def test_the_split_equals_exhaustive_search(mean: float, gpus: int, seed: int) -
     search = Search(PROFILE, work, gpus, EXACT)
     every = []
     for split in range(1, gpus):
-        training = search.tree.best(gpus - split)
+        training = search.training.best(gpus - split)
         if training is not None:
             equal_s = search.table.buckets_s(search.uniform(split))
             every.append(max(min(search.table.seconds(split), equal_s), training.seconds))
@@ -59,7 +59,9 @@ def test_a_proposal_fits_the_budget_and_every_memory(
     for bucket in layout.buckets:
         held = PROFILE.servers[bucket.tensor_parallel].kv_tokens
         assert facts.server_gib(bucket.tensor_parallel, held) <= facts.usable_gib
-    assert PROFILE.training.memory_gib(layout.training, work.longest.context) <= facts.usable_gib
+    assert (
+        PROFILE.training.memory_gib(layout.training_gpus, work.longest.context) <= facts.usable_gib
+    )
 
 
 @pytest.mark.parametrize("mean", [1000, 5000, 11_500])
@@ -101,7 +103,7 @@ def test_equal_servers_are_taken_where_no_mix_is_much_better() -> None:
 def test_a_layout_that_cannot_run_takes_for_ever() -> None:
     search = Search(PROFILE, heavy_tailed(2000), 16, EXACT)
     layout = search.best().layout
-    tight = replace(layout, training=TrainingShape(1, 1))
+    tight = replace(layout, training_gpus=1)
     assert search.times(tight).train_s == float("inf")
     wrong = replace(layout, buckets=(PlannedBucket(16, 1, 9999, 8),))
     assert search.times(wrong).rollout_s == float("inf")
