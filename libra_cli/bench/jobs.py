@@ -66,7 +66,6 @@ class Job:
     layout: Layout | None = None
     start: Layout | None = None
     script: tuple[Layout, ...] = ()
-    settings: PlannerSettings | None = None
     drift: Drift = NO_DRIFT
     steps: int = STEPS
     groups_per_step: int = GROUPS
@@ -177,7 +176,6 @@ def static_run(job: Job) -> tuple[ResultRow, tuple[Seconds, ...]]:
 
 def world_of(job: Job) -> World:
     """The world of a run, before it begins."""
-    settings = job.settings or PlannerSettings()
     workload = job.workload
     layout = job.layout or job.start or first_layout_of(job, workload)
     moves = job.layout is None and job.planner not in STATIC
@@ -189,7 +187,7 @@ def world_of(job: Job) -> World:
         space = replace(space, base_gpus=min(each.training_gpus for each in job.script))
     future = Future()
     policy = contender(job.policy, future, job.trace, job.seed)
-    planner = _planner(job, space, settings) if moves else None
+    planner = _planner(job, space) if moves else None
     world = World(_scene(job, layout, space), policy, job.groups(), planner=planner)
     future.episode = world.episode
     return world
@@ -198,16 +196,15 @@ def world_of(job: Job) -> World:
 def first_layout_of(job: Job, workload: Workload) -> Layout:
     """The layout that the job's planner begins with, knowing this workload."""
     name = "libra" if job.planner == TOLD else job.planner
-    settings = job.settings or PlannerSettings()
-    return first_layout(name, job.believed, workload, job.gpus, settings)
+    return first_layout(name, job.believed, workload, job.gpus, PlannerSettings())
 
 
-def _planner(job: Job, space: GpuPlacement, settings: PlannerSettings) -> DecisionMaker:
+def _planner(job: Job, space: GpuPlacement) -> DecisionMaker:
     if job.script:
-        search = Search(job.believed, job.workload, job.gpus, settings)
+        search = Search(job.believed, job.workload, job.gpus, PlannerSettings())
         return Scripted(job.script, job.steps, space, search, job.believed)
     name = "libra" if job.planner == TOLD else job.planner
-    planner = planner_of(name, job.believed, space, settings)
+    planner = planner_of(name, job.believed, space, PlannerSettings())
     return Told(planner, job.coming) if job.planner == TOLD else planner
 
 

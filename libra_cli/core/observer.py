@@ -200,14 +200,16 @@ class RunObserver:
         self._steps += 1
         if self._steps <= FILLING or row.started_at < self._plan_at:
             return
+        # What begins together at first meets its last call in one step, as never again.
+        once_s = row.held_s if self._steps <= 1 + self._recipe.training.max_staleness else 0.0
         self._measured.append(
             MeasuredStep(
-                step_s=max(row.ended_at - began, 1e-9),
+                step_s=max(row.ended_at - began - once_s, 1e-9),
                 train_s=row.ended_at - row.started_at,
-                waited_s=row.waited_s,
+                waited_s=row.waited_s - once_s,
                 in_play_s=in_play_s,
                 concurrency=concurrency,
-                held_s=row.held_s,
+                held_s=row.held_s - once_s,
             )
         )
 
@@ -264,7 +266,8 @@ class _Conversations:
         tool_s = self._tool_s.pop(who, 0.0)
         if last is None or row.generated_tokens < 1:
             return None
-        self.tools.finished(tool_s, row.turns - 1)
+        if row.state == "finished":
+            self.tools.finished(tool_s, row.turns - 1)
         prompt = max(0, min(first, row.context_tokens - row.generated_tokens))
         return TrajectorySample(
             prompt=prompt,

@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from math import sqrt
 from typing import Any, TypeVar
 
 from libra_cli.config.errors import LibraError
@@ -318,10 +317,12 @@ class Recalibration:
         slower = profile.scaled(self.rollout)
         return replace(slower, training=profile.training.scaled(self.training))
 
-    def blended(self, before: Recalibration) -> Recalibration:
-        """The geometric mean with one that was found before."""
-        rollout = sqrt(self.rollout * before.rollout)
-        return Recalibration(rollout, sqrt(self.training * before.training))
+    def blended(self, before: Recalibration, *, rollout: float, training: float) -> Recalibration:
+        """The geometric mean with one that was found before; these have so much weight, 0 to 1."""
+        return Recalibration(
+            rollout=self.rollout**rollout * before.rollout ** (1 - rollout),
+            training=self.training**training * before.training ** (1 - training),
+        )
 
 
 def _slower(cost: ServerCost, factor: float) -> ServerCost:

@@ -10,9 +10,8 @@
                   the split that would balance what was measured, at once and whatever it costs
                   (after DynaRL, OSDI 2026, with the thresholds that Libra's artifact gives it)
 
-All but ``colocated`` and ``static-best`` have equal servers, as their authors do. The moving ones
-begin as libra does (with the best equal servers where it would mix them), judge by the mean of the
-steps that libra judges by, and rest for as many steps after a move. As published they do not, and
+The moving ones begin as libra does, judge by the mean of the steps that libra judges by, and rest
+for as many steps after a move. As published they do not, and
 lose to never moving: ``dynarl`` changed its plan after almost every step and swung between extreme
 splits. Limit: none of them counts what a move costs, and that is how they are published.
 """
@@ -29,7 +28,7 @@ from libra_cli.core.observation import MeasuredStep, Observation, mean_step
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.planner import Candidate, Decision, DecisionMaker, Planner
 from libra_cli.core.planning.recalibration import RecalibratedSearch
-from libra_cli.core.planning.rollout_dp import PlannedBucket
+from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.planning.triggers import cooldown
 from libra_cli.core.types import Seconds
@@ -62,12 +61,7 @@ def first_layout(
     if name == "colocated":
         return _colocated(profile, workload, gpus, settings)
     search = Search(profile, workload, gpus, settings)
-    if name in ("libra", "static-best"):
-        return search.best().layout
-    if name == "uniform":
-        return _uniform(search, settings)
-    layout = search.best().layout
-    return layout if len(layout.servers) == 1 else _best_equal(search, settings)
+    return _uniform(search, settings) if name == "uniform" else search.best().layout
 
 
 def planner_of(
@@ -195,15 +189,6 @@ def _uniform(search: Search, settings: PlannerSettings) -> Layout:
     half = search.gpus // 2 // settings.unit * settings.unit or settings.unit
     degree = 4 if 4 in search.table.degrees and half >= 4 else max(search.table.degrees)
     return _equal(search, degree, half, settings)
-
-
-def _best_equal(search: Search, settings: PlannerSettings) -> Layout:
-    found: list[tuple[Seconds, Layout]] = []
-    for split in search.splits:
-        bucket = search.uniform(split)[0]
-        layout = _equal(search, bucket.tensor_parallel, bucket.gpus, settings)
-        found.append((search.times(layout).step_s, layout))
-    return min(found, key=lambda pair: pair[0])[1]
 
 
 def _equal(search: Search, degree: int, gpus: int, settings: PlannerSettings) -> Layout:

@@ -22,7 +22,7 @@ from libra_cli.core.cluster.gpu_nodes import GpuNodes, is_worker
 from libra_cli.core.costs.profile import NothingFits, Profile
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.planner import Candidate, SlotMove, roles_of
-from libra_cli.core.planning.rollout_dp import PlannedBucket, planned_buckets
+from libra_cli.core.planning.rollout_table import PlannedBucket, planned_buckets
 from libra_cli.core.planning.search import Layout, Search
 from libra_cli.core.planning.transition import moves_between, moves_cost_s
 from libra_cli.core.types import Bucket, Plan, Pool, Role, Seconds, Slot, SlotId, Tokens
@@ -106,19 +106,17 @@ class GpuPlacement:
         return Layout(planned_buckets(plan), max(1, ranks))
 
     def candidates(self, search: Search, now: Observation) -> Iterator[Candidate]:
-        """The best layouts, those as good, and today's with a few servers more or fewer.
+        """Equal servers of every shape in every number, on open nodes in the order of their time.
 
         Raises:
             NothingFits: none of them stands on the nodes.
         """
         today = self.layout_of(now.plan, now.slots)
-        best = search.best()
-        found = [best.layout, *(layout for layout, _ in search.candidates(self.tolerance))]
-        found += _neighbours(search, today)
+        found = [layout for layout, _ in search.layouts()]
         if self.nodes is None:
             yield from self._anywhere(search, now, today, found)
             return
-        offered = list(self._on_nodes(search, now, today, (today, *found, *_equal(search))))
+        offered = list(self._on_nodes(search, now, today, (today, *found)))
         if not offered:
             raise NothingFits(
                 "nodes",
@@ -298,17 +296,6 @@ def _keeps(now: Observation, plan: Plan) -> bool:
     return all(roles.get(slot) is role for slot, role in now.pins)
 
 
-def _equal(search: Search) -> Iterator[Layout]:
-    """Equal servers of every shape in every number: some of them stand on any nodes."""
-    for split in search.splits:
-        training = search.training.best(search.gpus - split)
-        (best,) = search.uniform(split)
-        for degree in search.table.degrees:
-            if split % degree == 0 and training is not None:
-                bucket = replace(best, tensor_parallel=degree, servers=split // degree)
-                yield Layout((bucket,), training.ranks)
-
-
 def _buckets(layout: Layout, max_len: int) -> dict[int, Bucket]:
     """One bucket a shape, short to long; the last one takes whatever is longer."""
     found: dict[int, PlannedBucket] = {}
@@ -326,17 +313,3 @@ def _buckets(layout: Layout, max_len: int) -> dict[int, Bucket]:
         )
         for degree, bucket in found.items()
     }
-
-
-def _neighbours(search: Search, today: Layout) -> list[Layout]:
-    """Today's layout with one bucket a few servers larger or smaller, the rest training."""
-    found: list[Layout] = []
-    for index, bucket in enumerate(today.buckets):
-        for change in (-4, -2, -1, 1, 2, 4):
-            servers = bucket.servers + change
-            kept = (replace(bucket, servers=servers),) if servers > 0 else ()
-            buckets = (*today.buckets[:index], *kept, *today.buckets[index + 1 :])
-            training = search.training.best(search.gpus - sum(bucket.gpus for bucket in buckets))
-            if buckets and training is not None:
-                found.append(Layout(search.table.boundaries(buckets), training.ranks))
-    return found

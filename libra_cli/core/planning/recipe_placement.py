@@ -28,7 +28,7 @@ from libra_cli.core.cluster.placement import PlanError, plan_with, slots_of
 from libra_cli.core.costs.profile import NothingFits, Profile, ProfileError
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.planner import Candidate, SlotMove, roles_of
-from libra_cli.core.planning.rollout_dp import planned_buckets
+from libra_cli.core.planning.rollout_table import planned_buckets
 from libra_cli.core.planning.search import Layout, Search
 from libra_cli.core.planning.transition import moves_cost_s
 from libra_cli.core.types import Plan, Pool, Role, Seconds, Slot, SlotId

@@ -30,7 +30,7 @@ from libra_cli.core.observation import MeasuredStep, Observation
 from libra_cli.core.planning.admission import Admission
 from libra_cli.core.planning.planner import Decision, Planner, binding
 from libra_cli.core.planning.recipe_placement import RecipePlacement
-from libra_cli.core.planning.rollout_dp import PlannedBucket
+from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from tests import sample_run
 from tests.unit.core.planning.test_recipe_placement import PROFILE, recipe_of, work

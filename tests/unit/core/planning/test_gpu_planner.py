@@ -27,7 +27,7 @@ from libra_cli.core.planning.baselines import (
 )
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.planner import Decision, DecisionMaker, Planner
-from libra_cli.core.planning.rollout_dp import PlannedBucket
+from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.planning.transition import moves_between, moves_cost_s
 from libra_cli.core.planning.triggers import COOLDOWN
@@ -143,7 +143,7 @@ def test_costs_are_recalibrated_by_what_was_measured() -> None:
     seen = run.observed(load)
     (step,) = seen.measured
     slow = MeasuredStep(2 * step.step_s, step.train_s, step.step_s, 0.0, 0.0)
-    decision = run.planner.decide(replace(seen, measured=(slow,)))
+    decision = run.planner.decide(replace(seen, measured=(slow,) * 10))
     assert decision.plan is not None
     layout = run.space.layout_of(decision.plan, decision.slots)
     assert layout.rollout_gpus > run.layout.rollout_gpus
