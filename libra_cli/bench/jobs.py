@@ -87,7 +87,7 @@ class Job:
 
     def work_of(self, groups: Iterable[Sequence[RecordedEpisode]]) -> Workload:
         """These groups, as the work of a step that a planner plans for."""
-        samples = tuple(sample_of(episode, self.max_len) for group in groups for episode in group)
+        samples = tuple(episode.sample(self.max_len) for group in groups for episode in group)
         spec = {"max_staleness": self.bound, "staleness": self.staleness}
         return Workload(
             samples,
@@ -142,19 +142,6 @@ def playable(trace: Trace, max_len: Tokens) -> tuple[Trace, tuple[str, ...]]:
             hint="give a trace of shorter trajectories, or more --gpus",
         )
     return replace(trace, episodes=fits), tuple(notes)
-
-
-def sample_of(episode: RecordedEpisode, max_len: Tokens) -> TrajectorySample:
-    """A trajectory as the planner counts it, cut at ``max_len``."""
-    prompt = min(episode.prompt, max_len - 1)
-    generated = min(episode.generated, max_len - prompt)
-    return TrajectorySample(
-        prompt=prompt,
-        generated=generated,
-        observed=max(0, min(episode.context, max_len) - prompt - generated),
-        turns=len(episode.turns),
-        tool_s=sum(turn.tool_s for turn in episode.turns),
-    )
 
 
 # -- one run -------------------------------------------------------------------------------------

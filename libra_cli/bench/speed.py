@@ -10,7 +10,7 @@ from itertools import count, cycle
 from random import Random
 
 from libra_cli.bench.config import Progress
-from libra_cli.bench.jobs import Job, longest_of, sample_of, world_of
+from libra_cli.bench.jobs import Job, longest_of, world_of
 from libra_cli.bench.parallel import simulated
 from libra_cli.bench.results import SpeedRow
 from libra_cli.core.costs.profile import Profile
@@ -54,7 +54,7 @@ def speed(progress: Progress) -> list[SpeedRow]:
 
 def _plan_s(trace: Trace, profile: Profile, gpus: int) -> Seconds:
     longest = longest_of(profile, gpus)
-    samples = tuple(sample_of(episode, longest) for episode in trace.episodes[:1024])
+    samples = tuple(episode.sample(longest) for episode in trace.episodes[:1024])
     workload = Workload(samples, trajectories=4 * gpus)
     began = time.perf_counter()
     propose(profile, workload, gpus)
