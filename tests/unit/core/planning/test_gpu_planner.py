@@ -123,6 +123,21 @@ def test_a_gain_that_does_not_pay_its_moves_back_is_refused_with_numbers() -> No
     assert decision.payback_steps is not None
 
 
+def test_where_the_fastest_plan_does_not_pay_a_nearer_one_is_taken_that_does() -> None:
+    """Servers of another shape are dear, and more of the same on GPUs from training are not."""
+    dear = replace(PROFILE.moves, to_rollout_s=1.0, start_s=dict.fromkeys((1, 2, 4, 8), 9e4))
+    small = Layout((PlannedBucket(1, 8, 38_000, 128),), 24)
+    shapes = []
+    for moves in (PROFILE.moves, dear):
+        run = Run("libra", work(1000), replace(PROFILE, moves=moves))
+        run.plan, run.slots = run.space.place(small)
+        decision = run.planner.decide(run.observed(work(9000), steps_left=50))
+        assert decision.plan is not None
+        assert decision.after.step_s < decision.before.step_s
+        shapes.append({bucket.tensor_parallel for _, bucket in decision.plan.servers})
+    assert shapes[0] != shapes[1] == {1}
+
+
 def test_near_the_end_nothing_is_moved_that_could_not_pay() -> None:
     run = Run("libra", work(1000))
     for left, moves in ((0, False), (50, True)):
