@@ -111,15 +111,15 @@ def check_nothing_is_lost(world: World, steps: int) -> None:
 
 
 def test_a_run_changes_split_and_shapes_under_way_and_loses_nothing() -> None:
-    """Of short trajectories that become long: servers give way to workers and come back."""
+    """Told of short trajectories it meets long ones: other servers, other workers, one base."""
     recipe = recipe_of(4, 4, 4, lengths={"generated": 300, "turns": 3, "tool_s": 1.0}, steps=12)
     world = world_of(recipe, episodes(5 * GROUPS, (200, 300), (200, 6000)))
     first = world.scene.plan
     world.run()
     last = world.machine.plan
+    assert split(last) != split(first)
     assert last.train == first.train
-    roles = {move.to_role for move in world.recording.moves.values()}
-    assert roles >= {"rollout", "gradient"}
+    assert world.recording.moves
     check_nothing_is_lost(world, 12)
 
 
