@@ -70,7 +70,7 @@ def run(
     from libra_cli.runtime.store.run_directory import new_run_dir
 
     with errors_told():
-        loaded, plan, hosts = commands.plan_of(recipe)
+        loaded, plan, hosts = commands.plan_of(recipe, resume)
         if dry_run:
             for reason in plan.reasons:
                 out.print(f"plan: {reason}", markup=False, soft_wrap=True, highlight=False)
