@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from libra_cli.app.costs import live_planner
+from libra_cli.app.export import card_of
 from libra_cli.app.first_plan import explained_first_plan
 from libra_cli.app.resume import FirstPlanOf, continued, last_checkpoint, plan_to_go_on_with
 from libra_cli.config.errors import LibraError
@@ -86,6 +87,7 @@ def run(
             first,
             first_plan=begin_with,
             plan_with=partial(live_planner, recipe),
+            card_of=partial(card_of, run_dir),
             watch=saved,
             note=note,
         )
