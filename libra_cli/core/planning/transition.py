@@ -63,8 +63,8 @@ def moves_between(today: Layout, then: Layout) -> Moves:
 
 def moves_cost_s(profile: Profile, workload: Workload, today: Layout, then: Layout) -> Seconds:
     """Seconds of the whole job that the moves take; the formula is the module's.
-    GPUs join
-       training as gradient workers, so its core does not restart.
+
+    GPUs join training as gradient workers, so its core does not restart.
     """
     moves, prices = moves_between(today, then), profile.moves
     started = sum(degree * number for degree, number in moves.started.items())
