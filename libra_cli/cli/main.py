@@ -73,7 +73,7 @@ def run(
     from libra_cli.runtime.store.run_directory import new_run_dir
 
     with errors_told():
-        loaded, plan, hosts = commands.plan_of(recipe)
+        loaded, plan, hosts = commands.plan_of(recipe, resume)
         if dry_run:
             for reason in plan.reasons:
                 out.print(f"plan: {reason}", markup=False, soft_wrap=True, highlight=False)
@@ -241,6 +241,30 @@ def logs(
             asyncio.run(show())
         except KeyboardInterrupt:
             return
+
+
+@app.command()
+def export(
+    run_dir: RunDir = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Of this step; the last checkpoint if left out.")
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Of the checkpoint with the highest mean reward.")
+    ] = False,
+    to: Annotated[
+        Path | None, typer.Option(help="Copy it into this directory on this machine.")
+    ] = None,
+) -> None:
+    """Make a Hugging Face directory of a run's checkpoint, which transformers and vLLM load."""
+    from libra_cli.app import export as commands
+
+    with errors_told():
+        order = commands.ExportOrder(step, best, to)
+        made = commands.export(run_dir, order, note=lambda text: err.print(text, markup=False))
+    out.print(f"step {made.step}, {made.bytes / 1e9:.3f} GB", highlight=False)
+    where = str(to) if to else f"{made.node}:{made.path}"
+    out.print(where, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -275,6 +275,19 @@ class StalenessSpec(_Model):
         return self.rule == "token" and self.over == "weight"
 
 
+class ExportSpec(_Model):
+    """Which checkpoints are made Hugging Face directories, on a host that trains."""
+
+    at_end: Annotated[tuple[Literal["last", "best"], ...], BeforeValidator(_as_tuple)] = (
+        "last",
+        "best",
+    )
+    """Of a run that finishes: the last checkpoint, the best by mean reward, or neither: []."""
+    every: _Count = 0
+    """Checkpoints from one export to the next while the run goes on; 0 is none. All of them stay,
+    each as large as the model."""
+
+
 class TrainingSpec(_Model):
     """Asynchronous GRPO (arXiv 2402.03300)."""
 
@@ -317,7 +330,9 @@ class TrainingSpec(_Model):
     checkpoint_every: _Positive = 10
     """Steps between checkpoints; the last step always has one."""
     keep_checkpoints: _Positive = 2
-    """How many checkpoints stay on disk."""
+    """How many checkpoints stay on disk, besides the best by the mean reward of 10 steps."""
+    export: ExportSpec = ExportSpec()
+    """When the model is written for use elsewhere; ``libra export`` does so at any time."""
     sharding: Literal["auto", "fsdp2", "ddp"] = "auto"
     """auto is FSDP2 on GPUs, data parallel without."""
     stream: bool = False

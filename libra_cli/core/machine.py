@@ -50,7 +50,7 @@ from libra_cli.core.observer import RunObserver
 from libra_cli.core.planning.controller import PlanController
 from libra_cli.core.reconcile import migration, reconciler
 from libra_cli.core.reconcile.reconciler import Reconciler
-from libra_cli.core.records import MoveRecord, PlanRecord, Record
+from libra_cli.core.records import MoveRecord, PlanRecord, Record, StepRecord
 from libra_cli.core.rollout.active import Limits, Stage
 from libra_cli.core.rollout.groups import GroupLedger, GroupState, new_trajectory
 from libra_cli.core.rollout.rows import group_record, group_records
@@ -130,6 +130,8 @@ class Machine:
         """What the run has written before it goes on."""
         for record in records:
             self._observer.saw(record)
+            if isinstance(record, StepRecord) and record.step <= self.training.step:
+                self.training.learn_reward(record.step, record.reward)
         plans = [record.plan for record in records if isinstance(record, PlanRecord)]
         moves = [record.move for record in records if isinstance(record, MoveRecord)]
         self.controller.number_on(max(plans, default=-1))
@@ -260,7 +262,8 @@ class Machine:
             yield from map(Save, group_records(group, now))
         yield from self._publish(event.published)
         if self._going:
-            yield from self.controller.stepped(self.training.last, self._ready_share, now=now)
+            last, signs = self.training.last, self._observer.signs
+            yield from self.controller.stepped(last, self._ready_share, signs, now=now)
 
     @property
     def _ready_share(self) -> float:

@@ -409,6 +409,24 @@ class DecisionRecord:
     """How many these are: fewer than planned where the next decision came first."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExportRecord:
+    """One checkpoint as a Hugging Face directory."""
+
+    TABLE: ClassVar[str] = "exports"
+    KEY: ClassVar[tuple[str, ...]] = ("path", "node")
+    step: int
+    node: str
+    path: str
+    """On the node."""
+    at: float
+    bytes: int
+    seconds: float
+    """What making it took."""
+    score: float | None
+    """The checkpoint's, by which the best one is known."""
+
+
 Record: TypeAlias = (
     RunRecord
     | NodeRecord
@@ -426,4 +444,5 @@ Record: TypeAlias = (
     | PlanRecord
     | MoveRecord
     | DecisionRecord
+    | ExportRecord
 )

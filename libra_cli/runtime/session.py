@@ -10,7 +10,6 @@ one skips the checkpoint and the drain.
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import signal
 import time
@@ -40,7 +39,10 @@ from libra_cli.runtime.performer import Performer
 from libra_cli.runtime.rollout.connection import Sampling
 from libra_cli.runtime.rollout.servers import Servers
 from libra_cli.runtime.store.journal import Journal
+from libra_cli.runtime.trainer.checkpoints import checkpoint_name, read_ledger
+from libra_cli.runtime.trainer.model_export import CardOf
 from libra_cli.runtime.trainer.processes import TrainerProcesses
+from libra_cli.runtime.trainer.run_exports import RunExports
 from libra_cli.runtime.trainer.worker_processes import WorkerProcesses
 from libra_cli.runtime.weights import weights_of
 
@@ -66,11 +68,12 @@ class Session:
         *,
         first_plan: Callable[[frozenset[str]], FirstPlan],
         plan_with: Callable[[frozenset[str]], DecisionMaker],
+        card_of: CardOf,
         watch: Callable[[Record], None],
         note: Callable[[str], None],
     ) -> None:
         """On GPUs of these names, ``first_plan`` is what the run begins with, with its slots, and
-        ``plan_with`` makes its planner."""
+        ``plan_with`` makes its planner; ``card_of`` is what a model's card says of the run."""
         self._first_plan = first_plan
         self._plan_with = plan_with
         self._recipe = recipe
@@ -98,6 +101,8 @@ class Session:
         # Monotonic, so that no clock adjustment can turn a duration negative, yet readable.
         self._offset = time.time() - time.monotonic()
         self._driver: Driver | None = None
+        self._exports = RunExports(self._cluster, run_dir, card_of, save=self._save, note=note)
+        self._leaving: asyncio.Task[None] | None = None
         self._interrupts = 0
         self._releasing = False
 
@@ -140,6 +145,7 @@ class Session:
 
     async def _release(self) -> None:
         self._releasing = True
+        await self._exports.close()
         for line in await self._cluster.close():
             self._note(f"not proved gone: {line}")
 
@@ -158,6 +164,8 @@ class Session:
             gently = "stopping: checkpoint, drain, stop (once more: at once)"
             self._note("stopping at once" if at_once else gently)
             self._driver.post(events.StopRequested(at_once, "asked for"))
+        elif self._leaving is not None:
+            self._leaving.cancel()
         elif not at_once:
             self._note("stopping")
             task.cancel()
@@ -176,15 +184,27 @@ class Session:
         try:
             await episodes.check(recipe.run.seed)
             resume = await self._find_resume(goes_on)
-            return await self._drive(renderer, episodes, resume)
+            end = await self._drive(renderer, episodes, resume)
+            if end.state == "finished":
+                await self._leave_models()
+            return end
         finally:
             episodes.close()
+
+    async def _leave_models(self) -> None:
+        """The models of the last and the best checkpoint; without them the run has finished too."""
+        self._driver = None
+        self._leaving = asyncio.create_task(self._exports.leave())
+        try:
+            await self._leaving
+        except (asyncio.CancelledError, LibraError) as error:
+            why = str(error) or "stopped"
+            self._note(f"no model was written: {why}; {self._exports.hint}")
 
     async def _find_resume(self, goes_on: LastCheckpoint | None) -> Resume | None:
         if goes_on is None:
             return None
-        head = self._cluster.hosts[node_of(self._plan.train[0])]
-        position = json.loads(await head.transport.get(f"{goes_on.path}/ledger.json"))
+        position = await read_ledger(self._cluster.hosts, checkpoint_name(goes_on.path))
         return Resume(goes_on.path, position, goes_on.trainer_incarnation, goes_on.records)
 
     async def _drive(self, renderer: Renderer, episodes: Episodes, resume: Resume | None) -> End:
@@ -233,5 +253,7 @@ class Session:
     def _tell(self, now: float, event: events.Event) -> None:
         if isinstance(event, events.PlanChosen):
             self._learn(event.slots)
+        if isinstance(event, events.CheckpointSaved):
+            self._exports.saved(event)
         if not isinstance(event, QUIET):
             self._journal.event(now, type(event).__name__, describe(event))

@@ -109,6 +109,22 @@ def test_the_resumed_trainer_begins_where_the_checkpoint_was_taken(run):
     assert incarnations == [(1, 0, run.checkpoint), (2, run.checkpoint, STEPS)]
 
 
+def test_the_run_leaves_its_model_and_a_checkpoint_can_be_exported_again(run, tmp_path):
+    last, *_ = run.live.query("SELECT step, path FROM exports ORDER BY step DESC")
+    assert last[0] == STEPS
+    made = Path(last[1])
+    card = (made / "README.md").read_text()
+    assert f"| steps | {STEPS} of {STEPS} |" in card
+    again = run.live.libra(
+        "export", str(run.live.run_dir), "--to", str(tmp_path / "model"), timeout_s=START_S
+    )
+    assert again.returncode == 0, again.stderr
+    weights = [
+        (directory / "model.safetensors").read_bytes() for directory in (made, tmp_path / "model")
+    ]
+    assert weights[0] == weights[1]
+
+
 def test_no_group_is_trained_twice(run):
     assert run.live.groups_of_steps() == [GROUPS] * STEPS
 

@@ -78,15 +78,45 @@ def weights(tmp_path_factory) -> Weights:
         done = publish(named, root, version=seed, trainer_incarnation=1, probe=probe, keep=2)
         versions.append(root / done.name)
         models.append(model)
+    # The server begins with a model that was exported from a checkpoint of the first.
+    directories[0] = exported(directories[0], models[0], tmp_path_factory.mktemp("exported"))
     return Weights(directories, versions, models)
 
 
+def exported(base: Path, model: Any, directory: Path) -> Path:
+    """What ``libra export`` makes of a checkpoint with these parameters."""
+    import torch.distributed.checkpoint as dcp
+
+    from libra_cli.node.checkpoints.export import export
+
+    dcp.save({"model": model.state_dict()}, checkpoint_id=directory / "step", no_dist=True)
+    card = {"name": "small", "base": "base", "tags": [], "body": "# small"}
+    order = {
+        "checkpoint": str(directory / "step"),
+        "urls": [],
+        "token": "",
+        "model_dir": str(base),
+        "dtype": "float32",
+        "out": str(directory / "model"),
+        "card": card,
+    }
+    export(order)
+    return directory / "model"
+
+
 @pytest.fixture(scope="module")
-def bench(weights, tmp_path_factory):
+def begun(weights, tmp_path_factory):
+    """The server, and what it thought of the probe before it had any version."""
     with bench_of(weights.directories[0], tmp_path_factory.mktemp("host")) as bench:
+        thought = bench.play(lambda: bench.server.probe(PROBE, published(0)))
         first = str(weights.versions[0])
         bench.play(lambda: bench.server.load(first, published(1), timeout_s=60))
-        yield bench
+        yield bench, thought
+
+
+@pytest.fixture(scope="module")
+def bench(begun):
+    return begun[0]
 
 
 def turn(prompt: list[int], *, max_tokens: int = 24, version: int = 1) -> Generate:
@@ -114,6 +144,10 @@ def test_no_route_answers_without_the_token(bench):
                     assert reply.status == 401
 
     bench.play(scene)
+
+
+def test_an_exported_model_computes_what_its_checkpoint_does(begun, weights):
+    assert probe_gap(tuple(weights.logprobs(0, list(PROBE))), begun[1]) < 1e-4
 
 
 def test_an_aborted_turn_comes_back_with_the_tokens_it_has(bench):

@@ -76,12 +76,14 @@ def test_resuming_gives_exactly_what_going_on_would_have(
     assert json.loads((reference.checkpoint / "ledger.json").read_text()) == {
         "position": [2, "groups"]
     }
-    again = tmp_path / "again"
-    with trainer(again, model_dir, resume=reference.checkpoint, incarnation=1) as resumed:
+    directory = tmp_path / "again"
+    with trainer(directory, model_dir, resume=reference.checkpoint, incarnation=1) as resumed:
         health = resumed.wait_ready()
         assert (health["state"], health["step"], health["trainer_incarnation"]) == ("ready", 2, 1)
-        resumed.step(3)
-        resumed.step(4)
+        again = [resumed.step(number)["metrics"] for number in (3, 4)]
+        before = [result["metrics"] for result in reference.results[1:]]
+        for name in ("loss", "grad_norm", "entropy", "learning_rate"):
+            assert [step[name] for step in again] == [step[name] for step in before]
         assert largest_difference(resumed.parameters(4), reference.last) == 0
         assert resumed.stop() == 0
 

@@ -21,6 +21,7 @@ from dataclasses import replace
 from enum import StrEnum
 from math import inf
 from statistics import fmean
+from typing import Any
 
 from libra_cli.core.actions import (
     Accumulate,
@@ -58,6 +59,9 @@ from libra_cli.core.types import Role, Seconds, Slot, SlotId, Trajectory
 MAX_RESTARTS = 3
 RESTART_EVERY_S: Seconds = 60.0
 TIMER = "restart trainer"
+SCORE_STEPS = 10
+"""A checkpoint's score is the mean reward of so many steps, the last of them its own: over fewer,
+which tasks a batch happened to have would decide which checkpoint is the best."""
 PARTS = 4
 """A streamed part is at least this fraction of a batch: each costs a round trip to the trainer."""
 
@@ -144,6 +148,8 @@ class TrainerGroup:
         self._next: list[Slot] = []
         self.previous: list[Replica] = []
         self._rows: dict[int, StepRecord] = {}
+        #: The mean reward of every step's batch.
+        self._rewards: dict[int, float] = {}
         self._step_ended: Seconds = 0.0
 
     def _enter(self, state: TrainerState) -> None:
@@ -336,7 +342,8 @@ class TrainerGroup:
     def _train(self, step: int, last: list[Group], now: Seconds, *, save: bool) -> list[Result]:
         assert self.published is not None
         self._begin(last, now)
-        ledger = self._ledger.position(step) if save else None
+        self.learn_reward(step, _mean_reward(self._batch))
+        ledger = self._position(step) if save else None
         if save:
             self._asked_step = step
         train = Train(
@@ -348,6 +355,17 @@ class TrainerGroup:
             parts=self._parts,
         )
         return [StepClaimed(train, tuple(last))]
+
+    def learn_reward(self, step: int, reward: float) -> None:
+        """Know the mean reward of a step's batch, by which checkpoints are scored."""
+        self._rewards[step] = reward
+
+    def _position(self, step: int) -> dict[str, Any]:
+        """What a checkpoint of ``step`` is given: the ledger's position, and its own score."""
+        steps = range(step - SCORE_STEPS + 1, step + 1)
+        known = all(one in self._rewards for one in steps)
+        score = fmean(self._rewards[one] for one in steps) if known else None
+        return {**self._ledger.position(step), "score": score}
 
     def _sample(self, trajectory: Trajectory, group: Group) -> TrainSample:
         assert self.published is not None
@@ -389,7 +407,7 @@ class TrainerGroup:
         if self.state is not TrainerState.READY or self.step <= newest:
             return []
         self._asked_step = self.step
-        return [Checkpoint(self.incarnation, self.step, self._ledger.position(self.step))]
+        return [Checkpoint(self.incarnation, self.step, self._position(self.step))]
 
     @property
     def at_work(self) -> bool:
@@ -422,7 +440,7 @@ class TrainerGroup:
             ended_at=now,
             waited_s=self._batch_at - self._idle_since,
             held_s=max(0.0, self._batch_at - self._full_since),
-            reward=fmean(member.reward or 0.0 for member in members),
+            reward=_mean_reward(self._batch),
             logprob_gap=metrics.get("logprob_gap"),
             logprob_gap_tokens=int(metrics.get("logprob_gap_tokens") or 0),
             generated_tokens=sum(lengths),
@@ -445,3 +463,7 @@ class TrainerGroup:
         busy = self.state is TrainerState.BUSY
         assert not busy or self.published is not None, "busy before the first version"
         assert self.step >= self.checkpoint_step, f"step {self.step} < {self.checkpoint_step}"
+
+
+def _mean_reward(groups: Iterable[Group]) -> float:
+    return fmean(member.reward or 0.0 for group in groups for member in group.members)

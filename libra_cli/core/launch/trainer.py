@@ -175,16 +175,15 @@ def _trainer_config(
     recipe: Recipe, launch: TrainerLaunch, node: str, world: MachineRanks
 ) -> dict[str, object]:
     """The fields of ``libra_cli.node.trainer.config.TrainerConfig``."""
-    head = launch.facts[launch.train[0].node]
     return _policy_config(recipe, launch.run_id, launch.model_dirs[node], world.ranks) | {
         "weights_dir": launch.facts[node].weights_dir,
-        # One path for all: shards of one checkpoint must come together.
-        "checkpoint_dir": f"{head.run_dir}/checkpoints",
+        "checkpoint_dir": f"{launch.facts[node].run_dir}/checkpoints",
         "port": launch.http_port,
         "trainer_incarnation": launch.trainer_incarnation,
         "dtype": world.dtype,
         "keep_versions": recipe.weight_sync.keep_versions,
         "resume": launch.resume[node] if launch.resume else None,
+        "checkpoint_urls": list(launch.checkpoint_urls),
         "probe_tokens": PROBE_TOKENS,
     }
 

@@ -47,7 +47,9 @@ class TrainerLaunch:
     model_dirs: Mapping[str, str]
     trainer_incarnation: int
     resume: Mapping[str, str] | None = None
-    """A checkpoint to go on from."""
+    """A checkpoint to go on from: each node's directory of it."""
+    checkpoint_urls: tuple[str, ...] = ()
+    """Where a node's ranks get what that directory lacks of it (``node.checkpoints.server``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,97 +1,129 @@
 """Writes and loads checkpoints as directories, which appear by an atomic rename when complete.
 
-    step-000010/
-      .metadata, *.distcp    model and optimizer (torch.distributed.checkpoint; fp32, by name)
-      rng.pt                 random states, one for each rank
-      ledger.json            the controller's position in the data, as it was given
-      checkpoint.json        step and world size; written last
+    step-000010-e1/           after step 10, by the trainer's incarnation 1
+      .metadata, *.distcp     model and optimizer (torch.distributed.checkpoint; fp32, by name)
+      rng.pt                  random states, one for each rank
+      ledger.json             what the controller gave with it: its position in the data, the score
+      checkpoint.json         step, world size and score; written last
 
-The format is the same for replicas and shards, so a checkpoint can be resumed by a world of another
-size or sharding. Replicas are written and read by rank 0 alone, so no shared directory is needed;
-shards are written by all ranks, which must see the same directory. The learning rate is a function
-of the step, so the step is the whole state of the schedule.
+No shared directory is needed. Replicas are written and read by rank 0 alone. Of shards every host
+writes those of its own ranks into its own directory, with a copy of the small files; what a rank
+needs of the others when it starts again it asks their hosts for (``node.checkpoints``). The
+format is the same for replicas and shards, so a checkpoint can be resumed by a world of another
+size or sharding. The learning rate is a function of the step, so the step is the whole state of the
+schedule.
+
+The last few checkpoints stay, and the best of them by the controller's score.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import random
-from collections.abc import Mapping
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from libra_cli.config.errors import TrainerError
+from libra_cli.node.checkpoints.reader import CheckpointFiles, CheckpointReader
+from libra_cli.node.checkpoints.server import COMPLETE
+from libra_cli.node.http import read_token
 from libra_cli.node.trainer.trainer import Trainer
-from libra_cli.node.weights.versions import (
-    remove_old,
-    remove_unfinished,
-    replace_directory,
-    write_durably,
-)
+from libra_cli.node.weights.versions import remove_unfinished, replace_directory, write_durably
+
+METADATA = ".metadata"
+"""Where torch says which file holds which part of which tensor; rank 0 writes it."""
 
 
 def save(trainer: Trainer, root: Path, *, ledger: Mapping[str, Any], keep: int) -> Path:
-    """*Collective.* Write the checkpoint of ``trainer.step`` and remove all but the last ``keep``.
+    """*Collective.* Write the checkpoint of ``trainer.step`` below ``root``, of every host its own.
+
+    Removes all but the last ``keep`` and the best by the ledger's ``score``.
 
     Returns:
-        Its path, which exists on rank 0's host.
-
-    Raises:
-        TrainerError: a sharded checkpoint needs a directory that all hosts share.
+        Its path on rank 0's host.
     """
-    final = root / f"step-{trainer.step:06d}"
-    temporary = root / f".{final.name}"
-    main = trainer.rank == 0
-    if main:
+    final = root / f"step-{trainer.step:06d}-e{trainer.config.trainer_incarnation}"
+    draft = root / f".{final.name}"
+    writes = _writes_for_host(trainer)
+    if writes:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         remove_unfinished(root)
-        temporary.mkdir(mode=0o700)
+        draft.mkdir(mode=0o700)
     trainer.gather(None)  # until it is made
-    seen = trainer.gather(temporary.is_dir())
-    if trainer.sharded and not all(seen):
-        raise TrainerError(
-            f"{root} is not the same directory on every train host, as a sharded checkpoint needs: "
-            "put nodes[].workdir on shared storage, or train with sharding: ddp"
-        )
     state = _state(trainer)
-    if trainer.sharded:
-        dcp.save(state, checkpoint_id=temporary, process_group=trainer.control)
-    elif main:
-        dcp.save(state, checkpoint_id=temporary, no_dist=True)
-    states = trainer.gather(_random_state())
-    if main:
-        torch.save(states, temporary / "rng.pt")
-        write_durably(temporary / "ledger.json", json.dumps(ledger).encode())
-        about = {"step": trainer.step, "world_size": trainer.world}
-        write_durably(temporary / "checkpoint.json", json.dumps(about).encode())
-        replace_directory(temporary, final)
-        remove_old(root, "step-*", keep=keep)
+    with _reasons():
+        if trainer.sharded:
+            dcp.save(state, checkpoint_id=draft, process_group=trainer.control)
+        elif writes:
+            dcp.save(state, checkpoint_id=draft, no_dist=True)
+    small = _small_files(trainer, draft, ledger)
+    if writes:
+        for name, data in small.items():
+            write_durably(draft / name, data)
+        replace_directory(draft, final)
+    # Nobody hears of it, and nothing is removed for it, before every host has its part.
+    found = trainer.gather(_scores(root) if writes else {})
+    if writes:
+        together = {name: score for scores in found for name, score in scores.items()}
+        _remove_others(root, kept_checkpoints(together, keep, newest=final.name))
     return final
 
 
-def load(trainer: Trainer, path: Path) -> None:
+def kept_checkpoints(scores: Mapping[str, float | None], keep: int, newest: str) -> set[str]:
+    """Return the names of the last ``keep`` checkpoints and of the best, of which each has a score.
+
+    One that is ahead of the ``newest``, or of the same step, was written by a trainer that died
+    before anybody heard of it; it goes. Of equals the older is better: it took fewer steps.
+    """
+    step, _ = _written_at(newest)
+    older = [name for name in scores if _written_at(name)[0] < step]
+    names = [*sorted(older, key=_written_at), newest]
+    known = {name: score for name in names if (score := scores.get(name)) is not None}
+    best = [max(known, key=known.__getitem__)] if known else []
+    return {*names[-keep:], *best}
+
+
+def _written_at(name: str) -> tuple[int, int]:
+    """Step and trainer incarnation of a checkpoint; libra 0.1.0 gave it no incarnation."""
+    _, step, *incarnation = name.split("-")
+    return int(step), int(incarnation[0][1:]) if incarnation else -1
+
+
+def load(trainer: Trainer, path: Path, urls: Sequence[str] = ()) -> None:
     """*Collective.* Restore the state that the trainer had when ``path`` was saved.
+
+    ``path`` is this host's own part, if it has one; other hosts give at ``urls`` what is missing.
 
     Raises:
         TrainerError: there is no complete checkpoint.
     """
+    token = read_token(os.environ["LIBRA_TOKEN_FILE"]) if urls else ""
+    files = CheckpointFiles(path, urls, token)
     about: dict[str, Any] | None = None
     states: list[dict[str, Any]] | None = None
     if trainer.rank == 0:
-        about = _read_about(path)
-        states = torch.load(path / "rng.pt", weights_only=False)
+        about = json.loads(files.read(COMPLETE))
+        states = torch.load(io.BytesIO(files.read("rng.pt")), weights_only=False)
     about, states = trainer.broadcast(about), trainer.broadcast(states)
     state = _state(trainer)
-    if trainer.sharded:
-        dcp.load(state, checkpoint_id=path, process_group=trainer.control)
-    else:
-        if trainer.rank == 0:
-            dcp.load(state, checkpoint_id=path, no_dist=True)
+    reader = CheckpointReader(path, files)
+    with _reasons():
+        if trainer.sharded:
+            dcp.load(state, storage_reader=reader, process_group=trainer.control)
+        elif trainer.rank == 0:
+            dcp.load(state, storage_reader=reader, no_dist=True)
+    if not trainer.sharded:
         state = trainer.broadcast(state)
     set_state_dict(
         trainer.model,
@@ -104,18 +136,55 @@ def load(trainer: Trainer, path: Path) -> None:
         _restore_random_state(states[trainer.rank])
 
 
+@contextmanager
+def _reasons() -> Iterator[None]:
+    """Let what went wrong on a rank be told as it was; torch wraps it in a ``BaseException``."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (reason, _) = next(iter(error.failures.items()))
+        raise TrainerError(f"rank {rank}: {reason}") from error
+
+
+def _writes_for_host(trainer: Trainer) -> bool:
+    """Whether this rank makes its host's directory: the first one there, or of replicas rank 0."""
+    if trainer.sharded:
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    main: bool = trainer.rank == 0
+    return main
+
+
+def _small_files(trainer: Trainer, draft: Path, ledger: Mapping[str, Any]) -> dict[str, bytes]:
+    """*Collective.* What every host gets a copy of, by name; the last one makes it complete."""
+    states = trainer.gather(_random_state())
+    metadata = (draft / METADATA).read_bytes() if trainer.rank == 0 else None
+    random_states = io.BytesIO()
+    torch.save(states, random_states)
+    about = {"step": trainer.step, "world_size": trainer.world, "score": ledger.get("score")}
+    return {
+        METADATA: trainer.broadcast(metadata),
+        "rng.pt": random_states.getvalue(),
+        "ledger.json": json.dumps(ledger).encode(),
+        COMPLETE: json.dumps(about).encode(),
+    }
+
+
+def _scores(root: Path) -> dict[str, float | None]:
+    """The complete checkpoints of this host by name, each with its score if it has one."""
+    about = {path.parent.name: path.read_bytes() for path in root.glob(f"step-*/{COMPLETE}")}
+    return {name: json.loads(data).get("score") for name, data in about.items()}
+
+
+def _remove_others(root: Path, kept: Collection[str]) -> None:
+    for path in root.glob("step-*"):
+        if path.name not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def _state(trainer: Trainer) -> dict[str, Any]:
     """Return references to its tensors by name; loading into them fills them in place."""
     model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
     return {"model": model, "optimizer": optimizer}
-
-
-def _read_about(path: Path) -> dict[str, Any]:
-    try:
-        about: dict[str, Any] = json.loads((path / "checkpoint.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise TrainerError(f"{path} is not a complete checkpoint: {error}") from error
-    return about
 
 
 def _random_state() -> dict[str, Any]:

@@ -46,7 +46,7 @@ class TrainerConfig:
     weights_dir: str
     """Versions are published in ``<weights_dir>/<run_id>/``."""
     checkpoint_dir: str
-    """With ``fsdp2`` every rank writes there, so several hosts must share it."""
+    """This host's part of every checkpoint is written there."""
     port: int
     world_size: int
     trainer_incarnation: int
@@ -59,7 +59,9 @@ class TrainerConfig:
     max_len: int
     """The longest trajectory, in tokens."""
     resume: str | None = None
-    """The checkpoint directory to resume from."""
+    """The checkpoint to resume from: this host's directory of it, which need not be there."""
+    checkpoint_urls: tuple[str, ...] = ()
+    """Where other hosts give what this one lacks of it."""
     probe_tokens: int = 64
     keep_versions: int = 2
 

@@ -87,7 +87,7 @@ class TrainerRank:
         from libra_cli.node.trainer import checkpoint
 
         if self.config.resume:
-            checkpoint.load(self.trainer, Path(self.config.resume))
+            checkpoint.load(self.trainer, Path(self.config.resume), self.config.checkpoint_urls)
         version = self._publish()
         if self.queue is not None and version is not None:
             self.queue.ready(version, self.config.resume or "")

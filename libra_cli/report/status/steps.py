@@ -61,6 +61,19 @@ class CheckpointPart(TypedDict):
     path: str
 
 
+class ModelPart(TypedDict):
+    """A checkpoint as a Hugging Face directory, at ``path`` on ``node``.
+
+    ``score`` is the mean reward of the 10 steps before it, by which the best is known.
+    """
+
+    step: int
+    node: str
+    path: str
+    bytes: int
+    score: float | None
+
+
 def mean(values: Iterable[float]) -> float | None:
     """Of those that are finite; None if there is none."""
     known = [value for value in values if math.isfinite(value)]
@@ -189,6 +202,11 @@ def checkpoint(steps: Sequence[StepRecord]) -> CheckpointPart | None:
         if step.checkpoint:
             return {"step": step.step, "path": step.checkpoint}
     return None
+
+
+def models(reader: Reader) -> list[ModelPart]:
+    """Those that the run has made, the oldest first."""
+    return [part_of(ModelPart, export) for export in reader.exports()]
 
 
 def smooth(values: Sequence[float]) -> list[float]:

@@ -111,6 +111,7 @@ class RunSummary(TypedDict):
     decisions: list[DecisionPart]
     decision: DecisionPart | None
     checkpoint: step_parts.CheckpointPart | None
+    models: list[step_parts.ModelPart]
     errors: list[str]
 
 
@@ -161,6 +162,7 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
         "decisions": decided,
         "decision": decided[-1] if decided else None,
         "checkpoint": step_parts.checkpoint(steps),
+        "models": step_parts.models(reader),
         "errors": errors_of(reader, run, slots, syncs),
     }
 

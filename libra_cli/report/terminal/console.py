@@ -89,6 +89,7 @@ def final_view(
     if summary["checkpoint"]:
         at = summary["checkpoint"]
         fact(facts, "checkpoint", Text(f"step {at['step']}  {at['path']}", overflow="fold"))
+    _fact_models(facts, summary)
     if report:
         fact(facts, "report", Text(str(report), overflow="fold"))
     parts.append(Padding(facts, (0, 0, 0, 2)))
@@ -170,11 +171,20 @@ def _facts(summary: RunSummary, *, now: float) -> Table:
         fact(facts, "servers", told(named))
     if summary["checkpoint"]:
         fact(facts, "checkpoint", f"step {summary['checkpoint']['step']}")
+    _fact_models(facts, summary)
     if run["state"] in LIVE and run["waiting"]:
         fact(facts, "waiting", Text(run["waiting"], style="bold"))
     elif run["ended_at"] is not None:
         fact(facts, "ended", f"{duration(now - run['ended_at'])} ago")
     return facts
+
+
+def _fact_models(facts: Table, summary: RunSummary) -> None:
+    """Where the models are that the run has made: a line each, for somebody to copy."""
+    for model in summary["models"]:
+        score = "" if model["score"] is None else f"  reward {model['score']:.3f}"
+        where = f"step {model['step']}{score}  {model['node']}:{model['path']}"
+        fact(facts, "model", Text(where, overflow="fold"))
 
 
 def _fact_step(facts: Table, summary: RunSummary) -> None:

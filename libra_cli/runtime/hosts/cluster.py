@@ -168,6 +168,12 @@ class Cluster:
             raise
 
     @property
+    def reached(self) -> dict[str, tuple[Host, NodeSpec]]:
+        """The hosts that answer now, by node, each with what the recipe says of it."""
+        away = self.lost | self._gone
+        return {n: (host, self.recipe.node(n)) for n, host in self.hosts.items() if n not in away}
+
+    @property
     def gpu_names(self) -> frozenset[str]:
         """Names of the GPUs that the recipe uses, as the open hosts gave them."""
         used = {node.name: node.gpus for node in self.recipe.nodes}

@@ -112,7 +112,7 @@ class Host:
         """
         self._on_event = on_event
         try:
-            await self._prepare(run_id)
+            await self.prepare(run_id)
             self.tmp_dir = await self._make_tmp()
             home = self.transport.home.rstrip("/").rpartition("/")[2]
             self.weights_dir = self.expand(weights_dir) if weights_dir else f"/dev/shm/libra-{home}"
@@ -155,10 +155,15 @@ class Host:
     async def stop_remains(self, run_id: str) -> tuple[str, ...]:
         """Stop what a run has left there, without its controller, token or agent; as above."""
         try:
-            await self._prepare(run_id)
+            await self.prepare(run_id)
             return await self._stop_and_verify()
         finally:
             await self.close()
+
+    def module_argv(self, module: str, env: Mapping[str, str] | None = None) -> list[str]:
+        """Return the command line there of a module of ours, which needs no agent."""
+        values = [f"{name}={value}" for name, value in (env or {}).items()]
+        return ["env", *values, f"PYTHONPATH={self.code_dir}", self.python, "-P", "-m", module]
 
     def expand(self, path: str) -> str:
         """Return a path of the recipe as an absolute one on the host."""
@@ -293,7 +298,12 @@ class Host:
 
     # -- connecting ----------------------------------------------------------------------------
 
-    async def _prepare(self, run_id: str) -> None:
+    async def prepare(self, run_id: str) -> None:
+        """Connect and upload, so that modules of ours can be run there; no agent is started.
+
+        Raises:
+            HostError: the host cannot be reached, trusted or used.
+        """
         await self.transport.connect()
         code, digest = package()
         self.workdir, self.python = self.expand(self.workdir), self.expand(self.python)
@@ -328,8 +338,7 @@ class Host:
         return await self.transport.run(argv, timeout_s=COMMAND_S)
 
     def _agent(self, command: str) -> list[str]:
-        python = [self.python, "-P", "-m", "libra_cli.node.agent.main"]
-        return ["env", f"PYTHONPATH={self.code_dir}", *python, command, self.run_dir]
+        return [*self.module_argv("libra_cli.node.agent.main"), command, self.run_dir]
 
     async def _attach(self) -> list[Message]:
         """Connect to the agent and return every process that it knows of."""

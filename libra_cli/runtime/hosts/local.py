@@ -77,6 +77,13 @@ class LocalTransport:
         except OSError as error:
             raise HostError(f"local: {path}: {error.strerror}") from error
 
+    async def fetch(self, path: str, target: Path) -> None:
+        """Copy a file."""
+        try:
+            await asyncio.to_thread(shutil.copyfile, path, target)
+        except OSError as error:
+            raise HostError(f"local: {path}: {error.strerror}") from error
+
     async def dial(self, port: int) -> Endpoint:
         """Return the port itself."""
         return Endpoint("tcp", f"127.0.0.1:{port}", port)

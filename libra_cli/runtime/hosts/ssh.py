@@ -31,6 +31,10 @@ from libra_cli.runtime.hosts.transport import CONNECT_S, COPY_S, OPEN_S, Command
 T = TypeVar("T")
 
 THREADS = 8
+PREFETCHED = 256
+"""Requests of 32 KiB under way while a file is copied; all at once would fill the memory."""
+FETCH_S = 3600.0
+"""The longest copy of one file: of 5 GB, 1.4 MB/s are enough."""
 WINDOW = 16 * 1024**2
 """Bytes that the host may send on a channel before it hears from us. Acknowledgements are sent by
 the event loop itself, so they should be rare."""
@@ -131,6 +135,10 @@ class SshTransport:
     async def get(self, path: str) -> bytes:
         """Read a file over SFTP."""
         return await self._call(self._get, path, timeout_s=COPY_S)
+
+    async def fetch(self, path: str, target: Path) -> None:
+        """Copy a file over SFTP, however long it takes."""
+        await self._call(self._fetch, path, target, timeout_s=FETCH_S)
 
     async def dial(self, port: int) -> Endpoint:
         """Return a socket in a private directory that leads to the port."""
@@ -249,6 +257,13 @@ class SshTransport:
         with self._sftp() as sftp, sftp.open(path, "ab") as file:
             file.set_pipelined(True)
             file.write(data)
+
+    def _fetch(self, path: str, target: Path) -> None:
+        with self._sftp() as sftp:
+            try:
+                sftp.get(path, str(target), max_concurrent_prefetch_requests=PREFETCHED)
+            except FileNotFoundError as error:
+                raise HostError(f"{self.target}: {path}: no such file") from error
 
     def _put_tree(self, files: Mapping[str, bytes], directory: str) -> None:
         with self._sftp() as sftp:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 CONNECT_S = 15.0
@@ -104,6 +105,9 @@ class Transport(Protocol):
 
     async def get(self, path: str) -> bytes:
         """Read a file."""
+
+    async def fetch(self, path: str, target: Path) -> None:
+        """Copy a file of any size from the host to this machine."""
 
     async def dial(self, port: int) -> Endpoint:
         """Return an endpoint that leads to a port of the host's loopback.

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 from libra_cli.config.errors import StateError
 from libra_cli.core.costs.workload import TrajectorySample
 from libra_cli.core.records import (
+    ExportRecord,
     MoveRecord,
     NodeRecord,
     PlanRecord,
@@ -191,6 +192,10 @@ class Reader:
     def versions(self) -> list[VersionRecord]:
         """The weight versions, in the order of their publication."""
         return self.rows(VersionRecord, order="published_at")
+
+    def exports(self) -> list[ExportRecord]:
+        """The checkpoints that the run made models of, in that order."""
+        return self.rows(ExportRecord, order="at")
 
     def plans(self) -> list[PlanRecord]:
         """The plans that were adopted, the newest last."""

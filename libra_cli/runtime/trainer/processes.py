@@ -27,6 +27,7 @@ from libra_cli.core.types import Slot, SlotId
 from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
 from libra_cli.runtime.process_tasks import ProcessTasks
+from libra_cli.runtime.trainer.checkpoints import checkpoint_name, directory_of, given_by
 from libra_cli.runtime.trainer.connection import TrainerConnection, connect_trainer_with
 
 STARTUP_TIMEOUT_S = 1800.0
@@ -64,10 +65,20 @@ class TrainerProcesses:
         return await self._while_alive(action.incarnation, self._start(action))
 
     async def _start(self, action: StartTrainer) -> Event:
+        if not action.resume:
+            return await self._start_with((), action)
+        cluster, name = self._cluster, checkpoint_name(action.resume)
+        addresses = {node: fact.address for node, fact in cluster.facts.items()}
+        async with given_by(cluster.reached, addresses, name, cluster.token) as urls:
+            return await self._start_with(urls, action)
+
+    async def _start_with(self, urls: tuple[str, ...], action: StartTrainer) -> Event:
+        """Start, with what hosts lack of the checkpoint for as long as it takes at ``urls``."""
         cluster = self._cluster
         ports = cluster.ports[self.head]
         train = tuple(self._slots[slot] for slot in action.train)
         nodes = dict.fromkeys(slot.node for slot in train)
+        name = checkpoint_name(action.resume)
         launch = TrainerLaunch(
             train=train,
             facts=cluster.facts,
@@ -76,7 +87,10 @@ class TrainerProcesses:
             rendezvous_port=ports["rendezvous"],
             model_dirs=cluster.model_dirs,
             trainer_incarnation=action.incarnation,
-            resume=dict.fromkeys(nodes, action.resume) if action.resume else None,
+            resume={node: directory_of(cluster.hosts[node], name) for node in nodes}
+            if name
+            else None,
+            checkpoint_urls=urls,
         )
         specs = trainer_processes(cluster.recipe, launch)
         for spec in specs:

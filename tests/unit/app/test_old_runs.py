@@ -33,7 +33,8 @@ from libra_cli.runtime.store.schema import COLUMNS, DATABASE, FORMAT, RECORDS
 from tests import sample_run
 
 OLD_RUN = Path(__file__).parents[2] / "fixtures/0.1.0"
-OLD_RECORDS = [kind for kind in RECORDS if kind not in (r.DecisionRecord, r.LateRecord)]
+NEW_RECORDS = (r.DecisionRecord, r.ExportRecord, r.LateRecord)
+OLD_RECORDS = [kind for kind in RECORDS if kind not in NEW_RECORDS]
 """Those that 0.1.0 had tables for."""
 _NOW = 1_795_320_000.0
 _ANY: Mapping[type, Any] = {str: "x", int: 10_007, bool: True, float: 0.5}

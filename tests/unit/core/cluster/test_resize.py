@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.replica import ReplicaState
 from libra_cli.core.cluster.trainer import TrainerState
+from libra_cli.core.records import StepRecord
 from tests.elastic import Scene, of, scene
 
 A0 = "a/0"
@@ -109,3 +112,23 @@ def test_an_order_that_takes_a_resize_back_before_it_has_begun_stops_nobody():
     world.steps_on()
     assert not world.did(a.StopTrainer)
     assert world.machine.training.slots == ("c/0", A0)
+
+
+def test_a_checkpoint_is_scored_by_the_mean_reward_of_its_last_ten_steps():
+    world = scene()
+    world.until(lambda: world.machine.training.step >= 11)
+    leave_core(world)
+    world.arrive()
+    saved = world.did(a.Checkpoint)[-1]
+    rewards = {row.step: row.reward for row in world.rows(StepRecord)}
+    last = [rewards[step] for step in range(saved.step - 9, saved.step + 1)]
+    assert saved.ledger["score"] == pytest.approx(sum(last) / 10)
+
+
+def test_a_checkpoint_of_fewer_steps_has_no_score():
+    world = scene()
+    leave_core(world)
+    world.arrive()
+    saved = world.did(a.Checkpoint)[-1]
+    assert saved.step < 10
+    assert saved.ledger["score"] is None

@@ -1,0 +1,119 @@
+"""``libra export``: a checkpoint of a run as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from libra_cli.config.errors import HostError, LibraError, StateError
+from libra_cli.config.recipe import NodeSpec, Recipe
+from libra_cli.core.records import ExportRecord
+from libra_cli.report.model_card import model_card
+from libra_cli.runtime.hosts.cluster import host_of
+from libra_cli.runtime.hosts.host import Host
+from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.run_directory import newest_run, recipe_of
+from libra_cli.runtime.trainer.checkpoints import FoundCheckpoint, best_of, find_checkpoints
+from libra_cli.runtime.trainer.model_export import ModelExports, fetch_model
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOrder:
+    """What was asked for: a step, or the best, or neither, which is the last; and where to."""
+
+    step: int | None = None
+    best: bool = False
+    to: Path | None = None
+
+
+def card_of(run_dir: Path, step: int) -> Mapping[str, Any]:
+    """The card of the model of a step, of what the database says now."""
+    with Reader(run_dir) as reader:
+        return model_card(reader, recipe_of(run_dir), step)
+
+
+def export(run_dir: Path | None, order: ExportOrder, note: Callable[[str], None]) -> ExportRecord:
+    """``libra export``: make the model on a host that trained it; with ``to``, copy it here.
+
+    Raises:
+        StateError: no such run, or no such checkpoint; the message names those there are.
+        LibraError: a host that is needed does not answer, or the model cannot be made.
+    """
+    return asyncio.run(_export(run_dir or newest_run(), order, note))
+
+
+async def _export(run_dir: Path, order: ExportOrder, note: Callable[[str], None]) -> ExportRecord:
+    if order.to is not None and order.to.exists() and any(order.to.iterdir()):
+        raise StateError(f"{order.to} is not empty", hint="name a directory that is not there yet")
+    recipe = recipe_of(run_dir)
+    with Reader(run_dir) as reader:
+        run_id, addresses = reader.run().id, _addresses(reader, recipe)
+    hosts = await _reach(recipe, run_id, note)
+    try:
+        found = await find_checkpoints({node: host for node, (host, _) in hosts.items()})
+        chosen = _chosen(found, order, run_dir)
+        exports = ModelExports(
+            hosts, addresses, lambda step: card_of(run_dir, step), secrets.token_urlsafe(32)
+        )
+        made = await exports.make(chosen)
+        if order.to is not None:
+            note(f"copying {made.bytes / 1e9:.2f} GB from {made.node}")
+            await fetch_model(hosts[made.node][0], made.path, order.to)
+        return made
+    finally:
+        await asyncio.gather(*(host.transport.close() for host, _ in hosts.values()))
+
+
+def _addresses(reader: Reader, recipe: Recipe) -> dict[str, str]:
+    """Where the hosts reach each other, as was found when the run began."""
+    seen = {row.node: json.loads(row.facts_json or "{}") for row in reader.nodes()}
+    return {
+        node.name: node.address or str(seen.get(node.name, {}).get("address", node.name))
+        for node in recipe.nodes
+    }
+
+
+async def _reach(
+    recipe: Recipe, run_id: str, note: Callable[[str], None]
+) -> dict[str, tuple[Host, NodeSpec]]:
+    """Connect to the hosts of a run; those that cannot be reached are told and left out.
+
+    Raises:
+        HostError: none can.
+    """
+    hosts = {node.name: (host_of(node), node) for node in recipe.nodes}
+    results = await asyncio.gather(
+        *(host.prepare(run_id) for host, _ in hosts.values()), return_exceptions=True
+    )
+    for node, result in zip(list(hosts), results, strict=True):
+        if isinstance(result, LibraError):
+            note(f"without {node}: {result}")
+            await hosts.pop(node)[0].transport.close()
+        elif isinstance(result, BaseException):
+            raise result
+    if not hosts:
+        raise HostError("no host of the run can be reached")
+    return hosts
+
+
+def _chosen(found: list[FoundCheckpoint], order: ExportOrder, run_dir: Path) -> FoundCheckpoint:
+    if not found:
+        raise StateError(
+            f"no host has a checkpoint of {run_dir}",
+            hint="checkpoints are in workdir of the hosts that train: is it still there?",
+        )
+    if order.best:
+        return best_of(found) or found[-1]
+    of_step = [one for one in found if order.step in (None, one.step)]
+    if not of_step:
+        steps = ", ".join(str(one.step) for one in found)
+        raise StateError(
+            f"there is no checkpoint of step {order.step}: there are {steps}",
+            hint=f"libra export {run_dir} --step {found[-1].step}",
+        )
+    return of_step[-1]

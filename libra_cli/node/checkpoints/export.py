@@ -1,0 +1,206 @@
+"""Makes a Hugging Face directory of a checkpoint, beside the base model's configuration.
+
+    python -m libra_cli.node.checkpoints.export
+
+The first line of standard input is the order, one JSON object::
+
+    checkpoint   this host's part of it, which need not be there   urls, token   of the other parts
+    model_dir    the base model                                    dtype         of the weights
+    out          the directory to make                             card          see ``model_card``
+
+The only line of standard output is the answer, ``{"bytes"}`` or ``{"error"}``. If standard input
+ends before, so does this process: whoever asked is gone.
+
+Weights are the trainer's fp32 parameters, cast as versions for servers are, under the base model's
+names. Configuration, tokenizer, chat template and generation config are the base model's own files,
+so whatever loads the base model loads this one. The directory appears complete; memory needed is
+the weights once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from libra_cli.config.errors import LibraError, TrainerError
+
+SHARD_BYTES = "5GB"
+"""The most of one file of weights; what transformers' own ``save_pretrained`` long has used."""
+WEIGHTS = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
+OF_THE_BASE_ONLY = {"README.md", "libra.json"}
+LICENCE_KEYS = ("license", "license_name", "license_link", "language")
+NICE = 10
+"""Servers and the trainer on this host go first."""
+
+
+def export(order: Mapping[str, Any]) -> int:
+    """Make the directory; return the bytes of its files.
+
+    Raises:
+        LibraError: the checkpoint has no such model, or a part of it is out of reach.
+    """
+    base, out = Path(order["model_dir"]), Path(order["out"])
+    state = read_weights(
+        Path(order["checkpoint"]),
+        order["urls"],
+        order["token"],
+        dtype=order["dtype"],
+        names=_names_of(base),
+    )
+    draft = out.with_name(f".{out.name}.{os.getpid()}")
+    for left in out.parent.glob(f".{out.name}.*"):
+        if not Path("/proc", left.suffix[1:]).exists():  # whoever made it was killed
+            shutil.rmtree(left, ignore_errors=True)
+    draft.mkdir(mode=0o700, parents=True)
+    try:
+        _save(state, draft)
+        _copy_from(base, draft, order["dtype"])
+        (draft / "README.md").write_text(model_card(order["card"], base), encoding="utf-8")
+        shutil.rmtree(out, ignore_errors=True)
+        draft.rename(out)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return sum(path.stat().st_size for path in out.iterdir())
+
+
+def read_weights(
+    checkpoint: Path, urls: Sequence[str], token: str, *, dtype: str, names: set[str]
+) -> dict[str, Any]:
+    """Return a checkpoint's model by Hugging Face name, in ``dtype``; all ``names`` that it has.
+
+    Raises:
+        TrainerError: it has none of them.
+    """
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from libra_cli.node.checkpoints.reader import CheckpointFiles, CheckpointReader
+
+    reader = CheckpointReader(checkpoint, CheckpointFiles(checkpoint, urls, token))
+    described = {
+        key.removeprefix("model."): about
+        for key, about in reader.read_metadata().state_dict_metadata.items()
+        if key.startswith("model.") and isinstance(about, TensorStorageMetadata)
+    }
+    state = {
+        name: torch.empty(
+            about.size,
+            dtype=getattr(torch, dtype)
+            if about.properties.dtype.is_floating_point
+            else about.properties.dtype,
+        )
+        for name, about in described.items()
+        # A tied tensor is in a checkpoint under both names, in most models under one.
+        if not names or name in names
+    }
+    if not state:
+        raise TrainerError(f"{checkpoint} has no tensor that the base model has")
+    dcp.load({"model": state}, storage_reader=reader, no_dist=True)
+    return state
+
+
+def _names_of(base: Path) -> set[str]:
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for path in base.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names.update(file.keys())
+    return names
+
+
+def _save(state: Mapping[str, Any], directory: Path) -> None:
+    from huggingface_hub import save_torch_state_dict
+
+    save_torch_state_dict(
+        dict(state), directory, max_shard_size=SHARD_BYTES, metadata={"format": "pt"}
+    )
+
+
+def _copy_from(base: Path, directory: Path, dtype: str) -> None:
+    """Configuration, tokenizer, chat template, licence: what is no weights and not of the base."""
+    for path in base.iterdir():
+        other = path.suffix in WEIGHTS or path.name.endswith(".index.json")
+        if path.is_file() and not other and path.name not in OF_THE_BASE_ONLY:
+            shutil.copyfile(path, directory / path.name)
+    config = json.loads((directory / "config.json").read_bytes())
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    (directory / "config.json").write_text(text, encoding="utf-8")
+    if not (directory / "generation_config.json").exists():
+        from transformers import AutoConfig, GenerationConfig
+
+        GenerationConfig.from_model_config(AutoConfig.from_pretrained(base)).save_pretrained(
+            directory
+        )
+
+
+def model_card(card: Mapping[str, Any], base: Path) -> str:
+    """Return the text of README.md: ``card`` has ``name``, ``base``, ``tags``, ``body``.
+
+    The licence is the base model's, as its own card says.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    its: dict[str, Any] = {}
+    if (base / "README.md").is_file():
+        try:
+            its = ModelCard.load(base / "README.md", ignore_metadata_errors=True).data.to_dict()
+        except Exception as error:  # noqa: BLE001  anybody may have written it, in any way
+            sys.stderr.write(f"the base model's card cannot be read: {error}\n")
+    told = {key: its[key] for key in LICENCE_KEYS if its.get(key)}
+    data = ModelCardData(
+        model_name=card["name"],
+        base_model=_hub_name(base, card["base"]),
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=list(card["tags"]),
+        **told,
+    )
+    licence = told.get("license_name") or told.get("license")
+    note = (
+        f"The base model's licence, {licence}, holds for these weights too."
+        if licence
+        else "The base model's directory names no licence: look it up before you share this."
+    )
+    return f"---\n{data.to_yaml()}\n---\n\n{card['body']}\n\n## Licence\n\n{note}\n"
+
+
+def _hub_name(base: Path, name: str) -> str:
+    """``owner/name`` of a model in a Hugging Face cache, else the name it has here."""
+    for part in base.parts:
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/", 1)
+    return name
+
+
+def main() -> int:
+    """Carry out the order and answer."""
+    order = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    os.nice(NICE)
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    answer: dict[str, object]
+    try:
+        answer = {"bytes": export(order)}
+    except (LibraError, OSError, ValueError, RuntimeError) as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+    return 1 if "error" in answer else 0
+
+
+def _end_with_input() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""What the card of an exported model says of the run it comes from, from the database alone.
+
+The host that makes the model adds the base model's licence (``node.checkpoints.export``). Hosts,
+accounts and secrets are left out: a card is made to be shared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from libra_cli import __version__
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.records import StepRecord
+from libra_cli.report.status.steps import reward
+from libra_cli.runtime.store.reader import Reader
+
+TAGS = ("libra", "reinforcement-learning", "grpo", "agent")
+
+
+def model_card(reader: Reader, recipe: Recipe, step: int) -> dict[str, Any]:
+    """The card of the model after ``step``: its ``name``, ``base``, ``tags`` and ``body``."""
+    base = base_of(recipe)
+    name = f"{base}-{recipe.run.name}-step-{step}"
+    steps = [row for row in reader.steps() if row.step <= step]
+    rows = "\n".join(f"| {what} | {value} |" for what, value in _facts(reader, recipe, steps, step))
+    body = CARD.format(
+        name=name,
+        base=base,
+        environment=recipe.environment.name,
+        facts=rows,
+        recipe=json.dumps(_shared(recipe), indent=2),
+    )
+    return {"name": name, "base": base, "tags": list(TAGS), "body": body.strip()}
+
+
+def base_of(recipe: Recipe) -> str:
+    """The name of the model that the run began with."""
+    if recipe.model.path is None:
+        return "libra-small"
+    return PurePosixPath(recipe.model.path).name
+
+
+def _facts(
+    reader: Reader, recipe: Recipe, steps: Sequence[StepRecord], step: int
+) -> list[tuple[str, str]]:
+    training, rollout = recipe.training, recipe.rollout
+    rewards, run = reward(steps), reader.run()
+    versions = [row for row in reader.versions() if row.version == step]
+    version = f"v{step:06d}-e{versions[-1].trainer_incarnation}" if versions else f"v{step:06d}"
+    generated = sum(row.generated_tokens for row in steps)
+    return [
+        ("run", run.id),
+        ("base model", base_of(recipe)),
+        ("environment", recipe.environment.name),
+        ("steps", f"{step} of {run.target_steps}"),
+        ("weight version", version),
+        ("reward, mean of the first 10 steps", _number(rewards["first"])),
+        ("reward, mean of the last 10 steps", _number(rewards["last"])),
+        ("trained on", f"{generated:,} generated tokens"),
+        ("loss", training.loss),
+        ("learning rate", f"{training.learning_rate:g}"),
+        ("batch", f"{training.groups_per_step} prompts of {rollout.group_size} trajectories"),
+        ("temperature of rollouts", f"{rollout.temperature:g}"),
+        ("longest trajectory", f"{recipe.model.max_len} tokens"),
+        ("trained with", f"libra {__version__}"),
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4f}"
+
+
+def _shared(recipe: Recipe) -> dict[str, Any]:
+    """The recipe without what is private or of no use elsewhere."""
+    told = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"nodes", "weight_sync"})
+    told.get("environment", {}).pop("secrets", None)
+    told.get("run", {}).pop("directory", None)
+    return told
+
+
+CARD = """
+# {name}
+
+{base}, trained by reinforcement learning on the environment `{environment}` with
+[libra](https://pypi.org/project/libra-rl/). The rewards are those of the training batches; nothing
+here was measured on tasks held out.
+
+| | |
+| --- | --- |
+{facts}
+
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("DIRECTORY")
+tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")
+```
+
+or `vllm serve DIRECTORY`.
+
+## Recipe
+
+What differs from the defaults, without the hosts:
+
+```json
+{recipe}
+```
+"""

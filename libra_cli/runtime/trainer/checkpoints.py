@@ -1,0 +1,161 @@
+"""Where the parts of a checkpoint are, and how a host gets what only the others have.
+
+Every train host keeps its own part, ``<run directory there>/checkpoints/<name>``. A trainer that
+starts again elsewhere, or in another split, needs some of the others' parts, and so does whoever
+makes a model of a checkpoint. For as long as they read, a small server on each host that has a part
+gives it away (``node.checkpoints.server``); it is started over the transport itself, so it needs no
+agent, and its standard input ties its life to ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from libra_cli.config.errors import HostError, LibraError, StateError
+from libra_cli.config.recipe import NodeSpec
+from libra_cli.runtime.hosts.host import Host
+from libra_cli.runtime.hosts.transport import ByteStream
+
+COMMAND_S = 30.0
+ABOUT = "checkpoint.json"
+"""The file that a part has once it is complete: step, world size, score."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCheckpoint:
+    """One checkpoint of a run, as the hosts have it."""
+
+    name: str
+    step: int
+    score: float | None
+    nodes: tuple[str, ...]
+    """The hosts that have a part of it."""
+
+
+def checkpoint_name(path: str) -> str:
+    """The name of a checkpoint's directory, which it has on every host."""
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def directory_of(host: Host, name: str) -> str:
+    """Where a host keeps its part of a checkpoint."""
+    return f"{host.run_dir}/checkpoints/{name}"
+
+
+async def find_checkpoints(hosts: Mapping[str, Host]) -> list[FoundCheckpoint]:
+    """The complete checkpoints of these hosts, by step; one that does not answer has none."""
+    listed = await asyncio.gather(*(_listed(host) for host in hosts.values()))
+    about: dict[str, dict[str, object]] = {}
+    nodes: dict[str, list[str]] = {}
+    for node, found in zip(hosts, listed, strict=True):
+        for name, told in found.items():
+            about[name] = told
+            nodes.setdefault(name, []).append(node)
+    checkpoints = [
+        FoundCheckpoint(
+            name,
+            int(str(told["step"])),
+            float(str(score)) if (score := told.get("score")) is not None else None,
+            tuple(nodes[name]),
+        )
+        for name, told in about.items()
+    ]
+    return sorted(checkpoints, key=lambda one: (one.step, one.name))
+
+
+async def _listed(host: Host) -> dict[str, dict[str, object]]:
+    """What a host's complete checkpoints say of themselves, by name."""
+    root, found = directory_of(host, ""), {}
+    with suppress(HostError):
+        done = await host.transport.run(["ls", "-1", root], timeout_s=COMMAND_S)
+        for name in done.stdout.decode().split():
+            with suppress(HostError):
+                found[name] = json.loads(await host.transport.get(f"{root}{name}/{ABOUT}"))
+    return found
+
+
+async def read_ledger(hosts: Mapping[str, Host], name: str) -> dict[str, object]:
+    """What the controller gave with a checkpoint, from the first host that has a part of it.
+
+    Raises:
+        StateError: none has.
+    """
+    for host in hosts.values():
+        try:
+            data = await host.transport.get(f"{directory_of(host, name)}/ledger.json")
+        except HostError:
+            continue
+        ledger: dict[str, object] = json.loads(data)
+        return ledger
+    raise StateError(
+        f"no host has a part of the checkpoint {name}",
+        hint=f"is workdir still there on {', '.join(hosts)}? Else start anew: libra run RECIPE",
+    )
+
+
+@asynccontextmanager
+async def given_by(
+    hosts: Mapping[str, tuple[Host, NodeSpec]],
+    addresses: Mapping[str, str],
+    name: str,
+    token: str,
+    *,
+    needed_on: str = "",
+) -> AsyncIterator[tuple[str, ...]]:
+    """The URLs at which hosts give their parts of a checkpoint meanwhile; a lone host needs none.
+
+    ``addresses`` are where the other hosts reach each; the host ``needed_on`` alone needs the rest.
+    """
+    hosts = {node: pair for node, pair in hosts.items() if node != needed_on}
+    if not hosts or (len(hosts) < 2 and not needed_on):
+        yield ()
+        return
+    async with AsyncExitStack() as stack:
+        started = [
+            _started(stack, host, spec, addresses[node], name, token)
+            for node, (host, spec) in hosts.items()
+        ]
+        urls = await asyncio.gather(*started)
+        yield tuple(url for url in urls if url)
+
+
+async def _started(
+    stack: AsyncExitStack, host: Host, spec: NodeSpec, address: str, name: str, token: str
+) -> str:
+    """The URL of a host's server; empty if the host has no part, or does not answer."""
+    argv = host.module_argv("libra_cli.node.checkpoints.server")
+    first, last = spec.port_range
+    try:
+        stream: ByteStream = await host.transport.open_stream(
+            [*argv, directory_of(host, name), "0.0.0.0", str(first), str(last)]
+        )
+        stack.push_async_callback(stream.close)
+        await stream.write(f"{token}\n".encode())
+        port = (await answer_of(stream)).get("port")
+    except LibraError:
+        return ""
+    return f"http://{address}:{port}" if port else ""
+
+
+async def answer_of(stream: ByteStream) -> dict[str, Any]:
+    """The JSON object that a module of ours prints, after what a login script may have printed.
+
+    Empty if it ends without one.
+    """
+    while line := await stream.readline():
+        with suppress(ValueError):
+            answer = json.loads(line)
+            if isinstance(answer, dict):
+                return answer
+    return {}
+
+
+def best_of(checkpoints: Sequence[FoundCheckpoint]) -> FoundCheckpoint | None:
+    """The one with the highest score, the oldest of equals; None where none has a score."""
+    scored = [one for one in checkpoints if one.score is not None]
+    return max(scored, key=lambda one: (one.score or 0.0, -one.step), default=None)
