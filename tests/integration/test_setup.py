@@ -177,7 +177,8 @@ def test_a_file_the_model_does_not_have_is_told_and_not_removed(net, tmp_path, m
     results, _ = prepare(recipe(net, tmp_path, model))
     assert "has model-2.safetensors, which the model does not have" in results[0].error
     assert results[0].hint.endswith(f"rm {model}/model-2.safetensors")
-    on(net, host, f"rm -r {model}")
+    for host in net.hosts:
+        on(net, host, f"rm -r {model}")
 
 
 @pytest.mark.parametrize("rest", ["ours", "of another file"])

@@ -254,9 +254,13 @@ class SshTransport:
                 raise HostError(f"{self.target}: {path}: no such file") from error
 
     def _append(self, path: str, data: bytes) -> None:
-        with self._sftp() as sftp, sftp.open(path, "ab") as file:
-            file.set_pipelined(True)
-            file.write(data)
+        with self._sftp() as sftp:
+            try:
+                with sftp.open(path, "ab") as file:
+                    file.set_pipelined(True)
+                    file.write(data)
+            except OSError as error:  # a lost connection is another exception
+                raise HostError(f"{self.target}: cannot write {path}: {error}") from error
 
     def _fetch(self, path: str, target: Path) -> None:
         with self._sftp() as sftp:
