@@ -6,6 +6,7 @@ none. Without internet it needs a Python of its own, 3.11 or newer, and ``--whee
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import platform
 import shutil
@@ -18,7 +19,13 @@ from packaging.requirements import Requirement
 
 from libra_cli.config.errors import HostError, LibraError
 from libra_cli.config.recipe import NodeSpec
-from libra_cli.runtime.doctor.remote_files import LocalFiles, copy_file, copy_missing, shell
+from libra_cli.runtime.doctor.remote_files import (
+    LocalFiles,
+    copy_file,
+    copy_missing,
+    file_digest,
+    shell,
+)
 from libra_cli.runtime.hosts.transport import Transport
 
 PYTHONS = ">=3.11,<3.14"
@@ -108,10 +115,10 @@ class HostEnvironment:
                 f"{self._node.name}: it has no uv, and this machine's is for another processor",
                 hint="on the host: curl -LsSf https://astral.sh/uv/install.sh | sh",
             )
-        here = LocalFiles(find_uv().parent)
-        digest = (await here.hashes())["uv"]
-        place = f"{self._workdir}/bin"
-        await copy_file(here, "uv", digest, self._transport, place, on_bytes=on_bytes)
+        here = find_uv()
+        digest, place = await asyncio.to_thread(file_digest, here), f"{self._workdir}/bin"
+        source = LocalFiles(here.parent)
+        await copy_file(source, here.name, digest, self._transport, place, on_bytes=on_bytes)
         await shell(self._transport, 'chmod 700 "$1"', own)
         return own
 
@@ -180,4 +187,4 @@ def find_uv() -> Path:
     found = str(beside) if beside.is_file() else shutil.which("uv")
     if found is None:
         raise LibraError("there is no uv here to copy to the hosts", hint="pip install uv")
-    return Path(found).resolve()
+    return Path(found)

@@ -76,11 +76,13 @@ class HostFiles:
 def _hashes(directory: Path) -> dict[str, str]:
     files = (one for one in directory.iterdir() if one.is_file())
     kept = [one for one in files if not one.name.startswith(".") and one.suffix != ".part"]
-    found = {}
-    for path in kept:
-        with path.open("rb") as file:
-            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+    return {path.name: file_digest(path) for path in kept}
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file of the controller."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read(path: Path, offset: int, size: int) -> bytes:
