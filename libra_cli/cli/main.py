@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from libra_cli import __version__
+from libra_cli.cli import hosts
 from libra_cli.cli.bench import bench
 from libra_cli.cli.terminal import err, errors_told, out
 
@@ -31,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.command()(hosts.doctor)
 app.add_typer(bench, name="bench")
 
 RunDir = Annotated[
