@@ -15,7 +15,7 @@ pytest.importorskip("trl", reason="needs the [test] extra")
 from libra_cli.config.recipe import TrainingSpec  # noqa: E402
 from libra_cli.node.losses.grpo import grpo, truncated_weights  # noqa: E402
 from libra_cli.node.losses.protocol import LossInputs  # noqa: E402
-from libra_cli.node.model.logprobs import token_logprobs  # noqa: E402
+from libra_cli.node.model.scoring import ScoringModel  # noqa: E402
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
 from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
 from libra_cli.node.trainer.batching import collate  # noqa: E402
@@ -131,10 +131,8 @@ def test_loss_and_gradient_agree_with_trl(model_dir: Path, tmp_path: Path, kl_co
     rows = samples()
     advantages = torch.linspace(-1.5, 1.5, ROWS)
     batch = collate(rows, advantages.tolist(), torch.device("cpu"))
-    logits = model(input_ids=batch.token_ids, use_cache=False).logits
-    current, _ = token_logprobs(
-        logits[batch.rows, batch.columns - 1], batch.targets, temperature=TEMPERATURE
-    )
+    scoring = ScoringModel(model, model, torch.device("cpu"))
+    current, _ = scoring.logprobs(batch.request, temperature=TEMPERATURE)
     generator = torch.Generator().manual_seed(1)
     # Policies far enough apart that the clip and the truncation both bite, on both sides.
     old = current.detach() + 0.3 * torch.randn(current.shape, generator=generator)
