@@ -4,11 +4,11 @@
 of the layer's weight, forward and backward, so that the logits of all tokens are never there at
 once. Of a block with logits x_b it keeps, for each token,
 
-    l_b = logsumexp(x_b)        m_b = mean of x_b under softmax(x_b)
+    l_b = logsumexp(x_b)        H_b = entropy of softmax(x_b)
 
 and from all blocks l = logsumexp(l_b), log p(target) = x_target - l, and the entropy
-H = l - sum over b of exp(l_b - l) m_b. The backward pass computes the logits of each block again:
-one more product with the weight, in place of memory for tokens x vocabulary.
+H = sum over b of exp(l_b - l) (H_b + l - l_b). The backward pass computes the logits of each block
+again: one more product with the weight, in place of memory for tokens x vocabulary.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _ChosenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         narrow = hidden.to(dtype)
         chosen = torch.zeros(len(targets), device=hidden.device)
-        sums, means = [], []
+        sums, entropies = [], []
         for rows, start in _blocks(weight, len(targets)):
             logits = _logits(narrow, rows.to(dtype), temperature)
             places, inside = _places(targets, start, len(rows))
@@ -79,10 +79,11 @@ class _ChosenLogprobs(torch.autograd.Function):
             shares = logits.sub_(highest).exp()
             total = shares.sum(-1)
             sums.append(total.log() + highest[:, 0])
-            means.append(shares.mul_(logits).sum(-1) / total + highest[:, 0])
+            entropies.append(total.log() - shares.mul_(logits).sum(-1) / total)
         by_block = torch.stack(sums)
         whole = by_block.logsumexp(0)
-        entropy = whole - ((by_block - whole).exp() * torch.stack(means)).sum(0)
+        above = whole - by_block
+        entropy = ((-above).exp() * (torch.stack(entropies) + above)).sum(0)
         ctx.save_for_backward(hidden, weight, targets, whole)
         ctx.temperature, ctx.dtype = temperature, dtype
         ctx.mark_non_differentiable(entropy)
