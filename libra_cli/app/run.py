@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from libra_cli.app.costs import live_planner
 from libra_cli.app.first_plan import explained_first_plan, first_plan
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.costs.memory import PUBLISHED, Architecture
 from libra_cli.core.launch.dry_run import HostPlan, dry_run
+from libra_cli.core.launch.memory_table import memory_table
 from libra_cli.core.records import Record, RunRecord
-from libra_cli.core.types import Plan
+from libra_cli.core.types import Plan, Slot
 from libra_cli.report.html.run_report import write_report
 from libra_cli.report.status.run_state import LIVE
 from libra_cli.runtime.episodes.player import EnvironmentFactory
@@ -31,7 +34,17 @@ from libra_cli.runtime.store.replay import records_in_order
 from libra_cli.runtime.store.run_directory import RECIPE, keep_recipe, recipe_of
 
 
-def plan_of(recipe_path: Path) -> tuple[Recipe, Plan, tuple[HostPlan, ...]]:
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What ``libra run --dry-run`` tells."""
+
+    plan: Plan
+    hosts: tuple[HostPlan, ...]
+    memory: tuple[str, ...]
+    """What the memory of each kind of process goes to, in lines."""
+
+
+def plan_of(recipe_path: Path) -> tuple[Recipe, DryRun]:
     """``libra run --dry-run``: what would be started where. Touches nothing.
 
     Raises:
@@ -40,7 +53,27 @@ def plan_of(recipe_path: Path) -> tuple[Recipe, Plan, tuple[HostPlan, ...]]:
     """
     recipe = load_recipe(recipe_path)
     placed = first_plan(recipe)
-    return recipe, placed[0], dry_run(recipe, placed=placed)
+    return recipe, DryRun(placed[0], dry_run(recipe, placed=placed), _memory_of(recipe, *placed))
+
+
+def _memory_of(recipe: Recipe, plan: Plan, slots: tuple[Slot, ...]) -> tuple[str, ...]:
+    if recipe.model.path is None:
+        return ()
+    file = Path(recipe.model.path).expanduser() / "config.json"
+    name = Path(recipe.model.path).name
+    try:
+        shape = Architecture.from_config(json.loads(file.read_bytes()), str(file))
+        source = f"by {file}"
+    except (OSError, ValueError, LibraError) as error:
+        problem = (
+            "is not on this machine" if isinstance(error, OSError) else f"says too little: {error}"
+        )
+        if name not in PUBLISHED:
+            return (f"what memory goes to is not known: {file} {problem}",)
+        shape = PUBLISHED[name]
+        source = f"{file} {problem}; by what is published of {name}"
+    said = f"{source}: {shape.parameters / 1e9:.1f} billion parameters"
+    return (said, *memory_table(recipe, plan, slots, shape))
 
 
 def run(

@@ -26,6 +26,7 @@ from math import sqrt
 from typing import Any, TypeVar
 
 from libra_cli.config.errors import LibraError
+from libra_cli.core.costs.memory import SERVER_OVERHEAD_GIB, TRAINER_OVERHEAD_GIB, USABLE_SHARE
 from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.costs.workload import Workload
@@ -82,12 +83,9 @@ class MemoryModel:
     vocabulary: int
     kv_bytes: float
     gpu_gib: float
-    usable_share: float = 0.9
-    """Share of a GPU's memory that an engine or a trainer may take; vLLM's default."""
-    server_overhead_gib: float = 1.85
-    """GiB a server takes on each GPU for CUDA graphs, activations and communication buffers."""
-    trainer_overhead_gib: float = 6.0
-    """GiB a rank takes for the CUDA context, communication buffers and fragmentation."""
+    usable_share: float = USABLE_SHARE
+    server_overhead_gib: float = SERVER_OVERHEAD_GIB
+    trainer_overhead_gib: float = TRAINER_OVERHEAD_GIB
 
     @property
     def usable_gib(self) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn.attention.varlen  # registers _varlen_attn
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 

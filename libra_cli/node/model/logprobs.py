@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 LOGIT_ROWS = 2048
 """Rows of whole logits that are widened to fp32 at a time."""
 BLOCK_LOGITS = 2**25
-"""Logits of a block, 128 MiB in fp32; three such tensors are there at once."""
+"""Logits of a block, 128 MiB in fp32; two such tensors are there at once."""
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
@@ -75,11 +75,10 @@ class _ChosenLogprobs(torch.autograd.Function):
             logits = _logits(narrow, rows.to(dtype), temperature)
             places, inside = _places(targets, start, len(rows))
             chosen += logits.gather(1, places)[:, 0].masked_fill_(~inside, 0.0)
-            highest = logits.amax(-1, keepdim=True)
-            shares = logits.sub_(highest).exp()
-            total = shares.sum(-1)
-            sums.append(total.log() + highest[:, 0])
-            entropies.append(total.log() - shares.mul_(logits).sum(-1) / total)
+            total, entropy = _sum_up(logits)
+            del logits  # or it would be there beside the next
+            sums.append(total)
+            entropies.append(entropy)
         by_block = torch.stack(sums)
         whole = by_block.logsumexp(0)
         above = whole - by_block
@@ -103,11 +102,13 @@ class _ChosenLogprobs(torch.autograd.Function):
             pull = logits.sub_(whole[:, None]).exp_().mul_(-scaled)
             places, inside = _places(targets, start, len(rows))
             pull.scatter_add_(1, places, scaled.masked_fill(~inside[:, None], 0.0))
+            del logits
             pull = pull.to(ctx.dtype)
             if to_hidden:
                 hidden_gradient += pull @ block
             if weight_gradient is not None:
                 weight_gradient[start : start + len(rows)] = pull.T @ narrow
+            del pull
         return hidden_gradient.to(hidden.dtype), weight_gradient, None, None, None
 
 
@@ -121,6 +122,15 @@ def _blocks(weight: Tensor, tokens: int) -> Iterator[tuple[Tensor, int]]:
 def _logits(hidden: Tensor, rows: Tensor, temperature: float) -> Tensor:
     """A block's logits, (tokens, rows), in fp32 and scaled."""
     return linear(hidden, rows).float().div_(temperature)
+
+
+def _sum_up(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """l_b and H_b of a block, (tokens,); the logits are overwritten."""
+    highest = logits.amax(-1, keepdim=True)
+    shares = logits.sub_(highest).exp()
+    total = shares.sum(-1)
+    entropy = total.log() - shares.mul_(logits).sum(-1) / total
+    return total.log() + highest[:, 0], entropy
 
 
 def _places(targets: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
