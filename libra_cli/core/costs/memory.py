@@ -29,7 +29,7 @@ models; what a CUDA context, its allocator and NCCL take is assumed (``TRAINER_O
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -37,7 +37,7 @@ from libra_cli.config.errors import LibraError
 from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.types import Tokens
 
-STATE_BYTES = 16
+SHARD_BYTES = 16
 """Of a parameter: float32 weight, gradient and two moments (arXiv 1910.02054 counts the same)."""
 BLOCK_LOGITS = 2**25
 """Logits of a block of the output layer, as in ``node.model.logprobs``."""
@@ -94,6 +94,16 @@ class Architecture:
                 f"the config.json of {model} has no usable {error}",
                 hint="what memory goes to is known for dense decoder-only transformers",
             ) from error
+
+    def split(self, degree: int) -> Architecture:
+        """What one of ``degree`` tensor-parallel ranks has of it."""
+        return replace(
+            self,
+            query=-(-self.query // degree),
+            key=-(-self.key // degree),
+            inner=-(-self.inner // degree),
+            vocabulary=-(-self.vocabulary // degree),
+        )
 
     @property
     def layer_parameters(self) -> int:

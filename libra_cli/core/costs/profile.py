@@ -9,9 +9,7 @@ Training, for ``w`` ranks shaped TP x DP, with ``T`` tokens and ``Q`` pairs of t
 
 ``gather`` is sharded data parallelism (parameters gathered forward and backward, gradients
 scattered: three times the parameters each micro batch), most of it under the compute; ``reduce`` is
-tensor parallelism, all of it in the way. Memory of a rank: parameters, gradients and Adam's state
-over the whole world, one layer gathered, a micro batch's activations (one per layer boundary, the
-rest recomputed) and a chunk of logits.
+tensor parallelism, all of it in the way. Memory of a rank is ``costs.memory``'s.
 
 Guarantee: more tokens never cost less, and ``Profile.from_json`` undoes ``to_json``. Limit: work is
 spread evenly over the replicas but for the longest trajectory; padding is part of the utilisation.
@@ -26,18 +24,19 @@ from math import sqrt
 from typing import Any, TypeVar
 
 from libra_cli.config.errors import LibraError
-from libra_cli.core.costs.memory import SERVER_OVERHEAD_GIB, TRAINER_OVERHEAD_GIB, USABLE_SHARE
+from libra_cli.core.costs.memory import (
+    SERVER_OVERHEAD_GIB,
+    TRAINER_OVERHEAD_GIB,
+    USABLE_SHARE,
+    Architecture,
+    rank_memory,
+)
 from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.costs.workload import Workload
 from libra_cli.core.types import Seconds, Tokens
 
 GIB = 2.0**30
-SHARD_BYTES = 16
-"""Bytes of a parameter: bf16 weight and gradient (2 + 2), float32 master copy and Adam's moments
-(4 + 4 + 4), as in ZeRO (arXiv 1910.02054)."""
-LOGIT_TOKENS = 8192
-"""Tokens whose logits are in memory at once: the loss is computed in chunks of at most these."""
 _Part = TypeVar("_Part")
 
 
@@ -86,6 +85,23 @@ class MemoryModel:
     usable_share: float = USABLE_SHARE
     server_overhead_gib: float = SERVER_OVERHEAD_GIB
     trainer_overhead_gib: float = TRAINER_OVERHEAD_GIB
+
+    @property
+    def architecture(self) -> Architecture:
+        """A model of this size, whose query heads are as wide as its hidden state, and whose inner
+        units are what the other parameters leave."""
+        key = self.kv_bytes / (2 * 2 * self.layers)
+        layer = (self.parameters - 2 * self.vocabulary * self.hidden) / self.layers / self.hidden
+        inner = (layer - 2 * self.hidden - 2 * key) / 3
+        return Architecture(
+            layers=self.layers,
+            hidden=self.hidden,
+            query=self.hidden,
+            key=round(key),
+            inner=max(1, round(inner)),
+            vocabulary=self.vocabulary,
+            tied=False,
+        )
 
     @property
     def usable_gib(self) -> float:
@@ -142,16 +158,11 @@ class TrainingCost:
         return moved / self.compute_s(shape, workload)
 
     def memory_gib(self, shape: TrainingShape, longest_context: Tokens) -> float:
-        """The most GiB that a rank holds at once. Activations are those of Korthikanti et al.
-        (arXiv 2205.05198): 34 bytes a token and hidden unit inside a layer."""
+        """The most GiB that a rank holds at once, with every layer's activations computed again."""
         facts, tokens = self.facts, max(self.micro_tokens, longest_context)
-        states = SHARD_BYTES * facts.parameters / shape.gpus
-        layer = 2 * 2 * facts.parameters / facts.layers / shape.tensor_parallel
-        inside = 34 * facts.hidden * tokens / shape.tensor_parallel
-        boundaries = 2 * facts.hidden * facts.layers * tokens / shape.tensor_parallel
-        logits = 6 * facts.vocabulary * min(tokens, LOGIT_TOKENS) / shape.tensor_parallel
-        held = states + layer + boundaries + max(inside, logits)
-        return held / GIB + facts.trainer_overhead_gib
+        part = facts.architecture.split(shape.tensor_parallel)
+        use = rank_memory(part, world=shape.data_parallel, tokens=tokens, choice="full")
+        return use.total / GIB + facts.trainer_overhead_gib
 
     def scaled(self, factor: float) -> TrainingCost:
         """The same trainer with every second ``factor`` times as long."""

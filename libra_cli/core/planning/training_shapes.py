@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from libra_cli.core.costs.memory import SHARD_BYTES
 from libra_cli.core.costs.observed import UNCHECKED_GIB
 from libra_cli.core.costs.profile import (
     GIB,
-    SHARD_BYTES,
     NothingFits,
     TrainingCost,
     TrainingShape,
