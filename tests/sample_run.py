@@ -16,6 +16,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 
 from libra_cli.core import records as r
@@ -135,7 +136,7 @@ def moving() -> tuple[tuple[float, r.Record], ...]:
     away = there[1][0], back[-1][0]
     stayed = [(at, _without_hybrid(record, away)) for at, record in records()]
     whole = [*((at, record) for at, record in stayed if record), *there, *back, *_plans(away[1])]
-    whole += [(decision.at, decision) for decision in DECISIONS]
+    whole += _decisions()
     return tuple(sorted(whole, key=lambda item: item[0]))
 
 
@@ -556,6 +557,16 @@ DECISIONS = (
     ),
 )
 """One that could not be made, one to stay, one to move."""
+
+
+def _decisions() -> list[tuple[float, r.Record]]:
+    """Each when it was made and, where anything came, just before the next or 35 s later."""
+    out: list[tuple[float, r.Record]] = []
+    for decision, after in zip_longest(DECISIONS, DECISIONS[1:]):
+        out.append((decision.at, replace(decision, observed_s=None, observed_steps=0)))
+        if decision.observed_s is not None:
+            out.append((after.at - 0.1 if after else decision.at + 35.0, decision))
+    return out
 
 
 def _without_hybrid(record: r.Record, away: tuple[float, float]) -> r.Record | None:

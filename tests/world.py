@@ -302,12 +302,14 @@ class World:
 
     def _do_sync_server(self, action: a.SyncServer) -> None:
         if self._chance("sync_fails"):
-            answered = self.random.random() < 0.5
+            answered, probed = self.random.random() < 0.5, self.random.random() < 0.5
+            gap = 3.0 if probed else None
             failed = e.SyncFailed(
-                action.slot, action.incarnation, action.published, "gap", answered, 3.0
+                action.slot, action.incarnation, action.published, "gap", answered, gap
             )
             self.later(failed)
-            self._unproved[action.slot] = action.published.version
+            if probed or not answered:  # or else it stays paused
+                self._unproved[action.slot] = action.published.version
             return
         # Half of the time the new version already speaks before it is proved.
         if self.random.random() < 0.5:

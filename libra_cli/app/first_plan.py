@@ -21,7 +21,7 @@ from libra_cli.app.costs import recipe_planner, require_hosts, shipped_for, ship
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import initial_plan, slots_of
-from libra_cli.core.costs.expected import cut, guessed_lengths, samples_around
+from libra_cli.core.costs.expected import guessed_lengths, samples_around
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.costs.workload import TrajectorySample
 from libra_cli.core.observation import Observation
@@ -151,17 +151,5 @@ def recorded_samples(
     episodes: Sequence[RecordedEpisode], max_len: int
 ) -> tuple[tuple[TrajectorySample, ...], int]:
     """Recorded trajectories as the planner counts them, and how many were cut at ``max_len``."""
-    whole = [_sample(episode) for episode in episodes]
-    kept = [cut(sample, max_len) for sample in whole]
-    shorter = sum(before is not after for before, after in zip(whole, kept, strict=True))
-    return tuple(kept), shorter
-
-
-def _sample(episode: RecordedEpisode) -> TrajectorySample:
-    return TrajectorySample(
-        prompt=episode.prompt,
-        generated=episode.generated,
-        observed=episode.context - episode.prompt - episode.generated,
-        turns=len(episode.turns),
-        tool_s=sum(turn.tool_s for turn in episode.turns),
-    )
+    shorter = sum(episode.context > max_len for episode in episodes)
+    return tuple(episode.sample(max_len) for episode in episodes), shorter

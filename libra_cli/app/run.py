@@ -7,31 +7,30 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from libra_cli.app.costs import live_planner
 from libra_cli.app.first_plan import explained_first_plan, first_plan
-from libra_cli.config.errors import LibraError, StateError
+from libra_cli.app.resume import continued, last_checkpoint, plan_to_go_on_with
+from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.memory import PUBLISHED, Architecture
 from libra_cli.core.launch.dry_run import HostPlan, dry_run
 from libra_cli.core.launch.memory_table import memory_table
+from libra_cli.core.planning.planner import FirstPlan
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.types import Plan, Slot
 from libra_cli.report.html.run_report import write_report
-from libra_cli.report.status.run_state import LIVE
 from libra_cli.runtime.episodes.player import EnvironmentFactory
 from libra_cli.runtime.monitors.dispatch import Monitors
 from libra_cli.runtime.monitors.protocol import MonitoredRun
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.session import LastCheckpoint, Session
-from libra_cli.runtime.store.controller_process import controller_alive, process_started
+from libra_cli.runtime.store.controller_process import process_started
 from libra_cli.runtime.store.journal import Journal
-from libra_cli.runtime.store.reader import Reader
-from libra_cli.runtime.store.replay import records_in_order
-from libra_cli.runtime.store.run_directory import RECIPE, keep_recipe, recipe_of
+from libra_cli.runtime.store.run_directory import keep_recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +92,11 @@ def run(
     run_dir = run_dir.absolute()
     first = _first_row(recipe, recipe_path, run_dir)
     goes_on: LastCheckpoint | None = None
+    begin_with: Callable[[frozenset[str]], FirstPlan] = partial(explained_first_plan, recipe)
     if resume:
         goes_on = last_checkpoint(run_dir)
-        first = _continued(first, recipe, run_dir)
+        first = continued(first, recipe, run_dir)
+        begin_with = plan_to_go_on_with(recipe, run_dir)
     # Found and made once before any host is asked for anything; begun later, with a deadline.
     EnvironmentFactory(recipe.environment).make()
     monitored = MonitoredRun(run_dir.name, run_dir, recipe.model_dump(mode="json"))
@@ -115,7 +116,7 @@ def run(
             run_dir,
             journal,
             first,
-            first_plan=partial(explained_first_plan, recipe),
+            first_plan=begin_with,
             plan_with=partial(live_planner, recipe),
             watch=saved,
             note=note,
@@ -144,42 +145,3 @@ def _first_row(recipe: Recipe, recipe_path: Path, run_dir: Path) -> RunRecord:
         controller_pid=os.getpid(),
         controller_started=process_started(os.getpid()) or 0.0,
     )
-
-
-def _continued(first: RunRecord, recipe: Recipe, run_dir: Path) -> RunRecord:
-    """The row of a run that goes on: what it has reached stays told, whatever happens next."""
-    before = recipe_of(run_dir)
-    changed = [
-        name
-        for name in ("nodes", "model", "environment")
-        if getattr(before, name) != getattr(recipe, name)
-    ]
-    if changed:
-        raise StateError(
-            f"{run_dir} was made from a recipe with other {', '.join(changed)}",
-            hint=f"give the recipe it was made from; what it said is in {run_dir / RECIPE}",
-        )
-    with Reader(run_dir) as reader:
-        row = reader.run()
-    return replace(first, step=row.step, version=row.version, started_at=row.started_at)
-
-
-def last_checkpoint(run_dir: Path) -> LastCheckpoint:
-    """The newest checkpoint of a run, and what the run has written.
-
-    Raises:
-        StateError: there is none, or the run is still going on.
-    """
-    with Reader(run_dir) as reader:
-        if reader.run().state in LIVE and controller_alive(reader):
-            raise StateError(
-                f"{run_dir} is still running", hint=f"libra stop {run_dir}, then try again"
-            )
-        saved = [step.checkpoint for step in reader.steps() if step.checkpoint]
-        incarnations = [version.trainer_incarnation for version in reader.versions()]
-        records = records_in_order(reader)
-    if not saved:
-        raise StateError(
-            f"{run_dir} has no checkpoint to go on from", hint="start it anew: libra run RECIPE"
-        )
-    return LastCheckpoint(saved[-1], max(incarnations, default=0), records)

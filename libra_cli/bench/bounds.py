@@ -103,13 +103,11 @@ def _turn_s(costs: Sequence[ServerCost], context: Tokens, generated: Tokens) -> 
 
 def _turns(episode: RecordedEpisode, max_len: Tokens) -> list[tuple[Tokens, Tokens]]:
     """(context before, tokens generated) of every turn, cut where the context is full."""
-    turns, context = [], episode.prompt
-    for turn in episode.turns:
-        generated = min(turn.generated, max_len - context)
-        if generated <= 0:
-            break
-        turns.append((context, generated))
-        context += generated + turn.observation
+    played = episode.cut(max_len)
+    turns, context = [], played.prompt
+    for turn in played.turns:
+        turns.append((context, turn.generated))
+        context += turn.generated + turn.observation
     return turns
 
 

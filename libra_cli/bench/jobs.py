@@ -80,7 +80,7 @@ class Job:
 
     def work_of(self, groups: Iterable[Sequence[RecordedEpisode]]) -> Workload:
         """These groups, as the work of a step that a planner plans for."""
-        samples = tuple(sample_of(episode) for group in groups for episode in group)
+        samples = tuple(episode.sample(MAX_LEN) for group in groups for episode in group)
         spec = {"max_staleness": self.bound, "staleness": self.staleness}
         return Workload(
             samples,
@@ -127,19 +127,6 @@ def playable(trace: Trace) -> tuple[Trace, tuple[str, ...]]:
             hint="give a trace of shorter trajectories",
         )
     return replace(trace, episodes=fits), tuple(notes)
-
-
-def sample_of(episode: RecordedEpisode) -> TrajectorySample:
-    """A trajectory as the planner counts it, cut at ``MAX_LEN``."""
-    prompt = min(episode.prompt, MAX_LEN - 1)
-    generated = min(episode.generated, MAX_LEN - prompt)
-    return TrajectorySample(
-        prompt=prompt,
-        generated=generated,
-        observed=max(0, min(episode.context, MAX_LEN) - prompt - generated),
-        turns=len(episode.turns),
-        tool_s=sum(turn.tool_s for turn in episode.turns),
-    )
 
 
 # -- one run -------------------------------------------------------------------------------------

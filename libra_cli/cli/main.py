@@ -36,6 +36,7 @@ app.add_typer(bench, name="bench")
 RunDir = Annotated[
     Path | None, typer.Argument(help="A run directory; the newest under runs/ if left out.")
 ]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object, documented in README.")]
 
 
 def _version(asked: bool) -> None:
@@ -130,9 +131,7 @@ def _print_process(spec: ProcessSpec) -> None:
 @app.command()
 def status(
     run_dir: RunDir = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object, documented in README.")
-    ] = False,
+    as_json: Json = False,
     watch: Annotated[bool, typer.Option("--watch", help="Keep it live until Ctrl-C.")] = False,
 ) -> None:
     """Show a run: slots, servers, step, reward, who waits on whom."""
@@ -190,9 +189,7 @@ def rebalance(
     split: Annotated[
         list[str] | None, typer.Option(help="Order its slots to serve apart again.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object, documented in README.")
-    ] = False,
+    as_json: Json = False,
     profile: Annotated[
         str | None, typer.Option(help="Costs of a GPU and model, or a file.")
     ] = None,

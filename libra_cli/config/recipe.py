@@ -250,9 +250,10 @@ class StalenessSpec(_Model):
     """The rule that makes a batch: a name, or the name as ``rule`` with its arguments. What each
     guarantees is in ``core.rollout.staleness``."""
 
-    rule: Literal["hold", "late", "soft", "cut", "token"] = "hold"
+    rule: Literal["hold", "late", "soft", "cut", "token"] | None = None
     """hold waits for groups that would get too old, late a little later, soft and token never; cut
-    closes them with the members that are finished. token bounds the age of each token instead."""
+    closes them with the members that are finished. token bounds the age of each token instead.
+    Null: cut, and hold where max_staleness is 0."""
     versions: _Positive | None = None
     """late: how many versions over max_staleness a group may be. Null: 1."""
     least: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
@@ -333,8 +334,10 @@ class WeightSyncSpec(_Model):
     """Where hosts keep versions. Null: /dev/shm/libra-<user>."""
     keep_versions: Annotated[int, Field(ge=2)] = 2
     """How many versions a host keeps."""
-    tolerance: Annotated[float, Field(gt=0.0)] = 0.001
-    """The largest mean |difference| of the probe's log-probabilities, in nats, that verifies."""
+    tolerance: Annotated[float, Field(gt=0.0)] | None = None
+    """The largest mean |difference| of the probe's log-probabilities, in nats. Null: a few times
+    what it is at the first version that a process loads. With a number, the probe alone decides
+    about tensors that cannot be found in the server, as with a quantized one."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
     """How long a host may take to pull a version."""
 

@@ -39,6 +39,7 @@ RESERVED_VLLM_FLAGS = frozenset(
         "--tensor-parallel-size",
         "--tokenizer",
         "--uds",
+        "--worker-extension-cls",
     }
 )
 """Flags that libra sets itself, or that would put a secret on a command line."""
@@ -197,7 +198,7 @@ def _staleness_problems(staleness: StalenessSpec) -> Iterator[Problem]:
             yield Problem(
                 (f"training.staleness.{argument}", "training.staleness.rule"),
                 f"is {value!r}, but only the rule {rule!r} takes it, and rule is "
-                f"{staleness.rule!r}",
+                + (repr(staleness.rule) if staleness.rule else f"not named: write rule: {rule}"),
             )
 
 

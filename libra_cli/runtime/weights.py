@@ -16,10 +16,20 @@ from typing import TYPE_CHECKING
 
 from libra_cli.config.errors import WeightsError
 from libra_cli.core.events import PublishedVersion
+from libra_cli.core.types import SlotId
 from libra_cli.runtime.hosts.host import Host
 
 if TYPE_CHECKING:
     from libra_cli.runtime.hosts.cluster import Cluster
+
+WRONG_GAP = 1.0
+"""Mean |difference| of log-probabilities, in nats, that no two right computations have. In bfloat16
+vLLM and transformers differ by about 0.05 on the same weights (standard deviation on sampled
+tokens, TRL issue 6789); kernels that compute something else are off by several nats."""
+GAP_FACTOR = 5.0
+"""How many times the gap at a process's first version a later one may have."""
+LEAST_GAP = 1e-3
+"""A bound in nats that no calibration goes below: in float32 gaps are near 1e-6, and vary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +140,35 @@ class Weights:
             port = await self._hosts[node].serve_weights(port=self._ports[node])
             self._urls[node] = f"http://{self._addresses[node]}:{port}"
         return self._urls[node]
+
+
+class ProbeBounds:
+    """What the probe's gap may be: a check against kernels that compute something else.
+
+    Which version a server holds is proved by checksums. At the first version that a process proves,
+    the gap is that of two computations with the same weights; later ones may be a few times as
+    large. In bfloat16 that is more than a step changes, so the probe cannot tell versions apart.
+    """
+
+    def __init__(self, tolerance: float | None) -> None:
+        """``tolerance``: the bound in nats, if it is not to be measured."""
+        self._tolerance = tolerance
+        self._first: dict[SlotId, tuple[int, float]] = {}
+
+    def reason(self, slot: SlotId, incarnation: int, gap: float) -> str:
+        """Why a gap is too large; empty if it is not, and then it counts as measured."""
+        seen, first = self._first.get(slot, (incarnation, None))
+        bound = self._bound(first if seen == incarnation else None)
+        if gap > bound or gap != gap:  # NaN is not above anything
+            return f"the probe differs by {gap:.2g} nats a token, allowed is {bound:.2g}"
+        if first is None or seen != incarnation:
+            self._first[slot] = (incarnation, gap)
+        return ""
+
+    def _bound(self, first: float | None) -> float:
+        if self._tolerance is not None:
+            return self._tolerance
+        return WRONG_GAP if first is None else min(WRONG_GAP, max(LEAST_GAP, GAP_FACTOR * first))
 
 
 def weights_of(cluster: Cluster, *, origin: str) -> Weights:

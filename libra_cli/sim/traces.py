@@ -27,6 +27,7 @@ from random import Random
 from typing import IO, Any, NoReturn
 
 from libra_cli.config.errors import LibraError, did_you_mean
+from libra_cli.core.costs.workload import TrajectorySample
 from libra_cli.core.types import Seconds, Tokens, ToolOutcome
 
 DEFAULT_TRACE = "tau2bench"
@@ -75,6 +76,37 @@ class RecordedEpisode:
     def context(self) -> Tokens:
         """Tokens at its end: prompt, generated and tool tokens."""
         return self.prompt + sum(turn.generated + turn.observation for turn in self.turns)
+
+    def cut(self, max_len: Tokens) -> RecordedEpisode:
+        """The same as far as a run plays it whose contexts have ``max_len`` tokens at most.
+
+        A run generates until the context is full, and ends a trajectory whose tools return more
+        than there is room for. A prompt without room for a token, which no run plays, is cut too.
+        """
+        if self.context <= max_len:
+            return self
+        prompt = min(self.prompt, max_len - 1)
+        turns: list[Turn] = []
+        room = max_len - prompt
+        for turn in self.turns:
+            generated = min(turn.generated, room)
+            room -= generated + turn.observation
+            if room <= 0:
+                turns.append(replace(turn, generated=generated, observation=0))
+                break
+            turns.append(turn)
+        return replace(self, prompt=prompt, turns=tuple(turns))
+
+    def sample(self, max_len: Tokens) -> TrajectorySample:
+        """The same, cut at ``max_len`` tokens, as a planner counts it."""
+        played = self.cut(max_len)
+        return TrajectorySample(
+            prompt=played.prompt,
+            generated=played.generated,
+            observed=played.context - played.prompt - played.generated,
+            turns=len(played.turns),
+            tool_s=sum(turn.tool_s for turn in played.turns),
+        )
 
     def stretched(self, factor: float) -> RecordedEpisode:
         """The same with every generation ``factor`` times as long, at least one token."""

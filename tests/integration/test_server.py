@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import signal
 from array import array
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,36 +13,26 @@ from typing import Any
 import aiohttp
 import pytest
 
-from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import Generate
-from libra_cli.core.cluster.placement import initial_plan, slots_of
-from libra_cli.core.events import PublishedVersion, TurnFailed, TurnGenerated
-from libra_cli.core.launch.process import HostFacts
-from libra_cli.core.launch.rollout_backend import server_process
+from libra_cli.core.events import TurnFailed, TurnGenerated
 from libra_cli.core.types import TrajectoryId, VersionSpan, WeightVersion
-from libra_cli.runtime.hosts.host import Host
-from libra_cli.runtime.hosts.local import LocalTransport
 from libra_cli.runtime.rollout.connection import Sampling
-from libra_cli.runtime.vllm.client import ServerClient
 from libra_cli.runtime.weights import probe_gap
+from tests.vllm_server import bench_of, published
 
 pytestmark = [pytest.mark.integration, pytest.mark.vllm, pytest.mark.timeout(300)]
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
 PROBE = tuple(range(5, 69))
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, stop_token_ids=())
-START_S = 240.0
-
-
-def published(version: int, incarnation: int = 1) -> PublishedVersion:
-    return PublishedVersion(WeightVersion(incarnation, version), 0, 0.0)
 
 
 @dataclass
 class Weights:
-    """Two models of one shape, and what transformers says of them."""
+    """Two models of one shape, published, and what transformers says of them."""
 
     directories: list[Path]
+    versions: list[Path]
     models: list[Any]
 
     def logprobs(self, index: int, token_ids: list[int]) -> list[float]:
@@ -62,6 +49,7 @@ def weights(tmp_path_factory) -> Weights:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
+    from libra_cli.node.weights.versions import ProbeResult, publish
 
     tokenizer = build_tokenizer()
     config = Qwen3Config(
@@ -75,7 +63,8 @@ def weights(tmp_path_factory) -> Weights:
         max_position_embeddings=512,
         tie_word_embeddings=False,
     )
-    directories, models = [], []
+    directories, versions, models = [], [], []
+    root = tmp_path_factory.mktemp("versions")
     for seed in range(2):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).float().eval()
@@ -84,85 +73,20 @@ def weights(tmp_path_factory) -> Weights:
         directories.append(tmp_path_factory.mktemp(f"model{seed}"))
         model.save_pretrained(directories[-1])
         save_tokenizer(tokenizer, directories[-1], max_len=512)
+        probe = ProbeResult([1, 2], [0.0])
+        named = model.state_dict().items()
+        done = publish(named, root, version=seed, trainer_incarnation=1, probe=probe, keep=2)
+        versions.append(root / done.name)
         models.append(model)
-    return Weights(directories, models)
-
-
-class Bench:
-    """A loop of its own for the whole file, so that one server serves every test."""
-
-    def __init__(
-        self, host: Host, server: ServerClient, token: str, url: str, loop: asyncio.Runner
-    ) -> None:
-        self.host, self.server, self.token, self.url = host, server, token, url
-        self._loop = loop
-
-    def play(self, scene: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        return self._loop.run(asyncio.wait_for(scene(), 120))
+    return Weights(directories, versions, models)
 
 
 @pytest.fixture(scope="module")
 def bench(weights, tmp_path_factory):
-    token = secrets.token_urlsafe(16)
-    with asyncio.Runner() as loop:
-        opened = _opened(weights, tmp_path_factory.mktemp("host"), token)
-        host, server, url = loop.run(opened.__aenter__())
-        try:
-            yield Bench(host, server, token, url, loop)
-        finally:
-            left = loop.run(opened.__aexit__(None, None, None))
-            assert not left
-
-
-@asynccontextmanager
-async def _opened(
-    weights: Weights, base: Path, token: str
-) -> AsyncIterator[tuple[Host, ServerClient, str]]:
-    recipe = Recipe.model_validate(
-        {
-            "nodes": [{"host": "local", "slots": 2, "pool": ["rollout", "train"]}],
-            "model": {"path": str(weights.directories[0]), "max_len": 512},
-            "environment": {"name": "pointer-chase"},
-            "rollout": {"max_turn_tokens": 480, "buckets": [{"name": "all", "max_num_seqs": 8}]},
-        }
-    )
-    slot = slots_of(recipe)[0]
-    bucket = initial_plan(recipe).servers[0][1]
-    host = Host("local", LocalTransport(), workdir=str(base))
-    await host.open(
-        "test-server",
-        token=token,
-        lease_s=60,
-        weights_dir=str(base / "weights"),
-        on_event=lambda event: None,
-    )
-    try:
-        (port,) = await host.ports(21000, 21999, 1)
-        facts = HostFacts(
-            node="local",
-            python=host.python,
-            workdir=host.workdir,
-            run_dir=host.run_dir,
-            weights_dir=str(base / "weights"),
-            address="127.0.0.1",
-            cpus=os.cpu_count(),
-        )
-        spec = server_process(
-            recipe, slot, bucket, facts, port=port, model_dir=str(weights.directories[0])
-        )
-        await host.start(spec.process, spec.argv, env=dict(spec.env), files=dict(spec.files))
-        endpoint = await host.dial(port)
-        server = ServerClient("local/0", 0, endpoint, token)
-        await server.wait_ready(timeout_s=START_S)
-        await server.load(str(weights.directories[0]), published(1), timeout_s=60)
-        yield host, server, endpoint.url
-        await server.close()
-        sockets = list((base / "weights" / "test-server").glob("*-*-*-*"))
-        assert any(path.is_socket() for path in sockets), "vLLM leaves its own"
-    finally:
-        left = await host.shutdown()
-        assert not left, left
-    assert not (base / "weights" / "test-server").exists()
+    with bench_of(weights.directories[0], tmp_path_factory.mktemp("host")) as bench:
+        first = str(weights.versions[0])
+        bench.play(lambda: bench.server.load(first, published(1), timeout_s=60))
+        yield bench
 
 
 def turn(prompt: list[int], *, max_tokens: int = 24, version: int = 1) -> Generate:
@@ -231,7 +155,7 @@ def test_vllms_own_control_routes_are_off(bench):
 
 def test_log_probabilities_of_generated_tokens_equal_transformers(bench, weights):
     async def scene():
-        await bench.server.load(str(weights.directories[0]), published(1), timeout_s=60)
+        await bench.server.load(str(weights.versions[0]), published(1), timeout_s=60)
         return await bench.server.generate(turn([1, 7, 9, 11]), SAMPLING)
 
     done = bench.play(scene)
@@ -245,10 +169,10 @@ def test_log_probabilities_of_generated_tokens_equal_transformers(bench, weights
 
 def test_weights_change_in_flight_and_every_token_knows_its_version(bench, weights):
     async def scene(delay_s: float):
-        await bench.server.load(str(weights.directories[0]), published(1), timeout_s=60)
+        await bench.server.load(str(weights.versions[0]), published(1), timeout_s=60)
         long = asyncio.create_task(bench.server.generate(turn([1, 2, 3], max_tokens=480), SAMPLING))
         await asyncio.sleep(delay_s)
-        await bench.server.load(str(weights.directories[1]), published(2), timeout_s=60)
+        await bench.server.load(str(weights.versions[1]), published(2), timeout_s=60)
         return await long
 
     for attempt in range(40):  # it may end before the load, or begin after it: then try again
@@ -271,7 +195,7 @@ def test_the_probe_tells_one_version_from_another(bench, weights):
     async def scene():
         found = []
         for version in (3, 4):
-            directory = weights.directories[version % 2]
+            directory = weights.versions[version % 2]
             await bench.server.load(str(directory), published(version), timeout_s=60)
             found.append(await bench.server.probe(PROBE, published(version)))
         return found
@@ -287,9 +211,9 @@ def test_kv_of_one_version_is_not_reused_under_the_next(bench, weights):
     prompt = list(range(3, 200))
 
     async def scene():
-        await bench.server.load(str(weights.directories[0]), published(5), timeout_s=60)
+        await bench.server.load(str(weights.versions[0]), published(5), timeout_s=60)
         await bench.server.generate(turn(prompt, max_tokens=1, version=5), SAMPLING)
-        await bench.server.load(str(weights.directories[1]), published(6), timeout_s=60)
+        await bench.server.load(str(weights.versions[1]), published(6), timeout_s=60)
         return await bench.server.generate(turn(prompt, max_tokens=4, version=6), SAMPLING)
 
     done = bench.play(scene)
@@ -311,6 +235,7 @@ def test_a_request_that_is_itself_wrong_is_refused_and_not_retried(bench):
 def test_weights_that_cannot_be_loaded_silence_the_server(bench, tmp_path):
     """Last but one: the server is of no use afterwards, and must not pretend to be."""
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
+    (tmp_path / "manifest.json").write_text('{"tensors": {}}')
 
     async def scene():
         with pytest.raises(Exception, match="500"):

@@ -47,9 +47,9 @@ TRANSITIONS: dict[ReplicaState, dict[ReplicaState, str]] = {
         S.STOPPING: "the process ended, or was not ready in time, or the run ends",
     },
     S.JOINING: {
-        S.SERVING: "the server has the current version, proved on the probe",
+        S.SERVING: "the server holds the current version, proved by checksums and on the probe",
         S.TRAINING: "the gradient worker has the current version, proved on the probe",
-        S.STOPPING: "the version could not be loaded or does not verify, or the run ends",
+        S.STOPPING: "the version could not be loaded or proved, twice, or the run ends",
     },
     S.SERVING: {
         S.DRAINING: "a new plan has no server on it: turns under way may end, none begins",
@@ -98,6 +98,10 @@ class Replica:
     restarts: int = 0
     #: Times that something failed since anything succeeded.
     failures: int = 0
+    #: Syncs that this process answered and that proved nothing, since it proved anything.
+    failed_syncs: int = 0
+    #: It started, and then proved nothing: that is worth one restart though it has never worked.
+    restarts_unproved: bool = False
     running: int = 0
     running_since: Seconds = 0.0
     #: When it had the version that it then proved.
@@ -131,6 +135,7 @@ class Replica:
         """A new plan hopes for it: a process that failed here before is no reason not to try."""
         self.move(S.IDLE, now=now)
         self.role, self.restarts, self.has_worked = Role.IDLE, 0, False
+        self.restarts_unproved = False
 
     def count(self, change: int, *, now: Seconds) -> None:
         """Add to the number of our requests inside the server, and to its busy time."""
@@ -143,7 +148,7 @@ class Replica:
     def retire(self) -> None:
         """Make every answer still under way an old one."""
         self.incarnation += 1
-        self.running = self.failures = 0
+        self.running = self.failures = self.failed_syncs = 0
         self.verified = self.syncing = None
         self.suspect = False
         self.unproved.clear()

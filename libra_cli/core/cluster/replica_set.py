@@ -2,13 +2,14 @@
 
     start -> started -> synced -> working, kept at the newest version -> take_out -> gone
 
-A process is of use only once it has *proved*, on a probe sequence, that it computes with a version
-that the trainer published. From then on it is kept at the newest version, one sync at a time,
-always to the newest. One that dies or does not prove a version is taken out (its incarnation grows,
-so whatever it still says is dropped), stopped, verified gone, and started again: at most
-``MAX_RESTARTS`` times, and only if it has worked before; one that never worked has a configuration
-error, and trying again would hide it. A node that does not answer costs nothing until it is back
-and says which processes are left.
+A process is of use only once it has *proved* that it computes with a version that the trainer
+published: a server by checksums of its tensors, and both on a probe sequence. From then on it is
+kept at the newest version, one sync at a time, always to the newest. One that dies or does not
+prove a version is taken out (its incarnation grows, so whatever it still says is dropped), stopped,
+verified gone, and started again: at most ``MAX_RESTARTS`` times, and only if it has worked before;
+one that never worked has a configuration error, and trying again would hide it. (A server that
+started and then proved nothing, twice, is started again once.) A node that does not answer costs
+nothing until it is back and says which processes are left.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ class ReplicaSet(ABC):
         why, again = replica.detail, restarts(replica)
         replica.move(ReplicaState.IDLE, now=now, why=why)
         replica.role = Role.IDLE
-        if again and replica.has_worked and replica.restarts < MAX_RESTARTS:
+        allowed = MAX_RESTARTS if replica.has_worked else int(replica.restarts_unproved)
+        if again and replica.restarts < allowed:
             replica.restarts += 1
             return self.start(replica, now=now)
         if again:
@@ -171,7 +173,8 @@ class ReplicaSet(ABC):
         replica = self.current(event.slot, event.incarnation)
         if replica is None or replica.syncing != event.published:
             return []
-        replica.verified, replica.syncing, replica.failures = event.published, None, 0
+        replica.verified, replica.syncing = event.published, None
+        replica.failures = replica.failed_syncs = 0
         replica.loaded_at = loaded_at
         replica.unproved.discard(event.published.version)
         if replica.state is ReplicaState.JOINING:

@@ -48,6 +48,8 @@ from libra_cli.core.types import Bucket, Plan, Role, Seconds, Slot, SlotId
 
 MAX_FAILURES = 10
 """Failures without a success after which a server is taken out even if it answers checks."""
+SYNC_ATTEMPTS = 2
+"""Syncs in a row that a server may answer without proving a version, before it is replaced."""
 
 
 class _Counters(NamedTuple):
@@ -189,15 +191,25 @@ class RolloutServers(ReplicaSet):
         return [Save(_sync_record(event, now)), *results, ServerProved(event.slot)]
 
     def sync_failed(self, event: SyncFailed, *, now: Seconds) -> list[Result]:
-        """Not proved: out, unless only the connection is to blame; then try when it is back."""
+        """Not proved. A broken connection is no proof of anything: try when it is back. What the
+        server itself answered is tried again once, then in a new process."""
         replica = self._not_proved(event)
         if replica is None:
             return []
         record = Save(_sync_record(event, now))
         if event.answered:
-            return [record, *self.take_out(replica, event.reason, now=now)]
+            return [record, *self._disproved(replica, event, now)]
         replica.unproved.add(event.published.version)
         return [record, *self.request_broke(event.slot, event.reason, now=now)]
+
+    def _disproved(self, replica: Replica, event: SyncFailed, now: Seconds) -> list[Result]:
+        replica.failed_syncs += 1
+        # A server that serves has gone on generating if it came as far as the probe.
+        resumed = event.gap is not None and replica.state is ReplicaState.SERVING
+        if replica.failed_syncs < SYNC_ATTEMPTS and not resumed:
+            return self._sync(replica)
+        replica.restarts_unproved = True
+        return self.take_out(replica, event.reason, now=now)
 
     # -- requests -------------------------------------------------------------------------------
 

@@ -74,6 +74,7 @@ def guessed_facts(node: NodeSpec, weight_sync: WeightSyncSpec) -> HostFacts:
         workdir=workdir,
         run_dir=f"{workdir}/runs/<run>/{node.name}",
         weights_dir=weight_sync.directory or f"/dev/shm/libra-{node.user or '<user>'}",
+        tmp_dir="<a new directory in /tmp>",
         address=node.reach,
         interface="<interface to the peers>",
         cpus=None,

@@ -35,6 +35,8 @@ class HostFacts:
     """How the other hosts reach it."""
     interface: str = ""
     """The network interface that routes to the other hosts."""
+    tmp_dir: str = ""
+    """For the run's temporary files, removed with it; empty: wherever the host puts them."""
     cpus: int | None = None
     """Cores the processes of libra may use together; None when nobody has looked."""
 
@@ -93,7 +95,8 @@ def common_env(
 ) -> dict[str, str]:
     """The environment of one of ``processes`` equal processes on ``slots`` of a node.
 
-    They see the GPUs of these slots and no other, share their cores, and never go online.
+    They see the GPUs of these slots and no other, share their cores, and never go online. What a
+    killed one leaves, files of vLLM and of torch's launcher, is where the run's end removes it.
     """
     mine, parts = sum(len(slot.parts) for slot in slots), node.num_slots * processes
     if node.is_open:  # no slot is a share of it, but its GPUs are
@@ -104,6 +107,7 @@ def common_env(
     if facts.cpus is not None:
         threads = str(max(1, facts.cpus * mine // parts))
     return {
+        **({"TMPDIR": facts.tmp_dir} if facts.tmp_dir else {}),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for slot in slots for gpu in slot.gpus),
         "DO_NOT_TRACK": "1",

@@ -5,6 +5,7 @@ Why the flags are what they are:
 - Servers bind to loopback and VLLM_HOST_IP is loopback: nothing of a server is reachable from
   outside, and a host without a default route works. ``--middleware`` asks for the run's token on
   every route.
+- ``--worker-extension-cls``: workers load versions and prove which they hold.
 - ``--generation-config vllm``: a model's own sampling defaults (top_k, temperature) would change
   the distribution the loss believes in.
 - ``--logprobs-mode processed_logprobs``: log-probabilities after temperature, as the trainer's.
@@ -72,6 +73,7 @@ def _flags(recipe: Recipe, launch: ServerLaunch) -> Flags:
         "--logprobs-mode": "processed_logprobs",
         "--seed": launch.seed,
         "--middleware": "libra_cli.node.rollout.server.BearerAuth",
+        "--worker-extension-cls": "libra_cli.node.rollout.worker.VersionLoader",
         "--enable-scale-out": None,
         "--disable-uvicorn-access-log": None,
     }

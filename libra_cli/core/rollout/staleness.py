@@ -42,6 +42,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from statistics import fmean, stdev
+from typing import Literal
 
 from libra_cli.config.recipe import TrainingSpec
 from libra_cli.core.types import Baseline
@@ -108,7 +109,7 @@ def cut(bound: int, least: float = LEAST, *, keeps_rest: bool = True) -> Stalene
 def rule_of(training: TrainingSpec) -> StalenessRule:
     """The rule that a recipe names."""
     spec, bound = training.staleness, training.max_staleness
-    match spec.rule:
+    match spec.rule or _default(bound):
         case "hold":
             return hold(bound)
         case "late":
@@ -117,6 +118,12 @@ def rule_of(training: TrainingSpec) -> StalenessRule:
             return cut(bound, spec.least or LEAST, keeps_rest=spec.rest != "drop")
         case "soft" | "token":
             return soft(bound)
+
+
+def _default(bound: int) -> Literal["hold", "cut"]:
+    """``cut`` was quicker than ``hold`` in simulation and live, and learned as well: README, "The
+    rule that makes a batch". Who asks for a bound of 0 wants no token over it."""
+    return "cut" if bound else "hold"
 
 
 def late_baseline(finished: Sequence[float], ended_late: Sequence[float]) -> Baseline:

@@ -7,11 +7,14 @@ vLLM's ``--api-key`` leaves its control routes open, and those can run any metho
 no route answers without the run's token (read from LIBRA_TOKEN_FILE), and the development routes
 stay off. The one control route that libra needs is ``POST /libra/load``:
 
-    {"directory": "<version directory>", "label": "e1v7"}  ->  {"load_s": 0.05, "paused_s": 0.06}
+    {"directory": "<version directory>", "label": "e1v7"}
+    ->  {"load_s": 0.05, "proof_s": 0.01, "paused_s": 0.06, "different": [], "untraced": []}
 
-It pauses generation and keeps the requests in flight, loads the weights in place, sets the label of
-the tokens generated from now on, and resumes. If the load fails the engine stays paused: it may
-hold parts of two versions and must not generate another token.
+It pauses generation and keeps the requests in flight, loads the weights in place, compares what the
+workers then hold with the checksums in the version's manifest, sets the label of the tokens
+generated from now on, and resumes. If the load fails or anything differs, the engine stays paused:
+it may hold parts of two versions and must not generate another token. ``"partly": true`` lets it go
+on if tensors cannot be found in the server, as long as none of those found differs.
 """
 
 from __future__ import annotations
@@ -19,9 +22,12 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from libra_cli.node.http import carries_token, read_token
+from libra_cli.node.rollout.proof import prove
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -55,19 +61,36 @@ class BearerAuth:
 async def _load(scope: Scope, receive: Receive, send: Send) -> None:
     body = json.loads(await _read(receive))
     engine = scope["app"].state.engine_client
-    started = time.monotonic()
-    await engine.pause_generation(mode="keep")
-    paused = time.monotonic()
     try:
-        await engine.collective_rpc("reload_weights", kwargs={"weights_path": body["directory"]})
+        answer = await _load_version(engine, body)
     except Exception as error:  # noqa: BLE001  the caller must hear of any failure
         await _answer(send, 500, {"error": f"{type(error).__name__}: {error}"})
         return
-    loaded = time.monotonic()
-    await engine.update_weight_version(body["label"])
-    await engine.resume_generation()
-    answer = {"load_s": loaded - paused, "paused_s": time.monotonic() - started}
     await _answer(send, 200, answer)
+
+
+async def _load_version(engine: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+    directory = body["directory"]
+    manifest = json.loads((Path(directory) / "manifest.json").read_bytes())
+    tensors: dict[str, dict[str, Any]] = manifest["tensors"]
+    dtypes = {name: tensor["dtype"] for name, tensor in tensors.items()}
+    started = time.monotonic()
+    await engine.pause_generation(mode="keep")
+    paused = time.monotonic()
+    arguments = {"directory": directory, "dtypes": dtypes}
+    workers = await engine.collective_rpc("load_version", kwargs=arguments)
+    proof = prove(tensors, [worker["held"] for worker in workers])
+    loaded = time.monotonic()
+    if not proof.different and (body.get("partly") or not proof.untraced):
+        await engine.update_weight_version(body["label"])
+        await engine.resume_generation()
+    return {
+        "load_s": loaded - paused,
+        "proof_s": max(worker["proof_s"] for worker in workers),
+        "paused_s": time.monotonic() - started,
+        "different": proof.different,
+        "untraced": proof.untraced,
+    }
 
 
 async def _read(receive: Receive) -> bytes:

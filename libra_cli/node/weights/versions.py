@@ -6,8 +6,9 @@
       manifest.json                       names, shapes, dtypes, checksums, base of deltas, probe
 
 A directory appears by an atomic rename after everything in it is on disk, so whoever sees one sees
-all of it. The probe is a fixed token sequence with the log-probabilities that this version gives
-it: a server computes with these weights if it gives the same sequence the same ones.
+all of it. A tensor's checksum is of its numbers (``checksum``), and tells a server whether it holds
+them; a file's is of its bytes. The probe is a fixed token sequence with the log-probabilities that
+this version gives it: a server that computes as it should gives it nearly the same.
 
 Deltas are written if the version before is still there and they save most of the bytes. Hosts pull
 a version as soon as it appears, so its deltas must be there by then, and the step waits for them:
@@ -23,7 +24,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -35,6 +36,7 @@ from torch import Tensor
 
 from libra_cli.config.errors import WeightsError
 from libra_cli.node.weights import patch
+from libra_cli.node.weights.checksum import checksum
 
 FILE_BYTES = 2 * 1024**3
 """A file is closed once it has this size, so that files are hashed and pulled in parallel."""
@@ -80,8 +82,13 @@ class _File:
 
 
 _Described: TypeAlias = dict[str, dict[str, object]]
-_Written: TypeAlias = tuple[_File, _File | None]
-"""A file of tensors, and its delta if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    file: _File
+    delta: _File | None
+    tensors: _Described
 
 
 def version_name(version: int, trainer_incarnation: int) -> str:
@@ -140,13 +147,13 @@ def publish(
     temporary.mkdir(mode=0o700)
     try:
         base = root / version_name(version - 1, trainer_incarnation)
-        described, written = _write_tensors(tensors, temporary, base)
-        files = [file for file, _ in written]
+        written = _write_tensors(tensors, temporary, base)
+        files = [one.file for one in written]
         manifest = {
             "version": version,
             "trainer_incarnation": trainer_incarnation,
             "name": name,
-            "tensors": described,
+            "tensors": {name: entry for one in written for name, entry in one.tensors.items()},
             "files": _listed(files),
             "delta": _delta(base, written, temporary),
             "probe": {"token_ids": list(probe.token_ids), "logprobs": list(probe.logprobs)},
@@ -161,7 +168,7 @@ def publish(
 
 def _delta(base: Path, written: Sequence[_Written], directory: Path) -> dict[str, object] | None:
     """The manifest's entry. One file without a delta makes those of the others useless."""
-    deltas = [delta for _, delta in written if delta is not None]
+    deltas = [one.delta for one in written if one.delta is not None]
     if len(deltas) == len(written):
         return {"base": base.name, "files": _listed(deltas)}
     for delta in deltas:
@@ -175,21 +182,13 @@ def _listed(files: Iterable[_File]) -> _Described:
 
 def _write_tensors(
     tensors: Iterable[tuple[str, Tensor]], directory: Path, base: Path
-) -> tuple[_Described, list[_Written]]:
-    described: _Described = {}
-    writes: list[Future[_Written]] = []
+) -> list[_Written]:
     with ThreadPoolExecutor(WRITERS) as pool:
-        for number, part in enumerate(in_chunks(tensors, FILE_BYTES)):
-            path = directory / f"model-{number:05d}.safetensors"
-            for name, tensor in part.items():
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                described[name] = {
-                    "shape": list(tensor.shape),
-                    "dtype": dtype,
-                    "file": path.name,
-                }
-            writes.append(pool.submit(_write_file, path, part, base))
-        return described, [write.result() for write in writes]
+        writes = [
+            pool.submit(_write_file, directory / f"model-{number:05d}.safetensors", part, base)
+            for number, part in enumerate(in_chunks(tensors, FILE_BYTES))
+        ]
+        return [write.result() for write in writes]
 
 
 def in_chunks(tensors: Iterable[tuple[str, TensorT]], size: int) -> Iterator[dict[str, TensorT]]:
@@ -213,7 +212,18 @@ def _write_file(path: Path, part: dict[str, Tensor], base: Path) -> _Written:
     within_s = max(DELTA_S, time.monotonic() - started)
     # Everything in a safetensors file begins at a multiple of its smallest element's size.
     word_bytes = min(tensor.element_size() for tensor in part.values())
-    return file, _write_delta(base / path.name, path, word_bytes, within_s)
+    delta = _write_delta(base / path.name, path, word_bytes, within_s)
+    return _Written(file, delta, {name: _entry(path, tensor) for name, tensor in part.items()})
+
+
+def _entry(path: Path, tensor: Tensor) -> dict[str, object]:
+    """The manifest's, of a tensor."""
+    return {
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "file": path.name,
+        "checksum": f"{checksum(tensor):016x}",
+    }
 
 
 def _write_delta(base: Path, path: Path, word_bytes: int, within_s: float) -> _File | None:

@@ -59,10 +59,11 @@ class Chart:
     wide: bool = False
 
 
-def write_report(run_dir: Path, *, now: float, tolerance: float = 1e-3) -> Path:
+def write_report(run_dir: Path, *, now: float, tolerance: float | None = None) -> Path:
     """Write ``report.html`` into the run directory and return its path.
 
-    ``now`` is in seconds since the epoch, ``tolerance`` is ``weight_sync.tolerance`` in nats.
+    ``now`` is in seconds since the epoch, ``tolerance`` is ``weight_sync.tolerance`` in nats,
+    None where none was set.
 
     Raises:
         StateError: there is no run to read, or the file cannot be written.
@@ -107,7 +108,7 @@ def write_report(run_dir: Path, *, now: float, tolerance: float = 1e-3) -> Path:
     return path
 
 
-def _tiles(status: RunSummary, tolerance: float) -> list[tuple[str, str, str]]:
+def _tiles(status: RunSummary, tolerance: float | None) -> list[tuple[str, str, str]]:
     """The row of numbers on top, as (name, value, explanation)."""
     reward, staleness, sync = status["reward"], status["staleness"], status["sync"]
     idle, gap, over = status["idle"], status["logprob_gap"], status["batches"]["over_bound"]
@@ -134,7 +135,7 @@ def _tiles(status: RunSummary, tolerance: float) -> list[tuple[str, str, str]]:
         (
             "log-probability gap",
             number(gap, ".1e"),
-            f"rollout to trainer, tolerance {tolerance:g}",
+            "rollout to trainer" + (f", tolerance {tolerance:g}" if tolerance else ""),
         ),
         (
             "weight sync",
@@ -150,7 +151,7 @@ def _tiles(status: RunSummary, tolerance: float) -> list[tuple[str, str, str]]:
 
 
 def _charts(
-    reader: Reader, status: RunSummary, steps: Sequence[StepRecord], tolerance: float
+    reader: Reader, status: RunSummary, steps: Sequence[StepRecord], tolerance: float | None
 ) -> list[Chart]:
     if not steps:
         return _slot_chart(reader, status, steps)
@@ -203,7 +204,7 @@ def _phases(moves: Sequence[MovePart]) -> list[str]:
     return [*(name for name in PHASES if name in seen), *(n for n in seen if n not in PHASES)]
 
 
-def _step_charts(steps: Sequence[StepRecord], tolerance: float) -> list[Chart]:
+def _step_charts(steps: Sequence[StepRecord], tolerance: float | None) -> list[Chart]:
     from libra_cli.report.html.charts import Series, over_steps
 
     xs = [float(step.step) for step in steps]
@@ -306,7 +307,7 @@ def _bands(steps: Sequence[StepRecord], decisions: Sequence[DecisionPart]) -> It
             yield Band(begin, max(begin, end) + 0.5, step["low_s"], step["step_s"], step["high_s"])
 
 
-def _gap_chart(steps: Sequence[StepRecord], tolerance: float) -> list[Chart]:
+def _gap_chart(steps: Sequence[StepRecord], tolerance: float | None) -> list[Chart]:
     from libra_cli.report.html.charts import Series, over_steps
 
     gaps = [(float(step.step), step.logprob_gap) for step in steps if step.logprob_gap]
@@ -315,7 +316,7 @@ def _gap_chart(steps: Sequence[StepRecord], tolerance: float) -> list[Chart]:
     xs, ys = [step for step, _ in gaps], [gap for _, gap in gaps]
     series = [Series(xs, ys, "a", "points"), Series(xs, smooth(ys), "a")]
     svg = over_steps("gap", series, log=True, limit=tolerance)
-    keys = (*SMOOTHED, ("bad", "dash", f"tolerance {tolerance:g}"))
+    keys = (*SMOOTHED, ("bad", "dash", f"tolerance {tolerance:g}")) if tolerance else SMOOTHED
     return [Chart("Log-probability gap", "mean |rollout - trainer|", svg, keys)]
 
 

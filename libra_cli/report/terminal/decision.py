@@ -1,10 +1,13 @@
-"""A planner's decision in a few lines, in ``libra status`` and ``libra rebalance --dry-run``."""
+"""A planner's decision in a few lines, in ``libra status`` and ``libra rebalance --dry-run``, and
+in one, while ``libra run`` goes on."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import TypeAlias
 
+from libra_cli.core.records import DecisionRecord
 from libra_cli.report.status.plans import DecisionPart, ExplanationPart
 
 Fact: TypeAlias = tuple[str, str]
@@ -44,6 +47,19 @@ def explanation_facts(told: ExplanationPart) -> Iterator[Fact]:
         option = second["option"]
         took = f", {seconds(option['step_s'])} a step" if option["step_s"] is not None else ""
         yield "runner-up", f"{option['layout']}{took}: {second['why_not']}"
+
+
+def decision_line(row: DecisionRecord) -> str:
+    """After which step, what, a step as it is predicted and as it came, and why: in the order of
+    what a narrow terminal may cut off last."""
+    told: ExplanationPart | None = json.loads(row.explanation_json) or None
+    parts = [f"step {row.step}: {'stay' if row.plan is None else f'plan {row.plan}'}"]
+    if told is not None:
+        parts.append(f"{seconds(told['predicted']['step_s'])} a step predicted")
+    if row.observed_s is not None:
+        parts.append(f"{seconds(row.observed_s)} came")
+    why = "; ".join(filter(None, (row.why_not, row.why)))
+    return f"{', '.join(parts)} ({why})"
 
 
 def _pays(told: ExplanationPart) -> str:

@@ -2,7 +2,8 @@
 
 On a terminal it keeps one live area, drawn twice a second: while the run starts, one line for
 every node and slot with what it does and for how long; then a bar over the steps with reward,
-length, speed, staleness, weights, who waits on whom, and the slots. Elsewhere (a file, CI) it
+length, speed, staleness, weights, who waits on whom, the
+planner's last decisions, and the slots. Elsewhere (a file, CI) it
 writes one plain line for every step and every change of state, without control codes.
 
 ``on`` only remembers; all drawing happens in the thread of ``rich.live``.
@@ -25,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from libra_cli.core.records import (
+    DecisionRecord,
     GroupRecord,
     MoveRecord,
     NodeRecord,
@@ -49,11 +51,15 @@ from libra_cli.report.terminal.console import (
     styled,
     version,
 )
+from libra_cli.report.terminal.decision import decision_line
 from libra_cli.report.terminal.plots import Portable, sparkline
 
 _REFRESH_PER_S = 2.0
 _MANY = 12
 """Of more parts than this only those that are not ready are named; the others are counted."""
+
+_DECISIONS = 2
+"""The newest so many are shown: of the newest it is seldom known yet what came."""
 
 _READY = ("ready", "serving", "training", "exited")
 _BAD = ("failed", "unreachable")
@@ -81,6 +87,7 @@ class Progress:
         self._sync: SyncRecord | None = None
         self._plan: PlanRecord | None = None
         self._moves: dict[int, MoveRecord] = {}
+        self._decisions: deque[DecisionRecord] = deque(maxlen=_DECISIONS)
         self._live = Live(
             console=console,
             get_renderable=self.__rich__,
@@ -144,12 +151,19 @@ class Progress:
                 return ""
             case SyncRecord():
                 return self._take_sync(record)
+            case DecisionRecord() | PlanRecord() | MoveRecord():
+                return self._take_planned(record)
+            case _:
+                return ""
+
+    def _take_planned(self, record: DecisionRecord | PlanRecord | MoveRecord) -> str:
+        match record:
+            case DecisionRecord():
+                return self._take_decision(record)
             case PlanRecord():
                 return self._take_plan(record)
             case MoveRecord():
                 return self._take_move(record)
-            case _:
-                return ""
 
     def _take_part(self, part: NodeRecord | ProcessRecord | SlotRecord) -> str:
         name = _name(part)
@@ -197,6 +211,12 @@ class Progress:
         told = f"move {move.move}: slot {move.slot} from {move.from_role} to {move.to_role}"
         return f"{told}: {move.state}  {move.detail}".rstrip()
 
+    def _take_decision(self, decision: DecisionRecord) -> str:
+        if self._decisions and self._decisions[-1].at == decision.at:
+            self._decisions.pop()  # the same again, now with what came
+        self._decisions.append(decision)
+        return f"decision after {decision_line(decision)}"
+
     # -- drawing ---------------------------------------------------------------------------------
 
     def _title(self, now: float) -> Table:
@@ -241,6 +261,9 @@ class Progress:
         if self._sync is not None:
             seconds = self._sync.served_at - self._sync.published_at
             fact(facts, "weights", f"version {self._sync.version} served after {seconds:.2f} s")
+        for name, decision in zip(("decision", ""), reversed(self._decisions), strict=False):
+            line = Text(decision_line(decision), no_wrap=True, overflow="ellipsis")
+            facts.add_row(name, line)
         for move in self._moves.values():
             if move.ended_at is None:
                 fact(facts, "move", _move_says(move, now))

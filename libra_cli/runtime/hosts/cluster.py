@@ -180,6 +180,7 @@ class Cluster:
             workdir=host.workdir,
             run_dir=host.run_dir,
             weights_dir=host.weights_dir,
+            tmp_dir=host.tmp_dir,
             address=node.address or (seen.address if peers else "127.0.0.1"),
             interface=seen.interface,
             cpus=seen.cpus,

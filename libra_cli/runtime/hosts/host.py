@@ -33,7 +33,7 @@ from libra_cli.runtime.hosts.agent_messages import (
     StartedProcess,
     StoppedProcess,
 )
-from libra_cli.runtime.hosts.transport import Endpoint, Transport
+from libra_cli.runtime.hosts.transport import CommandResult, Endpoint, Transport
 from libra_cli.runtime.hosts.upload import check_python, last_line, package
 
 ANSWER_S = 30.0
@@ -45,6 +45,22 @@ PINGS_A_LEASE = 5
 """At least so many pings go out in a lease, so that a dead connection can be replaced in time."""
 RECONNECT_S = 10.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0
+COMMAND_S = 30.0
+
+MAKE_TMP = """
+mkdir -p -m 700 "$1" && cd "$1" || exit
+[ -L tmp ] && [ -d tmp/. ] || { made=$(mktemp -d -t libra-XXXXXXXX) && ln -sfn "$made" tmp; } &&
+readlink tmp
+"""
+"""Makes a directory for the temporary files of a run, in a place where sockets may have long names,
+unless there is one; ``tmp`` in the run's directory is a link to it."""
+REMOVE_TMP = """
+cd "$1" 2>/dev/null && [ -L tmp ] || exit 0
+for store in tmp/vllm_dist_*; do rm -f /dev/shm/"${store#tmp/}"*; done
+rm -rf -- "$(readlink tmp)" && rm tmp
+"""
+"""Removes it, and the shared memory of those servers of several ranks on a host without GPUs that
+were killed: vLLM names it after the file in which the ranks meet."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
 
 
@@ -68,6 +84,7 @@ class Host:
         self.python = python or transport.default_python
         self.code_dir = ""
         self.run_dir = ""
+        self.tmp_dir = ""
         self.weights_dir = ""
         self._ping_interval_s = ping_interval_s
         self._hello: Message = {}
@@ -96,6 +113,7 @@ class Host:
         self._on_event = on_event
         try:
             await self._prepare(run_id)
+            self.tmp_dir = await self._make_tmp()
             home = self.transport.home.rstrip("/").rpartition("/")[2]
             self.weights_dir = self.expand(weights_dir) if weights_dir else f"/dev/shm/libra-{home}"
             self._hello = {"token": token, "lease_s": lease_s, "weights_dir": self.weights_dir}
@@ -261,9 +279,25 @@ class Host:
             self._keep_task.cancel()
             await asyncio.gather(self._keep_task, return_exceptions=True)
 
+    async def _make_tmp(self) -> str:
+        done = await self._script(MAKE_TMP)
+        if done.exit_code:
+            raise HostError(
+                f"{self.name}: no directory for temporary files: {done.last_words}",
+                hint="its TMPDIR, or /tmp, must be writable: df -h /tmp",
+            )
+        return done.stdout.decode().splitlines()[-1]
+
     async def _stop_and_verify(self) -> tuple[str, ...]:
         done = await self.transport.run(self._agent("stop"), timeout_s=STOP_S)
-        return tuple(last_line(self.name, done)["leftovers"])
+        leftovers = tuple(last_line(self.name, done)["leftovers"])
+        if not leftovers:
+            await self._script(REMOVE_TMP)
+        return leftovers
+
+    async def _script(self, script: str) -> CommandResult:
+        argv = ["sh", "-c", script, "sh", self.run_dir]
+        return await self.transport.run(argv, timeout_s=COMMAND_S)
 
     def _agent(self, command: str) -> list[str]:
         python = [self.python, "-P", "-m", "libra_cli.node.agent.main"]

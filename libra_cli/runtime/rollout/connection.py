@@ -73,8 +73,14 @@ class ServerConnection(Protocol):
         """End a generation; its reply then has what there is."""
         ...
 
-    async def load(self, directory: str, published: PublishedVersion, *, timeout_s: float) -> float:
-        """Load a version in place, in flight. Returns the seconds generation stood still."""
+    async def load(
+        self, directory: str, published: PublishedVersion, *, timeout_s: float, partly: bool = False
+    ) -> float:
+        """Load a version in place, in flight. Returns the seconds generation stood still.
+
+        A server that then holds other tensors than were published, or with ``partly`` False some of
+        which it cannot tell, generates no more and says so by a ServerError.
+        """
         ...
 
     async def probe(self, token_ids: Sequence[int], published: PublishedVersion) -> list[float]:

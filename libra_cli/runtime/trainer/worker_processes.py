@@ -41,7 +41,7 @@ from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
 from libra_cli.runtime.process_tasks import ProcessTasks
 from libra_cli.runtime.trainer.connection import Unreachable, WorkerConnection, connect_worker_with
-from libra_cli.runtime.weights import Weights
+from libra_cli.runtime.weights import ProbeBounds, Weights
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ class WorkerProcesses:
         self._slots = slots
         self._post = post
         self._spec = cluster.recipe.weight_sync
+        self._bounds = ProbeBounds(self._spec.tolerance)
         self._connect = connect_worker_with(cluster.recipe.training.backend)
         self._workers: dict[SlotId, WorkerConnection] = {}
         #: The incarnation of the process on each slot, from before it starts until it is stopped.
@@ -179,9 +180,8 @@ class WorkerProcesses:
         began = time.monotonic()
         timeout_s = self._spec.timeout_s
         gap = await worker.load(place.directory, published, timeout_s=timeout_s)
-        if gap > self._spec.tolerance:
-            allowed = self._spec.tolerance
-            reason = f"the probe differs by {gap:.2g} a token, allowed is {allowed:g}"
+        reason = self._bounds.reason(action.slot, action.incarnation, gap)
+        if reason:
             return WorkerFailed(action.slot, action.incarnation, reason)
         self._forget_versions(action.slot)
         self._proved[action.slot, published.name].set()

@@ -139,10 +139,23 @@ class ServerClient:
         body = {"request_ids": [f"{REQUEST_PREFIX}libra-{request}"]}
         await self._call("POST", "/inference/v1/abort_requests", body)
 
-    async def load(self, directory: str, published: PublishedVersion, *, timeout_s: float) -> float:
-        """Load a version in place, in flight. Returns the seconds generation stood still."""
-        body = {"directory": directory, "label": published.version.label}
+    async def load(
+        self, directory: str, published: PublishedVersion, *, timeout_s: float, partly: bool = False
+    ) -> float:
+        """Load a version in place, in flight. Returns the seconds generation stood still.
+
+        Raises:
+            ServerError: it could not, or holds other tensors than were published.
+        """
+        body = {"directory": directory, "label": published.version.label, "partly": partly}
         answer = await self._call("POST", "/libra/load", body, timeout_s=timeout_s)
+        if answer["different"]:
+            raise ServerError(f"{self.slot}: {_first_of(answer['different'])}")
+        if answer["untraced"] and not partly:
+            raise ServerError(
+                f"{self.slot} cannot prove what it holds: {_first_of(answer['untraced'])}; to have "
+                "the probe alone decide, set weight_sync.tolerance"
+            )
         return float(answer["paused_s"])
 
     async def probe(self, token_ids: Sequence[int], published: PublishedVersion) -> list[float]:
@@ -191,6 +204,11 @@ class ServerClient:
             generated_tokens=int(counters.get("vllm:generation_tokens_total", 0)),
             metrics=named(before, counters),
         )
+
+
+def _first_of(sentences: Sequence[str]) -> str:
+    more = len(sentences) - 1
+    return f"{sentences[0]} (and {more} more)" if more else sentences[0]
 
 
 def _kv_tokens(page: str) -> int:

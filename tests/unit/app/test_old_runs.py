@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from libra_cli.app.run import last_checkpoint
+from libra_cli.app.resume import last_checkpoint, plan_to_go_on_with
 from libra_cli.cli.main import app
 from libra_cli.config.errors import StateError
 from libra_cli.core import records as r
@@ -148,6 +148,21 @@ def test_its_last_checkpoint_is_found(run_dir: Path) -> None:
     path = "/home/user/.libra/runs/elastic-20261122-015652/local/checkpoints/step-000050"
     found = last_checkpoint(run_dir)
     assert (found.path, found.trainer_incarnation) == (path, 1)
+
+
+@pytest.mark.parametrize(
+    ("last", "servers", "gradient"),
+    [(2, ["local/0", "local/1"], ()), (1, ["local/0"], ("local/1",))],
+)
+def test_it_goes_on_with_its_last_plan(
+    run_dir: Path, last: int, servers: list[str], gradient: tuple[str, ...]
+) -> None:
+    change(run_dir, f"DELETE FROM plans WHERE plan > {last}")
+    begin = plan_to_go_on_with(recipe_of(run_dir), run_dir)(frozenset())
+    assert [slot for slot, _ in begin.plan.servers] == servers
+    assert (begin.plan.train, begin.plan.gradient) == (("local/2",), gradient)
+    assert [slot.id for slot in begin.slots] == ["local/0", "local/1", "local/2"]
+    assert begin.plan.reasons[0] == f"goes on with plan {last}, the last before the run was resumed"
 
 
 def test_its_recipe_is_read_even_with_keys_that_are_gone(run_dir: Path) -> None:

@@ -33,10 +33,12 @@ class Module:
         return str(self.path.relative_to(PACKAGE))
 
 
-MODULES = [
-    Module(path, ast.parse(path.read_text(encoding="utf-8")))
-    for path in sorted(PACKAGE.rglob("*.py"))
-]
+@pytest.fixture(scope="module")
+def modules() -> list[Module]:
+    return [
+        Module(path, ast.parse(path.read_text(encoding="utf-8")))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    ]
 
 
 def public(body: list[ast.stmt]) -> Iterator[Definition]:
@@ -51,19 +53,23 @@ def assert_none(offenders: list[str]) -> None:
     assert not offenders, "\n".join(["", *offenders])
 
 
-def test_every_public_class_and_function_has_a_docstring() -> None:
+def test_every_module_states_its_contract(modules: list[Module]) -> None:
+    assert_none([str(one) for one in modules if one.tree.body and not ast.get_docstring(one.tree)])
+
+
+def test_every_public_class_and_function_has_a_docstring(modules: list[Module]) -> None:
     offenders = [
         f"{module}:{node.lineno}: {node.name}"
-        for module in MODULES
+        for module in modules
         for node in public(module.tree.body)
         if not ast.get_docstring(node)
     ]
     assert_none(offenders)
 
 
-def test_every_docstring_begins_with_a_sentence() -> None:
+def test_every_docstring_begins_with_a_sentence(modules: list[Module]) -> None:
     offenders = []
-    for module in MODULES:
+    for module in modules:
         for node in (module.tree, *public(module.tree.body)):
             first = (ast.get_docstring(node) or ".").partition("\n\n")[0]
             if not first.rstrip().endswith((".", ":", "::", "?", "``")):
@@ -71,9 +77,9 @@ def test_every_docstring_begins_with_a_sentence() -> None:
     assert_none(offenders)
 
 
-def test_every_class_name_exists_once() -> None:
+def test_every_class_name_exists_once(modules: list[Module]) -> None:
     places = defaultdict(list)
-    for module in MODULES:
+    for module in modules:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{module}:{node.lineno}")
@@ -81,10 +87,10 @@ def test_every_class_name_exists_once() -> None:
     assert_none(offenders)
 
 
-def test_no_function_is_longer_than_a_screen() -> None:
+def test_no_function_is_longer_than_a_screen(modules: list[Module]) -> None:
     offenders = [
         f"{module}:{node.lineno}: {node.name} has {lines} lines"
-        for module in MODULES
+        for module in modules
         for node in ast.walk(module.tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (lines := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES
@@ -107,11 +113,11 @@ def test_every_folder_says_what_it_holds() -> None:
     assert_none(offenders)
 
 
-def test_docstrings_name_only_modules_that_exist() -> None:
+def test_docstrings_name_only_modules_that_exist(modules: list[Module]) -> None:
     """A name in double backticks that begins with a folder of the package is a module of it."""
     zones = {folder.name for folder in FOLDERS if folder.parent == PACKAGE}
     offenders = []
-    for module in MODULES:
+    for module in modules:
         text = module.path.read_text(encoding="utf-8")
         for match in re.finditer(r"``(?:libra_cli\.)?([a-z_]+(?:\.(?!json|html)[a-z_]+)+)``", text):
             zone, *_ = parts = match[1].split(".")

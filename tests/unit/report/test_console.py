@@ -380,6 +380,34 @@ def test_while_a_slot_moves_its_phase_is_there_and_then_no_more() -> None:
     assert "from rollout to gradient" not in text
 
 
+def test_without_a_terminal_a_decision_is_one_plain_line_and_what_came_another() -> None:
+    out = io.StringIO()
+    replayed(Console(file=out, width=80), 1000.0, sample_run.moving())
+    lines = [line.split("  ", 1)[1] for line in out.getvalue().splitlines()]
+    stay = "5.1 s a step predicted"
+    plan = "decision after step 14: plan 2, 4.2 s a step predicted"
+    because = "(a gain of 4.1% is below 8%; training waited for 40% of a step)"
+    assert [line for line in lines if line.startswith("decision")] == [
+        "decision after step 2: stay (the costs are not known yet; 5 steps have passed)",
+        f"decision after step 9: stay, {stay} {because}",
+        f"decision after step 9: stay, {stay}, 5.3 s came {because}",
+        f"{plan} (rollout waited for 30% of a step)",
+        f"{plan}, 4.55 s came (rollout waited for 30% of a step)",
+    ]
+
+
+def test_a_running_run_shows_its_last_decisions_in_a_line_each_and_then_what_came() -> None:
+    made = sample_run.LEAVES_AT - sample_run.START
+    newest = r"decision +step 14: plan 2, 4.2 s a step predicted"
+    for later, came, encoding in ((5.0, "", "utf-8"), (36.0, ", 4.55 s came", "ascii")):
+        progress = replayed(Console(file=io.StringIO()), made + later, sample_run.moving())
+        text = drawn(progress, encoding=encoding)
+        assert widest(text) <= 80
+        assert re.search(rf"{newest}{came} \(rollout[^\n]*\n +step 9: stay, 5.1 s", text)
+        assert "5.3 s came" in text
+        assert "step 2:" not in text, "only the last two"
+
+
 def test_plain_lines_survive_an_encoding_without_the_letters() -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     progress = Progress(Console(file=file, width=80), name="x", clock=Clock())

@@ -60,7 +60,7 @@ def test_settling_after_every_event_finds_nothing_more_to_do(
 def test_no_group_is_played_again_for_its_age() -> None:
     """Training waits for a group that a step is the last one for, and trajectories begin only
     where the newest version is: so nothing that is played is thrown away."""
-    world = run(here=sim_scene.scene(steps=8, max_staleness=1))
+    world = run(here=sim_scene.scene(steps=8, max_staleness=1, staleness="hold"))
     assert all(t.attempt == 0 for t in world.recording.trajectories)
     assert all(step.staleness_max <= 1 for step in world.recording.steps)
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from libra_cli.bench.config import ExperimentConfig
-from libra_cli.sim.traces import TraceError, load_trace
+from libra_cli.core.costs.workload import TrajectorySample
+from libra_cli.sim.traces import RecordedEpisode, TraceError, Turn, load_trace
 
 
 def line(task: str = "a", **call: Any) -> str:
@@ -98,3 +99,33 @@ def test_a_bench_warns_of_what_was_left_out(tmp_path: Path) -> None:
         drift="none",
     )
     assert any("1 of 3 lines left out" in warning for warning in config.warnings)
+
+
+def three_turns(prompt: int = 100) -> RecordedEpisode:
+    """270 tokens: 100, then 20 and 50 from a tool, 30 and 40, and 30."""
+    turns = [Turn(20, 50, "ls", None, 1.0), Turn(30, 40, "ls", None, 2.0), Turn(30, 0, "", None, 4)]
+    return RecordedEpisode("t", prompt, tuple(turns), 1.0)
+
+
+def test_an_episode_with_room_for_all_of_it_is_not_cut() -> None:
+    episode = three_turns()
+    assert episode.cut(270) is episode
+    assert episode.sample(270) == TrajectorySample(100, 80, 90, turns=3, tool_s=7.0)
+
+
+@pytest.mark.parametrize(
+    ("max_len", "prompt", "generated", "observed", "turns", "tool_s"),
+    [
+        (269, 100, 79, 90, 3, 7.0),  # in the last generation
+        (240, 100, 50, 50, 2, 3.0),  # the second tool's return fills it: no turn is left to play
+        (210, 100, 50, 50, 2, 3.0),  # the second tool returns more than there is room for
+        (180, 100, 30, 50, 2, 3.0),  # in the second generation
+        (110, 100, 10, 0, 1, 1.0),
+        (60, 59, 1, 0, 1, 1.0),  # the prompt itself has no room
+    ],
+)
+def test_an_episode_is_cut_where_a_run_ends_it(
+    max_len: int, prompt: int, generated: int, observed: int, turns: int, tool_s: float
+) -> None:
+    sample = three_turns().sample(max_len)
+    assert sample == TrajectorySample(prompt, generated, observed, turns, tool_s)

@@ -99,6 +99,14 @@ def test_no_flag_of_ours_can_be_given_twice(path: Path) -> None:
             assert flags - extra <= RESERVED_VLLM_FLAGS
 
 
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_every_process_has_its_temporary_files_where_the_runs_end_removes_them(path: Path) -> None:
+    case = json.loads(path.read_text(encoding="utf-8"))
+    for facts in case["facts"].values():
+        facts["tmp_dir"] = "/tmp/libra-3x"
+    assert {spec.env["TMPDIR"] for spec in processes(case)} == {"/tmp/libra-3x"}
+
+
 @pytest.mark.parametrize(("name", "there"), [("r" * 45, True), ("r" * 60, False)])
 def test_sockets_are_where_the_run_ends_them_if_linux_takes_the_path(name, there) -> None:
     recipe = Recipe.model_validate({"nodes": [{"host": "n1"}], "model": {"path": "/m"}})

@@ -89,7 +89,11 @@ def test_a_name_and_a_mapping_say_the_same():
         assert named == spelled
         again = TrainingSpec.model_validate(named.model_dump(mode="json"))
         assert rule_of(again) == rule_of(named)
-    assert rule_of(TrainingSpec()) == hold(1)
+
+
+def test_unnamed_it_is_cut_and_keeps_a_bound_of_0():
+    assert rule_of(TrainingSpec()) == cut(1)
+    assert rule_of(TrainingSpec(max_staleness=0)) == hold(0)
 
 
 def test_arguments_reach_the_rule():

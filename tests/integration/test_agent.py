@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -39,6 +41,8 @@ from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.local import LocalTransport, ProcessStream
 from libra_cli.runtime.weights import Weights
 from tests.netns import marked
+
+pytestmark = pytest.mark.integration
 
 TOKEN = "a-token-for-tests"
 DEADLINE_S = 15.0
@@ -291,6 +295,43 @@ def test_a_process_that_is_killed_leaves_no_shared_memory(tmp_path, run_id) -> N
             assert not (Path("/dev/shm") / name).exists()
 
     play(scene())
+
+
+def test_what_killed_processes_left_in_tmpdir_and_its_shared_memory_goes_with_the_run(
+    tmp_path, run_id
+) -> None:
+    """As vLLM and torch's launcher do: files, and memory named after the file where ranks meet."""
+    name = f"vllm_dist_{uuid4().hex}"
+    memory = Path("/dev/shm") / f"{name}-tp-[0-1]-cpushm"
+    source = (
+        "import os, socket, tempfile, time\n"
+        "where = tempfile.mkdtemp(prefix='torchelastic_')\n"
+        "socket.socket(socket.AF_UNIX).bind(f'{tempfile.gettempdir()}/socket')\n"
+        f"open(f'{{tempfile.gettempdir()}}/{name}', 'w').close()\n"
+        f"open({str(memory)!r}, 'w').close()\n"
+        "print(os.getpid(), flush=True); time.sleep(100)"
+    )
+    found: dict[str, set[str]] = {}
+
+    async def scene() -> None:
+        async with opened(tmp_path, run_id) as (host, events):
+            own = Path(host.tmp_dir)
+            await host.start("server-0", python(source), env={"TMPDIR": host.tmp_dir})
+            (pid,) = await logged_pids(host, "server-0", 1)
+            os.kill(pid, signal.SIGKILL)
+            await events.first(Exited)
+            found["left"] = {path.name.partition("_")[0] for path in own.iterdir()}
+            assert memory.exists()
+            assert stat.S_IMODE(own.stat().st_mode) == 0o700
+        assert not own.exists()
+        assert not memory.exists()
+        assert not (Path(host.run_dir) / "tmp").is_symlink()
+        async with opened(tmp_path, run_id) as (host, _):
+            assert Path(host.tmp_dir).is_dir(), "a run that is resumed has one again"
+            assert host.tmp_dir != str(own)
+
+    play(scene())
+    assert found["left"] == {"torchelastic", "socket", "vllm"}
 
 
 def test_a_child_that_wiped_its_environment_is_stopped_with_its_session(tmp_path, run_id) -> None:

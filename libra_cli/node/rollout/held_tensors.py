@@ -1,0 +1,171 @@
+"""Tells which parts of which published tensors a vLLM worker holds, and their checksums.
+
+vLLM holds the tensors of a model in other shapes than they are published in: query, key and value
+projections are one parameter, so are the gate and up projections; a tensor-parallel rank has a part
+of the rows of these, of the columns of the projections after them, and of the vocabulary, which is
+padded; a tied output layer is the embedding. ``parts_of`` undoes that, from the layers' own account
+of their ranks.
+
+Every part is read where the kernels read it. vLLM's CPU kernels keep a packed copy of a matrix and
+drop the matrix itself: such a copy is multiplied by blocks of the identity, which gives its columns
+back exactly, since every other product is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from libra_cli.node.weights.checksum import FORMATS, MODULUS, as_rows, checksum_of
+
+IDENTITY_ROWS = 512
+"""Columns of a packed matrix that are read back at a time."""
+
+
+_Block: TypeAlias = tuple[int, int, Tensor]
+"""Rows and columns of a published tensor: the first of each, and the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The rows of a layer's parameters from ``first`` on, as a part of a published layer.
+
+    ``name`` is the published layer's; ``rows`` are where these begin and end in it, None if
+    it has all; ``column`` is its first column there.
+    """
+
+    name: str
+    first: int
+    rows: tuple[int, int] | None = None
+    column: int = 0
+
+    @property
+    def held(self) -> slice:
+        """Where its rows are in the layer's own parameters."""
+        first, end = self.rows or (0, 0)
+        return slice(self.first, self.first + end - first)
+
+
+def held_parts(model: nn.Module, dtypes: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Describe all that a worker holds of the published tensors, by name: ``dtypes`` has theirs.
+
+    Each has the published ``name``, the ``source`` (the module it was found in), a region of the
+    published tensor, and ``checksum``; or ``problem``, if the numbers held cannot be those.
+    """
+    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    named = model.named_parameters(remove_duplicate=False)
+    tied = {id(parameter): name for name, parameter in named if name in dtypes}
+    parts = []
+    for path, module in model.named_modules():
+        for name, blocks in _of_module(path, module, packed):
+            if name not in dtypes:  # a tied one is published under the other's name
+                name = tied.get(id(getattr(module, "weight", None)), "")
+            if name in dtypes:
+                parts.append(_part(name, path, blocks, dtypes[name]))
+    return parts
+
+
+def _of_module(
+    path: str, module: nn.Module, packed: Mapping[str, list[str]]
+) -> Iterator[tuple[str, Iterator[_Block]]]:
+    """Published name and blocks of every parameter that is the module's own."""
+    parent, _, last = path.rpartition(".")
+    for name, parameter in module.named_parameters(recurse=False):
+        if name in ("weight", "bias"):
+            parts = [f"{parent}.{part}".lstrip(".") for part in packed.get(last, [last])]
+            for one in slices_of(module, parts):
+                read = _weight if name == "weight" else _bias
+                yield f"{one.name}.{name}", read(module, one)
+        else:
+            yield f"{path}.{name}".lstrip("."), iter([(0, 0, as_rows(parameter.detach()))])
+
+
+def slices_of(layer: nn.Module, names: list[str]) -> list[Slice]:
+    """Return what a layer holds of the published layers ``names``, in the order it holds them."""
+    from vllm.model_executor.layers import linear
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    match layer:
+        case VocabParallelEmbedding():
+            shard = layer.shard_indices
+            rows = (shard.org_vocab_start_index, shard.org_vocab_end_index)
+            return [Slice(names[0], 0, rows)]
+        case linear.RowParallelLinear():
+            size = layer.input_size_per_partition
+            return [Slice(names[0], 0, column=layer.tp_rank * size)]
+        case linear.QKVParallelLinear():
+            shared = layer.tp_rank // layer.num_kv_head_replicas
+            query = (layer.tp_rank, layer.num_heads * layer.head_size)
+            key = (shared, layer.num_kv_heads * layer.head_size)
+            value = (shared, layer.num_kv_heads * layer.v_head_size)
+            return _stacked(names, [query, key, value])
+        case linear.MergedColumnParallelLinear():
+            sizes = [size // layer.tp_size for size in layer.output_sizes]
+            return _stacked(names, [(layer.tp_rank, size) for size in sizes])
+        case linear.ColumnParallelLinear():
+            shard = (layer.tp_rank, layer.output_size_per_partition)
+            return _stacked(names, [shard])
+        case _:
+            return [Slice(names[0], 0)]
+
+
+def _stacked(names: list[str], shards: list[tuple[int, int]]) -> list[Slice]:
+    """Of each published layer one shard: its number and how many rows it has.
+
+    Several layers that are published as one, which no rank has in one piece, are left out.
+    """
+    if len(names) != len(shards):
+        return []
+    slices, first = [], 0
+    for name, (number, size) in zip(names, shards, strict=True):
+        slices.append(Slice(name, first, (number * size, (number + 1) * size)))
+        first += size
+    return slices
+
+
+def _weight(layer: nn.Module, one: Slice) -> Iterator[_Block]:
+    """Rows of a layer's weight, in blocks of columns, as its kernel reads them."""
+    weight = layer.weight.detach()
+    row, held = (one.rows[0], one.held) if one.rows else (0, slice(None))
+    if not _has_packed_copy(layer):
+        yield row, one.column, as_rows(weight)[held]
+        return
+    size = int(getattr(layer, "input_size_per_partition", 0) or layer.embedding_dim)
+    for begin in range(0, size, IDENTITY_ROWS):
+        height = min(IDENTITY_ROWS, size - begin)
+        unit = torch.zeros(height, size, dtype=weight.dtype)
+        unit[torch.arange(height), torch.arange(begin, begin + height)] = 1
+        yield row, one.column + begin, layer.cpu_linear(unit, weight, None)[:, held].T
+
+
+def _has_packed_copy(layer: nn.Module) -> bool:
+    """Whether its kernel multiplies by another copy than its weight: only on CPUs."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    alone = not layer.weight.numel() or isinstance(layer, ParallelLMHead)
+    return alone and hasattr(layer, "cpu_linear")
+
+
+def _bias(layer: nn.Module, one: Slice) -> Iterator[_Block]:
+    held = one.held if one.rows else slice(None)
+    yield 0, one.rows[0] if one.rows else 0, as_rows(layer.bias.detach()[held])
+
+
+def _part(name: str, source: str, blocks: Iterator[_Block], dtype: str) -> dict[str, Any]:
+    """Sum up the blocks, side by side, that a module holds of one tensor."""
+    published = getattr(torch, dtype, None)
+    total, rows, columns = 0, set[int](), set[int]()
+    for row, column, block in blocks:
+        if published not in FORMATS or block.dtype not in (published, torch.float32):
+            problem = f"{name} was published in {dtype}, and is held in {block.dtype}"
+            return {"name": name, "source": source, "problem": problem}
+        total += int(checksum_of(block.to(published), row, column).item())
+        rows |= {row, row + block.shape[0]}
+        columns |= {column, column + block.shape[1]}
+    region = [min(rows), max(rows), min(columns), max(columns)]
+    value = f"{total % MODULUS:016x}"
+    return {"name": name, "source": source, "region": region, "checksum": value}

@@ -1,0 +1,222 @@
+"""Which version a real vLLM server holds: proved in bfloat16, over two ranks, with tied weights.
+
+The model is trained a little and then takes steps of 1e-6, which change log-probabilities by less
+than vLLM and the trainer differ on the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("accelerate", reason="needs the [cpu] extra")
+pytest.importorskip("vllm", reason="needs the [cpu] extra")
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from libra_cli.config.errors import ServerError
+from libra_cli.config.recipe import TrainingSpec
+from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
+from libra_cli.node.trainer.config import TrainerConfig
+from libra_cli.node.trainer.samples import TokenSample
+from libra_cli.node.trainer.trainer import Trainer
+from libra_cli.node.weights.versions import MANIFEST, publish
+from libra_cli.runtime.weights import probe_gap
+from tests.vllm_server import bench_of, published
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),
+]
+VOCABULARY = 1003
+"""No multiple of what vLLM pads to."""
+LEARNING_RATE = 1e-6
+STEPS = 2
+
+
+@dataclass
+class Published:
+    """Versions of a bfloat16 trainer, a step of 1e-6 apart."""
+
+    model_dir: Path
+    versions: list[Path]
+
+    def manifest(self, version: int) -> dict[str, Any]:
+        manifest: dict[str, Any] = json.loads((self.versions[version] / MANIFEST).read_text())
+        return manifest
+
+
+def _build(directory: Path) -> None:
+    """A model of Qwen3's shape that has learned to count modulo its vocabulary."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for _ in range(20):
+        start = torch.randint(0, VOCABULARY, (4, 1))
+        tokens = (start + torch.arange(32) * 7) % VOCABULARY
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.to(torch.bfloat16).save_pretrained(directory)
+    save_tokenizer(build_tokenizer(), directory, max_len=512)
+
+
+def _batch(step: int) -> list[TokenSample]:
+    rng = np.random.default_rng(step)
+    mask = np.array([0] * 10 + [1] * 20, dtype=np.int8)
+    return [
+        TokenSample(
+            group=0,
+            member=member,
+            token_ids=rng.integers(4, VOCABULARY, len(mask), dtype=np.int32),
+            logprobs=np.where(mask, np.float32(-7.0), np.float32(0)),
+            loss_mask=mask,
+            reward=float(member % 2),
+            fresh=True,
+        )
+        for member in range(4)
+    ]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    base = tmp_path_factory.mktemp("published")
+    _build(base / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        config = TrainerConfig(
+            run_id="run",
+            model_dir=str(base / "model"),
+            weights_dir=str(base / "weights"),
+            checkpoint_dir=str(base / "checkpoints"),
+            port=0,
+            world_size=1,
+            trainer_incarnation=1,
+            seed=1,
+            dtype="bfloat16",
+            temperature=1.0,
+            training=TrainingSpec.model_validate({"learning_rate": LEARNING_RATE}),
+            max_len=128,
+        )
+        trainer = Trainer(config)
+        versions = []
+        for step in range(STEPS + 1):
+            if step:
+                trainer.train(step, _batch(step))
+            done = publish(
+                trainer.tensors(),
+                base / "versions",
+                version=step,
+                trainer_incarnation=1,
+                probe=trainer.probe(),
+                keep=STEPS + 1,
+            )
+            versions.append(base / "versions" / done.name)
+        trainer.close()
+    return Published(base / "model", versions)
+
+
+@pytest.fixture(scope="module")
+def bench(given, tmp_path_factory):
+    host = tmp_path_factory.mktemp("host")
+    with bench_of(given.model_dir, host, dtype="bfloat16", ranks=2) as bench:
+        yield bench
+
+
+def load(bench, directory: Path, version: int, **options: Any) -> None:
+    bench.play(
+        lambda: bench.server.load(str(directory), published(version), timeout_s=60, **options)
+    )
+
+
+def changed(given: Published, version: int, base: Path, name: str) -> Path:
+    """A version with the lowest bit of one number of one tensor turned over, as if by accident."""
+    shutil.copytree(given.versions[version], base)
+    path = base / given.manifest(version)["tensors"][name]["file"]
+    tensors = load_file(path)
+    tensors[name].view(torch.int16).view(-1)[-1] ^= 1
+    path.unlink()
+    save_file(tensors, path, metadata={"format": "pt"})
+    return base
+
+
+def test_every_version_is_accepted_while_the_probe_cannot_tell_them_apart(
+    given, bench, record_property
+):
+    gaps = []
+    for version, directory in enumerate(given.versions):
+        load(bench, directory, version)
+        probe = given.manifest(version)["probe"]
+        ids = probe["token_ids"]
+        measured = bench.play(lambda v=version, ids=ids: bench.server.probe(ids, published(v)))
+        gaps.append(probe_gap(tuple(probe["logprobs"]), measured))
+        if version:
+            before = given.manifest(version - 1)["probe"]["logprobs"]
+            moved = probe_gap(tuple(before), probe["logprobs"])
+            record_property(f"gap and movement of version {version}", (gaps[-1], moved))
+            assert moved < gaps[-1]
+    assert max(gaps) < 5 * gaps[0]
+
+
+def test_the_version_before_is_refused(given, bench, tmp_path):
+    shutil.copytree(given.versions[1], tmp_path / "v")
+    shutil.copy(given.versions[2] / MANIFEST, tmp_path / "v" / MANIFEST)
+    with pytest.raises(ServerError, match="is not the one that was published"):
+        load(bench, tmp_path / "v", 2)
+    load(bench, given.versions[2], 2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "model.layers.1.self_attn.q_proj.weight",
+        "model.layers.2.self_attn.k_proj.weight",
+        "model.layers.0.self_attn.v_proj.weight",
+        "model.layers.3.self_attn.o_proj.weight",
+        "model.layers.3.self_attn.k_norm.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.2.mlp.up_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+    ],
+)
+def test_one_bit_of_one_tensor_is_noticed(given, bench, tmp_path, name):
+    with pytest.raises(ServerError, match=name.replace(".", r"\.")):
+        load(bench, changed(given, 2, tmp_path / "v", name), 2)
+    load(bench, given.versions[2], 2)
+
+
+def test_what_cannot_be_found_in_the_server_is_for_the_probe_only_if_so_wanted(
+    given, bench, tmp_path
+):
+    shutil.copytree(given.versions[2], tmp_path / "v")
+    manifest = given.manifest(2)
+    manifest["tensors"]["visual.weight"] = manifest["tensors"]["model.norm.weight"]
+    (tmp_path / "v" / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ServerError, match=r"visual\.weight was not found.*weight_sync\.tolerance"):
+        load(bench, tmp_path / "v", 2)
+    load(bench, tmp_path / "v", 2, partly=True)

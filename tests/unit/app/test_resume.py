@@ -1,0 +1,226 @@
+"""A run that goes on begins with the plan it had; where it cannot, it says why."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+import pytest
+
+from libra_cli.app import resume, run
+from libra_cli.app.first_plan import explained_first_plan
+from libra_cli.config.errors import LibraError, StateError
+from libra_cli.config.recipe import Recipe
+from libra_cli.core import events as e
+from libra_cli.core.actions import Save
+from libra_cli.core.cluster.replica import ReplicaState
+from libra_cli.core.machine import Machine
+from libra_cli.core.planning.planner import FirstPlan
+from libra_cli.core.records import MoveRecord, PlanRecord, Record, RunRecord
+from libra_cli.core.run_state import Resume, RunIdentity
+from libra_cli.core.types import Plan
+from libra_cli.runtime.store.journal import Journal
+from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.replay import records_in_order
+from libra_cli.runtime.store.run_directory import keep_recipe, recipe_of
+from tests import elastic, sample_run
+from tests.unit.core.reconcile import test_joined_slots as joined_slots
+from tests.unit.core.reconcile.test_joined_slots import BOTH, shape
+
+OLD_RUN = Path(__file__).parents[2] / "fixtures/0.1.0"
+A800 = frozenset({"NVIDIA A800-SXM4-80GB"})
+IDENTITY = RunIdentity("run", "", 1, 1.0)
+
+
+def kept(run_dir: Path, recipe: Recipe, records: Iterable[Record]) -> Path:
+    """The run directory of such a run."""
+    run_dir.mkdir()
+    keep_recipe(recipe, run_dir)
+    with Journal(run_dir) as journal:
+        for record in records:
+            journal.save(record)
+    return run_dir
+
+
+def begun(recipe: Recipe, run_dir: Path, gpus: frozenset[str] = frozenset()) -> FirstPlan:
+    return resume.plan_to_go_on_with(recipe, run_dir)(gpus)
+
+
+@dataclass
+class Resumed(elastic.Scene):
+    """A world that goes on with a plan."""
+
+    begin: FirstPlan | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.begin is not None
+        self.plan, self._slots = self.begin.plan, self.begin.slots
+        self.machine = Machine(self.recipe, self.plan, self._slots, IDENTITY, resume=self.resume)
+
+
+def resumed(world: elastic.Scene, run_dir: Path) -> Resumed:
+    """The world as it goes on, until every server and every worker of its plan is there."""
+    machine, recipe = world.machine, world.recipe
+    position = machine.ledger.position(machine.training.step)
+    with Reader(run_dir) as reader:
+        going_on = Resume("checkpoint", position, 0, records_in_order(reader))
+    again = Resumed(
+        Random(1),
+        recipe=recipe,
+        resume=going_on,
+        begin=begun(recipe, run_dir),
+        ledgers={"checkpoint": position},
+    )
+    again.later(e.RunStarted())
+    servers, workers = again.machine.servers.replicas, again.machine.workers.replicas
+    serving = {slot for slot, _ in again.plan.servers}
+    again.until(lambda: all(servers[slot].state is ReplicaState.SERVING for slot in serving))
+    again.until(lambda: set(workers) == set(again.plan.gradient))
+    again.steps_on(2)
+    return again
+
+
+def test_a_slot_that_became_a_gradient_worker_is_one_after_a_resume(tmp_path: Path) -> None:
+    world = elastic.scene()
+    before = world.machine.plan
+    world.order(rollout=2)
+    world.arrive()
+    assert world.machine.plan.gradient
+    run_dir = kept(tmp_path / "run", world.recipe, world.records)
+    again = resumed(world, run_dir)
+    plan = again.machine.plan
+    assert (plan.servers, plan.train, plan.gradient) != (before.servers, before.train, ())
+    assert replace(plan, reasons=()) == replace(world.machine.plan, reasons=())
+    first = again.rows(PlanRecord)[0]
+    assert (first.plan, first.cause) == (2, "start")
+    assert "goes on with plan 1" in first.reasons_json
+    assert not again.rows(MoveRecord), "nothing had to move"
+
+
+def test_joined_slots_stay_joined_after_a_resume(tmp_path: Path) -> None:
+    world = joined_slots.scene(pool="rollout")
+    shape(world, joined=True)
+    world.arrive()
+    run_dir = kept(tmp_path / "run", world.recipe, world.records)
+    again = resumed(world, run_dir)
+    assert [slot.id for slot in again.machine.reconciler.slots] == ["c/0", "a/0", "a/1", BOTH]
+    assert again.machine.servers.replicas[BOTH].slot.gpus == (0, 1)
+    assert not again.rows(MoveRecord)
+    shape(again, joined=False)
+    again.arrive()
+    assert {"b/0", "b/1"} <= joined_slots.serving(again), "and can be split"
+
+
+def test_a_run_that_goes_on_twice_says_once_with_which_plan(tmp_path: Path) -> None:
+    world = elastic.scene()
+    run_dir = kept(tmp_path / "run", world.recipe, world.records)
+    again = resumed(world, run_dir)
+    run_dir = kept(tmp_path / "again", world.recipe, [*world.records, *again.records])
+    reasons = begun(world.recipe, run_dir).plan.reasons
+    assert [why for why in reasons if why.startswith(resume.GOES_ON)] == [
+        "goes on with plan 1, the last before the run was resumed"
+    ]
+
+
+def open_nodes(**lengths: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "nodes": [{"host": f"gpu-{n}", "gpus": 8} for n in range(6)],
+            "model": {"path": "/models/Qwen3-14B", "max_len": 32_768},
+            "training": {"groups_per_step": 32, "micro_batch_tokens": 32_768},
+            "planner": {"profile": "a800-qwen3-14b", "lengths": lengths},
+        }
+    )
+
+
+def test_nodes_without_slots_are_cut_up_after_a_resume_as_they_were(tmp_path: Path) -> None:
+    recipe = open_nodes(generated=9000, turns=6, tool_s=2.0)
+    had = explained_first_plan(recipe, A800)
+    machine = Machine(recipe, had.plan, had.slots, IDENTITY)
+    done = machine.handle(e.RunStarted(), now=1.0)
+    rows = [action.record for action in done if isinstance(action, Save)]
+    run_dir = kept(tmp_path / "run", recipe, rows)
+    told_other = open_nodes(generated=300, turns=2)
+    begin = begun(told_other, run_dir, A800)
+    assert explained_first_plan(told_other, A800).slots != had.slots
+    assert set(begin.slots) == set(had.slots)
+    assert replace(begin.plan, reasons=()) == replace(had.plan, reasons=())
+    assert begin.plan.reasons[1:] == had.plan.reasons
+
+
+def test_without_the_rows_of_its_slots_a_plan_is_made_anew_and_says_so(tmp_path: Path) -> None:
+    recipe = open_nodes(generated=9000, turns=6, tool_s=2.0)
+    had = explained_first_plan(recipe, A800)
+    machine = Machine(recipe, had.plan, had.slots, IDENTITY)
+    done = machine.handle(e.RunStarted(), now=1.0)
+    plans = [action.record for action in done if isinstance(action, Save)]
+    plans = [row for row in plans if isinstance(row, PlanRecord)]
+    recipe = open_nodes(generated=300, turns=2)
+    begin = begun(recipe, kept(tmp_path / "run", recipe, plans), A800)
+    assert begin.plan.servers == explained_first_plan(recipe, A800).plan.servers
+    assert "nothing tells what its slot 'gpu-" in begin.plan.reasons[0]
+
+
+def test_other_buckets_make_another_plan_and_it_says_why(tmp_path: Path) -> None:
+    world = elastic.scene()
+    run_dir = kept(tmp_path / "run", world.recipe, world.records)
+    rollout = world.recipe.model_dump()["rollout"] | {"buckets": [{"max_num_seqs": 77}]}
+    other = Recipe.model_validate(world.recipe.model_dump() | {"rollout": rollout})
+    plan = begun(other, run_dir).plan
+    assert {bucket.max_num_seqs for _, bucket in plan.servers} == {77}
+    assert plan.reasons[0] == (
+        "made anew, not the plan the run had before it was resumed: rollout.buckets changed since "
+        "plan 0"
+    )
+
+
+def test_a_run_that_was_killed_before_its_first_plan_makes_one(tmp_path: Path) -> None:
+    recipe = elastic.scene().recipe
+    run_dir = kept(tmp_path / "run", recipe, [sample_run.run_record()])
+    assert begun(recipe, run_dir).plan.reasons[0].endswith("resumed: the run has none")
+
+
+class NoSession:
+    """Keeps what it is made with, and fails at once."""
+
+    def __init__(self, *arguments: Any, first_plan: Any, **more: Any) -> None:
+        NoSession.plans.append(first_plan(frozenset()).plan)
+
+    async def run(self, goes_on: object) -> RunRecord:
+        assert goes_on is not None
+        return replace(sample_run.run_record(), state="failed", error="no hosts")
+
+    plans: ClassVar[list[Plan]] = []
+
+
+def test_the_command_resumes_a_run_with_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = Path(shutil.copytree(OLD_RUN, tmp_path / "run"))
+    recipe = recipe_of(run_dir)
+    monkeypatch.setattr(run, "Session", NoSession)
+    with pytest.raises(LibraError, match="no hosts"):
+        run.run(
+            recipe,
+            Path("elastic.yaml"),
+            run_dir,
+            resume=True,
+            watch=lambda record: None,
+            note=lambda text: None,
+        )
+    assert NoSession.plans[-1].reasons[0].startswith("goes on with plan 2")
+
+
+def test_hosts_that_are_gone_are_named(tmp_path: Path) -> None:
+    recipe, first = elastic.scene().recipe, sample_run.run_record()
+    run_dir = kept(tmp_path / "run", recipe, [first])
+    fewer = Recipe.model_validate(recipe.model_dump() | {"nodes": recipe.model_dump()["nodes"][:2]})
+    assert resume.continued(first, recipe, run_dir).step == first.step
+    with pytest.raises(StateError, match=r"with other nodes \(gone: b\)") as caught:
+        resume.continued(first, fewer, run_dir)
+    assert "give the recipe it was made from" in caught.value.hint

@@ -1,0 +1,131 @@
+"""A server that does not prove a version is asked again, then replaced, and only then given up."""
+
+from __future__ import annotations
+
+import pytest
+
+from libra_cli.core.actions import StartServer, StopServer, SyncServer
+from libra_cli.core.cluster.replica import Replica, ReplicaState
+from libra_cli.core.cluster.replica_set import MAX_RESTARTS
+from libra_cli.core.cluster.rollout_servers import RolloutServers
+from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.events import (
+    PublishedVersion,
+    ServerStarted,
+    ServerStopped,
+    ServerSynced,
+    SyncFailed,
+)
+from libra_cli.core.notices import Result
+from libra_cli.core.types import Bucket, Plan, Pool, Slot, WeightVersion
+
+SLOT = Slot("b/0", "b", (), Pool.ROLLOUT)
+BUCKET = Bucket("all", 1, 8, 1000)
+COST = ServerCost(1, 0.01, 0.0, 0.0, 0.0, 0.0, 1000)
+FIRST, SECOND = (PublishedVersion(WeightVersion(1, step), 1000, 0.0) for step in (0, 1))
+
+
+class Servers(RolloutServers):
+    """One server, and what happens to it."""
+
+    def __init__(self) -> None:
+        plan = Plan(((SLOT.id, BUCKET),), train=())
+        super().__init__(plan, [SLOT], lambda _: COST)
+        self.publish(FIRST)
+        self.start(self.one, now=0.0)
+        self.begin()
+
+    @property
+    def one(self) -> Replica:
+        return self.replicas[SLOT.id]
+
+    def begin(self) -> None:
+        """The process that was started generates."""
+        self.started(ServerStarted(SLOT.id, self.one.incarnation), now=1.0)
+
+    def refuse(self, *, gap: float | None = None) -> list[type]:
+        """The server answers that it does not hold the newest version."""
+        assert self.latest is not None
+        failed = SyncFailed(SLOT.id, self.one.incarnation, self.latest, "no", True, gap)
+        return kinds(self.sync_failed(failed, now=2.0))
+
+    def prove(self) -> None:
+        """The server proves the newest version."""
+        assert self.latest is not None
+        proved = ServerSynced(
+            SLOT.id, self.one.incarnation, self.latest, 1e-6, 0.0, 0.0, 2.0, 0, "local"
+        )
+        self.synced(proved, now=2.0)
+
+    def end(self) -> list[type]:
+        """No process is left."""
+        stopped = ServerStopped(SLOT.id, self.one.incarnation)
+        return kinds(self.gone(stopped, lambda _: True, now=3.0))
+
+
+def kinds(results: list[Result]) -> list[type]:
+    """What is to be done, without the records."""
+    actions = (StartServer, StopServer, SyncServer)
+    return [type(result) for result in results if isinstance(result, actions)]
+
+
+@pytest.fixture
+def servers() -> Servers:
+    return Servers()
+
+
+@pytest.mark.parametrize("gap", [None, 3.0])
+def test_a_first_failed_sync_is_tried_again(servers, gap):
+    assert servers.refuse(gap=gap) == [SyncServer]
+    servers.prove()
+    assert servers.one.state is ReplicaState.SERVING
+
+
+def test_a_server_that_never_proves_anything_is_replaced_once_and_then_failed(servers):
+    assert [servers.refuse(), servers.refuse()] == [[SyncServer], [StopServer]]
+    assert servers.end() == [StartServer]
+    servers.begin()
+    assert [servers.refuse(), servers.refuse()] == [[SyncServer], [StopServer]]
+    assert servers.end() == []
+    assert servers.one.state is ReplicaState.FAILED
+    assert servers.all_failed == "b/0: no"
+
+
+def test_the_process_that_replaces_it_may_work(servers):
+    servers.refuse()
+    servers.refuse()
+    servers.end()
+    servers.begin()
+    servers.prove()
+    assert servers.one.state is ReplicaState.SERVING
+
+
+def test_a_server_that_has_worked_is_replaced_as_often_as_after_any_failure(servers):
+    servers.prove()
+    servers.publish(SECOND)
+    for _ in range(MAX_RESTARTS):
+        assert [servers.refuse(), servers.refuse()] == [[SyncServer], [StopServer]]
+        assert servers.end() == [StartServer]
+        servers.begin()
+    assert [servers.refuse(), servers.refuse()] == [[SyncServer], [StopServer]]
+    assert servers.end() == []
+
+
+def test_a_proof_forgets_the_failure_before_it(servers):
+    servers.refuse()
+    servers.prove()
+    servers.publish(SECOND)
+    assert servers.refuse() == [SyncServer]
+
+
+def test_a_server_that_may_have_generated_with_wrong_weights_is_not_asked_again(servers):
+    servers.prove()
+    servers.publish(SECOND)
+    assert servers.refuse(gap=3.0) == [StopServer]
+
+
+def test_a_process_that_never_started_is_not_started_again():
+    servers = Servers()
+    servers.one.state = ReplicaState.STARTING
+    servers.take_out(servers.one, "no memory", now=1.0)
+    assert servers.end() == []

@@ -1,0 +1,108 @@
+"""One real vLLM server, started by the agent on this machine, and a loop to speak to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.cluster.placement import initial_plan, slots_of
+from libra_cli.core.events import PublishedVersion
+from libra_cli.core.launch.process import HostFacts
+from libra_cli.core.launch.rollout_backend import server_process
+from libra_cli.core.types import WeightVersion
+from libra_cli.runtime.hosts.host import Host
+from libra_cli.runtime.hosts.local import LocalTransport
+from libra_cli.runtime.vllm.client import ServerClient
+
+START_S = 240.0
+
+
+def published(version: int, incarnation: int = 1) -> PublishedVersion:
+    return PublishedVersion(WeightVersion(incarnation, version), 0, 0.0)
+
+
+class Bench:
+    """A loop of its own for the whole file, so that one server serves every test."""
+
+    def __init__(
+        self, host: Host, server: ServerClient, token: str, url: str, loop: asyncio.Runner
+    ) -> None:
+        self.host, self.server, self.token, self.url = host, server, token, url
+        self._loop = loop
+
+    def play(self, scene: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        return self._loop.run(asyncio.wait_for(scene(), 120))
+
+
+@contextmanager
+def bench_of(
+    model_dir: Path, base: Path, *, dtype: str = "float32", ranks: int = 1
+) -> Iterator[Bench]:
+    """A server of a model, with that many tensor-parallel ranks."""
+    token = secrets.token_urlsafe(16)
+    with asyncio.Runner() as loop:
+        opened = _opened(model_dir, base, token, dtype, ranks)
+        host, server, url = loop.run(opened.__aenter__())
+        try:
+            yield Bench(host, server, token, url, loop)
+        finally:
+            left = loop.run(opened.__aexit__(None, None, None))
+            assert not left
+
+
+@asynccontextmanager
+async def _opened(
+    model_dir: Path, base: Path, token: str, dtype: str, ranks: int
+) -> AsyncIterator[tuple[Host, ServerClient, str]]:
+    recipe = Recipe.model_validate(
+        {
+            "nodes": [{"host": "local", "slots": 2, "pool": ["rollout", "train"]}],
+            "model": {"path": str(model_dir), "max_len": 512, "dtype": dtype},
+            "environment": {"name": "pointer-chase"},
+            "rollout": {"max_turn_tokens": 480, "buckets": [{"name": "all", "max_num_seqs": 8}]},
+        }
+    )
+    slot = slots_of(recipe)[0]
+    bucket = replace(initial_plan(recipe).servers[0][1], tensor_parallel=ranks)
+    host = Host("local", LocalTransport(), workdir=str(base))
+    await host.open(
+        "test-server",
+        token=token,
+        lease_s=60,
+        weights_dir=str(base / "weights"),
+        on_event=lambda event: None,
+    )
+    try:
+        (port,) = await host.ports(21000, 21999, 1)
+        facts = HostFacts(
+            node="local",
+            python=host.python,
+            workdir=host.workdir,
+            run_dir=host.run_dir,
+            weights_dir=str(base / "weights"),
+            tmp_dir=host.tmp_dir,
+            address="127.0.0.1",
+            cpus=os.cpu_count(),
+        )
+        spec = server_process(recipe, slot, bucket, facts, port=port, model_dir=str(model_dir))
+        await host.start(spec.process, spec.argv, env=dict(spec.env), files=dict(spec.files))
+        endpoint = await host.dial(port)
+        server = ServerClient("local/0", 0, endpoint, token)
+        await server.wait_ready(timeout_s=START_S)
+        yield host, server, endpoint.url
+        await server.close()
+        sockets = list((base / "weights" / "test-server").glob("*-*-*-*"))
+        assert any(path.is_socket() for path in sockets), "vLLM leaves its own"
+        assert any(name.startswith("vllm_dist_") for name in os.listdir(host.tmp_dir))
+    finally:
+        left = await host.shutdown()
+        assert not left, left
+    assert not (base / "weights" / "test-server").exists()
+    assert Path(host.tmp_dir).name not in os.listdir(Path(host.tmp_dir).parent)
