@@ -127,7 +127,10 @@ def test_loss_and_gradient_agree_with_trl(model_dir: Path, tmp_path: Path, kl_co
     from transformers import AutoModelForCausalLM
 
     settings = TrainingSpec(clip_low=0.2, clip_high=0.28, tis_cap=2.0, kl_coef=kl_coef)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
+    model, theirs_model = (
+        AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
+        for _ in range(2)
+    )
     rows = samples()
     advantages = torch.linspace(-1.5, 1.5, ROWS)
     batch = collate(rows, advantages.tolist(), torch.device("cpu"))
@@ -154,9 +157,8 @@ def test_loss_and_gradient_agree_with_trl(model_dir: Path, tmp_path: Path, kl_co
     ours.backward()
     our_gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).double()
     assert 0.2 < float(share.metrics["clip_fraction"]) / len(current) < 0.8
-    model.zero_grad()
 
-    trainer = make_trainer(model, model_dir, tmp_path, settings)
+    trainer = make_trainer(theirs_model, model_dir, tmp_path, settings)
     theirs_in = {"advantages": advantages, **trl_inputs(rows, old, rollout, reference)}
     theirs = trainer._compute_loss(trainer.model, theirs_in)
     theirs.backward()
