@@ -58,7 +58,7 @@ def chosen_logprobs(
     return results
 
 
-class _ChosenLogprobs(torch.autograd.Function):
+class _ChosenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is Any here
     @staticmethod
     def forward(
         ctx: Any,
@@ -89,7 +89,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         return chosen - whole, entropy
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, whole = ctx.saved_tensors
         to_hidden, to_weight = ctx.needs_input_grad[:2]
         narrow = hidden.to(ctx.dtype)

@@ -74,14 +74,18 @@ def packed_attention(
     lengths = list(packed.lengths) if packed is not None else [query.shape[2]]
     parts = [
         scaled_dot_product_attention(
-            *one,
-            attn_mask=_band(one[0], sliding_window),
+            one_query,
+            one_key,
+            one_value,
+            attn_mask=_band(one_query, sliding_window),
             dropout_p=dropout,
-            is_causal=not _is_cut(one[0], sliding_window),
+            is_causal=not _is_cut(one_query, sliding_window),
             scale=scaling,
             enable_gqa=True,
         )
-        for one in zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True)
+        for one_query, one_key, one_value in zip(
+            *(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True
+        )
     ]
     return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
 
