@@ -81,8 +81,9 @@ def test_under_autocast_products_are_in_half_precision_and_gradients_in_the_weig
 def test_a_frozen_weight_gets_no_gradient_and_no_tokens_give_zeros():
     hidden, weight, targets, _ = made()
     chosen_logprobs(hidden, weight.detach(), targets, temperature=1.0)[0].sum().backward()
-    assert hidden.grad is not None
-    assert weight.grad is None
+    given: tuple[Any, Any] = hidden.grad, weight.grad
+    assert given[0] is not None
+    assert given[1] is None
     none = chosen_logprobs(hidden[:0], weight, targets[:0], temperature=1.0)[0]
     none.sum().backward()
     assert float(weight.grad.abs().sum()) == 0

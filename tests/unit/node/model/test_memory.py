@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 import torch.distributed as dist  # noqa: E402
@@ -67,9 +68,10 @@ def fake_world(size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def trajectories(tokens: int) -> list[TokenSample]:
     """Four, of which every token but the first is generated."""
     length = tokens // 4
-    mask = np.ones(length, dtype=np.int8)
+    mask: NDArray[np.int8] = np.ones(length, dtype=np.int8)
     mask[0] = 0
-    ids, logprobs = np.zeros(length, dtype=np.int32), np.zeros(length, dtype=np.float32)
+    ids: NDArray[np.int32] = np.zeros(length, dtype=np.int32)
+    logprobs: NDArray[np.float32] = np.zeros(length, dtype=np.float32)
     return [TokenSample(0, member, ids, logprobs, mask, 0.0, False) for member in range(4)]
 
 
@@ -98,7 +100,8 @@ def tracked(shape: Architecture, world: int, choice: Choice) -> float:
             logprobs, _ = scoring.logprobs(batch.request, temperature=1.0)
         logprobs.sum().backward()
         del logprobs
-        optimizer.step()
+        if world == 1:  # of shards, fake collectives count whole parameters
+            optimizer.step()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     return float(peak["Total"])
 
@@ -119,7 +122,7 @@ def test_the_law_is_within_15_percent_of_what_torch_counts(
 
 
 @pytest.mark.parametrize(
-    ("model", "world", "choice"), [("0.6B", 8, "none"), ("14B", 16, "full"), ("14B", 1, "full")]
+    ("model", "world", "choice"), [("0.6B", 8, "none"), ("14B", 16, "full"), ("1.7B", 1, "full")]
 )
 def test_the_law_holds_for_four_layers_of_true_width(
     model: str, world: int, choice: Choice, monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen3Config  # noqa: E402
@@ -39,7 +40,7 @@ def sequences(*lengths: int) -> list[TokenSample]:
         mask = (rng.random(length) < 0.6).astype(np.int8)
         mask[0], mask[-1] = 0, 1
         token_ids = rng.integers(3, 61, length).astype(np.int32)
-        logprobs = np.zeros(length, dtype=np.float32)
+        logprobs: NDArray[np.float32] = np.zeros(length, dtype=np.float32)
         made.append(TokenSample(0, member, token_ids, logprobs, mask, 0.0, False))
     return made
 
@@ -96,7 +97,7 @@ def test_packed_sequences_score_as_they_do_alone(config: Any):
 def test_no_tensor_of_tokens_times_vocabulary_is_made(monkeypatch: pytest.MonkeyPatch):
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Largest(TorchDispatchMode):
+    class Largest(TorchDispatchMode):  # type: ignore[misc]  # torch is Any here
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             made = func(*args, **(kwargs or {}))
             tensors = made if isinstance(made, tuple | list) else [made]
