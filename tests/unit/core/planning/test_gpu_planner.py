@@ -35,7 +35,10 @@ from libra_cli.core.reconcile.reconciler import GRACE_S
 from libra_cli.core.types import Plan, Slot
 from libra_cli.sim.profiles import load_profile
 
-PROFILE = load_profile("a800-qwen3-14b")
+_SHIPPED = load_profile("a800-qwen3-14b")
+_ROOMY = replace(_SHIPPED.training.facts, gpu_gib=140.0)
+PROFILE = replace(_SHIPPED, training=replace(_SHIPPED.training, facts=_ROOMY))
+"""With room for long trajectories in a trainer of 8: what is tested is when a plan changes."""
 GPUS = 32
 SETTINGS = PlannerSettings(groups=32)
 MOVING = [name for name in PLANNERS if name not in STATIC]

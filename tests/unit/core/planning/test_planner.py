@@ -27,7 +27,7 @@ def heavy_tailed(mean: float, *, seed: int = 0, number: int = 256, batch: int = 
 
 
 @settings(max_examples=15, deadline=None)
-@given(mean=st.floats(200, 15_000), gpus=st.integers(8, 24), seed=st.integers(0, 99))
+@given(mean=st.floats(200, 15_000), gpus=st.integers(12, 24), seed=st.integers(0, 99))
 def test_the_split_equals_exhaustive_search(mean: float, gpus: int, seed: int) -> None:
     work = heavy_tailed(mean, seed=seed, number=32)
     search = Search(PROFILE, work, gpus, PlannerSettings())
