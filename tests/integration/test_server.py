@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import warnings
 from array import array
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,8 +90,6 @@ def exported(base: Path, model: Any, directory: Path) -> Path:
 
     from libra_cli.node.checkpoints.export import export
 
-    dcp.save({"model": model.state_dict()}, checkpoint_id=directory / "step", no_dist=True)
-    card = {"name": "small", "base": "base", "tags": [], "body": "# small"}
     order = {
         "checkpoint": str(directory / "step"),
         "urls": [],
@@ -98,9 +97,12 @@ def exported(base: Path, model: Any, directory: Path) -> Path:
         "model_dir": str(base),
         "dtype": "float32",
         "out": str(directory / "model"),
-        "card": card,
+        "card": {"name": "small", "base": "base", "tags": [], "body": "# small"},
     }
-    export(order)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch tells that there is one process
+        dcp.save({"model": model.state_dict()}, checkpoint_id=directory / "step", no_dist=True)
+        export(order)
     return directory / "model"
 
 
