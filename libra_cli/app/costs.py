@@ -117,7 +117,7 @@ def live_planner(recipe: Recipe, gpus: frozenset[str]) -> Planner:
 def recipe_planner(recipe: Recipe, costs: CostSource, *, elastic: bool) -> Planner:
     """A planner of the recipe's slots, or its open nodes; ``elastic``: the run is under way."""
     costs = _of_dense(recipe, costs)
-    settings = PlannerSettings(max_num_seqs=seats_of(recipe), training_shapes=(1,))
+    settings = PlannerSettings(max_num_seqs=seats_of(recipe))
     if not recipe.has_open_nodes:
         return Planner(RecipePlacement(recipe, elastic=elastic), costs, settings)
     space = GpuPlacement.on(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from libra_cli.app.first_plan import explained_first_plan
 from libra_cli.config.errors import StateError
@@ -25,6 +26,8 @@ from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.replay import records_in_order, slots_of_plan
 from libra_cli.runtime.store.run_directory import RECIPE, recipe_of
 
+FirstPlanOf: TypeAlias = Callable[[frozenset[str] | None], FirstPlan]
+"""What a run begins with on GPUs of these names; None: before its hosts are asked."""
 GOES_ON = "goes on with plan"
 
 
@@ -78,8 +81,8 @@ def _gone(before: Recipe, recipe: Recipe) -> str:
     return f" (gone: {', '.join(gone)})" if gone else ""
 
 
-def plan_to_go_on_with(recipe: Recipe, run_dir: Path) -> Callable[[frozenset[str]], FirstPlan]:
-    """What gives the first plan of a run that goes on, once the GPUs of its hosts are known.
+def plan_to_go_on_with(recipe: Recipe, run_dir: Path) -> FirstPlanOf:
+    """What gives the first plan of a run that goes on.
 
     Raises:
         StateError: the run directory cannot be read.
@@ -115,7 +118,7 @@ def _kept(reader: Reader, recipe: Recipe, row: PlanRecord) -> FirstPlan:
     return FirstPlan(replace(plan, reasons=(told, *reasons)), slots_of_plan(reader, recipe, plan))
 
 
-def _anew(recipe: Recipe, why: str, gpus: frozenset[str]) -> FirstPlan:
+def _anew(recipe: Recipe, why: str, gpus: frozenset[str] | None) -> FirstPlan:
     found = explained_first_plan(recipe, gpus)
     told = f"made anew, not the plan the run had before it was resumed: {why}"
     return replace(found, plan=replace(found.plan, reasons=(told, *found.plan.reasons)))

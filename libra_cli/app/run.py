@@ -11,12 +11,11 @@ from pathlib import Path
 
 from libra_cli.app.costs import live_planner
 from libra_cli.app.export import card_of
-from libra_cli.app.first_plan import explained_first_plan, first_plan
-from libra_cli.app.resume import continued, last_checkpoint, plan_to_go_on_with
+from libra_cli.app.first_plan import explained_first_plan
+from libra_cli.app.resume import FirstPlanOf, continued, last_checkpoint, plan_to_go_on_with
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.launch.dry_run import HostPlan, dry_run
-from libra_cli.core.planning.planner import FirstPlan
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.types import Plan
 from libra_cli.report.html.run_report import write_report
@@ -30,16 +29,20 @@ from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.run_directory import keep_recipe
 
 
-def plan_of(recipe_path: Path) -> tuple[Recipe, Plan, tuple[HostPlan, ...]]:
-    """``libra run --dry-run``: what would be started where. Touches nothing.
+def plan_of(
+    recipe_path: Path, resume: Path | None = None
+) -> tuple[Recipe, Plan, tuple[HostPlan, ...]]:
+    """``libra run --dry-run``: what would be started where, to ``resume`` a run or to begin one.
+
+    Touches nothing.
 
     Raises:
         RecipeError: every problem of the recipe at once.
-        LibraError: nothing runs by the prices that the recipe names.
+        LibraError: nothing runs by the prices that the recipe names, or there is no such run.
     """
     recipe = load_recipe(recipe_path)
-    placed = first_plan(recipe)
-    return recipe, placed[0], dry_run(recipe, placed=placed)
+    found = _begin_with(recipe, resume)(None)
+    return recipe, found.plan, dry_run(recipe, placed=(found.plan, found.slots))
 
 
 def run(
@@ -59,11 +62,10 @@ def run(
     run_dir = run_dir.absolute()
     first = _first_row(recipe, recipe_path, run_dir)
     goes_on: LastCheckpoint | None = None
-    begin_with: Callable[[frozenset[str]], FirstPlan] = partial(explained_first_plan, recipe)
     if resume:
         goes_on = last_checkpoint(run_dir)
         first = continued(first, recipe, run_dir)
-        begin_with = plan_to_go_on_with(recipe, run_dir)
+    begin_with = _begin_with(recipe, run_dir if resume else None)
     # Found and made once before any host is asked for anything; begun later, with a deadline.
     EnvironmentFactory(recipe.environment).make()
     monitored = MonitoredRun(run_dir.name, run_dir, recipe.model_dump(mode="json"))
@@ -96,6 +98,12 @@ def run(
             hint=f"libra status {run_dir}; libra logs NODE PROCESS shows a process's own words",
         )
     return write_report(run_dir, tolerance=recipe.weight_sync.tolerance, now=time.time())
+
+
+def _begin_with(recipe: Recipe, resume: Path | None) -> FirstPlanOf:
+    if resume is not None:
+        return plan_to_go_on_with(recipe, resume)
+    return partial(explained_first_plan, recipe)
 
 
 def _first_row(recipe: Recipe, recipe_path: Path, run_dir: Path) -> RunRecord:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from libra_cli.bench.contenders import POLICIES
-from libra_cli.bench.jobs import playable
+from libra_cli.bench.jobs import MAX_LEN, longest_of, playable
 from libra_cli.config.errors import LibraError, did_you_mean
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.planning.baselines import PLANNERS
+from libra_cli.core.types import Tokens
 from libra_cli.sim.drift import KINDS, NO_DRIFT, Drift
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import DEFAULT_TRACE, Trace, load_trace
@@ -67,16 +68,24 @@ class ExperimentConfig:
             TraceError: a trace that cannot be read, with file and line.
             ProfileError: a profile that is none.
         """
+        prices = load_profile(profile)
+        longest = longest_of(prices, gpus)
+        drifts = [parse_drift(one, longest) for one in drift.replace(", ", ",").split()]
         return cls(
             traces=tuple(load_trace(name) for name in traces or (DEFAULT_TRACE,)),
-            profile=load_profile(profile),
+            profile=prices,
             gpus=gpus,
             seeds=seeds,
             policies=parse_names("policy", policies, POLICIES),
             planners=parse_names("planner", planners, PLANNERS),
             policy=parse_names("policy", policy, POLICIES)[0],
-            drifts=tuple(map(parse_drift, drift.replace(", ", ",").split())) or (NO_DRIFT,),
+            drifts=tuple(drifts) or (NO_DRIFT,),
         )
+
+    @property
+    def max_len(self) -> Tokens:
+        """At how many tokens trajectories are cut."""
+        return longest_of(self.profile, self.gpus)
 
     @property
     def warnings(self) -> list[str]:
@@ -109,10 +118,10 @@ def parse_names(kind: str, wanted: str, known: Sequence[str]) -> tuple[str, ...]
     return names or tuple(known)
 
 
-def parse_drift(text: str) -> Drift:
+def parse_drift(text: str, max_len: Tokens = MAX_LEN) -> Drift:
     """``1,4``, ``tools:1,20``, ``turns:1,3``, ``task:TRACE`` (see ``sim.drift``); ``none``.
 
-    A single factor is what it ends with.
+    A single factor is what it ends with. A task's prompts are shorter than ``max_len``.
 
     Raises:
         BenchError: not numbers above zero, or of something that does not change.
@@ -127,7 +136,7 @@ def parse_drift(text: str) -> Drift:
             hint=f"choose among {', '.join(KINDS)}, as in --drift tools:1,20",
         )
     if kind == "task":
-        return Drift(kind, task=playable(load_trace(rest))[0])
+        return Drift(kind, task=playable(load_trace(rest), max_len)[0])
     if rest.lower() in ("", "none", "1"):
         return NO_DRIFT
     try:

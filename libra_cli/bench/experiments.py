@@ -1,13 +1,13 @@
 """The comparisons of ``libra bench``: one function an experiment, each many simulated runs.
 
-``quick`` and ``schedule`` compare policies on fixed plans, ``plan`` planners under one policy;
+``schedule`` compares policies on fixed plans, ``plan`` planners under one policy;
 ``ablation`` and ``sensitivities`` compare what is left of libra without its parts, and where costs
 are others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -22,7 +22,7 @@ from libra_cli.bench.results import (
     ResultRow,
     Timeline,
 )
-from libra_cli.core.planning.search import Layout, PlannerSettings, propose
+from libra_cli.core.planning.search import propose
 from libra_cli.sim.drift import Drift
 from libra_cli.sim.traces import Trace
 
@@ -34,62 +34,36 @@ most of them are trained once the pipeline is full."""
 LONG_STEPS = 48
 """Optimizer steps of a run whose plan may change: some ten times as many as may be in flight, so
 that filling the pipeline at first and emptying it at last count for little."""
-MIXED = PlannerSettings(mixed_gain=0.0, tolerance=0.0)
-"""The planner may mix shapes of servers wherever that gains anything."""
-SERVERS = {
-    "alike servers": PlannerSettings(mixed_gain=1e9),
-    "mixed servers": MIXED,
-}
-"""The plans that policies are compared on, by the servers in them."""
 PARTS = (
-    ("static uniform", "uniform", USUAL_POLICY, PlannerSettings()),
-    ("+ planner", BASE_PLANNER, USUAL_POLICY, PlannerSettings(mixed_gain=1e9)),
-    ("+ mixed servers", BASE_PLANNER, USUAL_POLICY, MIXED),
-    ("+ C-MLFQ", BASE_PLANNER, "libra", MIXED),
-    ("+ elastic pool", "libra", "libra", MIXED),
+    ("static uniform", "uniform", USUAL_POLICY),
+    ("+ planner", BASE_PLANNER, USUAL_POLICY),
+    ("+ C-MLFQ", BASE_PLANNER, "libra"),
+    ("+ elastic pool", "libra", "libra"),
 )
-"""The ablation of Libra (arXiv 2606.03077), in its order: a name, a planner, a policy, what the
-planner may do."""
+"""The ablation of Libra (arXiv 2606.03077), in its order, without servers of unlike shapes, which
+no plan has: a name, a planner, a policy."""
 OVERHEADS_MS = (0, 2, 4, 20)
 """Milliseconds an engine step takes beyond its kernels; chosen, to bracket the shipped 4 ms."""
 MISTAKES = (0.5, 2.0)
 """Factors by which the believed costs of servers are wrong; chosen."""
 
 
-def quick(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
-    """Policies on the plan that libra's planner proposes for the trace."""
-    return _on_plans(config, {"": PlannerSettings()}, progress)
-
-
 def schedule(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
-    """Policies on the best plan of alike servers and on the best one of any, so that one sees which
-    suits each; where they are one plan, on that."""
-    return _on_plans(config, SERVERS, progress)
-
-
-def _on_plans(
-    config: ExperimentConfig, plans: Mapping[str, PlannerSettings], progress: Progress
-) -> ExperimentResult:
-    traces, notes = _playable(config.traces)
+    """Policies on the plan that libra's planner proposes for the trace."""
+    traces, notes = _playable(config)
     jobs: list[Job] = []
     for trace in traces:
-        layouts: list[Layout] = []
-        for name, settings in plans.items():
-            blank = _job(config, trace)
-            proposal = propose(config.profile, blank.workload, config.gpus, settings)
-            if proposal.layout.buckets in [layout.buckets for layout in layouts]:
-                continue
-            layouts.append(proposal.layout)
-            about = f"{trace.name}, {name}" if name else trace.name
-            notes += [f"{about}: {reason}" for reason in proposal.reasons[:2]]
-            fixed = replace(blank, layout=proposal.layout, variant=name)
-            jobs += _with_policies(fixed, config.policies, config.seeds)
+        blank = _job(config, trace)
+        proposal = propose(config.profile, blank.workload, config.gpus)
+        notes += [f"{trace.name}: {reason}" for reason in proposal.reasons[:2]]
+        fixed = replace(blank, layout=proposal.layout)
+        jobs += _with_policies(fixed, config.policies, config.seeds)
     return _run("policies on a fixed plan", jobs, notes, progress)
 
 
 def plan(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
     """Planners under one policy, and the usual way beside them: a static split, sticky routing."""
-    traces, notes = _playable(config.traces)
+    traces, notes = _playable(config)
     pairs = [(name, config.policy) for name in config.planners]
     if config.policy != USUAL_POLICY and BASE_PLANNER in config.planners:
         pairs.append((BASE_PLANNER, USUAL_POLICY))
@@ -111,7 +85,7 @@ def ablation(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
     """
     if len(config.drifts) > 1:
         raise BenchError("an ablation has one drift", hint=f"--drift {DEFAULT_DRIFT}")
-    traces, notes = _playable(config.traces)
+    traces, notes = _playable(config)
     jobs = [
         replace(
             _drifting(config, trace, config.drifts[0]),
@@ -119,11 +93,10 @@ def ablation(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
             policy=policy,
             seed=seed,
             variant=name,
-            settings=settings,
         )
         for trace in traces
         for seed in range(config.seeds)
-        for name, planner, policy, settings in PARTS
+        for name, planner, policy in PARTS
     ]
     for trace in traces:
         blank = replace(_job(config, trace), planner="fixed", variant="scheduler")
@@ -139,7 +112,7 @@ def sensitivities(config: ExperimentConfig, progress: Progress) -> ExperimentRes
     slower = {ms: profile.kernel_only().with_overhead(ms / 1000) for ms in OVERHEADS_MS}
     cases = [(f"overhead {ms} ms", real, real) for ms, real in slower.items()]
     cases += [(f"believed x{factor:g}", profile, profile.scaled(factor)) for factor in MISTAKES]
-    traces, notes = _playable(config.traces)
+    traces, notes = _playable(config)
     jobs: list[Job] = []
     for trace in traces:
         for name, real, believed in cases:
@@ -167,9 +140,9 @@ def _with_policies(job: Job, policies: Sequence[str], seeds: int) -> list[Job]:
     return [replace(job, policy=policy, seed=seed) for seed in range(seeds) for policy in policies]
 
 
-def _playable(traces: Sequence[Trace]) -> tuple[list[Trace], list[str]]:
+def _playable(config: ExperimentConfig) -> tuple[list[Trace], list[str]]:
     """The traces without what no run could play, and notes that say so."""
-    found = [playable(trace) for trace in traces]
+    found = [playable(trace, config.max_len) for trace in config.traces]
     return [trace for trace, _ in found], [note for _, notes in found for note in notes]
 
 

@@ -18,16 +18,16 @@ from libra_cli.bench.contenders import Future, contender
 from libra_cli.bench.results import ResultRow, Timeline
 from libra_cli.config.recipe import Recipe, TrainingSpec
 from libra_cli.core import actions as a
-from libra_cli.core.costs.profile import Profile, TrainingShape
+from libra_cli.core.costs.profile import Profile
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.planning.baselines import STATIC, first_layout, planner_of
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.planner import DecisionMaker
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
-from libra_cli.core.planning.training_shapes import TrainingTree
+from libra_cli.core.planning.training_table import TrainingTable
 from libra_cli.core.rollout.staleness import rule_of
-from libra_cli.core.types import Bucket, Seconds, TrajectoryId
+from libra_cli.core.types import Bucket, Seconds, Tokens, TrajectoryId
 from libra_cli.sim.drift import NO_DRIFT, Drift
 from libra_cli.sim.traces import RecordedEpisode, Trace, TraceError
 from libra_cli.sim.world import SimConfig, World
@@ -36,7 +36,10 @@ STEPS = 5
 """Optimizer steps of a run."""
 GROUPS, GROUP_SIZE, STALENESS = 32, 8, 4
 MAX_LEN = 131_072
-"""Longer trajectories are cut there, as a run would."""
+"""Longer trajectories are cut there, as a run would, or where its trainer's memory ends."""
+TRAINED_ON = 1 / 3
+"""Of the GPUs: trajectories are cut at what a trainer on so many has the memory for, so that up to
+two thirds may serve whatever is drawn. Chosen."""
 STORY_SEED = 0
 WAKE_S: Seconds = 10.8
 """To wake a server that slept while its GPUs trained, as published for Libra (arXiv 2606.03077)."""
@@ -63,13 +66,17 @@ class Job:
     layout: Layout | None = None
     start: Layout | None = None
     script: tuple[Layout, ...] = ()
-    settings: PlannerSettings | None = None
     drift: Drift = NO_DRIFT
     steps: int = STEPS
     groups_per_step: int = GROUPS
     group_size: int = GROUP_SIZE
     bound: int = STALENESS
     staleness: str | Mapping[str, object] = "hold"
+
+    @property
+    def max_len(self) -> Tokens:
+        """At how many tokens trajectories are cut."""
+        return longest_of(self.profile, self.gpus)
 
     @property
     def workload(self) -> Workload:
@@ -80,7 +87,7 @@ class Job:
 
     def work_of(self, groups: Iterable[Sequence[RecordedEpisode]]) -> Workload:
         """These groups, as the work of a step that a planner plans for."""
-        samples = tuple(episode.sample(MAX_LEN) for group in groups for episode in group)
+        samples = tuple(episode.sample(self.max_len) for group in groups for episode in group)
         spec = {"max_staleness": self.bound, "staleness": self.staleness}
         return Workload(
             samples,
@@ -107,24 +114,32 @@ class Job:
         return self.drift.groups(self.trace, name, size=self.group_size, number=number)
 
 
-def playable(trace: Trace) -> tuple[Trace, tuple[str, ...]]:
+def longest_of(profile: Profile, gpus: int) -> Tokens:
+    """At how many tokens trajectories are cut on so many GPUs: ``MAX_LEN``, or what a trainer on
+    ``TRAINED_ON`` of them has the memory for; where it has none at all, the smallest that has."""
+    least = max(1, round(TRAINED_ON * gpus))
+    fitting = map(profile.training.longest_context, range(least, gpus + 1))
+    return min(MAX_LEN, next(filter(None, fitting), MAX_LEN))
+
+
+def playable(trace: Trace, max_len: Tokens) -> tuple[Trace, tuple[str, ...]]:
     """The trace without what no run could play, and what there is to say about it.
 
     Raises:
         TraceError: nothing is left.
     """
-    fits = tuple(episode for episode in trace.episodes if episode.prompt < MAX_LEN)
-    cut = sum(episode.context > MAX_LEN for episode in fits)
+    fits = tuple(episode for episode in trace.episodes if episode.prompt < max_len)
+    cut = sum(episode.context > max_len for episode in fits)
     left_out = len(trace.episodes) - len(fits)
     notes = []
     if left_out:
-        notes.append(f"{trace.name}: {left_out} prompts of {MAX_LEN:,} tokens or more left out")
+        notes.append(f"{trace.name}: {left_out} prompts of {max_len:,} tokens or more left out")
     if cut:
-        notes.append(f"{trace.name}: {cut} of {len(fits)} trajectories are cut at {MAX_LEN:,}")
+        notes.append(f"{trace.name}: {cut} of {len(fits)} trajectories are cut at {max_len:,}")
     if not fits:
         raise TraceError(
-            f"{trace.name}: every prompt has {MAX_LEN:,} tokens or more, and no server takes that",
-            hint="give a trace of shorter trajectories",
+            f"{trace.name}: every prompt has {max_len:,} tokens or more, and no run takes that",
+            hint="give a trace of shorter trajectories, or more --gpus",
         )
     return replace(trace, episodes=fits), tuple(notes)
 
@@ -148,19 +163,18 @@ def static_run(job: Job) -> tuple[ResultRow, tuple[Seconds, ...]]:
 
 def world_of(job: Job) -> World:
     """The world of a run, before it begins."""
-    settings = job.settings or PlannerSettings()
     workload = job.workload
     layout = job.layout or job.start or first_layout_of(job, workload)
     moves = job.layout is None and job.planner not in STATIC
-    tree = TrainingTree(job.believed.training, workload, job.gpus)
+    trainers = TrainingTable(job.believed.training, workload, job.gpus)
     space = GpuPlacement.around(
-        layout, job.gpus, max_len=MAX_LEN, least=tree.least() or job.gpus, moves=moves
+        layout, job.gpus, max_len=job.max_len, least=trainers.least() or job.gpus, moves=moves
     )
     if job.script:
         space = replace(space, base_gpus=min(each.training_gpus for each in job.script))
     future = Future()
     policy = contender(job.policy, future, job.trace, job.seed)
-    planner = _planner(job, space, settings) if moves else None
+    planner = _planner(job, space) if moves else None
     world = World(_scene(job, layout, space), policy, job.groups(), planner=planner)
     future.episode = world.episode
     return world
@@ -169,16 +183,15 @@ def world_of(job: Job) -> World:
 def first_layout_of(job: Job, workload: Workload) -> Layout:
     """The layout that the job's planner begins with, knowing this workload."""
     name = "libra" if job.planner == TOLD else job.planner
-    settings = job.settings or PlannerSettings()
-    return first_layout(name, job.believed, workload, job.gpus, settings)
+    return first_layout(name, job.believed, workload, job.gpus, PlannerSettings())
 
 
-def _planner(job: Job, space: GpuPlacement, settings: PlannerSettings) -> DecisionMaker:
+def _planner(job: Job, space: GpuPlacement) -> DecisionMaker:
     if job.script:
-        search = Search(job.believed, job.workload, job.gpus, settings)
+        search = Search(job.believed, job.workload, job.gpus, PlannerSettings())
         return Scripted(job.script, job.steps, space, search, job.believed)
     name = "libra" if job.planner == TOLD else job.planner
-    planner = planner_of(name, job.believed, space, settings)
+    planner = planner_of(name, job.believed, space, PlannerSettings())
     return Told(planner, job.coming) if job.planner == TOLD else planner
 
 
@@ -189,17 +202,17 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
         {
             "run": {"steps": job.steps},
             "nodes": [{"host": "simulated"}],
-            "model": {"path": "/simulated", "max_len": MAX_LEN},
+            "model": {"path": "/simulated", "max_len": job.max_len},
             "rollout": {
                 "group_size": job.group_size,
                 "max_turns": 1_000_000,
-                "max_turn_tokens": MAX_LEN - 1,
+                "max_turn_tokens": job.max_len - 1,
             },
             "training": {
                 "groups_per_step": job.groups_per_step,
                 "max_staleness": bound,
                 "staleness": job.staleness,
-                "micro_batch_tokens": MAX_LEN,
+                "micro_batch_tokens": job.max_len,
                 "checkpoint_every": 1_000_000,
             },
             "planner": _planner_spec(job),
@@ -213,7 +226,7 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
         slots=slots,
         cost_of=partial(_cost, job.profile),
         guess_of=partial(_cost, job.believed),
-        train_s=partial(_train_s, job.profile, layout.training, switch_s),
+        train_s=partial(_train_s, job.profile, switch_s),
         start_s=lambda bucket: moves.start(bucket.tensor_parallel),
         to_training_s=moves.to_training_s,
         resize_s=moves.resize_s,
@@ -235,16 +248,11 @@ def _cost(profile: Profile, bucket: Bucket) -> ServerCost:
 
 
 def _train_s(
-    profile: Profile,
-    shape: TrainingShape,
-    switch_s: Seconds,
-    samples: tuple[a.TrainSample, ...],
-    gpus: int,
+    profile: Profile, switch_s: Seconds, samples: tuple[a.TrainSample, ...], gpus: int
 ) -> Seconds:
-    """A step on so many GPUs: the core's degrees, as many replicas as there is room for."""
-    wide = replace(shape, data_parallel=max(1, gpus // shape.tensor_parallel))
+    """A step on so many GPUs."""
     batch = tuple(_sample(sample) for sample in samples)
-    return switch_s + profile.training.seconds(wide, Workload(batch, len(batch)))
+    return switch_s + profile.training.seconds(max(1, gpus), Workload(batch, len(batch)))
 
 
 def _sample(sample: a.TrainSample) -> TrajectorySample:
@@ -292,7 +300,7 @@ def _bound_s(job: Job, world: World) -> Seconds | None:
         for group in sorted(world.recording.groups)
     ]
     steps = [end - start for start, end in world.recording.trained]
-    return least_makespan(shapes, trained, steps, batch=job.groups_per_step, max_len=MAX_LEN)
+    return least_makespan(shapes, trained, steps, batch=job.groups_per_step, max_len=job.max_len)
 
 
 def _steady(job: Job, world: World) -> float:

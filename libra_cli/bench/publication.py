@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import log
 
-from libra_cli.core.costs.profile import Profile, TrainingShape
+from libra_cli.core.costs.profile import Profile
 from libra_cli.core.costs.workload import TrajectorySample, Workload
-from libra_cli.core.planning.rollout_dp import DEFAULT_SEATS, PlannedBucket, RolloutTable
+from libra_cli.core.planning.rollout_table import DEFAULT_SEATS, PlannedBucket, RolloutTable
 
 GPUS, BATCH, PROMPT = 8, 512, 512
 SHORT, LONG = (0, 2048), (16384, 32768)
@@ -126,9 +126,8 @@ def publication_row(profile: Profile, constants: Constants) -> PublicationRow:
 
 def training_growth(profile: Profile, gpus: int = 24) -> tuple[float, float]:
     """Of training time from 1K to 32K: with the profile, and the fixed seconds that make it 3.9."""
-    shape = TrainingShape(data_parallel=gpus)
     bare = replace(profile.training, step_s=0.0)
-    small, large = (bare.seconds(shape, _spread(n, n)) for n in (1024, 32768))
+    small, large = (bare.seconds(gpus, _spread(n, n)) for n in (1024, 32768))
     fixed = profile.training.step_s
     needed = (large - TRAINING_GROWTH * small) / (TRAINING_GROWTH - 1)
     return (large + fixed) / (small + fixed), needed

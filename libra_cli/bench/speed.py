@@ -10,7 +10,7 @@ from itertools import count, cycle
 from random import Random
 
 from libra_cli.bench.config import Progress
-from libra_cli.bench.jobs import MAX_LEN, Job, world_of
+from libra_cli.bench.jobs import Job, longest_of, world_of
 from libra_cli.bench.parallel import simulated
 from libra_cli.bench.results import SpeedRow
 from libra_cli.core.costs.profile import Profile
@@ -53,7 +53,8 @@ def speed(progress: Progress) -> list[SpeedRow]:
 
 
 def _plan_s(trace: Trace, profile: Profile, gpus: int) -> Seconds:
-    samples = tuple(episode.sample(MAX_LEN) for episode in trace.episodes[:1024])
+    longest = longest_of(profile, gpus)
+    samples = tuple(episode.sample(longest) for episode in trace.episodes[:1024])
     workload = Workload(samples, trajectories=4 * gpus)
     began = time.perf_counter()
     propose(profile, workload, gpus)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from libra_cli.bench.config import BenchError, Progress, parse_drift, parse_names
-from libra_cli.bench.jobs import Job, playable, world_of
+from libra_cli.bench.jobs import Job, longest_of, playable, world_of
 from libra_cli.bench.parallel import simulated
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.types import Tokens, TrajectoryId
@@ -108,9 +108,10 @@ def _jobs(
     steps: int,
     drift: str,
 ) -> Iterator[Job]:
-    fits, _ = playable(trace)
+    longest = longest_of(profile, gpus)
+    fits, _ = playable(trace, longest)
     blank = Job(fits, profile, profile, gpus, "libra", "uniform", 0, steps=steps)
-    blank = replace(blank, drift=parse_drift(drift))
+    blank = replace(blank, drift=parse_drift(drift, longest))
     for bound in bounds:
         for seed in range(seeds):
             yield replace(blank, bound=bound, seed=seed)

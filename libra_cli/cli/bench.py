@@ -99,7 +99,7 @@ def _default(
     chosen: list[Callable[[ExperimentConfig, Progress], ExperimentResult]] = []
     planning = bool(given & {"planners", "policy", "drift"})
     if "policies" in given or not planning:
-        chosen.append(experiments.quick)
+        chosen.append(experiments.schedule)
     if planning:
         chosen.append(experiments.plan)
     _run(chosen, {**context.params, "policies": policies or QUICK})
@@ -116,7 +116,7 @@ def schedule(
     out_dir: Out = None,
     json_file: Json = None,
 ) -> None:
-    """Policies on fixed plans: who places trajectories best, on alike and on mixed servers."""
+    """Policies on fixed plans: who places trajectories best."""
     from libra_cli.bench import experiments
 
     _run([experiments.schedule], context.params)

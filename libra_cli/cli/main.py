@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from libra_cli import __version__
+from libra_cli.cli import hosts
 from libra_cli.cli.bench import bench
 from libra_cli.cli.terminal import err, errors_told, out
 
@@ -31,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.command()(hosts.doctor)
 app.add_typer(bench, name="bench")
 
 RunDir = Annotated[
@@ -70,7 +72,7 @@ def run(
     from libra_cli.runtime.store.run_directory import new_run_dir
 
     with errors_told():
-        loaded, plan, hosts = commands.plan_of(recipe)
+        loaded, plan, hosts = commands.plan_of(recipe, resume)
         if dry_run:
             for reason in plan.reasons:
                 out.print(f"plan: {reason}", markup=False, soft_wrap=True, highlight=False)

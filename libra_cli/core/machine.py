@@ -262,7 +262,8 @@ class Machine:
             yield from map(Save, group_records(group, now))
         yield from self._publish(event.published)
         if self._going:
-            yield from self.controller.stepped(self.training.last, self._ready_share, now=now)
+            last, signs = self.training.last, self._observer.signs
+            yield from self.controller.stepped(last, self._ready_share, signs, now=now)
 
     @property
     def _ready_share(self) -> float:

@@ -4,13 +4,19 @@
 a replay of a run's database (``runtime.store.replay``, for ``libra rebalance --dry-run`` and
 ``libra run --resume``) make the same observation of the same run. Windows: the trajectories of two
 steps and at least ``LEAST_SAMPLES``, ``RECENT_TURNS`` turns, ``RECENT_STEPS`` steps.
+
+What tools take is told by every return, long before the trajectories end: those that have ended
+stand for the work to come with their time in tools changed as that of all has changed since.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import exp, log
+from statistics import fmean
 from typing import TypeAlias
 
 from libra_cli.config.recipe import Recipe
@@ -42,6 +48,8 @@ RECENT_TURNS = 20_000
 """Newest turns that the costs of servers are fitted to, where no profile is given."""
 RECENT_STEPS = 50
 """Newest steps that the costs of training are fitted to, where no profile is given."""
+RECENT_TOOLS = 1024
+"""Newest turns that say how long tools and servers take now."""
 LEAST_STEPS = 2
 """Steps under one plan from which training can be priced."""
 
@@ -76,7 +84,7 @@ class RunObserver:
         self._steps = 0
         self._plan = -1
         self._plan_at: Seconds = 0.0
-        self._conversations = _Conversations()
+        self._conversations = _Conversations(newest)
         self._turns: deque[PlayedTurn] = deque(maxlen=RECENT_TURNS)
         self._training = _Training()
         self._starts = _StartTimes()
@@ -120,7 +128,22 @@ class RunObserver:
     @property
     def workload(self) -> Workload | None:
         """The work to come, as the newest finished trajectories tell it; None before the first."""
-        return workload_of(self._recipe, tuple(self._samples)) if self._samples else None
+        if not self._samples:
+            return None
+        factor = self._conversations.tools.factor
+        samples = (replace(one, tool_s=one.tool_s * factor) for one in self._samples)
+        return workload_of(self._recipe, tuple(samples))
+
+    @property
+    def signs(self) -> Mapping[str, float]:
+        """What trajectories are like of late but for their lengths; empty before the first ends."""
+        newest = list(self._samples)[-self._recipe.trajectories_per_step :]
+        if not newest:
+            return {}
+        return {
+            "turns a trajectory": fmean(sample.turns for sample in newest),
+            "time in play over time on servers": self._conversations.tools.stretch,
+        }
 
     @property
     def measured(self) -> tuple[MeasuredStep, ...]:
@@ -177,14 +200,16 @@ class RunObserver:
         self._steps += 1
         if self._steps <= FILLING or row.started_at < self._plan_at:
             return
+        # What begins together at first meets its last call in one step, as never again.
+        once_s = row.held_s if self._steps <= 1 + self._recipe.training.max_staleness else 0.0
         self._measured.append(
             MeasuredStep(
-                step_s=max(row.ended_at - began, 1e-9),
+                step_s=max(row.ended_at - began - once_s, 1e-9),
                 train_s=row.ended_at - row.started_at,
-                waited_s=row.waited_s,
+                waited_s=row.waited_s - once_s,
                 in_play_s=in_play_s,
                 concurrency=concurrency,
-                held_s=row.held_s,
+                held_s=row.held_s - once_s,
             )
         )
 
@@ -192,7 +217,7 @@ class RunObserver:
         if row.cause == "start":  # also of a run that goes on: nothing is in play
             self._steps, self._ended_at = 0, None
             self._in_play.begin(now=row.at)
-            self._conversations = _Conversations()
+            self._conversations = _Conversations(self._samples.maxlen or 0)
         self._plan, self._plan_at = row.plan, row.at
         self._measured.clear()
         self._training.plan(row)
@@ -201,10 +226,11 @@ class RunObserver:
 class _Conversations:
     """Trajectories under way: where their last turn was played, and what they have waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self, finished: int) -> None:
         self._last: dict[Member, TurnRecord] = {}
         self._prompt: dict[Member, int] = {}
         self._tool_s: dict[Member, Seconds] = {}
+        self.tools = _ToolTimes(finished)
 
     def turn(self, row: TurnRecord) -> PlayedTurn:
         """The turn, with the tokens of its prompt that no cache can have held."""
@@ -214,10 +240,13 @@ class _Conversations:
         if before is None:
             self._prompt[who], self._tool_s[who] = row.prompt_tokens, 0.0
         else:
-            self._tool_s[who] += max(0.0, row.queued_at - before.ended_at)
+            tool_s = max(0.0, row.queued_at - before.ended_at)
+            self._tool_s[who] += tool_s
+            self.tools.returned(tool_s)
             if before.slot == row.slot:
                 cached = before.prompt_tokens + before.generated_tokens
         self._last[who] = row
+        self.tools.played(row.ended_at - row.queued_at)
         return PlayedTurn(
             row.slot,
             row.started_at,
@@ -237,6 +266,8 @@ class _Conversations:
         tool_s = self._tool_s.pop(who, 0.0)
         if last is None or row.generated_tokens < 1:
             return None
+        if row.state == "finished":
+            self.tools.finished(tool_s, row.turns - 1)
         prompt = max(0, min(first, row.context_tokens - row.generated_tokens))
         return TrajectorySample(
             prompt=prompt,
@@ -245,6 +276,50 @@ class _Conversations:
             turns=row.turns,
             tool_s=tool_s + sum(call[2] for call in json.loads(last.tools_json or "[]")),
         )
+
+
+class _ToolTimes:
+    """How long tools take now, and took in the newest trajectories that have ended."""
+
+    def __init__(self, finished: int) -> None:
+        self._now: deque[Seconds] = deque(maxlen=RECENT_TOOLS)
+        self._on_servers: deque[Seconds] = deque(maxlen=RECENT_TOOLS)
+        #: Of each trajectory: seconds in tools, and the number of their returns.
+        self._finished: deque[tuple[Seconds, int]] = deque(maxlen=finished)
+
+    def returned(self, tool_s: Seconds) -> None:
+        """The next turn is asked for."""
+        self._now.append(tool_s)
+
+    def played(self, seconds: Seconds) -> None:
+        """A turn has been in a queue and on a server."""
+        self._on_servers.append(seconds)
+
+    def finished(self, tool_s: Seconds, returns: int) -> None:
+        """A trajectory has ended."""
+        self._finished.append((tool_s, returns))
+
+    @property
+    def stretch(self) -> float:
+        """Seconds in play for each one in queues and on servers."""
+        on_servers = fmean(self._on_servers) if self._on_servers else 0.0
+        return 1 + fmean(self._now) / on_servers if self._now and on_servers else 1.0
+
+    @property
+    def factor(self) -> float:
+        """How many times as long tools take now, as far as that is more than chance.
+
+        Of a change r, a logarithm, it is r^2 / (r^2 + s^2), with s its standard error (Stein's
+        estimator).
+        """
+        then_s, returns = map(sum, zip(*self._finished, strict=True)) if self._finished else (0, 0)
+        now = fmean(self._now) if self._now else 0.0
+        if not (now and then_s and returns):
+            return 1.0
+        variance = fmean((tool_s / now - 1) ** 2 for tool_s in self._now)
+        squared_error = variance * (1 / len(self._now) + 1 / returns)
+        change = log(now * returns / then_s)
+        return exp(change * change**2 / (change**2 + squared_error)) if change else 1.0
 
 
 @dataclass(slots=True)

@@ -95,6 +95,8 @@ class Session:
             token=secrets.token_urlsafe(32),
             save=self._save,
             clock=self._clock,
+            recipe_path=first.recipe,
+            note=note,
         )
         # Monotonic, so that no clock adjustment can turn a duration negative, yet readable.
         self._offset = time.time() - time.monotonic()

@@ -1028,7 +1028,7 @@ def test_gpus_and_their_holders_are_read_from_the_tables() -> None:
 
 def test_a_holder_that_cannot_be_looked_up_is_still_a_holder() -> None:
     _, second, _ = facts.parse_gpus(GPUS, "GPU-5f0c2a5e-0a1c-7f9b-3a57-000000000002, 4194305\n")
-    assert second["holders"] == [{"pid": 4194305, "user": "", "command": ""}]
+    assert second["holders"] == [{"pid": 4194305, "user": "", "command": "", "run": ""}]
 
 
 def test_nvidia_smi_without_a_driver_means_no_gpus() -> None:
@@ -1044,7 +1044,9 @@ def test_facts_are_those_of_this_machine(tmp_path, run_id) -> None:
             assert found.cpus == len(os.sched_getaffinity(0))
             assert found.mem_total >= found.mem_free > 0
             assert (found.interface, found.address) == ("lo", "127.0.0.1")
-            assert (found.packages, found.paths) == (("json",), (here,))
+            assert (dict(found.packages), found.paths) == ({"json": ""}, (here,))
+            assert found.routes[0].target == "127.0.0.1"
+            assert any("127.0.0.1" in one.addresses for one in found.interfaces)
             assert abs(found.clock - time.time()) < DEADLINE_S
 
     play(scene())

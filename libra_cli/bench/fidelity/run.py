@@ -31,7 +31,7 @@ from libra_cli.bench.fidelity.server import RunError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import TrainSample
 from libra_cli.core.cluster.placement import initial_plan, slots_of
-from libra_cli.core.costs.profile import Profile, ProfileError, TrainingShape
+from libra_cli.core.costs.profile import Profile, ProfileError
 from libra_cli.core.costs.server import ServerCost, guessed_cost
 from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.planning.controller import plan_of_record
@@ -185,14 +185,13 @@ def _config(recorded: Recorded, profile: Profile) -> SimConfig:
             hint="libra bench --calibrate with that run's recipe",
         )
     beside = profile.scaled(contention.serving_slowdown)
-    shape = TrainingShape(data_parallel=len(plan.train))
     return SimConfig(
         recipe=recipe,
         plan=plan,
         slots=_numbered(slots),
         cost_of=partial(_cost, profile),
         guess_of=guessed_cost,
-        train_s=partial(_train_s, profile, shape),
+        train_s=partial(_train_s, profile, len(plan.train)),
         start_s=lambda bucket: profile.moves.start(bucket.tensor_parallel),
         sync_s=contention.sync_s,
         stall_s=contention.stall_s,
@@ -212,9 +211,7 @@ def _cost(profile: Profile, bucket: Bucket) -> ServerCost:
     return profile.servers[bucket.tensor_parallel]
 
 
-def _train_s(
-    profile: Profile, shape: TrainingShape, samples: tuple[TrainSample, ...], gpus: int
-) -> Seconds:
+def _train_s(profile: Profile, ranks: int, samples: tuple[TrainSample, ...], gpus: int) -> Seconds:
     sizes = tuple(
         TrajectorySample(
             prompt=len(sample.trajectory.token_ids) - sample.trajectory.generated,
@@ -222,7 +219,7 @@ def _train_s(
         )
         for sample in samples
     )
-    return profile.training.seconds(shape, Workload(sizes, len(sizes)))
+    return profile.training.seconds(ranks, Workload(sizes, len(sizes)))
 
 
 # -- the trajectories of the run -----------------------------------------------------------------

@@ -122,16 +122,15 @@ class GpuNodes:
         return sorted(kept, key=lambda slot: (len(slot.gpus), order[slot.node], slot.gpus))
 
     def workers(
-        self, taken: Iterable[Slot], before: Iterable[Slot], *, multiple: int = 1, least: int = 1
+        self, taken: Iterable[Slot], before: Iterable[Slot], *, least: int = 1
     ) -> list[Slot]:
         """Gradient workers on what is not taken: those of ``before`` whose GPUs are still free,
-        and one on the rest of each node, in whole replicas of ``multiple`` GPUs and of ``least``
-        or more."""
+        and one on the rest of each node that has ``least`` or more."""
         held = gpus_of(taken)
         kept = [slot for slot in before if held.isdisjoint(gpus_of([slot]))]
         held |= gpus_of(kept)
         free = [gpu for node in self.nodes for gpu in _gpus_of(node) if gpu not in held]
-        more = _of_nodes(free, Pool.HYBRID, WORKER, multiple=multiple)
+        more = _of_nodes(free, Pool.HYBRID, WORKER)
         return kept + [slot for slot in more if len(slot.gpus) >= least]
 
     def _runs(self, degree: int, held: set[Gpu]) -> Iterator[tuple[str, range]]:
@@ -181,13 +180,12 @@ def _gpus_of(node: tuple[str, int]) -> list[Gpu]:
     return [(node[0], gpu) for gpu in range(node[1])]
 
 
-def _of_nodes(gpus: Iterable[Gpu], pool: Pool, kind: str, *, multiple: int = 1) -> list[Slot]:
-    """A slot for what each node has of these GPUs, in whole replicas of ``multiple`` GPUs."""
+def _of_nodes(gpus: Iterable[Gpu], pool: Pool, kind: str) -> list[Slot]:
+    """A slot for what each node has of these GPUs."""
     by_node: dict[str, list[int]] = {}
     for node, gpu in gpus:
         by_node.setdefault(node, []).append(gpu)
-    whole = {node: held[: len(held) // multiple * multiple] for node, held in by_node.items()}
-    return [_slot(node, held, pool, kind) for node, held in whole.items() if held]
+    return [_slot(node, held, pool, kind) for node, held in by_node.items()]
 
 
 def _slot(node: str, gpus: Iterable[int], pool: Pool, kind: str) -> Slot:

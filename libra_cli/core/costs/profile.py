@@ -1,20 +1,19 @@
 """What the planner prices with: servers, training steps, moves; one ``Profile`` of all.
 
-Training, for ``w`` ranks shaped TP x DP, with ``T`` tokens and ``Q`` pairs of them a step::
+Training, for ``w`` ranks of sharded data parallelism (the trainer has no other), with ``T`` tokens
+and ``Q`` pairs of them a step::
 
-    compute = max((token_s x T + pair_s x Q) / w, the longest trajectory on one replica)
-    gather  = micro batches of a replica x 3 x parameters / TP x (DP - 1) / DP / bandwidth
-    reduce  = T / DP x tp_bytes x 2 (TP - 1) / TP / bandwidth inside the node
-    seconds = step_s + compute + exposed x gather + reduce
+    compute = max((token_s x T + pair_s x Q) / w, the longest trajectory on one rank)
+    gather  = micro batches of a rank x 3 x parameters x (w - 1) / w / bandwidth
+    seconds = step_s + compute + exposed x gather
 
-``gather`` is sharded data parallelism (parameters gathered forward and backward, gradients
-scattered: three times the parameters each micro batch), most of it under the compute; ``reduce`` is
-tensor parallelism, all of it in the way. Memory of a rank: parameters, gradients and Adam's state
-over the whole world, one layer gathered, a micro batch's activations (one per layer boundary, the
-rest recomputed) and a chunk of logits.
+``gather``: parameters are gathered forward and backward, and gradients scattered, three times the
+parameters each micro batch, most of it under the compute. Memory of a rank: parameters, gradients
+and Adam's state over the whole world, one layer gathered, a micro batch's activations (one per
+layer boundary, the rest recomputed) and a chunk of logits.
 
 Guarantee: more tokens never cost less, and ``Profile.from_json`` undoes ``to_json``. Limit: work is
-spread evenly over the replicas but for the longest trajectory; padding is part of the utilisation.
+spread evenly over the ranks but for the longest trajectory; padding is part of the utilisation.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from math import sqrt
 from typing import Any, TypeVar
 
 from libra_cli.config.errors import LibraError
@@ -37,6 +35,8 @@ SHARD_BYTES = 16
 (4 + 4 + 4), as in ZeRO (arXiv 1910.02054)."""
 LOGIT_TOKENS = 8192
 """Tokens whose logits are in memory at once: the loss is computed in chunks of at most these."""
+INSIDE_BYTES = 34
+"""Bytes of activations inside a layer, for each token and hidden unit (arXiv 2205.05198)."""
 _Part = TypeVar("_Part")
 
 
@@ -54,22 +54,6 @@ class ProfileError(LibraError):
     """A profile that is not valid, not known, or for another GPU or model."""
 
     exit_code = 2
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingShape:
-    """How a trainer's ranks are arranged."""
-
-    tensor_parallel: int = 1
-    data_parallel: int = 1
-
-    @property
-    def gpus(self) -> int:
-        """The number of ranks, one a GPU."""
-        return self.tensor_parallel * self.data_parallel
-
-    def __str__(self) -> str:
-        return f"TP {self.tensor_parallel} x DP {self.data_parallel}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,35 +109,47 @@ class TrainingCost:
     micro_tokens: Tokens = 16384
     exposed: float = 0.3
 
-    def seconds(self, shape: TrainingShape, workload: Workload) -> Seconds:
+    def seconds(self, ranks: int, workload: Workload) -> Seconds:
         """Seconds of a step on this workload."""
-        busy = self.compute_s(shape, workload) + self.exposed * self._gather_s(shape, workload)
-        busy += self._reduce_s(shape, workload)
+        busy = self.compute_s(ranks, workload) + self.exposed * self._gather_s(ranks, workload)
         return self.step_s + busy
 
-    def compute_s(self, shape: TrainingShape, workload: Workload) -> Seconds:
-        """Seconds of arithmetic of a step: shared evenly, but a trajectory stays on one replica."""
-        even = (self.token_s * workload.tokens + self.pair_s * workload.pairs) / shape.gpus
+    def compute_s(self, ranks: int, workload: Workload) -> Seconds:
+        """Seconds of arithmetic of a step: shared evenly, but a trajectory stays on one rank."""
+        even = (self.token_s * workload.tokens + self.pair_s * workload.pairs) / ranks
         context = workload.longest_expected
         longest = self.token_s * context + self.pair_s * context**2 / 2
-        return max(even, longest / shape.tensor_parallel)
+        return max(even, longest)
 
-    def communication_ratio(self, shape: TrainingShape, workload: Workload) -> float:
+    def communication_ratio(self, ranks: int, workload: Workload) -> float:
         """Seconds of communication, hidden or not, for each second of arithmetic."""
-        moved = self._gather_s(shape, workload) + self._reduce_s(shape, workload)
-        return moved / self.compute_s(shape, workload)
+        return self._gather_s(ranks, workload) / self.compute_s(ranks, workload)
 
-    def memory_gib(self, shape: TrainingShape, longest_context: Tokens) -> float:
-        """The most GiB that a rank holds at once. Activations are those of Korthikanti et al.
-        (arXiv 2205.05198): 34 bytes a token and hidden unit inside a layer."""
+    def memory_gib(self, ranks: int, longest_context: Tokens) -> float:
+        """The most GiB that a rank holds at once: activations of one layer, inside (Korthikanti et
+        al., arXiv 2205.05198), and of every boundary between layers."""
         facts, tokens = self.facts, max(self.micro_tokens, longest_context)
-        states = SHARD_BYTES * facts.parameters / shape.gpus
-        layer = 2 * 2 * facts.parameters / facts.layers / shape.tensor_parallel
-        inside = 34 * facts.hidden * tokens / shape.tensor_parallel
-        boundaries = 2 * facts.hidden * facts.layers * tokens / shape.tensor_parallel
-        logits = 6 * facts.vocabulary * min(tokens, LOGIT_TOKENS) / shape.tensor_parallel
-        held = states + layer + boundaries + max(inside, logits)
-        return held / GIB + facts.trainer_overhead_gib
+        inside = INSIDE_BYTES * facts.hidden * tokens
+        boundaries = 2 * facts.hidden * facts.layers * tokens
+        logits = 6 * facts.vocabulary * min(tokens, LOGIT_TOKENS)
+        return self._fixed_gib(ranks) + (boundaries + max(inside, logits)) / GIB
+
+    def longest_context(self, ranks: int) -> Tokens:
+        """Tokens of the longest trajectory that a rank has the memory for; 0 where it has none for
+        a micro batch. ``memory_gib`` solved for it."""
+        facts = self.facts
+        room = (facts.usable_gib - self._fixed_gib(ranks)) * GIB
+        boundary, inside = 2 * facts.hidden * facts.layers, INSIDE_BYTES * facts.hidden
+        with_logits = (room - 6 * facts.vocabulary * LOGIT_TOKENS) / boundary
+        longest = int(min(room / (boundary + inside), with_logits))
+        return longest if longest >= max(self.micro_tokens, LOGIT_TOKENS) else 0
+
+    def _fixed_gib(self, ranks: int) -> float:
+        """What a rank holds whatever its micro batch."""
+        facts = self.facts
+        states = SHARD_BYTES * facts.parameters / ranks
+        layer = 2 * 2 * facts.parameters / facts.layers
+        return (states + layer) / GIB + facts.trainer_overhead_gib
 
     def scaled(self, factor: float) -> TrainingCost:
         """The same trainer with every second ``factor`` times as long."""
@@ -166,21 +162,11 @@ class TrainingCost:
             network_bandwidth=self.network_bandwidth / factor,
         )
 
-    def _micro_batches(self, shape: TrainingShape, workload: Workload) -> float:
-        return max(1.0, workload.tokens / shape.data_parallel / self.micro_tokens)
-
-    def _gather_s(self, shape: TrainingShape, workload: Workload) -> Seconds:
-        degree, replicas = shape.tensor_parallel, shape.data_parallel
-        inside = shape.gpus <= self.node_gpus
+    def _gather_s(self, ranks: int, workload: Workload) -> Seconds:
+        inside = ranks <= self.node_gpus
         bandwidth = self.node_bandwidth if inside else self.network_bandwidth
-        shard = 3 * 2 * self.facts.parameters / degree * (replicas - 1) / replicas
-        return self._micro_batches(shape, workload) * shard / bandwidth
-
-    def _reduce_s(self, shape: TrainingShape, workload: Workload) -> Seconds:
-        """Seconds of all-reduces: six a layer, two forward, two backward, two recomputed."""
-        degree = shape.tensor_parallel
-        moved = 6 * self.facts.layers * 2 * self.facts.hidden * 2 * (degree - 1) / degree
-        return workload.tokens / shape.data_parallel * moved / self.node_bandwidth
+        micro_batches = max(1.0, workload.tokens / ranks / self.micro_tokens)
+        return micro_batches * 3 * 2 * self.facts.parameters * (ranks - 1) / ranks / bandwidth
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +234,13 @@ class Profile:
     def facts(self) -> MemoryModel:
         """The memory model of the model and the GPU."""
         return self.training.facts
+
+    def serves(self, tensor_parallel: int) -> bool:
+        """Whether a server of this degree has prices, and the memory for its weights and cache."""
+        cost = self.servers.get(tensor_parallel)
+        if cost is None:
+            return False
+        return self.facts.server_gib(tensor_parallel, cost.kv_tokens) <= self.facts.usable_gib
 
     def scaled(self, factor: float) -> Profile:
         """The same with every server ``factor`` times as slow, and training as it is."""
@@ -324,10 +317,12 @@ class Recalibration:
         slower = profile.scaled(self.rollout)
         return replace(slower, training=profile.training.scaled(self.training))
 
-    def blended(self, before: Recalibration) -> Recalibration:
-        """The geometric mean with one that was found before."""
-        rollout = sqrt(self.rollout * before.rollout)
-        return Recalibration(rollout, sqrt(self.training * before.training))
+    def blended(self, before: Recalibration, *, rollout: float, training: float) -> Recalibration:
+        """The geometric mean with one that was found before; these have so much weight, 0 to 1."""
+        return Recalibration(
+            rollout=self.rollout**rollout * before.rollout ** (1 - rollout),
+            training=self.training**training * before.training ** (1 - training),
+        )
 
 
 def _slower(cost: ServerCost, factor: float) -> ServerCost:

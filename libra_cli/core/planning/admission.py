@@ -23,7 +23,10 @@ from libra_cli.core.planning.search import Times
 from libra_cli.core.types import Seconds, Tokens
 
 DRIFT = 0.3
-HORIZON = (5, 100)
+HORIZON = (12, 100)
+"""Steps, at least and at most. Chosen: with 5 at least, where lengths grow fourfold in 24 steps, a
+nearer plan was taken again and again in place of the better one (mint from a bad start: 27 % behind
+the best static plan, and 12 % so)."""
 RECENT = 20
 """Steps whose lengths tell how fast they change."""
 

@@ -10,9 +10,8 @@
                   the split that would balance what was measured, at once and whatever it costs
                   (after DynaRL, OSDI 2026, with the thresholds that Libra's artifact gives it)
 
-All but ``colocated`` and ``static-best`` have equal servers, as their authors do. The moving ones
-begin as libra does (with the best equal servers where it would mix them), judge by the mean of the
-steps that libra judges by, and rest for as many steps after a move. As published they do not, and
+The moving ones begin as libra does, judge by the mean of the steps that libra judges by, and rest
+for as many steps after a move. As published they do not, and
 lose to never moving: ``dynarl`` changed its plan after almost every step and swung between extreme
 splits. Limit: none of them counts what a move costs, and that is how they are published.
 """
@@ -23,13 +22,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from libra_cli.config.errors import LibraError
-from libra_cli.core.costs.profile import Profile, Recalibration, TrainingShape
+from libra_cli.core.costs.profile import Profile, Recalibration
 from libra_cli.core.costs.workload import Workload
 from libra_cli.core.observation import MeasuredStep, Observation, mean_step
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.planner import Candidate, Decision, DecisionMaker, Planner
 from libra_cli.core.planning.recalibration import RecalibratedSearch
-from libra_cli.core.planning.rollout_dp import PlannedBucket
+from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.planning.triggers import cooldown
 from libra_cli.core.types import Seconds
@@ -62,22 +61,16 @@ def first_layout(
     if name == "colocated":
         return _colocated(profile, workload, gpus, settings)
     search = Search(profile, workload, gpus, settings)
-    if name in ("libra", "static-best"):
-        return search.best().layout
-    if name == "uniform":
-        return _uniform(search, settings)
-    layout = search.best().layout
-    return layout if len(layout.servers) == 1 else _best_equal(search, settings)
+    return _uniform(search, settings) if name == "uniform" else search.best().layout
 
 
 def planner_of(
     name: str, profile: Profile, space: GpuPlacement, settings: PlannerSettings
 ) -> DecisionMaker:
     """The planner of this name, for a run in this space."""
-    fixed = replace(settings, training_shapes=space.settings.training_shapes)
     if name == "libra":
-        return Planner(space, lambda plan, evidence: profile, fixed)
-    return Rule(name, profile, space, fixed)
+        return Planner(space, lambda plan, evidence: profile, settings)
+    return Rule(name, profile, space, settings)
 
 
 @dataclass(slots=True)
@@ -198,31 +191,22 @@ def _uniform(search: Search, settings: PlannerSettings) -> Layout:
     return _equal(search, degree, half, settings)
 
 
-def _best_equal(search: Search, settings: PlannerSettings) -> Layout:
-    found: list[tuple[Seconds, Layout]] = []
-    for split in search.splits:
-        bucket = search.uniform(split)[0]
-        layout = _equal(search, bucket.tensor_parallel, bucket.gpus, settings)
-        found.append((search.times(layout).step_s, layout))
-    return min(found, key=lambda pair: pair[0])[1]
-
-
 def _equal(search: Search, degree: int, gpus: int, settings: PlannerSettings) -> Layout:
     """As many servers of this degree as ``gpus`` hold, the other GPUs training."""
     longest = max(sample.generated for sample in search.workload.samples)
     servers = max(1, gpus // degree)
     bucket = PlannedBucket(degree, servers, longest, settings.max_num_seqs)
     spare = (search.gpus - servers * degree) // settings.unit * settings.unit
-    training = search.tree.best(spare)
-    shape = training.shape if training is not None else TrainingShape(data_parallel=max(1, spare))
-    return Layout((bucket,), shape)
+    training = search.training.best(spare)
+    ranks = training.ranks if training is not None else max(1, spare)
+    return Layout((bucket,), ranks)
 
 
 def _colocated(
     profile: Profile, workload: Workload, gpus: int, settings: PlannerSettings
 ) -> Layout:
     search = Search(profile, replace(workload, overlap=1.0), gpus, settings)
-    training = search.tree.best(gpus)
+    training = search.training.best(gpus)
     if training is None:
-        raise search.tree.refusal(gpus)
-    return Layout(search.uniform(gpus), training.shape, colocated=True)
+        raise search.training.refusal(gpus)
+    return Layout(search.uniform(gpus), training.ranks, colocated=True)

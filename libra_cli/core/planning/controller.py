@@ -17,7 +17,7 @@ that comparison too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from json import dumps, loads
 from statistics import fmean
@@ -100,8 +100,11 @@ class PlanController:
 
     # -- looking --------------------------------------------------------------------------------
 
-    def stepped(self, step: StepRecord, ready: float, *, now: Seconds) -> list[Result]:
-        """A step is done, and ``ready`` of the groups that are not trained wait for training."""
+    def stepped(
+        self, step: StepRecord, ready: float, signs: Mapping[str, float], *, now: Seconds
+    ) -> list[Result]:
+        """A step is done, and ``ready`` of the groups that are not trained wait for training;
+        ``signs`` are what trajectories are like but for their lengths."""
         before, self._ended_at = self._ended_at, now
         if before is None or now <= before:
             return []
@@ -110,7 +113,8 @@ class PlanController:
         idle = {"training": waited, "rollout": ready if waited < STARVED else 0.0}
         self._lengths.append(step.mean_length)
         may = self._may_look and not self._busy
-        why = self._triggers.due(idle, sum(self._lengths) / len(self._lengths), may=may)
+        work = {"mean length": fmean(self._lengths), **signs}
+        why = self._triggers.due(idle, work, may=may)
         if why:
             self._due = (why, "")
         return self._observe(period)

@@ -8,9 +8,8 @@ number on each node. Where a plan has too few GPUs left for it, it is made anew 
 memory allows, at the price of a restart.
 
 Guarantee: no GPU has two tenants; servers that keep their shape stay, and pinned slots keep their
-roles. On open nodes every trainer and worker has the memory that the prices ask for. Limit: the
-trainer keeps its tensor-parallel degree, and a worker stops when one of its GPUs is needed for a
-server.
+roles. On open nodes every trainer and worker has the memory that the prices ask for. Limit:
+a worker stops when one of its GPUs is needed for a server.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from libra_cli.core.cluster.gpu_nodes import GpuNodes, is_worker
-from libra_cli.core.costs.profile import NothingFits, Profile, TrainingShape
+from libra_cli.core.costs.profile import NothingFits, Profile
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.planner import Candidate, SlotMove, roles_of
-from libra_cli.core.planning.rollout_dp import PlannedBucket, planned_buckets
-from libra_cli.core.planning.search import Layout, PlannerSettings, Search
+from libra_cli.core.planning.rollout_table import PlannedBucket, planned_buckets
+from libra_cli.core.planning.search import Layout, Search
 from libra_cli.core.planning.transition import moves_between, moves_cost_s
 from libra_cli.core.types import Bucket, Plan, Pool, Role, Seconds, Slot, SlotId, Tokens
 
@@ -63,15 +62,14 @@ class PinnedSlots:
 class GpuPlacement:
     """``gpus`` GPUs, of which the last ``base_gpus`` are the trainer's base group.
 
-    ``tensor_parallel`` is the degree of every replica of the trainer; ``max_len`` is in tokens;
-    ``tolerance`` is that of the planner, within which layouts are offered. ``nodes`` are the open
-    ones of a recipe, where the base group follows from memory instead and at least ``min_rollout``
-    servers stay; without, nodes of eight. ``elastic``: the run is under way, and slots stay.
+    ``max_len`` is in tokens; ``tolerance`` is that of the planner, within which layouts are
+    offered. ``nodes`` are the open ones of a recipe, where the base group follows from memory
+    instead and at least ``min_rollout`` servers stay; without, nodes of eight. ``elastic``: the run
+    is under way, and slots stay.
     """
 
     gpus: int
     base_gpus: int
-    tensor_parallel: int
     max_len: Tokens
     tolerance: float = 0.02
     nodes: GpuNodes | None = None
@@ -87,22 +85,16 @@ class GpuPlacement:
         ``least`` is the smallest number of GPUs that training fits on. Where nothing ever
         ``moves``, the base group is all that trains; else a node, so that the rest may move.
         """
-        degree = layout.training.tensor_parallel
         spare = gpus - layout.rollout_gpus
         base = min(spare, max(least, NODE_GPUS)) if moves else spare
-        return cls(gpus, base // degree * degree or spare, degree, max_len)
+        return cls(gpus, base, max_len)
 
     @classmethod
     def on(
         cls, nodes: GpuNodes, *, max_len: Tokens, min_rollout: int, elastic: bool
     ) -> GpuPlacement:
-        """The space of a recipe's open nodes; the trainer there has no tensor parallelism."""
-        return cls(nodes.gpus, 1, 1, max_len, nodes=nodes, min_rollout=min_rollout, elastic=elastic)
-
-    @property
-    def settings(self) -> PlannerSettings:
-        """What the planner may do here: the trainer's degree is fixed."""
-        return PlannerSettings(training_shapes=(self.tensor_parallel,))
+        """The space of a recipe's open nodes."""
+        return cls(nodes.gpus, 1, max_len, nodes=nodes, min_rollout=min_rollout, elastic=elastic)
 
     def check(self, plan: Plan, profile: Profile) -> None:
         """Every shape comes from the profile, so it has costs."""
@@ -111,26 +103,20 @@ class GpuPlacement:
         """The plan as numbers of servers and of ranks."""
         trains = {*plan.train, *plan.gradient}
         ranks = sum(len(slot.gpus) for slot in slots if slot.id in trains)
-        replicas = max(1, ranks // self.tensor_parallel)
-        return Layout(
-            planned_buckets(plan),
-            TrainingShape(tensor_parallel=self.tensor_parallel, data_parallel=replicas),
-        )
+        return Layout(planned_buckets(plan), max(1, ranks))
 
     def candidates(self, search: Search, now: Observation) -> Iterator[Candidate]:
-        """The best layouts, those as good, and today's with a few servers more or fewer.
+        """Equal servers of every shape in every number, on open nodes in the order of their time.
 
         Raises:
             NothingFits: none of them stands on the nodes.
         """
         today = self.layout_of(now.plan, now.slots)
-        best = search.best()
-        found = [best.layout, *(layout for layout, _ in search.candidates(self.tolerance))]
-        found += _neighbours(search, today)
+        found = [layout for layout, _ in search.layouts()]
         if self.nodes is None:
             yield from self._anywhere(search, now, today, found)
             return
-        offered = list(self._on_nodes(search, now, today, (today, *found, *_equal(search))))
+        offered = list(self._on_nodes(search, now, today, (today, *found)))
         if not offered:
             raise NothingFits(
                 "nodes",
@@ -185,8 +171,8 @@ class GpuPlacement:
 
     def _needs(self, search: Search, now: Observation) -> TrainerNeeds:
         """What memory asks for; where nobody knows it, what is known to run."""
-        if search.tree.knows_memory:
-            return TrainerNeeds(search.tree.least() or 1, search.tree.least_worker() or 1)
+        if search.training.knows_memory:
+            return TrainerNeeds(search.training.least() or 1, search.training.least_worker() or 1)
         ranks = sum(len(slot.gpus) for slot in now.slots if slot.id in now.plan.train)
         return TrainerNeeds(ranks, -(-ranks // 2))  # half the bytes, see WORKER_BYTES
 
@@ -241,7 +227,6 @@ class GpuPlacement:
         workers = grid.workers(
             (*servers, *base),
             [*pinned.workers, *filter(is_worker, hybrid)],
-            multiple=self.tensor_parallel,
             least=needs.worker,
         )
         by_degree = _buckets(layout, self.max_len)
@@ -311,17 +296,6 @@ def _keeps(now: Observation, plan: Plan) -> bool:
     return all(roles.get(slot) is role for slot, role in now.pins)
 
 
-def _equal(search: Search) -> Iterator[Layout]:
-    """Equal servers of every shape in every number: some of them stand on any nodes."""
-    for split in search.splits:
-        training = search.tree.best(search.gpus - split)
-        (best,) = search.uniform(split)
-        for degree in search.table.degrees:
-            if split % degree == 0 and training is not None:
-                bucket = replace(best, tensor_parallel=degree, servers=split // degree)
-                yield Layout((bucket,), training.shape)
-
-
 def _buckets(layout: Layout, max_len: int) -> dict[int, Bucket]:
     """One bucket a shape, short to long; the last one takes whatever is longer."""
     found: dict[int, PlannedBucket] = {}
@@ -339,17 +313,3 @@ def _buckets(layout: Layout, max_len: int) -> dict[int, Bucket]:
         )
         for degree, bucket in found.items()
     }
-
-
-def _neighbours(search: Search, today: Layout) -> list[Layout]:
-    """Today's layout with one bucket a few servers larger or smaller, the rest training."""
-    found: list[Layout] = []
-    for index, bucket in enumerate(today.buckets):
-        for change in (-4, -2, -1, 1, 2, 4):
-            servers = bucket.servers + change
-            kept = (replace(bucket, servers=servers),) if servers > 0 else ()
-            buckets = (*today.buckets[:index], *kept, *today.buckets[index + 1 :])
-            training = search.tree.best(search.gpus - sum(bucket.gpus for bucket in buckets))
-            if buckets and training is not None:
-                found.append(Layout(search.table.boundaries(buckets), training.shape))
-    return found

@@ -2,7 +2,9 @@
 
     costs        given, shipped or observed, times what measured steps say (``recalibration``)
     candidates   the placements that a ``PlacementSpace`` allows, each with its predicted times
-    choice       of those within ``tolerance`` of the best, the one that moves the least
+    choice       the least ``step_s + cost_s / horizon``, with the seconds of the moves shared by
+                 the steps that the plan is expected to last; within ``tolerance`` of that the one
+                 that moves the least
     verdict      whether its gain pays its moves (``admission``)
     explanation  what came second, what binds, and what the next steps take (``core.explanation``)
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from statistics import fmean
 from typing import Protocol, TypeAlias
 
@@ -39,6 +42,7 @@ from libra_cli.core.observation import Observation, mean_step
 from libra_cli.core.planning.admission import Admission, expected_change, horizon
 from libra_cli.core.planning.recalibration import RecalibratedSearch, recalibrated
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search, Times
+from libra_cli.core.planning.transition import moves_cost_s
 from libra_cli.core.types import Plan, Prediction, Seconds, Slot, SlotId
 
 NEAR = "today's plan is within the tolerance of the best"
@@ -169,8 +173,12 @@ class Planner:
         today = self.space.layout_of(now.plan, now.slots)
         found = self._recalibrated(now, profile, today)
         candidates = list(self.space.candidates(found.search, now))
-        chosen = self._nearest(candidates)
-        decision = self._judge(now, found, found.search.times(today), chosen)
+        before = found.search.times(today)
+        chosen = self._chosen(now, found, today, candidates)
+        decision = self._judge(now, found, before, chosen)
+        if decision.plan is None:  # say why not to have the one with the shortest steps
+            chosen = self._nearest([(each.times.step_s, each) for each in candidates])
+            decision = self._judge(now, found, before, chosen)
         others = [each for each in candidates if str(each.layout) != str(chosen.layout)]
         explanation = self._explain(now, today, decision, chosen.layout, others)
         return replace(decision, explanation=explanation)
@@ -205,14 +213,30 @@ class Planner:
             before=now.recalibration,
         )
 
-    def _nearest(self, candidates: Sequence[Candidate]) -> Candidate:
+    def _chosen(
+        self,
+        now: Observation,
+        found: RecalibratedSearch,
+        today: Layout,
+        candidates: Sequence[Candidate],
+    ) -> Candidate:
+        """With the shortest steps, once each has its share of the seconds that the moves cost."""
+        steps = max(1.0, horizon(now.lengths, now.steps_left))
+
+        def seconds(each: Candidate) -> Seconds:
+            cost_s = moves_cost_s(found.profile, now.workload, today, each.layout)
+            return each.times.step_s + cost_s / steps
+
+        return self._nearest([(seconds(each), each) for each in candidates])
+
+    def _nearest(self, timed: Sequence[tuple[Seconds, Candidate]]) -> Candidate:
         """The one that moves the least, of those within the tolerance of the best."""
-        runnable = [each for each in candidates if each.times.step_s < float("inf")]
+        runnable = [one for one in timed if one[0] < inf]
         if not runnable:
             raise NothingFits("plan", "no placement can run", hint="libra run --dry-run RECIPE")
-        limit = min(each.times.step_s for each in runnable) * (1 + self.admission.tolerance)
-        good = [each for each in runnable if each.times.step_s <= limit]
-        return min(good, key=lambda each: (each.distance, each.times.step_s))
+        limit = min(seconds for seconds, _ in runnable) * (1 + self.admission.tolerance)
+        good = [one for one in runnable if one[0] <= limit]
+        return min(good, key=lambda one: (one[1].distance, one[0]))[1]
 
     def _judge(
         self, now: Observation, found: RecalibratedSearch, before: Times, chosen: Candidate
@@ -276,13 +300,10 @@ class Planner:
         best = min(others, key=lambda each: each.times.step_s)
         slower = best.times.step_s / times.step_s - 1
         why_not = f"its steps are {slower:.1%} longer"
-        if best.times.step_s == float("inf"):
+        if best.times.step_s == inf:
             why_not = "it does not fit"
         elif slower <= 0:
-            why_not = (
-                f"its steps are {-slower:.1%} shorter, within the tolerance of "
-                f"{self.admission.tolerance:.0%}, and it moves more"
-            )
+            why_not = f"its steps are {-slower:.1%} shorter, and it moves more"
         return RunnerUp(_option(best.layout, best.times), why_not)
 
 

@@ -6,8 +6,10 @@ are measured as they are. Rollout's are all of them where training waited for at
 the time. Where it never did, the staleness bound held rollout back: fewer trajectories were in play
 than there is room for, and each was faster for it. How long they took tells the prices, and these
 how long a step takes when every place is taken (``RolloutTable.saturated_step_s``). In between it
-is a mix. The two do not agree, and a plan changes which of them is taken, so under a new plan what
-is found is the geometric mean with what was found ``before`` it: otherwise moves chase each other.
+is a mix. The two do not agree, and a plan changes which of them is taken, and steps come in bursts
+as long as may be in flight. So what is found is the geometric mean with what was found ``before``
+this plan, or with prices as they are, which counts as ``overlap`` steps of rollout and as one of
+training: otherwise moves chase each other.
 
 Limit: held back, nothing shows how unevenly a rollout would end, nor what its caches would save.
 Simulated on four traces it was told 22 % too fast where stragglers rule and 27 to 75 % too slow
@@ -63,7 +65,12 @@ def recalibrated(
     priced = past.times(today)
     shown = _stages(mean_step(measured), priced, past, today)
     found = _recalibration(shown, priced)
-    found = found.blended(before) if before else found
+    number = len(measured)
+    found = found.blended(
+        before or Recalibration(),
+        rollout=number / (number + workload.overlap),
+        training=number / (number + 1),
+    )
     profile = found.of(profile)
     search = Search(profile, workload, gpus, settings)
     return RecalibratedSearch(shown, priced, found, profile, search)

@@ -25,10 +25,10 @@ from functools import partial
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.joined_slots import reshaped
 from libra_cli.core.cluster.placement import PlanError, plan_with, slots_of
-from libra_cli.core.costs.profile import NothingFits, Profile, ProfileError, TrainingShape
+from libra_cli.core.costs.profile import NothingFits, Profile, ProfileError
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.planner import Candidate, SlotMove, roles_of
-from libra_cli.core.planning.rollout_dp import planned_buckets
+from libra_cli.core.planning.rollout_table import planned_buckets
 from libra_cli.core.planning.search import Layout, Search
 from libra_cli.core.planning.transition import moves_cost_s
 from libra_cli.core.types import Plan, Pool, Role, Seconds, Slot, SlotId
@@ -65,7 +65,7 @@ class RecipePlacement:
         """The plan as numbers of servers and of ranks."""
         sizes = {slot.id: slot.num_devices for slot in slots}
         ranks = sum(sizes.get(slot, 1) for slot in (*plan.train, *plan.gradient))
-        return Layout(planned_buckets(plan), TrainingShape(data_parallel=max(1, ranks)))
+        return Layout(planned_buckets(plan), max(1, ranks))
 
     def candidates(self, search: Search, now: Observation) -> Iterator[Candidate]:
         """Every choice of training slots, with its predicted times.
@@ -147,9 +147,9 @@ class RecipePlacement:
                 hint="libra run --dry-run recipe.yaml",
             )
         most = max(plans, key=lambda plan: len(plan.train))
-        shape = self.layout_of(most, slots).training
-        if not search.tree.fits(shape):
-            return search.tree.refusal(shape.gpus)
+        ranks = self.layout_of(most, slots).training_gpus
+        if not search.training.fits(ranks):
+            return search.training.refusal(ranks)
         longest = search.workload.longest.context
         return NothingFits(
             "KV cache",

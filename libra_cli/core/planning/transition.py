@@ -4,8 +4,8 @@ A move costs a half of the job as many seconds as that half would need to make u
 do not do meanwhile: GPU-seconds without work over the GPUs of the half. For rollout those are
 servers of another shape, on GPUs that served before: turns under way have ``GRACE_S`` to end, then
 the next server starts. For training they are GPUs that leave it before their server serves, and
-GPUs that come before their worker works. To that come what trajectories on the stopped servers must
-be prefilled again, and ``resize_s`` where the trainer's core must restart.
+GPUs that come before their worker works. To that comes what trajectories on the stopped servers
+must be prefilled again.
 
 Against 24 GPUs in the simulator that were made to move in the middle of a steady run (tau2, one
 seed, five moves): 42, 42, 4, 55 and 71 s were lost, and 45, 9, 6, 49 and 34 s are predicted. As a
@@ -18,9 +18,9 @@ says which slot a server is on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from libra_cli.core.costs.profile import Profile, TrainingShape
+from libra_cli.core.costs.profile import Profile
 from libra_cli.core.costs.workload import Workload
 from libra_cli.core.planning.search import Layout
 from libra_cli.core.reconcile.reconciler import GRACE_S
@@ -64,7 +64,7 @@ def moves_between(today: Layout, then: Layout) -> Moves:
 def moves_cost_s(profile: Profile, workload: Workload, today: Layout, then: Layout) -> Seconds:
     """Seconds of the whole job that the moves take; the formula is the module's.
 
-    GPUs join training as gradient workers, so only another tensor degree restarts it.
+    GPUs join training as gradient workers, so its core does not restart.
     """
     moves, prices = moves_between(today, then), profile.moves
     started = sum(degree * number for degree, number in moves.started.items())
@@ -77,16 +77,11 @@ def moves_cost_s(profile: Profile, workload: Workload, today: Layout, then: Layo
     cost = replaced / max(1, today.rollout_gpus)
     cost += arrived * arriving / max(1, today.training_gpus)
     cost += moves.to_training * prices.to_training_s / max(1, then.training_gpus)
-    cost += _prefill_again_s(profile, workload, today, then, moves)
-    return cost + (prices.resize_s if _restarts(today.training, then.training) else 0.0)
+    return cost + _prefill_again_s(profile, workload, today, then, moves)
 
 
 def _positive(counts: dict[int, int]) -> dict[int, int]:
     return {degree: number for degree, number in counts.items() if number > 0}
-
-
-def _restarts(today: TrainingShape, then: TrainingShape) -> bool:
-    return replace(today, data_parallel=1) != replace(then, data_parallel=1)
 
 
 def _prefill_again_s(

@@ -1,11 +1,14 @@
 """When to look for a better plan: one law for a live run and for the simulator.
 
-The first look is due as soon as steps tell something, since the first plan may be made of guesses.
-After that one is due every ``period`` steps; when one half waited for the other for at least
-``IDLE`` of a step, either way, and not for the same half again until its waiting has fallen below
-``CALM``; and when the mean length has drifted since the last look. These two not within
-``COOLDOWN`` steps of the last look or move, nor before as many steps as may be in flight have
-passed since.
+    one half waited for more than ``MOST`` of each of ``MOST_STEPS`` steps    at once
+    one half waited for at least ``IDLE`` of a step                           after a rest
+    the work has drifted since the last look: its lengths, turns or tools     after a rest
+    the first steps tell something, since the first plan may be guesses       after a rest
+    ``period`` steps have passed                                              always
+
+The same half's waiting is no reason again until it has fallen below ``CALM``, but one that was
+looked at at once is looked at again after a rest, when more is measured. A rest is ``COOLDOWN``
+steps since the last look or move, or as many as may be in flight.
 
 What was measured is judged by the mean of the last ``steps_to_average``.
 """
@@ -18,6 +21,10 @@ from libra_cli.core.planning.admission import drifted
 
 IDLE = 0.15
 CALM = 0.10
+MOST = 0.5
+"""Share of a step: a half that waits for more of it has at least twice the GPUs it needs."""
+MOST_STEPS = 2
+"""Steps in a row, so that no single batch of stragglers starts a look."""
 COOLDOWN = 3
 FILLING = 1
 """Steps at the beginning that tell nothing: training waits for the first trajectories to grow."""
@@ -30,40 +37,70 @@ class ReplanTriggers:
         self._period = period
         self._cooldown = cooldown(overlap)
         self._since = 0
-        #: The halves whose waiting has been looked at, and goes on since.
+        #: The halves whose waiting has been looked at, and goes on since; and those at once.
         self._looked_at: set[str] = set()
-        self._looked_length = 0.0
+        self._hurried: set[str] = set()
+        #: Steps in a row, since the last look or move, that a half waited for most of.
+        self._mostly: dict[str, int] = {}
+        #: What the work was like at the last look.
+        self._looked_work: dict[str, float] = {}
         self._ever_looked = False
 
-    def due(self, idle: Mapping[str, float], length: float, *, may: bool = True) -> str:
+    def due(self, idle: Mapping[str, float], work: Mapping[str, float], *, may: bool = True) -> str:
         """Why to look now, if there is a reason and one ``may``; ``idle`` is what share of a step
-        which half waited, ``length`` the mean one of late."""
+        which half waited, ``work`` what trajectories were like of late: means of at least 1, each
+        by its name in words."""
         self._since += 1
-        self._looked_length = self._looked_length or length
-        self._looked_at -= {half for half, share in idle.items() if share < CALM}
-        why = self._reason(idle, length) if may else ""
-        if why:
-            self._since, self._looked_length, self._ever_looked = 0, length, True
-            self._looked_at |= {half for half, share in idle.items() if share >= IDLE}
-        return why
+        self._looked_work = {**work, **self._looked_work}
+        calm = {half for half, share in idle.items() if share < CALM}
+        self._looked_at -= calm
+        self._hurried -= calm
+        self._mostly = {
+            half: self._mostly.get(half, 0) + 1 for half, share in idle.items() if share > MOST
+        }
+        if not may:
+            self._mostly.clear()
+            return ""
+        return self._reason(idle, work) or self._hurry(idle)
 
     def rest(self) -> None:
         """There is a new plan, or somebody looks for another reason: not again at once."""
         self._since = 0
+        self._mostly.clear()
 
-    def _reason(self, idle: Mapping[str, float], length: float) -> str:
-        if self._since >= self._period:
-            return f"{self._since} steps have passed"
-        if self._since < self._cooldown:
-            return ""
+    def _reason(self, idle: Mapping[str, float], work: Mapping[str, float]) -> str:
+        why = f"{self._since} steps have passed" if self._since >= self._period else ""
+        if not why and self._since >= self._cooldown:
+            why = self._rested(idle, work)
+        if why:
+            self.rest()
+            self._looked_work, self._ever_looked = dict(work), True
+            self._looked_at |= {half for half, share in idle.items() if share >= IDLE}
+        return why
+
+    def _rested(self, idle: Mapping[str, float], work: Mapping[str, float]) -> str:
         waiting = {half: share for half, share in idle.items() if share >= IDLE}
         if news := waiting.keys() - self._looked_at:
-            who = max(sorted(news), key=lambda half: waiting[half])
-            return f"{who} waited for {waiting[who]:.0%} of a step"
-        if drifted(self._looked_length, length):
-            return f"mean length went from {self._looked_length:,.0f} to {length:,.0f} tokens"
+            return _waited(news, idle)
+        for name, now in work.items():
+            if drifted(before := self._looked_work[name], now):
+                return f"{name} went from {before:,.3g} to {now:,.3g}"
         first = not self._ever_looked and self._since >= self._cooldown + FILLING
         return "the first steps have been measured" if first else ""
+
+    def _hurry(self, idle: Mapping[str, float]) -> str:
+        """A look before it has rested, once; it is no look at anything else."""
+        long = {half for half, steps in self._mostly.items() if steps >= MOST_STEPS}
+        if not (news := long - self._hurried - self._looked_at):
+            return ""
+        self.rest()
+        self._hurried |= news
+        return _waited(news, idle)
+
+
+def _waited(halves: set[str], idle: Mapping[str, float]) -> str:
+    who = max(sorted(halves), key=lambda half: idle[half])
+    return f"{who} waited for {idle[who]:.0%} of a step"
 
 
 def cooldown(overlap: float) -> int:

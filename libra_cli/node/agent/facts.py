@@ -9,27 +9,31 @@ from __future__ import annotations
 import csv
 import fcntl
 import getpass
+import importlib.metadata
 import importlib.util
 import os
 import platform
 import pwd
+import re
+import resource
 import shutil
 import socket
 import struct
 import subprocess
+import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from libra_cli.node.agent import proc
-from libra_cli.node.agent.agent_errors import AgentRefused
+from libra_cli.node.agent import proc, remains
 
 NVIDIA_SMI_TIMEOUT_S = 20.0
 GPU_COLUMNS = ("index", "uuid", "name", "memory.total", "memory.free")
 HOLDER_COLUMNS = ("gpu_uuid", "pid")
 MIB = 1024**2
 SIOCGIFADDR = 0x8915
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def facts(
@@ -40,33 +44,46 @@ def facts(
     Of ``packages`` and ``paths`` the result names those that are there. ``work`` and ``weights``
     are the directories whose free space is measured.
     """
-    interface, address = route(peers[0]) if peers else ("lo", "127.0.0.1")
-    memory = _memory()
+    routes = [route(peer) for peer in peers]
+    first = next((one for one in routes if not one["error"]), None)
+    memory, shm = _memory(), shutil.disk_usage(weights)
     return {
         "python": platform.python_version(),
         "hostname": socket.gethostname(),
         "user": getpass.getuser(),
+        "markers": _markers(),
         "cpus": len(os.sched_getaffinity(0)),
         "mem_total": memory["MemTotal"],
         "mem_free": memory["MemAvailable"],
         "disk_free": shutil.disk_usage(work).free,
-        "shm_free": shutil.disk_usage(weights).free,
+        "shm_free": shm.free,
+        "shm_total": shm.total,
         "gpus": gpus(),
-        "interface": interface,
-        "address": address,
-        "clock": time.time(),
-        "packages": [name for name in packages if importlib.util.find_spec(name) is not None],
+        "driver": driver(),
+        "interface": first["interface"] if first else "" if peers else "lo",
+        "address": first["address"] if first else "" if peers else "127.0.0.1",
+        "routes": routes,
+        "interfaces": interfaces(),
+        "memlock": _limit(resource.RLIMIT_MEMLOCK),
+        "open_files": _limit(resource.RLIMIT_NOFILE),
+        "rdma": any(Path("/sys/class/infiniband").glob("*")),
+        "packages": _versions(packages),
+        "requires": _requirements(packages),
+        "torch_cuda": _torch_cuda(),
         "paths": [path for path in paths if Path(path).expanduser().exists()],
+        "remains": remains.find(work.parents[1], weights),
+        "clock": time.time(),
     }
 
 
-def route(peer: str) -> tuple[str, str]:
-    """Return the interface and the own address with which this host reaches a peer.
+# -- the network -----------------------------------------------------------------------------------
 
-    It asks the routing table and sends nothing.
 
-    Raises:
-        AgentRefused: there is no route to the peer.
+def route(peer: str) -> dict[str, str]:
+    """Return how this host reaches a peer: interface, own address, the peer's address.
+
+    It asks the routing table and sends nothing. ``error`` says why there is no way; empty if one
+    is there.
     """
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
@@ -74,9 +91,104 @@ def route(peer: str) -> tuple[str, str]:
             probe.connect(target)  # a datagram socket only looks up the route
             address: str = probe.getsockname()[0]
     except OSError as error:
-        raise AgentRefused("request", f"there is no way from here to {peer}: {error}") from error
+        told = f"there is no way from here to {peer}: {error}"
+        return {"peer": peer, "interface": "", "address": "", "target": "", "error": told}
     names = (name for _, name in socket.if_nameindex())
-    return next((name for name in names if address in _addresses(name)), ""), address
+    interface = next((name for name in names if address in _addresses(name)), "")
+    return {
+        "peer": peer,
+        "interface": interface,
+        "address": address,
+        "target": str(target[0]),
+        "error": "",
+    }
+
+
+def interfaces() -> list[dict[str, object]]:
+    """List this host's network interfaces: name, addresses, whether it is up, Mb/s if it tells."""
+    return [
+        {
+            "name": name,
+            "up": _operstate(name) in ("up", "unknown"),  # loopback and tunnels never say "up"
+            "addresses": _addresses(name),
+            "speed_mbit": _speed_mbit(name),
+        }
+        for _, name in socket.if_nameindex()
+    ]
+
+
+def _operstate(interface: str) -> str:
+    with suppress(OSError):
+        return Path(f"/sys/class/net/{interface}/operstate").read_text().strip()
+    return "unknown"
+
+
+def _speed_mbit(interface: str) -> int:
+    place = Path("/sys/class/net", interface)
+    if not (place / "device").exists():  # what a virtual interface says is made up
+        return 0
+    with suppress(OSError, ValueError):  # some refuse to tell, or say -1
+        return max(0, int((place / "speed").read_text()))
+    return 0
+
+
+# -- Python ----------------------------------------------------------------------------------------
+
+
+def _markers() -> dict[str, str]:
+    """What the markers of a requirement ask for (PEP 508)."""
+    return {
+        "python_version": ".".join(platform.python_version_tuple()[:2]),
+        "python_full_version": platform.python_version(),
+        "platform_machine": platform.machine(),
+        "platform_system": platform.system(),
+        "sys_platform": sys.platform,
+    }
+
+
+def _distribution(package: str) -> importlib.metadata.Distribution | None:
+    """Of a package; vLLM's build for hosts without GPUs has another name."""
+    for name in (package, f"{package}-cpu"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.distribution(name)
+    return None
+
+
+def _versions(packages: Sequence[str]) -> dict[str, str]:
+    """By name the version of each package that is there; empty where none is told."""
+    found = {}
+    for package in packages:
+        if importlib.util.find_spec(package) is not None:
+            distribution = _distribution(package)
+            found[package] = distribution.version if distribution else ""
+    return found
+
+
+def _requirements(packages: Sequence[str]) -> dict[str, list[str]]:
+    """By package, the requirements it states of any of the others."""
+    name = re.compile(r"[A-Za-z0-9_-]+")
+    found = {}
+    for package in packages:
+        distribution = _distribution(package)
+        stated = (distribution.requires if distribution else None) or []
+        ours = [one for one in stated if (match := name.match(one)) and match[0] in packages]
+        found[package] = [one for one in ours if "extra ==" not in one]
+    return {package: stated for package, stated in found.items() if stated}
+
+
+def _torch_cuda() -> str:
+    """The CUDA that torch is built for, such as ``13.0``, without importing it; empty if none."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    with suppress(OSError):
+        text = Path(spec.origin).with_name("version.py").read_text()
+        match = re.search(r"^cuda\b[^=]*= *'([\d.]+)'", text, re.M)
+        return match[1] if match else ""
+    return ""
+
+
+# -- GPUs ------------------------------------------------------------------------------------------
 
 
 def gpus() -> list[dict[str, object]]:
@@ -86,6 +198,13 @@ def gpus() -> list[dict[str, object]]:
     listing = _nvidia_smi(f"--query-gpu={','.join(GPU_COLUMNS)}")
     holders = _nvidia_smi(f"--query-compute-apps={','.join(HOLDER_COLUMNS)}")
     return parse_gpus(listing, holders)
+
+
+def driver() -> str:
+    """The version of NVIDIA's driver, such as ``580.65.06``; empty where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    return _nvidia_smi("--query-gpu=driver_version").partition("\n")[0].strip()
 
 
 def parse_gpus(listing: str, holders: str) -> list[dict[str, object]]:
@@ -114,7 +233,7 @@ def holder(pid: int) -> dict[str, object]:
     user = ""
     with suppress(OSError, KeyError):
         user = pwd.getpwuid((proc.PROC / str(pid)).stat().st_uid).pw_name
-    return {"pid": pid, "user": user, "command": proc.command(pid)}
+    return {"pid": pid, "user": user, "command": proc.command(pid), "run": proc.run_of(pid)}
 
 
 def _nvidia_smi(query: str) -> str:
@@ -133,7 +252,28 @@ def _mib(cell: str) -> int:
     return int(cell) * MIB if cell.isdigit() else 0
 
 
-def _memory() -> dict[str, int]:
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def _limit(kind: int) -> int | None:
+    """The soft limit that processes started from here inherit; None if there is none."""
+    soft, _ = resource.getrlimit(kind)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _memory() -> Mapping[str, int]:
+    """``MemTotal`` and ``MemAvailable`` in bytes, of this host or, if less, of its container."""
+    total, free = CGROUP / "memory.max", CGROUP / "memory.current"
+    found = _meminfo()
+    with suppress(OSError, ValueError):  # no limit reads "max"
+        most = int(total.read_text())
+        room = max(0, most - int(free.read_text()))
+        found["MemTotal"] = min(found["MemTotal"], most)
+        found["MemAvailable"] = min(found["MemAvailable"], room)
+    return found
+
+
+def _meminfo() -> dict[str, int]:
     lines = (proc.PROC / "meminfo").read_text().splitlines()
     pairs = (line.split(":") for line in lines)
     return {name: int(value.split()[0]) * 1024 for name, value in pairs}

@@ -34,9 +34,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from libra_cli.node.agent import bandwidth, remains
 from libra_cli.node.agent.agent_errors import AgentRefused
 from libra_cli.node.agent.agent_socket import LOG, SOCKET, bridge, connect, spawn
 from libra_cli.node.agent.facts import facts
+from libra_cli.node.agent.model_files import fingerprints
 from libra_cli.node.agent.ports import Ports
 from libra_cli.node.agent.proc import Marker
 from libra_cli.node.agent.supervisor import Supervisor, tail
@@ -72,6 +74,10 @@ class Agent:
             "hello": self._hello,
             "ping": self._ping,
             "facts": self._facts,
+            "model_files": self._model_files,
+            "bandwidth_send": self._bandwidth_send,
+            "bandwidth_receive": self._bandwidth_receive,
+            "clear": self._clear,
             "ports": self._take_ports,
             "start": self._start,
             "stop": self._stop,
@@ -175,6 +181,20 @@ class Agent:
     ) -> dict[str, object]:
         weights = self._weights().root
         return await asyncio.to_thread(facts, peers, packages, paths, self._run_dir, weights)
+
+    async def _model_files(self, path: str) -> dict[str, object]:
+        return await asyncio.to_thread(fingerprints, path)
+
+    async def _bandwidth_send(self, port: int, seconds: float) -> None:
+        self._weights()  # a token is known
+        bandwidth.serve(port, self._token, seconds)
+
+    async def _bandwidth_receive(self, address: str, port: int) -> dict[str, object]:
+        return await asyncio.to_thread(bandwidth.receive, address, port, self._token)
+
+    async def _clear(self, names: Sequence[str]) -> list[str]:
+        runs = self._run_dir.parents[1]
+        return await asyncio.to_thread(remains.remove, runs, self._weights().root, names)
 
     async def _take_ports(
         self, first: int, last: int, count: int, taken: Collection[int]

@@ -117,6 +117,11 @@ def command(pid: int) -> str:
     return ""
 
 
+def run_of(pid: int) -> str:
+    """Return the run that a process belongs to, ours only; empty if it is of none."""
+    return _environment(pid).get("LIBRA_RUN", "")
+
+
 def send(identity: ProcessIdentity, signum: signal.Signals) -> None:
     """Signal exactly this process, or none if it is gone."""
     with suppress(ProcessLookupError, PermissionError):

@@ -7,50 +7,6 @@ from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
-class GpuHolder:
-    """A process with memory on a GPU. ``user`` is empty if it cannot be looked up."""
-
-    pid: int
-    user: str
-    command: str
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One GPU; memory in bytes."""
-
-    index: int
-    name: str
-    mem_total: int
-    mem_free: int
-    holders: tuple[GpuHolder, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
-    """A description of a host; sizes in bytes, ``clock`` in seconds since the epoch."""
-
-    python: str
-    hostname: str
-    user: str
-    cpus: int
-    mem_total: int
-    mem_free: int
-    disk_free: int
-    shm_free: int
-    gpus: tuple[Gpu, ...]
-    interface: str
-    """The network interface that leads to the first peer."""
-    address: str
-    """The host's own address on that interface."""
-    clock: float
-    packages: tuple[str, ...]
-    """The requested packages that can be imported there."""
-    paths: tuple[str, ...]
-    """The requested paths that exist there."""
-
-
-@dataclass(frozen=True, slots=True)
 class StartedProcess:
     """A process that was started. ``started`` is its start time in clock ticks since boot."""
 

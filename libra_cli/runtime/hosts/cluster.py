@@ -4,7 +4,7 @@ All hosts start up in parallel, and each phase reports *every* problem of every 
 a single GPU is busy:
 
     connect     reach the host, check its key, upload our code, start the agent
-    check       python packages, GPUs and who holds them, model directory, memory, clock
+    check       what hosts tell of themselves, by the rules of ``core.preflight.checks``
     ports       reserve them on the host, for everything the plan will start there
     model       build it on the first train node if the recipe says so, and copy it to the others
 """
@@ -16,7 +16,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,11 @@ from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.launch.model import model_process
 from libra_cli.core.launch.ports import ports_needed
 from libra_cli.core.launch.process import HostFacts, ProcessSpec
+from libra_cli.core.preflight.case import PreflightCase, packages_needed
+from libra_cli.core.preflight.checks import examine
+from libra_cli.core.preflight.findings import ALL, Finding, stopping, warning
+from libra_cli.core.preflight.host_report import HostReport, NodeFacts, TorchReport
+from libra_cli.core.preflight.probes import torch_probe
 from libra_cli.core.records import NodeRecord, ProcessRecord, Record
 from libra_cli.core.types import Plan, Seconds, node_of
 from libra_cli.runtime.hosts.agent_messages import (
@@ -32,18 +37,19 @@ from libra_cli.runtime.hosts.agent_messages import (
     Exited,
     HostEvent,
     LeaseExpired,
-    NodeFacts,
     Reconnected,
 )
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.local import LocalTransport
-from libra_cli.runtime.hosts.preflight import packages_needed, problems
+from libra_cli.runtime.hosts.preflight import look, open_files
 from libra_cli.runtime.hosts.ssh import SshTransport
 from libra_cli.runtime.hosts.transport import Transport
 
 STOP_GRACE_S = 10.0
 MODEL_TIMEOUT_S = 3600.0
 COMMAND_TIMEOUT_S = 30.0
+TORCH_S = 180.0
+"""For importing torch and vLLM from a slow disk."""
 T = TypeVar("T")
 
 
@@ -71,10 +77,14 @@ def how_it_ended(event: Exited) -> str:
     if event.exit_code is None or event.exit_code < 0:
         by = "by nobody knows what" if event.exit_code is None else f"by signal {-event.exit_code}"
         return f"was ended {by}"
-    errors = [match[0] for match in _ERROR.finditer(event.tail)]
-    lines = [line for line in event.tail.splitlines() if line.strip()]
-    why = (errors or lines or ["it wrote nothing"])[-1].strip()[:500]
-    return f"ended with exit code {event.exit_code}: {why}"
+    return f"ended with exit code {event.exit_code}: {error_in(event.tail)}"
+
+
+def error_in(text: str) -> str:
+    """The last line of a log that names an error, or the last of all."""
+    errors = [match[0] for match in _ERROR.finditer(text)]
+    lines = [line for line in text.splitlines() if line.strip()]
+    return (errors or lines or ["it wrote nothing"])[-1].strip()[:500]
 
 
 class Cluster:
@@ -89,8 +99,11 @@ class Cluster:
         token: str,
         save: Callable[[Record], None],
         clock: Callable[[], Seconds],
+        recipe_path: str = "RECIPE",
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.recipe = recipe
+        self.recipe_path = recipe_path
         self.plan = plan
         self.run_id = run_id
         self.token = token
@@ -102,7 +115,8 @@ class Cluster:
         #: Called with every event of a host; set before the run's machine starts.
         self.on_event: Callable[[HostEvent], None] = lambda event: None
         self._save = save
-        self._seen: dict[str, NodeFacts] = {}
+        self._note = note
+        self.reports: dict[str, HostReport] = {}
         #: The nodes that do not answer now, and those that did not answer within their lease.
         self.lost: set[str] = set()
         self._gone: set[str] = set()
@@ -117,11 +131,12 @@ class Cluster:
         Raises:
             HostError: the hosts have problems; the message has a line for each.
         """
-        await self._on_all(self._connect)
-        await self._on_all(self._check)
+        await self._on_all(self.connect)
+        await self._on_all(self._look_quickly)
+        self._judge(examine(self.case(), quick=True))
         await self._on_all(self._reserve)
         await self._place_model()
-        await self._fetch_tokenizer(model_copy)
+        await self.fetch_tokenizer(node_of(self.plan.train[0]), model_copy)
 
     async def _on_all(self, phase: Callable[[NodeSpec], Coroutine[Any, Any, None]]) -> None:
         nodes = self.recipe.nodes
@@ -136,7 +151,8 @@ class Cluster:
         if known:
             raise _joined(known)
 
-    async def _connect(self, node: NodeSpec) -> None:
+    async def connect(self, node: NodeSpec) -> None:
+        """Reach a node and attach to its agent, which is started. Raises HostError."""
         self._save_node(node.name, "connecting")
         host = self.hosts[node.name]
         try:
@@ -163,23 +179,21 @@ class Cluster:
         used = {node.name: node.gpus for node in self.recipe.nodes}
         return frozenset(
             gpu.name
-            for node, seen in self._seen.items()
-            for gpu in seen.gpus
+            for node, report in self.reports.items()
+            for gpu in (report.facts.gpus if report.facts else ())
             if gpu.index < used[node]
         )
 
-    async def _check(self, node: NodeSpec) -> None:
-        host, path = self.hosts[node.name], self.recipe.model.path
-        peers = [other.reach for other in self.recipe.nodes if other.name != node.name]
-        packages = sorted(
-            {name for names in packages_needed(self.recipe).values() for name in names}
-        )
-        seen = await host.facts(peers, packages=packages, paths=[path] if path else [])
-        self._seen[node.name] = seen
-        found = problems(self.recipe, self.plan, node, seen, now=time.time())
-        if found:
-            self._save_node(node.name, "failed", detail="; ".join(found))
-            raise HostError("\n".join(f"{node.name}: {problem}" for problem in found))
+    async def look(self, node: NodeSpec, *, torch: bool) -> None:
+        """Ask a node for its report; ``torch`` is whether to try its torch as well.
+
+        Raises:
+            HostError: it does not answer.
+        """
+        host = self.hosts[node.name]
+        report = self.reports[node.name] = await look(host, self.recipe, node)
+        seen = report.facts
+        assert seen is not None, "a host that answered has told"
         self.facts[node.name] = HostFacts(
             node=node.name,
             python=host.python,
@@ -187,11 +201,51 @@ class Cluster:
             run_dir=host.run_dir,
             weights_dir=host.weights_dir,
             tmp_dir=host.tmp_dir,
-            address=node.address or (seen.address if peers else "127.0.0.1"),
+            address=node.address or seen.address,
             interface=seen.interface,
             cpus=seen.cpus,
         )
-        self._save_node(node.name, "ready")
+        if torch and "torch" in seen.packages:
+            found = await self._try_torch(node, seen)
+            self.reports[node.name] = replace(report, torch=found)
+
+    async def _look_quickly(self, node: NodeSpec) -> None:
+        await self.look(node, torch=node.gpus > 0)
+
+    async def _try_torch(self, node: NodeSpec, seen: NodeFacts) -> TorchReport:
+        needed = packages_needed(self.recipe).values()
+        packages = tuple(sorted({name for names in needed for name in names} & set(seen.packages)))
+        spec = torch_probe(node, self.facts[node.name], packages)
+        try:
+            answer = await self.answer_of(spec, timeout_s=TORCH_S)
+        except ProcessError as error:  # it was killed, or crashed where Python cannot catch it
+            return TorchReport("", "", False, (), str(error).partition("\n")[0], "", {})
+        return TorchReport(**{**answer, "devices": tuple(answer["devices"])})
+
+    def case(self) -> PreflightCase:
+        """What the checks look at, as far as it is known."""
+        return PreflightCase(
+            self.recipe,
+            self.plan,
+            self.reports,
+            recipe_path=self.recipe_path,
+            open_files=open_files(),
+        )
+
+    def _judge(self, findings: Sequence[Finding]) -> None:
+        """Raise HostError for findings that forbid to start; note the others."""
+        for one in warning(findings):
+            self._note(f"{one.line} ({one.why})")
+        stops = stopping(findings)
+        for node in self.recipe.nodes:
+            mine = "; ".join(one.what for one in stops if one.host in (node.name, ALL))
+            self._save_node(node.name, "failed" if mine else "ready", detail=mine)
+        if stops:
+            lines = [
+                f"{one.line}\n  next: {one.remedy.command}" if one.remedy else one.line
+                for one in stops
+            ]
+            raise HostError("\n".join(lines), hint=f"libra doctor {self.recipe_path}")
 
     async def _reserve(self, node: NodeSpec) -> None:
         names = ports_needed(self.recipe, self.plan).get(node.name, ())
@@ -204,7 +258,7 @@ class Cluster:
     async def _place_model(self) -> None:
         path = self.recipe.model.path
         if path is not None:
-            self.model_dirs = {name: host.expand(path) for name, host in self.hosts.items()}
+            self.model_dirs = self.expanded(path)
             return
         head = node_of(self.plan.train[0])
         spec = model_process(self.recipe, self.facts[head])
@@ -220,16 +274,19 @@ class Cluster:
             await self.hosts[name].transport.put_tree(files, target)
             self.model_dirs[name] = target
 
+    def expanded(self, path: str) -> dict[str, str]:
+        """A path of the recipe as an absolute one on each open host."""
+        return {name: host.expand(path) for name, host in self.hosts.items()}
+
     async def _read_directory(self, node: str, directory: str) -> dict[str, bytes]:
         transport = self.hosts[node].transport
         listed = await transport.run(["ls", "-1", directory], timeout_s=COMMAND_TIMEOUT_S)
         names = listed.stdout.decode().split()
         return {name: await transport.get(f"{directory}/{name}") for name in names}
 
-    async def _fetch_tokenizer(self, model_copy: Path) -> None:
-        """Copy the tokenizer, which the controller needs, and not the weights."""
-        head = node_of(self.plan.train[0])
-        transport, source = self.hosts[head].transport, self.model_dirs[head]
+    async def fetch_tokenizer(self, node: str, model_copy: Path) -> None:
+        """Copy the tokenizer from a node; the controller needs it, and not the weights."""
+        transport, source = self.hosts[node].transport, self.model_dirs[node]
         listed = await transport.run(["ls", "-1", source], timeout_s=COMMAND_TIMEOUT_S)
         await asyncio.to_thread(model_copy.mkdir, parents=True, exist_ok=True)
         for name in listed.stdout.decode().split():
@@ -247,7 +304,15 @@ class Cluster:
         )
         self._save_process(spec.node, spec.process, started.pid, "running", log=started.log)
 
-    async def run_to_end(self, spec: ProcessSpec, *, timeout_s: float) -> None:
+    async def answer_of(self, spec: ProcessSpec, *, timeout_s: float) -> Any:
+        """Run a process to its end and return the JSON of its last line. Raises as below."""
+        event = await self.run_to_end(spec, timeout_s=timeout_s)
+        try:
+            return json.loads(event.tail.splitlines()[-1])
+        except (IndexError, ValueError) as error:
+            raise ProcessError(f"{spec.node}: {spec.process}: no answer: {event.tail}") from error
+
+    async def run_to_end(self, spec: ProcessSpec, *, timeout_s: float) -> Exited:
         """Start a process and wait until it has succeeded.
 
         Raises:
@@ -255,7 +320,8 @@ class Cluster:
             HostLost: its host was given up.
         """
         key = (spec.node, spec.process)
-        ended = self._waiting[key] = asyncio.get_running_loop().create_future()
+        ended: asyncio.Future[Exited] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = ended
         try:
             await self.start(spec)
             event = await asyncio.wait_for(ended, timeout_s)
@@ -267,6 +333,7 @@ class Cluster:
             raise ProcessError(
                 f"{spec.node}: {spec.process} ended with {event.exit_code}:\n{event.tail}"
             )
+        return event
 
     async def stop(self, node: str, process: str) -> None:
         """Stop a process and all that it started.
@@ -329,7 +396,8 @@ class Cluster:
         self._save(ProcessRecord(node, process, pid, state, since, exit_code, log))
 
     def _save_node(self, name: str, state: str, *, detail: str = "") -> None:
-        seen = self._seen.get(name)
+        report = self.reports.get(name)
+        seen = report.facts if report else None
         self._save(
             NodeRecord(
                 node=name,
@@ -348,16 +416,16 @@ class Cluster:
 
     # -- closing --------------------------------------------------------------------------------
 
-    async def close(self) -> list[str]:
+    async def close(self, *, remove_logs: bool = False) -> list[str]:
         """Stop all agents and their processes; return a line for each that may be left."""
         results = await asyncio.gather(
-            *(self._release(name, host) for name, host in self.hosts.items())
+            *(self._release(name, host, remove_logs) for name, host in self.hosts.items())
         )
         return [line for lines in results for line in lines]
 
-    async def _release(self, name: str, host: Host) -> list[str]:
+    async def _release(self, name: str, host: Host, remove_logs: bool) -> list[str]:
         try:
-            left = await host.shutdown(grace_s=STOP_GRACE_S)
+            left = await host.shutdown(grace_s=STOP_GRACE_S, remove_logs=remove_logs)
         except LibraError as error:
             return [f"{name}: {error}; its lease ends what runs there"]
         if name in self.facts:

@@ -18,15 +18,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from libra_cli.config.errors import HostError, HostKeyError, HostLost
+from libra_cli.core.preflight.host_report import ModelFiles, NodeFacts
 from libra_cli.runtime.hosts.agent_connection import AgentConnection, Message
 from libra_cli.runtime.hosts.agent_messages import (
     ConnectionLost,
     Exited,
-    Gpu,
-    GpuHolder,
     HostEvent,
     LeaseExpired,
-    NodeFacts,
     ProcessState,
     PulledVersion,
     Reconnected,
@@ -43,6 +41,8 @@ STOP_S = 90.0
 PING_INTERVAL_S = 5.0
 PINGS_A_LEASE = 5
 """At least so many pings go out in a lease, so that a dead connection can be replaced in time."""
+MODEL_FILES_S = 120.0
+"""For fingerprints of a model on a slow or shared disk."""
 RECONNECT_S = 10.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0
 COMMAND_S = 30.0
@@ -130,7 +130,9 @@ class Host:
         self._connection.fail(HostLost(f"{self.name}: closed"))
         await self.transport.close()
 
-    async def shutdown(self, *, grace_s: float = 10.0) -> tuple[str, ...]:
+    async def shutdown(
+        self, *, grace_s: float = 10.0, remove_logs: bool = False
+    ) -> tuple[str, ...]:
         """Stop everything of the run there, verify that, disconnect, and return what is left.
 
         The agent stops its processes and verifies; then a fresh process verifies again, since the
@@ -142,7 +144,11 @@ class Host:
             limit_s = 2 * grace_s + STOP_EXTRA_S
             await self._connection.ask("shutdown", timeout_s=limit_s, grace_s=grace_s)
             await self._hang_up()
-            return await self._stop_and_verify()
+            left = await self._stop_and_verify()
+            if remove_logs:
+                directory = self.run_dir.rpartition("/")[0]
+                await self.transport.run(["rm", "-r", directory], timeout_s=ANSWER_S)
+            return left
         finally:
             await self.close()
 
@@ -174,12 +180,34 @@ class Host:
     ) -> NodeFacts:
         """Describe the host, and which of the packages and paths it has."""
         found = await self._ask("facts", peers=[*peers], packages=[*packages], paths=[*paths])
-        gpus = (
-            Gpu(**{**gpu, "holders": tuple(GpuHolder(**one) for one in gpu["holders"])})
-            for gpu in found.pop("gpus")
-        )
-        packages, paths = tuple(found.pop("packages")), tuple(found.pop("paths"))
-        return NodeFacts(**found, gpus=tuple(gpus), packages=packages, paths=paths)
+        return NodeFacts.read(found)
+
+    async def model_files(self, path: str) -> ModelFiles:
+        """Return fingerprints of a model directory's files, and its configuration.
+
+        Raises:
+            HostError: there is no such directory, or it cannot be read.
+        """
+        found = await self._connection.ask("model_files", timeout_s=MODEL_FILES_S, path=path)
+        files = {name: (int(size), str(digest)) for name, (size, digest) in found["files"].items()}
+        return ModelFiles(files, found["config"])
+
+    async def send_bandwidth(self, port: int, seconds: float) -> None:
+        """Send to the next host that asks at a port, for so many seconds."""
+        await self._ask("bandwidth_send", port=port, seconds=seconds)
+
+    async def receive_bandwidth(self, address: str, port: int) -> tuple[int, float]:
+        """Receive what another host sends there; returns bytes and seconds.
+
+        Raises:
+            HostError: nothing comes from there.
+        """
+        found = await self._ask("bandwidth_receive", address=address, port=port)
+        return int(found["bytes"]), float(found["seconds"])
+
+    async def clear(self, names: Collection[str]) -> list[str]:
+        """Remove what these dead runs have left of weight versions; returns what is gone."""
+        return [str(name) for name in await self._ask("clear", names=[*names])]
 
     async def ports(
         self, first: int, last: int, count: int, taken: Collection[int] = ()

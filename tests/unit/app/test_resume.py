@@ -10,9 +10,11 @@ from random import Random
 from typing import Any, ClassVar
 
 import pytest
+from typer.testing import CliRunner
 
 from libra_cli.app import resume, run
 from libra_cli.app.first_plan import explained_first_plan
+from libra_cli.cli.main import app
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import events as e
@@ -214,6 +216,17 @@ def test_the_command_resumes_a_run_with_its_plan(
             note=lambda text: None,
         )
     assert NoSession.plans[-1].reasons[0].startswith("goes on with plan 2")
+
+
+def test_a_dry_run_of_a_resume_shows_the_plan_that_the_run_had(tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(OLD_RUN, tmp_path / "run"))
+    path = tmp_path / "elastic.yaml"
+    path.write_text((run_dir / "recipe.json").read_text())
+    done = CliRunner().invoke(app, ["run", str(path), "--dry-run", "--resume", str(run_dir)])
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("plan: goes on with plan 2, the last before")
+    with Reader(run_dir) as reader:
+        assert len(reader.plans()) == 3, "nothing is written"
 
 
 def test_hosts_that_are_gone_are_named(tmp_path: Path) -> None:

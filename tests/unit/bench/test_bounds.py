@@ -8,8 +8,7 @@ import pytest
 from libra_cli.bench import jobs
 from libra_cli.bench.bounds import ServerShape, capacity_s, path_s, work_of
 from libra_cli.bench.jobs import Job, run_job
-from libra_cli.core.costs.profile import TrainingShape
-from libra_cli.core.planning.rollout_dp import PlannedBucket
+from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import RecordedEpisode, Trace, Turn
@@ -29,7 +28,7 @@ def episode(
 
 def played(trace: Trace, policy: str) -> tuple[float, float]:
     """The bound and the makespan of a short run."""
-    layout = Layout(BUCKETS, TrainingShape(data_parallel=10))
+    layout = Layout(BUCKETS, 10)
     job = Job(
         trace,
         PROFILE,

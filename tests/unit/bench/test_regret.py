@@ -25,7 +25,7 @@ from libra_cli.sim.traces import load_trace
 from tests.sample_bench import row
 
 PROFILE = load_profile("a800-qwen3-14b")
-TRACE, _ = playable(load_trace("mint"))
+TRACE, _ = playable(load_trace("mint"), 59_177)
 JOB = Job(
     TRACE,
     PROFILE,

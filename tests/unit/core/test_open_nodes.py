@@ -14,7 +14,6 @@ from libra_cli.app.rebalance.replay import observation_of_run
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.costs.profile import TrainingShape
 from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.planning.planner import roles_of
 from libra_cli.core.scheduling.policy import make_policy
@@ -63,7 +62,7 @@ def episodes(
 
 def train_s(samples: tuple[a.TrainSample, ...], gpus: int) -> float:
     done = tuple(_sample(sample.trajectory) for sample in samples)
-    return PROFILE.training.seconds(TrainingShape(1, max(1, gpus)), Workload(done, len(done)))
+    return PROFILE.training.seconds(max(1, gpus), Workload(done, len(done)))
 
 
 def _sample(trajectory: Trajectory) -> TrajectorySample:

@@ -15,11 +15,10 @@ from libra_cli.core.costs.profile import (
     Profile,
     ProfileError,
     TrainingCost,
-    TrainingShape,
 )
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.costs.workload import TrajectorySample, Workload
-from libra_cli.core.planning.training_shapes import TrainingTree
+from libra_cli.core.planning.training_table import TrainingTable
 
 FACTS = MemoryModel(
     parameters=8e9, layers=32, hidden=4096, vocabulary=150_000, kv_bytes=131_072, gpu_gib=74.5
@@ -45,35 +44,39 @@ def workload(*generated: int, trajectories: int = 64) -> Workload:
 
 def test_arithmetic_is_shared_and_the_fixed_part_is_not() -> None:
     work = workload(2000, 4000)
-    one, two = (TRAINING.compute_s(TrainingShape(1, ranks), work) for ranks in (1, 2))
+    one, two = (TRAINING.compute_s(ranks, work) for ranks in (1, 2))
     assert one == pytest.approx(5e-4 * 64 * 3500 + 1e-8 * 64 * (2500**2 + 4500**2) / 4)
     assert one == pytest.approx(2 * two)
-    assert TRAINING.seconds(TrainingShape(), work) == pytest.approx(5.0 + one)
+    assert TRAINING.seconds(1, work) == pytest.approx(5.0 + one)
 
 
-def test_no_replica_has_less_than_the_longest_trajectory() -> None:
+def test_no_rank_has_less_than_the_longest_trajectory() -> None:
     work = workload(40_000, trajectories=2)
-    many = TRAINING.compute_s(TrainingShape(1, 64), work)
+    many = TRAINING.compute_s(64, work)
     assert many == pytest.approx(5e-4 * 40_500 + 1e-8 * 40_500**2 / 2)
 
 
-def test_communication_grows_with_both_degrees() -> None:
-    work = workload(2000)
-    ratios = [
-        TRAINING.communication_ratio(shape, work)
-        for shape in (TrainingShape(), TrainingShape(2, 1), TrainingShape(8, 1))
-    ]
+def test_communication_grows_with_the_ranks() -> None:
+    ratios = [TRAINING.communication_ratio(ranks, workload(2000)) for ranks in (1, 2, 8, 16)]
     assert ratios[0] == 0
     assert ratios == sorted(ratios)
-    data = [TRAINING.communication_ratio(TrainingShape(1, ranks), work) for ranks in (2, 8, 16)]
-    assert data == sorted(data)
 
 
 def test_memory_of_a_rank_falls_with_the_world_and_grows_with_the_longest() -> None:
-    held = [TRAINING.memory_gib(TrainingShape(1, ranks), 4096) for ranks in (1, 4, 16)]
+    held = [TRAINING.memory_gib(ranks, 4096) for ranks in (1, 4, 16)]
     assert held == sorted(held, reverse=True)
     assert held[0] > 16 * 8e9 / 2**30, "weights, gradients and optimizer of one rank alone"
-    assert TRAINING.memory_gib(TrainingShape(1, 4), 100_000) > held[1]
+    assert TRAINING.memory_gib(4, 100_000) > held[1]
+
+
+@given(ranks=st.integers(1, 64))
+def test_the_longest_trajectory_that_fits_a_rank_is_the_last_that_does(ranks: int) -> None:
+    longest, usable = TRAINING.longest_context(ranks), FACTS.usable_gib
+    if longest == 0:
+        assert TRAINING.memory_gib(ranks, 1) > usable
+        return
+    assert TRAINING.memory_gib(ranks, longest) <= usable
+    assert TRAINING.memory_gib(ranks, longest + 1) > usable
 
 
 def test_memory_of_a_server_is_weights_cache_and_overhead() -> None:
@@ -85,41 +88,32 @@ def test_memory_of_a_server_is_weights_cache_and_overhead() -> None:
 @given(
     short=st.integers(1, 20_000),
     more=st.integers(0, 20_000),
-    data=st.integers(1, 64),
-    tensor=st.sampled_from([1, 2, 4, 8]),
+    ranks=st.integers(1, 64),
 )
-def test_longer_trajectories_never_train_faster(
-    short: int, more: int, data: int, tensor: int
-) -> None:
-    shape = TrainingShape(tensor, data)
-    assert TRAINING.seconds(shape, workload(short)) <= TRAINING.seconds(
-        shape, workload(short + more)
+def test_longer_trajectories_never_train_faster(short: int, more: int, ranks: int) -> None:
+    assert TRAINING.seconds(ranks, workload(short)) <= TRAINING.seconds(
+        ranks, workload(short + more)
     )
 
 
-def test_the_tree_gives_the_fastest_shape_that_fits() -> None:
-    work = workload(4000, 8000)
-    tree = TrainingTree(TRAINING, work, 16)
+def test_the_table_gives_the_fastest_world_that_fits() -> None:
+    table = TrainingTable(TRAINING, workload(4000, 8000), 16)
     for gpus in range(1, 17):
-        plan = tree.best(gpus)
-        shapes = [
-            TrainingShape(tensor, data)
-            for tensor in (1, 2, 4, 8)
-            for data in range(1, gpus // tensor + 1)
-        ]
-        fitting = [shape for shape in shapes if tree.fits(shape) and tree.plan(shape).is_lean]
+        plan = table.best(gpus)
+        fitting = list(filter(table.fits, range(1, gpus + 1)))
         if not fitting:
+            assert plan is None
             continue
         assert plan is not None
-        assert plan.shape.gpus <= gpus
-        assert plan.seconds == min(tree.plan(shape).seconds for shape in fitting)
+        assert plan.ranks <= gpus
+        assert plan.seconds == min(table.plan(ranks).seconds for ranks in fitting)
 
 
-def test_the_tree_never_slows_down_with_more_gpus() -> None:
-    tree = TrainingTree(TRAINING, workload(4000), 32)
-    plans = [tree.best(gpus) for gpus in range(33)]
+def test_the_table_never_slows_down_with_more_gpus() -> None:
+    table = TrainingTable(TRAINING, workload(4000), 32)
+    plans = [table.best(gpus) for gpus in range(33)]
     assert plans[0] is None
-    least = tree.least()
+    least = table.least()
     assert least is not None
     assert plans[least - 1] is None
     seconds = [plan.seconds for plan in plans if plan is not None]
@@ -127,9 +121,9 @@ def test_the_tree_never_slows_down_with_more_gpus() -> None:
 
 
 def test_a_trainer_that_fits_nowhere_says_what_a_rank_needs() -> None:
-    tree = TrainingTree(TRAINING, workload(4000), 1)
-    assert tree.best(1) is None
-    refusal = tree.refusal(1)
+    table = TrainingTable(TRAINING, workload(4000), 1)
+    assert table.best(1) is None
+    refusal = table.refusal(1)
     assert isinstance(refusal, NothingFits)
     assert refusal.constraint == "trainer memory"
     assert "a rank needs at least" in str(refusal)
@@ -170,8 +164,8 @@ def test_sensitivities_change_what_they_say() -> None:
     assert PROFILE.scaled(2).training == PROFILE.training
     assert PROFILE.with_kv_share(0.5).servers[1].kv_tokens == 150_000
     work = workload(2000)
-    slow = TRAINING.scaled(2).seconds(TrainingShape(2, 2), work)
-    assert slow == pytest.approx(2 * TRAINING.seconds(TrainingShape(2, 2), work))
+    slow = TRAINING.scaled(2).seconds(4, work)
+    assert slow == pytest.approx(2 * TRAINING.seconds(4, work))
 
 
 def test_an_unknown_shape_starts_like_the_slowest_known() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from libra_cli.core.cluster.placement import initial_plan, slots_of
-from libra_cli.core.costs.profile import TrainingShape
 from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.events import PlanChosen, PlanKept
 from libra_cli.core.explanation import (
@@ -31,7 +30,7 @@ from libra_cli.core.observation import MeasuredStep, Observation
 from libra_cli.core.planning.admission import Admission
 from libra_cli.core.planning.planner import Decision, Planner, binding
 from libra_cli.core.planning.recipe_placement import RecipePlacement
-from libra_cli.core.planning.rollout_dp import PlannedBucket
+from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from tests import sample_run
 from tests.unit.core.planning.test_recipe_placement import PROFILE, recipe_of, work
@@ -41,7 +40,7 @@ RECIPE = recipe_of(3, slots=2)
 
 def decide(workload: Workload, **seen: Any) -> Decision:
     """For six slots of four GPUs, two of which train."""
-    settings = PlannerSettings(max_num_seqs=64, training_shapes=(1,))
+    settings = PlannerSettings(max_num_seqs=64)
     admission = seen.pop("admission", Admission())
     planner = Planner(RecipePlacement(RECIPE), lambda plan, evidence: PROFILE, settings, admission)
     today = seen.pop("plan", initial_plan(RECIPE))
@@ -102,32 +101,32 @@ def test_where_todays_plan_is_the_best_the_next_best_says_by_how_much() -> None:
 
 def search(gpus: int, **changes: Any) -> Search:
     workload = Workload((TrajectorySample(500, 2000),) * 4, 256)
-    settings = PlannerSettings(training_shapes=(1,), shapes=(1, 4))
+    settings = PlannerSettings(shapes=(1, 4))
     return Search(replace(PROFILE, **changes), workload, gpus, settings)
 
 
 def test_the_half_that_is_longer_binds() -> None:
     found = search(24)
-    few = Layout((PlannedBucket(1, 2, 4000, 64),), TrainingShape(data_parallel=20))
-    many = Layout((PlannedBucket(1, 16, 4000, 64),), TrainingShape(data_parallel=8))
+    few = Layout((PlannedBucket(1, 2, 4000, 64),), 20)
+    many = Layout((PlannedBucket(1, 16, 4000, 64),), 8)
     assert found.binding(many).constraint is Constraint.TRAINING
     assert found.binding(few).constraint not in (Constraint.TRAINING, Constraint.TRAINER_MEMORY)
 
 
 def test_a_trainer_that_does_not_fit_is_bound_by_its_memory() -> None:
     found = search(24)
-    least = found.tree.least()
+    least = found.training.least()
     assert least is not None
     assert least > 1
-    too_few = Layout((PlannedBucket(1, 8, 4000, 64),), TrainingShape(data_parallel=least - 1))
+    too_few = Layout((PlannedBucket(1, 8, 4000, 64),), least - 1)
     assert found.binding(too_few).constraint is Constraint.TRAINER_MEMORY
 
 
 def test_rollout_that_can_get_no_gpu_of_the_trainer_is_bound_by_the_trainers_memory() -> None:
     found = search(24)
-    least = found.tree.least() or 0
-    slow = Layout((PlannedBucket(1, 1, 4000, 64),), TrainingShape(data_parallel=least))
-    one_more = replace(slow, training=TrainingShape(data_parallel=least + 1))
+    least = found.training.least() or 0
+    slow = Layout((PlannedBucket(1, 1, 4000, 64),), least)
+    one_more = replace(slow, training_gpus=least + 1)
     assert found.times(slow).rollout_s > found.times(slow).train_s
     assert found.binding(slow).constraint is Constraint.TRAINER_MEMORY
     assert found.binding(one_more).constraint is not Constraint.TRAINER_MEMORY
@@ -135,7 +134,7 @@ def test_rollout_that_can_get_no_gpu_of_the_trainer_is_bound_by_the_trainers_mem
 
 def test_a_version_that_takes_longer_than_a_step_binds_it() -> None:
     found = search(24)
-    layout = Layout((PlannedBucket(1, 16, 4000, 64),), TrainingShape(data_parallel=8))
+    layout = Layout((PlannedBucket(1, 16, 4000, 64),), 8)
     now = Observation(1, initial_plan(RECIPE), (), work(100))
     step_s = found.times(layout).step_s
     for sync_s, constraint in (
@@ -227,7 +226,7 @@ def test_what_becomes_of_a_decision_carries_its_explanation() -> None:
 
 def test_a_rule_that_holds_a_full_batch_back_binds_where_it_was_measured() -> None:
     found = search(24)
-    layout = Layout((PlannedBucket(1, 16, 4000, 64),), TrainingShape(data_parallel=8))
+    layout = Layout((PlannedBucket(1, 16, 4000, 64),), 8)
     held = MeasuredStep(10.0, 6.0, 4.0, 100.0, 10.0, held_s=3.0)
     now = Observation(1, initial_plan(RECIPE), (), work(100), measured=(held, held))
     bound = binding(found, layout, now, measured=True)

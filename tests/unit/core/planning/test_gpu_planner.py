@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_cli.core.cluster.gpu_nodes import gpus_of
-from libra_cli.core.costs.profile import Profile, TrainingShape
+from libra_cli.core.costs.profile import Profile
 from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.observation import MeasuredStep, Observation
 from libra_cli.core.planning.admission import Admission
@@ -27,7 +27,7 @@ from libra_cli.core.planning.baselines import (
 )
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.planner import Decision, DecisionMaker, Planner
-from libra_cli.core.planning.rollout_dp import PlannedBucket
+from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.planning.transition import moves_between, moves_cost_s
 from libra_cli.core.planning.triggers import COOLDOWN
@@ -60,7 +60,7 @@ class Run:
 
     def __init__(self, name: str, first: Workload, profile: Profile = PROFILE) -> None:
         self.layout = first_layout(name, PROFILE, first, GPUS, UNIT)
-        least = search_of(first).tree.least() or GPUS
+        least = search_of(first).training.least() or GPUS
         self.space = GpuPlacement.around(
             self.layout, GPUS, max_len=131_072, least=least, moves=name not in STATIC
         )
@@ -123,6 +123,21 @@ def test_a_gain_that_does_not_pay_its_moves_back_is_refused_with_numbers() -> No
     assert decision.payback_steps is not None
 
 
+def test_where_the_fastest_plan_does_not_pay_a_nearer_one_is_taken_that_does() -> None:
+    """Servers of another shape are dear, and more of the same on GPUs from training are not."""
+    dear = replace(PROFILE.moves, to_rollout_s=1.0, start_s=dict.fromkeys((1, 2, 4, 8), 9e4))
+    small = Layout((PlannedBucket(1, 8, 38_000, 128),), 24)
+    shapes = []
+    for moves in (PROFILE.moves, dear):
+        run = Run("libra", work(1000), replace(PROFILE, moves=moves))
+        run.plan, run.slots = run.space.place(small)
+        decision = run.planner.decide(run.observed(work(9000), steps_left=50))
+        assert decision.plan is not None
+        assert decision.after.step_s < decision.before.step_s
+        shapes.append({bucket.tensor_parallel for _, bucket in decision.plan.servers})
+    assert shapes[0] != shapes[1] == {1}
+
+
 def test_near_the_end_nothing_is_moved_that_could_not_pay() -> None:
     run = Run("libra", work(1000))
     for left, moves in ((0, False), (50, True)):
@@ -143,7 +158,7 @@ def test_costs_are_recalibrated_by_what_was_measured() -> None:
     seen = run.observed(load)
     (step,) = seen.measured
     slow = MeasuredStep(2 * step.step_s, step.train_s, step.step_s, 0.0, 0.0)
-    decision = run.planner.decide(replace(seen, measured=(slow,)))
+    decision = run.planner.decide(replace(seen, measured=(slow,) * 10))
     assert decision.plan is not None
     layout = run.space.layout_of(decision.plan, decision.slots)
     assert layout.rollout_gpus > run.layout.rollout_gpus
@@ -160,8 +175,8 @@ def test_of_plans_as_good_the_nearest_is_taken() -> None:
 
 
 def test_moves_are_the_difference_of_two_layouts() -> None:
-    today = Layout((PlannedBucket(1, 8, 1000, 64), PlannedBucket(4, 2, 9000, 64)), shape(16))
-    then = Layout((PlannedBucket(1, 4, 1000, 64), PlannedBucket(8, 1, 9000, 64)), shape(20))
+    today = Layout((PlannedBucket(1, 8, 1000, 64), PlannedBucket(4, 2, 9000, 64)), 16)
+    then = Layout((PlannedBucket(1, 4, 1000, 64), PlannedBucket(8, 1, 9000, 64)), 20)
     moves = moves_between(today, then)
     assert (moves.to_training, moves.to_rollout) == (4, 0)
     assert moves.stopped == {1: 4, 4: 2}
@@ -172,20 +187,17 @@ def test_moves_are_the_difference_of_two_layouts() -> None:
 
 
 def test_a_move_costs_its_half_gpu_time_and_what_is_prefilled_again() -> None:
-    today = Layout((PlannedBucket(1, 16, 1000, 64),), shape(16))
-    then = Layout((PlannedBucket(1, 8, 1000, 64),), shape(24))
+    today = Layout((PlannedBucket(1, 16, 1000, 64),), 16)
+    then = Layout((PlannedBucket(1, 8, 1000, 64),), 24)
     load = work(1000)
     cost_s = moves_cost_s(PROFILE, load, today, then)
     again_s = 256 / 2 * load.mean_context / 2 * PROFILE.servers[1].prefill_token_s / 8
     assert cost_s == pytest.approx(8 * PROFILE.moves.to_training_s / 24 + again_s)
-    other = replace(then, training=TrainingShape(2, 12))
-    resized = moves_cost_s(PROFILE, load, today, other)
-    assert resized == pytest.approx(cost_s + PROFILE.moves.resize_s)
 
 
 def test_gpus_that_come_from_training_wait_as_long_as_their_server_starts() -> None:
-    today = Layout((PlannedBucket(2, 4, 1000, 64),), shape(24))
-    then = Layout((PlannedBucket(2, 8, 1000, 64),), shape(16))
+    today = Layout((PlannedBucket(2, 4, 1000, 64),), 24)
+    then = Layout((PlannedBucket(2, 8, 1000, 64),), 16)
     cost_s = moves_cost_s(PROFILE, work(1000), today, then)
     assert cost_s == pytest.approx(8 * PROFILE.moves.start(2) / 24)
     overlapping = replace(PROFILE, moves=replace(PROFILE.moves, to_rollout_s=4.0))
@@ -193,16 +205,12 @@ def test_gpus_that_come_from_training_wait_as_long_as_their_server_starts() -> N
 
 
 def test_where_every_server_is_replaced_rollout_stands_still_until_they_have_started() -> None:
-    today = Layout((PlannedBucket(4, 2, 1000, 64),), shape(24))
-    then = Layout((PlannedBucket(8, 1, 1000, 64),), shape(24))
+    today = Layout((PlannedBucket(4, 2, 1000, 64),), 24)
+    then = Layout((PlannedBucket(8, 1, 1000, 64),), 24)
     load = work(1000)
     again_s = 256 * load.mean_context / 2 * PROFILE.servers[8].prefill_token_s
     still_s = GRACE_S + PROFILE.moves.start(8)
     assert moves_cost_s(PROFILE, load, today, then) == pytest.approx(still_s + again_s)
-
-
-def shape(ranks: int) -> TrainingShape:
-    return TrainingShape(1, ranks)
 
 
 @pytest.mark.parametrize("name", PLANNERS)
@@ -283,7 +291,7 @@ def test_no_gpu_has_two_tenants_and_the_base_group_stays(wanted: list[tuple[int,
         buckets = tuple(PlannedBucket(d, n, 1000, 64) for d, n in numbers.items() if n > 0)
         if not buckets:
             continue
-        plan, slots = space.place(Layout(buckets, shape(1)), slots)
+        plan, slots = space.place(Layout(buckets, 1), slots)
         assert set(tenants(plan, slots).values()) == {1}
         assert set(tenants(plan, slots)) == {(f"node-{n // 8}", n % 8) for n in range(40)}, (
             "what is left trains"
@@ -294,8 +302,8 @@ def test_no_gpu_has_two_tenants_and_the_base_group_stays(wanted: list[tuple[int,
 
 def test_a_placement_that_keeps_its_servers_keeps_their_gpus_and_workers() -> None:
     space = GpuPlacement(32, 8, 1, 131_072)
-    four = Layout((PlannedBucket(2, 4, 1000, 64),), shape(24))
-    five = Layout((PlannedBucket(2, 5, 1000, 64),), shape(22))
+    four = Layout((PlannedBucket(2, 4, 1000, 64),), 24)
+    five = Layout((PlannedBucket(2, 5, 1000, 64),), 22)
     plan, slots = space.place(four)
     again, more = space.place(five, slots)
     assert {slot for slot, _ in plan.servers} < {slot for slot, _ in again.servers}

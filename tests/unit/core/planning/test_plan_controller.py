@@ -34,6 +34,7 @@ class Steps:
             self.world.machine.plan,
         )
         self.now = 5000.0
+        self.signs = {"turns a trajectory": 4.0}
         self.tell(0.0, 0.0)
 
     def tell(self, train_idle: float, ready: float) -> str:
@@ -41,7 +42,7 @@ class Steps:
         why it looks, if so."""
         self.now += PERIOD
         step = replace(self.world.machine.training.last, waited_s=train_idle * PERIOD)
-        self.controller.stepped(step, ready, now=self.now)
+        self.controller.stepped(step, ready, self.signs, now=self.now)
         looks = self.controller.look(self.world.machine._observe)
         if looks:
             self.controller.kept(e.PlanKept("it pays nothing"), now=self.now)
@@ -90,6 +91,22 @@ def test_one_halfs_waiting_does_not_silence_the_others():
     steps = Steps()
     assert any(steps.tell_all([(0.5, 0.0)] * 5))
     assert any(steps.tell_all([(0.04, 0.5)] * 3))
+
+
+def test_a_half_that_waits_for_most_of_two_steps_is_looked_at_at_once_and_after_a_rest():
+    why = "training waited for 60% of a step"
+    assert Steps().tell_all([(0.6, 0.0)] * 9) == ["", why, "", "", why, "", "", "", ""]
+
+
+def test_one_step_that_training_waits_for_is_no_reason_to_hurry():
+    assert Steps().tell_all([(0.9, 0.0), (0.05, 0.0)]) == ["", ""]
+
+
+def test_turns_that_have_become_more_start_a_look():
+    steps = Steps()
+    assert FIRST in steps.tell_all([(0.0, 0.0)] * 6)
+    steps.signs = {"turns a trajectory": 8.0}
+    assert steps.tell(0.0, 0.0) == "turns a trajectory went from 4 to 8"
 
 
 def test_after_a_look_it_waits_out_the_cooldown():

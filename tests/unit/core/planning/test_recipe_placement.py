@@ -48,7 +48,7 @@ def propose_plan(
 ) -> Decision:
     """What the planner of this recipe decides."""
     seats = seats_of(recipe)
-    settings = PlannerSettings(max_num_seqs=seats, training_shapes=(1,))
+    settings = PlannerSettings(max_num_seqs=seats)
     space = RecipePlacement(recipe, elastic=elastic)
     planner = Planner(space, lambda plan, evidence: profile, settings)
     return planner.decide(Observation(1, today, slots, workload, **seen))

@@ -1,4 +1,4 @@
-"""The table gives the least time of all layouts, for every budget, and names what cannot run."""
+"""The table gives the time of any servers, with the best boundaries, and names what cannot run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from libra_cli.core.costs.rollout import EqualServers, RolloutLoad
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.explanation import Constraint
-from libra_cli.core.planning.rollout_dp import PlannedBucket, RolloutTable, bucket_sizes
+from libra_cli.core.planning.rollout_table import PlannedBucket, RolloutTable
 from libra_cli.core.scheduling.least_cost import PLAY_SHARE
 
 SEATS = 8
@@ -86,28 +86,28 @@ def cost_s(cost: ServerCost, part: list[TrajectorySample], number: int, of: Work
     return float(servers.time(load_of(cost, part, of), of).seconds)
 
 
-def layouts(
-    parts: list[TrajectorySample], gpus: int
-) -> Iterator[list[tuple[int, int, list[TrajectorySample]]]]:
-    """Every way to cut the parts into buckets of any shape and size within the budget."""
-    if not parts:
-        yield []
+def cuts(
+    parts: list[TrajectorySample], buckets: tuple[PlannedBucket, ...]
+) -> Iterator[list[list[TrajectorySample]]]:
+    """Every way to cut the parts into as many runs as there are buckets."""
+    if not buckets:
+        if not parts:
+            yield []
         return
-    for cut in range(1, len(parts) + 1):
-        for degree in SERVERS:
-            for number in range(1, gpus // degree + 1):
-                for rest in layouts(parts[cut:], gpus - degree * number):
-                    yield [(degree, number, parts[:cut]), *rest]
+    for cut in range(len(parts) + 1):
+        for rest in cuts(parts[cut:], buckets[1:]):
+            yield [parts[:cut], *rest]
 
 
-def least_s(workload: Workload, gpus: int) -> float:
+def least_s(workload: Workload, buckets: tuple[PlannedBucket, ...]) -> float:
     parts = sorted(workload.samples, key=lambda sample: (sample.generated, sample.context))
     return min(
-        (
-            max(cost_s(SERVERS[degree], part, number, workload) for degree, number, part in layout)
-            for layout in layouts(parts, gpus)
-        ),
-        default=inf,
+        max(
+            cost_s(SERVERS[bucket.tensor_parallel], part, bucket.servers, workload)
+            for bucket, part in zip(buckets, cut, strict=True)
+            if part
+        )
+        for cut in cuts(parts, buckets)
     )
 
 
@@ -129,51 +129,48 @@ WORKLOADS = st.builds(
 )
 
 
-@given(workload=WORKLOADS, gpus=st.integers(1, 6))
-def test_the_table_equals_exhaustive_search(workload: Workload, gpus: int) -> None:
-    table = RolloutTable(SERVERS, workload, gpus, max_num_seqs=SEATS)
-    for budget in range(1, gpus + 1):
-        assert isclose(table.seconds(budget), least_s(workload, budget), rel_tol=1e-9)
+BUCKETS = st.lists(
+    st.builds(
+        PlannedBucket,
+        tensor_parallel=st.sampled_from([1, 2, 4]),
+        servers=st.integers(1, 4),
+        up_to_tokens=st.just(0),
+        max_num_seqs=st.just(SEATS),
+    ),
+    min_size=1,
+    max_size=3,
+).map(tuple)
 
 
-@given(workload=WORKLOADS, gpus=st.integers(1, 40))
-def test_the_layout_takes_what_the_table_says(workload: Workload, gpus: int) -> None:
-    table = RolloutTable(SERVERS, workload, gpus, max_num_seqs=SEATS)
-    buckets = table.buckets(gpus)
-    assert sum(bucket.gpus for bucket in buckets) <= gpus
-    assert isclose(table.buckets_s(buckets), table.seconds(gpus), rel_tol=1e-9)
-    lengths = [bucket.up_to_tokens for bucket in buckets]
-    assert lengths == sorted(lengths)
-    assert lengths[-1] == max(sample.generated for sample in workload.samples)
-
-
-@given(workload=WORKLOADS, gpus=st.integers(1, 40), tolerance=st.sampled_from([0.01, 0.1, 0.5]))
-def test_a_simpler_layout_stays_within_the_tolerance(
-    workload: Workload, gpus: int, tolerance: float
+@given(workload=WORKLOADS, buckets=BUCKETS)
+def test_unlike_servers_have_the_best_of_all_boundaries(
+    workload: Workload, buckets: tuple[PlannedBucket, ...]
 ) -> None:
-    table = RolloutTable(SERVERS, workload, gpus, max_num_seqs=SEATS)
-    buckets = table.buckets(gpus, tolerance)
-    assert len(buckets) <= len(table.buckets(gpus))
-    assert sum(bucket.gpus for bucket in buckets) <= gpus
-    assert table.buckets_s(buckets) <= table.seconds(gpus) * (1 + tolerance) * (1 + 1e-9)
+    table = RolloutTable(SERVERS, workload, 16, max_num_seqs=SEATS)
+    seconds = table.buckets_s(buckets)
+    assert isclose(seconds, least_s(workload, buckets), rel_tol=1e-9)
+    if seconds < inf:
+        placed = table.boundaries(buckets)
+        assert isclose(table.buckets_s(placed), seconds, rel_tol=1e-9)
+        lengths = [bucket.up_to_tokens for bucket in placed]
+        assert lengths == sorted(lengths)
 
 
-@given(workload=WORKLOADS)
-def test_more_gpus_never_take_longer(workload: Workload) -> None:
-    table = RolloutTable(SERVERS, workload, 32, max_num_seqs=SEATS)
-    seconds = [table.seconds(budget) for budget in range(33)]
-    assert seconds == sorted(seconds, reverse=True)
+@given(workload=WORKLOADS, degree=st.sampled_from([1, 2, 4]), servers=st.integers(1, 4))
+def test_equal_servers_are_one_bucket(workload: Workload, degree: int, servers: int) -> None:
+    table = RolloutTable(SERVERS, workload, 16, max_num_seqs=SEATS)
+    bucket = PlannedBucket(degree, servers, 0, SEATS)
+    assert isclose(table.equal_s(degree, servers), table.buckets_s((bucket,)), rel_tol=1e-9)
 
 
 def test_short_trajectories_want_small_servers_and_long_ones_large() -> None:
     short = Workload(tuple(TrajectorySample(200, 100 + n) for n in range(64)), 512)
     long = Workload(tuple(TrajectorySample(200, 20_000 + n) for n in range(64)), 16, overlap=1.0)
-    kinds = [
-        RolloutTable(SERVERS, workload, 8, max_num_seqs=32).buckets(8, 0.05)
-        for workload in (short, long)
-    ]
-    assert {bucket.tensor_parallel for bucket in kinds[0]} == {1}
-    assert {bucket.tensor_parallel for bucket in kinds[1]} == {4}
+    fastest = []
+    for workload in (short, long):
+        table = RolloutTable(SERVERS, workload, 8, max_num_seqs=32)
+        fastest.append(min(SERVERS, key=lambda degree: table.equal_s(degree, 8 // degree)))
+    assert fastest == [1, 4]
 
 
 def test_a_trajectory_that_fits_no_server_is_named() -> None:
@@ -194,8 +191,9 @@ def test_a_budget_below_the_smallest_server_says_the_least_that_fits() -> None:
 
 def test_servers_without_the_room_for_the_longest_do_not_get_it() -> None:
     workload = Workload((TrajectorySample(10, 100), TrajectorySample(1000, 300_000)), 8)
-    buckets = RolloutTable(SERVERS, workload, 8).buckets(8)
-    assert buckets[-1].tensor_parallel == 4
+    table = RolloutTable(SERVERS, workload, 8)
+    small, large = table.boundaries((PlannedBucket(1, 4, 0, SEATS), PlannedBucket(4, 1, 0, SEATS)))
+    assert (small.up_to_tokens, large.up_to_tokens) == (100, 300_000)
 
 
 def test_a_layout_that_lacks_the_room_takes_for_ever() -> None:
@@ -218,9 +216,3 @@ def test_what_binds_is_said_in_words() -> None:
     found = table.binding((PlannedBucket(1, 8, 1000, 1),))
     assert found.constraint is Constraint.SEATS
     assert "max_num_seqs" in found.words
-
-
-def test_bucket_sizes_are_all_up_to_eight_and_then_four_an_octave() -> None:
-    assert bucket_sizes(0) == ()
-    assert bucket_sizes(3) == (1, 2, 3)
-    assert bucket_sizes(33) == (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)

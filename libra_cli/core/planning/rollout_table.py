@@ -1,25 +1,19 @@
-"""How fast any number of GPUs can play a step: one dynamic program for every budget.
+"""How fast servers can play a step: equal ones in any number, or unlike ones with buckets.
 
-The trajectories of a step are sorted by generated tokens and cut into at most ``groups`` parts of
-equal number. With ``dp[g][i]`` the least time in which ``g`` GPUs play the ``i`` shortest parts::
+Equal servers share a step's trajectories evenly, and take what ``costs.rollout`` says, worked out
+for every number of them at once. Unlike servers, which a recipe may ask for, have a range of
+lengths each. The trajectories of a step are sorted by generated tokens and cut into at most
+``groups`` parts of equal number, and the boundaries are those with which the slowest bucket is
+fastest; ``best[b][i]`` is the least time of the ``i`` shortest parts on the first ``b`` buckets::
 
-    dp[g][i] = min over t, k, j of max(dp[g - t k][j], cost(t, k, parts j to i))
-
-a transition adds a bucket of ``k`` equal servers with ``t`` GPUs each for the parts ``j`` to ``i``
-(``k = 1`` alone is the published recurrence; with 1,000 GPUs it would need 1,000 parts). ``k`` is
-1 to 8, and from there four sizes an octave. Many layouts are as good as equal, and no scheduler
-knows on which side of a boundary every trajectory belongs, so of those within ``tolerance`` of the
-least time ``buckets`` gives a simple one: neighbours are merged as long as that holds.
+    best[b][i] = min over j of max(best[b - 1][j], cost(bucket b, parts j to i))
 
 The time of a bucket is per step and in steady state: ``in_flight`` steps' trajectories are being
-played, so a server is kept full. Its law is that of ``costs.rollout``, with sums over the parts and
-the longest trajectory to be expected among them. A server whose KV cache is smaller than the
-longest context costs infinity.
+played, so a server is kept full. A server whose KV cache is smaller than the longest context costs
+infinity.
 
-Guarantee: the least ``dp`` value over all ways to cut the parts into buckets (equal to exhaustive
-search), and ``seconds`` never grows with the budget. Limit: a trajectory is taken to reach the
-bucket of its length without a detour, so mixes of shapes look better than they are (``search`` asks
-more of them).
+Limit: a trajectory is taken to reach the bucket of its length without a detour, so unlike servers
+look better than they are (``search`` prices that).
 """
 
 from __future__ import annotations
@@ -28,7 +22,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -87,7 +80,7 @@ def planned_buckets(plan: Plan) -> tuple[PlannedBucket, ...]:
 
 
 class RolloutTable:
-    """The table of one workload, for every budget up to ``gpus``.
+    """The table of one workload, for equal servers on up to ``gpus``.
 
     ``play_share`` is the share of the KV caches that the scheduler lets trajectories in play fill.
     Raises NothingFits if the longest trajectory fits no server, or no server the budget.
@@ -115,53 +108,12 @@ class RolloutTable:
             degree: self._parts.too_long(cost) for degree, cost in self._servers.items()
         }
         self._matrix = lru_cache(maxsize=256)(self._cost)
-        self._moves = self._transitions()
         self._equal = {degree: self._equal_s(degree) for degree in self._servers}
-        self._table = self._solve()
 
     @property
     def degrees(self) -> tuple[int, ...]:
         """Shapes there are."""
         return tuple(self._servers)
-
-    def seconds(self, gpus: int) -> Seconds:
-        """Of a step on at most this many GPUs; infinity where nothing fits on them."""
-        return float(self._table[min(gpus, self.gpus), -1])
-
-    def buckets(self, gpus: int, tolerance: float = 0.0) -> tuple[PlannedBucket, ...]:
-        """Short to long, the layout that takes ``seconds(gpus)``; empty where nothing fits.
-
-        With a tolerance a simpler one that takes at most ``(1 + tolerance)`` times as long.
-        """
-        buckets = self._trace(min(gpus, self.gpus))
-        limit = self.seconds(gpus) * (1 + tolerance)
-        while tolerance and len(buckets) > 1:
-            simpler = min(self._merged(buckets), key=self.buckets_s)
-            if self.buckets_s(simpler) > limit:
-                break
-            buckets = self.boundaries(simpler)
-        return buckets
-
-    def _trace(self, left: int) -> tuple[PlannedBucket, ...]:
-        found: list[PlannedBucket] = []
-        end = len(self._parts)
-        while end > 0 and np.isfinite(self._table[left, end]):
-            while left and self._table[left - 1, end] == self._table[left, end]:
-                left -= 1
-            degree, servers, start = self._last_bucket(left, end)
-            longest = int(self._parts.generated[end - 1])
-            found.append(PlannedBucket(degree, servers, longest, self._seats))
-            left, end = left - degree * servers, start
-        return tuple(reversed(found))
-
-    def _merged(self, buckets: tuple[PlannedBucket, ...]) -> Iterator[tuple[PlannedBucket, ...]]:
-        """Every layout with two neighbours made one, of any shape."""
-        for index, (left, right) in enumerate(pairwise(buckets)):
-            for degree in self._servers:
-                servers = (left.gpus + right.gpus) // degree
-                if servers:
-                    one = replace(right, tensor_parallel=degree, servers=servers)
-                    yield (*buckets[:index], one, *buckets[index + 2 :])
 
     def buckets_s(self, buckets: tuple[PlannedBucket, ...]) -> Seconds:
         """Seconds of a step on these servers, with the best boundaries for this workload."""
@@ -264,49 +216,10 @@ class RolloutTable:
         few = time.places >= 0.9 * servers.seats - self.workload.group_size
         return Constraint.SEATS if few else Constraint.KV_CACHE
 
-    def _transitions(self) -> dict[tuple[int, int], Any]:
-        """Costs [j, i] by (degree, servers), the fewest GPUs first and then the fewest servers."""
-        found: dict[tuple[int, int], Any] = {}
-        for degree in self._servers:
-            sizes = bucket_sizes(self.gpus // degree)
-            if sizes:
-                costs = self._cost(degree, np.array(sizes)[:, None, None], self._seats)
-                found |= zip(((degree, number) for number in sizes), costs, strict=True)
-        order = sorted(found, key=lambda move: (move[0] * move[1], move[1]))
-        return {move: found[move] for move in order}
-
     def _cost(self, degree: int, servers: Any, seats: int) -> Any:
         """Seconds of parts j to i - 1 on ``servers`` of this degree, [j, i]."""
         time = self._servers_of(degree, servers, seats).time(self._loads[degree], self.workload)
         return np.where(self._refused[degree], np.inf, time.seconds)
-
-    def _solve(self) -> Any:
-        size = len(self._parts) + 1
-        costs = np.stack(list(self._moves.values()))
-        sizes = np.array([degree * servers for degree, servers in self._moves])
-        table = np.full((self.gpus + 1, size), np.inf)
-        table[:, 0] = 0.0
-        room = np.empty_like(costs)
-        for budget in range(1, self.gpus + 1):
-            usable = int(np.searchsorted(sizes, budget, side="right"))
-            table[budget] = table[budget - 1]
-            if usable:
-                before = table[budget - sizes[:usable]]
-                worst = np.maximum(before[:, :, None], costs[:usable], out=room[:usable])
-                np.minimum(table[budget], worst.min(axis=0).min(axis=0), out=table[budget])
-        return table
-
-    def _last_bucket(self, gpus: int, end: int) -> tuple[int, int, int]:
-        """Degree, servers and first part of the last bucket of ``table[gpus, end]``."""
-        best = (np.inf, 0, 0, 0)
-        for (degree, servers), cost in self._moves.items():
-            if degree * servers > gpus:
-                break
-            worst = np.maximum(self._table[gpus - degree * servers], cost[:, end])
-            start = int(np.argmin(worst))
-            if worst[start] < best[0]:
-                best = (float(worst[start]), degree, servers, start)
-        return best[1:]
 
     def _options(self, before: Any, bucket: PlannedBucket) -> Any:
         """[j, i]: the first j parts as before, the parts up to i on this bucket."""
@@ -324,17 +237,6 @@ class RolloutTable:
             options = self._options(prefixes[-1], bucket)
             prefixes.append(np.minimum(prefixes[-1], options.min(axis=0)))
         return prefixes
-
-
-def bucket_sizes(most: int) -> tuple[int, ...]:
-    """Numbers of servers a bucket is tried with: 1 to 8, then four sizes an octave."""
-    sizes = list(range(1, min(most, 8) + 1))
-    step = 2
-    while sizes and sizes[-1] + step <= most:
-        sizes.append(sizes[-1] + step)
-        if sizes[-1] == 8 * step:
-            step *= 2
-    return tuple(sizes)
 
 
 def _check_room(servers: Mapping[int, ServerCost], workload: Workload, gpus: int) -> None:

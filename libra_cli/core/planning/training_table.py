@@ -1,0 +1,103 @@
+"""How fast any number of GPUs can train a step, a rank on each: sharded data parallelism.
+
+Guarantee: ``best(gpus)`` is the fastest world left of all with at most that many GPUs whose ranks
+hold what they must, and never slower with more of them. The published planner searches a tree of
+tensor, pipeline and expert parallelism (Libra, arXiv 2606.03077); the trainer here has none of
+them, so one level of it is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from libra_cli.core.costs.observed import UNCHECKED_GIB
+from libra_cli.core.costs.profile import GIB, SHARD_BYTES, NothingFits, TrainingCost
+from libra_cli.core.costs.workload import Workload
+from libra_cli.core.types import Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """A number of ranks and what it comes to: a step's seconds, a rank's memory in GiB, and the
+    seconds of communication for each second of arithmetic."""
+
+    ranks: int
+    seconds: Seconds
+    memory_gib: float
+    communication: float
+
+
+WORKER_BYTES = 8
+"""Bytes of a parameter in a gradient worker: float32 weight and gradient (as in
+``node.model.policy``)."""
+LARGEST = 256
+"""GPUs up to which the least world that fits is looked for when none does."""
+
+
+class TrainingTable:
+    """The fastest world for every budget up to ``gpus``."""
+
+    def __init__(self, cost: TrainingCost, workload: Workload, gpus: int) -> None:
+        self._cost = cost
+        self._workload = workload
+        self._longest = workload.longest.context
+        self._best = self._solve(gpus)
+
+    def best(self, gpus: int) -> TrainingPlan | None:
+        """The fastest with at most this many GPUs, or None where no rank has the memory."""
+        return self._best[min(max(gpus, 0), len(self._best) - 1)]
+
+    def least(self) -> int | None:
+        """The smallest world that runs, or None."""
+        return next((gpus for gpus, plan in enumerate(self._best) if plan is not None), None)
+
+    def plan(self, ranks: int) -> TrainingPlan:
+        """What so many ranks come to, whether they fit or not."""
+        return TrainingPlan(
+            ranks=ranks,
+            seconds=self._cost.seconds(ranks, self._workload),
+            memory_gib=self._cost.memory_gib(ranks, self._longest),
+            communication=self._cost.communication_ratio(ranks, self._workload),
+        )
+
+    def fits(self, ranks: int) -> bool:
+        """Whether each rank holds what it must."""
+        return self._cost.memory_gib(ranks, self._longest) <= self._cost.facts.usable_gib
+
+    @property
+    def knows_memory(self) -> bool:
+        """Whether the prices say how much memory a GPU has."""
+        return self._cost.facts.gpu_gib < UNCHECKED_GIB
+
+    def least_worker(self) -> int | None:
+        """The smallest world of a gradient worker that has the memory, or None: a replica with
+        its gradients, and no optimizer."""
+        state = self._cost.facts.parameters * (SHARD_BYTES - WORKER_BYTES) / GIB
+        usable = self._cost.facts.usable_gib
+        for ranks in range(1, len(self._best)):
+            if self._cost.memory_gib(ranks, self._longest) - state / ranks <= usable:
+                return ranks
+        return None
+
+    def refusal(self, gpus: int) -> NothingFits:
+        """Why no world up to ``gpus`` runs, with the numbers of the best that was tried."""
+        facts = self._cost.facts
+        needed = self._cost.memory_gib(max(1, gpus), self._longest)
+        worlds = list(filter(self.fits, range(1, LARGEST + 1)))
+        least = f"the least that fits trains on {worlds[0]} GPUs; " if worlds else ""
+        return NothingFits(
+            "trainer memory",
+            f"no trainer of up to {gpus} GPUs fits: a rank needs at least {needed:.1f} GiB "
+            f"({facts.parameters / 1e9:.1f} billion parameters, trajectories of up to "
+            f"{self._longest:,} tokens) and may use {facts.usable_gib:.1f}",
+            hint=f"{least}give more, lower model.max_len or training.micro_batch_tokens",
+        )
+
+    def _solve(self, gpus: int) -> list[TrainingPlan | None]:
+        best: list[TrainingPlan | None] = [None]
+        for ranks in range(1, gpus + 1):
+            found = self.plan(ranks) if self.fits(ranks) else None
+            kept = best[-1]
+            faster = found is not None and (kept is None or found.seconds < kept.seconds)
+            best.append(found if faster else kept)
+        return best

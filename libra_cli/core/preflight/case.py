@@ -1,0 +1,90 @@
+"""Everything the checks look at: the recipe, its plan, and what hosts told and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from libra_cli.config.recipe import NodeSpec, Recipe
+from libra_cli.core.launch.rollout_backend import rollout_backend
+from libra_cli.core.launch.trainer_backend import trainer_backend
+from libra_cli.core.preflight.host_report import (
+    AllReduce,
+    HostReport,
+    ModelFiles,
+    NodeFacts,
+    Transfer,
+)
+from libra_cli.core.preflight.needs import HostNeeds, host_needs
+from libra_cli.core.types import Plan, node_of
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightCase:
+    """What is known before a run starts. What was not measured is empty, and has no findings."""
+
+    recipe: Recipe
+    plan: Plan
+    hosts: Mapping[str, HostReport]
+    recipe_path: str = "RECIPE"
+    """As it is typed in commands."""
+    transfers: tuple[Transfer, ...] = ()
+    all_reduces: tuple[AllReduce, ...] = ()
+    template: tuple[str, str] | None = None
+    """Why the model's chat template does not fit and what to do, or two empty texts if it does."""
+    open_files: int | None = None
+    """How many files the controller may have open; None without a limit."""
+
+    def looked(self) -> Iterator[tuple[NodeSpec, NodeFacts]]:
+        """Every node that has told of itself."""
+        for node in self.recipe.nodes:
+            facts = self.hosts[node.name].facts if node.name in self.hosts else None
+            if facts is not None:
+                yield node, facts
+
+    def halves(self, node: NodeSpec) -> tuple[str, ...]:
+        """The halves of a run (``rollout``, ``train``) that a node is in now or may be later."""
+        elastic = bool({"hybrid", "auto"} & set(node.slot_pools))
+        serves = elastic or any(node_of(slot) == node.name for slot, _ in self.plan.servers)
+        trains = elastic or any(node_of(slot) == node.name for slot in self.plan.train)
+        return tuple(half for half, used in (("rollout", serves), ("train", trains)) if used)
+
+    def of_half(self, half: str) -> list[tuple[NodeSpec, NodeFacts]]:
+        """The nodes that have told of themselves and are, or may be, in one half of the run."""
+        return [(node, facts) for node, facts in self.looked() if half in self.halves(node)]
+
+    @property
+    def head(self) -> str:
+        """The node of rank 0, which every version comes from."""
+        return node_of(self.plan.train[0])
+
+    @property
+    def model(self) -> ModelFiles | None:
+        """The model as the head has it, or else the first host that has it."""
+        names = [self.head, *self.hosts]
+        found = (self.hosts[name].model for name in names if name in self.hosts)
+        return next((model for model in found if model is not None), None)
+
+    def needs(self, node: NodeSpec) -> HostNeeds:
+        """What the run needs of a node."""
+        return host_needs(self.recipe, self.plan, node, self.model)
+
+    def seats(self, nodes: Iterable[str]) -> int:
+        """The most requests that run on servers of these nodes at the same time."""
+        names = set(nodes)
+        return sum(
+            bucket.max_num_seqs for slot, bucket in self.plan.servers if node_of(slot) in names
+        )
+
+
+def packages_needed(recipe: Recipe) -> dict[str, tuple[str, ...]]:
+    """The Python packages that each half needs on its hosts."""
+    return {
+        "rollout": rollout_backend(recipe.rollout.backend).packages,
+        "train": trainer_backend(recipe.training.backend).packages,
+    }
+
+
+def all_packages(recipe: Recipe) -> list[str]:
+    """The packages of both halves, by name."""
+    return sorted({name for names in packages_needed(recipe).values() for name in names})

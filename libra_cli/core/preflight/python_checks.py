@@ -1,0 +1,221 @@
+"""Rules for a host's Python: what is installed, what fits, and what loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from libra_cli.config.recipe import NodeSpec
+from libra_cli.core.preflight.case import PreflightCase, packages_needed
+from libra_cli.core.preflight.findings import ALL, Finding, Remedy
+from libra_cli.core.preflight.host_report import NodeFacts, TorchReport
+from libra_cli.core.preflight.versions import (
+    TESTED,
+    driver_runs,
+    is_tested,
+    least_driver,
+    unmet,
+)
+
+SHOWN = ("vllm", "torch", "transformers", "accelerate")
+MUST_BE_EQUAL = ("torch", "accelerate", "transformers")
+"""Of hosts that train together."""
+
+
+def install(case: PreflightCase, node: NodeSpec) -> Remedy:
+    """What installs libra's packages on a node."""
+    if node.is_local:
+        extra = "gpu" if node.gpus else "cpu"
+        return Remedy("here", f"{node.python or 'python3 -m'} pip install 'libra-rl[{extra}]'")
+    return Remedy("here", f"libra setup {case.recipe_path}", fix="environment")
+
+
+def reached(case: PreflightCase) -> Iterator[Finding]:
+    """Every host answers, and its Python runs the agent."""
+    for node in case.recipe.nodes:
+        report = case.hosts.get(node.name)
+        if report is not None and report.error:
+            yield Finding(
+                "reach",
+                node.name,
+                "stops",
+                report.error,
+                "nothing can be started or looked at there",
+                _remedy_of_error(case, node, report.hint),
+            )
+    told = [f"{facts.python}" for _, facts in case.looked()]
+    yield Finding("reach", ALL, "fine", f"{len(told)} answer, Python {_joined(told)}")
+
+
+def _remedy_of_error(case: PreflightCase, node: NodeSpec, hint: str) -> Remedy | None:
+    if "no Python that runs" in case.hosts[node.name].error:
+        return install(case, node)
+    return Remedy("host", hint) if hint else None
+
+
+def packages(case: PreflightCase) -> Iterator[Finding]:
+    """What both halves need is installed, is what libra is made for, and fits each other."""
+    needed = packages_needed(case.recipe)
+    for node, facts in case.looked():
+        wanted = {name for half in case.halves(node) for name in needed[half]}
+        missing = sorted(wanted - set(facts.packages))
+        if missing:
+            yield Finding(
+                "packages",
+                node.name,
+                "stops",
+                f"its python has no {', '.join(missing)}",
+                f"it cannot {' or '.join(_deed(half) for half in case.halves(node))}",
+                install(case, node),
+            )
+        yield from _untested(case, node, facts)
+        yield from _unfit(case, node, facts)
+    yield Finding("packages", ALL, "fine", _versions_told(case))
+
+
+def _deed(half: str) -> str:
+    return "serve" if half == "rollout" else "train"
+
+
+def _untested(case: PreflightCase, node: NodeSpec, facts: NodeFacts) -> Iterator[Finding]:
+    for package, version in facts.packages.items():
+        if not is_tested(package, version):
+            yield Finding(
+                "packages",
+                node.name,
+                "warns",
+                f"it has {package} {version}; libra is made for {TESTED[package]}",
+                "routes and arguments change between versions",
+                install(case, node),
+            )
+
+
+def _unfit(case: PreflightCase, node: NodeSpec, facts: NodeFacts) -> Iterator[Finding]:
+    for package, wanted, there in unmet(facts.packages, facts.requires, facts.markers):
+        yield Finding(
+            "packages",
+            node.name,
+            "warns",
+            f"{package} {facts.packages.get(package, '')} wants {wanted}, there is {there}",
+            "they are built for each other: others may fail to load, or crash",
+            install(case, node),
+        )
+
+
+def _versions_told(case: PreflightCase) -> str:
+    seen = [facts for _, facts in case.looked()]
+    told = []
+    for package in SHOWN:
+        versions = [facts.packages[package] for facts in seen if package in facts.packages]
+        if versions:
+            told.append(f"{package} {_joined(versions)}")
+    return ", ".join(told) or "nothing to tell"
+
+
+def _joined(values: Sequence[str]) -> str:
+    """Distinct values, in order."""
+    return " or ".join(dict.fromkeys(values))
+
+
+def same_versions(case: PreflightCase) -> Iterator[Finding]:
+    """Hosts that train together have the same versions; so have those that serve."""
+    yield from _differing(case, "train", MUST_BE_EQUAL, "stops")
+    yield from _differing(case, "rollout", ("vllm",), "warns")
+    yield Finding("versions", ALL, "fine", "the same on all hosts that work together")
+
+
+def _differing(
+    case: PreflightCase, half: str, names: Sequence[str], severity: str
+) -> Iterator[Finding]:
+    group = case.of_half(half)
+    if not group:
+        return
+    first, reference = group[0]
+    for node, facts in group[1:]:
+        for package in names:
+            here, there = facts.packages.get(package), reference.packages.get(package)
+            if here and there and here != there:
+                yield Finding(
+                    "versions",
+                    node.name,
+                    "stops" if severity == "stops" else "warns",
+                    f"it has {package} {here}, {first.name} has {there}",
+                    "ranks of one world must be of one build"
+                    if half == "train"
+                    else "their log-probabilities may differ",
+                    install(case, node),
+                )
+
+
+def driver(case: PreflightCase) -> Iterator[Finding]:
+    """The driver runs the CUDA that torch is built for."""
+    with_gpus = [(node, facts) for node, facts in case.looked() if node.gpus]
+    for node, facts in with_gpus:
+        if "torch" in facts.packages and not facts.torch_cuda:
+            yield Finding(
+                "driver",
+                node.name,
+                "stops",
+                f"its torch {facts.packages['torch']} is built without CUDA",
+                f"it cannot use the {node.gpus} GPUs of the recipe",
+                install(case, node),
+            )
+        elif facts.driver and not driver_runs(facts.driver, facts.torch_cuda):
+            least = least_driver(facts.torch_cuda)
+            yield Finding(
+                "driver",
+                node.name,
+                "stops",
+                f"driver {facts.driver} is older than CUDA {facts.torch_cuda} of its torch needs "
+                f"({least} or newer)",
+                "torch finds no GPU then",
+                Remedy("person", f"as root: install NVIDIA's driver {least} or newer, and reboot"),
+            )
+    if with_gpus:
+        drivers = _joined([facts.driver or "none" for _, facts in with_gpus])
+        cuda = _joined([facts.torch_cuda or "none" for _, facts in with_gpus])
+        yield Finding("driver", ALL, "fine", f"driver {drivers}, torch for CUDA {cuda}")
+    else:
+        yield Finding("driver", ALL, "fine", "the recipe uses no GPUs")
+
+
+def torch(case: PreflightCase) -> Iterator[Finding]:
+    """In the very Python of a run, torch and what stands on it load and see the GPUs."""
+    told = []
+    for node, _ in case.looked():
+        report = case.hosts[node.name].torch
+        if report is not None:
+            yield from _torch_of(case, node, report)
+            told.append(f"torch {report.version}" + (" with CUDA" if report.available else ""))
+    if told:
+        yield Finding("torch", ALL, "fine", f"{_joined(told)} loads, and what needs it")
+
+
+def _torch_of(case: PreflightCase, node: NodeSpec, report: TorchReport) -> Iterator[Finding]:
+    broken = dict(report.errors) | ({"torch": report.error} if report.error else {})
+    for package, error in broken.items():
+        yield Finding(
+            "torch",
+            node.name,
+            "stops",
+            f"{package} does not load: {error}",
+            "servers and ranks would end the same way, a minute later",
+            _remedy_of_import(case, node, error),
+        )
+    if node.gpus and not report.error and len(report.devices) < node.gpus:
+        yield Finding(
+            "torch",
+            node.name,
+            "stops",
+            f"torch sees {len(report.devices)} GPUs, the recipe uses {node.gpus}"
+            + ("" if report.available else " (torch.cuda.is_available() is False)"),
+            "ranks and servers would not start",
+            Remedy("host", "nvidia-smi; echo $CUDA_VISIBLE_DEVICES"),
+        )
+
+
+def _remedy_of_import(case: PreflightCase, node: NodeSpec, error: str) -> Remedy:
+    if "torchvision" in error:
+        python = node.python or "~/.libra/venv/bin/python"
+        what = "torchvision torchaudio torchcodec"
+        return Remedy("host", f"uv pip uninstall --python {python} {what}", fix="environment")
+    return install(case, node)

@@ -1,0 +1,214 @@
+"""All checks on all hosts, as ``libra doctor`` makes them; nothing of it is left on any host.
+
+    connect -> what hosts tell, and their torch -> data between hosts -> all-reduces -> template
+
+Hosts work in parallel; what is between two hosts is measured in rounds, in which no host takes part
+twice, so that numbers are those of a pair alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from libra_cli.config.errors import HostError, LibraError
+from libra_cli.config.recipe import NodeSpec, Recipe
+from libra_cli.core.preflight.case import PreflightCase
+from libra_cli.core.preflight.checks import examine
+from libra_cli.core.preflight.findings import Finding
+from libra_cli.core.preflight.host_report import AllReduce, HostReport, Transfer
+from libra_cli.core.preflight.probes import ALL_REDUCE_BYTES, all_reduce_probe
+from libra_cli.core.types import Plan, node_of
+from libra_cli.runtime.episodes.renderer import Renderer
+from libra_cli.runtime.hosts.cluster import Cluster, error_in
+
+SEND_S = 0.5
+"""How long data is sent from one host to another."""
+ALL_REDUCE_S = 120.0
+"""For two imports of torch on slow disks, and the ranks' own time-out."""
+LEASE_S = 60.0
+Pairs: TypeAlias = tuple[tuple[str, str], ...]
+
+
+class Examination:
+    """One examination of all hosts of a recipe."""
+
+    def __init__(
+        self, recipe: Recipe, plan: Plan, recipe_path: str, *, on_stage: Callable[[str], None]
+    ) -> None:
+        """``on_stage`` is told what is being done."""
+        run = recipe.run.model_copy(update={"lease_s": LEASE_S})
+        self._recipe = recipe.model_copy(update={"run": run})
+        self._plan = plan
+        self._on_stage = on_stage
+        self._cluster = Cluster(
+            self._recipe,
+            plan,
+            run_id=f"doctor-{secrets.token_hex(4)}",
+            token=secrets.token_urlsafe(32),
+            save=lambda record: None,
+            clock=time.time,
+            recipe_path=recipe_path,
+        )
+        self._open: list[NodeSpec] = []
+
+    async def run(self) -> list[Finding]:
+        """Examine, and leave nothing on the hosts."""
+        try:
+            return examine(await self._case(), quick=False)
+        finally:
+            self._on_stage("clearing up")
+            await self._cluster.close(remove_logs=True)
+
+    async def clear_remains(self, hosts: Sequence[str]) -> dict[str, list[str]]:
+        """Remove what dead runs have left on these hosts; by host what is gone."""
+        gone = {}
+        try:
+            for node in self._recipe.nodes:
+                if node.name in hosts:
+                    await self._cluster.connect(node)
+                    await self._cluster.look(node, torch=False)
+                    facts = self._cluster.reports[node.name].facts
+                    names = [one.name for one in facts.remains] if facts else []
+                    gone[node.name] = await self._cluster.hosts[node.name].clear(names)
+        finally:
+            await self._cluster.close(remove_logs=True)
+        return gone
+
+    async def _case(self) -> PreflightCase:
+        cluster = self._cluster
+        self._on_stage("connecting to the hosts")
+        await self._each(self._recipe.nodes, cluster.connect)
+        self._open = self._good()
+        self._on_stage("asking the hosts, and loading torch on them")
+        await self._each(self._open, self._look)
+        self._open = self._good()
+        self._on_stage("measuring the network")
+        transfers = await self._transfers()
+        self._on_stage("trying an all-reduce")
+        all_reduces = await self._all_reduces()
+        self._on_stage("trying the chat template")
+        template = await self._template()
+        return replace(
+            cluster.case(), transfers=transfers, all_reduces=all_reduces, template=template
+        )
+
+    async def _look(self, node: NodeSpec) -> None:
+        await self._cluster.look(node, torch=True)
+
+    async def _each(
+        self, nodes: Sequence[NodeSpec], phase: Callable[[NodeSpec], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Do it on all of them; one that fails has that as its report."""
+
+        async def one(node: NodeSpec) -> None:
+            try:
+                await phase(node)
+            except LibraError as error:
+                told = str(error).removeprefix(f"{node.name}: ")
+                self._cluster.reports[node.name] = HostReport(error=told, hint=error.hint)
+
+        await asyncio.gather(*(one(node) for node in nodes))
+
+    def _good(self) -> list[NodeSpec]:
+        reports = self._cluster.reports
+        return [
+            node
+            for node in self._recipe.nodes
+            if node.name not in reports or not reports[node.name].error
+        ]
+
+    # -- between hosts --------------------------------------------------------------------------
+
+    async def _transfers(self) -> tuple[Transfer, ...]:
+        measured: list[Transfer] = []
+        for pairs in rounds([node.name for node in self._open], ring=True):
+            measured += await asyncio.gather(*(self._transfer(*pair) for pair in pairs))
+        return tuple(measured)
+
+    async def _transfer(self, source: str, target: str) -> Transfer:
+        sender, receiver = self._cluster.hosts[source], self._cluster.hosts[target]
+        first, last = self._recipe.node(source).port_range
+        try:
+            (port,) = await sender.ports(first, last, 1)
+            await sender.send_bandwidth(port, SEND_S)
+            address = self._cluster.facts[source].address
+            size, seconds = await receiver.receive_bandwidth(address, port)
+        except HostError as error:
+            return Transfer(source, target, error=str(error).removeprefix(f"{target}: "))
+        return Transfer(source, target, size, seconds)
+
+    async def _all_reduces(self) -> tuple[AllReduce, ...]:
+        case = self._cluster.case()
+        names = [node.name for node, facts in case.of_half("train") if "torch" in facts.packages]
+        tried: list[AllReduce] = []
+        for pairs in rounds(names, ring=False):
+            tried += await asyncio.gather(*(self._all_reduce(*pair) for pair in pairs))
+        return tuple(tried)
+
+    async def _all_reduce(self, first: str, second: str) -> AllReduce:
+        nodes = [self._recipe.node(name) for name in (first, second)]
+        facts = self._cluster.facts
+        backend = "nccl" if all(node.gpus for node in nodes) else "gloo"
+        done = AllReduce((first, second), backend, facts[first].interface, ALL_REDUCE_BYTES)
+        try:
+            (port,) = await self._cluster.hosts[first].ports(*nodes[0].port_range, 1)
+            specs = [
+                all_reduce_probe(
+                    node,
+                    facts[node.name],
+                    backend=backend,
+                    rank=rank,
+                    address=facts[first].address,
+                    port=port,
+                )
+                for rank, node in enumerate(nodes)
+            ]
+            told, _ = await asyncio.gather(
+                self._cluster.answer_of(specs[0], timeout_s=ALL_REDUCE_S),
+                self._cluster.run_to_end(specs[1], timeout_s=ALL_REDUCE_S),
+            )
+        except LibraError as error:
+            return replace(done, error=error_in(str(error)))
+        return replace(done, seconds=float(told["seconds"]))
+
+    # -- the model ------------------------------------------------------------------------------
+
+    async def _template(self) -> tuple[str, str] | None:
+        path, reports = self._recipe.model.path, self._cluster.reports
+        head = node_of(self._plan.train[0])
+        if path is None or head not in reports or reports[head].model is None:
+            return None
+        self._cluster.model_dirs = self._cluster.expanded(path)
+        with tempfile.TemporaryDirectory() as place:
+            try:
+                await self._cluster.fetch_tokenizer(head, Path(place))
+                await asyncio.to_thread(Renderer, Path(place))
+            except LibraError as error:
+                return str(error).replace(place, path), error.hint
+        return "", ""
+
+
+def rounds(names: Sequence[str], *, ring: bool) -> list[Pairs]:
+    """Pairs of neighbours, in rounds in which nobody is in two; ``ring`` joins the last and first.
+
+    A ring of two has a pair in each direction.
+    """
+    pairs = list(itertools.pairwise(names))
+    if ring and len(names) > 1:
+        pairs.append((names[-1], names[0]))
+    found: list[list[tuple[str, str]]] = []
+    for pair in pairs:
+        free = (one for one in found if not {*pair} & {name for other in one for name in other})
+        chosen = next(free, None)
+        if chosen is None:
+            found.append(chosen := [])
+        chosen.append(pair)
+    return [tuple(one) for one in found]

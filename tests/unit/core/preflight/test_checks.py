@@ -1,0 +1,487 @@
+"""What is told of hosts before a run, from recorded facts. No GPU made these: the fixture is
+written after what nvidia-smi prints."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.requirements import Requirement
+
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.cluster.placement import initial_plan
+from libra_cli.core.preflight.case import PreflightCase
+from libra_cli.core.preflight.checks import CHECKS, examine
+from libra_cli.core.preflight.findings import Finding, stopping, warning
+from libra_cli.core.preflight.host_checks import clock_skew
+from libra_cli.core.preflight.host_report import (
+    AllReduce,
+    Gpu,
+    GpuHolder,
+    HostReport,
+    ModelFiles,
+    NetworkInterface,
+    NodeFacts,
+    Remains,
+    TorchReport,
+    Transfer,
+)
+from libra_cli.core.preflight.model_checks import refused_degree
+from libra_cli.core.preflight.network_checks import matching_interfaces
+from libra_cli.core.preflight.versions import TESTED, driver_runs
+
+ROOT = Path(__file__).parents[4]
+NOW = 1_790_000_000.0
+ANSWER = json.loads((ROOT / "tests/fixtures/hosts/two-h100.json").read_text())
+FIRST = NodeFacts.read(ANSWER)
+GB = 10**9
+# Qwen3-1.7B, by its config.json.
+CONFIG = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000},
+}
+MODEL = ModelFiles(
+    {"config.json": (700, "c"), "model.safetensors": (4 * GB, "w"), "README.md": (1, "r")}, CONFIG
+)
+
+
+def moved(facts: NodeFacts, own: str, peer: str, peer_address: str) -> NodeFacts:
+    """The same host at another address."""
+    (route,) = facts.routes
+    route = replace(route, peer=peer, address=own, target=peer_address)
+    interfaces = tuple(
+        replace(one, addresses=(own,)) if one.name == "eth0" else one for one in facts.interfaces
+    )
+    return replace(facts, address=own, routes=(route,), interfaces=interfaces)
+
+
+SECOND = moved(FIRST, "10.0.0.2", "gpu-01", "10.0.0.1")
+
+
+def recipe(**changes: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "nodes": [
+                {"host": "gpu-01", "gpus": 2, "pool": "rollout", "slots": 2},
+                {"host": "gpu-02", "gpus": 2, "pool": "train", "slots": 2},
+            ],
+            "model": {"path": "/models/m", "max_len": 4096},
+            "environment": {"name": "calculator"},
+            **changes,
+        }
+    )
+
+
+def case(
+    first: NodeFacts = FIRST,
+    second: NodeFacts = SECOND,
+    *,
+    of: Recipe | None = None,
+    model: ModelFiles | None = MODEL,
+    **changes: Any,
+) -> PreflightCase:
+    wanted = of or recipe()
+    reports = {
+        name: HostReport(facts=facts, asked_at=NOW, answered_at=NOW, model=model)
+        for name, facts in (("gpu-01", first), ("gpu-02", second))
+    }
+    made = PreflightCase(wanted, initial_plan(wanted), reports)
+    return replace(made, **changes)
+
+
+def wrong(made: PreflightCase) -> list[Finding]:
+    found = examine(made, quick=False)
+    return stopping(found) + warning(found)
+
+
+def only(made: PreflightCase, check: str) -> Finding:
+    (found,) = [one for one in wrong(made) if one.check == check]
+    return found
+
+
+def test_good_hosts_have_no_finding_and_a_line_for_every_check_that_was_made():
+    found = examine(case(), quick=False)
+    assert wrong(case()) == []
+    made = [one.check for one in found]
+    assert made == [check.name for check in CHECKS if check.name in made]
+    assert {check.name for check in CHECKS} - {*made} == {"torch", "template", "bandwidth"}
+
+
+def test_a_run_makes_the_quick_checks_only():
+    slow = {check.name for check in CHECKS if not check.quick}
+    assert slow == {"template", "bandwidth", "all-reduce"}
+    assert not slow & {one.check for one in examine(case(), quick=True)}
+
+
+def test_every_finding_says_why_and_what_to_type():
+    broken = replace(
+        FIRST,
+        packages={},
+        driver="550.1",
+        gpus=(),
+        mem_free=0,
+        shm_free=0,
+        shm_total=0,
+        disk_free=0,
+        memlock=0,
+        open_files=10,
+        clock=0.0,
+        interfaces=(),
+        paths=(),
+        remains=(Remains("r", 5),),
+    )
+    found = wrong(case(broken, broken, model=None))
+    assert {one.check for one in found} >= {"packages", "gpus", "shm", "limits", "clock", "model"}
+    for one in found:
+        assert one.why, one
+        assert one.remedy, one
+        assert one.remedy.command, one
+
+
+def test_the_versions_libra_is_made_for_are_those_of_its_extras():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    stated = [Requirement(text) for text in extras["optional-dependencies"]["gpu"]]
+    pinned = {one.name: str(one.specifier) for one in stated}
+    for package, specifier in TESTED.items():
+        assert (
+            Requirement(f"{package}{specifier}").specifier
+            == Requirement(f"{package}{pinned[package]}").specifier
+        )
+
+
+# -- Python --------------------------------------------------------------------------------------
+
+
+def test_missing_packages_are_told_of_the_half_that_needs_them():
+    packages = {
+        name: of for name, of in FIRST.packages.items() if name not in ("vllm", "accelerate")
+    }
+    found = only(case(replace(FIRST, packages=packages)), "packages")
+    assert (found.severity, found.what) == ("stops", "its python has no vllm")
+    assert found.remedy is not None
+    assert found.remedy.command == "libra setup RECIPE"
+    assert only(case(second=replace(SECOND, packages=packages)), "packages").what.endswith(
+        "accelerate"
+    )
+
+
+def test_a_version_libra_is_not_made_for_only_warns():
+    found = only(case(replace(FIRST, packages={**FIRST.packages, "vllm": "0.40.1"})), "packages")
+    assert found.severity == "warns"
+    assert "vllm 0.40.1" in found.what
+
+
+def test_packages_that_do_not_fit_each_other_are_named_by_what_they_ask_for():
+    packages = {**FIRST.packages, "torch": "2.12.0"}
+    found = only(case(replace(FIRST, packages=packages)), "packages")
+    assert found.what == "vllm 0.32.0 wants torch==2.13.0, there is 2.12.0"
+
+
+def test_hosts_that_train_together_must_have_one_torch():
+    both = recipe(
+        nodes=[
+            {"host": name, "gpus": 2, "slots": 2, "pool": ["rollout", "train"]}
+            for name in ("gpu-01", "gpu-02")
+        ]
+    )
+    other = {**SECOND.packages, "accelerate": "1.16.0"}
+    found = only(case(second=replace(SECOND, packages=other), of=both), "versions")
+    assert (found.severity, found.host) == ("stops", "gpu-02")
+    assert found.what == "it has accelerate 1.16.0, gpu-01 has 1.15.0"
+    assert [one.check for one in wrong(case(second=replace(SECOND, packages=other)))] == []
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "runs"),
+    [
+        ("580.65.06", "13.0", True),
+        ("575.57.08", "13.0", False),
+        ("535.104", "12.8", True),
+        ("470.1", "12.1", False),
+        ("580.1", "12.6", True),
+        ("", "13.0", True),
+        ("580.1", "", True),
+        ("580.1", "99.0", True),
+    ],
+)
+def test_a_driver_runs_what_nvidia_says_it_runs(driver, cuda, runs):
+    assert driver_runs(driver, cuda) is runs
+
+
+def test_an_old_driver_stops_with_the_one_that_is_needed():
+    found = only(case(replace(FIRST, driver="570.86.15")), "driver")
+    assert "570.86.15 is older than CUDA 13.0 of its torch needs (580 or newer)" in found.what
+
+
+def test_a_torch_without_cuda_stops_on_a_host_with_gpus():
+    found = only(case(replace(FIRST, torch_cuda="")), "driver")
+    assert "without CUDA" in found.what
+
+
+def torch_of(**changes: Any) -> PreflightCase:
+    report = TorchReport("2.13.0", "13.0", True, ("H100", "H100"), "", "2.28.3", {})
+    made = case()
+    hosts = dict(made.hosts)
+    hosts["gpu-01"] = replace(hosts["gpu-01"], torch=replace(report, **changes))
+    return replace(made, hosts=hosts)
+
+
+def test_torch_that_loads_and_sees_all_gpus_is_fine():
+    assert wrong(torch_of()) == []
+
+
+def test_torch_that_sees_no_gpu_stops():
+    found = only(torch_of(available=False, devices=()), "torch")
+    assert "torch.cuda.is_available() is False" in found.what
+
+
+def test_a_package_that_does_not_load_stops_with_its_error():
+    error = "RuntimeError: operator torchvision::nms does not exist"
+    found = only(torch_of(errors={"transformers": error}), "torch")
+    assert error in found.what
+    assert found.remedy is not None
+    assert "uninstall" in found.remedy.command
+
+
+# -- the host ------------------------------------------------------------------------------------
+
+
+def with_gpu(gpu: Gpu) -> PreflightCase:
+    return case(replace(FIRST, gpus=(gpu, FIRST.gpus[1])))
+
+
+def test_a_gpu_in_use_is_named_with_its_holder():
+    holder = GpuHolder(4711, "ann", "python train.py")
+    found = only(with_gpu(replace(FIRST.gpus[0], holders=(holder,))), "gpus")
+    assert found.what == "GPU 0 is in use by python train.py (pid 4711, ann)"
+    assert found.remedy is not None
+    assert found.remedy.place == "person"
+
+
+def test_a_gpu_held_by_another_run_of_ours_comes_with_the_command_that_stops_it():
+    holder = GpuHolder(4711, "me", "vllm", run="night-1")
+    found = only(with_gpu(replace(FIRST.gpus[0], holders=(holder,))), "gpus")
+    assert found.remedy is not None
+    assert found.remedy.command == "libra stop runs/night-1"
+
+
+def test_memory_in_use_by_nobody_who_can_be_seen_warns():
+    found = only(with_gpu(replace(FIRST.gpus[0], mem_free=40 * GB)), "gpus")
+    assert found.severity == "warns"
+
+
+def test_a_gpu_the_recipe_does_not_use_may_be_held_by_anybody():
+    third = Gpu(2, "H100", 80 * GB, 0, (GpuHolder(1, "ann", "x"),))
+    assert wrong(case(replace(FIRST, gpus=(*FIRST.gpus, third)))) == []
+
+
+def test_fewer_gpus_than_promised_give_both_numbers():
+    found = only(case(replace(FIRST, gpus=FIRST.gpus[:1])), "gpus")
+    assert "wants 2 GPUs, nvidia-smi shows 1" in found.what
+
+
+def test_shared_memory_must_hold_the_versions_of_this_model():
+    # 2 bytes of 2e9 parameters, three versions: 12 GB, which is 11.2 GiB.
+    found = only(case(replace(FIRST, shm_free=10 * GB)), "shm")
+    assert "9.3 GiB free, weight versions need 11.2 GiB" in found.what
+    assert wrong(case(replace(FIRST, shm_free=12 * GB))) == []
+
+
+def test_too_small_a_shm_is_enlarged_and_a_full_one_is_left():
+    small = only(case(replace(FIRST, shm_free=GB, shm_total=2 * GB)), "shm").remedy
+    full = only(case(replace(FIRST, shm_free=GB)), "shm").remedy
+    assert small is not None
+    assert full is not None
+    assert small.command == "as root: mount -o remount,size=12G /dev/shm"
+    assert "weight_sync" in full.command
+
+
+def test_disk_for_one_checkpoint_warns_and_for_none_stops():
+    # 12 bytes of 2e9 parameters are 24 GB; two are kept and one is written.
+    assert wrong(case(second=replace(SECOND, disk_free=72 * GB))) == []
+    assert only(case(second=replace(SECOND, disk_free=71 * GB)), "disk").severity == "warns"
+    assert only(case(second=replace(SECOND, disk_free=23 * GB)), "disk").severity == "stops"
+    assert wrong(case(replace(FIRST, disk_free=GB))) == [], "a host that serves writes none"
+
+
+def test_locked_memory_matters_where_there_is_infiniband():
+    assert only(case(replace(FIRST, memlock=2**23)), "limits").severity == "warns"
+    assert wrong(case(replace(FIRST, memlock=2**23, rdma=False))) == []
+
+
+def test_the_controller_needs_files_for_all_requests():
+    found = only(case(open_files=400), "limits")
+    assert found.host == "controller"
+    # two servers of 32 requests, four descriptors each, and 256 besides
+    assert "64 requests at a time need 512" in found.what
+
+
+@given(
+    asked=st.floats(0, 1e9),
+    took=st.floats(0, 100),
+    inside=st.floats(0, 1),
+    off=st.floats(-1e6, 1e6),
+)
+def test_the_skew_of_a_clock_is_never_more_than_it_is(asked, took, inside, off):
+    read = asked + inside * took + off
+    skew = clock_skew(read, asked, asked + took)
+    assert -1e-3 <= skew <= abs(off) + 1e-3
+    assert skew >= abs(off) - took - 1e-3
+
+
+def test_a_wrong_clock_stops():
+    assert "its clock is 60 s off" in only(case(replace(FIRST, clock=NOW + 60)), "clock").what
+
+
+def test_what_dead_runs_have_left_is_told_with_its_size():
+    found = only(case(replace(FIRST, remains=(Remains("a", GB), Remains("b", GB)))), "remains")
+    assert found.what == "1.9 GiB are left of dead runs: a, b"
+
+
+# -- between hosts -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        ("eth", ["eth0", "eth1"]),
+        ("=eth0", ["eth0"]),
+        ("^docker,lo", ["eth0", "eth1"]),
+        ("^=eth0,lo", ["eth1", "docker0"]),
+        ("ib", []),
+        ("", []),
+    ],
+)
+def test_an_interface_is_chosen_as_nccl_does(wanted, names):
+    there = [NetworkInterface(name, True, (), 0) for name in ("lo", "eth0", "eth1", "docker0")]
+    assert [one.name for one in matching_interfaces(wanted, there)] == names
+
+
+@pytest.mark.parametrize(
+    ("variable", "reason"),
+    [("eth7", "no such interface"), ("docker0", "is down"), ("=lo", "10.0.0.1 is not on it")],
+)
+def test_an_interface_of_the_recipe_that_cannot_work_stops(variable, reason):
+    nodes = [
+        {"host": "gpu-01", "gpus": 2, "pool": "rollout", "env": {"NCCL_SOCKET_IFNAME": variable}},
+        {"host": "gpu-02", "gpus": 2, "pool": "train"},
+    ]
+    found = only(case(of=recipe(nodes=nodes, rollout={"buckets": [TWO]})), "network")
+    assert reason in found.what
+    assert found.severity == "stops"
+
+
+TWO = {"tensor_parallel": 2, "max_num_seqs": 32}
+
+
+def test_a_name_that_is_loopback_on_another_host_stops():
+    (route,) = SECOND.routes
+    other = replace(SECOND, routes=(replace(route, target="127.0.1.1"),))
+    found = only(case(second=other), "network")
+    assert (found.host, found.what) == ("gpu-02", "it takes gpu-01 for 127.0.1.1, which is itself")
+
+
+def test_no_way_to_a_peer_stops():
+    (route,) = SECOND.routes
+    found = only(case(second=replace(SECOND, routes=(replace(route, error="no way"),))), "network")
+    assert found.severity == "stops"
+
+
+def test_what_does_not_come_through_stops_and_what_is_slow_warns():
+    dead = Transfer("gpu-01", "gpu-02", error="timed out")
+    assert only(case(transfers=(dead,)), "bandwidth").severity == "stops"
+    fast = Transfer("gpu-01", "gpu-02", 10 * GB, 4.0)  # 20 Gb/s
+    assert wrong(case(transfers=(fast,))) == []
+    shared = Transfer("gpu-01", "gpu-02", GB, 2.0)  # 4 Gb/s of 25
+    assert "over a link of 25 Gb/s" in only(case(transfers=(shared,)), "bandwidth").what
+    slow = Transfer("gpu-01", "gpu-02", GB // 40, 1.0)  # 0.2 Gb/s
+    assert "a version takes 160 s" in only(case(transfers=(slow,)), "bandwidth").what
+
+
+def test_an_all_reduce_that_fails_stops():
+    tried = AllReduce(("gpu-01", "gpu-02"), "nccl", "eth0", 2**24, error="timed out")
+    assert only(case(all_reduces=(tried,)), "all-reduce").severity == "stops"
+
+
+# -- the model -----------------------------------------------------------------------------------
+
+
+def test_a_model_that_differs_is_told_with_its_files_and_a_readme_does_not_count():
+    made = case()
+    hosts = dict(made.hosts)
+    files = {**MODEL.files, "model.safetensors": (4 * GB, "x"), "README.md": (2, "s")}
+    hosts["gpu-01"] = replace(hosts["gpu-01"], model=ModelFiles(files, CONFIG))
+    found = only(replace(made, hosts=hosts), "model")
+    assert found.host == "gpu-01", "rank 0's host has the measure"
+    assert found.what == "/models/m is not what gpu-02 has: model.safetensors"
+
+
+def test_a_model_that_is_not_there_is_named():
+    assert "/models/m" in only(case(replace(FIRST, paths=())), "model").what
+
+
+def shaped(degree: int, gpus: int = 8, **config: Any) -> list[Finding]:
+    nodes = [
+        {"host": "gpu-01", "gpus": gpus, "pool": "rollout", "slots": gpus // degree},
+        {"host": "gpu-02", "gpus": 2, "pool": "train"},
+    ]
+    buckets = [{"tensor_parallel": degree, "max_num_seqs": 32}]
+    of = recipe(nodes=nodes, rollout={"buckets": buckets})
+    facts = replace(FIRST, gpus=tuple(replace(FIRST.gpus[0], index=index) for index in range(gpus)))
+    made = case(facts, of=of, model=ModelFiles(MODEL.files, {**CONFIG, **config}))
+    return [one for one in wrong(made) if one.check == "shape"]
+
+
+def test_heads_must_divide_among_the_gpus_of_a_server():
+    assert shaped(8) == []
+    (found,) = shaped(4, num_attention_heads=14, num_key_value_heads=2)
+    assert "it has 14 attention heads" in found.what
+    assert found.remedy is not None
+    assert found.remedy.command.endswith("one of 1 or 2")
+
+
+def test_contexts_end_where_positions_do_unless_they_are_stretched():
+    (found,) = shaped(1, max_position_embeddings=2048)
+    assert "model.max_len is 4096, the model's positions end at 2048" in found.what
+    assert shaped(1, max_position_embeddings=2048, rope_scaling={"factor": 4.0}) == []
+
+
+@given(
+    heads=st.integers(1, 64),
+    groups=st.integers(1, 64),
+    width=st.integers(1, 4096),
+    degree=st.sampled_from([1, 2, 4, 8]),
+)
+def test_a_degree_is_accepted_exactly_if_every_gpu_gets_equal_parts(heads, groups, width, degree):
+    config = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "intermediate_size": width,
+    }
+    equal = heads % degree == 0 and width % degree == 0
+    equal = equal and (groups % degree == 0 or degree % groups == 0)
+    assert (refused_degree(config, degree) == "") is equal
+
+
+def test_a_template_that_does_not_fit_stops():
+    found = only(case(template=("/models/m: not prefix-stable", "use Qwen3's")), "template")
+    assert found.remedy is not None
+    assert found.remedy.command == "use Qwen3's"
+    assert wrong(case(template=("", ""))) == []
+
+
+def test_a_host_that_cannot_be_reached_is_a_finding_and_the_others_are_still_looked_at():
+    made = case(replace(FIRST, shm_free=0))
+    hosts = {**made.hosts, "gpu-02": HostReport(error="no route", hint="ssh gpu-02")}
+    found = wrong(replace(made, hosts=hosts))
+    assert [(one.host, one.check) for one in found] == [("gpu-02", "reach"), ("gpu-01", "shm")]

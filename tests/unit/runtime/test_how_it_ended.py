@@ -1,0 +1,30 @@
+"""What is told of a process that has failed."""
+
+from __future__ import annotations
+
+import pytest
+
+from libra_cli.runtime.hosts.agent_messages import Exited
+from libra_cli.runtime.hosts.cluster import how_it_ended
+
+
+@pytest.mark.parametrize(
+    ("tail", "reason"),
+    [
+        ("", "it wrote nothing"),
+        ("a\nb\n\n", "b"),
+        ("Traceback\nValueError: no\nmore\n", "ValueError: no"),
+        (
+            "torch.OutOfMemoryError: CUDA\nsubprocess.CalledProcessError: Command\n",
+            "torch.OutOfMemoryError: CUDA",
+        ),
+    ],
+)
+def test_a_process_that_failed_is_told_with_its_last_error(tail, reason):
+    event = Exited("n", "server-0", 1, 1, tail, requested=False)
+    assert how_it_ended(event) == f"ended with exit code 1: {reason}"
+
+
+def test_a_process_that_was_killed_is_not_blamed_on_its_last_line():
+    event = Exited("n", "server-0", 1, -9, "all is well", requested=False)
+    assert how_it_ended(event) == "was ended by signal 9"
