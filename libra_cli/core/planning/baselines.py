@@ -88,9 +88,9 @@ class Rule:
         search = Search(self.profile, now.workload, self.space.gpus, self.settings)
         today = self.space.layout_of(now.plan, now.slots)
         degree = today.buckets[0].tensor_parallel
-        share = max(degree, self.settings.unit)
+        share = degree
         target, reason = self._target(now, today, share, search)
-        most = self.space.gpus - max(self.settings.unit, self.space.base_gpus)
+        most = self.space.gpus - self.space.base_gpus
         layout = _equal(search, degree, min(max(share, target), most), self.settings)
         same = layout.servers == today.servers or search.times(layout).step_s == float("inf")
         stay = (reason or "balanced") if same else ""
@@ -186,7 +186,7 @@ def _rollout_s(now: Observation, step: MeasuredStep) -> Seconds:
 
 
 def _uniform(search: Search, settings: PlannerSettings) -> Layout:
-    half = search.gpus // 2 // settings.unit * settings.unit or settings.unit
+    half = max(1, search.gpus // 2)
     degree = 4 if 4 in search.table.degrees and half >= 4 else max(search.table.degrees)
     return _equal(search, degree, half, settings)
 
@@ -196,7 +196,7 @@ def _equal(search: Search, degree: int, gpus: int, settings: PlannerSettings) ->
     longest = max(sample.generated for sample in search.workload.samples)
     servers = max(1, gpus // degree)
     bucket = PlannedBucket(degree, servers, longest, settings.max_num_seqs)
-    spare = (search.gpus - servers * degree) // settings.unit * settings.unit
+    spare = search.gpus - servers * degree
     training = search.training.best(spare)
     ranks = training.ranks if training is not None else max(1, spare)
     return Layout((bucket,), ranks)

@@ -82,11 +82,10 @@ class Times:
 class PlannerSettings:
     """What a planner may do.
 
-    ``unit``: GPUs that change sides together. ``groups``: parts the trajectories are cut into where
-    unlike servers share them. ``shapes``: tensor-parallel degrees of servers.
+    ``groups``: parts the trajectories are cut into where unlike servers share them. ``shapes``:
+    tensor-parallel degrees of servers.
     """
 
-    unit: int = 1
     max_num_seqs: int = DEFAULT_SEATS
     groups: int = 64
     shapes: tuple[int, ...] = (1, 2, 4, 8)
@@ -171,12 +170,10 @@ class Search:
         for degree in self.table.degrees:
             for servers in range(1, self.gpus // degree + 1):
                 spare = self.gpus - degree * servers
-                training = self.training.best(spare // self._settings.unit * self._settings.unit)
-                if training is None or degree * servers % self._settings.unit:
-                    continue
-                rollout_s = self.table.equal_s(degree, servers)
-                layout = Layout((self._bucket(degree, servers),), training.ranks)
-                yield layout, Times(rollout_s, training.seconds)
+                if (training := self.training.best(spare)) is not None:
+                    rollout_s = self.table.equal_s(degree, servers)
+                    layout = Layout((self._bucket(degree, servers),), training.ranks)
+                    yield layout, Times(rollout_s, training.seconds)
 
     def times(self, layout: Layout) -> Times:
         """Of any layout; infinity where a half does not fit."""
@@ -233,13 +230,13 @@ class Search:
             "GPUs",
             f"{self.gpus} GPUs are too few: the smallest trainer that fits has {training} and the "
             f"smallest server {serving}",
-            hint=f"give at least {training + serving} GPUs, in units of {self._settings.unit}",
+            hint=f"give at least {training + serving} GPUs",
         )
 
     def _binding_of_rollout(self, layout: Layout) -> Binding:
         """More GPUs would help, unless one trajectory or the rule binds; training may need all."""
         found = self.table.binding(layout.buckets)
-        fewer = layout.training_gpus - self._settings.unit
+        fewer = layout.training_gpus - 1
         if (
             found.constraint in (Constraint.LONGEST_TRAJECTORY, Constraint.STALENESS)
             or fewer < 1

@@ -37,7 +37,7 @@ from libra_cli.sim.profiles import load_profile
 
 PROFILE = load_profile("a800-qwen3-14b")
 GPUS = 32
-UNIT = PlannerSettings(unit=2, groups=32)
+SETTINGS = PlannerSettings(groups=32)
 MOVING = [name for name in PLANNERS if name not in STATIC]
 
 
@@ -52,19 +52,19 @@ def work(mean: float, overlap: float = 1.0) -> Workload:
 
 @cache
 def search_of(load: Workload) -> Search:
-    return Search(PROFILE, load, GPUS, UNIT)
+    return Search(PROFILE, load, GPUS, SETTINGS)
 
 
 class Run:
     """A run on ``GPUS`` GPUs whose measurements agree with the model."""
 
     def __init__(self, name: str, first: Workload, profile: Profile = PROFILE) -> None:
-        self.layout = first_layout(name, PROFILE, first, GPUS, UNIT)
+        self.layout = first_layout(name, PROFILE, first, GPUS, SETTINGS)
         least = search_of(first).training.least() or GPUS
         self.space = GpuPlacement.around(
             self.layout, GPUS, max_len=131_072, least=least, moves=name not in STATIC
         )
-        self.planner: DecisionMaker = planner_of(name, profile, self.space, UNIT)
+        self.planner: DecisionMaker = planner_of(name, profile, self.space, SETTINGS)
         self.plan, self.slots = self.space.place(self.layout)
 
     def observed(self, load: Workload, step: int = 5, **more: Any) -> Observation:
@@ -215,7 +215,7 @@ def test_where_every_server_is_replaced_rollout_stands_still_until_they_have_sta
 
 @pytest.mark.parametrize("name", PLANNERS)
 def test_every_planner_begins_with_a_layout_that_runs(name: str) -> None:
-    layout = first_layout(name, PROFILE, work(3000), GPUS, UNIT)
+    layout = first_layout(name, PROFILE, work(3000), GPUS, SETTINGS)
     assert layout.colocated == (name == "colocated")
     limit = 2 * GPUS if layout.colocated else GPUS
     assert layout.rollout_gpus + layout.training_gpus <= limit
@@ -242,7 +242,7 @@ def test_a_rule_gives_the_starving_half_more(name: str) -> None:
 @pytest.mark.parametrize("name", ["greedy", "streamrl", "dynarl"])
 def test_a_rule_begins_and_rests_as_libra_does(name: str) -> None:
     run = Run(name, work(1000.0))
-    assert run.layout == first_layout("libra", PROFILE, work(1000.0), GPUS, UNIT)
+    assert run.layout == first_layout("libra", PROFILE, work(1000.0), GPUS, SETTINGS)
     _, decisions = run.play([9000.0, 1000.0] * 8)
     moved = [step for step, decision in enumerate(decisions) if decision.plan is not None]
     assert moved
@@ -265,7 +265,7 @@ def test_a_rule_stays_until_something_is_measured_under_its_plan() -> None:
 
 def test_an_unknown_planner_is_refused_with_the_known_ones() -> None:
     with pytest.raises(PlannerError) as error:
-        first_layout("oracle", PROFILE, work(1000), GPUS, UNIT)
+        first_layout("oracle", PROFILE, work(1000), GPUS, SETTINGS)
     assert "libra" in error.value.hint
 
 
