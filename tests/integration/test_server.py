@@ -7,6 +7,7 @@ import os
 import signal
 import warnings
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from libra_cli.core.actions import Generate
 from libra_cli.core.events import TurnFailed, TurnGenerated
 from libra_cli.core.types import TrajectoryId, VersionSpan, WeightVersion
-from libra_cli.runtime.rollout.connection import Sampling
+from libra_cli.runtime.rollout.connection import Sampling, ServerUnreachable
 from libra_cli.runtime.weights import probe_gap
 from tests.vllm_server import bench_of, published
 
@@ -110,7 +111,13 @@ def exported(base: Path, model: Any, directory: Path) -> Path:
 def begun(weights, tmp_path_factory):
     """The server, and what it thought of the probe before it had any version."""
     with bench_of(weights.directories[0], tmp_path_factory.mktemp("host")) as bench:
-        thought = bench.play(lambda: bench.server.probe(PROBE, published(0)))
+
+        async def think() -> list[float]:
+            while True:  # the first time vLLM compiles, which may outlast a call's deadline
+                with suppress(ServerUnreachable):
+                    return await bench.server.probe(PROBE, published(0))
+
+        thought = bench.play(think)
         first = str(weights.versions[0])
         bench.play(lambda: bench.server.load(first, published(1), timeout_s=60))
         yield bench, thought
