@@ -35,10 +35,11 @@ from libra_cli.core.reconcile.reconciler import GRACE_S
 from libra_cli.core.types import Plan, Slot
 from libra_cli.sim.profiles import load_profile
 
-_SHIPPED = load_profile("a800-qwen3-14b")
-_ROOMY = replace(_SHIPPED.training.facts, gpu_gib=140.0)
-PROFILE = replace(_SHIPPED, training=replace(_SHIPPED.training, facts=_ROOMY))
-"""With room for long trajectories in a trainer of 8: what is tested is when a plan changes."""
+A800 = load_profile("a800-qwen3-14b")
+ROOMY = replace(A800.training, facts=replace(A800.facts, gpu_gib=110.0))
+PROFILE = replace(A800, training=ROOMY)
+"""Its trainer has the memory for trajectories of 38,000 tokens on few GPUs: what is tested here is
+who gets how many."""
 GPUS = 32
 SETTINGS = PlannerSettings(groups=32)
 MOVING = [name for name in PLANNERS if name not in STATIC]
