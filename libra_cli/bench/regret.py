@@ -57,6 +57,8 @@ STEPS = 24
 """Optimizer steps of a run: five times as many as may be in flight."""
 GPUS_A_GROUP = 3
 """GPUs for each group of a step: half of what other experiments have, for twice the runs."""
+RULE = "cut"
+"""The rule that makes a batch of a run that names none."""
 PARTS = 4
 """Parts of a run that have a plan each, in the clairvoyant's script."""
 SHARES = (0.25, 0.5, 0.75)
@@ -111,6 +113,7 @@ def _job(config: ExperimentConfig, trace: Trace, drift: Drift) -> Job:
         0,
         variant=str(drift),
         drift=drift,
+        staleness=RULE,
         steps=STEPS,
         groups_per_step=max(1, config.gpus // GPUS_A_GROUP),
     )
