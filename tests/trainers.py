@@ -216,6 +216,7 @@ def trainer(
     resume: Path | None = None,
     incarnation: int = 0,
     keep_versions: int = 10,
+    precision: str = "no",
     **training: Any,
 ) -> Iterator[Trainer]:
     """Start one; whatever happens, none of its processes is left afterwards."""
@@ -236,7 +237,8 @@ def trainer(
         "resume": None if resume is None else str(resume),
         "keep_versions": keep_versions,
     }
-    with _launched("libra_cli.node.trainer.main", directory, config, processes) as (process, log):
+    module = "libra_cli.node.trainer.main"
+    with _launched(module, directory, config, processes, precision) as (process, log):
         yield Trainer(port, process, log, str(directory), directory / "weights" / "run")
 
 
@@ -279,7 +281,7 @@ def training_spec(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _launched(
-    module: str, directory: Path, config: Mapping[str, Any], processes: int
+    module: str, directory: Path, config: Mapping[str, Any], processes: int, precision: str = "no"
 ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     directory.mkdir()
     marker = str(directory)
@@ -290,7 +292,7 @@ def _launched(
         world += ["--multi_gpu", "--machine_rank", "0"]
         world += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
     argv = [sys.executable, "-m", "accelerate.commands.launch", *world]
-    argv += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", module]
+    argv += ["--mixed_precision", precision, "--dynamo_backend", "no", "-m", module]
     env = os.environ | {
         "ACCELERATE_USE_CPU": "true",
         "GLOO_SOCKET_IFNAME": "lo",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from libra_cli.app.first_plan import first_plan
-from libra_cli.core.preflight.findings import Finding
+from libra_cli.app.setup import prepare
+from libra_cli.core.preflight.findings import Finding, Fix
 from libra_cli.runtime.doctor.examination import Examination
+from libra_cli.runtime.doctor.setup import SetupProgress
 from libra_cli.runtime.recipes.loader import load_recipe
 
 
@@ -21,3 +23,27 @@ def doctor(recipe_path: Path, *, on_stage: Callable[[str], None]) -> list[Findin
     recipe = load_recipe(recipe_path)
     plan, _ = first_plan(recipe)
     return asyncio.run(Examination(recipe, plan, str(recipe_path), on_stage=on_stage).run())
+
+
+def mend(recipe_path: Path, found: Sequence[Finding], progress: SetupProgress) -> list[str]:
+    """Mend what needs no root; a sentence for everything that was tried.
+
+    Raises:
+        LibraError: there is nothing to mend it with.
+    """
+    recipe = load_recipe(recipe_path)
+    plan, _ = first_plan(recipe)
+    told: list[str] = []
+    environments, models = _hosts(found, "environment"), _hosts(found, "model")
+    if environments or models:
+        for result in prepare(recipe, environments, models, progress):
+            told += [f"{result.host}: {line}" for line in (*result.done, result.error) if line]
+    if remains := _hosts(found, "remains"):
+        job = Examination(recipe, plan, str(recipe_path), on_stage=lambda stage: None)
+        for host, names in asyncio.run(job.clear_remains(remains)).items():
+            told.append(f"{host}: removed what is left of {', '.join(names) or 'nobody'}")
+    return told
+
+
+def _hosts(found: Sequence[Finding], fix: Fix) -> list[str]:
+    return [one.host for one in found if one.remedy is not None and one.remedy.fix == fix]

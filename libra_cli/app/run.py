@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,9 +17,11 @@ from libra_cli.app.first_plan import explained_first_plan
 from libra_cli.app.resume import FirstPlanOf, continued, last_checkpoint, plan_to_go_on_with
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.costs.memory import PUBLISHED, Architecture
 from libra_cli.core.launch.dry_run import HostPlan, dry_run
+from libra_cli.core.launch.memory_table import memory_table
 from libra_cli.core.records import Record, RunRecord
-from libra_cli.core.types import Plan
+from libra_cli.core.types import Plan, Slot
 from libra_cli.report.html.run_report import write_report
 from libra_cli.runtime.episodes.player import EnvironmentFactory
 from libra_cli.runtime.monitors.dispatch import Monitors
@@ -29,9 +33,17 @@ from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.run_directory import keep_recipe
 
 
-def plan_of(
-    recipe_path: Path, resume: Path | None = None
-) -> tuple[Recipe, Plan, tuple[HostPlan, ...]]:
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What ``libra run --dry-run`` tells."""
+
+    plan: Plan
+    hosts: tuple[HostPlan, ...]
+    memory: tuple[str, ...]
+    """What the memory of each kind of process goes to, in lines."""
+
+
+def plan_of(recipe_path: Path, resume: Path | None = None) -> tuple[Recipe, DryRun]:
     """``libra run --dry-run``: what would be started where, to ``resume`` a run or to begin one.
 
     Touches nothing.
@@ -42,7 +54,28 @@ def plan_of(
     """
     recipe = load_recipe(recipe_path)
     found = _begin_with(recipe, resume)(None)
-    return recipe, found.plan, dry_run(recipe, placed=(found.plan, found.slots))
+    placed = (found.plan, found.slots)
+    return recipe, DryRun(found.plan, dry_run(recipe, placed=placed), _memory_of(recipe, *placed))
+
+
+def _memory_of(recipe: Recipe, plan: Plan, slots: tuple[Slot, ...]) -> tuple[str, ...]:
+    if recipe.model.path is None:
+        return ()
+    file = Path(recipe.model.path).expanduser() / "config.json"
+    name = Path(recipe.model.path).name
+    try:
+        shape = Architecture.from_config(json.loads(file.read_bytes()), str(file))
+        source = f"by {file}"
+    except (OSError, ValueError, LibraError) as error:
+        problem = (
+            "is not on this machine" if isinstance(error, OSError) else f"says too little: {error}"
+        )
+        if name not in PUBLISHED:
+            return (f"what memory goes to is not known: {file} {problem}",)
+        shape = PUBLISHED[name]
+        source = f"{file} {problem}; by what is published of {name}"
+    said = f"{source}: {shape.parameters / 1e9:.1f} billion parameters"
+    return (said, *memory_table(recipe, plan, slots, shape))
 
 
 def run(

@@ -33,6 +33,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(hosts.doctor)
+app.command()(hosts.setup)
 app.add_typer(bench, name="bench")
 
 RunDir = Annotated[
@@ -72,11 +73,13 @@ def run(
     from libra_cli.runtime.store.run_directory import new_run_dir
 
     with errors_told():
-        loaded, plan, hosts = commands.plan_of(recipe, resume)
+        loaded, told = commands.plan_of(recipe, resume)
         if dry_run:
-            for reason in plan.reasons:
-                out.print(f"plan: {reason}", markup=False, soft_wrap=True, highlight=False)
-            for host in hosts:
+            lines = [f"plan: {reason}" for reason in told.plan.reasons]
+            lines += [f"memory: {line}" for line in told.memory]
+            for line in lines:
+                out.print(line, markup=False, soft_wrap=True, highlight=False)
+            for host in told.hosts:
                 _print_host(host)
             return
         if seed is not None:

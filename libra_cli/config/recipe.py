@@ -321,7 +321,10 @@ class TrainingSpec(_Model):
     normalize_std: bool = True
     """Divide a group's advantages by its standard deviation; Dr. GRPO (2503.20783) does not."""
     micro_batch_tokens: _Positive = 8192
-    """The most padded tokens of one forward pass."""
+    """The most tokens of one forward pass; a longer trajectory is a pass by itself."""
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    """What a backward pass computes again: nothing, what is between matrix products, or each layer.
+    auto is full on GPUs, none without."""
     max_staleness: _Count = 1
     """Versions that a token may be behind the step that trains on it; 0 is on-policy. How strictly
     it is kept is the matter of staleness."""

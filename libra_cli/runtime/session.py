@@ -197,7 +197,7 @@ class Session:
         self._leaving = asyncio.create_task(self._exports.leave())
         try:
             await self._leaving
-        except (asyncio.CancelledError, LibraError) as error:
+        except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001  it has finished
             why = str(error) or "stopped"
             self._note(f"no model was written: {why}; {self._exports.hint}")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import warnings
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 from libra_cli.core.actions import Generate
 from libra_cli.core.events import TurnFailed, TurnGenerated
 from libra_cli.core.types import TrajectoryId, VersionSpan, WeightVersion
-from libra_cli.runtime.rollout.connection import Sampling
+from libra_cli.runtime.rollout.connection import Sampling, ServerUnreachable
 from libra_cli.runtime.weights import probe_gap
 from tests.vllm_server import bench_of, published
 
@@ -89,8 +91,6 @@ def exported(base: Path, model: Any, directory: Path) -> Path:
 
     from libra_cli.node.checkpoints.export import export
 
-    dcp.save({"model": model.state_dict()}, checkpoint_id=directory / "step", no_dist=True)
-    card = {"name": "small", "base": "base", "tags": [], "body": "# small"}
     order = {
         "checkpoint": str(directory / "step"),
         "urls": [],
@@ -98,9 +98,12 @@ def exported(base: Path, model: Any, directory: Path) -> Path:
         "model_dir": str(base),
         "dtype": "float32",
         "out": str(directory / "model"),
-        "card": card,
+        "card": {"name": "small", "base": "base", "tags": [], "body": "# small"},
     }
-    export(order)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch tells that there is one process
+        dcp.save({"model": model.state_dict()}, checkpoint_id=directory / "step", no_dist=True)
+        export(order)
     return directory / "model"
 
 
@@ -108,7 +111,13 @@ def exported(base: Path, model: Any, directory: Path) -> Path:
 def begun(weights, tmp_path_factory):
     """The server, and what it thought of the probe before it had any version."""
     with bench_of(weights.directories[0], tmp_path_factory.mktemp("host")) as bench:
-        thought = bench.play(lambda: bench.server.probe(PROBE, published(0)))
+
+        async def think() -> list[float]:
+            while True:  # the first time vLLM compiles, which may outlast a call's deadline
+                with suppress(ServerUnreachable):
+                    return await bench.server.probe(PROBE, published(0))
+
+        thought = bench.play(think)
         first = str(weights.versions[0])
         bench.play(lambda: bench.server.load(first, published(1), timeout_s=60))
         yield bench, thought

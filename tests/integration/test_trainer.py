@@ -123,6 +123,47 @@ def test_two_shards_resume_a_replica_s_checkpoint_and_the_other_way_round(
         assert one.stop() == 0
 
 
+def test_activations_computed_again_give_the_same_parameters(
+    reference: Reference, model_dir: Path, tmp_path: Path
+):
+    options: dict[str, Any] = {"sharding": "fsdp2", "activation_checkpointing": "selective"}
+    with trainer(tmp_path / "two", model_dir, processes=2, **options) as two:
+        two.wait_ready()
+        for number in range(1, 5):
+            two.step(number)
+        assert largest_difference(two.parameters(4), reference.last) < 1e-5
+        assert two.stop() == 0
+
+
+def test_a_tied_model_in_shards_in_bfloat16_computes_again_what_one_process_keeps_in_float32(
+    tmp_path: Path,
+):
+    model_dir = tmp_path / "tied"
+    model = new_model(build_tokenizer(), seed=0)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(model_dir)
+    save_tokenizer(build_tokenizer(), model_dir, max_len=POSITIONS)
+    shared: dict[str, Any] = {"kl_coef": 0.1}
+    narrow: dict[str, Any] = {
+        "processes": 2,
+        "precision": "bf16",
+        "sharding": "fsdp2",
+        "activation_checkpointing": "full",
+    }
+    steps = []
+    for name, options in (("one", shared), ("two", shared | narrow)):
+        with trainer(tmp_path / name, model_dir, **options) as world:
+            world.wait_ready()
+            steps.append([world.step(number)["metrics"] for number in (1, 2)])
+            assert "lm_head.weight" not in world.parameters(2)
+            assert world.stop() == 0
+    for one, two in zip(*steps, strict=True):
+        for metric in ("entropy", "grad_norm", "tis_mean"):
+            assert two[metric] == pytest.approx(one[metric], rel=0.02)
+        assert two["generated_tokens"] == one["generated_tokens"]
+
+
 def test_the_kl_to_the_reference_starts_at_zero_and_grows(model_dir: Path, tmp_path: Path):
     options: dict[str, Any] = {"kl_coef": 0.1, "sharding": "fsdp2"}
     with trainer(tmp_path / "kl", model_dir, processes=2, **options) as two:

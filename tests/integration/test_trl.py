@@ -15,7 +15,7 @@ pytest.importorskip("trl", reason="needs the [test] extra")
 from libra_cli.config.recipe import TrainingSpec  # noqa: E402
 from libra_cli.node.losses.grpo import grpo, truncated_weights  # noqa: E402
 from libra_cli.node.losses.protocol import LossInputs  # noqa: E402
-from libra_cli.node.model.logprobs import token_logprobs  # noqa: E402
+from libra_cli.node.model.scoring import ScoringModel  # noqa: E402
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
 from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
 from libra_cli.node.trainer.batching import collate  # noqa: E402
@@ -127,14 +127,15 @@ def test_loss_and_gradient_agree_with_trl(model_dir: Path, tmp_path: Path, kl_co
     from transformers import AutoModelForCausalLM
 
     settings = TrainingSpec(clip_low=0.2, clip_high=0.28, tis_cap=2.0, kl_coef=kl_coef)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
+    model, theirs_model = (
+        AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
+        for _ in range(2)
+    )
     rows = samples()
     advantages = torch.linspace(-1.5, 1.5, ROWS)
     batch = collate(rows, advantages.tolist(), torch.device("cpu"))
-    logits = model(input_ids=batch.token_ids, use_cache=False).logits
-    current, _ = token_logprobs(
-        logits[batch.rows, batch.columns - 1], batch.targets, temperature=TEMPERATURE
-    )
+    scoring = ScoringModel(model, model, torch.device("cpu"))
+    current, _ = scoring.logprobs(batch.request, temperature=TEMPERATURE)
     generator = torch.Generator().manual_seed(1)
     # Policies far enough apart that the clip and the truncation both bite, on both sides.
     old = current.detach() + 0.3 * torch.randn(current.shape, generator=generator)
@@ -156,9 +157,8 @@ def test_loss_and_gradient_agree_with_trl(model_dir: Path, tmp_path: Path, kl_co
     ours.backward()
     our_gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).double()
     assert 0.2 < float(share.metrics["clip_fraction"]) / len(current) < 0.8
-    model.zero_grad()
 
-    trainer = make_trainer(model, model_dir, tmp_path, settings)
+    trainer = make_trainer(theirs_model, model_dir, tmp_path, settings)
     theirs_in = {"advantages": advantages, **trl_inputs(rows, old, rollout, reference)}
     theirs = trainer._compute_loss(trainer.model, theirs_in)
     theirs.backward()

@@ -3,7 +3,8 @@
 A trainer that dies is started again from the last checkpoint: at most once a minute, three times a
 run. It comes back as a new trainer *incarnation*; what the ledger had given it since that
 checkpoint is given to it again, and the servers go back to its version. A trainer that never
-started has a configuration error and is not tried again.
+started has a configuration error and is not tried again, and neither is one that has died twice
+while it took the same step.
 
 With ``stream`` a step begins on the groups that are READY while others are still played: their
 gradients are sums, divided once at the end, so what comes out does not depend on it.
@@ -16,6 +17,7 @@ they were; those slots are held free until then.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from enum import StrEnum
@@ -57,6 +59,8 @@ from libra_cli.core.rollout.staleness import late_baseline
 from libra_cli.core.types import Role, Seconds, Slot, SlotId, Trajectory, WeightVersion
 
 MAX_RESTARTS = 3
+MAX_DEATHS = 2
+"""Times that the trainer may die in one step: its batch is what kills it."""
 RESTART_EVERY_S: Seconds = 60.0
 TIMER = "restart trainer"
 SCORE_STEPS = 10
@@ -88,7 +92,7 @@ T = TrainerState
 TRANSITIONS: dict[TrainerState, dict[TrainerState, str]] = {
     T.DOWN: {
         T.STARTING: "the run begins, it moves to other slots, or a minute has passed since it died",
-        T.FAILED: "its restarts are used up, or it never started",
+        T.FAILED: "its restarts are used up, it never started, or one step has ended it twice",
     },
     T.STARTING: {
         T.READY: "every rank is there and has published a version",
@@ -136,6 +140,8 @@ class TrainerGroup:
         self.detail = ""
         self._ever_started = False
         self._restarts = 0
+        #: How often it died while it took a step, by step.
+        self._deaths: Counter[int] = Counter()
         self._started_at: Seconds = 0.0
         self._idle_since: Seconds = 0.0
         #: When the next batch became full, as far as the trainer was free to see it.
@@ -269,6 +275,13 @@ class TrainerGroup:
         """A rank died or a step failed: stop whatever is left of it."""
         if self.state in (TrainerState.DOWN, TrainerState.STOPPING, TrainerState.FAILED):
             return []
+        if self.state is TrainerState.BUSY:
+            self._deaths[self.step + 1] += 1
+            if self._deaths[self.step + 1] >= MAX_DEATHS:
+                reason = (
+                    f"step {self.step + 1} has ended the trainer {MAX_DEATHS} times, so its batch "
+                    f"is not tried again; the last time: {reason}"
+                )
         return self.stop(reason, now=now)
 
     def stop(self, why: str, *, now: Seconds) -> list[Result]:
@@ -297,7 +310,8 @@ class TrainerGroup:
             old = [replica.slot for replica in self.previous]
             why = f"the resized trainer did not start: {self.detail}"
             return [*actions, *self._start_on(old, [], now), ResizeRefused(why)]
-        if not self._ever_started or self._restarts >= MAX_RESTARTS:
+        hopeless = self._deaths[self.step + 1] >= MAX_DEATHS
+        if not self._ever_started or self._restarts >= MAX_RESTARTS or hopeless:
             self._enter(TrainerState.FAILED)
             return [*actions, *self._move(ReplicaState.FAILED, now=now, why=self.detail)]
         self._restarts += 1

@@ -8,9 +8,7 @@ and ``Q`` pairs of them a step::
     seconds = step_s + compute + exposed x gather
 
 ``gather``: parameters are gathered forward and backward, and gradients scattered, three times the
-parameters each micro batch, most of it under the compute. Memory of a rank: parameters, gradients
-and Adam's state over the whole world, one layer gathered, a micro batch's activations (one per
-layer boundary, the rest recomputed) and a chunk of logits.
+parameters each micro batch, most of it under the compute. Memory of a rank is ``costs.memory``'s.
 
 Guarantee: more tokens never cost less, and ``Profile.from_json`` undoes ``to_json``. Limit: work is
 spread evenly over the ranks but for the longest trajectory; padding is part of the utilisation.
@@ -19,24 +17,27 @@ spread evenly over the ranks but for the longest trajectory; padding is part of 
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
 from libra_cli.config.errors import LibraError
+from libra_cli.core.costs.memory import (
+    SERVER_OVERHEAD_GIB,
+    TRAINER_OVERHEAD_GIB,
+    USABLE_SHARE,
+    Architecture,
+    rank_memory,
+)
 from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.costs.workload import Workload
 from libra_cli.core.types import Seconds, Tokens
 
 GIB = 2.0**30
-SHARD_BYTES = 16
-"""Bytes of a parameter: bf16 weight and gradient (2 + 2), float32 master copy and Adam's moments
-(4 + 4 + 4), as in ZeRO (arXiv 1910.02054)."""
-LOGIT_TOKENS = 8192
-"""Tokens whose logits are in memory at once: the loss is computed in chunks of at most these."""
-INSIDE_BYTES = 34
-"""Bytes of activations inside a layer, for each token and hidden unit (arXiv 2205.05198)."""
+LONGEST_CONTEXT = 2**24
+"""Tokens up to which the longest trajectory that fits is looked for."""
 _Part = TypeVar("_Part")
 
 
@@ -66,12 +67,26 @@ class MemoryModel:
     vocabulary: int
     kv_bytes: float
     gpu_gib: float
-    usable_share: float = 0.9
-    """Share of a GPU's memory that an engine or a trainer may take; vLLM's default."""
-    server_overhead_gib: float = 1.85
-    """GiB a server takes on each GPU for CUDA graphs, activations and communication buffers."""
-    trainer_overhead_gib: float = 6.0
-    """GiB a rank takes for the CUDA context, communication buffers and fragmentation."""
+    usable_share: float = USABLE_SHARE
+    server_overhead_gib: float = SERVER_OVERHEAD_GIB
+    trainer_overhead_gib: float = TRAINER_OVERHEAD_GIB
+
+    @property
+    def architecture(self) -> Architecture:
+        """A model of this size, whose query heads are as wide as its hidden state, and whose inner
+        units are what the other parameters leave."""
+        key = self.kv_bytes / (2 * 2 * self.layers)
+        layer = (self.parameters - 2 * self.vocabulary * self.hidden) / self.layers / self.hidden
+        inner = (layer - 2 * self.hidden - 2 * key) / 3
+        return Architecture(
+            layers=self.layers,
+            hidden=self.hidden,
+            query=self.hidden,
+            key=round(key),
+            inner=max(1, round(inner)),
+            vocabulary=self.vocabulary,
+            tied=False,
+        )
 
     @property
     def usable_gib(self) -> float:
@@ -126,30 +141,19 @@ class TrainingCost:
         return self._gather_s(ranks, workload) / self.compute_s(ranks, workload)
 
     def memory_gib(self, ranks: int, longest_context: Tokens) -> float:
-        """The most GiB that a rank holds at once: activations of one layer, inside (Korthikanti et
-        al., arXiv 2205.05198), and of every boundary between layers."""
+        """The most GiB that a rank holds at once, with every layer's activations computed again."""
         facts, tokens = self.facts, max(self.micro_tokens, longest_context)
-        inside = INSIDE_BYTES * facts.hidden * tokens
-        boundaries = 2 * facts.hidden * facts.layers * tokens
-        logits = 6 * facts.vocabulary * min(tokens, LOGIT_TOKENS)
-        return self._fixed_gib(ranks) + (boundaries + max(inside, logits)) / GIB
+        use = rank_memory(facts.architecture, world=ranks, tokens=tokens, choice="full")
+        return use.total / GIB + facts.trainer_overhead_gib
 
     def longest_context(self, ranks: int) -> Tokens:
         """Tokens of the longest trajectory that a rank has the memory for; 0 where it has none for
-        a micro batch. ``memory_gib`` solved for it."""
-        facts = self.facts
-        room = (facts.usable_gib - self._fixed_gib(ranks)) * GIB
-        boundary, inside = 2 * facts.hidden * facts.layers, INSIDE_BYTES * facts.hidden
-        with_logits = (room - 6 * facts.vocabulary * LOGIT_TOKENS) / boundary
-        longest = int(min(room / (boundary + inside), with_logits))
-        return longest if longest >= max(self.micro_tokens, LOGIT_TOKENS) else 0
-
-    def _fixed_gib(self, ranks: int) -> float:
-        """What a rank holds whatever its micro batch."""
-        facts = self.facts
-        states = SHARD_BYTES * facts.parameters / ranks
-        layer = 2 * 2 * facts.parameters / facts.layers
-        return (states + layer) / GIB + facts.trainer_overhead_gib
+        a micro batch."""
+        usable = self.facts.usable_gib
+        fitting = bisect_right(
+            range(LONGEST_CONTEXT), usable, key=lambda tokens: self.memory_gib(ranks, tokens)
+        )
+        return max(0, fitting - 1)
 
     def scaled(self, factor: float) -> TrainingCost:
         """The same trainer with every second ``factor`` times as long."""

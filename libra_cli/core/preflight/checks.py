@@ -16,8 +16,9 @@ class Check:
 
     name: str
     quick: bool
-    """Whether every run makes it: what hosts tell of themselves takes a second. Torch is tried by a
-    run on hosts with GPUs only, since that takes seconds, and by the doctor on all."""
+    """Whether every run makes it: what hosts tell of themselves takes a second. Torch, which takes
+    seconds, is loaded by a run on hosts with GPUs only; by the doctor on all, with vLLM and all
+    else that stands on it."""
     rule: Callable[[PreflightCase], Iterator[Finding]]
 
 

@@ -5,8 +5,9 @@ Reckoned from the size of the model's files and the recipe:
 - A version on a host is one copy in the number format that servers load; ``keep_versions`` of them
   and one that arrives are there at the same time. A gradient worker's gradients, in float32, lie
   beside them.
-- A checkpoint has the float32 weights and both moments of AdamW; ``keep_checkpoints`` of them and
-  the one being written, divided among the hosts that train.
+- A checkpoint has the float32 weights and both moments of AdamW; ``keep_checkpoints`` of them, the
+  best and the one being written, divided among the hosts that train. On the first of these are also
+  the models that a run leaves at its end.
 - Memory: the versions, unless they are on a disk, and what each process takes beside its GPU.
 
 Limit: the memory of GPUs is not looked at here.
@@ -46,7 +47,7 @@ class HostNeeds:
     checkpoint: int
     """On disk, for the first checkpoint."""
     checkpoints: int
-    """On disk, for all that are kept, and one being written."""
+    """On disk, for all that are kept and one being written, and for models made of them."""
 
 
 def parameters_of(model: ModelFiles) -> float:
@@ -73,5 +74,7 @@ def host_needs(recipe: Recipe, plan: Plan, node: NodeSpec, model: ModelFiles | N
     if not node.gpus:
         memory += len(servers) * int(served * parameters + recipe.rollout.kv_gib * GIB)
         memory += len(train + gradient) * int(TRAINED_BYTES * parameters)
-    checkpoints = (recipe.training.keep_checkpoints + 1) * checkpoint
+    checkpoints = (recipe.training.keep_checkpoints + 2) * checkpoint
+    if node.name == node_of(plan.train[0]):
+        checkpoints += int(len(recipe.training.export.at_end) * served * parameters)
     return HostNeeds(memory, versions, checkpoint, checkpoints)

@@ -25,7 +25,7 @@ def install(case: PreflightCase, node: NodeSpec) -> Remedy:
     """What installs libra's packages on a node."""
     if node.is_local:
         extra = "gpu" if node.gpus else "cpu"
-        return Remedy("here", f"{node.python or 'python3 -m'} pip install 'libra-rl[{extra}]'")
+        return Remedy("here", f"{node.python or 'python3'} -m pip install 'libra-rl[{extra}]'")
     return Remedy("here", f"libra setup {case.recipe_path}", fix="environment")
 
 

@@ -69,7 +69,7 @@ def _send(connection: socket.socket, token: str, seconds: float) -> None:
             connection.sendall(data)
 
 
-def receive(address: str, port: int, token: str) -> dict[str, object]:
+def receive(address: str, port: int, token: str) -> dict[str, float]:
     """Receive from a sender until it ends: bytes of all connections, and seconds.
 
     Raises:

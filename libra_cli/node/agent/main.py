@@ -189,7 +189,7 @@ class Agent:
         self._weights()  # a token is known
         bandwidth.serve(port, self._token, seconds)
 
-    async def _bandwidth_receive(self, address: str, port: int) -> dict[str, object]:
+    async def _bandwidth_receive(self, address: str, port: int) -> dict[str, float]:
         return await asyncio.to_thread(bandwidth.receive, address, port, self._token)
 
     async def _clear(self, names: Sequence[str]) -> list[str]:

@@ -44,7 +44,12 @@ from libra_cli.config.errors import TrainerError
 from libra_cli.config.losses import LOSSES
 from libra_cli.config.recipe import TrainingSpec
 
-RESERVED = frozenset({"loss", "entropy", "gap", "gap_tokens", "grad_norm", "learning_rate"})
+RESERVED = frozenset(
+    {
+        *("loss", "entropy", "gap", "gap_tokens", "grad_norm", "learning_rate"),
+        *("skipped_in_a_row", "micro_batch_tokens"),
+    }
+)
 """Sums and metrics that libra adds to those of a loss."""
 
 

@@ -1,12 +1,29 @@
-"""Log-probabilities of chosen tokens."""
+"""Log-probabilities of chosen tokens, and the entropy of what they were chosen from.
+
+``chosen_logprobs`` computes the output layer and the softmax over the vocabulary in blocks of rows
+of the layer's weight, forward and backward, so that the logits of all tokens are never there at
+once. Of a block with logits x_b it keeps, for each token,
+
+    l_b = logsumexp(x_b)        H_b = entropy of softmax(x_b)
+
+and from all blocks l = logsumexp(l_b), log p(target) = x_target - l, and the entropy
+H = sum over b of exp(l_b - l) (H_b + l - l_b). The backward pass computes the logits of each block
+again: one more product with the weight, in place of memory for tokens x vocabulary.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 LOGIT_ROWS = 2048
-"""Rows of logits that are widened to fp32 at a time."""
+"""Rows of whole logits that are widened to fp32 at a time."""
+BLOCK_LOGITS = 2**25
+"""Logits of a block, 128 MiB in fp32; two such tensors are there at once."""
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
@@ -22,3 +39,101 @@ def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float) -> tu
         with torch.no_grad():
             entropies.append(-(log_softmax.exp() * log_softmax).sum(-1))
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+def chosen_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """``token_logprobs`` of ``hidden @ weight.T``, whose logits are never there as a whole.
+
+    ``hidden`` is (tokens, width), ``weight`` (vocabulary, width). Products are computed in the type
+    of autocast, if that is on, else in the weight's; sums over the vocabulary in fp32.
+    """
+    device = hidden.device.type
+    autocast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
+    results: tuple[Tensor, Tensor] = _ChosenLogprobs.apply(
+        hidden, weight, targets, temperature, dtype
+    )
+    return results
+
+
+class _ChosenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is Any here
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        narrow = hidden.to(dtype)
+        chosen = torch.zeros(len(targets), device=hidden.device)
+        sums, entropies = [], []
+        for rows, start in _blocks(weight, len(targets)):
+            logits = _logits(narrow, rows.to(dtype), temperature)
+            places, inside = _places(targets, start, len(rows))
+            chosen += logits.gather(1, places)[:, 0].masked_fill_(~inside, 0.0)
+            total, entropy = _sum_up(logits)
+            del logits  # or it would be there beside the next
+            sums.append(total)
+            entropies.append(entropy)
+        by_block = torch.stack(sums)
+        whole = by_block.logsumexp(0)
+        above = whole - by_block
+        entropy = ((-above).exp() * (torch.stack(entropies) + above)).sum(0)
+        ctx.save_for_backward(hidden, weight, targets, whole)
+        ctx.temperature, ctx.dtype = temperature, dtype
+        ctx.mark_non_differentiable(entropy)
+        return chosen - whole, entropy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, whole = ctx.saved_tensors
+        to_hidden, to_weight = ctx.needs_input_grad[:2]
+        narrow = hidden.to(ctx.dtype)
+        hidden_gradient = torch.zeros(hidden.shape, device=hidden.device)
+        weight_gradient = torch.empty_like(weight) if to_weight else None
+        scaled = gradient[:, None] / ctx.temperature
+        for rows, start in _blocks(weight, len(targets)):
+            block = rows.to(ctx.dtype)
+            logits = _logits(narrow, block, ctx.temperature)
+            pull = logits.sub_(whole[:, None]).exp_().mul_(-scaled)
+            places, inside = _places(targets, start, len(rows))
+            pull.scatter_add_(1, places, scaled.masked_fill(~inside[:, None], 0.0))
+            del logits
+            pull = pull.to(ctx.dtype)
+            if to_hidden:
+                hidden_gradient += pull @ block
+            if weight_gradient is not None:
+                weight_gradient[start : start + len(rows)] = pull.T @ narrow
+            del pull
+        return hidden_gradient.to(hidden.dtype), weight_gradient, None, None, None
+
+
+def _blocks(weight: Tensor, tokens: int) -> Iterator[tuple[Tensor, int]]:
+    """The rows of a weight in blocks, each with the number of its first row."""
+    size = max(1, BLOCK_LOGITS // max(1, tokens))
+    for start in range(0, len(weight), size):
+        yield weight[start : start + size], start
+
+
+def _logits(hidden: Tensor, rows: Tensor, temperature: float) -> Tensor:
+    """A block's logits, (tokens, rows), in fp32 and scaled."""
+    return linear(hidden, rows).float().div_(temperature)
+
+
+def _sum_up(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """l_b and H_b of a block, (tokens,); the logits are overwritten."""
+    highest = logits.amax(-1, keepdim=True)
+    shares = logits.sub_(highest).exp()
+    total = shares.sum(-1)
+    entropy = total.log() - shares.mul_(logits).sum(-1) / total
+    return total.log() + highest[:, 0], entropy
+
+
+def _places(targets: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
+    """Where targets are in a block, (tokens, 1), and for which tokens that is true, (tokens,)."""
+    places = targets - start
+    return places.clamp(0, size - 1)[:, None], (places >= 0) & (places < size)

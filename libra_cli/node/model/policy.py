@@ -35,7 +35,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from libra_cli.config.errors import TrainerError
 from libra_cli.node.losses.protocol import LossInputs, loss_of
-from libra_cli.node.model.logprobs import token_logprobs
+from libra_cli.node.model.activations import checkpoint_activations
+from libra_cli.node.model.scoring import ScoringModel, one_sequence
 from libra_cli.node.trainer.advantages import advantages_of
 from libra_cli.node.trainer.batching import MicroBatch, collate, deal
 from libra_cli.node.trainer.config import PolicyConfig
@@ -69,6 +70,7 @@ class PolicyModel:
         set_seed(config.seed)
         self._config = config
         self._loss = loss_of(config.training)
+        self.micro_batch_tokens = config.training.micro_batch_tokens
         # Commands and checkpoints are agreed on over gloo: an idle rank then burns no GPU, and a
         # rank that died is noticed at once.
         self.control = (
@@ -82,7 +84,8 @@ class PolicyModel:
         self.sharded = self.world > 1 and (sharding == "fsdp2" or (sharding == "auto" and on_gpu))
         self.model = self._load()
         check_names(self.named_once(), Path(config.model_dir))
-        self._forward = self._wrap(self.model, checkpointing=on_gpu)
+        self._forward = self._wrap(self.model)
+        self._scoring = ScoringModel(self.model, self._forward, self.device)
         self._reference = self._frozen() if config.training.kl_coef > 0 else None
 
     def broadcast(self, value: T | None) -> T:
@@ -117,7 +120,7 @@ class PolicyModel:
         normalize_std = self._config.training.normalize_std
         advantages = advantages_of(samples, normalize_std=normalize_std)
         lengths = [len(sample.token_ids) for sample in samples]
-        budget = self._config.training.micro_batch_tokens
+        budget = self.micro_batch_tokens if self._scoring.packs else 1
         dealt = deal(lengths, shares=self.world, budget=budget)[self.rank]
         sums: list[dict[str, float]] = []
         for number, indices in enumerate(dealt, 1):
@@ -190,10 +193,9 @@ class PolicyModel:
 
         Of ``[T]`` tokens it returns ``[T - 1]``: entry ``i`` belongs to ``token_ids[i + 1]``.
         """
-        batch = torch.tensor([token_ids], device=self.device)
+        request = one_sequence(torch.tensor(token_ids, device=self.device))
         with torch.no_grad():
-            logits = self._forward(input_ids=batch, use_cache=False).logits[0, :-1]
-            logprobs, _ = token_logprobs(logits, batch[0, 1:], temperature=1.0)
+            logprobs, _ = self._scoring.logprobs(request, temperature=1.0)
         values: list[float] = logprobs.tolist()
         return values
 
@@ -213,11 +215,12 @@ class PolicyModel:
             dist.destroy_process_group()
 
     def _backward(self, batch: MicroBatch) -> dict[str, float]:
-        current, entropy = self._logprobs(self._forward, batch)
+        temperature = self._config.temperature
+        current, entropy = self._scoring.logprobs(batch.request, temperature=temperature)
         reference = None
         if self._reference is not None:
             with torch.no_grad():
-                reference, _ = self._logprobs(self._reference, batch)
+                reference, _ = self._reference.logprobs(batch.request, temperature=temperature)
         outputs = self._loss(
             LossInputs(
                 logprobs=current,
@@ -239,11 +242,6 @@ class PolicyModel:
             "gap_tokens": float(len(gap)),
             **{name: float(total) for name, total in outputs.metrics.items()},
         }
-
-    def _logprobs(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        logits = model(input_ids=batch.token_ids, use_cache=False).logits
-        chosen = logits[batch.rows, batch.columns - 1]
-        return token_logprobs(chosen, batch.targets, temperature=self._config.temperature)
 
     def _sync_only(self, *, last: bool) -> AbstractContextManager[None]:
         """Let replicas reduce gradients in the last micro-batch only.
@@ -276,20 +274,20 @@ class PolicyModel:
             ),
         )
 
-    def _wrap(self, model: nn.Module, *, checkpointing: bool) -> nn.Module:
+    def _wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to call: accelerate adds autocast and DDP, FSDP2 has its own policy."""
         model.train()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        choice = self._config.training.activation_checkpointing
+        checkpoint_activations(model, choice, on_gpu=self.device.type == "cuda")
         if self.sharded:
             return model
         return cast(nn.Module, self._accelerator.prepare_model(model))
 
-    def _frozen(self) -> nn.Module:
-        model = self._load().eval().requires_grad_(False)
-        if self.sharded:
-            return model
-        return cast(nn.Module, self._accelerator.prepare_model(model, evaluation_mode=True))
+    def _frozen(self) -> ScoringModel:
+        model = call = self._load().eval().requires_grad_(False)
+        if not self.sharded:
+            call = self._accelerator.prepare_model(model, evaluation_mode=True)
+        return ScoringModel(model, call, self.device)
 
 
 def check_world(rank: int, world: int, wanted: int) -> None:

@@ -1,21 +1,24 @@
-"""Splits the global batch over ranks and into padded micro-batches.
+"""Splits the global batch over ranks and into packed micro-batches.
 
-``deal`` gives each rank its share and cuts it: rows are sorted by length, so that a micro-batch of
-``rows x longest`` padded tokens, at most the budget, has little padding. Every rank gets the same
-number of micro-batches (empty ones if need be), because a sharded model's collectives run in every
-forward pass. The sum over all ranks is the same however the batch is split.
+``deal`` gives each rank its share and cuts it: a micro-batch is one row of whole trajectories, one
+after the other and without padding, of at most the budget's tokens. Every rank gets the same number
+of micro-batches (empty ones if need be), because a sharded model's collectives run in every forward
+pass. The sum over all ranks is the same however the batch is split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from libra_cli.node.model.packed_attention import PackedSequences
+from libra_cli.node.model.scoring import ScoringRequest
 from libra_cli.node.trainer.samples import TokenSample
 
 
@@ -37,29 +40,30 @@ def deal(lengths: Sequence[int], *, shares: int, budget: int) -> list[list[list[
 
 
 def _cut(indices: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Cut a share; indices come longest first, so a micro-batch is as wide as its first row."""
+    """Cut a share; indices come longest first, and each goes where it fits first."""
     batches: list[list[int]] = []
+    tokens: list[int] = []
     for index in indices:
-        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= budget:
-            batches[-1].append(index)
+        length = lengths[index]
+        for number, held in enumerate(tokens):
+            if held + length <= budget:
+                batches[number].append(index)
+                tokens[number] += length
+                break
         else:
             batches.append([index])
+            tokens.append(length)
     return batches
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Right-padded samples ``[B, T]``, and vectors ``[N]`` over their N generated tokens.
+    """Whole trajectories in one row, and vectors ``[N]`` over their generated tokens."""
 
-    Right padding needs no attention mask: under causal attention no real token sees it.
-    """
-
-    token_ids: Tensor
-    """``[B, T]``, int64, padded with 0."""
+    request: ScoringRequest
+    """The row, and the places of the generated tokens."""
     rows: Tensor
-    """``[N]``: the row of each generated token."""
-    columns: Tensor
-    """``[N]``: the column of each generated token; the logits at ``columns - 1`` predict it."""
+    """``[N]``: the number of each generated token's trajectory, from 0 on."""
     rollout: Tensor
     """``[N]``: log-probabilities under the rollout policy, in nats."""
     advantages: Tensor
@@ -69,36 +73,41 @@ class MicroBatch:
     ages: Tensor
     """``[N]``, int64: versions that the token is behind the trainer's."""
 
-    @property
-    def targets(self) -> Tensor:
-        """The generated tokens ``[N]``."""
-        return self.token_ids[self.rows, self.columns]
-
 
 def collate(
     samples: Sequence[TokenSample], advantages: Sequence[float], device: torch.device
 ) -> MicroBatch:
-    """Pad samples to a micro-batch; no samples become one row of two tokens without a loss."""
-    longest = max((len(sample.token_ids) for sample in samples), default=2)
-    token_ids: NDArray[np.int64] = np.zeros((max(1, len(samples)), longest), dtype=np.int64)
-    mask: NDArray[np.bool_] = np.zeros(token_ids.shape, dtype=bool)
-    rollout: NDArray[np.float32] = np.zeros(token_ids.shape, dtype=np.float32)
-    ages: NDArray[np.int64] = np.zeros(token_ids.shape, dtype=np.int64)
-    for row, sample in enumerate(samples):
-        length = len(sample.token_ids)
-        token_ids[row, :length] = sample.token_ids
-        mask[row, :length] = sample.loss_mask != 0
-        rollout[row, :length] = sample.logprobs
-        ages[row, :length] = sample.ages()
-    rows, columns = np.nonzero(mask)
+    """Put samples into one row; no samples become one of two tokens without a loss."""
+    lengths = [len(sample.token_ids) for sample in samples] or [2]
+    token_ids = _row([sample.token_ids for sample in samples], np.int64)
+    mask = _row([sample.loss_mask for sample in samples], np.bool_)
+    rollout = _row([sample.logprobs for sample in samples], np.float32)
+    ages = _row([sample.ages() for sample in samples], np.int64)
+    (places,) = np.nonzero(mask)
+    rows = np.repeat(np.arange(len(lengths)), lengths)[places]
     by_row = np.asarray(advantages, dtype=np.float32)
     fresh = np.asarray([sample.fresh for sample in samples], dtype=bool)
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    starts = np.cumsum([0, *lengths]).astype(np.int32)
+
+    def here(values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
     return MicroBatch(
-        token_ids=torch.from_numpy(token_ids).to(device),
-        rows=torch.from_numpy(rows).to(device),
-        columns=torch.from_numpy(columns).to(device),
-        rollout=torch.from_numpy(rollout[rows, columns]).to(device),
-        advantages=torch.from_numpy(by_row[rows]).to(device),
-        fresh=torch.from_numpy(fresh[rows]).to(device),
-        ages=torch.from_numpy(ages[rows, columns]).to(device),
+        request=ScoringRequest(
+            token_ids=here(token_ids)[None],
+            positions=here(positions)[None],
+            packed=PackedSequences(tuple(lengths), here(starts)),
+            places=here(places),
+        ),
+        rows=here(rows),
+        rollout=here(rollout[places]),
+        advantages=here(by_row[rows]),
+        fresh=here(fresh[rows]),
+        ages=here(ages[places]),
     )
+
+
+def _row(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    """The parts one after the other; without any, two zeros."""
+    return np.concatenate(parts).astype(dtype) if parts else np.zeros(2, dtype=dtype)

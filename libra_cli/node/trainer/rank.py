@@ -69,8 +69,10 @@ def log_ready(log: logging.Logger, policy: PolicyModel, started: float) -> None:
 
 
 def last_line(error: BaseException) -> str:
-    """Return an error's type and message in one line."""
-    return traceback.format_exception_only(error)[-1].strip()
+    """Return an error's type, message and hint in one line."""
+    line = traceback.format_exception_only(error)[-1].strip()
+    hint = error.hint if isinstance(error, LibraError) else ""
+    return f"{line}; next: {hint}" if hint else line
 
 
 @contextmanager

@@ -11,15 +11,24 @@ Once they are together they are divided by the number of tokens, clipped, and ap
     compute the rest              all ranks together
 
 So a worker that dies or stalls costs the step at most twice its share's time, and never its result.
+
+**Without stopping.** A gradient that is not finite is dropped: the weights stay, the step counts
+and says so, and ``MAX_SKIPPED`` of them in a row are an error. A lone rank whose memory runs out
+halves its micro-batches and computes the step's gradients again. In a larger world the other ranks
+already wait for it in a collective, so it remembers a quarter of the size and fails, and the next
+start has it.
+
 Parameters and optimizer state are fp32; with ``bfloat16`` versions are published in it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +40,7 @@ from libra_cli.node.gradient.client import Arrival, GradientClient, Rows
 from libra_cli.node.http import read_token
 from libra_cli.node.model.policy import PolicyModel, summed
 from libra_cli.node.trainer.config import TrainerConfig
+from libra_cli.node.trainer.rank import last_line
 from libra_cli.node.trainer.samples import TokenSample, counted
 from libra_cli.node.trainer.shares import WorkerShare
 from libra_cli.node.weights.versions import ProbeResult, probe_tokens, version_name
@@ -39,6 +49,11 @@ MIN_PATIENCE_S = 1.0
 """Under this, noise in the core's own speed would decide whether a worker's share is used."""
 UNMEASURED_PATIENCE_S = 10.0
 """When the core has computed nothing yet that its speed could be known from."""
+BUDGET_FILE = "micro-batch-tokens"
+"""Beside the checkpoints: tokens of a micro-batch, after memory has run out."""
+MAX_SKIPPED = 3
+"""Steps in a row whose gradient may not be finite; chosen."""
+log = logging.getLogger("libra.trainer")
 
 
 class Trainer(PolicyModel):
@@ -53,11 +68,15 @@ class Trainer(PolicyModel):
             self.parameters().values(),
             lr=config.training.learning_rate,
             betas=config.training.betas,
-            weight_decay=config.training.weight_decay,
+            weight_decay=0.0,  # see _decay
         )
         self._fill_optimizer()
-        self._tokens = self._left_out = 0
+        self._tokens = self._left_out = self._skipped = 0
         self._sums: dict[str, float] = {}
+        self._held: list[TokenSample] = []
+        """Those whose gradients are in the sums."""
+        self._budget_file = Path(config.checkpoint_dir).parent / BUDGET_FILE
+        self.micro_batch_tokens = min(self.gather(self._remembered_budget()))
         self._tokens_per_s = 0.0
         """Of all tokens, not only generated ones: what a pass costs."""
 
@@ -81,7 +100,8 @@ class Trainer(PolicyModel):
         ``samples`` holds those of ``shares`` too.
 
         Raises:
-            TrainerError: there is no generated token, or the gradient is not finite.
+            TrainerError: there is no generated token, memory does not suffice, or the gradient was
+                not finite in ``MAX_SKIPPED`` steps in a row.
         """
         started = time.monotonic()
         samples = self._counted(samples)
@@ -104,17 +124,17 @@ class Trainer(PolicyModel):
         tokens, sums = max(1, self._tokens), self._sums
         self.scale_gradients(1 / tokens)
         norm = self._clip(self.config.training.max_grad_norm)
-        if not torch.isfinite(norm):
-            raise TrainerError(f"step {step}: the gradient's norm is {norm.item()}")
+        finite = self._check_finite(step, norm)
         rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        if self._tokens:  # or else every token was over the bound, and the weights stay
+            group["lr"], group["weight_decay"] = rate, 0.0
+        if self._tokens and finite:  # or else every token was over the bound: the weights stay
+            self._decay(rate)
             self.optimizer.step()
         self.clear_gradients()
         self.step = step
         generated = self._tokens
-        self._tokens, self._left_out, self._sums = 0, 0, {}
+        self._tokens, self._left_out, self._sums, self._held = 0, 0, {}, []
         gap, gap_tokens = sums.pop("gap"), int(sums.pop("gap_tokens"))
         return {
             **{name: total / tokens for name, total in sums.items()},
@@ -123,21 +143,95 @@ class Trainer(PolicyModel):
             "logprob_gap": gap / gap_tokens if gap_tokens else None,
             "logprob_gap_tokens": gap_tokens,
             "generated_tokens": generated,
+            **self._troubles(),
         }
+
+    def _check_finite(self, step: int, norm: Tensor) -> bool:
+        """*Collective.* Whether the gradient can be used; all ranks say the same."""
+        finite = all(self.gather(bool(torch.isfinite(norm))))
+        self._skipped = 0 if finite else self._skipped + 1
+        if finite:
+            return True
+        log.warning("step %d: the gradient's norm is %s: the weights stay", step, norm.item())
+        if self._skipped >= MAX_SKIPPED:
+            raise TrainerError(
+                f"step {step}: the gradient was not finite (its norm is {norm.item()}) in "
+                f"{self._skipped} steps in a row",
+                hint="libra run --resume goes on from the last checkpoint; lower "
+                "training.learning_rate first, or see whether rewards and lengths in "
+                "`libra status` broke before",
+            )
+        return False
+
+    def _troubles(self) -> dict[str, float]:
+        """Metrics that are there only in steps that have something to tell."""
+        told: dict[str, float] = {}
+        if self._skipped:
+            told["skipped_in_a_row"] = self._skipped
+        if self.micro_batch_tokens < self.config.training.micro_batch_tokens:
+            told["micro_batch_tokens"] = self.micro_batch_tokens
+        return told
+
+    def _decay(self, rate: float) -> None:
+        """AdamW's decoupled decay (arXiv 1711.05101), of matrices only: no norms, no biases."""
+        if self.config.training.weight_decay:
+            for parameter in self.parameters().values():
+                if parameter.ndim > 1:
+                    parameter.data.mul_(1 - rate * self.config.training.weight_decay)
 
     def _compute(self, samples: Sequence[TokenSample]) -> float:
         """Add these to the step; the seconds it took."""
         began = time.monotonic()
-        sums = self.gradients_of(samples) if samples else None
-        if sums is not None:
-            self._add(sums, _generated(samples))
+        wanted = list(samples)
+        sums: dict[str, float] | None = {}
+        while wanted and not (sums := self._try(wanted)):
+            # A pass that broke off has left parts of its gradients among those of others.
+            wanted = [*self._held, *wanted]
+            self.clear_gradients()
+            self._tokens, self._sums, self._held = 0, {}, []
+        if sums:
+            self._add(sums, wanted)
             taken = time.monotonic() - began
-            self._tokens_per_s = sum(len(one.token_ids) for one in samples) / taken
+            self._tokens_per_s = sum(len(one.token_ids) for one in wanted) / taken
         return time.monotonic() - began
 
-    def _add(self, sums: Mapping[str, float], tokens: int) -> None:
+    def _try(self, samples: Sequence[TokenSample]) -> dict[str, float] | None:
+        """The sums over these; None if memory ran out, and then micro-batches are smaller now."""
+        try:
+            return self.gradients_of(samples)
+        except torch.OutOfMemoryError as error:
+            problem = last_line(error)  # not the error: it holds the tensors of the pass
+        longest = max(len(sample.token_ids) for sample in samples)
+        if self.micro_batch_tokens <= longest:
+            raise TrainerError(
+                f"rank {self.rank}: memory does not suffice for a trajectory of {longest:,} tokens "
+                f"by itself: {problem}",
+                hint="set training.activation_checkpointing: full, lower model.max_len, or train "
+                "on more GPUs; `libra run --dry-run RECIPE` says what memory goes to",
+            )
+        smaller = 2 if self.world == 1 else 4  # a start costs a minute
+        self.micro_batch_tokens = max(longest, self.micro_batch_tokens // smaller)
+        self._budget_file.parent.mkdir(parents=True, exist_ok=True)
+        self._budget_file.write_text(f"{self.micro_batch_tokens}\n")
+        told = f"memory ran out: micro-batches have {self.micro_batch_tokens:,} tokens from now on"
+        log.warning("%s (%s)", told, problem)
+        if self.world > 1:
+            raise TrainerError(f"rank {self.rank}: {told}, and all ranks start again: {problem}")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
+
+    def _remembered_budget(self) -> int:
+        """Tokens of a micro-batch: the recipe's, or less if memory ran out here before."""
+        wanted = self.config.training.micro_batch_tokens
+        if not self._budget_file.is_file():
+            return wanted
+        return min(wanted, int(self._budget_file.read_text()))
+
+    def _add(self, sums: Mapping[str, float], samples: Sequence[TokenSample]) -> None:
         self._sums = summed((self._sums, sums))
-        self._tokens += tokens
+        self._tokens += _generated(samples)
+        self._held.extend(samples)
 
     @contextlib.contextmanager
     def _fetching(
@@ -193,7 +287,7 @@ class Trainer(PolicyModel):
                 rest += theirs
             else:
                 self.add_gradients(fetch.rows)
-                self._add(arrivals[0].sums, _generated(theirs))
+                self._add(arrivals[0].sums, theirs)
             reports.append(_report(fetch.share, problem, _generated(theirs), arrivals))
         self._compute(rest)
         return reports

@@ -257,7 +257,7 @@ def _fact_weights(facts: Table, summary: RunSummary) -> None:
     if sync["full_bytes"]:
         share = sync["sent_bytes"] / sync["full_bytes"]
         pulls = f"{sync['delta']:,} of {sync['delta'] + sync['full']:,} pulls sent only changes"
-        fact(facts, "pulled", f"{pulls}, all {100 * share:.2g}% of the bytes of full copies")
+        fact(facts, "pulled", f"{pulls}, all {share:.2%} of the bytes of full copies")
     if summary["logprob_gap"] is not None:
         gap = f"{summary['logprob_gap']:.1e} log-probability, rollout to trainer"
         fact(facts, "gap", gap + f" (max {number(summary['logprob_gap_max'], '.1e')})")

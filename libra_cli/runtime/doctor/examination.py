@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from libra_cli.config.errors import HostError, LibraError
 from libra_cli.config.recipe import NodeSpec, Recipe
-from libra_cli.core.preflight.case import PreflightCase
+from libra_cli.core.preflight.case import PreflightCase, all_packages
 from libra_cli.core.preflight.checks import examine
 from libra_cli.core.preflight.findings import Finding
 from libra_cli.core.preflight.host_report import AllReduce, HostReport, Transfer
@@ -74,7 +74,7 @@ class Examination:
             for node in self._recipe.nodes:
                 if node.name in hosts:
                     await self._cluster.connect(node)
-                    await self._cluster.look(node, torch=False)
+                    await self._cluster.look(node, imports=None)
                     facts = self._cluster.reports[node.name].facts
                     names = [one.name for one in facts.remains] if facts else []
                     gone[node.name] = await self._cluster.hosts[node.name].clear(names)
@@ -101,7 +101,7 @@ class Examination:
         )
 
     async def _look(self, node: NodeSpec) -> None:
-        await self._cluster.look(node, torch=True)
+        await self._cluster.look(node, imports=all_packages(self._recipe))
 
     async def _each(
         self, nodes: Sequence[NodeSpec], phase: Callable[[NodeSpec], Coroutine[Any, Any, None]]

@@ -25,10 +25,10 @@ from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.launch.model import model_process
 from libra_cli.core.launch.ports import ports_needed
 from libra_cli.core.launch.process import HostFacts, ProcessSpec
-from libra_cli.core.preflight.case import PreflightCase, packages_needed
+from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.checks import examine
 from libra_cli.core.preflight.findings import ALL, Finding, stopping, warning
-from libra_cli.core.preflight.host_report import HostReport, NodeFacts, TorchReport
+from libra_cli.core.preflight.host_report import HostReport, TorchReport
 from libra_cli.core.preflight.probes import torch_probe
 from libra_cli.core.records import NodeRecord, ProcessRecord, Record
 from libra_cli.core.types import Plan, Seconds, node_of
@@ -184,8 +184,8 @@ class Cluster:
             if gpu.index < used[node]
         )
 
-    async def look(self, node: NodeSpec, *, torch: bool) -> None:
-        """Ask a node for its report; ``torch`` is whether to try its torch as well.
+    async def look(self, node: NodeSpec, *, imports: Sequence[str] | None) -> None:
+        """Ask a node for its report; with ``imports``, load torch and these packages there too.
 
         Raises:
             HostError: it does not answer.
@@ -205,16 +205,15 @@ class Cluster:
             interface=seen.interface,
             cpus=seen.cpus,
         )
-        if torch and "torch" in seen.packages:
-            found = await self._try_torch(node, seen)
+        if imports is not None and "torch" in seen.packages:
+            packages = tuple(name for name in imports if name in seen.packages)
+            found = await self._try_torch(node, packages)
             self.reports[node.name] = replace(report, torch=found)
 
     async def _look_quickly(self, node: NodeSpec) -> None:
-        await self.look(node, torch=node.gpus > 0)
+        await self.look(node, imports=() if node.gpus else None)
 
-    async def _try_torch(self, node: NodeSpec, seen: NodeFacts) -> TorchReport:
-        needed = packages_needed(self.recipe).values()
-        packages = tuple(sorted({name for names in needed for name in names} & set(seen.packages)))
+    async def _try_torch(self, node: NodeSpec, packages: tuple[str, ...]) -> TorchReport:
         spec = torch_probe(node, self.facts[node.name], packages)
         try:
             answer = await self.answer_of(spec, timeout_s=TORCH_S)

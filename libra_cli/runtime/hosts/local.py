@@ -63,6 +63,13 @@ class LocalTransport:
         except OSError as error:
             raise HostError(f"local: {error.filename}: {error.strerror}") from error
 
+    async def append(self, path: str, data: bytes) -> None:
+        """Write data at the end of a file."""
+        try:
+            await asyncio.to_thread(_append, Path(path), data)
+        except OSError as error:
+            raise HostError(f"local: {path}: {error.strerror}") from error
+
     async def get(self, path: str) -> bytes:
         """Read a file."""
         try:
@@ -141,6 +148,11 @@ def _kill(process: Process) -> None:
     if process.returncode is None:
         with suppress(ProcessLookupError):
             process.kill()
+
+
+def _append(path: Path, data: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(data)
 
 
 def _put_tree(files: Mapping[str, bytes], directory: Path) -> None:

@@ -100,6 +100,9 @@ class Transport(Protocol):
         It appears complete or not at all; one that exists is left as it is.
         """
 
+    async def append(self, path: str, data: bytes) -> None:
+        """Write data at the end of a file, which is made if it is not there."""
+
     async def get(self, path: str) -> bytes:
         """Read a file."""
 

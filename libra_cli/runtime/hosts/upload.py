@@ -36,7 +36,7 @@ async def check_python(transport: Transport, name: str, python: str, workdir: st
         HostError: it does not run, or is older than ``OLDEST_PYTHON``.
     """
     hint = (
-        f"on the host: python3 -m venv {workdir}/venv"
+        f"libra setup RECIPE; or on the host: python3 -m venv {workdir}/venv"
         f" && {workdir}/venv/bin/pip install 'libra-rl[gpu]'"
     )
     done = await transport.run([python, "-c", QUESTION], timeout_s=CHECK_S)

@@ -55,11 +55,12 @@ class RunExports:
         Raises:
             LibraError: one cannot be made.
         """
-        await asyncio.gather(*self._tasks)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         found = await self._found()
         wanted = {"last": found[-1] if found else None, "best": best_of(found)}
         chosen = {one.name: one for kind in self._training.export.at_end if (one := wanted[kind])}
         for checkpoint in chosen.values():
+            self._note(f"writing the model of step {checkpoint.step} on {checkpoint.nodes[0]}")
             await self._make(checkpoint)
 
     async def close(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 from libra_cli.config.errors import HostError, HostLost
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.cluster.placement import initial_plan
+from libra_cli.core.preflight.findings import ALL, Finding, Remedy
 from libra_cli.runtime.hosts.agent_messages import ConnectionLost, LeaseExpired
 from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.hosts.host import Host
@@ -81,6 +82,20 @@ def test_waiting_for_a_host_ends_when_it_is_given_up() -> None:
             await stopping
 
     asyncio.run(scene())
+
+
+def test_what_forbids_to_start_is_raised_with_what_mends_it_and_the_rest_is_noted() -> None:
+    noted: list[str] = []
+    made = cluster(Away(0))
+    made._note = noted.append
+    warns = Finding("gpus", "n1", "warns", "busy", "why")
+    made._judge([warns, Finding("reach", ALL, "fine", "2 answer")])
+    assert noted == ["n1: busy (why)"]
+    stops = Finding("model", "n2", "stops", "no model", "why", Remedy("here", "libra setup R"))
+    with pytest.raises(HostError) as caught:
+        made._judge([warns, stops])
+    assert str(caught.value) == "n2: no model\n  next: libra setup R"
+    assert caught.value.hint == "libra doctor RECIPE"
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,11 @@ from libra_cli.core.reconcile.reconciler import GRACE_S
 from libra_cli.core.types import Plan, Slot
 from libra_cli.sim.profiles import load_profile
 
-PROFILE = load_profile("a800-qwen3-14b")
+A800 = load_profile("a800-qwen3-14b")
+ROOMY = replace(A800.training, facts=replace(A800.facts, gpu_gib=110.0))
+PROFILE = replace(A800, training=ROOMY)
+"""Its trainer has the memory for trajectories of 38,000 tokens on few GPUs: what is tested here is
+who gets how many."""
 GPUS = 32
 SETTINGS = PlannerSettings(groups=32)
 MOVING = [name for name in PLANNERS if name not in STATIC]

@@ -15,7 +15,11 @@ from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import MISSED, PlannerSettings, Search, propose
 from libra_cli.sim.profiles import load_profile
 
-PROFILE = load_profile("a800-qwen3-14b")
+A800 = load_profile("a800-qwen3-14b")
+ROOMY = replace(A800.training, facts=replace(A800.facts, gpu_gib=110.0))
+PROFILE = replace(A800, training=ROOMY)
+"""Its trainer has the memory for trajectories of 38,000 tokens on few GPUs: what is tested here is
+who gets how many."""
 
 
 def heavy_tailed(mean: float, *, seed: int = 0, number: int = 256, batch: int = 512) -> Workload:
@@ -27,7 +31,7 @@ def heavy_tailed(mean: float, *, seed: int = 0, number: int = 256, batch: int = 
 
 
 @settings(max_examples=15, deadline=None)
-@given(mean=st.floats(200, 15_000), gpus=st.integers(8, 24), seed=st.integers(0, 99))
+@given(mean=st.floats(200, 15_000), gpus=st.integers(12, 24), seed=st.integers(0, 99))
 def test_the_split_equals_exhaustive_search(mean: float, gpus: int, seed: int) -> None:
     work = heavy_tailed(mean, seed=seed, number=32)
     search = Search(PROFILE, work, gpus, PlannerSettings())
@@ -118,8 +122,8 @@ def test_a_budget_too_small_for_both_says_the_least() -> None:
 
 
 def test_weights_that_do_not_fit_a_gpu_leave_that_shape_out() -> None:
-    facts = replace(PROFILE.facts, parameters=40e9)
-    profile = replace(PROFILE, training=replace(PROFILE.training, facts=facts))
+    facts = replace(A800.facts, parameters=40e9)
+    profile = replace(A800, training=replace(A800.training, facts=facts))
     with pytest.raises(NothingFits) as error:
         propose(profile, heavy_tailed(2000), 16)
     assert error.value.constraint == "server memory"

@@ -1,4 +1,4 @@
-"""Shares of the global batch and padded micro-batches."""
+"""Shares of the global batch and packed micro-batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,14 @@ def test_every_trajectory_is_dealt_once_and_every_rank_runs_as_often(
 def test_no_micro_batch_is_over_the_budget(lengths: list[int], shares: int, budget: int):
     for share in deal(lengths, shares=shares, budget=budget):
         for batch in share:
-            assert len(batch) * max((lengths[i] for i in batch), default=0) <= budget
+            assert sum(lengths[i] for i in batch) <= budget
+
+
+@given(lengths=LENGTHS, budget=st.integers(500, 4000))
+def test_no_two_micro_batches_would_have_fitted_into_one(lengths: list[int], budget: int):
+    (cut,) = deal(lengths, shares=1, budget=budget)
+    tokens = sorted(sum(lengths[i] for i in batch) for batch in cut)
+    assert len(tokens) < 2 or tokens[0] + tokens[1] > budget
 
 
 @given(lengths=st.lists(st.integers(2, 500), min_size=1, max_size=80), shares=st.integers(1, 5))
@@ -61,10 +68,14 @@ def test_a_micro_batch_holds_exactly_the_generated_tokens():
     batch = collate(
         [sample(6, [2, 5]), sample(3, [1], fresh=True)], [0.5, -2.0], torch.device("cpu")
     )
-    assert batch.token_ids.shape == (2, 6)
-    assert batch.targets.tolist() == [12, 15, 11]
+    request = batch.request
+    assert request.token_ids.tolist() == [[10, 11, 12, 13, 14, 15, 10, 11, 12]]
+    assert request.positions.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2]]
+    assert request.packed.lengths == (6, 3)
+    assert request.packed.starts.tolist() == [0, 6, 9]
+    assert request.places.tolist() == [2, 5, 7]
+    assert request.targets.tolist() == [12, 15, 11]
     assert batch.rows.tolist() == [0, 0, 1]
-    assert batch.columns.tolist() == [2, 5, 1]
     assert batch.advantages.tolist() == [0.5, 0.5, -2.0]
     assert batch.rollout.tolist() == pytest.approx([-0.4, -1.0, -0.5])
     assert batch.fresh.tolist() == [False, False, True]
@@ -72,5 +83,5 @@ def test_a_micro_batch_holds_exactly_the_generated_tokens():
 
 def test_an_empty_share_still_makes_a_forward_pass():
     batch = collate([], [], torch.device("cpu"))
-    assert batch.token_ids.shape == (1, 2)
-    assert batch.targets.numel() == 0
+    assert batch.request.token_ids.shape == (1, 2)
+    assert batch.request.targets.numel() == 0

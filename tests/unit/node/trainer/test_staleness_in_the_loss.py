@@ -80,14 +80,14 @@ def test_only_the_rule_that_masks_leaves_tokens_out():
 
 
 def loss_of(samples: list[TokenSample], spec: TrainingSpec, shares: int) -> tuple[float, int]:
-    """The mean over what counts, computed by so many, each with its own padding."""
+    """The mean over what counts, computed by so many, each with its own cut."""
     kept = counted(samples, spec)
     advantages = advantages_of(kept, normalize_std=False)
     total, tokens = 0.0, sum(sample.generated for sample in kept)
     for share in deal([len(one.token_ids) for one in kept], shares=shares, budget=20):
         for indices in share:
             batch = collate([kept[i] for i in indices], [advantages[i] for i in indices], CPU)
-            current = -0.01 * batch.targets.double()
+            current = -0.01 * batch.request.targets.double()
             inputs = LossInputs(
                 logprobs=current,
                 proximal=current,

@@ -1,0 +1,234 @@
+"""What memory goes to, process by process, from a model's ``config.json``.
+
+**Trainer rank**, with P parameters of which R are outside the layers (embedding, output layer) and
+p in each, W ranks that share everything (fully sharded), t tokens in a micro-batch, and compute in
+c bytes (2 in bfloat16). Parameters, gradients and Adam's two moments are float32: 16 P / W. Beside
+that there is the largest of four moments::
+
+    head        all activations, the output layer gathered and its gradient, blocks of logits
+    layer       all activations, one layer computed again, its gradient, two layers gathered
+    reduction   gradients of the R, gathered and once more in float32
+    update      a square root of Adam's second moment for every parameter: 4 P / W
+
+Activations are what autograd keeps of a layer of a Qwen3-like transformer, in bytes a token, with d
+hidden, q and k in all query and key heads, and i inner units::
+
+    none        2 (4 + 2c) d + (4 + c) (q + k) + c (3q + 2k) + 4 c i
+    selective   c (q + 2k + 2d + 2i) of products, c q of attention, and the layer's input
+    full        the layer's input: c d, or 4 d under autocast
+
+A world of one computes under autocast: it keeps float32 inputs of the norms, and copies of the
+weights in c bytes as long as their activations. **Server**: weights in c bytes over its GPUs and
+``SERVER_OVERHEAD_GIB``; the rest is KV cache.
+
+Guarantee: within 15 % of torch's memory tracker on the trainer's own code, with fake tensors, for
+Qwen3-0.6B to 14B on 1, 8 and 16 ranks (``tests/unit/node/model/test_memory.py``). Limit: dense
+models; what a CUDA context, its allocator and NCCL take is assumed (``TRAINER_OVERHEAD_GIB``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+from libra_cli.config.errors import LibraError
+from libra_cli.core.costs.mixtures import refuse_mixture
+from libra_cli.core.types import Tokens
+
+SHARD_BYTES = 16
+"""Of a parameter: float32 weight, gradient and two moments (arXiv 1910.02054 counts the same)."""
+BLOCK_LOGITS = 2**25
+"""Logits of a block of the output layer, as in ``node.model.logprobs``."""
+BLOCK_BYTES = 10
+"""Of a logit of a block at its worst: two in float32, or one and its gradient, and one in c."""
+SERVER_OVERHEAD_GIB = 1.85
+"""GiB a server takes on each GPU for CUDA graphs, activations and communication buffers."""
+TRAINER_OVERHEAD_GIB = 6.0
+"""GiB a rank takes for the CUDA context, communication buffers and fragmentation."""
+USABLE_SHARE = 0.9
+"""Share of a GPU's memory that an engine or a trainer may take; vLLM's default."""
+Choice: TypeAlias = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What a dense decoder-only transformer's memory follows from; sizes are numbers of units."""
+
+    layers: int
+    hidden: int
+    query: int
+    """Of all query heads together."""
+    key: int
+    """Of all key heads together, and as many of values."""
+    inner: int
+    vocabulary: int
+    tied: bool
+    """Whether the output layer is the embedding."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], model: str) -> Architecture:
+        """The shape that a ``config.json`` describes; ``model`` is told to people.
+
+        Raises:
+            MixtureRefused: it is a mixture of experts.
+            LibraError: it lacks a size.
+        """
+        refuse_mixture(model, config)
+        inside = config.get("text_config") or config
+        try:
+            heads, hidden = int(inside["num_attention_heads"]), int(inside["hidden_size"])
+            head = int(inside.get("head_dim") or hidden // heads)
+            return cls(
+                layers=int(inside["num_hidden_layers"]),
+                hidden=hidden,
+                query=heads * head,
+                key=int(inside.get("num_key_value_heads") or heads) * head,
+                inner=int(inside["intermediate_size"]),
+                vocabulary=int(inside["vocab_size"]),
+                tied=bool(config.get("tie_word_embeddings", False)),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise LibraError(
+                f"the config.json of {model} has no usable {error}",
+                hint="what memory goes to is known for dense decoder-only transformers",
+            ) from error
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer."""
+        return self.hidden * (2 * self.query + 2 * self.key + 3 * self.inner)
+
+    @property
+    def outer_parameters(self) -> int:
+        """Parameters of the embedding and the output layer."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def parameters(self) -> int:
+        """All of them, but for norms."""
+        return self.layers * self.layer_parameters + self.outer_parameters
+
+    def kv_bytes(self, width: int = 2) -> int:
+        """Bytes of KV cache of a token, over all layers and GPUs; ``width`` of a number."""
+        return 2 * width * self.layers * self.key
+
+    def layer_bytes(self, width: int = 2) -> int:
+        """Bytes that autograd keeps of a token in a layer, of which nothing is computed again."""
+        norms = 2 * (4 + 2 * width) * self.hidden + (4 + width) * (self.query + self.key)
+        attention = width * (3 * self.query + 2 * self.key)
+        return norms + attention + 4 * width * self.inner
+
+    def kept_bytes(self, choice: Choice, width: int = 2) -> int:
+        """Bytes that are kept of a token in a layer, by ``training.activation_checkpointing``."""
+        if choice == "none":
+            return self.layer_bytes(width)
+        if choice == "full":
+            return width * self.hidden
+        products = self.query + 2 * self.key + 2 * self.hidden + 2 * self.inner
+        return width * (products + self.query + self.hidden)
+
+
+PUBLISHED: Mapping[str, Architecture] = MappingProxyType(
+    {
+        "Qwen3-0.6B": Architecture(28, 1024, 2048, 1024, 3072, 151936, tied=True),
+        "Qwen3-1.7B": Architecture(28, 2048, 2048, 1024, 6144, 151936, tied=True),
+        "Qwen3-4B": Architecture(36, 2560, 4096, 1024, 9728, 151936, tied=True),
+        "Qwen3-8B": Architecture(36, 4096, 4096, 1024, 12288, 151936, tied=False),
+        "Qwen3-14B": Architecture(40, 5120, 5120, 1024, 17408, 151936, tied=False),
+        "Qwen3-32B": Architecture(64, 5120, 8192, 1024, 25600, 151936, tied=False),
+    }
+)
+"""Sizes of the config.json that is published under a name, for where no file is at hand."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes of a process by what they are for; ``moment`` is when it holds the most."""
+
+    parts: Mapping[str, float]
+    moment: str = ""
+
+    @property
+    def total(self) -> float:
+        """All of them, in bytes."""
+        return sum(self.parts.values())
+
+
+def rank_memory(
+    shape: Architecture, *, world: int, tokens: Tokens, choice: Choice, width: int = 2
+) -> MemoryUse:
+    """The most that a rank of the trainer holds; ``tokens`` are those of its micro-batch."""
+    states = {
+        "weights": 4.0 * shape.parameters / world,
+        "gradients": 4.0 * shape.parameters / world,
+        "moments": 8.0 * shape.parameters / world,
+    }
+    moments = {
+        "head": _head(shape, world, tokens, choice, width),
+        "layer": _layer(shape, world, tokens, choice, width),
+        "reduction": _reduction(shape, world, width),
+        "update": {"update": 4.0 * shape.parameters / world},
+    }
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    return MemoryUse({**states, **moments[moment]}, moment)
+
+
+def server_contexts(
+    shape: Architecture, *, tensor_parallel: int, room: float, max_len: Tokens, width: int = 2
+) -> float:
+    """Contexts of ``max_len`` that the KV cache of a server holds, whose GPUs have ``room`` bytes
+    each for it and for the weights."""
+    cache = room * tensor_parallel - width * shape.parameters
+    return max(0.0, cache / (shape.kv_bytes(width) * max_len))
+
+
+def _activations(
+    shape: Architecture, world: int, tokens: Tokens, choice: Choice, width: int
+) -> float:
+    kept = shape.kept_bytes(choice, width)
+    copies = 0
+    if world == 1 and width < 4:  # under autocast
+        kept += {"none": 12, "selective": 4 - width, "full": 4 - width}[choice] * shape.hidden
+        copies = 0 if choice == "full" else width * shape.layers * shape.layer_parameters
+    return float(tokens * shape.layers * kept + copies)
+
+
+def _head(
+    shape: Architecture, world: int, tokens: Tokens, choice: Choice, width: int
+) -> dict[str, float]:
+    matrix = shape.vocabulary * shape.hidden
+    own = width if world > 1 else 4
+    blocks = BLOCK_BYTES * min(BLOCK_LOGITS, tokens * shape.vocabulary)
+    states = (4 + 4 + 2 * width + (8 if world == 1 else 0)) * shape.hidden * tokens
+    return {
+        "activations": _activations(shape, world, tokens, choice, width),
+        "gathered weights": float(width * shape.outer_parameters) if world > 1 else 0.0,
+        "head": float(own * matrix + blocks + states),
+    }
+
+
+def _layer(
+    shape: Architecture, world: int, tokens: Tokens, choice: Choice, width: int
+) -> dict[str, float]:
+    matrix = shape.vocabulary * shape.hidden
+    own = width if world > 1 else 4
+    again = 0 if choice == "none" else shape.layer_bytes(width)
+    passing = 3 * width * shape.inner + width * shape.hidden
+    held = _activations(shape, world, tokens, choice, width) + float(tokens * (again + passing))
+    gathered = width * (shape.outer_parameters + 2 * shape.layer_parameters) if world > 1 else 0
+    reduced = (own + 4 if world > 1 else own) * shape.layer_parameters
+    return {
+        "activations": held,
+        "gathered weights": float(gathered),
+        "head": float(own * matrix),
+        "buffers": float(reduced),
+    }
+
+
+def _reduction(shape: Architecture, world: int, width: int) -> dict[str, float]:
+    outer = shape.outer_parameters
+    if world > 1:
+        return {"buffers": float((width + 4) * outer)}
+    return {"buffers": float(4 * outer * (3 if shape.tied else 1))}

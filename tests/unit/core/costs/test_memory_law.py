@@ -1,0 +1,78 @@
+"""What memory goes to, from the sizes of a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from libra_cli.config.errors import LibraError
+from libra_cli.core.costs.memory import PUBLISHED, Architecture, rank_memory, server_contexts
+from libra_cli.core.costs.mixtures import MixtureRefused
+
+CONFIG = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+MODEL = PUBLISHED["Qwen3-1.7B"]
+
+
+def test_a_config_json_gives_the_sizes_that_are_published():
+    assert Architecture.from_config(CONFIG, "m") == MODEL
+    assert Architecture.from_config({"text_config": CONFIG, **CONFIG}, "m") == MODEL
+    assert MODEL.parameters == pytest.approx(1.72e9, rel=0.01)
+    assert PUBLISHED["Qwen3-32B"].parameters == pytest.approx(32.76e9, rel=0.01)
+
+
+def test_a_config_json_that_says_too_little_is_named_with_what_it_lacks():
+    lacking = {key: value for key, value in CONFIG.items() if key != "vocab_size"}
+    with pytest.raises(LibraError, match=r"config\.json of m has no usable 'vocab_size'"):
+        Architecture.from_config(lacking, "m")
+    with pytest.raises(MixtureRefused):
+        Architecture.from_config({**CONFIG, "num_experts": 128}, "m")
+
+
+@pytest.mark.parametrize("world", [1, 8])
+def test_what_is_computed_again_is_not_held(world: int):
+    held = [
+        rank_memory(MODEL, world=world, tokens=16384, choice=choice).total
+        for choice in ("none", "selective", "full")
+    ]
+    assert held == sorted(held, reverse=True)
+    assert held[0] > 1.5 * held[2]
+
+
+def test_more_ranks_hold_less_and_more_tokens_more():
+    by_world = [
+        rank_memory(MODEL, world=world, tokens=8192, choice="full").total for world in (2, 4, 8)
+    ]
+    assert by_world == sorted(by_world, reverse=True)
+    by_tokens = [
+        rank_memory(MODEL, world=8, tokens=tokens, choice="full").total
+        for tokens in (1024, 8192, 65536)
+    ]
+    assert by_tokens == sorted(by_tokens)
+
+
+def test_logits_of_all_tokens_are_not_among_what_is_held():
+    few, many = (
+        rank_memory(
+            replace(MODEL, vocabulary=vocabulary), world=8, tokens=65536, choice="full"
+        ).total
+        for vocabulary in (1000, 151936)
+    )
+    logits = 4 * 65536 * 150936
+    assert many - few < logits / 5
+
+
+def test_a_server_s_cache_is_what_the_weights_leave():
+    room = 40 * 2.0**30
+    held = server_contexts(MODEL, tensor_parallel=1, room=room, max_len=4096)
+    assert held == pytest.approx((room - 2 * MODEL.parameters) / (4096 * 114688))
+    assert server_contexts(MODEL, tensor_parallel=1, room=1.0, max_len=4096) == 0

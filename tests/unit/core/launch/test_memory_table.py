@@ -1,0 +1,49 @@
+"""The lines on memory of a dry run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from libra_cli.app.run import plan_of
+
+RECIPE = """
+nodes:
+  - {host: gpu, gpus: 2, slots: 2, pool: [rollout, train]}
+model: {path: %s, max_len: 4096}
+"""
+
+
+def lines(tmp_path: Path, path: str) -> tuple[str, ...]:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE % path)
+    return plan_of(recipe)[1].memory
+
+
+def test_trainer_and_servers_are_told_with_the_gpus_that_they_fit(tmp_path: Path):
+    source, trainer, server = lines(tmp_path, "/models/Qwen3-1.7B")
+    assert "is not on this machine; by what is published of Qwen3-1.7B" in source
+    assert "trainer, each of 1 rank, micro-batches of 8,192 tokens" in trainer
+    assert "fits GPUs of 48 GB or more" in trainer
+    assert "a context of 4,096 tokens 0.44 GiB" in server
+
+
+def test_a_model_that_does_not_fit_says_what_to_change(tmp_path: Path):
+    _, trainer, _ = lines(tmp_path, "/models/Qwen3-14B")
+    assert "DOES NOT FIT" in trainer
+    assert "train on more GPUs" in trainer
+
+
+def test_the_config_json_of_a_directory_is_read_and_a_missing_one_is_told(tmp_path: Path):
+    assert "is not known" in lines(tmp_path, "/models/mine")[0]
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+    }
+    (mine / "config.json").write_text(json.dumps(sizes))
+    assert lines(tmp_path, str(mine))[0].startswith(f"by {mine}/config.json: 0.0 billion")

@@ -1,0 +1,126 @@
+"""A model that scores packed sequences gives what it gives for each of them alone, whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen3Config  # noqa: E402
+
+from libra_cli.node.model.logprobs import token_logprobs  # noqa: E402
+from libra_cli.node.model.scoring import ScoringModel, one_sequence  # noqa: E402
+from libra_cli.node.trainer.batching import collate  # noqa: E402
+from libra_cli.node.trainer.samples import TokenSample  # noqa: E402
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def sequences(*lengths: int) -> list[TokenSample]:
+    rng = np.random.default_rng(3)
+    made = []
+    for member, length in enumerate(lengths):
+        mask = (rng.random(length) < 0.6).astype(np.int8)
+        mask[0], mask[-1] = 0, 1
+        token_ids = rng.integers(3, 61, length).astype(np.int32)
+        logprobs: NDArray[np.float32] = np.zeros(length, dtype=np.float32)
+        made.append(TokenSample(0, member, token_ids, logprobs, mask, 0.0, False))
+    return made
+
+
+def model_of(config: Any) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # a fresh model is nearly uniform
+    return model
+
+
+def alone(model: Any, batch: list[TokenSample]) -> tuple[Any, Any, Any]:
+    """Log-probabilities, entropies and the gradient, one sequence at a time, with whole logits."""
+    logprobs, entropies = [], []
+    for sample in batch:
+        token_ids = torch.from_numpy(sample.token_ids.astype(np.int64))
+        logits = model(input_ids=token_ids[None], use_cache=False).logits[0]
+        (places,) = np.nonzero(sample.loss_mask)
+        found = token_logprobs(logits[places - 1], token_ids[places], temperature=0.8)
+        logprobs.append(found[0])
+        entropies.append(found[1])
+    return torch.cat(logprobs), torch.cat(entropies), gradient(model, torch.cat(logprobs))
+
+
+def gradient(model: Any, logprobs: Any) -> Any:
+    model.zero_grad()
+    (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(Qwen3Config(**SIZES, tie_word_embeddings=False), id="untied"),
+        pytest.param(Qwen3Config(**SIZES, tie_word_embeddings=True), id="tied"),
+        pytest.param(MistralConfig(**SIZES, sliding_window=7), id="sliding window"),
+    ],
+)
+def test_packed_sequences_score_as_they_do_alone(config: Any):
+    model, batch = model_of(config), sequences(9, 31, 2, 14)
+    wanted, entropies, wanted_gradient = alone(model, batch)
+    scoring = ScoringModel(model, model, CPU)
+    assert scoring.packs
+    request = collate(batch, [0.0] * 4, CPU).request
+    got, got_entropies = scoring.logprobs(request, temperature=0.8)
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got_entropies, entropies, atol=1e-5, rtol=1e-5)
+    difference = gradient(model, got) - wanted_gradient
+    assert float(difference.norm() / wanted_gradient.norm()) < 1e-5
+
+
+def test_no_tensor_of_tokens_times_vocabulary_is_made(monkeypatch: pytest.MonkeyPatch):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):  # type: ignore[misc]  # torch is Any here
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            made = func(*args, **(kwargs or {}))
+            tensors = made if isinstance(made, tuple | list) else [made]
+            sizes.extend(one.numel() for one in tensors if isinstance(one, torch.Tensor))
+            return made
+
+    monkeypatch.setattr("libra_cli.node.model.logprobs.BLOCK_LOGITS", 2000)
+    sizes: list[int] = []
+    model = model_of(Qwen3Config(**SIZES | {"vocab_size": 500}))
+    scoring = ScoringModel(model, model, CPU)
+    request = one_sequence(torch.arange(3, 83))
+    with Largest():
+        scoring.logprobs(request, temperature=1.0)[0].sum().backward()
+    assert max(sizes) == 500 * 32  # the weight and its gradient
+
+
+def test_a_model_that_caps_its_logits_is_asked_for_them_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+):
+    config = Gemma2Config(**SIZES, final_logit_softcapping=2.0, attn_logit_softcapping=None)
+    model, batch = model_of(config), sequences(9, 5)
+    wanted, _, _ = alone(model, batch)
+    scoring = ScoringModel(model, model, CPU)
+    assert "kept whole" in caplog.text
+    got, _ = scoring.logprobs(collate(batch, [0.0] * 2, CPU).request, temperature=0.8)
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
