@@ -120,7 +120,7 @@ class Step:
 def step(trainer: Trainer, number: int) -> Step:
     """Take a step."""
     metrics = trainer.train(number, read_samples(batch(number), 128))
-    parameters = {name: tensor.numpy().copy() for name, tensor in trainer.tensors()}
+    parameters = {name: tensor.numpy().copy() for name, tensor in trainer.whole_weights()}
     drawn = random.random(), float(np.random.rand()), float(torch.rand(1))
     return Step(metrics["loss"], parameters, drawn)
 

@@ -96,7 +96,9 @@ class Trainer(World):
     def result(self, number: int) -> dict[str, Any]:
         _, result = self.ask("GET", f"/train/{number}?wait_s={STEP_S - 5}")
         assert result["state"] == "done", result
-        return result
+        _, written = self.ask("GET", f"/versions/{number}?wait_s={STEP_S - 5}")
+        assert written["state"] == "done", written
+        return {**result, "version": written["version"]}
 
     def accumulate(
         self, step: int, part: int, trajectories: Sequence[Mapping[str, Any]]

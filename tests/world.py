@@ -126,6 +126,8 @@ class Faults:
     worker_dies: float = 0.0
     share_lost: float = 0.0
     abort_fails: float = 0.0
+    written_later: float = 0.0
+    """A version is complete some time after its step, or before the step's own news."""
     slow: float = 0.0
     """A start, a stop or a sync takes longer than anybody waits for it."""
 
@@ -474,7 +476,7 @@ class World:
         assert set(shared) <= given, "a share of what is not in the message"
         for share in action.shares:
             status = self.machine.workers.replicas[share.slot]
-            near = (status.verified, status.syncing)
+            near = [known.version for known in (status.verified, status.syncing) if known]
             assert action.held in near, "a share for a worker of another version"
         path = ""
         if action.ledger is not None:
@@ -487,8 +489,12 @@ class World:
         published = self._publish(action.incarnation, action.step)
         shares = tuple(self._share_done(share) for share in action.shares)
         metrics: dict[str, float | None] = {"loss": 0.1, "own_tokens": 100.0, "own_s": 1.0}
-        done = e.StepDone(action.incarnation, action.step, published, metrics, shares)
+        later = self.faults.written_later and self._chance("written_later")
+        now = None if later else published
+        done = e.StepDone(action.incarnation, action.step, now, metrics, shares)
         self.later(done, 0.01, 1.0)
+        if now is None:  # it is written behind the next step
+            self.later(e.VersionPublished(action.incarnation, published), 0.5, 3.0)
         if path:
             self.later(e.CheckpointSaved(action.incarnation, action.step, path), 1.0, 2.0)
 

@@ -110,14 +110,14 @@ class Train:
 
     ``samples`` are those not accumulated before in ``parts`` parts; ``shares`` are of these, and
     computed with ``held``, the version that the trainer holds. Ends in StepDone or TrainerFailed;
-    after StepDone, a checkpoint ends in CheckpointSaved.
+    after StepDone, its version ends in VersionPublished and a checkpoint in CheckpointSaved.
     """
 
     incarnation: int
     step: int
     samples: tuple[TrainSample, ...]
     ledger: dict[str, Any] | None
-    held: PublishedVersion
+    held: WeightVersion
     parts: int = 0
     shares: tuple[BatchPartition, ...] = ()
 

@@ -234,13 +234,22 @@ class ShareDone:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """An optimizer step is done and its weights are published."""
+    """An optimizer step is done. ``published`` is None if its version is still being written:
+    VersionPublished follows."""
 
     incarnation: int
     step: int
-    published: PublishedVersion
+    published: PublishedVersion | None = None
     metrics: dict[str, float | None] = field(default_factory=dict)
     shares: tuple[ShareDone, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPublished:
+    """The weights of a step that was done before can be fetched."""
+
+    incarnation: int
+    published: PublishedVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +410,13 @@ WorkerEvent: TypeAlias = (
     WorkerStarted | WorkerSynced | WorkerSyncFailed | WorkerFailed | WorkerStopped
 )
 TrainerEvent: TypeAlias = (
-    TrainerStarted | TrainerFailed | TrainerStopped | StepDone | Accumulated | CheckpointSaved
+    TrainerStarted
+    | TrainerFailed
+    | TrainerStopped
+    | StepDone
+    | VersionPublished
+    | Accumulated
+    | CheckpointSaved
 )
 PlanEvent: TypeAlias = PlanChosen | PlanKept | PlanOrdered
 Event: TypeAlias = RunEvent | RolloutEvent | ServerEvent | WorkerEvent | TrainerEvent | PlanEvent

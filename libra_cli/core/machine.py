@@ -8,9 +8,9 @@ the property tests all drive this very object.
 
     part        consumes                    waits for                     unblocked by
     reconciler  plans                       turns, shares, processes      ServerStopped, StepDone
-    servers     servers, versions           a version to prove            TrainerStarted, StepDone
-    workers     gradient workers, versions  a version to prove            TrainerStarted, StepDone
-    rollout     prompts, seats              a seat; the staleness bound   TurnGenerated; StepDone
+    servers     servers, versions           a version to prove            VersionPublished
+    workers     gradient workers, versions  a version to prove            VersionPublished
+    rollout     prompts, seats              a seat; the staleness bound   TurnGenerated; the same
     training    ready groups                a full batch                  the last EpisodeAdvanced
     the end     everything stopped          processes verified gone       ServerStopped,
                                                                           TrainerStopped
@@ -215,6 +215,7 @@ class Machine:
                 | e.TrainerFailed()
                 | e.TrainerStopped()
                 | e.StepDone()
+                | e.VersionPublished()
                 | e.Accumulated()
                 | e.CheckpointSaved()
             ):
@@ -242,10 +243,10 @@ class Machine:
                 return self.training.gone(now=now, again=self._going)
             case e.StepDone():
                 return self._step_done(event, now)
-            case e.Accumulated():
-                return self.training.accumulated(event)
-            case e.CheckpointSaved():
-                return self.training.saved(event)
+            case e.VersionPublished():
+                return self._published(event.published)
+            case e.Accumulated() | e.CheckpointSaved():
+                return self.training.told(event)
             case _:
                 assert_never(event)
 
@@ -254,13 +255,20 @@ class Machine:
             yield from self.training.started(event, now=now)
             yield from self._publish(event.published)
 
+    def _published(self, published: e.PublishedVersion) -> Iterator[n.Result]:
+        results = self.training.version_published(published)
+        yield from results
+        if results:
+            yield from self._publish(published)
+
     def _step_done(self, event: e.StepDone, now: Seconds) -> Iterator[n.Result]:
         if self.training.state is not TrainerState.BUSY or event.step <= self.training.step:
             return
         yield from self.training.done(event, now=now)
         for group in self.training.trained:
             yield from map(Save, group_records(group, now))
-        yield from self._publish(event.published)
+        if published := event.published or self.training.early:
+            yield from self._published(published)
         if self._going:
             last, signs = self.training.last, self._observer.signs
             yield from self.controller.stepped(last, self._ready_share, signs, now=now)
@@ -435,9 +443,11 @@ class Machine:
         if ready:  # only then does age matter
             for group in self.ledger.expire(version):
                 yield Save(group_record(group, now, detail="too old to train on"))
-        yield from self.rollout.fill(version=version, now=now)
+        yield from self.rollout.fill(version=self.training.published_step, now=now)
         yield from self.rollout.dispatch(now=now)
-        yield from self.training.claim(now=now, target=target)
+        # Workers that share in a step need the weights it begins with.
+        if not (self.training.publishing and self.workers.would_share):
+            yield from self.training.claim(now=now, target=target)
 
     @property
     def _broken(self) -> str:

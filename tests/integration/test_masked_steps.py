@@ -79,7 +79,7 @@ def batch(behind: tuple[tuple[int, int], ...]) -> list[TokenSample]:
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: one.clone() for name, one in trainer.tensors()}
+    return {name: one.clone() for name, one in trainer.whole_weights()}
 
 
 def gradients(trainer: Trainer, samples: Sequence[TokenSample]) -> dict[str, torch.Tensor]:

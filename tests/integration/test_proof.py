@@ -127,7 +127,7 @@ def given(tmp_path_factory):
             if step:
                 trainer.train(step, _batch(step))
             done = publish(
-                trainer.tensors(),
+                ((name, one.bfloat16()) for name, one in trainer.whole_weights()),
                 base / "versions",
                 version=step,
                 trainer_incarnation=1,

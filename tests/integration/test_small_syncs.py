@@ -97,7 +97,7 @@ def test_every_step_of_the_real_trainer_arrives_bit_for_bit_in_few_bytes(
             if step:
                 trainer.train(step, batch(step))
             published = publish(
-                trainer.tensors(),
+                ((name, one.bfloat16()) for name, one in trainer.whole_weights()),
                 there.root,
                 version=step,
                 trainer_incarnation=0,

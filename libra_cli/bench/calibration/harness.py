@@ -37,6 +37,7 @@ from libra_cli.core.events import (
     TrainerFailed,
     TrainerStarted,
     TurnGenerated,
+    VersionPublished,
 )
 from libra_cli.core.records import NodeRecord, Record
 from libra_cli.core.types import Bucket, Seconds, Slot, SlotId, Tokens, TrajectoryId
@@ -88,6 +89,7 @@ class MeasurementHarness:
         self._requests = 0
         self._step = 0
         self._failure: LibraError | None = None
+        self._told: asyncio.Queue[Event] = asyncio.Queue()
         #: What each host says of itself, as JSON, by node.
         self.hosts: dict[str, str] = {}
         self.published: PublishedVersion | None = None
@@ -168,9 +170,11 @@ class MeasurementHarness:
             self._failure = ProcessError(f"{event.node}: {event.reason}")
 
     def _post(self, event: Event) -> None:
-        """What servers and ranks report by themselves is always bad news."""
+        """What servers and ranks report by themselves: bad news, and that a version is complete."""
         if isinstance(event, (ServerFailed, TrainerFailed)):
             self._failure = ProcessError(event.reason)
+        if isinstance(event, (TrainerFailed, VersionPublished)):
+            self._told.put_nowait(event)
 
     def _expect(self, kind: type[_E], event: Event | None) -> _E:
         if isinstance(event, kind) and self._failure is None:
@@ -228,9 +232,10 @@ class MeasurementHarness:
         """One optimizer step; the seconds until its version is published."""
         self._step += 1
         began = time.monotonic()
-        action = Train(INCARNATION, self._step, tuple(samples), None, held=self._newest)
-        done = self._expect(StepDone, await self._up(self._ranks).train(action))
-        self.published = done.published
+        held = self._newest.version
+        action = Train(INCARNATION, self._step, tuple(samples), None, held=held)
+        self._expect(StepDone, await self._up(self._ranks).train(action))
+        self.published = self._expect(VersionPublished, await self._told.get()).published
         return time.monotonic() - began
 
     async def sync(self) -> list[Synced]:

@@ -123,6 +123,11 @@ class GradientWorkers(ReplicaSet):
         self._sharing = {share.slot for share in shares}
         return shares
 
+    @property
+    def would_share(self) -> bool:
+        """Whether a step that began now would have shares of workers."""
+        return any(self._is_ready(replica) for replica in self.replicas.values())
+
     def _is_ready(self, replica: Replica) -> bool:
         holds = self.latest is not None and self.latest in (replica.verified, replica.syncing)
         return replica.state is ReplicaState.TRAINING and replica.reachable and holds

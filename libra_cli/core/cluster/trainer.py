@@ -56,7 +56,7 @@ from libra_cli.core.records import StepRecord, VersionRecord, to_metrics_json
 from libra_cli.core.rollout.batches import batch_metrics
 from libra_cli.core.rollout.groups import Group, GroupLedger
 from libra_cli.core.rollout.staleness import late_baseline
-from libra_cli.core.types import Role, Seconds, Slot, SlotId, Trajectory
+from libra_cli.core.types import Role, Seconds, Slot, SlotId, Trajectory, WeightVersion
 
 MAX_RESTARTS = 3
 MAX_DEATHS = 2
@@ -103,7 +103,7 @@ TRANSITIONS: dict[TrainerState, dict[TrainerState, str]] = {
         T.STOPPING: "a rank died, it moves to other slots, or the run ends",
     },
     T.BUSY: {
-        T.READY: "the step is done and published, or the part accumulated",
+        T.READY: "the step is done, or the part accumulated",
         T.STOPPING: "a rank died, the step failed, or the run ends",
     },
     T.STOPPING: {
@@ -132,6 +132,8 @@ class TrainerGroup:
         self.incarnation = 0
         self.step = 0
         self.published: PublishedVersion | None = None
+        #: A version whose step is not known to be done: the news of the two may cross.
+        self.early: PublishedVersion | None = None
         self.checkpoint = ""
         self.checkpoint_step = -1
         self._asked_step = -1
@@ -215,7 +217,7 @@ class TrainerGroup:
 
     def _leave(self, now: Seconds) -> list[Result]:
         """Save what there is, then stop; the rest follows from that."""
-        if not self._next or self.state is not TrainerState.READY:
+        if not self._next or self.state is not TrainerState.READY or self.publishing:
             return []
         if self.step > max(self.checkpoint_step, 0) or self._asked_step > self.checkpoint_step:
             return self.save()
@@ -232,10 +234,35 @@ class TrainerGroup:
         self._asked_step = self.checkpoint_step
         self._ledger.rollback(self.step)
         self._batch, self._parts, self._awaited = [], 0, 0
-        return [*self._publish(event.published), *self._move(ReplicaState.TRAINING, now=now)]
+        return [
+            *self.version_published(event.published),
+            *self._move(ReplicaState.TRAINING, now=now),
+        ]
 
-    def _publish(self, published: PublishedVersion) -> list[Result]:
+    @property
+    def published_step(self) -> int:
+        """The newest step whose version can be fetched."""
+        return self.published.version.step if self.published else self.step
+
+    @property
+    def publishing(self) -> bool:
+        """Whether the version of a step that is done is still being written."""
+        up = self.state in (TrainerState.READY, TrainerState.BUSY)
+        return up and self.published is not None and self.published.version != self.held
+
+    @property
+    def held(self) -> WeightVersion:
+        """The version that the trainer computes with."""
+        return WeightVersion(self.incarnation, self.step)
+
+    def version_published(self, published: PublishedVersion) -> list[Result]:
+        """A version can be fetched: its row; none if it is known, or its step is not yet."""
+        self.early = published if published.version.step > self.step else None
+        known = self.published is not None and published.version <= self.published.version
+        if known or self.early:
+            return []
         self.published = published
+        self._ledger.published(published.version.step)
         row = VersionRecord(
             version=published.version.step,
             trainer_incarnation=published.version.trainer_incarnation,
@@ -336,6 +363,10 @@ class TrainerGroup:
         self._awaited = self._parts
         return [Accumulate(self.incarnation, step, self._parts, self._samples(groups))]
 
+    def told(self, event: Accumulated | CheckpointSaved) -> list[Result]:
+        """A part is in, or a checkpoint is written."""
+        return self.accumulated(event) if isinstance(event, Accumulated) else self.saved(event)
+
     def accumulated(self, event: Accumulated) -> list[Result]:
         """A part is in: go on with the next, or with the step."""
         here = event.step == self.step + 1 and event.part == self._awaited
@@ -354,7 +385,6 @@ class TrainerGroup:
         return tuple(self._sample(member, group) for group in groups for member in group.members)
 
     def _train(self, step: int, last: list[Group], now: Seconds, *, save: bool) -> list[Result]:
-        assert self.published is not None
         self._begin(last, now)
         self.learn_reward(step, _mean_reward(self._batch))
         ledger = self._position(step) if save else None
@@ -365,7 +395,7 @@ class TrainerGroup:
             step,
             self._samples(last),
             ledger,
-            held=self.published,
+            held=self.held,
             parts=self._parts,
         )
         return [StepClaimed(train, tuple(last))]
@@ -382,13 +412,12 @@ class TrainerGroup:
         return {**self._ledger.position(step), "score": score}
 
     def _sample(self, trajectory: Trajectory, group: Group) -> TrainSample:
-        assert self.published is not None
-        fresh = trajectory.single_version == self.published.version
+        fresh = trajectory.single_version == self.held
         baseline = late_baseline(group.finished, group.ended) if group.is_rest else None
         return TrainSample(trajectory, self.step, fresh, baseline)
 
     def done(self, event: StepDone, *, now: Seconds) -> list[Result]:
-        """A step is done and published: its row, and what the checkpoint makes forgettable."""
+        """A step is done: its row, and what the checkpoint makes forgettable."""
         self._enter(TrainerState.READY)
         row = self._rows[event.step] = self._step_record(event, now)
         self._rows.pop(event.step - 8, None)
@@ -398,7 +427,7 @@ class TrainerGroup:
         self._ledger.trained(event.step)
         tokens, seconds = event.metrics.get("own_tokens"), event.metrics.get("own_s")
         over = StepOver(event.shares, tokens or 0.0, seconds or 0.0)
-        return [*self._publish(event.published), Save(row), over]
+        return [Save(row), over]
 
     def remember(self, path: str, step: int) -> None:
         """A checkpoint of ``step`` exists: this is where a restart begins."""
@@ -425,10 +454,10 @@ class TrainerGroup:
 
     @property
     def at_work(self) -> bool:
-        """Whether a step is being taken or a checkpoint that was asked for is not written yet."""
+        """Whether a step is being taken, or a version or a checkpoint of one is not written yet."""
         saving = self._asked_step > self.checkpoint_step
         busy = self.state is TrainerState.BUSY
-        return busy or (self.state is TrainerState.READY and saving)
+        return busy or (self.state is TrainerState.READY and (saving or self.publishing))
 
     def saved(self, event: CheckpointSaved) -> list[Result]:
         """A checkpoint is written. The news of two may come in the wrong order."""

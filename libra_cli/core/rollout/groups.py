@@ -144,6 +144,8 @@ class GroupLedger:
     _attempts: dict[tuple[GroupId, int], int] = field(default_factory=dict)
     #: Failures of members of open groups; playing again because of age is none.
     _failures: dict[tuple[GroupId, int], int] = field(default_factory=dict)
+    #: How many groups each step took whose version is not published yet.
+    _unpublished: dict[int, int] = field(default_factory=dict)
     #: Whether a group has changed its state since the trainer last asked for a batch.
     _unclaimed_change: bool = True
     #: How many groups are in each state, and what is asked of that at every event: how many are on
@@ -170,9 +172,13 @@ class GroupLedger:
 
     @property
     def may_open(self) -> bool:
-        """Whether the staleness bound admits one more group; a rest that plays counts by member."""
+        """Whether the staleness bound admits one more group; a rest that plays counts by member.
+
+        Groups of a step whose version is not out yet count: what opens now begins with another.
+        """
         places = (self.rule.bound + 1) * self.groups_per_step
-        return self._pending * self.group_size + self._playing_late < places * self.group_size
+        pending = self._pending + sum(self._unpublished.values())
+        return pending * self.group_size + self._playing_late < places * self.group_size
 
     @property
     def batch_is_full(self) -> bool:
@@ -379,7 +385,13 @@ class GroupLedger:
         done = [group for group in self._all() if group.step == step]
         for group in done:
             self._enter(group, GroupState.TRAINED)
+        self._unpublished[step] = sum(not group.is_rest for group in done)
         return done
+
+    def published(self, step: int) -> None:
+        """The version of a step is out, and those of the steps before it."""
+        for before in [number for number in self._unpublished if number <= step]:
+            del self._unpublished[before]
 
     def _all(self) -> Iterator[Group]:
         """Groups and rests."""
@@ -407,6 +419,7 @@ class GroupLedger:
 
     def rollback(self, step: int) -> None:
         """The trainer is back at ``step``: what it had trained or claimed since is READY again."""
+        self._unpublished.clear()  # it has published that step's version
         for group in self._all():
             if group.step is not None and group.step > step:
                 self._enter(group, GroupState.READY)

@@ -3,15 +3,17 @@
     GET  /health                    state, world, step, published, checkpoint; always at once
     POST /train                     msgpack; 202 taken (again: 202, nothing happens), 409 wrong step
     GET  /train/<step>?wait_s=20    running | done | failed; waits at most wait_s for the end
+    GET  /versions/<step>?wait_s=20   the same of writing the step's version
     POST /accumulate                msgpack; a part of the next step, before the rest of it is there
     GET  /accumulate/<step>/<part>  running | done | failed, as above
     POST /checkpoint                {"ledger": {}} -> {"path"}
     POST /stop                      all ranks leave after what they are doing
 
-Every route demands the run's bearer token. A step is ``done`` as soon as its version is published;
-a checkpoint asked for with it is written after that, and then named in the same answer (asked for
-again) and in ``/health``. Torch releases the interpreter in its kernels, so these threads answer
-during a step. ``CommandQueue`` is the only object that threads share.
+Every route demands the run's bearer token. A step is ``done`` as soon as its weights are copied,
+and the next one may be handed over; its version is written meanwhile (``/versions``). A checkpoint
+asked for with it is written after it, and then named in the same answer (asked for again) and in
+``/health``. Torch releases the interpreter in its kernels, so these threads answer during a step.
+``CommandQueue`` is the only object that threads share.
 
 A step may come in parts: ``/accumulate`` with part 1, 2, ... and then ``/train`` with the last part
 and the number of those before it. All trajectories of a group come in the same part.
@@ -82,7 +84,7 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
     max_len: int
     checkpoint_timeout_s: float = 1800.0
     step: int = 0
-    """The last step that is done; the version that is published."""
+    """The last step that is done."""
     accepted: int = 0
     """The last step that was taken; step or step + 1."""
     parts: int = 0
@@ -93,6 +95,7 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
     """The newest version: name, version, bytes, published_at."""
     _checkpoints: int = 0
     _results: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _versions: dict[int, dict[str, Any]] = field(default_factory=dict)
     _accumulated: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
     """By step and part, of the newest step that came in parts."""
 
@@ -106,17 +109,21 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
             self.published = asdict(version)
             self._changed.notify_all()
 
-    def done(self, step: int, metrics: Mapping[str, Any], version: VersionOnDisk) -> None:
-        """Step ``step`` is taken and its version published."""
+    def done(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Step ``step`` is taken and its weights are copied."""
         with self._changed:
-            self.step, self.published = step, asdict(version)
-            self._results[step] = {
-                "state": "done",
-                "metrics": dict(metrics),
-                "version": self.published,
-                "checkpoint": "",
-            }
+            self.step = step
+            self._results[step] = {"state": "done", "metrics": dict(metrics), "checkpoint": ""}
             self._results.pop(step - KEPT_RESULTS, None)
+            self._changed.notify_all()
+
+    def version_published(self, version: VersionOnDisk) -> None:
+        """The version of a step is complete; told by the thread that has written it."""
+        step = version.version
+        with self._changed:
+            self.published = asdict(version)
+            self._versions[step] = {"state": "done", "version": self.published}
+            self._versions.pop(step - KEPT_RESULTS, None)
             self._changed.notify_all()
 
     def accumulated(self, step: int, part: int, metrics: Mapping[str, Any]) -> None:
@@ -236,6 +243,13 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
                 self._results, step, wait_s, lambda: step == self.accepted, f"step {step}"
             )
 
+    def version_result(self, step: int, wait_s: float) -> Answer:
+        """Whether a step's version is complete, waiting a while for it."""
+        with self._changed:
+            return self._wait(
+                self._versions, step, wait_s, lambda: step <= self.accepted, f"step {step}"
+            )
+
     def part_result(self, step: int, part: int, wait_s: float) -> Answer:
         """How a part ended, waiting a while for it."""
         with self._changed:
@@ -308,6 +322,8 @@ class _TrainerHandler(JsonHandler):
                 return self.queue.health()
             case ["train", step]:
                 return self.queue.result(int(step), wait_s)
+            case ["versions", step]:
+                return self.queue.version_result(int(step), wait_s)
             case ["accumulate", step, part]:
                 return self.queue.part_result(int(step), int(part), wait_s)
             case _:

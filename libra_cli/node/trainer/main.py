@@ -7,7 +7,7 @@ ranks; all of them then carry it out, in the same order:
 
     wait for a command       at most IDLE_S, then all hear ``IdleCommand``: a dead rank is noticed
     take the step            gradients of each rank's samples, one sum, one update
-    publish the version      rank 0 writes it; from then on the step is ``done``
+    copy the weights         to rank 0, which writes them meanwhile; the step is ``done``
     write the checkpoint     if it was asked for
 
 Gradients of a step that comes in parts are added part by part, with the weights of the step before.
@@ -36,11 +36,11 @@ from libra_cli.node.trainer.commands import (
     serve,
 )
 from libra_cli.node.trainer.config import TrainerConfig
-from libra_cli.node.trainer.rank import answering, attempt, log_ready, start_logging
+from libra_cli.node.trainer.rank import answering, attempt, last_line, log_ready, start_logging
 
 if TYPE_CHECKING:
     from libra_cli.node.trainer.trainer import Trainer
-    from libra_cli.node.weights.versions import VersionOnDisk
+    from libra_cli.node.weights.publisher import Publisher
 
 IDLE_S = 10.0
 log = logging.getLogger("libra.trainer")
@@ -81,6 +81,22 @@ class TrainerRank:
         self.config = config
         self.queue = queue
         self.trainer = trainer
+        self.publisher = self._open_publisher(queue) if queue is not None else None
+
+    def _open_publisher(self, queue: CommandQueue) -> Publisher:
+        from libra_cli.node.weights.publisher import Publisher
+
+        def failed(error: BaseException) -> None:
+            queue.fail(f"the version was not written: {last_line(error)}")
+
+        return Publisher(
+            self.config.versions,
+            trainer_incarnation=self.config.trainer_incarnation,
+            dtype=self.trainer.published_dtype,
+            keep=self.config.keep_versions,
+            published=queue.version_published,
+            failed=failed,
+        )
 
     def begin(self) -> None:
         """Resume from a checkpoint if the config names one, and publish the first version."""
@@ -88,8 +104,10 @@ class TrainerRank:
 
         if self.config.resume:
             checkpoint.load(self.trainer, Path(self.config.resume), self.config.checkpoint_urls)
-        version = self._publish()
-        if self.queue is not None and version is not None:
+        self._publish()
+        if self.queue is not None and self.publisher is not None:
+            version = self.publisher.wait()
+            assert version is not None, "it was just published"
             self.queue.ready(version, self.config.resume or "")
 
     def serve(self) -> None:
@@ -98,6 +116,8 @@ class TrainerRank:
             given: Command | None = self.queue.next(IDLE_S) if self.queue is not None else None
             command = cast("Command", self.trainer.broadcast(given))
             if isinstance(command, StopCommand):
+                if self.publisher is not None:
+                    self.publisher.close()
                 self.trainer.close()
                 return
             self._obey(command)
@@ -121,30 +141,23 @@ class TrainerRank:
         started = time.monotonic()
         metrics = self.trainer.train(command.step, command.samples, command.shares)
         stepped = time.monotonic()
-        version = self._publish()
-        if self.queue is None or version is None:
+        self._publish()
+        if self.queue is None:
             return
         ended = time.monotonic()
         metrics |= {"publish_s": ended - stepped, "trainer_s": ended - started}
-        self.queue.done(command.step, metrics, version)
+        self.queue.done(command.step, metrics)
         log.info("step %d: %s", command.step, json.dumps(metrics))
 
-    def _publish(self) -> VersionOnDisk | None:
-        from libra_cli.node.weights.versions import publish
-
+    def _publish(self) -> None:
+        """Copy the weights to rank 0, which has them written; the others only send theirs."""
         probe = self.trainer.probe()
-        if self.queue is None:
-            for _ in self.trainer.tensors():
+        weights = self.trainer.whole_weights()
+        if self.publisher is not None:
+            self.publisher.stage(weights, version=self.trainer.step, probe=probe)
+        else:
+            for _ in weights:
                 pass
-            return None
-        return publish(
-            self.trainer.tensors(),
-            self.config.versions,
-            version=self.trainer.step,
-            trainer_incarnation=self.config.trainer_incarnation,
-            probe=probe,
-            keep=self.config.keep_versions,
-        )
 
     def _save(self, command: CheckpointCommand) -> None:
         from libra_cli.node.trainer import checkpoint

@@ -325,14 +325,21 @@ class Trainer(PolicyModel):
         token_ids = probe_tokens(vocabulary, self.config.probe_tokens)
         return ProbeResult(token_ids, self.logprobs_of(token_ids))
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """*Collective.* The weights to publish, whole, on the CPU; every rank must exhaust it."""
-        dtype = torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
+    @property
+    def published_dtype(self) -> torch.dtype:
+        """The format of published versions."""
+        return torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
+
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """*Collective.* Each weight, whole, where it is computed with; every rank must exhaust it.
+
+        What is gathered is in the format of publication, which is the half; the rest is as it is.
+        """
         for name, tensor in self.named_once().items():
             whole = tensor.detach()
             if isinstance(whole, DTensor):
-                whole = whole.full_tensor()
-            yield name, whole.to("cpu", dtype).contiguous()
+                whole = whole.to(self.published_dtype).full_tensor()
+            yield name, whole
 
     def _clip(self, max_norm: float) -> Tensor:
         norm = nn.utils.clip_grad_norm_(self.parameters().values(), max_norm)

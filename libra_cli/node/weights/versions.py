@@ -23,7 +23,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ from torch import Tensor
 
 from libra_cli.config.errors import WeightsError
 from libra_cli.node.weights import patch
-from libra_cli.node.weights.checksum import checksum
+from libra_cli.node.weights.checksum import MODULUS, checksum
 
 FILE_BYTES = 2 * 1024**3
 """A file is closed once it has this size, so that files are hashed and pulled in parallel."""
@@ -135,10 +135,12 @@ def publish(
     trainer_incarnation: int,
     probe: ProbeResult,
     keep: int,
+    sums: Mapping[str, int] | None = None,
 ) -> VersionOnDisk:
     """Write one version and remove all but the last ``keep``.
 
-    ``tensors`` are pairs of a Hugging Face name and a tensor on the CPU.
+    ``tensors`` are pairs of a Hugging Face name and a tensor on the CPU; ``sums`` are checksums
+    that are known already.
     """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     name = version_name(version, trainer_incarnation)
@@ -147,7 +149,7 @@ def publish(
     temporary.mkdir(mode=0o700)
     try:
         base = root / version_name(version - 1, trainer_incarnation)
-        written = _write_tensors(tensors, temporary, base)
+        written = _write_tensors(tensors, temporary, base, sums or {})
         files = [one.file for one in written]
         manifest = {
             "version": version,
@@ -181,11 +183,13 @@ def _listed(files: Iterable[_File]) -> _Described:
 
 
 def _write_tensors(
-    tensors: Iterable[tuple[str, Tensor]], directory: Path, base: Path
+    tensors: Iterable[tuple[str, Tensor]], directory: Path, base: Path, sums: Mapping[str, int]
 ) -> list[_Written]:
     with ThreadPoolExecutor(WRITERS) as pool:
         writes = [
-            pool.submit(_write_file, directory / f"model-{number:05d}.safetensors", part, base)
+            pool.submit(
+                _write_file, directory / f"model-{number:05d}.safetensors", part, base, sums
+            )
             for number, part in enumerate(in_chunks(tensors, FILE_BYTES))
         ]
         return [write.result() for write in writes]
@@ -205,7 +209,9 @@ def in_chunks(tensors: Iterable[tuple[str, TensorT]], size: int) -> Iterator[dic
         yield chunk
 
 
-def _write_file(path: Path, part: dict[str, Tensor], base: Path) -> _Written:
+def _write_file(
+    path: Path, part: dict[str, Tensor], base: Path, sums: Mapping[str, int]
+) -> _Written:
     started = time.monotonic()
     save_file(part, path, metadata={"format": "pt"})
     file = _on_disk(path)
@@ -213,16 +219,18 @@ def _write_file(path: Path, part: dict[str, Tensor], base: Path) -> _Written:
     # Everything in a safetensors file begins at a multiple of its smallest element's size.
     word_bytes = min(tensor.element_size() for tensor in part.values())
     delta = _write_delta(base / path.name, path, word_bytes, within_s)
-    return _Written(file, delta, {name: _entry(path, tensor) for name, tensor in part.items()})
+    entries = {name: _entry(path, tensor, sums.get(name)) for name, tensor in part.items()}
+    return _Written(file, delta, entries)
 
 
-def _entry(path: Path, tensor: Tensor) -> dict[str, object]:
+def _entry(path: Path, tensor: Tensor, known: int | None) -> dict[str, object]:
     """The manifest's, of a tensor."""
+    value = checksum(tensor) if known is None else known % MODULUS
     return {
         "shape": list(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "file": path.name,
-        "checksum": f"{checksum(tensor):016x}",
+        "checksum": f"{value:016x}",
     }
 
 

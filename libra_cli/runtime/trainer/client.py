@@ -66,8 +66,16 @@ class TrainerClient(RankClient):
         answer = await self._hand_over("/train", body, result, patience_s=patience_s)
         metrics = answer["metrics"]
         done = tuple(_share_done(row, action.shares) for row in metrics.pop("shares", ()))
-        published = self._published(answer["version"])
-        return StepDone(self.incarnation, action.step, published, metrics, done)
+        return StepDone(self.incarnation, action.step, None, metrics, done)
+
+    async def wait_published(self, step: int, *, patience_s: float) -> PublishedVersion:
+        """The version of a step that is done, once it is complete.
+
+        Raises:
+            TrainerError: it could not be written, or the trainer was out of reach.
+        """
+        answer = await self._until_done(f"/versions/{step}", patience_s=patience_s)
+        return self._published(answer["version"])
 
     async def accumulate(self, action: Accumulate, *, patience_s: float) -> Accumulated:
         """Hand over a part of a batch and wait until its gradients are in.
@@ -86,11 +94,14 @@ class TrainerClient(RankClient):
         async def give() -> dict[str, Any]:
             return await self._call("POST", path, body, timeout_s=CALL_TIMEOUT_S)
 
+        await self._persist(give, patience_s=patience_s)
+        return await self._until_done(result, patience_s=patience_s)
+
+    async def _until_done(self, result: str, *, patience_s: float) -> dict[str, Any]:
         async def ask() -> dict[str, Any]:
             asked = f"{result}?wait_s={LONG_POLL_S}"
             return await self._call("GET", asked, timeout_s=CALL_TIMEOUT_S)
 
-        await self._persist(give, patience_s=patience_s)
         while True:
             answer = await self._persist(ask, patience_s=patience_s)
             if answer["state"] == "failed":

@@ -15,6 +15,7 @@ from libra_cli.config.errors import TrainerError
 from libra_cli.core.actions import Accumulate, Train, TrainSample
 from libra_cli.core.events import Accumulated, PublishedVersion, StepDone
 from libra_cli.core.launch.trainer_backend import TRAINER_BACKENDS, trainer_backend
+from libra_cli.core.types import WeightVersion
 from libra_cli.runtime.hosts.transport import Endpoint
 
 
@@ -36,7 +37,14 @@ class TrainerConnection(Protocol):
     async def train(
         self, action: Train, shares: Sequence[Mapping[str, object]], *, patience_s: float
     ) -> StepDone:
-        """One optimizer step on a batch; ``shares`` say where workers' gradients come from."""
+        """One optimizer step on a batch; ``shares`` say where workers' gradients come from.
+
+        If its version is not published yet, ``wait_published`` is asked next.
+        """
+        ...
+
+    async def wait_published(self, step: int, *, patience_s: float) -> PublishedVersion:
+        """The version of a step that is done, once it can be fetched."""
         ...
 
     async def accumulate(self, action: Accumulate, *, patience_s: float) -> Accumulated:
@@ -74,9 +82,7 @@ class WorkerConnection(Protocol):
         """Load a version; returns the gap of its probe to the trainer's, in nats a token."""
         ...
 
-    async def share(
-        self, step: int, held: PublishedVersion, samples: Sequence[TrainSample]
-    ) -> None:
+    async def share(self, step: int, held: WeightVersion, samples: Sequence[TrainSample]) -> None:
         """Hand over a share of a step; the trainer fetches what comes of it."""
         ...
 

@@ -21,6 +21,7 @@ from libra_cli.core.events import (
     TrainerFailed,
     TrainerStarted,
     TrainerStopped,
+    VersionPublished,
 )
 from libra_cli.core.launch.trainer_backend import TrainerLaunch, trainer_processes
 from libra_cli.core.types import Slot, SlotId
@@ -148,22 +149,35 @@ class TrainerProcesses:
     ) -> Event | None:
         """One optimizer step; ``shares`` say where the workers' gradients come from.
 
-        Its checkpoint, if it has one, is an event of its own, later.
+        Its version, and its checkpoint if it has one, are events of their own, later.
         """
         if self._trainer is None:
             return TrainerFailed(action.incarnation, "the trainer is not connected")
         work = self._trainer.train(action, shares, patience_s=self._patience_s)
         done = await self._while_alive(action.incarnation, work)
-        if isinstance(done, StepDone) and action.ledger is not None:
-            task = asyncio.create_task(self._report_checkpoint(action.incarnation, action.step))
-            self._reports.add(task)
-            task.add_done_callback(self._reports.discard)
+        if isinstance(done, StepDone):
+            if done.published is None:
+                self._report(action.incarnation, self._published(action.incarnation, action.step))
+            if action.ledger is not None:
+                self._report(action.incarnation, self._written(action.incarnation, action.step))
         return done
 
-    async def _report_checkpoint(self, incarnation: int, step: int) -> None:
-        event = await self._while_alive(incarnation, self._written(incarnation, step))
+    def _report(self, incarnation: int, news: Coroutine[Any, Any, Event]) -> None:
+        """Post an event when it comes."""
+        task = asyncio.create_task(self._post_when_there(incarnation, news))
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
+
+    async def _post_when_there(self, incarnation: int, news: Coroutine[Any, Any, Event]) -> None:
+        event = await self._while_alive(incarnation, news)
         if event is not None:
             self._post(event)
+
+    async def _published(self, incarnation: int, step: int) -> Event:
+        if self._trainer is None:
+            return TrainerFailed(incarnation, "the trainer is not connected")
+        published = await self._trainer.wait_published(step, patience_s=self._patience_s)
+        return VersionPublished(incarnation, published)
 
     async def _written(self, incarnation: int, step: int) -> Event:
         if self._trainer is None:

@@ -11,6 +11,7 @@ import msgpack
 
 from libra_cli.core.actions import TrainSample
 from libra_cli.core.events import PublishedVersion
+from libra_cli.core.types import WeightVersion
 from libra_cli.runtime.trainer.client import pack_sample
 from libra_cli.runtime.trainer.connection import Conflict
 from libra_cli.runtime.trainer.rank_client import CALL_TIMEOUT_S, POLL_S, RankClient
@@ -56,13 +57,11 @@ class WorkerClient(RankClient):
         body = json.dumps({"step": health["step"]}).encode()
         await self._call("POST", "/drop", body, timeout_s=CALL_TIMEOUT_S)
 
-    async def share(
-        self, step: int, held: PublishedVersion, samples: Sequence[TrainSample]
-    ) -> None:
+    async def share(self, step: int, held: WeightVersion, samples: Sequence[TrainSample]) -> None:
         """Hand over a share of a step; the core fetches what comes of it. Raises TrainerError."""
         message = {
             "step": step,
-            "trainer_incarnation": held.version.trainer_incarnation,
+            "trainer_incarnation": held.trainer_incarnation,
             "incarnation": self.incarnation,
             "version": held.name,
             "trajectories": [pack_sample(sample) for sample in samples],

@@ -27,7 +27,6 @@ from libra_cli.core.actions import (
 )
 from libra_cli.core.events import (
     Event,
-    PublishedVersion,
     WorkerFailed,
     WorkerStarted,
     WorkerStopped,
@@ -36,7 +35,7 @@ from libra_cli.core.events import (
 )
 from libra_cli.core.launch.process import worker_of, worker_ports
 from libra_cli.core.launch.trainer_backend import WorkerLaunch, worker_process
-from libra_cli.core.types import Slot, SlotId
+from libra_cli.core.types import Slot, SlotId, WeightVersion
 from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
 from libra_cli.runtime.process_tasks import ProcessTasks
@@ -227,7 +226,7 @@ class WorkerProcesses:
         except LibraError as error:
             _log.debug("no share of step %d for %s: %s", action.step, share.slot, error)
 
-    def _described(self, share: BatchPartition, held: PublishedVersion) -> dict[str, object]:
+    def _described(self, share: BatchPartition, held: WeightVersion) -> dict[str, object]:
         return {
             "worker": share.slot,
             "incarnation": share.incarnation,

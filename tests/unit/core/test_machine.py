@@ -29,6 +29,7 @@ FAULTS = st.builds(
     stop_asked=st.sampled_from([0.0, 0.0, 0.0, 0.002]),
     repeated=st.sampled_from([0.0, 0.1]),
     replanned=st.sampled_from([0.0, 0.03]),
+    written_later=st.sampled_from([0.0, 0.5, 1.0]),
 )
 
 # The claims about one kind of fault; a run under all kinds at once has the full number.

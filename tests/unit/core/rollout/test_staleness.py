@@ -321,6 +321,7 @@ def test_members_that_are_played_late_take_places_of_the_bound():
     ledger.close(1)
     ledger.claim(1)
     ledger.trained(1)
+    ledger.published(1)
     end(ledger, ledger.rests[0], 2)
     assert ledger.may_open, "a quarter of a place is taken"
     ledger.open(version=1, now=0.0)
@@ -366,3 +367,14 @@ def test_late_members_are_compared_with_the_half_that_was_finished(long, reward)
     mixed = _expected_update(long, reward, 8, whole=True)
     assert ours == pytest.approx(true, rel=0.02)
     assert abs(mixed - true) > 5 * abs(ours - true)
+
+
+def test_nothing_opens_for_a_step_whose_version_is_not_out():
+    ledger = book(hold(0))
+    group = ledger.open(version=0, now=0.0)
+    end(ledger, group, *range(4))
+    ledger.claim(1)
+    ledger.trained(1)
+    assert not ledger.may_open, "it would begin with the version before"
+    ledger.published(1)
+    assert ledger.may_open

@@ -1,0 +1,147 @@
+"""A rank's steps and its versions: the next step begins before a version is complete."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("torch", reason="needs the [cpu] extra")
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from libra_cli.config.recipe import TrainingSpec
+from libra_cli.node.trainer.commands import CommandQueue, TrainCommand
+from libra_cli.node.trainer.config import TrainerConfig
+from libra_cli.node.trainer.main import TrainerRank
+from libra_cli.node.trainer.trainer import Trainer
+from libra_cli.node.weights import publisher as module
+from libra_cli.node.weights.versions import ProbeResult, VersionOnDisk, publish
+
+PATIENCE_S = 20.0
+
+
+class FakeTrainer:
+    """Steps that only change its one weight. ``rank`` 0 writes, the others send."""
+
+    published_dtype = torch.float32
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.step = 0
+        self.weight = torch.zeros(4)
+        self.begun: dict[int, threading.Event] = {1: threading.Event(), 2: threading.Event()}
+        self.sent = 0
+
+    def broadcast(self, command: Any) -> Any:
+        return command
+
+    def train(self, step: int, samples: Any, shares: Any) -> dict[str, Any]:
+        self.begun[step].set()
+        self.step = step
+        self.weight += 1.0
+        return {}
+
+    def probe(self) -> ProbeResult:
+        return ProbeResult([1, 2], [-1.0])
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.sent += 1
+        yield "w", self.weight
+
+    def close(self) -> None:
+        pass
+
+
+def config(base: Path) -> TrainerConfig:
+    return TrainerConfig(
+        run_id="run",
+        model_dir="",
+        weights_dir=str(base),
+        checkpoint_dir=str(base / "checkpoints"),
+        port=0,
+        world_size=1,
+        trainer_incarnation=0,
+        seed=1,
+        dtype="float32",
+        temperature=1.0,
+        training=TrainingSpec.model_validate({}),
+        max_len=16,
+    )
+
+
+def train(queue: CommandQueue, step: int) -> None:
+    with queue._changed:
+        queue.accepted = step
+        queue._add(TrainCommand(step, ()))
+
+
+def test_the_next_step_begins_before_the_version_of_the_last_is_complete(tmp_path, monkeypatch):
+    free = threading.Event()
+
+    def slowly(*args: Any, version: int, **options: Any) -> VersionOnDisk:
+        assert version == 0 or free.wait(PATIENCE_S)
+        return publish(*args, version=version, **options)
+
+    monkeypatch.setattr(module, "publish", slowly)
+    fake, queue = FakeTrainer(), CommandQueue(1, 0, 16)
+    rank = TrainerRank(config(tmp_path), queue, cast("Trainer", fake))
+    rank.begin()
+    assert queue.health()[1]["published"]["version"] == 0
+    train(queue, 1)
+    train(queue, 2)
+    working = threading.Thread(target=rank.serve, daemon=True)
+    working.start()
+    assert queue.result(1, PATIENCE_S)[1]["state"] == "done"
+    assert fake.begun[2].wait(PATIENCE_S), "the second step, while nothing of the first is written"
+    assert queue.version_result(1, 0)[1] == {"state": "running"}
+    assert queue.health()[1]["published"]["version"] == 0
+    queue.stop()
+    free.set()
+    working.join(PATIENCE_S)
+    assert not working.is_alive()
+    names = [queue.version_result(step, 0)[1]["version"]["name"] for step in (1, 2)]
+    assert names == ["v000001-e0", "v000002-e0"], "the end has waited for both"
+
+
+def test_a_version_that_cannot_be_written_fails_the_trainer(tmp_path, monkeypatch):
+    def broken(*args: Any, version: int, **options: Any) -> VersionOnDisk:
+        if version:
+            raise OSError(28, "No space left on device")
+        return publish(*args, version=version, **options)
+
+    monkeypatch.setattr(module, "publish", broken)
+    fake, queue = FakeTrainer(), CommandQueue(1, 0, 16)
+    rank = TrainerRank(config(tmp_path), queue, cast("Trainer", fake))
+    rank.begin()
+    rank._obey(TrainCommand(1, ()))
+    queue.accepted = 1
+    answer = queue.version_result(1, PATIENCE_S)[1]
+    assert answer["state"] == "failed"
+    assert "the version was not written: OSError" in answer["error"]
+
+
+class Operations(TorchDispatchMode):  # type: ignore[misc]
+    """Remembers what was computed or copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_rank_that_does_not_write_sends_its_part_and_copies_nothing(tmp_path):
+    fake = FakeTrainer(rank=1)
+    rank = TrainerRank(config(tmp_path), None, cast("Trainer", fake))
+    with Operations() as operations:
+        rank.begin()
+    assert fake.sent == 1
+    assert not operations.seen
+    assert not list(tmp_path.rglob("*"))
