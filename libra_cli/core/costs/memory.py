@@ -26,9 +26,9 @@ eleven cases of 2 to 6 layers of true width in bfloat16 on 1 and 8 ranks, none f
 13 %.
 
 Guarantee: within 15 % of the same tracker for whole models, to which nothing was fitted (seven
-cases, none further off than 5 %; ``tests/unit/node/model/test_memory.py``). Limit: dense models;
-what a CUDA context, its allocator and NCCL take is assumed (``TRAINER_OVERHEAD_GIB``), and the
-optimizer's step of sharded parameters was not compared.
+cases, none further off than 5 %; ``tests/unit/node/model/test_memory.py`` has two of them). Limit:
+dense models; what a CUDA context, its allocator and NCCL take is assumed
+(``TRAINER_OVERHEAD_GIB``), and the optimizer's step of sharded parameters was not compared.
 """
 
 from __future__ import annotations
