@@ -26,7 +26,7 @@ eleven cases of 2 to 6 layers of true width in bfloat16 on 1 and 8 ranks, none f
 13 %.
 
 Guarantee: within 15 % of the same tracker for whole models, to which nothing was fitted (seven
-cases, none further off than 5 %; ``tests/unit/node/model/test_memory.py`` has two of them). Limit:
+cases, none further off than 5 %; ``tests/unit/node/model/test_memory.py`` has one of them). Limit:
 dense models; what a CUDA context, its allocator and NCCL take is assumed
 (``TRAINER_OVERHEAD_GIB``), and the optimizer's step of sharded parameters was not compared.
 """

@@ -37,7 +37,7 @@ pytestmark = [
 ]
 CPU = torch.device("cpu")
 TOKENS = 8192
-MODELS = {name: PUBLISHED[f"Qwen3-{name}"] for name in ("0.6B", "1.7B", "8B", "14B")}
+MODELS = {name: PUBLISHED[f"Qwen3-{name}"] for name in ("0.6B", "1.7B", "8B", "14B", "32B")}
 
 
 def config_of(shape: Architecture) -> Any:
@@ -108,14 +108,11 @@ def tracked(shape: Architecture, world: int, choice: Choice) -> float:
 
 LAYERS = 4
 """Of true width, where whole models take minutes."""
-WHOLE: list[tuple[str, int, Choice]] = [("0.6B", 1, "full"), ("0.6B", 8, "full")]
+WHOLE: list[tuple[str, int, Choice]] = [("0.6B", 8, "full")]
 FEW: list[tuple[str, int, Choice]] = [
-    ("0.6B", 8, "none"),
-    ("1.7B", 1, "full"),
-    ("1.7B", 8, "selective"),
-    ("8B", 8, "full"),
-    ("14B", 16, "full"),
+    (model, world, "full") for model in MODELS for world in (1, 8, 16)
 ]
+FEW += [("0.6B", 8, "none"), ("1.7B", 8, "selective")]
 
 
 @pytest.mark.integration
