@@ -172,7 +172,8 @@ def test_an_aborted_turn_comes_back_with_the_tokens_it_has(bench):
             assert isinstance(cut, TurnGenerated), cut
             if cut.token_ids and cut.finish_reason == "abort":
                 break
-        assert cut.finish_reason == "abort"
+        else:
+            pytest.fail(f"no turn was cut: {cut}")
         assert 0 < len(cut.token_ids) < 450
         assert len(cut.logprobs) == len(cut.token_ids)
         assert cut.spans[-1].end == len(cut.token_ids)
