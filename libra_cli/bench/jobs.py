@@ -87,7 +87,8 @@ class Job:
 
     def work_of(self, groups: Iterable[Sequence[RecordedEpisode]]) -> Workload:
         """These groups, as the work of a step that a planner plans for."""
-        samples = tuple(episode.sample(self.max_len) for group in groups for episode in group)
+        longest = self.max_len
+        samples = tuple(episode.sample(longest) for group in groups for episode in group)
         spec = {"max_staleness": self.bound, "staleness": self.staleness}
         return Workload(
             samples,

@@ -57,8 +57,6 @@ STEPS = 24
 """Optimizer steps of a run: five times as many as may be in flight."""
 GPUS_A_GROUP = 3
 """GPUs for each group of a step: half of what other experiments have, for twice the runs."""
-RULE = "cut"
-"""The rule that makes a batch of a run that names none."""
 PARTS = 4
 """Parts of a run that have a plan each, in the clairvoyant's script."""
 SHARES = (0.25, 0.5, 0.75)
@@ -113,7 +111,7 @@ def _job(config: ExperimentConfig, trace: Trace, drift: Drift) -> Job:
         0,
         variant=str(drift),
         drift=drift,
-        staleness=RULE,
+        staleness={},  # as of a recipe that names no rule
         steps=STEPS,
         groups_per_step=max(1, config.gpus // GPUS_A_GROUP),
     )
@@ -130,7 +128,8 @@ class StaticPlans:
         played = list(islice(job.groups(), job.steps * job.groups_per_step))
         work = job.work_of(played)
         self._longest = work.longest.context
-        self.cut = sum(one.context > job.max_len for group in played for one in group)
+        longest = job.max_len
+        self.cut = sum(one.context > longest for group in played for one in group)
         self._trainers = TrainingTable(job.profile.training, work, job.gpus)
         self._degrees = [
             degree

@@ -16,10 +16,10 @@ from libra_cli.core.costs.memory import (
     rank_memory,
     server_contexts,
 )
+from libra_cli.core.costs.profile import GIB
 from libra_cli.core.launch.process import dtype_of
 from libra_cli.core.types import Plan, Slot
 
-GIB = 2.0**30
 USUAL_GIB = (24, 40, 48, 80, 94, 141, 180)
 """Memory of GPUs that people have: RTX 4090, A100, A6000 and L40S, H100, H100 NVL, H200, B200."""
 

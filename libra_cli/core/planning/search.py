@@ -9,9 +9,9 @@ server on every split is a scan.
 A plan has servers of one shape. The published planner (Libra, arXiv 2606.03077) searches mixtures
 with a dynamic program. Here, on 24 GPUs, runs that began with the best mixture by such a table had
 0.5, 6.5 and 16 % less throughput than those with equal servers (mint 1,4, taubench 4,1 and 1,4,
-two seeds), and once mixtures were priced ``MISSED`` dearer none was chosen. A recipe may ask for
-unlike servers, and ``times`` prices them so: the table takes every trajectory to reach the bucket
-of its length. A proposal says its reasons: both times, the runner-up, what binds.
+two seeds); with mixtures priced ``MISSED`` dearer the first two came out alike. A recipe may ask
+for unlike servers, and ``times`` prices them so: the table takes every trajectory to reach the
+bucket of its length. A proposal says its reasons: both times, the runner-up, what binds.
 
 Guarantee: a proposal fits, every server's weights and KV cache and every rank's share, by the
 profile; where nothing does, NothingFits names the constraint. Limit: as good as the prices; it
