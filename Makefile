@@ -18,6 +18,10 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # Tests that run side by side.
 JOBS ?= 2
 
+# Of make chaos.
+MINUTES ?= 10
+SEED ?= 0
+
 # Real vLLM and accelerate take seconds to import and minutes to start.
 FAST := not integration and not vllm
 SLOW := (integration or vllm)
@@ -25,8 +29,8 @@ SLOW := (integration or vllm)
 TORCH = $(shell grep -rlx "pytestmark = pytest.mark.vllm" tests/unit)
 TOLD := --durations 10 --durations-min 2
 
-.PHONY: help quickstart gpu-check test check fmt lint unit clients light heavy install install-dev \
-  install-test clean
+.PHONY: help quickstart gpu-check test check fmt lint audit unit clients light heavy chaos install \
+  install-dev install-test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -41,7 +45,7 @@ test: $(VENV)/.stamp-test check ## install what is missing and run everything (2
 	$(MAKE) light
 	$(MAKE) heavy
 
-check: $(VENV)/.stamp-dev lint unit ## lint, types, contracts and unit tests (under 90 seconds)
+check: $(VENV)/.stamp-dev lint unit audit ## lint, types, contracts and unit tests (under 90 seconds)
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
@@ -49,6 +53,9 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+
+audit: $(VENV)/.stamp-dev ## ask PyPI for known vulnerabilities of what is installed
+	$(BIN)/python -m tests.audit
 
 unit: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest tests/unit $(TORCH:%=--ignore=%) \
@@ -63,6 +70,9 @@ light: $(VENV)/.stamp-test clients ## integration tests that may run side by sid
 
 heavy: $(VENV)/.stamp-test ## integration tests that want every core, one after the other
 	$(BIN)/python -m pytest $(TOLD) -m "$(SLOW) and alone"
+
+chaos: $(VENV)/.stamp-test ## as root: break a real run in every way for MINUTES (10), by SEED (0)
+	$(BIN)/python -m tests.cluster.chaos --minutes $(MINUTES) --seed $(SEED)
 
 fmt: $(VENV)/.stamp-dev ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .

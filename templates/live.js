@@ -3,7 +3,9 @@
 const PERIOD_MS = 5000;
 
 async function redraw() {
-  const open = [...document.querySelectorAll("details")].map((one) => one.open);
+  const key = (one, index) => one.id || index;
+  const open = new Map([...document.querySelectorAll("details")].map((one, index) => [key(one, index), one.open]));
+  const chosen = [...document.querySelectorAll("input:checked")].map((one) => one.id);
   let note = "";
   try {
     const answer = await fetch("/", { cache: "no-store" });
@@ -11,7 +13,8 @@ async function redraw() {
     const next = new DOMParser().parseFromString(await answer.text(), "text/html");
     document.title = next.title;
     document.querySelector("main").replaceWith(next.querySelector("main"));
-    document.querySelectorAll("details").forEach((one, index) => { one.open = open[index] ?? one.open; });
+    document.querySelectorAll("details").forEach((one, index) => { one.open = open.get(key(one, index)) ?? one.open; });
+    for (const id of chosen) document.getElementById(id)?.click();
     note = "live, drawn at " + new Date().toLocaleTimeString();
   } catch (error) {
     note = "libra serve does not answer: " + error.message;

@@ -1,9 +1,11 @@
-"""What every test shares: hypothesis profiles."""
+"""What every test shares: hypothesis profiles, and the model that real runs build."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -17,4 +19,18 @@ settings.register_profile(
 # For `make check`. .ci/run has four times as many examples.
 settings.register_profile("quick", parent=settings.get_profile("ci"), max_examples=25)
 settings.register_profile("nightly", parent=settings.get_profile("ci"), max_examples=2000)
+# For an hour of nonsense at every boundary: HYPOTHESIS_PROFILE=fuzz pytest tests/unit/fuzz
+settings.register_profile(
+    "fuzz",
+    parent=settings.get_profile("ci"),
+    derandomize=False,
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "20000")),
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where hosts keep the model they build: all runs that ask for the quickstart's have it from
+    the first of them."""
+    return tmp_path_factory.mktemp("models")

@@ -47,6 +47,11 @@ class Scene(World):
         for event in kept:
             self.give(event)
 
+    def idle(self, seconds: float) -> None:
+        """Time passes in which nothing happens."""
+        self.now += seconds
+        self._heap = [(at + seconds, order, event) for at, order, event in self._heap]
+
     def until(self, condition: Callable[[], object], most: int = 20_000) -> None:
         """Let time pass until something is so."""
         for _ in range(most):

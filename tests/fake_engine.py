@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from typing import Any
 
 from libra_cli.node.rollout.connections import Connections
 from libra_cli.node.rollout.server import Server
 from libra_cli.node.rollout.turn import TurnTokens
+from libra_cli.node.unix_socket import bind_unix
+from tests.sockets import socket_path
 
 TOKEN = "the token of this run"
 
@@ -22,6 +23,7 @@ class FakeEngine:
         self.turns: dict[str, tuple[int, TurnTokens]] = {}
         self.aborted: list[str] = []
         self.changed = threading.Event()
+        self.loaded: list[str] = []
 
     @property
     def busy(self) -> bool:
@@ -48,14 +50,21 @@ class FakeEngine:
         gone = self.turns.pop(name, None)
         return None if gone is None else gone[1].answer("abort")
 
+    def prepare(self, directory: str) -> bool:
+        return True
+
+    def load(self, directory: str, label: str, *, partly: bool) -> tuple[dict[str, Any], list[Any]]:
+        self.loaded.append(label)
+        return {"paused_s": 0.1, "different": [], "untraced": []}, []
+
     def counters(self) -> dict[str, float]:
         raise RuntimeError("a bug")
 
 
-def serve(engine: FakeEngine) -> int:
-    """Return the port; in a daemon thread, since a server serves for ever."""
-    sock = socket.socket()
-    sock.bind(("127.0.0.1", 0))
+def serve(engine: FakeEngine) -> str:
+    """Return the path of its socket; in a daemon thread, since a server serves for ever."""
+    path = socket_path()
+    sock = bind_unix(path)
     server = Server(engine, Connections(sock, TOKEN))  # type: ignore[arg-type]
     threading.Thread(target=server.run, daemon=True).start()
-    return int(sock.getsockname()[1])
+    return path

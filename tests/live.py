@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import pty
 import signal
 import sqlite3
 import subprocess
@@ -19,6 +20,16 @@ from typing import Any
 import pytest
 
 LIBRA = [sys.executable, "-c", "from libra_cli.cli.main import main; main()"]
+TAKE_TERMINAL = [
+    sys.executable,
+    "-c",
+    """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY)
+os.execv(sys.argv[1], sys.argv[1:])
+""",
+]
+"""Makes its standard input the terminal of its session, and becomes what follows."""
 CHECKOUT = Path(__file__).parents[1]
 START_S = 400.0
 STEP_S = 180.0
@@ -41,6 +52,15 @@ class Live:
     home: Path
     recipe: Path
     log: Path
+    terminal: int | None = None
+    """Our side of its terminal, if it has one."""
+
+    def hang_up(self) -> None:
+        """Close its terminal, as who closes a window does."""
+        assert self.terminal is not None
+        os.close(self.terminal)
+        self.terminal = None
+        self.log = self.run_dir / "console.log"
 
     def query(self, sql: str) -> list[tuple[Any, ...]]:
         """Rows of the journal, read as any other program could."""
@@ -152,21 +172,31 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
 
 
 @contextmanager
-def live(recipe_text: str, base: Path, home: Path) -> Iterator[Live]:
-    """Start it; whatever happens, the controller is gone afterwards."""
+def live(recipe_text: str, base: Path, home: Path, *, in_terminal: bool = False) -> Iterator[Live]:
+    """Start it; whatever happens, the controller is gone afterwards.
+
+    ``in_terminal`` it has one of its own, which nobody reads.
+    """
     base.mkdir(parents=True, exist_ok=True)
     recipe, log = base / "recipe.yaml", base / "libra.log"
     recipe.write_text(recipe_text)
+    ours, theirs = pty.openpty() if in_terminal else (None, None)
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*LIBRA, "run", str(recipe)],
+            [*TAKE_TERMINAL, *LIBRA, "run", str(recipe)]
+            if in_terminal
+            else [*LIBRA, "run", str(recipe)],
             cwd=base,
             env=_environment(home),
-            stdout=output,
+            stdin=theirs,
+            stdout=output if theirs is None else theirs,
             stderr=subprocess.STDOUT,
+            start_new_session=in_terminal,
             text=True,
         )
-    started = Live(process, base, home, recipe, log)
+    if theirs is not None:
+        os.close(theirs)
+    started = Live(process, base, home, recipe, log, ours)
     try:
         databases = started.wait(
             "run directory", lambda: sorted(base.glob("runs/*/libra.db")), timeout_s=QUICK_S
@@ -177,6 +207,8 @@ def live(recipe_text: str, base: Path, home: Path) -> Iterator[Live]:
         if process.poll() is None:
             process.kill()
             process.wait()
+        if started.terminal is not None:
+            os.close(started.terminal)
 
 
 def _environment(home: Path) -> dict[str, str]:

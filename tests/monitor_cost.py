@@ -56,12 +56,12 @@ def arguments(directory: Path, port: int) -> dict[str, dict[str, Any]]:
 
 def life(steps: int) -> list[Record]:
     """Records in order; of trajectories their beginning too, and ``TOKENS`` tokens of each."""
-    ids = f"[{', '.join(['70'] * TOKENS)}]"
+    tokens = (sample_run.branch([70] * TOKENS),)
     told: list[Record] = []
     for _, record in sample_run.records(steps=steps):
         if isinstance(record, TrajectoryRecord) and record.state == "finished":
             told.append(replace(record, state="running", ended_at=None, reward=None))
-            record = replace(record, token_ids_json=ids)
+            record = replace(record, tokens=tokens)
         told.append(record)
     return told
 

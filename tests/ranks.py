@@ -84,7 +84,7 @@ def _environment(hosts: Sequence[Path], rank: int, port: int) -> dict[str, str]:
     return {
         "ACCELERATE_USE_CPU": "true",
         "GLOO_SOCKET_IFNAME": "lo",
-        "LIBRA_TOKEN_FILE": str(hosts[rank].parent / "token"),
+        "LIBRA_CREDENTIALS_FILE": str(hosts[rank].parent / "credentials.json"),
         "LOCAL_RANK": str(list(hosts[:rank]).count(hosts[rank])),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -115,7 +115,7 @@ def trainer_config(
             "model_dir": str(model_dir),
             "weights_dir": str(host / "weights"),
             "checkpoint_dir": str(host / "checkpoints"),
-            "port": 0,
+            "socket": "",
             "world_size": world,
             "trainer_incarnation": 1,
             "seed": 0,

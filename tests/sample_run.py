@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -29,6 +30,7 @@ from libra_cli.core.explanation import (
     PredictedStep,
     RunnerUp,
 )
+from libra_cli.core.types import BranchTokens, VersionSpan
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.run_directory import keep_recipe
@@ -54,6 +56,15 @@ class _World:
 
     def emit(self, *records: r.Record) -> None:
         self.out += [(self.now, record) for record in records]
+
+
+def branch(ids: Iterable[int], *spans: tuple[int, int, int], number: int = 0) -> BranchTokens:
+    """A branch of these tokens; a span is a version, where it begins and where it ends."""
+    tokens, told = array("i", ids), tuple(VersionSpan(*span) for span in spans)
+    mask, logprobs = array("b", bytes(len(tokens))), array("f", [0.0] * len(tokens))
+    for place in (place for span in told for place in range(span.start, span.end)):
+        mask[place], logprobs[place] = 1, -1.0 - place / 8
+    return BranchTokens(number, tokens, mask, logprobs, told)
 
 
 def run_record(state: str = "running", **changes: object) -> r.RunRecord:
@@ -378,8 +389,8 @@ def _trajectory(
         min_version=oldest,
         max_version=step - 1,
         spans_json=json.dumps([[oldest, 30, 30 + length]]),
-        token_ids_json="[]",
         detail="",
+        tokens=(branch([70] * (30 + length), (oldest, 30, 30 + length)),),
     )
     if attempt:
         detail = "the server died"

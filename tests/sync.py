@@ -28,8 +28,10 @@ from typing import IO, Any
 
 import torch
 
+from libra_cli.node.credentials import Credentials
 from libra_cli.node.weights.versions import ProbeResult, publish
 from libra_cli.node.weights.weight_server import WeightServer
+from libra_cli.runtime.credentials import Authority, peer_url
 from tests.netns import Network, SshHost, network
 
 TOKEN = "a-token-for-measurements"
@@ -66,12 +68,14 @@ def measure(net: Network, count: int, size: int, directory: str) -> dict[str, fl
     try:
         origin, takers = net.hosts[0], net.hosts[1 : 1 + count]
         name, written = _publish(shared / origin.name / "run", size)
+        # One certificate for all, of no host in particular.
+        told = Credentials.of(TOKEN, Authority.make().issue("any")).as_json()
         with ExitStack() as stack:
             roles = [
-                stack.enter_context(_role(host, shared / host.name / "run"))
+                stack.enter_context(_role(host, shared / host.name / "run", told))
                 for host in (origin, *takers)
             ]
-            urls = [f"http://{role.address}:{role.port}" for role in roles]
+            urls = [peer_url(role.address, role.port, "any") for role in roles]
             ours = _timed(
                 [
                     (role, {"pull": name, "sources": [*urls[1 : 1 + i], *urls[2 + i :], urls[0]]})
@@ -118,8 +122,8 @@ class _Role:
 
 
 @contextmanager
-def _role(host: SshHost, root: Path) -> Iterator[_Role]:
-    argv = [sys.executable, "-c", "from tests.sync import host; host()", str(root)]
+def _role(host: SshHost, root: Path, told: str) -> Iterator[_Role]:
+    argv = [sys.executable, "-c", "from tests.sync import host; host()", str(root), host.address]
     with subprocess.Popen(
         ["ip", "netns", "exec", host.namespace, *argv],
         stdin=subprocess.PIPE,
@@ -127,6 +131,9 @@ def _role(host: SshHost, root: Path) -> Iterator[_Role]:
         text=True,
     ) as process:
         try:
+            assert process.stdin is not None
+            process.stdin.write(told + "\n")
+            process.stdin.flush()
             yield _Role(process, host.address)
         finally:
             process.kill()
@@ -139,10 +146,10 @@ def _timed(asked: Sequence[tuple[_Role, dict[str, Any]]]) -> list[float]:
 
 def host() -> None:
     """Be a host: serve what is in a directory, and do what comes on standard input."""
-    server = WeightServer(Path(sys.argv[1]), TOKEN)
+    server = WeightServer(Path(sys.argv[1]), Credentials(**json.loads(sys.stdin.readline())))
     raw = socket.create_server(("0.0.0.0", 0), backlog=64)
     threading.Thread(target=_send_raw, args=(raw, server.root), daemon=True).start()
-    ports = [server.serve("0.0.0.0", 0), raw.getsockname()[1]]
+    ports = [server.serve(sys.argv[2], 0), raw.getsockname()[1]]
     sys.stdout.write(json.dumps(ports) + "\n")
     sys.stdout.flush()
     for line in sys.stdin:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import signal
@@ -20,7 +19,10 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from libra_cli.config.recipe import TrainingSpec
+from libra_cli.config.training import TrainingSpec
+from libra_cli.node.trainer.config import TrainerConfig
+from tests.credentials import credentials_of, url_of
+from tests.sockets import UnixConnection, socket_path
 
 TOKEN = "of-this-run"
 START_S = 120.0
@@ -32,13 +34,13 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 class World:
     """A running ``accelerate launch``."""
 
-    port: int
+    socket: str
     process: subprocess.Popen[bytes]
     log: Path
     marker: str
 
     def ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, dict[str, Any]]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=STEP_S)
+        connection = UnixConnection(self.socket)
         try:
             connection.request(method, path, body, {"Authorization": f"Bearer {TOKEN}"})
             response = connection.getresponse()
@@ -163,7 +165,7 @@ class Worker(World):
         share = {
             "worker": "gpu-01/0",
             "incarnation": 3,
-            "url": f"http://127.0.0.1:{self.side_port}",
+            "url": url_of(self.side_port),
             "version": f"v{step - 1:06d}-e0",
             "trajectories": [[group, member] for group in groups for member in range(4)],
         }
@@ -180,6 +182,7 @@ def batch(step: int, *, groups: int = 4) -> list[dict[str, Any]]:
             mask = (rng.random(length) < 0.5).astype("<i1")
             mask[0], mask[-1] = 0, 1
             logprobs = np.where(mask, -5.5 - 0.3 * rng.random(length), 0).astype("<f4")
+            reward = float(rng.random() < 0.5)
             made.append(
                 {
                     "group": group,
@@ -187,10 +190,10 @@ def batch(step: int, *, groups: int = 4) -> list[dict[str, Any]]:
                     "token_ids": rng.integers(3, 268, length).astype("<i4").tobytes(),
                     "logprobs": logprobs.tobytes(),
                     "loss_mask": mask.tobytes(),
-                    "reward": float(rng.random() < 0.5),
+                    "reward": reward,
                     "fresh": member % 2,
                     "behind": [],
-                    "baseline": [0.5, 0.5],
+                    "advantages": [[0, 2 * reward - 1]],
                 }
             )
     return made
@@ -220,13 +223,13 @@ def trainer(
     **training: Any,
 ) -> Iterator[Trainer]:
     """Start one; whatever happens, none of its processes is left afterwards."""
-    port = free_port()
+    path = socket_path()
     config = {
         "run_id": "run",
         "model_dir": str(model_dir),
         "weights_dir": str(directory / "weights"),
         "checkpoint_dir": str(directory / "checkpoints"),
-        "port": port,
+        "socket": path,
         "world_size": world_size or processes,
         "trainer_incarnation": incarnation,
         "seed": 0,
@@ -237,9 +240,8 @@ def trainer(
         "resume": None if resume is None else str(resume),
         "keep_versions": keep_versions,
     }
-    module = "libra_cli.node.trainer.main"
-    with _launched(module, directory, config, processes, precision) as (process, log):
-        yield Trainer(port, process, log, str(directory), directory / "weights" / "run")
+    with _launched("tests.patient_core", directory, config, processes, precision) as (process, log):
+        yield Trainer(path, process, log, str(directory), directory / "weights" / "run")
 
 
 @contextmanager
@@ -247,13 +249,13 @@ def worker(
     directory: Path, model_dir: Path, *, processes: int = 1, **training: Any
 ) -> Iterator[Worker]:
     """Start one; whatever happens, none of its processes is left afterwards."""
-    port, side_port = free_port(), free_port()
+    path, side_port = socket_path(), free_port()
     config = {
         "run_id": "run",
         "slot": "gpu-01/0",
         "incarnation": 3,
         "model_dir": str(model_dir),
-        "port": port,
+        "socket": path,
         "side_bind": "127.0.0.1",
         "side_port": side_port,
         "world_size": processes,
@@ -265,7 +267,7 @@ def worker(
     }
     with _launched("libra_cli.node.gradient.main", directory, config, processes) as (process, log):
         outbox = directory / "shm" / "run-gpu-01-0"
-        yield Worker(port, process, log, str(directory), side_port, outbox)
+        yield Worker(path, process, log, str(directory), side_port, outbox)
 
 
 def training_spec(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,6 +281,24 @@ def training_spec(changes: Mapping[str, Any]) -> dict[str, Any]:
     return TrainingSpec.model_validate(spec).model_dump(mode="json")
 
 
+def config_of(model_dir: Path, home: Path, training: Mapping[str, Any]) -> TrainerConfig:
+    """Of a trainer in the test's own process, with all that it writes under ``home``."""
+    return TrainerConfig(
+        run_id="run",
+        model_dir=str(model_dir),
+        weights_dir=str(home / "weights"),
+        checkpoint_dir=str(home / "checkpoints"),
+        socket="",
+        world_size=1,
+        trainer_incarnation=0,
+        seed=0,
+        dtype="float32",
+        temperature=0.9,
+        training=TrainingSpec.model_validate(training_spec(training)),
+        max_len=128,
+    )
+
+
 @contextmanager
 def _launched(
     module: str, directory: Path, config: Mapping[str, Any], processes: int, precision: str = "no"
@@ -286,12 +306,14 @@ def _launched(
     directory.mkdir()
     marker = str(directory)
     (directory / "token").write_text(TOKEN)
+    (directory / "credentials.json").write_text(credentials_of(token=TOKEN).as_json())
     (directory / "config.json").write_text(json.dumps(config))
     world = ["--num_machines", "1", "--num_processes", str(processes)]
     if processes > 1:
         world += ["--multi_gpu", "--machine_rank", "0"]
         world += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
-    argv = [sys.executable, "-m", "accelerate.commands.launch", *world]
+    argv = [sys.executable, "-m", "libra_cli.node.rendezvous", "accelerate.commands.launch"]
+    argv += world
     argv += ["--mixed_precision", precision, "--dynamo_backend", "no", "-m", module]
     env = os.environ | {
         "ACCELERATE_USE_CPU": "true",
@@ -299,6 +321,7 @@ def _launched(
         "HF_HUB_OFFLINE": "1",
         "LIBRA_RUN": marker,
         "LIBRA_TOKEN_FILE": str(directory / "token"),
+        "LIBRA_CREDENTIALS_FILE": str(directory / "credentials.json"),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(PACKAGE_ROOT),
     }

@@ -43,11 +43,6 @@ class Bench:
         self.host, self.server, self.token, self.endpoint = host, server, token, endpoint
         self._loop = loop
 
-    @property
-    def port(self) -> int:
-        """Where the server listens on the loopback."""
-        return self.endpoint.port
-
     def play(self, scene: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         return self._loop.run(asyncio.wait_for(scene(), 120))
 
@@ -95,7 +90,6 @@ async def _opened(
         on_event=lambda event: None,
     )
     try:
-        (port,) = await host.ports(21000, 21999, 1)
         facts = HostFacts(
             node="local",
             python=host.python,
@@ -106,9 +100,9 @@ async def _opened(
             address="127.0.0.1",
             cpus=os.cpu_count(),
         )
-        spec = server_process(recipe, slot, bucket, facts, port=port, model_dir=str(model_dir))
+        spec = server_process(recipe, slot, bucket, facts, model_dir=str(model_dir))
         await host.start(spec.process, spec.argv, env=dict(spec.env), files=dict(spec.files))
-        endpoint = await host.dial(port)
+        endpoint = await host.dial(facts.socket_of(spec.process))
         server = ServerClient("local/0", 0, endpoint, token)
         await server.wait_ready(timeout_s=START_S)
         yield host, server, endpoint

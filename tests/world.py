@@ -75,6 +75,8 @@ OVER_THE_WIRE = (
     e.SyncFailed,
     e.TurnGenerated,
     e.TurnFailed,
+    e.TeacherAnswered,
+    e.TeacherFailed,
     e.TrainerStarted,
     e.TrainerFailed,
     e.TrainerStopped,
@@ -119,6 +121,9 @@ class Faults:
     environment_breaks: float = 0.0
     trainer_dies: float = 0.0
     node_lost: float = 0.0
+    node_gone: float = 0.0
+    """A lost node is given up; half of those that are come back, and nothing of ours runs there."""
+    checkpoint_fails: float = 0.0
     stop_asked: float = 0.0
     repeated: float = 0.0
     replanned: float = 0.0
@@ -132,8 +137,26 @@ class Faults:
     """An agent goes on from somewhere else than the end of what it was told last."""
     written_later: float = 0.0
     """A version is complete some time after its step, or before the step's own news."""
+    kills_servers: int = 0
+    """Every so manieth group has a prompt that ends the server it is sent to; 0 for none."""
+    breaks_off: int = 0
+    """So many have one that every server answers with an error."""
+    kills_trainer: int = 0
+    """So many have tokens that end the trainer."""
+    teacher_fails: float = 0.0
+    teacher_refuses: float = 0.0
     slow: float = 0.0
     """A start, a stop or a sync takes longer than anybody waits for it."""
+
+
+def is_one_of(group: int, every: int) -> bool:
+    """Whether a fault that concerns every so manieth group concerns this one."""
+    return every > 0 and group % every == every // 2
+
+
+def taught(tokens: array[int]) -> array[float]:
+    """What the teacher of this world says of tokens: a number that tells which one it is of."""
+    return array("f", [0.0, *(-0.01 * token for token in tokens[1:])])
 
 
 @dataclass
@@ -178,7 +201,7 @@ class World:
         """The event will happen in a while."""
         self._order += 1
         if self.faults.slow and isinstance(event, MAY_BE_SLOW) and self._chance("slow"):
-            least, most = 100.0, 3000.0
+            least, most = 100.0, 1500.0
         when = self.now + self.random.uniform(least, most)
         heapq.heappush(self._heap, (when, self._order, event))
         if isinstance(event, OVER_THE_WIRE) and self._chance("repeated"):
@@ -187,15 +210,20 @@ class World:
 
     def run(self, *, most_events: int = 20_000) -> World:
         """To the end; every event is followed by the machine's own invariants."""
-        self.later(e.RunStarted())
-        while self.end is None:
+        self.play(most_events)
+        assert self.end is not None, "the machine does not come to an end"
+        assert self.machine.phase is Phase.ENDED
+        return self
+
+    def play(self, events: int) -> None:
+        """So many events, or to the end."""
+        if not self.events:
+            self.later(e.RunStarted())
+        while self.end is None and self.events < events:
             assert self._heap, f"nothing will ever happen again in {self.machine.phase}"
-            assert self.events < most_events, "the machine does not come to an end"
             self.now, _, event = heapq.heappop(self._heap)
             self.give(event)
             self._mishaps()
-        assert self.machine.phase is Phase.ENDED
-        return self
 
     def give(self, event: e.Event) -> None:
         """Hand one event over and start what the machine wants."""
@@ -207,6 +235,9 @@ class World:
     def _chance(self, name: str) -> bool:
         return bool(self.random.random() < getattr(self.faults, name))
 
+    def _is_poison(self, kind: str, group: int) -> bool:
+        return is_one_of(group, getattr(self.faults, kind))
+
     def _mishaps(self) -> None:
         servers = self.machine.servers
         if self._chance("server_dies"):
@@ -217,6 +248,11 @@ class World:
         if self._chance("node_lost") and not self._lost:
             self._lost.add("a")
             self.give(e.NodeLost("a", "cable"))
+            if self._chance("node_gone"):
+                self.later(e.NodeGone("a", "its lease has run out"), 0.5, 3.0)
+                if self.random.random() < 0.5:
+                    self.later(e.NodeBack("a", frozenset()), 4.0, 400.0)
+                return
             alive = {"server-0", "server-1", "server-0-1", "gradient-0", "gradient-1"}
             dead = self.random.sample(sorted(alive), self.random.choice((0, 0, 2, 3)))
             self.later(e.NodeBack("a", frozenset(alive - set(dead))), 0.5, 3.0)
@@ -333,18 +369,18 @@ class World:
 
     def _do_generate(self, action: a.Generate) -> None:
         assert len(action.prompt_ids) + action.max_tokens <= self.recipe.model.max_len
+        group = action.trajectory.group
+        if self._is_poison("kills_servers", group):
+            if self.random.random() < 0.5:
+                self._break_off(action, "connection reset", refused=False)
+            died = e.ServerFailed(action.slot, action.incarnation, "the engine died")
+            self.later(died, 0.3, 2.0)
+            return
+        if self._is_poison("breaks_off", group):
+            self._break_off(action, "HTTP 500", refused=False)
+            return
         if self._chance("turn_fails"):
-            refused = self._chance("refused")
-            self.later(
-                e.TurnFailed(
-                    action.request,
-                    action.trajectory,
-                    action.slot,
-                    action.incarnation,
-                    "reset",
-                    refused,
-                )
-            )
+            self._break_off(action, "reset", refused=self._chance("refused"))
             return
         count = self.random.randint(1, action.max_tokens)
         key = max(self._label.get(action.slot, action.cache_key), action.cache_key)
@@ -368,6 +404,10 @@ class World:
         )
         self._generating[action.request] = turn
         self.later(turn, 0.05, self.random.choice((2.0, 2.0, 2.0, 200.0)))
+
+    def _break_off(self, action: a.Generate, reason: str, *, refused: bool) -> None:
+        who, slot, number = action.trajectory, action.slot, action.incarnation
+        self.later(e.TurnFailed(action.request, who, slot, number, reason, refused))
 
     def _do_abort_turn(self, action: a.AbortTurn) -> None:
         """What has been generated comes back at once; the whole reply, if it comes, is late."""
@@ -424,6 +464,16 @@ class World:
     def _do_finish_episode(self, action: a.FinishEpisode) -> None:
         self.later(e.EpisodeAdvanced(action.trajectory, array("i"), (), True, 0.0))
 
+    def _do_ask_teacher(self, action: a.AskTeacher) -> None:
+        who = action.trajectory
+        if self._chance("teacher_fails"):
+            self.later(e.TeacherFailed(who, "connection refused"), 0.01, 40.0)
+        elif self._chance("teacher_refuses"):
+            self.later(e.TeacherFailed(who, "status 400", refused=True))
+        else:
+            said = tuple(taught(tokens) for tokens in action.sequences)
+            self.later(e.TeacherAnswered(who, said), 0.01, 5.0)
+
     def _do_forget_episode(self, action: a.ForgetEpisode) -> None:
         return
 
@@ -479,7 +529,16 @@ class World:
         if action.part == 1:
             self._parts = []
         self._parts += action.samples
+        if self._kills_trainer(action):
+            return
         self.later(e.Accumulated(action.incarnation, action.step, action.part), 0.01, 1.0)
+
+    def _kills_trainer(self, action: a.Accumulate | a.Train) -> bool:
+        groups = {sample.trajectory.id.group for sample in action.samples}
+        if not any(self._is_poison("kills_trainer", group) for group in groups):
+            return False
+        self.later(e.TrainerFailed(action.incarnation, "log-probabilities are not finite"))
+        return True
 
     def _share_done(self, share: a.BatchPartition) -> e.ShareDone:
         lost = self._chance("share_lost")
@@ -487,7 +546,13 @@ class World:
         return e.ShareDone(share.slot, share.incarnation, not lost, why, 10, 0.5, 0.1, 100, 0.1)
 
     def _do_train(self, action: a.Train) -> None:
-        samples = [*(self._parts if action.parts else ()), *action.samples]
+        replayed = {group.id for group in self.machine.training.replayed}
+        assert replayed <= {group for group, _ in self.trained}, "replayed before it was trained"
+        samples = [
+            sample
+            for sample in (*(self._parts if action.parts else ()), *action.samples)
+            if sample.trajectory.id.group not in replayed
+        ]
         self._check_batch(samples)
         given = {sample.trajectory.id for sample in action.samples}
         shared = [one for share in action.shares for one in share.trajectories]
@@ -497,6 +562,8 @@ class World:
             status = self.machine.workers.replicas[share.slot]
             near = [known.version for known in (status.verified, status.syncing) if known]
             assert action.held in near, "a share for a worker of another version"
+        if self._kills_trainer(action):
+            return
         path = ""
         if action.ledger is not None:
             path = f"/checkpoint/{action.incarnation}-{action.step}"
@@ -517,11 +584,18 @@ class World:
         if now is None:  # it is written behind the next step
             self.later(e.VersionPublished(action.incarnation, published), 0.5, 3.0)
         if path:
-            self.later(e.CheckpointSaved(action.incarnation, action.step, path), 1.0, 2.0)
+            self.later(self._saved(action.incarnation, action.step, path), 1.0, 2.0)
+
+    def _saved(
+        self, incarnation: int, step: int, path: str
+    ) -> e.CheckpointSaved | e.CheckpointFailed:
+        if self.faults.checkpoint_fails and self._chance("checkpoint_fails"):
+            return e.CheckpointFailed(incarnation, step, "No space left on device")
+        return e.CheckpointSaved(incarnation, step, path)
 
     def _check_batch(self, samples: Sequence[a.TrainSample]) -> None:
         """Whole groups, as many as the recipe says and no older than its rule allows."""
-        rule, size = rule_of(self.recipe.training), self.recipe.rollout.group_size
+        rule, size = rule_of(self.recipe.training), self.recipe.group_size
         parts = [(one.trajectory.id.group, one.trajectory.id.member, one.branch) for one in samples]
         assert len(parts) == len(set(parts)), "a branch of a member twice"
         own = [sample.trajectory.id for sample in samples if sample.branch is None]
@@ -529,7 +603,7 @@ class World:
         late = {group.id for group in self.machine.training.trained if group.is_rest}
         whole = Counter(who.group for who in own if who.group not in late)
         assert len(whole) == self.recipe.training.groups_per_step
-        least = rule.least_of(size) or size
+        least = min(size, rule.least_of(size) or size)
         assert all(least <= count <= size for count in whole.values())
         for sample in samples:
             oldest = sample.staleness
@@ -539,7 +613,7 @@ class World:
     def _do_checkpoint(self, action: a.Checkpoint) -> None:
         path = f"/checkpoint/{action.incarnation}-{action.step}-stop"
         self.ledgers[path] = action.ledger
-        self.later(e.CheckpointSaved(action.incarnation, action.step, path))
+        self.later(self._saved(action.incarnation, action.step, path))
 
     # -- what was seen ----------------------------------------------------------------------------
 

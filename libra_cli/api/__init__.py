@@ -1,4 +1,4 @@
-"""A run in Python, for notebooks and scripts: its steps, trajectories, turns and moves as rows.
+"""A run in Python, for notebooks and scripts: its steps, turns, moves and evaluations as rows.
 
     from libra_cli.api import load_run
 
@@ -13,6 +13,7 @@ libras. What is in ``__all__`` stays as it is from version to version; the datab
 """
 
 from libra_cli.api.rows import (
+    EvaluationRow,
     MoveRow,
     PhaseRow,
     StepRow,
@@ -24,6 +25,7 @@ from libra_cli.api.run import LoadedRun, load_run
 from libra_cli.api.table import RowTable
 
 __all__ = [
+    "EvaluationRow",
     "LoadedRun",
     "MoveRow",
     "PhaseRow",

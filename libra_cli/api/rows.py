@@ -21,6 +21,30 @@ class StepRow:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationRow:
+    """One evaluation, of weights as they were after a step."""
+
+    evaluation: int
+    """Counted from 0 over all evaluations of the run."""
+    name: str
+    step: int
+    """Of the weights at which it began."""
+    version_mean: float | None
+    """Mean step of the weights that generated its tokens."""
+    state: str
+    """running, finished or cut."""
+    started_at: float
+    ended_at: float | None
+    tasks: int
+    samples: int
+    """Trajectories of each task."""
+    failed: int
+    """Trajectories whose environment broke every time."""
+    metrics: Mapping[str, float] = field(hash=False)
+    """pass@1, pass@1/low, pass@1/high and so on, with 95 % intervals."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrajectoryRow:
     """One attempt at one trajectory; an attempt that fails is followed by another."""
 

@@ -8,11 +8,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from libra_cli.api.rows import MoveRow, PhaseRow, StepRow, ToolRow, TrajectoryRow, TurnRow
+from libra_cli.api.rows import (
+    EvaluationRow,
+    MoveRow,
+    PhaseRow,
+    StepRow,
+    ToolRow,
+    TrajectoryRow,
+    TurnRow,
+)
 from libra_cli.api.table import RowTable
 from libra_cli.config.errors import StateError
 from libra_cli.core.metric_names import step_metrics
-from libra_cli.core.records import MoveRecord, StepRecord, TurnRecord, from_metrics_json
+from libra_cli.core.records import (
+    EvaluationRecord,
+    MoveRecord,
+    StepRecord,
+    TurnRecord,
+    from_metrics_json,
+)
+from libra_cli.core.types import is_evaluation
 from libra_cli.runtime.monitors.samples import Decoder
 from libra_cli.runtime.store.reader import Reader
 
@@ -68,15 +83,22 @@ class LoadedRun:
 
     @cached_property
     def trajectories(self) -> RowTable[TrajectoryRow]:
-        """All attempts at all trajectories, by group, member and attempt."""
+        """All attempts at all trajectories, by group, member and attempt; not of evaluations."""
         with Reader(self.directory) as reader:
             return RowTable(TrajectoryRow, map(_trajectory, reader.trajectories()))
 
     @cached_property
     def turns(self) -> RowTable[TurnRow]:
-        """The turns that are over, by trajectory and in order."""
+        """The turns that are over, by trajectory and in order; not of evaluations."""
         with Reader(self.directory) as reader:
-            return RowTable(TurnRow, map(_turn, reader.rows(TurnRecord)))
+            rows = (row for row in reader.rows(TurnRecord) if not is_evaluation(row.group_id))
+            return RowTable(TurnRow, map(_turn, rows))
+
+    @cached_property
+    def evaluations(self) -> RowTable[EvaluationRow]:
+        """The evaluations, in the order in which they began."""
+        with Reader(self.directory) as reader:
+            return RowTable(EvaluationRow, map(_evaluation, reader.evaluations()))
 
     @cached_property
     def moves(self) -> RowTable[MoveRow]:
@@ -109,6 +131,22 @@ class LoadedRun:
 
 def _step(row: StepRecord) -> StepRow:
     return StepRow(row.step, row.started_at, row.ended_at, step_metrics(row), row.checkpoint)
+
+
+def _evaluation(row: EvaluationRecord) -> EvaluationRow:
+    return EvaluationRow(
+        evaluation=row.evaluation,
+        name=row.name,
+        step=row.step,
+        version_mean=row.version_mean,
+        state=row.state,
+        started_at=row.started_at,
+        ended_at=row.ended_at,
+        tasks=row.tasks,
+        samples=row.samples,
+        failed=row.failed,
+        metrics={name: value for name, value in row.metrics.items() if value is not None},
+    )
 
 
 def _trajectory(row: tuple[Any, ...]) -> TrajectoryRow:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from libra_cli.config.errors import LibraError
+from libra_cli.config.losses import keeps_reference
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import open_nodes, seats_of, shapes_of
 from libra_cli.core.costs.observed import UNCHECKED_GIB, CostEvidence, ObservedCosts
-from libra_cli.core.costs.profile import Profile, ProfileError
+from libra_cli.core.costs.profile import Profile, ProfileError, passes_of
 from libra_cli.core.launch.process import NUMBER_BYTES
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.planner import CostSource, Planner
@@ -137,14 +138,22 @@ def _as_the_recipe_trains(recipe: Recipe, costs: CostSource) -> CostSource:
     def asked(plan: Plan, evidence: CostEvidence) -> Profile:
         require_dense(_path_or_name(recipe))
         profile = costs(plan, evidence)
-        facts = replace(profile.facts, optimizer=recipe.training.optimizer)
-        if facts.gpu_gib < UNCHECKED_GIB:  # elsewhere its parameters are those of the versions
-            facts = facts.with_adapter(recipe.training.lora)
+        given, training = recipe.training, profile.training
+        facts = replace(
+            profile.facts,
+            optimizer=given.optimizer,
+            reference=keeps_reference(given.loss, given.kl_coef),
+        )
+        if facts.gpu_gib < UNCHECKED_GIB:
+            # Elsewhere its parameters are those of the versions, and its steps are the run's own,
+            # with all their passes.
+            facts = facts.with_adapter(given.lora)
+            training = replace(training, passes=passes_of(given), updates=given.updates)
         training = replace(
-            profile.training,
+            training,
             facts=facts,
-            gradient_bytes=NUMBER_BYTES[recipe.training.worker_gradients],
-            link_bandwidth=evidence.link_bandwidth or profile.training.link_bandwidth,
+            gradient_bytes=NUMBER_BYTES[given.worker_gradients],
+            link_bandwidth=evidence.link_bandwidth or training.link_bandwidth,
         )
         return replace(profile, training=training)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args, get_type_hints, is_typeddict
 
 from libra_cli.config.errors import LibraError
+from libra_cli.config.on_resume import mark_of, sections_of
 from libra_cli.config.other_names import OTHER_NAMES
 from libra_cli.config.recipe import Recipe
 
@@ -39,13 +40,25 @@ class KeyMeaning:
     meaning: str
     keys: tuple[tuple[str, str], ...] = ()
     """Of a section: its keys, each with the first sentence of its meaning."""
+    on_resume: str = ""
+    """Of a recipe: whether it may be another when a run goes on."""
     pages: tuple[tuple[str, str], ...] = ()
     """What the pages of ``libra help`` say with this key in it, as (topic, sentence)."""
 
 
 def recipe_schema() -> dict[str, Any]:
-    """Return the JSON Schema of recipes, for editors that complete and check YAML."""
-    return {"$schema": SCHEMA, **Recipe.model_json_schema(mode="validation")}
+    """Return the JSON Schema of recipes, for editors that complete and check YAML.
+
+    Editors show the description beside a key and do not look for that of what it refers to, so a
+    section's key has its section's.
+    """
+    schema = Recipe.model_json_schema(mode="validation")
+    for name, section in sections_of(Recipe).items():
+        keys = (schema if section is Recipe else schema["$defs"][name])["properties"]
+        for key in section.model_fields:
+            keys[key]["x-on-resume"] = mark_of(section, key).words
+            keys[key].setdefault("description", _meaning(keys[key], schema["$defs"]))
+    return {"$schema": SCHEMA, **schema}
 
 
 def explain(key: str, pages: Mapping[str, str]) -> list[KeyMeaning]:
@@ -89,7 +102,7 @@ def _unknown(key: str, known: Sequence[str]) -> LibraError:
 
 def recipe_keys() -> dict[str, KeyMeaning]:
     """Return what every key of a recipe means, by ``recipe:`` and its path."""
-    schema = Recipe.model_json_schema(mode="validation")
+    schema = recipe_schema()
     found = {f"recipe:{path}": one for path, one in _walk(schema, schema["$defs"], "")}
     whole = found.pop("recipe:")
     return {**found, "recipe:recipe": whole}
@@ -102,7 +115,9 @@ def _walk(node: _Schema, definitions: _Schema, path: str) -> Iterator[tuple[str,
     keys = tuple(
         (name, _first_sentence(_meaning(one, definitions))) for name, one in fields.items()
     )
-    yield path, KeyMeaning(path or "recipe", "recipe", _type(node), _default(node), meaning, keys)
+    on_resume = str(node.get("x-on-resume", ""))
+    told = (path or "recipe", "recipe", _type(node), _default(node), meaning, keys, on_resume)
+    yield path, KeyMeaning(*told)
     for name, one in fields.items():
         yield from _walk(one, definitions, f"{path}.{name}".strip("."))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,20 @@ from typing import Any
 
 from libra_cli.config.errors import HostError, LibraError, StateError
 from libra_cli.config.recipe import NodeSpec, Recipe
+from libra_cli.core.launch.process import PeerAddress
 from libra_cli.core.records import ExportRecord
 from libra_cli.report.model_card import model_card
 from libra_cli.runtime.hosts.cluster import host_of
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import newest_run, recipe_of
-from libra_cli.runtime.trainer.checkpoints import FoundCheckpoint, best_of, find_checkpoints
+from libra_cli.runtime.store.run_secrets import RunSecrets
+from libra_cli.runtime.trainer.checkpoints import (
+    FoundCheckpoint,
+    best_of,
+    find_checkpoints,
+    scored_by,
+)
 from libra_cli.runtime.trainer.model_export import ModelExports, fetch_model
 
 
@@ -60,12 +66,14 @@ async def _export(run_dir: Path, order: ExportOrder, note: Callable[[str], None]
         )
     with Reader(run_dir) as reader:
         run_id, addresses = reader.run().id, _addresses(reader, recipe)
+        evaluations = reader.evaluations()
     hosts = await _reach(recipe, run_id, note)
     try:
-        found = await find_checkpoints({node: host for node, (host, _) in hosts.items()})
+        there = await find_checkpoints({node: host for node, (host, _) in hosts.items()})
+        found = scored_by(there, evaluations, recipe.evaluation_names)
         chosen = _chosen(found, order, run_dir)
         exports = ModelExports(
-            hosts, addresses, lambda step: card_of(run_dir, step), secrets.token_urlsafe(32)
+            hosts, addresses, lambda step: card_of(run_dir, step), RunSecrets.new()
         )
         made = await exports.make(chosen, merge=order.merge)
         if order.to is not None:
@@ -76,13 +84,16 @@ async def _export(run_dir: Path, order: ExportOrder, note: Callable[[str], None]
         await asyncio.gather(*(host.transport.close() for host, _ in hosts.values()))
 
 
-def _addresses(reader: Reader, recipe: Recipe) -> dict[str, str]:
+def _addresses(reader: Reader, recipe: Recipe) -> dict[str, PeerAddress]:
     """Where the hosts reach each other, as was found when the run began."""
-    seen = {row.node: json.loads(row.facts_json or "{}") for row in reader.nodes()}
+    found = {row.node: json.loads(row.facts_json or "{}") for row in reader.nodes()}
+    own = {node: str(facts.get("address", node)) for node, facts in found.items()}
     return {
-        node.name: node.data_address
-        or node.address
-        or str(seen.get(node.name, {}).get("address", node.name))
+        node.name: PeerAddress.of(
+            node.address or own.get(node.name, node.name),
+            node.data_address or "",
+            own.get(node.name, ""),
+        )
         for node in recipe.nodes
     }
 

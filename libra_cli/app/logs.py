@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 from libra_cli.config.errors import StateError
+from libra_cli.config.secrets import masker, secrets_in
+from libra_cli.config.text import printable
 from libra_cli.runtime.hosts.cluster import transport_to
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import newest_run, recipe_of
@@ -15,6 +18,8 @@ async def logs(
     node: str, process: str | None, run_dir: Path | None, *, follow: bool, lines: int
 ) -> AsyncIterator[str]:
     """``libra logs``: the log of one process on a host, or of all of them, line by line.
+
+    What looks like a secret is masked, as in what is collected for others: logs are shown, too.
 
     Raises:
         StateError: no such run, node or process.
@@ -30,6 +35,7 @@ async def logs(
             f"{where} has no process {process or ''} on {node!r} (there: {known})",
             hint=f"libra status {where} lists the nodes",
         )
+    mask = masker(secrets_in(os.environ))
     transport = transport_to(recipe_of(where).node(node))
     await transport.connect()
     try:
@@ -37,7 +43,10 @@ async def logs(
         stream = await transport.open_stream(
             ["tail", "-n", str(lines), *flags, *(row.log for row in chosen)]
         )
-        while line := await stream.readline():
-            yield line.decode(errors="replace").rstrip("\n")
+        try:
+            while line := await stream.readline():
+                yield mask(printable(line.decode(errors="replace").rstrip("\n")))
+        finally:
+            await stream.close()
     finally:
         await transport.close()

@@ -1,8 +1,9 @@
 """``libra run --resume``: where a run that was stopped or killed goes on, and with what plan.
 
-It goes on from its newest checkpoint, with the last plan it had: its slots, joined or cut up as
-they were, each with its role. The hosts must be those of its recipe. Where the plan cannot be had
-again, a plan is made anew as for a new run, and its first reason says why.
+It goes on from its newest checkpoint that is whole on the hosts of its recipe, with the last plan
+it had: its slots, joined or cut up as they were, each with its role. Where the plan cannot be had
+again, as with other hosts, a plan is made anew as for a new run, and its first reason says why.
+Which keys of the recipe may be others is said in ``config.on_resume``.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from libra_cli.app.first_plan import explained_first_plan
+from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.config.errors import StateError
+from libra_cli.config.on_resume import changes
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.planning.controller import plan_of_record
 from libra_cli.core.planning.planner import FirstPlan
@@ -25,76 +28,79 @@ from libra_cli.runtime.store.controller_process import controller_alive
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.replay import records_in_order, slots_of_plan
 from libra_cli.runtime.store.run_directory import RECIPE, recipe_of
+from libra_cli.runtime.tasks.digests import changed_tasks
+from libra_cli.runtime.trainer.checkpoints import checkpoint_name
 
 FirstPlanOf: TypeAlias = Callable[[frozenset[str] | None], FirstPlan]
 """What a run begins with on GPUs of these names; None: before its hosts are asked."""
 GOES_ON = "goes on with plan"
 
 
-def last_checkpoint(run_dir: Path) -> LastCheckpoint:
-    """The newest checkpoint of a run, and what the run has written.
+def refuse_while_alive(run_dir: Path) -> None:
+    """Two controllers of one run would be one too many.
 
     Raises:
-        StateError: there is none, or the run is still going on.
+        StateError: the run has one, or cannot be read.
     """
     with Reader(run_dir) as reader:
         if reader.run().state in LIVE and controller_alive(reader):
             raise StateError(
                 f"{run_dir} is still running", hint=f"libra stop {run_dir}, then try again"
             )
-        saved = [step.checkpoint for step in reader.steps() if step.checkpoint]
+
+
+def last_checkpoint(run_dir: Path) -> LastCheckpoint:
+    """The checkpoints of a run by what it has written, and what that is.
+
+    Raises:
+        StateError: there can be none.
+    """
+    with Reader(run_dir) as reader:
+        steps = reader.steps()
         incarnations = [version.trainer_incarnation for version in reader.versions()]
         records = records_in_order(reader)
-    if not saved:
+    if not steps:
         raise StateError(
             f"{run_dir} has no checkpoint to go on from", hint="start it anew: libra run RECIPE"
         )
-    return LastCheckpoint(saved[-1], max(incarnations, default=0), records)
+    saved = tuple(checkpoint_name(step.checkpoint) for step in steps if step.checkpoint)
+    return LastCheckpoint(saved, max(incarnations, default=0), records)
 
 
 def continued(first: RunRecord, recipe: Recipe, run_dir: Path) -> RunRecord:
     """The row of a run that goes on: what it has reached stays told, whatever happens next.
 
     Raises:
-        StateError: the run was made from another recipe; says which hosts are gone.
+        StateError: a key is another than it was that must not be, or the tasks are others.
     """
     before = recipe_of(run_dir)
-    changed = [
-        name
-        for name in ("nodes", "model", "environment")
-        if _section(before, name) != _section(recipe, name)
-    ]
-    if changed:
-        others = ", ".join(changed) + _gone(before, recipe)
+    found = changes(_without_budgets(before), _without_budgets(recipe))
+    refused = [str(change) for change in found if change.why_not]
+    # Where a key that says which tasks there are is another, their rows have nothing to say.
+    refused = refused or changed_tasks(recipe, run_dir)
+    if refused:
+        seed = f" --seed {before.run.seed}" if before.run.seed != recipe.run.seed else ""
         raise StateError(
-            f"{run_dir} was made from a recipe with other {others}",
-            hint=f"give the recipe it was made from; what it said is in {run_dir / RECIPE}",
+            "\n".join([f"{run_dir} cannot go on with this recipe:", *refused]),
+            hint=f"as it was, it is in {run_dir / RECIPE}: libra run RECIPE --resume "
+            f"{run_dir}{seed}; or begin a new run: libra run RECIPE",
         )
     with Reader(run_dir) as reader:
         row = reader.run()
     return replace(first, step=row.step, version=row.version, started_at=row.started_at)
 
 
-_MAY_CHANGE = ("concurrency", "retries", "tool_timeout_s", "workers")
+def _without_budgets(recipe: Recipe) -> Recipe:
+    """What a judge may cost is no part of what it says: a run that was stopped by that goes on."""
 
+    def without(environment: EnvironmentSpec) -> EnvironmentSpec:
+        args = dict(environment.args)
+        if isinstance(judge := args.get("judge"), dict):
+            args["judge"] = {key: value for key, value in judge.items() if key != "budget"}
+        return environment.model_copy(update={"args": args})
 
-def _section(recipe: Recipe, name: str) -> Any:
-    """A section, without secrets, where and how long environments run, and what a judge may cost:
-    who was stopped by that goes on with more."""
-    section = recipe.model_dump(mode="json", include={name})[name]
-    if name == "environment":
-        for environment in section if isinstance(section, list) else [section]:
-            for key in _MAY_CHANGE:
-                del environment[key]
-            if isinstance(judge := environment["args"].get("judge"), dict):
-                judge.pop("budget", None)
-    return section
-
-
-def _gone(before: Recipe, recipe: Recipe) -> str:
-    now = {node.name for node in recipe.nodes}
-    gone = [node.name for node in before.nodes if node.name not in now]
-    return f" (gone: {', '.join(gone)})" if gone else ""
+    environments = tuple(without(environment) for environment in recipe.environment)
+    return recipe.model_copy(update={"environment": environments})
 
 
 def plan_to_go_on_with(recipe: Recipe, run_dir: Path) -> FirstPlanOf:
@@ -120,11 +126,17 @@ def _why_anew(before: Recipe, recipe: Recipe, plans: list[PlanRecord]) -> str:
     if not plans:
         return "the run has none"
     said = {
+        "nodes": (_shape(before), _shape(recipe)),
         "rollout.buckets": (before.rollout.buckets, recipe.rollout.buckets),
         "training.backend": (before.training.backend, recipe.training.backend),
     }
     changed = [name for name, (then, now) in said.items() if then != now]
     return f"{' and '.join(changed)} changed since plan {plans[-1].plan}" if changed else ""
+
+
+def _shape(recipe: Recipe) -> list[tuple[object, ...]]:
+    """What of the hosts a plan depends on."""
+    return [(node.name, node.gpus, node.slots, node.pool) for node in recipe.nodes]
 
 
 def _kept(reader: Reader, recipe: Recipe, row: PlanRecord) -> FirstPlan:

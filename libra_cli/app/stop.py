@@ -10,10 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from libra_cli.config.errors import LibraError, StateError
-from libra_cli.config.recipe import Recipe
+from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.records import RunRecord
 from libra_cli.runtime.hosts.cluster import host_of
-from libra_cli.runtime.store.controller_process import controller_alive, process_started
+from libra_cli.runtime.store.controller_process import (
+    controller_alive,
+    controller_is_here,
+    process_started,
+)
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import recipe_of
 
@@ -32,8 +36,8 @@ def stop(run_dir: Path, *, at_once: bool, note: Callable[[str], None]) -> list[s
     """
     with Reader(run_dir) as reader:
         row, alive = reader.run(), controller_alive(reader)
-        home = str(reader.meta.get("host"))
-    if alive and home != os.uname().nodename:
+        home, here = str(reader.meta.get("host")), controller_is_here(reader)
+    if alive and not here:
         raise StateError(
             f"{run_dir} was started on {home}, and only there its controller can be told to stop",
             hint=f"on {home}: libra stop {run_dir}",
@@ -73,11 +77,14 @@ def _await_end(row: RunRecord, run_dir: Path) -> None:
 
 
 async def _stop_remains(recipe: Recipe, run_id: str) -> list[str]:
-    left: list[str] = []
-    for node in recipe.nodes:
-        host = host_of(node)
-        try:
-            left += [f"{node.name}: {line}" for line in await host.stop_remains(run_id)]
-        except LibraError as error:
-            left.append(f"{node.name}: {error}")
-    return left
+    """On all hosts at once: one that does not answer keeps nothing going elsewhere."""
+    found = await asyncio.gather(*(_left_on(node, recipe, run_id) for node in recipe.nodes))
+    return [line for lines in found for line in lines]
+
+
+async def _left_on(node: NodeSpec, recipe: Recipe, run_id: str) -> list[str]:
+    try:
+        return [f"{node.name}: {line}" for line in await host_of(node).stop_remains(run_id)]
+    except LibraError as error:
+        lease = f"its lease of {recipe.run.lease_s:g} s ends what runs there"
+        return [f"{node.name}: {error}; {lease}"]

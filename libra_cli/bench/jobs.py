@@ -16,11 +16,12 @@ from libra_cli.bench.bounds import ServerShape, least_makespan
 from libra_cli.bench.clairvoyance import TOLD, Scripted, Told
 from libra_cli.bench.contenders import Future, contender
 from libra_cli.bench.results import ResultRow, Timeline
-from libra_cli.config.recipe import Recipe, TrainingSpec
+from libra_cli.config.recipe import Recipe
+from libra_cli.config.training import TrainingSpec
 from libra_cli.core import actions as a
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.costs.workload import BatchExtras, TrajectorySample, Workload
 from libra_cli.core.planning.baselines import STATIC, first_layout, planner_of
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.planner import DecisionMaker
@@ -70,6 +71,7 @@ class Job:
     steps: int = STEPS
     groups_per_step: int = GROUPS
     group_size: int = GROUP_SIZE
+    oversample: int = 0
     bound: int = STALENESS
     staleness: str | Mapping[str, object] = "hold"
 
@@ -82,7 +84,7 @@ class Job:
     def workload(self) -> Workload:
         """What is known before the run: other draws from the same tasks, as they are at first."""
         first = replace(self.drift, factors=self.drift.factors[:1], task=None)
-        groups = first.groups(self.trace, f"plan/{self.seed}", size=self.group_size, number=1)
+        groups = first.groups(self.trace, f"plan/{self.seed}", size=self.members, number=1)
         return self.work_of(islice(groups, self.groups_per_step))
 
     def work_of(self, groups: Iterable[Sequence[RecordedEpisode]]) -> Workload:
@@ -97,12 +99,18 @@ class Job:
             late=(rule := rule_of(TrainingSpec.model_validate(spec))).late,
             group_size=self.group_size,
             holders=rule.holders(self.group_size),
+            extras=BatchExtras(surplus=self.oversample / self.group_size),
         )
 
     def coming(self, step: int) -> Workload:
         """The work that may be in flight after this step, of the recorded future."""
         first, last = (round(at * self.groups_per_step) for at in (step, step + self.overlap))
         return self.work_of(islice(self.groups(), first, last))
+
+    @property
+    def members(self) -> int:
+        """Trajectories that a group begins with."""
+        return self.group_size + self.oversample
 
     @property
     def overlap(self) -> float:
@@ -113,7 +121,7 @@ class Job:
         """The groups of the run, changed as the drift says."""
         number = self.steps * self.groups_per_step
         name = f"run/{self.seed}"
-        return self.drift.groups(self.trace, name, size=self.group_size, number=number)
+        return self.drift.groups(self.trace, name, size=self.members, number=number)
 
 
 def longest_of(profile: Profile, gpus: int) -> Tokens:
@@ -207,6 +215,7 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
             "model": {"path": "/simulated", "max_len": job.max_len},
             "rollout": {
                 "group_size": job.group_size,
+                "oversample": job.oversample,
                 "max_turns": 1_000_000,
                 "max_turn_tokens": job.max_len - 1,
             },
@@ -290,8 +299,8 @@ def _row(job: Job, world: World) -> ResultRow:
 
 def _bound_s(job: Job, world: World) -> Seconds | None:
     """The least makespan of what was trained, under a plan that stays and a rule that trains whole
-    groups."""
-    if job.layout is None or job.staleness != "hold":
+    groups, all whose members are known before."""
+    if job.layout is None or job.staleness != "hold" or job.oversample:
         return None
     shapes = [
         ServerShape(job.profile.servers[b.tensor_parallel], b.servers, b.max_num_seqs)

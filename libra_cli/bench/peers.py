@@ -26,6 +26,7 @@ from typing import Any
 import yaml
 
 from libra_cli.bench.config import Progress
+from libra_cli.bench.results import Interval, interval
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
 from libra_cli.runtime.recipes.loader import load_recipe
@@ -37,6 +38,7 @@ WARM_STEPS = 3
 SUCCESS, SMOOTHED = 0.7, 5
 """Learning has come this far when the mean reward of the last ``SMOOTHED`` steps is ``SUCCESS``."""
 TIMEOUT_S = 3600.0
+CONTENDERS = ("libra", "trl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,40 @@ class PeerRow:
     """From launch until it had learned as much as ``SUCCESS`` says."""
     reward: float
     """Mean over the last ``SMOOTHED`` steps."""
+    area: float
+    """Mean over all steps."""
+    rewards: Sequence[float]
+    """Of every step, the mean of its batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDifference:
+    """libra's number less its peer's, in the mean over the seeds that both ran."""
+
+    latency_s: float
+    number: str
+    seeds: int
+    mean: float
+    ci95: Interval | None
+
+
+def differences(rows: Sequence[PeerRow]) -> list[PeerDifference]:
+    """What libra learned more than its peer, paired by seed; none where only one of them ran."""
+    found = {(row.contender, row.latency_s, row.seed): row for row in rows}
+    told = []
+    for latency_s in sorted({row.latency_s for row in rows}):
+        pairs = [
+            (row, found["trl", latency_s, row.seed])
+            for row in rows
+            if (row.contender, row.latency_s) == ("libra", latency_s)
+            and ("trl", latency_s, row.seed) in found
+        ]
+        for number in ("reward", "area") if pairs else ():
+            values = [getattr(ours, number) - getattr(theirs, number) for ours, theirs in pairs]
+            told.append(
+                PeerDifference(latency_s, number, len(pairs), fmean(values), interval(values))
+            )
+    return told
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +100,24 @@ class _Played:
 
 
 def peers(
-    recipe: Path, *, latencies: Sequence[float], seeds: int, steps: int, progress: Progress
+    recipe: Path,
+    *,
+    latencies: Sequence[float],
+    seeds: Sequence[int],
+    steps: int,
+    contenders: Sequence[str] = CONTENDERS,
+    progress: Progress,
 ) -> list[PeerRow]:
     """Run them all.
 
     Raises:
         LibraError: the recipe does not fit, or a run failed.
     """
+    if foreign := set(contenders) - set(CONTENDERS):
+        raise LibraError(
+            f"there is no contender {', '.join(sorted(foreign))}",
+            hint=f"--contenders {','.join(CONTENDERS)}",
+        )
     plan = load_recipe(recipe)
     if plan.environment_labels != ("pointer-chase",) or plan.model.build is None:
         raise LibraError(
@@ -81,14 +128,15 @@ def peers(
     with tempfile.TemporaryDirectory(prefix="libra-peers-") as name:
         model_dir = _built(plan, Path(name))
         for latency_s in latencies:
-            for seed in range(seeds):
-                place = Path(name) / f"{latency_s}-{seed}"
-                progress(f"libra, tools of {latency_s:g} s, seed {seed}")
-                played = _libra(recipe, place / "libra", latency_s, seed, steps)
-                rows.append(_row("libra", latency_s, seed, played))
-                progress(f"trl, tools of {latency_s:g} s, seed {seed}")
-                played = _trl(plan, model_dir, place / "trl", latency_s, seed, steps)
-                rows.append(_row("trl", latency_s, seed, played))
+            for seed in seeds:
+                for contender in contenders:
+                    progress(f"{contender}, tools of {latency_s:g} s, seed {seed}")
+                    place = Path(name) / f"{contender}-{latency_s}-{seed}"
+                    if contender == "libra":
+                        played = _libra(recipe, place, latency_s, seed, steps)
+                    else:
+                        played = _trl(plan, model_dir, place, latency_s, seed, steps)
+                    rows.append(_row(contender, latency_s, seed, played))
     return rows
 
 
@@ -106,6 +154,8 @@ def _row(contender: str, latency_s: float, seed: int, played: _Played) -> PeerRo
         first_s=ends[0] - played.began,
         success_s=None if reached is None else ends[reached + SMOOTHED - 1] - played.began,
         reward=fmean(rewards[-SMOOTHED:]),
+        area=fmean(rewards),
+        rewards=rewards,
     )
 
 

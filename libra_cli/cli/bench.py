@@ -321,6 +321,8 @@ def peers(
     ] = "0",
     steps: Annotated[int, typer.Option(min=5, help="Optimizer steps of a run.")] = 40,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each.")] = 1,
+    first_seed: Annotated[int, typer.Option(min=0, help="The seed of the first run.")] = 0,
+    contenders: Annotated[str, typer.Option(help="Who runs, separated by commas.")] = "libra,trl",
     json_file: Json = None,
 ) -> None:
     """libra and TRL's GRPOTrainer for real, one after the other: leave the machine to them."""
@@ -335,7 +337,14 @@ def peers(
                 f"--latencies: {latencies!r} is no list of seconds", hint="--latencies 0,0.02"
             ) from error
         with _working() as progress:
-            found = compare(recipe, latencies=waits, seeds=seeds, steps=steps, progress=progress)
+            found = compare(
+                recipe,
+                latencies=waits,
+                seeds=range(first_seed, first_seed + seeds),
+                steps=steps,
+                contenders=contenders.split(","),
+                progress=progress,
+            )
         _show_report(peers_report(found), json_file)
 
 

@@ -7,30 +7,25 @@ the user.
 from __future__ import annotations
 
 import asyncio
-import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from libra_cli import __version__
-from libra_cli.cli import completion, hosts
+from libra_cli.cli import completion, hosts, operations
 from libra_cli.cli.bench import bench
 from libra_cli.cli.collect import collect
 from libra_cli.cli.completion import RunDir
 from libra_cli.cli.explain import explain
-from libra_cli.cli.help import show_help
 from libra_cli.cli.init import init
+from libra_cli.cli.pages.help import show_help
+from libra_cli.cli.run import attach, run
 from libra_cli.cli.serve import serve
+from libra_cli.cli.show import show
 from libra_cli.cli.terminal import err, errors_told, out
 
-if TYPE_CHECKING:
-    from libra_cli.config.recipe import Recipe
-    from libra_cli.core.launch.dry_run import HostPlan
-    from libra_cli.core.launch.process import ProcessSpec
-
-STOPPED = 4
 app = typer.Typer(
     help="Agentic RL post-training on plain GPU machines: a list of SSH hosts and one recipe.",
     no_args_is_help=True,
@@ -40,10 +35,15 @@ app = typer.Typer(
 app.command()(init)
 app.command()(hosts.doctor)
 app.command()(hosts.setup)
+app.command()(operations.ps)
+app.command()(operations.gc)
+app.command()(run)
+app.command()(attach)
 app.command()(collect)
 app.command()(explain)
 app.command("help")(show_help)
 app.command()(serve)
+app.command()(show)
 app.add_typer(bench, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object; libra help status.")]
@@ -62,82 +62,6 @@ def _main(
     ] = False,
 ) -> None:
     """Agentic RL post-training on plain GPU machines."""
-
-
-@app.command()
-def run(
-    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be started where; start nothing.")
-    ] = False,
-    resume: Annotated[
-        Path | None, typer.Option(help="Go on from the last checkpoint of this run directory.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Instead of run.seed.")] = None,
-) -> None:
-    """Run a complete agentic RL job on the recipe's hosts."""
-    from libra_cli.app import run as commands
-    from libra_cli.runtime.store.run_directory import new_run_dir
-
-    with errors_told():
-        loaded, told = commands.plan_of(recipe, resume)
-        if dry_run:
-            lines = [f"plan: {reason}" for reason in told.plan.reasons]
-            lines += [f"memory: {line}" for line in told.memory]
-            lines += [f"tasks: {line}" for line in told.tasks]
-            for line in lines:
-                out.print(line, markup=False, soft_wrap=True, highlight=False)
-            for host in told.hosts:
-                _print_host(host)
-            commands.check_parts(loaded)
-            return
-        if seed is not None:
-            spec = loaded.run.model_copy(update={"seed": seed})
-            loaded = loaded.model_copy(update={"run": spec})
-        run_dir = resume or new_run_dir(loaded)
-        _run(loaded, recipe, run_dir, resume=resume is not None)
-
-
-def _run(recipe: Recipe, path: Path, run_dir: Path, *, resume: bool) -> None:
-    from libra_cli.app import run as commands
-    from libra_cli.app.status import status
-    from libra_cli.report.terminal.console import final_view
-    from libra_cli.report.terminal.progress import Progress
-    from libra_cli.runtime.store.reader import Reader
-
-    with Progress(out, name=run_dir.name) as progress:
-        report = commands.run(
-            recipe,
-            path,
-            run_dir,
-            resume=resume,
-            watch=progress.on,
-            note=progress.note,
-        )
-    with Reader(run_dir) as reader:
-        told, steps = status(run_dir), reader.steps()
-    out.print(final_view(told, steps, report=report))
-    if told["run"]["state"] == "stopped":
-        again = f" --resume {run_dir}" if told["checkpoint"] else ""
-        out.print(f"go on with: libra run {path}{again}", highlight=False, soft_wrap=True)
-        raise typer.Exit(STOPPED)
-
-
-def _print_host(host: HostPlan) -> None:
-    roles = ", ".join(f"{slot.id} {role}" for slot, role in host.slots)
-    out.print(f"\n[bold]{host.node.name}[/] ({host.node.reach}): {roles}", highlight=False)
-    for spec in host.processes:
-        _print_process(spec)
-
-
-def _print_process(spec: ProcessSpec) -> None:
-    ports = ", ".join(f"{what} {port}" for what, port in spec.ports.items())
-    title = f"  {spec.process}" + (f"  (ports, or the next free ones: {ports})" if ports else "")
-    out.print(title, style="bold", markup=False, soft_wrap=True, highlight=False)
-    for name, value in spec.env.items():
-        line = f"    {name}={shlex.quote(value)}"
-        out.print(line, style="dim", markup=False, soft_wrap=True, highlight=False)
-    out.print(f"    {shlex.join(spec.argv)}", markup=False, soft_wrap=True, highlight=False)
 
 
 @app.command()
@@ -261,7 +185,7 @@ def export(
         int | None, typer.Option(min=0, help="Of this step; the last checkpoint if left out.")
     ] = None,
     best: Annotated[
-        bool, typer.Option("--best", help="Of the checkpoint with the highest mean reward.")
+        bool, typer.Option("--best", help="Of the best, by evaluation or mean reward.")
     ] = False,
     to: Annotated[
         Path | None, typer.Option(help="Copy it into this directory on this machine.")
@@ -284,6 +208,44 @@ def export(
     out.print(where, markup=False, highlight=False, soft_wrap=True)
 
 
+@app.command("eval")
+def evaluate(
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_DIR | MODEL",
+            help="A run's best model, of those it has made, or a model's directory.",
+            autocompletion=completion.run_directories,
+        ),
+    ],
+    recipe: Annotated[Path, typer.Argument(help="Its hosts play its evaluations.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The result; here if left out.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Of a run: the model of this step.")
+    ] = None,
+) -> None:
+    """Play the evaluations of a recipe with a model: servers only, nothing is trained."""
+    from libra_cli.app.evaluate import command
+    from libra_cli.report.evaluations import evaluation_table
+
+    with errors_told():
+        with err.status("evaluating") as status:
+            found = command.evaluate(
+                target,
+                recipe,
+                output,
+                step=step,
+                told=lambda row: status.update(
+                    f"{row.name}: {row.finished + row.failed} of {row.tasks * row.samples}"
+                ),
+                note=lambda text: err.print(text, markup=False, highlight=False),
+            )
+        out.print(evaluation_table(found.evaluations))
+    out.print(str(found.path), markup=False, highlight=False, soft_wrap=True)
+
+
 @app.command()
 def stop(
     run_dir: Annotated[
@@ -296,7 +258,7 @@ def stop(
     from libra_cli.app import stop as commands
 
     with errors_told():
-        left = commands.stop(run_dir, at_once=now, note=lambda text: err.print(text))
+        left = commands.stop(run_dir, at_once=now, note=lambda text: err.print(text, markup=False))
     for line in left:
         err.print(f"not proved gone: {line}", style="red", markup=False, soft_wrap=True)
     if left:

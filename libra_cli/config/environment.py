@@ -1,12 +1,15 @@
-"""The sections of a recipe that say what is played: environments with their tasks, and agents."""
+"""The sections of a recipe that say what is played and who helps: environments with their tasks,
+evaluations, agents, and a teacher."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, JsonValue, SecretStr
+from pydantic import BaseModel, BeforeValidator, Field, JsonValue, SecretStr, field_validator
 
 from libra_cli.config.fields import STRICT, Count, Positive, one_or_several
+from libra_cli.config.on_resume import ALL_MAY_CHANGE, MAY_CHANGE, OnResume, fixed
 
 
 def _as_workers(value: Any) -> Any:
@@ -18,6 +21,7 @@ class WorkersSpec(BaseModel):
     controller, and dies with all that it has leaked; in short, ``workers: 4``."""
 
     model_config = STRICT
+    on_resume: ClassVar[OnResume] = MAY_CHANGE
 
     processes: Positive = 4
     """How many of them work at the same time, on each node."""
@@ -29,10 +33,11 @@ class TaskSourceSpec(BaseModel):
     """Where tasks are read from: rows of one file, or of the files of one split in a directory."""
 
     model_config = STRICT
+    on_resume: ClassVar[OnResume] = fixed("which group has which task follows from it")
 
-    path: str
+    path: Annotated[str, MAY_CHANGE]
     """A file .jsonl, .jsonl.gz, .json or .parquet, or a directory of such, relative to the recipe;
-    one row is one task."""
+    one row is one task. Of a run that goes on it may lie elsewhere, with the same rows."""
     split: str | None = None
     """In a directory: the files of this name, with or without a number. In a file: the rows whose
     split or extra_info.split it is, or the key of a .json. Null: train in a directory, else all."""
@@ -48,17 +53,18 @@ class McpServerSpec(BaseModel):
     """A server of tools that speaks MCP, the Model Context Protocol, over streamable HTTP."""
 
     model_config = STRICT
+    on_resume: ClassVar[OnResume] = fixed("the policy was trained with these tools")
 
-    url: str
+    url: Annotated[str, MAY_CHANGE]
     """Where it is, for example http://127.0.0.1:8000/mcp."""
     name: str = ""
     """If it is given, the model knows the server's tools as NAME_TOOL."""
-    headers: dict[str, str] = {}
+    headers: Annotated[dict[str, str], MAY_CHANGE] = {}
     """Sent with every request; {NAME} in a value is that one of ``environment.secrets``."""
 
 
-def _listed(key: str, kind: type[BaseModel]) -> BeforeValidator:
-    """One or several of a kind; a string stands for one with this ``key``."""
+def listed(key: str, kind: type[BaseModel]) -> BeforeValidator:
+    """Take one or several of a kind; a string stands for one with this ``key``."""
     accepted: Any = str | kind
 
     def mappings(value: Any) -> Any:
@@ -73,33 +79,90 @@ class EnvironmentSpec(BaseModel):
     which each group of trajectories plays one."""
 
     model_config = STRICT
+    on_resume: ClassVar[OnResume] = fixed(
+        "the policy was trained in it, on tasks that the checkpoint counts"
+    )
 
     name: str = "pointer-chase"
     """A shipped environment, an entry point of group ``libra.environments``, or module:attr."""
-    label: str | None = None
+    label: Annotated[str | None, MAY_CHANGE] = None
     """What metrics call it, where there are several. Null: its name, with a number if needed."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Its share of the groups is this over the sum of all weights."""
     args: dict[str, JsonValue] = {}
     """Keyword arguments of its factory."""
-    tasks: Annotated[tuple[TaskSourceSpec, ...], _listed("path", TaskSourceSpec)] = ()
+    tasks: Annotated[tuple[TaskSourceSpec, ...], listed("path", TaskSourceSpec)] = ()
     """A path, a mapping with the keys below, or a list of either. None: the environment makes
     them."""
-    tool_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    tool_timeout_s: Annotated[float, Field(gt=0), MAY_CHANGE] = 10.0
     """How long a tool call, a reset or a score may take."""
-    retries: Count = 3
+    retries: Annotated[Count, MAY_CHANGE] = 3
     """Fresh attempts at a trajectory whose environment or server broke. Of several, the most."""
-    concurrency: Positive = 64
+    concurrency: Annotated[Positive, MAY_CHANGE] = 64
     """The most calls into it that run at the same time in the controller, without workers."""
     workers: Annotated[
         WorkersSpec | None,
         BeforeValidator(_as_workers, json_schema_input_type=Positive | WorkersSpec | None),
+        MAY_CHANGE,
     ] = None
     """Null: in the controller's process, each call in a thread. A number: in processes."""
-    mcp: Annotated[tuple[McpServerSpec, ...], _listed("url", McpServerSpec)] = ()
+    mcp: Annotated[tuple[McpServerSpec, ...], listed("url", McpServerSpec)] = ()
     """Servers of more tools: a URL, a mapping with the keys below, or a list of either."""
-    secrets: dict[str, SecretStr] = {}
+    secrets: Annotated[dict[str, SecretStr], MAY_CHANGE] = {}
     """NAME: ${VARIABLE} of the controller's environment; the factory gets them as ``secrets``."""
+
+
+class EvaluationSpec(BaseModel):
+    """What is played beside training to measure the policy, and never trained on: one mapping, or a
+    list of several. The same servers play it, with what training leaves of their seats."""
+
+    model_config = STRICT
+    on_resume: ClassVar[OnResume] = ALL_MAY_CHANGE
+
+    name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)] = (
+        None
+    )
+    """What status, reports and metrics call it. Null: its environment's label or name, or held-out,
+    with a number if needed."""
+    environment: EnvironmentSpec | None = None
+    """The environment to play. Null: the run's own."""
+    tasks: Annotated[tuple[TaskSourceSpec, ...], listed("path", TaskSourceSpec)] = ()
+    """Files of tasks for the run's own environment, which are not those that it trains on. None:
+    its environment makes them, by the seed below."""
+    num_tasks: Annotated[int, Field(ge=1, le=1_000_000)] = 64
+    """How many tasks are played: the first so many. Intervals narrow with its square root."""
+    samples: Annotated[int, Field(ge=1, le=1024)] = 4
+    """Trajectories of each task: pass@k is known up to this k."""
+    seed: Count = 1_000_000
+    """Draws its tasks: the same ones in runs of any run.seed, and not those of training."""
+    every: Count | None = None
+    """Steps from one evaluation to the next; 0: none but those below. Null:
+    training.checkpoint_every, so that each checkpoint has its evaluation."""
+    at_start: bool = True
+    """Evaluate the policy that the run begins with."""
+    at_end: bool = True
+    """Evaluate the last one; the run ends when that is done."""
+    temperature: Annotated[float, Field(ge=0.0, le=5.0)] = 1.0
+    """Sampling temperature; 0 takes the likeliest token."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Nucleus sampling: the share of probability that is sampled from. It may be below 1 here."""
+    success: float = 1.0
+    """A trajectory whose reward is at least this passes."""
+
+
+def evaluation_names(specs: Sequence[EvaluationSpec]) -> tuple[str, ...]:
+    """What each is called, all different."""
+    names: list[str] = []
+    for one in specs:
+        played = one.environment
+        first = (
+            one.name or (played and (played.label or played.name.replace(":", "."))) or "held-out"
+        )
+        name, number = first, 2
+        while name in names:
+            name, number = f"{first}-{number}", number + 1
+        names.append(name)
+    return tuple(names)
 
 
 class AgentSpec(BaseModel):
@@ -107,6 +170,7 @@ class AgentSpec(BaseModel):
     HTTP, as it would ask OpenAI or Anthropic. Exactly one of function, command and external."""
 
     model_config = STRICT
+    on_resume: ClassVar[OnResume] = MAY_CHANGE
 
     function: str | None = None
     """module:name of a function that is called with task, base_url, api_key and model, and returns
@@ -134,3 +198,40 @@ class AgentSpec(BaseModel):
     """Where commands run: names of nodes. None: on the controller."""
     concurrency: Positive = 64
     """The most agents that libra runs at the same time, on each node."""
+
+
+class TeacherSpec(BaseModel):
+    """A model on a vLLM server of yours, which says how likely it finds every token that the policy
+    has generated; ``training.loss: distill`` makes the policy's distribution that of the teacher.
+    It has the policy's tokenizer, which is checked."""
+
+    model_config = STRICT
+    on_resume: ClassVar[OnResume] = MAY_CHANGE
+
+    url: str
+    """The base URL, for example http://gpu-09:8000/v1; /completions is added. The controller must
+    reach it."""
+    model: str | None = None
+    """The model's name at the server. Null: the first that the server lists."""
+    api_key: SecretStr | None = None
+    """The server's key, as ${VARIABLE} of the controller's environment. Null: none is sent."""
+    kl_coef: Annotated[float, Field(gt=0.0)] = 1.0
+    """A token's advantage is this times log(teacher / policy), the reverse KL divergence at the
+    token with the sign turned. Tinker's kl_penalty_coef, prime-rl's teacher_tau."""
+    advantage_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    """What is added to it: so much of the advantage by ``training.advantage``, which is of rewards.
+    0 leaves rewards out of the loss. prime-rl's adv_tau."""
+    concurrency: Positive = 32
+    """The most requests at the same time."""
+    timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
+    """How long a request may take before it is tried again."""
+    patience_s: Annotated[float, Field(gt=0.0)] = 1800.0
+    """A run in which the teacher has answered nothing for so long ends as failed, to be resumed.
+    Until then trajectories wait for it, and status says so."""
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, value: str) -> str:
+        if not value.startswith(("http://", "https://")):
+            raise ValueError(f"must begin with http:// or https://, got {value!r}")
+        return value

@@ -74,6 +74,10 @@ class TrainerError(LibraError):
     """The trainer refused a step or failed in one."""
 
 
+class TeacherError(LibraError):
+    """The teacher cannot be reached, refuses, or is not one for this policy."""
+
+
 class WeightsError(LibraError):
     """A weight version is incomplete or damaged, or a server does not compute with it."""
 
@@ -98,6 +102,10 @@ class StateError(LibraError):
 
 class IllegalMove(Exception):
     """A bug in libra: a forbidden transition, which changed nothing; the message has the past."""
+
+
+NONSENSE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What reading an answer, a file or a message of an unexpected shape may raise."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

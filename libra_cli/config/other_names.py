@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 OTHER_NAMES: Mapping[str, str] = {
+    "adv_tau": "teacher.advantage_coef",
     "batch_size": "training.groups_per_step",
     "beta": "training.kl_coef",
     "data": "environment.tasks",
+    "entropy_coeff": "training.entropy_coef",
     "gpu_memory_utilization": "rollout.gpu_memory",
     "kl": "training.kl_coef",
     "kl_loss_coef": "training.kl_coef",
     "logger": "run.monitors",
+    "kl_penalty_coef": "teacher.kl_coef",
     "loss_type": "training.loss",
     "lr": "training.learning_rate",
     "max_completion_length": "rollout.max_turn_tokens",
@@ -19,14 +22,20 @@ OTHER_NAMES: Mapping[str, str] = {
     "model_name_or_path": "model.path",
     "n_gpus_per_node": "nodes.gpus",
     "num_generations": "rollout.group_size",
+    "num_iterations": "training.epochs",
+    "ppo_epochs": "training.epochs",
+    "ppo_mini_batch_size": "training.minibatches",
     "report_to": "run.monitors",
     "reward_funcs": "environment.args",
     "save_steps": "training.checkpoint_every",
+    "teacher_model": "teacher",
+    "teacher_tau": "teacher.kl_coef",
     "tensor_model_parallel_size": "rollout.buckets.tensor_parallel",
     "total_training_steps": "run.steps",
     "train_batch_size": "training.groups_per_step",
     "train_files": "environment.tasks",
     "trainer": "training",
+    "use_kl_in_reward": "training.kl_in_reward",
 }
 """Their keys, and what people call them for short. Near in meaning, not in every
 detail: ``libra explain`` tells of libra's."""

@@ -9,13 +9,11 @@ as ``gpu-[01-06]``. A ``Recipe`` that exists keeps all rules between fields (``c
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
-    AliasChoices,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     JsonValue,
     SerializerFunctionWrapHandler,
@@ -24,12 +22,21 @@ from pydantic import (
     model_validator,
 )
 
-from libra_cli.config.environment import AgentSpec, EnvironmentSpec
+from libra_cli.config.environment import (
+    AgentSpec,
+    EnvironmentSpec,
+    EvaluationSpec,
+    TaskSourceSpec,
+    TeacherSpec,
+    evaluation_names,
+    listed,
+)
 from libra_cli.config.fields import STRICT, Count, Positive, as_tuple
+from libra_cli.config.on_resume import MAY_CHANGE, UNSAID, OnResume, fixed
 from libra_cli.config.rules import RuleError, problems_between_fields
+from libra_cli.config.training import ReplaySpec, TrainingSpec
 
 PoolName: TypeAlias = Literal["rollout", "train", "hybrid", "auto"]
-Optimizer: TypeAlias = Literal["adamw", "adamw_offload"]
 
 ToolFormatName: TypeAlias = Literal[
     "auto",
@@ -50,7 +57,6 @@ ToolFormatName: TypeAlias = Literal[
 LOCAL = "local"
 """The host name of this machine, which is reached over pipes instead of SSH."""
 
-_Beta: TypeAlias = Annotated[float, Field(ge=0.0, lt=1.0)]
 _Share: TypeAlias = Annotated[float, Field(gt=0.0, le=1.0)]
 _Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 _HostName: TypeAlias = Annotated[
@@ -89,14 +95,20 @@ _Named: TypeAlias = dict[str, dict[str, JsonValue] | None]
 
 class _Model(BaseModel):
     model_config = STRICT
+    on_resume: ClassVar[OnResume] = UNSAID
+    """Of the keys without a mark of their own; a section without it marks each of its keys."""
 
 
 class RunSpec(_Model):
     """The run's name, length and place."""
 
+    on_resume = MAY_CHANGE
+
     name: _Name = "run"
     """The beginning of the run directory's name."""
-    seed: Count = 0
+    seed: Annotated[
+        Count, fixed("it draws the tasks, and those not yet trained would be others")
+    ] = 0
     """Seeds tasks, sampling, the small model and the trainer."""
     steps: Positive = 100
     """Number of optimizer steps."""
@@ -117,6 +129,8 @@ class RunSpec(_Model):
 
 class NodeSpec(_Model):
     """One host: how to reach it, its GPUs, and what its slots may do."""
+
+    on_resume = MAY_CHANGE
 
     host: _HostName
     """``local``, an alias of ~/.ssh/config, a name or an address."""
@@ -218,6 +232,8 @@ class NodeSpec(_Model):
 class ModelBuild(_Model):
     """A small Qwen3 that libra builds and trains on demonstrations."""
 
+    on_resume = fixed("the checkpoint is of the model that was built")
+
     task: Literal["pointer-chase"] = "pointer-chase"
     """The environment of the demonstrations."""
     seed: Count = 0
@@ -231,13 +247,15 @@ class ModelBuild(_Model):
 class ModelSpec(_Model):
     """The policy model; exactly one of path and build."""
 
-    path: str | None = None
+    on_resume = fixed("the policy was trained with it")
+
+    path: Annotated[str | None, fixed("the checkpoint is of this model")] = None
     """A Hugging Face model directory, the same on every host."""
-    build: ModelBuild | None = None
+    build: Annotated[ModelBuild | None, fixed("the checkpoint is of this model")] = None
     """Build a small model instead."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], MAY_CHANGE] = "auto"
     """auto is bfloat16 on GPUs, float32 without."""
-    max_len: Annotated[int, Field(ge=32)] = 1024
+    max_len: Annotated[int, Field(ge=32), MAY_CHANGE] = 1024
     """The most tokens of a trajectory, prompt and tool returns included."""
     template_args: dict[str, JsonValue] = {}
     """Arguments of its chat template, for example {enable_thinking: false}."""
@@ -247,6 +265,8 @@ class ModelSpec(_Model):
 
 class BucketSpec(_Model):
     """A group of rollout servers of one shape; buckets are ordered from short to long."""
+
+    on_resume = MAY_CHANGE
 
     name: _Name = "all"
     """The bucket's name in logs and reports."""
@@ -262,17 +282,72 @@ class BucketSpec(_Model):
     """The bucket is for trajectories with at most so many tokens left. Null: model.max_len."""
 
 
+class OverlongSpec(_Model):
+    """What becomes of trajectories that a limit has cut, and of those that come near model.max_len:
+    ``mask``, a ``penalty`` with its ``buffer``, or both."""
+
+    on_resume = MAY_CHANGE
+
+    mask: bool = False
+    """Leave truncated trajectories out of the loss; their rewards still count in their group. TRL's
+    mask_truncated_completions, DAPO's overlong filtering."""
+    penalty: Annotated[float, Field(ge=0.0)] = 0.0
+    """What a trajectory of model.max_len tokens loses of its reward (DAPO's soft overlong
+    punishment, arXiv 2503.14476; its value there is 1)."""
+    buffer: Count = 0
+    """Tokens before model.max_len from which on the penalty rises from 0, in proportion."""
+
+
+class CurriculumSpec(_Model):
+    """Tasks that teach are played more often, by the run's own success: ``{}`` for the defaults.
+    Rewards are taken for success rates, so they should be between 0 and 1."""
+
+    on_resume = MAY_CHANGE
+
+    low: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """A task at which the policy was no better than this is too hard for now."""
+    high: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """A task at which it was at least this good is too easy for now."""
+    revisit: Annotated[int, Field(ge=2)] = 4
+    """A task that is too hard or too easy is played in every so manieth round."""
+    tasks: Annotated[
+        Positive | None, fixed("what is known of each task is known by its place among them")
+    ] = None
+    """How many tasks there are to go through, again and again: the first ones of the stream. Null:
+    all rows of environment.tasks; of an environment that makes its tasks it must be said."""
+
+
 class RolloutSpec(_Model):
     """How trajectories are generated."""
 
+    on_resume = MAY_CHANGE
+
     backend: str = "vllm"
     """What serves them: ``vllm``, an entry point of ``libra.rollout_backends``, or module:attr."""
-    group_size: Annotated[int, Field(ge=2)] = 8
+    group_size: Annotated[
+        int, Field(ge=2), fixed("groups that were begun have so many trajectories")
+    ] = 8
     """Trajectories of one prompt, whose rewards are compared with one another."""
+    oversample: Count = 0
+    """Trajectories of each group that are started beyond group_size: the first that end are
+    trained, the others are stopped. Batches come sooner, and the longest are trained less often."""
+    dynamic_sampling: bool = False
+    """Groups in which all rewards are the same are not trained, and the next prompts take their
+    places of the batch (DAPO, arXiv 2503.14476; verl's filter_groups)."""
+    max_refills: Positive = 10
+    """dynamic_sampling: batches' worth of such groups from one step to the next; then the step is
+    taken with them, and the run warns. verl's max_num_gen_batches, which ends the run."""
+    curriculum: Annotated[
+        CurriculumSpec | None, fixed("which group has which task follows from it")
+    ] = None
+    """Play the tasks more often that the policy solves sometimes. Null: all tasks in their order.
+    """
+    overlong: OverlongSpec = OverlongSpec()
+    """Trajectories that are cut by a limit, or nearly are; {} changes nothing."""
     temperature: Annotated[float, Field(gt=0.0, le=5.0)] = 1.0
     """Sampling temperature; the loss scales logits by the same."""
     top_p: _Share = 1.0
-    """Nucleus sampling: the share of probability that is sampled from."""
+    """Nucleus sampling: the share of probability that is sampled from. Only 1 can be trained on."""
     max_turns: Positive = 16
     """The most turns of a trajectory."""
     max_turn_tokens: Positive = 512
@@ -287,160 +362,15 @@ class RolloutSpec(_Model):
     vllm_args: tuple[str, ...] = ()
     """Extra arguments of every server."""
 
-
-StalenessRule: TypeAlias = Literal["hold", "late", "soft", "cut", "token"]
-
-
-def _as_rule(value: Any) -> Any:
-    return {"rule": value} if isinstance(value, str) else value
-
-
-class StalenessSpec(_Model):
-    """The rule that makes a batch: a name, or the name as ``rule`` with its arguments. What each
-    guarantees is in ``core.rollout.staleness``."""
-
-    rule: StalenessRule | None = None
-    """hold waits for groups that would get too old, late a little later, soft and token never; cut
-    closes them with the members that are finished. token bounds the age of each token instead.
-    Null: cut, and hold where max_staleness is 0."""
-    versions: Positive | None = None
-    """late: how many versions over max_staleness a group may be. Null: 1."""
-    least: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """cut: the share of a group that must be finished before it is closed. Null: 0.5."""
-    rest: Literal["later", "drop"] | None = None
-    """cut: members that are not finished are trained later, or dropped. Null: later."""
-    over: Literal["mask", "weight"] | None = None
-    """token: leave tokens over max_staleness out of the loss, or let them weigh at most 1. Null:
-    mask."""
-
-    @property
-    def masks(self) -> bool:
-        """Whether tokens over the bound are left out of the loss."""
-        return self.rule == "token" and self.over != "weight"
-
-    @property
-    def weighs(self) -> bool:
-        """Whether tokens over the bound have an importance weight of at most 1."""
-        return self.rule == "token" and self.over == "weight"
-
-
-ExportChoice: TypeAlias = Literal["last", "best"]
-
-
-class ExportSpec(_Model):
-    """Which checkpoints are made Hugging Face directories, on a host that trains."""
-
-    at_end: Annotated[
-        tuple[ExportChoice, ...],
-        BeforeValidator(as_tuple, json_schema_input_type=ExportChoice | list[ExportChoice]),
-    ] = ("last", "best")
-    """Of a run that finishes: the last checkpoint, the best by mean reward, or neither: []."""
-    every: Count = 0
-    """Checkpoints from one export to the next while the run goes on; 0 is none. All of them stay,
-    each as large as the model."""
-    merge: bool = False
-    """Of a run with training.lora: write the model with the adapter in it, not the adapter."""
-
-
-LoraTarget: TypeAlias = Literal[
-    "all-linear", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
-]
-
-
-class LoraSpec(_Model):
-    """A low-rank adapter (arXiv 2106.09685), by PEFT; rank and alpha have TRL's defaults."""
-
-    rank: Annotated[int, Field(ge=1, le=512)] = 16
-    """Rows of A and columns of B, where a matrix W of the model becomes W + alpha / rank B A."""
-    alpha: Positive = 32
-    """How much the adapter weighs, divided by rank."""
-    target_modules: Annotated[
-        tuple[LoraTarget, ...],
-        BeforeValidator(as_tuple, json_schema_input_type=LoraTarget | list[LoraTarget]),
-        Field(min_length=1),
-    ] = ("all-linear",)
-    """Which matrices of every layer have one: all-linear is all but the output layer."""
-
-
-def _with_old_name(schema: dict[str, Any]) -> None:
-    old = {"type": "string", "deprecated": True, "description": "The old name of loss."}
-    schema["properties"]["algorithm"] = old
-
-
-class TrainingSpec(_Model):
-    """Asynchronous GRPO (arXiv 2402.03300)."""
-
-    model_config = ConfigDict(json_schema_extra=_with_old_name)
-
-    loss: Annotated[str, Field(validation_alias=AliasChoices("loss", "algorithm"))] = "grpo"
-    """A shipped loss, an entry point of group ``libra.losses``, or module:attr; what one is and
-    where it must be installed is in ``node.losses.protocol``. The key's old name is algorithm."""
-    loss_args: dict[str, JsonValue] = {}
-    """Keyword arguments of the loss; those below reach it too."""
-    backend: str = "accelerate"
-    """What trains: ``accelerate``, an entry point of ``libra.trainer_backends``, or module:attr."""
-    groups_per_step: Positive = 16
-    """Prompts in the global batch, each with a group of trajectories."""
-    optimizer: Optimizer = "adamw"
-    """adamw, or adamw_offload: the same steps with its moments in the memory of the host, which
-    frees half of what a GPU holds for each parameter and moves 16 bytes of each every step."""
-    learning_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 1e-6
-    """AdamW's learning rate."""
-    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
-    """AdamW's decay rates of the first and second moments."""
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    """AdamW's decoupled weight decay."""
-    warmup_steps: Count = 0
-    """Steps over which the learning rate rises linearly; it is constant afterwards."""
-    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
-    """PPO's clip range: the probability ratio is clipped below at 1 - clip_low."""
-    clip_high: Annotated[float, Field(gt=0.0)] = 0.28
-    """The ratio is clipped above at 1 + clip_high; DAPO's "clip-higher" (arXiv 2503.14476)."""
-    tis_cap: Annotated[float, Field(ge=1.0)] = 2.0
-    """Cap of the truncated importance weight, the ratio of trainer to rollout probability."""
-    kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    """Weight of the KL term towards the first policy; 0 keeps no reference model."""
-    max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
-    """The gradient's L2 norm is clipped to this."""
-    normalize_std: bool = True
-    """Divide a group's advantages by its standard deviation; Dr. GRPO (2503.20783) does not."""
-    micro_batch_tokens: Positive = 8192
-    """The most tokens of one forward pass; a longer trajectory is a pass by itself."""
-    activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    """What a backward pass computes again: nothing, what is between matrix products, or each layer.
-    auto is full on GPUs, none without."""
-    max_staleness: Count = 1
-    """Versions that a token may be behind the step that trains on it; 0 is on-policy. How strictly
-    it is kept is the matter of staleness."""
-    staleness: Annotated[
-        StalenessSpec,
-        BeforeValidator(_as_rule, json_schema_input_type=StalenessRule | StalenessSpec),
-    ] = StalenessSpec()
-    """The rule that makes a batch: hold, late, soft, cut, token, or {rule: NAME, ARGUMENT: ...}."""
-    checkpoint_every: Positive = 10
-    """Steps between checkpoints; the last step always has one."""
-    keep_checkpoints: Positive = 2
-    """How many checkpoints stay on disk, besides the best by the mean reward of 10 steps."""
-    export: ExportSpec = ExportSpec()
-    """When the model is written for use elsewhere; ``libra export`` does so at any time."""
-    sharding: Literal["auto", "fsdp2", "ddp"] = "auto"
-    """auto is FSDP2 on GPUs, data parallel without."""
-    dp_shard_size: Annotated[int, Field(ge=2)] | None = None
-    """FSDP2: ranks that hold one replica of the model and its optimizer together, a host's or a
-    multiple of it or an equal part; a trainer to which it does not fit is one replica. Null: those
-    of a host, where several hosts train with as many ranks each and a host has the memory for it;
-    else all. The name is accelerate's, and dp_replicate_size is the number of replicas."""
-    worker_gradients: Literal["float32", "bfloat16"] = "float32"
-    """How gradient workers send theirs; bfloat16 is half the bytes. Sums are float32 either way."""
-    lora: LoraSpec | None = None
-    """Train an adapter and leave the model's weights as they are: {} for one with the defaults.
-    Null: all weights are trained. An adapter wants a learning rate about 10 times as high."""
-    stream: bool = False
-    """Begin a step on the groups that are finished while others are still played."""
+    def most_filtered(self, groups_per_step: int) -> int:
+        """How many groups dynamic sampling may filter from one step to the next."""
+        return self.max_refills * groups_per_step if self.dynamic_sampling else 0
 
 
 class WeightSyncSpec(_Model):
     """How a new weight version reaches the servers."""
+
+    on_resume = MAY_CHANGE
 
     directory: str | None = None
     """Where hosts keep versions. Null: /dev/shm/libra-<user>."""
@@ -451,11 +381,13 @@ class WeightSyncSpec(_Model):
     what it is at the first version that a process loads. With a number, the probe alone decides
     about tensors that cannot be found in the server, as with a quantized one."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
-    """How long a host may take to pull a version."""
+    """How long a host may go without a byte of a version that it pulls."""
 
 
 class LengthsSpec(_Model):
     """What trajectories are expected to be like, before any was played. All are means."""
+
+    on_resume = MAY_CHANGE
 
     generated: Annotated[float, Field(ge=1.0)]
     """Tokens that the policy generates in a trajectory."""
@@ -471,6 +403,8 @@ class LengthsSpec(_Model):
 
 class PlannerSpec(_Model):
     """Who decides on the roles of slots."""
+
+    on_resume = MAY_CHANGE
 
     kind: Literal["libra", "fixed"] = "libra"
     """libra moves hybrid slots when that is predicted to pay; fixed moves them only on orders."""
@@ -492,6 +426,8 @@ class PlannerSpec(_Model):
 class SchedulerSpec(_Model):
     """Who decides on the server of a turn."""
 
+    on_resume = MAY_CHANGE
+
     policy: Literal[
         "libra",
         "round-robin",
@@ -509,6 +445,8 @@ class SchedulerSpec(_Model):
 class Recipe(_Model):
     """All settings of one run."""
 
+    on_resume = MAY_CHANGE
+
     run: RunSpec = RunSpec()
     nodes: Annotated[tuple[NodeSpec, ...], Field(min_length=1)]
     model: ModelSpec
@@ -520,10 +458,29 @@ class Recipe(_Model):
             | Annotated[list[EnvironmentSpec], Field(min_length=1)],
         ),
         Field(min_length=1),
+        fixed("groups are dealt out to the environments in turn"),
     ] = (EnvironmentSpec(),)
     agent: AgentSpec | None = None
+    demonstrations: Annotated[
+        tuple[TaskSourceSpec, ...],
+        listed("path", TaskSourceSpec),
+        fixed("which conversations are left follows from them"),
+    ] = ()
+    """Conversations to imitate, with ``training.loss: sft`` and in place of environments and
+    rollout: a path, a mapping with the keys of ``environment.tasks``, or a list of either."""
+    teacher: TeacherSpec | None = None
+    evaluation: Annotated[
+        tuple[EvaluationSpec, ...],
+        BeforeValidator(
+            lambda value: () if value is None else _as_several(value),
+            json_schema_input_type=EvaluationSpec | list[EvaluationSpec] | None,
+        ),
+        Field(max_length=256),
+    ] = ()
     rollout: RolloutSpec = RolloutSpec()
     training: TrainingSpec = TrainingSpec()
+    replay: ReplaySpec | None = None
+    """Train groups again that were trained before. Null: each once."""
     weight_sync: WeightSyncSpec = WeightSyncSpec()
     planner: PlannerSpec = PlannerSpec()
     scheduler: SchedulerSpec = SchedulerSpec()
@@ -555,6 +512,26 @@ class Recipe(_Model):
             labels.append(label)
         return tuple(labels)
 
+    @property
+    def evaluation_names(self) -> tuple[str, ...]:
+        """What each evaluation is called, all different."""
+        return evaluation_names(self.evaluation)
+
+    def evaluation_every(self, entry: int) -> int:
+        """Steps between evaluations of an entry of the list; 0: none."""
+        every = self.evaluation[entry].every
+        return self.training.checkpoint_every if every is None else every
+
+    def environments_of(self, entry: int) -> tuple[tuple[EnvironmentSpec, ...], tuple[str, ...]]:
+        """The environments that an evaluation plays, and their labels."""
+        spec = self.evaluation[entry]
+        if spec.environment is not None:
+            return (spec.environment,), (spec.environment.label or spec.environment.name,)
+        if spec.tasks:
+            own = self.environment[0].model_copy(update={"tasks": spec.tasks})
+            return (own,), self.environment_labels
+        return self.environment, self.environment_labels
+
     def node(self, name: str) -> NodeSpec:
         """Return the node of a name.
 
@@ -574,4 +551,9 @@ class Recipe(_Model):
     @property
     def trajectories_per_step(self) -> int:
         """The global batch in trajectories."""
-        return self.training.groups_per_step * self.rollout.group_size
+        return self.training.groups_per_step * self.group_size
+
+    @property
+    def group_size(self) -> int:
+        """Trajectories of one prompt; a demonstration stands alone."""
+        return 1 if self.demonstrations else self.rollout.group_size

@@ -12,11 +12,17 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from libra_cli.config.advantages import ADVANTAGES, BY_TURN, WHOLE_BATCH
 from libra_cli.config.errors import did_you_mean
+from libra_cli.config.losses import DISTILL, SFT
 
 if TYPE_CHECKING:
     from libra_cli.config.environment import AgentSpec
-    from libra_cli.config.recipe import NodeSpec, Recipe, RolloutSpec, StalenessSpec, TrainingSpec
+    from libra_cli.config.recipe import NodeSpec, Recipe, RolloutSpec
+    from libra_cli.config.training import StalenessSpec, TrainingSpec
+
+_UNDISCOUNTED = ADVANTAGES.shipped.keys() - BY_TURN
+"""Estimators that have no use for ``training.gamma``; one of a user's may have."""
 
 MAX_RANGE = 4096
 """The most hosts that a range may name; more are a typing error."""
@@ -35,6 +41,7 @@ RESERVED_VLLM_FLAGS = frozenset(
         "--middleware",
         "--model",
         "--port",
+        "--socket",
         "--scheduling-policy",
         "--seed",
         "--served-model-name",
@@ -47,6 +54,15 @@ RESERVED_VLLM_FLAGS = frozenset(
 )
 """Flags that libra sets itself, or of vLLM's own HTTP server, which is not started."""
 
+_PLAYED = ("environment", "agent", "evaluation", "replay", "rollout", "scheduler", "teacher")
+"""Sections that are for what the policy plays."""
+_PLAYED_IN_TRAINING = (
+    *("loss_args", "kl_coef", "kl_estimator", "entropy_coef", "stream", "staleness"),
+    *("advantage", "gamma", "scale_rewards"),
+    *("sampler_correction", "tis_cap", "tis_floor", "clip_low", "clip_high"),
+)
+"""Keys of ``training`` that are for what is played: rewards, and ratios to who generated a token.
+One that has its default is not given."""
 _RANGE = re.compile(r"\[([^\[\]]*)\]")
 _PART = re.compile(r"^(\d+)(?:-(\d+))?$")
 
@@ -80,13 +96,129 @@ def problems_between_fields(recipe: Recipe) -> Iterator[Problem]:
     yield from _cluster_problems(recipe)
     yield from _model_problems(recipe)
     yield from _agent_problems(recipe)
+    yield from _evaluation_problems(recipe)
     yield from _bucket_problems(recipe)
     yield from _vllm_problems(recipe.rollout)
+    yield from _sampling_problems(recipe.rollout)
+    yield from _overlong_problems(recipe)
+    yield from _curriculum_problems(recipe)
     yield from _staleness_problems(recipe.training.staleness)
+    yield from _advantage_problems(recipe.training)
     yield from _lora_problems(recipe.training)
+    yield from _replay_problems(recipe)
+    yield from _balance_problems(recipe.training)
+    yield from _update_problems(recipe.training)
+    yield from _elastic_problems(recipe)
     yield from _worker_problems(recipe)
+    yield from _imitation_problems(recipe)
+    yield from _teacher_problems(recipe)
     for name, arguments in recipe.run.monitors.items():
         yield from _argument_problems(f"run.monitors.{name}", arguments)
+
+
+def _imitation_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Demonstrations without their loss, and keys that mean nothing beside them."""
+    loss, imitates = recipe.training.loss, bool(recipe.demonstrations)
+    if imitates != (loss == SFT):
+        given = "is given" if imitates else "names no file"
+        yield Problem(
+            ("training.loss", "demonstrations"),
+            f"is {loss!r}, and demonstrations {given}: loss sft learns from demonstrations, all "
+            "others from what the policy plays",
+        )
+    if not imitates:
+        return
+    for key in _PLAYED:
+        if getattr(recipe, key) != type(recipe).model_fields[key].default:
+            yield Problem(
+                (key, "demonstrations"),
+                "means nothing in a run on demonstrations, which plays nothing: leave it out",
+            )
+    training = recipe.training
+    for key in _PLAYED_IN_TRAINING:
+        if getattr(training, key) != type(training).model_fields[key].default:
+            yield Problem(
+                (f"training.{key}", "demonstrations"),
+                "means nothing to loss sft, the cross-entropy of demonstrations: leave it out",
+            )
+
+
+def _teacher_problems(recipe: Recipe) -> Iterator[Problem]:
+    """A teacher without its loss, and what tokens that it has judged cannot go with."""
+    teacher, training, rollout = recipe.teacher, recipe.training, recipe.rollout
+    if (teacher is not None) != (training.loss == DISTILL) and not recipe.demonstrations:
+        given = "is given" if teacher is not None else "is missing"
+        yield Problem(
+            ("training.loss", "teacher"),
+            f"is {training.loss!r}, and teacher {given}: loss distill learns from the model at "
+            "teacher: {url: http://HOST:8000/v1}, no other loss does",
+        )
+    if teacher is None:
+        return
+    if _SECRET_IN_URL.search(teacher.url):
+        yield Problem(
+            ("teacher.url",),
+            "has a secret in it, and this is no place for one; teacher.api_key is, as "
+            "${TEACHER_API_KEY}",
+        )
+    if rollout.temperature != 1.0:
+        yield Problem(
+            ("rollout.temperature", "teacher"),
+            f"is {rollout.temperature:g}, and the teacher's log-probabilities are at temperature "
+            "1: the two could not be compared; leave it out, which is 1",
+        )
+    if rollout.dynamic_sampling:
+        yield Problem(
+            ("rollout.dynamic_sampling", "teacher"),
+            "leaves out groups in which all rewards are the same, and a teacher teaches by them as "
+            "by others: leave it out",
+        )
+
+
+def _sampling_problems(rollout: RolloutSpec) -> Iterator[Problem]:
+    """Samplers that the loss does not compute with."""
+    if rollout.top_p < 1:
+        yield Problem(
+            ("rollout.top_p",),
+            f"is {rollout.top_p}, and the trainer gives every token its probability among all, "
+            "so that ratios of the two would be off by what is cut away: leave it out, which is 1",
+        )
+
+
+def _overlong_problems(recipe: Recipe) -> Iterator[Problem]:
+    """A penalty that nobody could get, or that everybody gets."""
+    overlong, most = recipe.rollout.overlong, recipe.model.max_len
+    if (overlong.penalty > 0) != (overlong.buffer > 0):
+        yield Problem(
+            ("rollout.overlong", "rollout.overlong.penalty", "rollout.overlong.buffer"),
+            f"has the penalty {overlong.penalty} and a buffer of {overlong.buffer} tokens, and one "
+            f"does nothing without the other: {{penalty: 1.0, buffer: {most // 4}}}",
+        )
+    if overlong.buffer >= most:
+        yield Problem(
+            ("rollout.overlong.buffer", "model.max_len"),
+            f"is {overlong.buffer}, and model.max_len is {most}: a trajectory would lose reward "
+            f"from its first token on; {most // 4} is usual",
+        )
+
+
+def _curriculum_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Bounds between which nothing lies, and a pool whose size nobody knows."""
+    curriculum = recipe.rollout.curriculum
+    if curriculum is None:
+        return
+    if curriculum.low >= curriculum.high:
+        yield Problem(
+            ("rollout.curriculum.low", "rollout.curriculum.high"),
+            f"is {curriculum.low}, and high is {curriculum.high}: no task lies between them",
+        )
+    own = [one.name for one in recipe.environment if not one.tasks]
+    if own and curriculum.tasks is None:
+        yield Problem(
+            ("rollout.curriculum.tasks", "environment"),
+            f"is not said, and {own[0]!r} makes its tasks without an end: name how many of them "
+            "are to be played again and again, for example 1024",
+        )
 
 
 def _argument_problems(key: str, value: Any) -> Iterator[Problem]:
@@ -126,12 +258,54 @@ def _node_problems(key: str, node: NodeSpec) -> Iterator[Problem]:
                 )
 
 
+def _evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Evaluations that would play what is trained on, or have nothing to play."""
+    for index, one in enumerate(recipe.evaluation):
+        key = f"evaluation[{index}]"
+        if one.tasks and one.environment is not None:
+            yield Problem(
+                (f"{key}.tasks", f"{key}.environment"),
+                "are for the run's own environment, and this evaluation has another: name them in "
+                f"{key}.environment.tasks",
+            )
+        elif recipe.agent is not None and (one.tasks or one.environment is not None):
+            yield Problem(
+                (f"{key}.{'tasks' if one.tasks else 'environment'}", "agent"),
+                "is another than the agent's: an agent is evaluated on its own environment only",
+            )
+        elif one.tasks and len(recipe.environment) > 1:
+            yield Problem(
+                (f"{key}.tasks", "environment"),
+                f"are for one environment, and the run has {len(recipe.environment)}: name one in "
+                f"{key}.environment",
+            )
+        elif one.environment is None and not one.tasks:
+            yield from _same_task_problems(key, recipe)
+
+
+def _same_task_problems(key: str, recipe: Recipe) -> Iterator[Problem]:
+    for number, environment in enumerate(recipe.environment):
+        if environment.tasks:
+            yield Problem(
+                (f"{key}.tasks", f"environment[{number}].tasks"),
+                f"are missing, and {environment.name} would be evaluated on the tasks that it "
+                "trains on: name files of others",
+            )
+            return
+
+
 def _worker_problems(recipe: Recipe) -> Iterator[Problem]:
     known = [node.name for node in recipe.nodes]
-    for index, environment in enumerate(recipe.environment):
+    named = [(f"environment[{index}]", one) for index, one in enumerate(recipe.environment)]
+    named += [
+        (f"evaluation[{index}].environment", one.environment)
+        for index, one in enumerate(recipe.evaluation)
+        if one.environment is not None
+    ]
+    for key, environment in named:
         for name in environment.workers.nodes if environment.workers else ():
             if name not in known:
-                yield _unknown_node(f"environment[{index}].workers.nodes", name, known)
+                yield _unknown_node(f"{key}.workers.nodes", name, known)
 
 
 def _cluster_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -160,7 +334,7 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
             ("model", "model.path", "model.build"),
             f"needs exactly one of path and build, {given} given",
         )
-    if rollout.max_turn_tokens >= model.max_len:
+    if rollout.max_turn_tokens >= model.max_len and not recipe.demonstrations:
         yield Problem(
             ("rollout.max_turn_tokens", "model.max_len"),
             f"is {rollout.max_turn_tokens}, but model.max_len is {model.max_len}: "
@@ -282,6 +456,55 @@ def _staleness_problems(staleness: StalenessSpec) -> Iterator[Problem]:
             )
 
 
+def _advantage_problems(training: TrainingSpec) -> Iterator[Problem]:
+    """Scales that an estimator does not have, and what cannot be known before a batch is whole."""
+    whole, scale = training.advantage in WHOLE_BATCH, training.scale_rewards
+    if whole and scale not in (None, "batch"):
+        yield Problem(
+            ("training.scale_rewards", "training.advantage"),
+            f"is {scale}, but {training.advantage} normalises over the batch: leave it out",
+        )
+    if training.gamma != 1.0 and training.advantage in _UNDISCOUNTED:
+        yield Problem(
+            ("training.gamma", "training.advantage"),
+            f"is {training.gamma:g}, but advantage: {training.advantage} weighs a trajectory as a "
+            f"whole: leave it out, or name one of {' and '.join(sorted(BY_TURN))}",
+        )
+    if training.stream and (whole or scale == "batch"):
+        key = "advantage" if whole else "scale_rewards"
+        yield Problem(
+            ("training.stream", f"training.{key}"),
+            f"is true, but training.{key}: {getattr(training, key)} needs the whole batch before "
+            "the step begins: leave one of the two out",
+        )
+
+
+def _balance_problems(training: TrainingSpec) -> Iterator[Problem]:
+    if training.loss == "tba" and training.kl_coef > 0:
+        yield Problem(
+            ("training.kl_coef", "training.loss"),
+            f"is {training.kl_coef}, but the loss tba has a KL term of its own: leave it out and "
+            "set loss_args: {beta: ...}",
+        )
+
+
+def _replay_problems(recipe: Recipe) -> Iterator[Problem]:
+    replay, training = recipe.replay, recipe.training
+    if replay is None:
+        return
+    if replay.groups > replay.capacity:
+        yield Problem(
+            ("replay.groups", "replay.capacity"),
+            f"is {replay.groups}, but only replay.capacity = {replay.capacity} are kept",
+        )
+    if training.staleness.masks:
+        yield Problem(
+            ("replay", "training.staleness"),
+            "cannot go with the staleness rule token, which leaves old tokens out of the loss: "
+            "write staleness: {rule: token, over: weight}, or another rule",
+        )
+
+
 def _lora_problems(training: TrainingSpec) -> Iterator[Problem]:
     targets = training.lora.target_modules if training.lora else ()
     if "all-linear" in targets and len(targets) > 1:
@@ -296,6 +519,60 @@ def _lora_problems(training: TrainingSpec) -> Iterator[Problem]:
             ("training.export.merge", "training.lora"),
             "is true, but training.lora is null: there is no adapter to merge",
         )
+
+
+def _update_problems(training: TrainingSpec) -> Iterator[Problem]:
+    """Several updates of a batch that cannot be had."""
+    if training.minibatches > training.groups_per_step:
+        yield Problem(
+            ("training.minibatches", "training.groups_per_step"),
+            f"is {training.minibatches}, but a batch of {training.groups_per_step} groups is split "
+            "by groups: lower the first or raise the second",
+        )
+    if training.stream and training.updates > 1:
+        yield Problem(
+            ("training.stream", "training.minibatches", "training.epochs"),
+            f"adds up the gradients of one update while trajectories are played, but a batch has "
+            f"{training.updates}: leave it out, or have one minibatch and one epoch",
+        )
+    yield from _term_problems(training)
+
+
+def _term_problems(training: TrainingSpec) -> Iterator[Problem]:
+    """Terms that the loss does not have, and an optimizer that the model is not laid out for."""
+    if training.optimizer == "muon" and (training.sharding != "ddp" or training.lora is not None):
+        wrong = "lora" if training.lora is not None else "sharding"
+        yield Problem(
+            ("training.optimizer", f"training.{wrong}"),
+            "is muon, which moves whole matrices of the model: "
+            + ("leave out training.lora" if training.lora else "set training.sharding: ddp"),
+        )
+    for key in ("entropy_coef", "kl_in_reward"):
+        if training.loss in ("tba", "sft") and getattr(training, key):
+            yield Problem(
+                (f"training.{key}", "training.loss"),
+                f"is {getattr(training, key)}, but the loss {training.loss} has no such term: "
+                "leave it out",
+            )
+    if training.kl_in_reward and not training.kl_coef:
+        yield Problem(
+            ("training.kl_in_reward", "training.kl_coef"),
+            "is true, but training.kl_coef is 0: give it the weight of the KL, as 0.001",
+        )
+
+
+def _elastic_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Slots that would be borrowed for shares of a step, of a step that has none."""
+    training = recipe.training
+    if training.shares_steps:
+        return
+    for index, node in enumerate(recipe.nodes):
+        if "hybrid" in (node.pool or ()):
+            yield Problem(
+                (f"nodes[{index}].pool", "training.minibatches", "training.epochs"),
+                f"is hybrid, but gradient workers cannot help a batch with {training.updates} "
+                "updates: make it auto (its side is then chosen once), train or rollout",
+            )
 
 
 def expand_range(text: str) -> list[str]:

@@ -14,7 +14,9 @@ Limit: a secret without name, prefix or place is not recognised.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+
+from pydantic import BaseModel, SecretStr
 
 from libra_cli.config.rules import SECRET_NAME
 
@@ -28,6 +30,8 @@ _NAMED = re.compile(
     r"(?P<value>[^\s\"',;&(){}<>\[\]]{8,})",
     re.IGNORECASE,
 )
+_SHORTEST = 12
+"""Characters of a name and a value after it, the shortest that masks anything but a URL's."""
 _NUMBER = re.compile(r"[-+]?[\d_.]+(?:[eE][-+]?\d+)?\.?")
 _AUTHORIZATION = re.compile(r"\b(Bearer|Basic)( +)[\w.~+/=-]{8,}", re.IGNORECASE)
 _IN_URL = re.compile(r"(?<=://)[^/@\s:]*:[^/@\s]+(?=@)")
@@ -51,6 +55,26 @@ def holds_token(text: str) -> bool:
     return _SHAPES.search(text) is not None
 
 
+def known_secrets(values: object) -> list[str]:
+    """Every secret in the values of a recipe, however deep."""
+    match values:
+        case SecretStr():
+            return [values.get_secret_value()]
+        case BaseModel():
+            return [one for _, value in values for one in known_secrets(value)]
+        case Mapping():
+            return [one for value in values.values() for one in known_secrets(value)]
+        case list() | tuple():
+            return [one for value in values for one in known_secrets(value)]
+        case _:
+            return []
+
+
+def secrets_in(variables: Mapping[str, str]) -> list[str]:
+    """The values of those variables whose names are those of secrets."""
+    return [value for name, value in variables.items() if is_secret_name(name)]
+
+
 def masker(known: Iterable[str] = ()) -> Callable[[str], str]:
     """Return what masks a text; ``known`` are secrets to be masked wherever they stand."""
     values = sorted({one for one in known if len(one) >= LEAST_KNOWN}, key=len, reverse=True)
@@ -59,6 +83,8 @@ def masker(known: Iterable[str] = ()) -> Callable[[str], str]:
     def mask(text: str) -> str:
         if exact is not None:
             text = exact.sub(MASK, text)
+        if len(text) < _SHORTEST and "://" not in text:
+            return text
         text = _SHAPES.sub(MASK, text)
         text = _AUTHORIZATION.sub(rf"\1\2{MASK}", text)
         text = _IN_URL.sub(MASK, text)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from libra_cli.core.events import PublishedVersion
 from libra_cli.core.observation import Observation
 from libra_cli.core.records import Record
 from libra_cli.core.types import (
-    Baseline,
     Branch,
     Bucket,
     Seconds,
@@ -78,16 +77,18 @@ class StopTrainer:
 class TrainSample:
     """A branch of a trajectory as the trainer, which holds version ``held``, takes it.
 
-    ``fresh``: its log-probabilities are comparable with the trainer's. ``baseline`` is what its
-    reward is compared with. ``branch`` is the number; None: the one whose tokens are the
-    trajectory's own.
+    ``fresh``: its log-probabilities are comparable with the trainer's. ``advantages`` are (token,
+    value): from this token on this advantage, 0 before the first. ``branch`` is the number; None:
+    the one whose tokens are the trajectory's own. ``token_advantages``, one a token, stand in place
+    of ``advantages`` where they are given.
     """
 
     trajectory: Trajectory
     held: Version
     fresh: bool
-    baseline: Baseline
+    advantages: tuple[tuple[int, float], ...]
     branch: int | None = None
+    token_advantages: array[float] | None = None
 
     @property
     def tokens(self) -> Branch:
@@ -99,6 +100,11 @@ class TrainSample:
     def staleness(self) -> int:
         """How many versions its oldest token is behind."""
         return max((behind for behind, _, _ in self.tokens.behind(self.held)), default=0)
+
+
+def without_advantage(sample: TrainSample) -> TrainSample:
+    """The same sample as one that has exactly the reward that it is compared with."""
+    return replace(sample, advantages=(), token_advantages=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +122,8 @@ class Train:
 
     ``samples`` are those not accumulated before in ``parts`` parts; ``shares`` are of these, and
     computed with ``held``, the version that the trainer holds. Ends in StepDone or TrainerFailed;
-    after StepDone, its version ends in VersionPublished and a checkpoint in CheckpointSaved.
+    after StepDone, its version ends in VersionPublished and a checkpoint in CheckpointSaved or
+    CheckpointFailed.
     """
 
     incarnation: int
@@ -192,7 +199,7 @@ class AnswerOrder:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Ends in CheckpointSaved or TrainerFailed."""
+    """Ends in CheckpointSaved, CheckpointFailed or TrainerFailed."""
 
     incarnation: int
     step: int
@@ -201,9 +208,11 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class StartEpisode:
-    """Ends in EpisodeStarted or EpisodeFailed."""
+    """Ends in EpisodeStarted, DemonstrationRead or EpisodeFailed. ``task`` is the task's place in
+    the prompt stream; None: the group's number."""
 
     trajectory: TrajectoryId
+    task: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +245,15 @@ class FinishEpisode:
     """A limit is reached: score what there is. Ends in EpisodeAdvanced (done) or EpisodeFailed."""
 
     trajectory: TrajectoryId
+
+
+@dataclass(frozen=True, slots=True)
+class AskTeacher:
+    """How likely does it find these tokens, of each branch that has generated some? Ends in
+    TeacherAnswered or TeacherFailed."""
+
+    trajectory: TrajectoryId
+    sequences: tuple[array[int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +291,14 @@ TrainerAction: TypeAlias = StartTrainer | StopTrainer | Train | Accumulate | Che
 WorkerAction: TypeAlias = StartWorker | SyncWorker | StopWorker
 EpisodeAction: TypeAlias = StartEpisode | AdvanceEpisode | FinishEpisode | ForgetEpisode
 RuntimeAction: TypeAlias = (
-    ServerAction | TrainerAction | WorkerAction | EpisodeAction | Propose | AnswerOrder | Wake
+    ServerAction
+    | TrainerAction
+    | WorkerAction
+    | EpisodeAction
+    | AskTeacher
+    | Propose
+    | AnswerOrder
+    | Wake
 )
 """What the runtime carries out; Save and End are the driver's own."""
 Action: TypeAlias = RuntimeAction | Save | End

@@ -60,10 +60,21 @@ class NodeLost:
 
 @dataclass(frozen=True, slots=True)
 class NodeBack:
-    """A lost node answers again; ``alive`` are the names of our processes on it."""
+    """A node that was lost, or given up, answers again; ``alive`` are our processes on it."""
 
     node: str
     alive: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGone:
+    """A lost node is given up: its lease has run out, so what ran there is dead or about to be.
+
+    NodeBack may still follow, from a new agent.
+    """
+
+    node: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +186,18 @@ class EpisodeStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class DemonstrationRead:
+    """A conversation to imitate is there, whole. ``loss_mask`` is 1 on the ``turns`` turns of the
+    assistant, 0 on everything else.
+    """
+
+    trajectory: TrajectoryId
+    token_ids: array[int]
+    loss_mask: array[int]
+    turns: int
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeAdvanced:
     """The environment answered a turn: with more tokens, or with the end and its reward.
 
@@ -189,14 +212,39 @@ class EpisodeAdvanced:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the environment has named of an episode that is done."""
     branch: BranchPoint | None = None
+    turn_reward: float = 0.0
+    """What the turn has earned, of an episode that goes on; it is a part of the last reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeFailed:
-    """The environment broke (not: a tool answered with an error)."""
+    """The environment broke (not: a tool answered with an error).
+
+    One that only went with its controller does not count as a failure of the trajectory.
+    """
 
     trajectory: TrajectoryId
     reason: str
+    counts: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherAnswered:
+    """The teacher's log-probabilities of every token of the sequences that it was asked about, in
+    nats; 0 for the first of each, which nothing predicts."""
+
+    trajectory: TrajectoryId
+    logprobs: tuple[array[float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherFailed:
+    """The teacher has given no log-probabilities. ``refused``: it answers, but not about these
+    tokens."""
+
+    trajectory: TrajectoryId
+    reason: str
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +378,15 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointFailed:
+    """The checkpoint of ``step`` could not be written; the trainer itself works on."""
+
+    incarnation: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ServerSampled:
     """One reading of a server's metrics."""
 
@@ -402,9 +459,16 @@ class StopRequested:
     reason: str
 
 
-RunEvent: TypeAlias = RunStarted | NodeLost | NodeBack | TimerFired | StopRequested
+RunEvent: TypeAlias = RunStarted | NodeLost | NodeBack | NodeGone | TimerFired | StopRequested
 RolloutEvent: TypeAlias = (
-    TurnGenerated | TurnFailed | EpisodeStarted | EpisodeAdvanced | EpisodeFailed
+    TurnGenerated
+    | TurnFailed
+    | EpisodeStarted
+    | DemonstrationRead
+    | EpisodeAdvanced
+    | EpisodeFailed
+    | TeacherAnswered
+    | TeacherFailed
 )
 ServerEvent: TypeAlias = (
     ServerStarted
@@ -426,6 +490,7 @@ TrainerEvent: TypeAlias = (
     | VersionPublished
     | Accumulated
     | CheckpointSaved
+    | CheckpointFailed
 )
 PlanEvent: TypeAlias = PlanChosen | PlanKept | PlanOrdered
 Event: TypeAlias = RunEvent | RolloutEvent | ServerEvent | WorkerEvent | TrainerEvent | PlanEvent

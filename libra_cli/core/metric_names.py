@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Final, Literal, TypeAlias, TypeGuard
 
-from libra_cli.core.records import StepRecord
+from libra_cli.core.records import EvaluationRecord, StepRecord
 
 Source: TypeAlias = Literal["step", "batch", "trainer", "between", "server"]
 """Columns of the step, its ``batch_json``, its ``metrics_json``, what was saved since the step
@@ -67,27 +67,52 @@ time/ended_at | ended_at | s | since the epoch
         "batch",
         """
 reward/std | reward_std | reward | standard deviation within a group, mean over groups
-reward/frac_zero_std | share_without_signal | share | groups in which all rewards are the same
+reward/frac_zero_std | share_without_signal | share | groups in which every advantage is 0
+advantage/std | advantage_std | | of the advantages of the batch's generated tokens
+reward/groups_filtered | groups_filtered | groups | without signal, not trained, since the last step
+reward/filtered_tokens | filtered_tokens | tokens | generated in these
+reward/share_filtered | share_filtered | share | of these and the batch's generated tokens
+curriculum/tasks_played | tasks_played | tasks | of the curriculum's pool, at least once
+curriculum/tasks_in_band | tasks_in_band | tasks | of these, neither too hard nor too easy
+response_length/truncated | share_truncated | share | of trajectories that a limit cut
+response_length/surplus_tokens | surplus_tokens | tokens | of oversampled ones that were stopped
 num_turns/mean | turns_mean | turns | of a trajectory
 num_branches/mean | branches_mean | branches | of a trajectory, the first included
 tools/calls | tools_mean | calls | tool calls of a trajectory
+tools/unreadable | share_unreadable | share | of tool calls, which could not be read
+response/repeated | share_repeated | share | of trajectories in which some text repeats
+reward/length_correlation | reward_length_correlation | | of length and reward, within groups
 response_length/played_mean | played_length | tokens | of all that ended, trained or not
 staleness/token_mean | token_staleness_mean | versions | how far a generated token is behind
 staleness/token_max | token_staleness_max | versions | the largest of that
 staleness/tokens_over_bound | tokens_over_bound | tokens | behind by more than max_staleness
 staleness/share_over_bound | share_over_bound | share | of the batch's generated tokens
+distill/reverse_kl | reverse_kl | nats | log(policy / teacher), mean over generated tokens (k1)
+replay/groups | replayed_groups | groups | trained again, besides those of the batch
+replay/tokens | replayed_tokens | tokens | generated tokens of these
+replay/staleness | replayed_staleness_mean | versions | how far a generated token of these is behind
         """,
     ),
     *_table(
         "trainer",
         """
 train/loss | loss | | the loss as the recipe's loss defines it
+train/token_accuracy | token_accuracy | share | of imitated tokens that are the likeliest (sft)
 train/kl | kl | nats | from the first policy, mean over tokens (k3), with kl_coef alone
 train/entropy | entropy | nats | of the policy, mean over generated tokens
 train/clip_frac | clip_fraction | share | of tokens whose update was clipped or truncated
-train/grad_norm | grad_norm | | L2 norm of the gradient before it is clipped
+clip_ratio/low_mean | clip_ratio/low_mean | share | of tokens clipped that it made less likely
+clip_ratio/high_mean | clip_ratio/high_mean | share | of tokens clipped that it made more likely
+train/mask_frac | mask_fraction | share | of tokens that sampler_correction gives no weight
+train/grad_norm | grad_norm | | L2 norm of the gradient before it is clipped, mean over updates
+train/update_ratio | update_ratio | | norm of an update over that of the parameters, sampled
 train/lr | learning_rate | | AdamW's learning rate
 train/tis_mean | tis_mean | | mean truncated importance weight
+train/rollout_kl | rollout_kl | nats | of trainer and rollout policy, mean over tokens (k3)
+train/ppo_kl | ppo_kl | nats | of before the first update and now, with several updates (k1)
+train/ess | effective_sample_size | share | of the batch that it is worth, weighted without bounds
+rollout_ratio/below_half | rollout_ratio/below_half | share | of tokens, trainer to rollout ratio
+rollout_ratio/above_2 | rollout_ratio/above_2 | share | the same, over 2
         """,
     ),
     *_table(
@@ -135,6 +160,22 @@ def step_metrics(step: StepRecord) -> dict[str, float]:
     named |= {key_of("batch", name): value for name, value in step.batch.items()}
     named |= {key_of("trainer", name): value for name, value in step.metrics.items()}
     return {key: float(value) for key, value in named.items() if is_number(value)}
+
+
+def evaluation_metrics(evaluation: EvaluationRecord) -> dict[str, float]:
+    """Every number of an evaluation, as ``eval/NAME/pass@1``, and the seconds that it took.
+
+    What is unknown or not finite is left out.
+    """
+    began, ended = evaluation.started_at, evaluation.ended_at
+    named = {
+        **evaluation.metrics,
+        "failed": float(evaluation.failed),
+        "version_mean": evaluation.version_mean,
+        "seconds": None if ended is None else ended - began,
+    }
+    prefix = f"eval/{evaluation.name}"
+    return {f"{prefix}/{name}": float(value) for name, value in named.items() if is_number(value)}
 
 
 def is_number(value: float | None) -> TypeGuard[float]:

@@ -14,7 +14,7 @@ from libra_cli.core.actions import Action, Train
 from libra_cli.core.cluster.replica import Replica
 from libra_cli.core.events import ShareDone
 from libra_cli.core.rollout.groups import Group
-from libra_cli.core.types import Seconds, SlotId
+from libra_cli.core.types import GroupId, Seconds, SlotId
 
 
 class NoticeBase:
@@ -44,7 +44,18 @@ class ServerProved(NoticeBase):
 
 @dataclass(frozen=True, slots=True)
 class ServerLost(NoticeBase):
-    """The server has been taken out: what was generating there is to be queued again."""
+    """The server has been taken out: what was generating there is to be queued again.
+
+    ``died``: it ended, or stopped answering, with that inside.
+    """
+
+    slot: SlotId
+    died: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAnswered(NoticeBase):
+    """The server has answered a check: what broke off there was not its end."""
 
     slot: SlotId
 
@@ -73,10 +84,12 @@ class RequestEnded(NoticeBase):
 
 @dataclass(frozen=True, slots=True)
 class RequestBroke(NoticeBase):
-    """A request to the server did not come back; the server or the network may be to blame."""
+    """A request to the server did not come back; the server, the network or the request itself may
+    be to blame."""
 
     slot: SlotId
     reason: str
+    group: GroupId
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +135,7 @@ Notice: TypeAlias = (
     | RoutingChanged
     | ServerProved
     | ServerLost
+    | ServerAnswered
     | GraceOver
     | RequestSent
     | RequestEnded

@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.observed import CostEvidence, PlayedTurn, Starts, TrainedStep
-from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.costs.workload import BatchExtras, TrajectorySample, Workload
 from libra_cli.core.explanation import PastPrediction, past_prediction
 from libra_cli.core.observation import InPlay, MeasuredStep
 from libra_cli.core.planning.admission import RECENT
@@ -40,7 +40,7 @@ from libra_cli.core.records import (
     VersionRecord,
 )
 from libra_cli.core.rollout.staleness import rule_of
-from libra_cli.core.types import Seconds, SlotId, Tokens
+from libra_cli.core.types import Seconds, SlotId, Tokens, is_evaluation
 
 LEAST_SAMPLES = 256
 """Newest finished trajectories that stand for the work to come, where two steps have fewer."""
@@ -57,15 +57,28 @@ Member: TypeAlias = tuple[int, int, int]
 """Group, member and attempt of a trajectory."""
 
 
-def workload_of(recipe: Recipe, samples: tuple[TrajectorySample, ...]) -> Workload:
-    """The work of a recipe's step, if it is like these trajectories."""
+def workload_of(
+    recipe: Recipe, samples: tuple[TrajectorySample, ...], extras: BatchExtras | None = None
+) -> Workload:
+    """The work of a recipe's step, if it is like these trajectories; extras where none were seen
+    are those that the recipe asks for."""
     return Workload(
         samples,
         recipe.trajectories_per_step,
         overlap=1.0 + recipe.training.max_staleness,
         late=rule_of(recipe.training).late,
-        group_size=recipe.rollout.group_size,
-        holders=rule_of(recipe.training).holders(recipe.rollout.group_size),
+        group_size=recipe.group_size,
+        holders=rule_of(recipe.training).holders(recipe.group_size),
+        extras=extras or extras_of(recipe),
+    )
+
+
+def extras_of(recipe: Recipe) -> BatchExtras:
+    """At most, of what the recipe says; which groups will have no signal nobody knows."""
+    replayed = recipe.replay.groups / recipe.training.groups_per_step if recipe.replay else 0.0
+    return BatchExtras(
+        surplus=recipe.rollout.oversample / recipe.group_size,
+        replayed=replayed,
     )
 
 
@@ -80,6 +93,7 @@ class RunObserver:
         self._in_play = InPlay()
         self._measured: deque[MeasuredStep] = deque(maxlen=steps_to_average(overlap))
         self._lengths: deque[float] = deque(maxlen=RECENT)
+        self._extras = _Extras()
         self._ended_at: Seconds | None = None
         #: Since the run began, or went on.
         self._steps = 0
@@ -95,8 +109,10 @@ class RunObserver:
         self._predictions: deque[PastPrediction] = deque(maxlen=RECENT)
 
     def saw(self, record: Record) -> None:
-        """One more record is written."""
+        """One more record is written; what is played to evaluate is none of the work to come."""
         match record:
+            case TurnRecord() | TrajectoryRecord() if is_evaluation(record.group_id):
+                pass
             case TurnRecord():
                 self._turns.append(self._conversations.turn(record))
             case TrajectoryRecord():
@@ -111,8 +127,6 @@ class RunObserver:
             case MoveRecord():
                 self._starts.move(record)
                 self._training.move(record)
-            case VersionRecord():
-                self._version_bytes = record.bytes
             case _:
                 self._saw_plan(record)
 
@@ -120,6 +134,8 @@ class RunObserver:
         match record:
             case PlanRecord() if record.plan > self._plan:
                 self._new_plan(record)
+            case VersionRecord():
+                self._version_bytes = record.bytes
             case DecisionRecord():
                 self._decision(record)
             case SyncRecord() if record.verified:
@@ -137,7 +153,7 @@ class RunObserver:
             return None
         factor = self._conversations.tools.factor
         samples = (replace(one, tool_s=one.tool_s * factor) for one in self._samples)
-        return workload_of(self._recipe, tuple(samples))
+        return workload_of(self._recipe, tuple(samples), self._extras.mean)
 
     @property
     def signs(self) -> Mapping[str, float]:
@@ -202,7 +218,7 @@ class RunObserver:
         self._ended_at = row.ended_at
         in_play_s, concurrency = self._in_play.take(now=row.ended_at)
         self._lengths.append(row.mean_length)
-        self._training.step(row)
+        self._training.step(row, self._extras.step(row).trained)
         self._steps += 1
         if self._steps <= FILLING or row.started_at < self._plan_at:
             return
@@ -333,13 +349,42 @@ class _ToolTimes:
         return exp(change * change**2 / (change**2 + squared_error)) if change else 1.0
 
 
+class _Extras:
+    """What the newest steps played and trained beside their batches."""
+
+    def __init__(self) -> None:
+        #: Of each step: tokens of its batch, filtered, surplus and replayed ones.
+        self._tokens: deque[tuple[float, ...]] = deque(maxlen=RECENT)
+
+    def step(self, row: StepRecord) -> BatchExtras:
+        """Those of a step that is done."""
+        names = ("filtered_tokens", "surplus_tokens", "replayed_tokens")
+        found = (float(row.generated_tokens), *(row.batch.get(name) or 0.0 for name in names))
+        self._tokens.append(found)
+        return _extras(found)
+
+    @property
+    def mean(self) -> BatchExtras | None:
+        """By their tokens; None before the first step."""
+        return _extras(tuple(map(sum, zip(*self._tokens, strict=True)))) if self._tokens else None
+
+
+def _extras(tokens: tuple[float, ...]) -> BatchExtras:
+    batch, *others = tokens
+    return BatchExtras(*(other / max(1.0, batch) for other in others))
+
+
 @dataclass(slots=True)
 class _SteadyStep:
-    """A step and what is known of it so far; its groups are told after it."""
+    """A step and what is known of it so far; its groups are told after it.
+
+    ``trained`` is how many times the tokens of its batch it trained, replayed groups included.
+    """
 
     number: int
     seconds: Seconds
     tokens: Tokens
+    trained: float = 1.0
     pairs: float = 0.0
 
 
@@ -369,7 +414,10 @@ class _Training:
 
     @property
     def _trained(self) -> tuple[TrainedStep, ...]:
-        return tuple(TrainedStep(step.seconds, step.tokens, step.pairs) for step in self._steady)
+        return tuple(
+            TrainedStep(step.seconds, step.trained * step.tokens, step.trained * step.pairs)
+            for step in self._steady
+        )
 
     @property
     def _is_enough(self) -> bool:
@@ -412,12 +460,12 @@ class _Training:
                 step.pairs += pairs
                 return
 
-    def step(self, row: StepRecord) -> None:
+    def step(self, row: StepRecord, trained: float) -> None:
         """An optimizer step; it counts if all slots were in place throughout."""
         if self._moving or row.started_at < self._since:
             return
         seconds = row.ended_at - row.started_at
-        self._steady.append(_SteadyStep(row.step, seconds, row.context_tokens))
+        self._steady.append(_SteadyStep(row.step, seconds, row.context_tokens, trained))
 
 
 class _StartTimes:

@@ -1,8 +1,8 @@
 """What a run remembers: one frozen dataclass a table, in the order a reader would want them.
 
 The machine emits records inside ``Save`` actions; ``runtime.store`` derives the SQLite schema from
-these classes and upserts by ``KEY``. A field is a column; its type is the column's type. Times are
-seconds since the epoch. A column that holds JSON ends in ``_json``.
+these classes and upserts by ``KEY``. A field is a column (but for ``NO_COLUMN``); its type is the
+column's type. Times are seconds since the epoch. A column that holds JSON ends in ``_json``.
 
 Databases of older versions stay readable: a field that is added has a default, which older rows are
 read with; a field that is renamed is entered in ``RENAMED``. See ``runtime.store.schema``.
@@ -11,16 +11,20 @@ read with; a field that is renamed is entered in ``RENAMED``. See ``runtime.stor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from json import dumps, loads
 from math import isfinite
 from typing import ClassVar, Final, TypeAlias
+
+from libra_cli.core.types import BranchTokens
 
 RENAMED: Final[Mapping[str, str]] = {
     "incarnation": "epoch",
     "trainer_incarnation": "trainer_epoch",
 }
 """Column, in whichever table it is -> its name in databases of libra 0.1.0."""
+NO_COLUMN: Final[Mapping[str, bool]] = {"column": False}
+"""Of a field that is kept elsewhere."""
 
 
 def to_metrics_json(metrics: Mapping[str, float | None]) -> str:
@@ -175,7 +179,7 @@ class GroupRecord:
     KEY: ClassVar[tuple[str, ...]] = ("group_id",)
     group_id: int
     state: str
-    """``open | ready | claimed | trained | dropped | stale``"""
+    """``open | ready | claimed | trained | dropped | filtered | stale``"""
     started_at: float
     ended_at: float | None
     started_version: int
@@ -183,6 +187,8 @@ class GroupRecord:
     reward: float | None
     """Mean over its members, once ready."""
     detail: str
+    task: int | None = None
+    """Which task of the stream it plays, where a curriculum has chosen it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,27 +225,44 @@ class TrajectoryRecord:
     max_version: int | None
     spans_json: str
     """``[[version, start, end], ...]``"""
-    token_ids_json: str
     detail: str
     branches_json: str = "[]"
-    """``[[number, spans, token_ids], ...]`` of the branches beside the one that it ended in."""
+    """``[[number, spans], ...]`` of the branches beside the one that it ended in."""
     environment: str = ""
     """The name of its environment, in a run that has several."""
     metrics_json: str = "{}"
     """Name -> number: what its environment has named."""
+    tokens_at: int | None = None
+    """Where its tokens lie in ``tokens.bin``; None if it has not ended."""
+    tokens: tuple[BranchTokens, ...] = field(
+        default=(), repr=False, compare=False, kw_only=True, metadata=NO_COLUMN
+    )
+    """Of each branch, that which it ended in last; on their way to the file."""
+    truncated: bool = False
+    """Whether a limit of turns or tokens cut it (``core.sampling.overlong``)."""
 
     @property
     def metrics(self) -> dict[str, float | None]:
         """``metrics_json``, read."""
         return from_metrics_json(self.metrics_json)
 
-    @property
-    def token_ids(self) -> list[list[int]]:
-        """Of each branch, that which it ended in last; none if it has not ended."""
-        if not self.token_ids_json:
-            return []
-        others = [ids for _, _, ids in loads(self.branches_json)]
-        return [*others, loads(self.token_ids_json)]
+
+@dataclass(frozen=True, slots=True)
+class CreditRecord:
+    """What a trajectory was weighed by in the loss of the step that trained it, and what for."""
+
+    TABLE: ClassVar[str] = "credits"
+    KEY: ClassVar[tuple[str, ...]] = ("group_id", "member", "attempt")
+    group_id: int
+    member: int
+    attempt: int
+    step: int
+    advantages_json: str
+    """``[[[token, advantage], ...], ...]``: of each branch, in the order of
+    ``TrajectoryRecord.token_ids``, from which token on it is which; 0 before the first."""
+    turns_json: str
+    """``[[branch, start, end, reward], ...]``: of each turn its place among these branches, its
+    tokens and what it earned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +321,11 @@ class StepRecord:
     """Name -> number or null: the loss, and all else that the trainer and the loss name."""
     batch_json: str = "{}"
     """Name -> number or null: what ``core.rollout.batches`` says of the batch."""
+    groups_json: str = "[]"
+    """The groups that were trained: ``group`` of one with all its members, else ``[group,
+    [member, ...]]``."""
+    replayed_json: str = "[]"
+    """The groups that were trained again, out of the replay buffer."""
     held_s: float = 0.0
     """Seconds of ``waited_s`` in which a full batch was ready, and the staleness rule waited for
     groups that this step is the last one for."""
@@ -351,6 +379,14 @@ class SyncRecord:
     """Mean absolute difference of the probe's log-probabilities; None if it was not measured."""
     verified: bool
     detail: str
+
+    @property
+    def problem(self) -> str:
+        """What kept the server from serving the version, in words; empty if nothing did."""
+        if self.verified:
+            return ""
+        what = "was not loaded" if self.gap is None else "does not verify"
+        return f"slot {self.slot}: version {self.version} {what}: {self.detail}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,6 +466,47 @@ class DecisionRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationRecord:
+    """One evaluation: what was played, and what it says of the policy."""
+
+    TABLE: ClassVar[str] = "evaluations"
+    KEY: ClassVar[tuple[str, ...]] = ("evaluation",)
+    evaluation: int
+    """Counted from 0."""
+    name: str
+    step: int
+    """Of the weight version at which it began, with the next."""
+    trainer_incarnation: int
+    state: str
+    """``running | finished | cut``"""
+    started_at: float
+    ended_at: float | None
+    tasks: int
+    samples: int
+    """Trajectories of each task."""
+    finished: int
+    """Trajectories that have ended."""
+    failed: int
+    """Trajectories whose environment broke every time, or that servers died of."""
+    version_mean: float | None
+    """Mean step of the weights that generated its tokens."""
+    generated_tokens: int
+    metrics_json: str = "{}"
+    """Name -> number: ``pass@1``, ``pass@1/low`` and so on, of what had ended when it was estimated
+    last (``core.evaluation.estimates``), the mean ``length`` in generated tokens and ``turns``."""
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """``metrics_json``, read."""
+        return from_metrics_json(self.metrics_json)
+
+    @property
+    def score(self) -> float | None:
+        """The mean reward, by which the best checkpoint is known; None until it has finished."""
+        return self.metrics.get(f"avg@{self.samples}") if self.state == "finished" else None
+
+
+@dataclass(frozen=True, slots=True)
 class ExportRecord:
     """One checkpoint as a Hugging Face directory."""
 
@@ -447,6 +524,23 @@ class ExportRecord:
     """The checkpoint's, by which the best one is known."""
 
 
+@dataclass(frozen=True, slots=True)
+class NoteRecord:
+    """Something that a person must know, of a run that goes on all the same."""
+
+    TABLE: ClassVar[str] = "notes"
+    KEY: ClassVar[tuple[str, ...]] = ("kind", "subject")
+    kind: str
+    """What it is about, such as ``checkpoint``."""
+    subject: str
+    """Which one; what is told of it again takes the place of what was told before."""
+    at: float
+    text: str
+    """What happened, what follows from it, and what can be done."""
+    resolved_at: float | None = None
+    """Since when it no longer matters; None while it does."""
+
+
 Record: TypeAlias = (
     RunRecord
     | NodeRecord
@@ -457,6 +551,7 @@ Record: TypeAlias = (
     | GroupRecord
     | LateRecord
     | TrajectoryRecord
+    | CreditRecord
     | TurnRecord
     | StepRecord
     | VersionRecord
@@ -464,5 +559,7 @@ Record: TypeAlias = (
     | PlanRecord
     | MoveRecord
     | DecisionRecord
+    | EvaluationRecord
     | ExportRecord
+    | NoteRecord
 )

@@ -23,8 +23,8 @@ class Agenda:
 
     #: Slots whose row is to be written, with a replica there that has changed.
     rows: dict[SlotId, Replica] = field(default_factory=dict)
-    #: Servers that were taken out.
-    lost: set[SlotId] = field(default_factory=set)
+    #: Servers that were taken out, and whether they died.
+    lost: dict[SlotId, bool] = field(default_factory=dict)
     #: Whether the scheduler has yet to hear which servers are routable now.
     reroute: bool = False
     #: Whether a slot, or what is wanted of one, has changed since the reconciler last looked.
@@ -64,9 +64,9 @@ class NoticeRouter:
                 self.servers.request_sent(slot, now=now)
             case n.RequestEnded(slot, answered):
                 self.servers.request_ended(slot, answered=answered, now=now)
-            case n.RequestBroke(slot, reason):
-                return self.servers.request_broke(slot, reason, now=now)
-            case n.ServerProved() | n.GraceOver() | n.GroupClosed():
+            case n.RequestBroke(slot, reason, group):
+                return self.servers.request_broke(slot, reason, group, now=now)
+            case n.ServerProved() | n.GraceOver() | n.GroupClosed() | n.ServerAnswered():
                 return self._tell_rollout(notice, now)
             case n.StepClaimed(train):
                 return [replace(train, shares=self.workers.shares(train.samples))]
@@ -81,7 +81,7 @@ class NoticeRouter:
         return ()
 
     def _tell_rollout(
-        self, notice: n.ServerProved | n.GraceOver | n.GroupClosed, now: Seconds
+        self, notice: n.ServerProved | n.GraceOver | n.GroupClosed | n.ServerAnswered, now: Seconds
     ) -> list[n.Result]:
         match notice:
             case n.ServerProved(slot):
@@ -90,6 +90,8 @@ class NoticeRouter:
                 return self.rollout.abort(slot)
             case n.GroupClosed(group):
                 return self.rollout.closed(group, now=now)
+            case n.ServerAnswered(slot):
+                return self.rollout.answered(slot)
             case _:
                 assert_never(notice)
 
@@ -106,8 +108,8 @@ class NoticeRouter:
                 agenda.reroute = agenda.reroute or self.servers.replicas.get(slot) is replica
             case n.RoutingChanged():
                 agenda.reroute = True
-            case n.ServerLost(slot):
-                agenda.lost.add(slot)
+            case n.ServerLost(slot, died):
+                agenda.lost[slot] = died
             case n.PlanMended():
                 agenda.mended = agenda.look = True
             case _:

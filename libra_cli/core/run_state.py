@@ -84,6 +84,10 @@ class RunState:
         """Go on to another phase. Raises IllegalMove."""
         self.phase = follow(TRANSITIONS, self.phase, phase, "the run")
 
+    def controlled_by(self, identity: RunIdentity) -> None:
+        """Another controller goes on with it."""
+        self._identity, self._written = identity, ()
+
     def changed_row(
         self, step: int, published: PublishedVersion | None, waiting: str
     ) -> RunRecord | None:

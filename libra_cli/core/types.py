@@ -17,7 +17,15 @@ SlotId: TypeAlias = str
 """``<node>/<index>``, for example ``gpu-01/0``; ``node_of`` gives the node. Slots that are
 joined are one, with their indices: ``gpu-01/0+1``."""
 GroupId: TypeAlias = int
-"""The position of the group's prompt in the run's prompt stream; never reused."""
+"""The position of the group's prompt in the run's prompt stream, or one of an evaluation's tasks
+(``is_evaluation``); never reused."""
+EVALUATION_GROUPS: GroupId = 1 << 52
+"""The first id of a task of an evaluation: JSON's numbers hold all up to twice that exactly."""
+
+
+def is_evaluation(group: GroupId) -> bool:
+    """Whether it is a task of an evaluation, whose trajectories are never trained on."""
+    return group >= EVALUATION_GROUPS
 
 
 def node_of(slot: SlotId) -> str:
@@ -58,6 +66,10 @@ class ToolOutcome(StrEnum):
     TIMEOUT = "timeout"
 
 
+INVALID = "invalid"
+"""In place of a tool's name: what the model wrote could not be read as a call of any."""
+
+
 class TrajectoryId(NamedTuple):
     """One member of one group. ``attempt`` counts restarts from scratch, from 0."""
 
@@ -87,6 +99,11 @@ class WeightVersion(NamedTuple):
     def label(self) -> str:
         """What a server reports with each token, and salts its prefix cache with: ``e1v7``."""
         return f"e{self.trainer_incarnation}v{self.step}"
+
+
+STARTED_WITH = WeightVersion(0, 0)
+"""The weights of the directory that a server was started with. No run has it: trainers are counted
+from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +201,24 @@ class Prediction:
     cost_s: Seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """What the reward of a trajectory is compared with; the advantage is (reward - mean) / std."""
+class TurnReward(NamedTuple):
+    """What a turn has earned, and where its tokens are: ``[start, end)`` of a branch."""
 
-    mean: float
-    std: float
+    branch: int
+    start: Tokens
+    end: Tokens
+    reward: float = 0.0
+    anchor: int = 0
+    """A digest of what the model was shown before it: the prompt, or what came back last."""
+
+
+class Outcome(NamedTuple):
+    """How a trajectory ended, which is all that an advantage is estimated from."""
+
+    reward: float
+    """Of the episode: the sum of those of its turns."""
+    generated: Tokens = 0
+    turns: tuple[TurnReward, ...] = ()
 
 
 class BranchPoint(NamedTuple):
@@ -211,7 +240,8 @@ class Branch:
     train on (of prompts and tools, and those that it began with, which another branch trains on)
     have log-probability 0 and mask 0. ``spans`` cover exactly the others, in order.
     ``single_version`` is the one that produced each of these, from a KV cache of its own, so that
-    log-probabilities can be compared with the trainer's; None when mixed.
+    log-probabilities can be compared with the trainer's; None when mixed. ``teacher`` has the
+    teacher's log-probabilities, where the mask is, once a trajectory that has one has ended.
     """
 
     token_ids: array[int] = field(default_factory=lambda: array("i"))
@@ -219,6 +249,7 @@ class Branch:
     loss_mask: array[int] = field(default_factory=lambda: array("b"))
     spans: list[VersionSpan] = field(default_factory=list)
     single_version: WeightVersion | None = None
+    teacher: array[float] = field(default_factory=lambda: array("f"))
 
     def behind(self, held: Version) -> Iterator[tuple[int, int, int]]:
         """How many versions behind ``held`` tokens ``[start, end)`` are, as (behind, start, end).
@@ -226,6 +257,20 @@ class Branch:
         After a rollback a token may come from a version yet to be trained again: that is 0.
         """
         return ((max(0, held - span.version), span.start, span.end) for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class BranchTokens:
+    """A branch of a trajectory that has ended, as it is kept; see ``Branch``."""
+
+    number: int
+    """In the order in which branches began."""
+    token_ids: array[int]
+    loss_mask: array[int]
+    """1 where the policy generated the token in this branch."""
+    logprobs: array[float]
+    """As they were sampled, in nats, 0 where the mask is; empty where an older libra kept none."""
+    spans: tuple[VersionSpan, ...]
 
 
 @dataclass(slots=True)
@@ -244,22 +289,33 @@ class Trajectory(Branch):
     """Tokens the policy produced, in all branches."""
     tools: int = 0
     """Tool calls that have come back."""
+    unreadable: int = 0
+    """Those of them that could not be read as a call of a tool that there is."""
     reward: float | None = None
     started_at: Seconds = 0.0
     environment: str = ""
     """The name of its environment, in a run that has several."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The numbers that its environment has named."""
+    truncated: bool = False
+    """Whether a limit cut its last turn, or ended it (``core.sampling.overlong``)."""
     number: int = 0
     """Of the branch that goes on."""
     others: dict[int, Branch] = field(default_factory=dict)
     """The other branches, by number."""
+    turn_rewards: list[TurnReward] = field(default_factory=list)
+    """Of each turn that its environment has looked at, in order."""
 
     def add_span(self, span: VersionSpan) -> None:
         """Its newest generated tokens are these."""
         self.spans.append(span)
         if self.min_version is None or span.version < self.min_version:
             self.min_version = span.version
+
+    @property
+    def outcome(self) -> Outcome:
+        """How it ended; without a reward it counts as 0."""
+        return Outcome(self.reward or 0.0, self.generated, tuple(self.turn_rewards))
 
     @property
     def branches(self) -> list[Branch]:

@@ -17,6 +17,9 @@ group n plays task n. A scaled count is rounded up or down at random, so that th
 factor, and is kept between 1 and ``MOST_HOPS`` (more, if ``hop_weights`` is longer), so a big
 factor raises the mean by less.
 
+Rewards by turn: with ``turn_rewards: true`` each hop that is found, and the answer, earn an equal
+part of 1, at the turn that they are made; a key that is not the next one earns nothing.
+
 Tools that take time: each call waits ``latency_s`` seconds, one number or several, which then
 change along the tasks as the factors do. Waiting for a tool needs no cores, so this makes rollout
 slower on a small machine without making training slower.
@@ -38,7 +41,15 @@ from hashlib import blake2b
 from statistics import NormalDist
 from typing import Any, TypeGuard
 
-from libra_cli.envs.protocol import Message, Task, ToolCall, ToolFailed, ToolSchema, function
+from libra_cli.envs.protocol import (
+    Message,
+    StepResult,
+    Task,
+    ToolCall,
+    ToolFailed,
+    ToolSchema,
+    function,
+)
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 KEY_LENGTH = 2
@@ -69,6 +80,7 @@ class PointerChase:
         drift: Sequence[float] = (),
         drift_tasks: int = 0,
         latency_s: float | Sequence[float] | Mapping[str, float] = 0.0,
+        turn_rewards: bool = False,
     ) -> None:
         if not 0.0 <= failure_rate < 1.0:
             raise ValueError(f"failure_rate must be in [0, 1), got {failure_rate}")
@@ -91,6 +103,10 @@ class PointerChase:
         self._calls = 0
         self._wait_s = 0.0
         self._answer = ""
+        self._turn_rewards = turn_rewards
+        #: The keys that are to be looked up yet, in order; and what each is worth.
+        self._path: list[str] = []
+        self._part = 0.0
 
     def task(self, index: int, seed: int) -> Task:
         """Make task ``index`` of the stream that ``seed`` names."""
@@ -115,10 +131,21 @@ class PointerChase:
         self._seed, self._calls = seed, 0
         self._wait_s = float(task.get("latency_s", 0.0))
         self._answer = self._store.follow(start, hops)
+        self._path = [self._store.follow(start, hop) for hop in range(hops)]
+        self._part = 1.0 / (hops + 1)
         return [{"role": "user", "content": prompt(start, hops)}]
 
-    def step(self, call: ToolCall) -> str:
+    def step(self, call: ToolCall) -> str | StepResult:
         """Look a key up; ToolFailed if the store is busy or there is no such key."""
+        found = self.look_up(call)
+        if not self._turn_rewards:
+            return found
+        is_next = self._path[:1] == [call.arguments["key"]]
+        del self._path[:is_next]
+        return StepResult(found, self._part if is_next else 0.0)
+
+    def look_up(self, call: ToolCall) -> str:
+        """Return what is stored under a key; ToolFailed as with ``step``."""
         if call.name != "get":
             raise ToolFailed(f"no tool {call.name!r}")
         self._calls += 1
@@ -138,8 +165,9 @@ class PointerChase:
         return self._tail.seconds(share)
 
     def score(self, answer: str) -> float:
-        """Return 1 for exactly the key after the last hop, else 0."""
-        return float(answer.strip() == self._answer)
+        """Return 1 for exactly the key after the last hop, or its part of 1; else 0."""
+        right = float(answer.strip() == self._answer)
+        return right * self._part if self._turn_rewards else right
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +265,7 @@ def demonstration(
     while left:
         said = key[::-1] if rng.random() < slips else key
         try:
-            key = environment.step(ToolCall("get", {"key": said}))
+            key = environment.look_up(ToolCall("get", {"key": said}))
         except ToolFailed as failure:
             yield call_text(said), str(failure)
         else:

@@ -50,7 +50,8 @@ process. What follows is optional:
     a parameter ``run_directory`` of the factory: gets the path of the run's directory, in which
                                   the environment may keep files; None outside a run
 
-Rewards on the way (of StepResult, Reply and Finished) are added to the score. ``tools`` may change:
+Rewards on the way (of StepResult, Reply and Finished) are added to the score, and kept by turn for
+estimators that weigh turns (``libra help advantages``). ``tools`` may change:
 it is read again after each ``step`` and ``reply``, and calls are checked against the new list; the
 prompt shows that of ``reset``.
 """

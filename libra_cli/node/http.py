@@ -1,27 +1,38 @@
 """HTTP servers for the processes of a run, with the run's bearer token on every route.
 
 ``BearerHandler`` checks the token; ``JsonHandler`` adds routes that answer with JSON or bytes.
-Standard library only.
+What the controller asks listens on a Unix socket (``node.unix_socket``); what other hosts ask
+speaks TLS with hosts of the run alone (``node.credentials``), and listens at the address that the
+recipe names. Standard library only.
 """
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
+import socket
+import ssl
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, BinaryIO, ClassVar, TypeAlias
 from urllib.parse import parse_qsl, urlsplit
 
-from libra_cli.config.errors import TrainerError
+from libra_cli.config.errors import NONSENSE, TrainerError
+from libra_cli.node.credentials import Credentials
+from libra_cli.node.unix_socket import bind_unix
 
-LOOPBACK = "127.0.0.1"
 MAX_BODY_BYTES = 4 * 1024**3
 SOCKET_TIMEOUT_S = 120.0
+HANDSHAKE_S = 10.0
+"""How long whoever connects may take to show a certificate."""
+FILE_BLOCK = 1024**2
+"""Bytes of a file that are encrypted at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +55,19 @@ def refusal(status: HTTPStatus, reason: str) -> Answer:
 
 
 def read_token(path: str) -> str:
-    """Read the run's token from the file that ``LIBRA_TOKEN_FILE`` names."""
-    return Path(path).read_text(encoding="utf-8").strip()
+    """Read the run's token from the file that ``LIBRA_TOKEN_FILE`` names.
+
+    Raises:
+        TrainerError: the file is empty, and whoever sends no token would be let in.
+    """
+    if token := Path(path).read_text(encoding="utf-8").strip():
+        return token
+    raise TrainerError(f"{path} is empty: a process of a run needs the run's token")
 
 
 def carries_token(authorization: bytes, token: str) -> bool:
     """Tell in constant time whether an ``Authorization`` header holds the run's token."""
-    return hmac.compare_digest(authorization, f"Bearer {token}".encode())
+    return bool(token) and hmac.compare_digest(authorization, f"Bearer {token}".encode())
 
 
 class BearerHandler(BaseHTTPRequestHandler):
@@ -59,8 +76,6 @@ class BearerHandler(BaseHTTPRequestHandler):
     token: str
     protocol_version = "HTTP/1.1"
     timeout: ClassVar[float | None] = SOCKET_TIMEOUT_S
-    # Without it Nagle and delayed acks add 40 ms to every answer.
-    disable_nagle_algorithm = True
 
     def is_trusted(self) -> bool:
         """Tell whether the request carries the run's token."""
@@ -107,7 +122,7 @@ class JsonHandler(BearerHandler):
             )
         except TrainerError as error:
             status, body = refusal(HTTPStatus.BAD_REQUEST, str(error))
-        except (KeyError, TypeError, ValueError) as error:
+        except NONSENSE as error:
             status, body = refusal(HTTPStatus.BAD_REQUEST, f"cannot be read: {error!r}")
         if isinstance(body, Blob):
             self._send(status, "application/octet-stream", body)
@@ -128,24 +143,145 @@ class JsonHandler(BearerHandler):
 
     def _body(self) -> bytes:
         length = int(self.headers.get("Content-Length", "0"))
-        if length > MAX_BODY_BYTES:
-            raise ValueError(f"{length} bytes are too many")
+        if not 0 <= length <= MAX_BODY_BYTES:
+            raise ValueError(f"a body of {length} bytes")
         body = self.rfile.read(length)
         if len(body) != length:
             raise ValueError(f"{len(body)} bytes came of {length}")
         return body
 
 
-def start(
-    handler: type[BearerHandler], *, bind: str, port: int, token: str, **attributes: object
-) -> ThreadingHTTPServer:
-    """Answer with a handler that has these class attributes, until ``shutdown()``.
+class HostServer(ThreadingHTTPServer):
+    """Answers each connection in a thread of its own; with ``tls`` after both have verified it."""
 
-    Returns at once; the server and the threads of its requests are daemon threads. Port 0 picks a
-    free one.
+    daemon_threads = True
+    # A Unix socket refuses whoever comes when it is full, where a port would let them wait.
+    request_queue_size = 1024
+
+    def __init__(
+        self,
+        bound: socket.socket,
+        handler: type[BearerHandler],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Listen on a socket that is bound, and answer until ``shutdown()``.
+
+        Returns at once: the threads are daemon threads.
+        """
+        super().__init__(bound.getsockname(), handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket, self.tls = bound, tls
+        self.server_activate()
+        threading.Thread(target=self.serve_forever, name="http", daemon=True).start()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Talk; ``socketserver`` calls this in the connection's thread."""
+        if self.tls is None:
+            super().finish_request(request, client_address)
+            return
+        request.settimeout(HANDSHAKE_S)
+        # With Nagle's algorithm delayed acks add 40 ms to every answer.
+        request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self.tls.wrap_socket(request, server_side=True) as verified:
+            super().finish_request(verified, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that broke, or a stranger, is no error of ours; anything else is logged."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+def serve_controller(
+    handler: type[BearerHandler], *, path: str, token: str, **attributes: object
+) -> HostServer:
+    """Answer on a Unix socket with a handler that has these class attributes.
+
+    Raises:
+        OSError: see ``bind_unix``.
     """
-    bound = type(handler.__name__, (handler,), {"token": token, **attributes})
-    server = ThreadingHTTPServer((bind, port), bound)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
-    return server
+    return HostServer(bind_unix(path), _with(handler, token, attributes))
+
+
+def serve_hosts(
+    handler: type[BearerHandler],
+    *,
+    bind: str,
+    port: int,
+    credentials: Credentials,
+    is_reserved: bool = False,
+    **attributes: object,
+) -> HostServer:
+    """Answer other hosts of the run with a handler that has these class attributes.
+
+    ``bind`` is the address or name of this host that the others know. Port 0 picks a free one, one
+    that ``is_reserved`` is held by this host's agent (``node.agent.ports``).
+
+    Raises:
+        OSError: somebody else listens there, or ``bind`` is no address of this host.
+    """
+    sock = bind_port((own_address(bind), port), is_reserved=is_reserved)
+    return HostServer(sock, _with(handler, credentials.token, attributes), credentials.server())
+
+
+def _with(
+    handler: type[BearerHandler], token: str, attributes: Mapping[str, object]
+) -> type[BearerHandler]:
+    return type(handler.__name__, (handler,), {"token": token, **attributes})
+
+
+def bind_port(place: tuple[str, int], *, is_reserved: bool) -> socket.socket:
+    """A socket that is bound to an address and a port of this host; see ``serve_hosts``.
+
+    Raises:
+        OSError: somebody listens there, or holds it.
+    """
+    if is_reserved:
+        with socket.socket() as probe:  # two of this user could both listen
+            probe.settimeout(HANDSHAKE_S)
+            if not probe.connect_ex(place):
+                raise OSError(errno.EADDRINUSE, "a process of this user listens there already")
+    sock = socket.socket()
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(is_reserved))
+        sock.bind(place)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def own_address(name: str) -> str:
+    """The address of this host that the others know by this name.
+
+    Not a loopback's, which many hosts give to their own name.
+
+    Raises:
+        OSError: it has none.
+    """
+    found = [str(one[4][0]) for one in socket.getaddrinfo(name, None, socket.AF_INET)]
+    outside = [one for one in found if not one.startswith("127.") or one == name]
+    if not outside:
+        raise OSError(f"{name} is {found[0]} here, where no other host can come")
+    return outside[0]
+
+
+def send_file(connection: socket.socket, file: BinaryIO, first: int, count: int) -> None:
+    """Send ``count`` bytes of a file from ``first`` on.
+
+    ``SSLSocket.sendfile`` would take 8 KiB at a time.
+
+    Raises:
+        OSError: whoever asked has hung up.
+    """
+    if not isinstance(connection, ssl.SSLSocket):
+        connection.sendfile(file, first, count)
+        return
+    block = memoryview(bytearray(min(count, FILE_BLOCK)))
+    file.seek(first)
+    while count > 0:
+        size = file.readinto(block[: min(count, FILE_BLOCK)])  # type: ignore[attr-defined]
+        if not size:
+            raise ConnectionError("the file ended")
+        connection.sendall(block[:size])
+        count -= size

@@ -12,9 +12,10 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from libra_cli import __version__
-from libra_cli.config.recipe import LoraSpec, Recipe
+from libra_cli.config.recipe import Recipe
+from libra_cli.config.training import LoraSpec
 from libra_cli.core.records import StepRecord
-from libra_cli.report.status.steps import reward
+from libra_cli.report.status.steps import yardstick
 from libra_cli.runtime.store.reader import Reader
 
 TAGS = ("libra", "reinforcement-learning", "grpo", "agent")
@@ -29,7 +30,7 @@ def model_card(reader: Reader, recipe: Recipe, step: int) -> dict[str, Any]:
     body = CARD.format(
         name=name,
         base=base,
-        environment=_environments(recipe),
+        how=_how(recipe),
         facts=rows,
         recipe=json.dumps(_shared(recipe), indent=2),
     )
@@ -37,7 +38,14 @@ def model_card(reader: Reader, recipe: Recipe, step: int) -> dict[str, Any]:
 
 
 def _environments(recipe: Recipe) -> str:
-    return ", ".join(recipe.environment_labels)
+    return "demonstrations" if recipe.demonstrations else ", ".join(recipe.environment_labels)
+
+
+def _how(recipe: Recipe) -> str:
+    if recipe.demonstrations:
+        return "trained to imitate demonstrations"
+    taught = ", judged by a teacher," if recipe.teacher is not None else ""
+    return f"trained by reinforcement learning on the environment `{_environments(recipe)}`{taught}"
 
 
 def base_of(recipe: Recipe) -> str:
@@ -51,7 +59,8 @@ def _facts(
     reader: Reader, recipe: Recipe, steps: Sequence[StepRecord], step: int
 ) -> list[tuple[str, str]]:
     training, rollout = recipe.training, recipe.rollout
-    rewards, run = reward(steps), reader.run()
+    judged, run = yardstick(steps), reader.run()
+    change = judged.change
     versions = [row for row in reader.versions() if row.version == step]
     version = f"v{step:06d}-e{versions[-1].trainer_incarnation}" if versions else f"v{step:06d}"
     generated = sum(row.generated_tokens for row in steps)
@@ -61,8 +70,8 @@ def _facts(
         ("environment", _environments(recipe)),
         ("steps", f"{step} of {run.target_steps}"),
         ("weight version", version),
-        ("reward, mean of the first 10 steps", _number(rewards["first"])),
-        ("reward, mean of the last 10 steps", _number(rewards["last"])),
+        (f"{judged.name}, mean of the first 10 steps", _number(change["first"])),
+        (f"{judged.name}, mean of the last 10 steps", _number(change["last"])),
         ("trained on", f"{generated:,} generated tokens"),
         ("loss", training.loss),
         ("trained", _trained(training.lora)),
@@ -94,6 +103,8 @@ def _shared(recipe: Recipe) -> dict[str, Any]:
         one.pop("secrets", None)
     for private in ("secrets", "env", "directory"):
         told.get("agent", {}).pop(private, None)
+    for private in ("url", "api_key"):
+        told.get("teacher", {}).pop(private, None)
     told.get("run", {}).pop("directory", None)
     return told
 
@@ -101,9 +112,9 @@ def _shared(recipe: Recipe) -> dict[str, Any]:
 CARD = """
 # {name}
 
-{base}, trained by reinforcement learning on the environment `{environment}` with
-[libra](https://pypi.org/project/libra-rl/). The rewards are those of the training batches; nothing
-here was measured on tasks held out.
+{base}, {how} with
+[libra](https://pypi.org/project/libra-rl/). Rewards and losses are those of the training batches;
+nothing here was measured on tasks held out.
 
 | | |
 | --- | --- |

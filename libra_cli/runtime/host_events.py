@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from libra_cli.config.errors import LibraError
-from libra_cli.core.events import Event, NodeBack, NodeLost
+from libra_cli.core.events import Event, NodeBack, NodeGone, NodeLost
 from libra_cli.runtime.hosts.agent_messages import (
     ConnectionLost,
     Exited,
     HostEvent,
     LeaseExpired,
     Reconnected,
+    Rejoined,
 )
-from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.rollout.servers import Servers
+from libra_cli.runtime.supervision.background import Background
 from libra_cli.runtime.trainer.processes import TrainerProcesses
 from libra_cli.runtime.trainer.worker_processes import WorkerProcesses
+from libra_cli.runtime.weights import Weights
+
+if TYPE_CHECKING:
+    from libra_cli.runtime.hosts.cluster import Cluster
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
+"""Between two attempts to make a host that has rejoined ready."""
+_log = logging.getLogger(__name__)
 
 
 class HostEvents:
@@ -25,42 +36,76 @@ class HostEvents:
 
     def __init__(
         self,
-        hosts: Mapping[str, Host],
+        cluster: Cluster,
+        weights: Weights,
         servers: Servers,
         trainer: TrainerProcesses,
         workers: WorkerProcesses,
         *,
         post: Callable[[Event], None],
     ) -> None:
-        self._hosts = hosts
+        self._cluster = cluster
+        self._weights = weights
         self._servers = servers
         self._trainer = trainer
         self._workers = workers
         self._post = post
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
+        #: The hosts that were given up and are not ready yet, and the work on those that answer.
+        self._gone: dict[str, asyncio.Task[None] | None] = {}
 
     def happened(self, event: HostEvent) -> None:
         """A host reports something. Call it from the loop's own thread."""
-        if isinstance(event, Exited):
-            self._servers.exited(event)
-            self._trainer.exited(event)
-            self._workers.exited(event)
-        elif isinstance(event, ConnectionLost):
-            self._post(NodeLost(event.node, event.reason))
-        elif isinstance(event, LeaseExpired):
-            self._returned(event.node, frozenset())
-        elif isinstance(event, Reconnected):
-            task = asyncio.create_task(self._take_stock(event.node))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        match event:
+            case Exited():
+                self._servers.exited(event)
+                self._trainer.exited(event)
+                self._workers.exited(event)
+            case LeaseExpired(node, reason):
+                self._given_up(node, reason)
+            case Rejoined(node):
+                work = self._background.start(f"making {node} ready", self._make_ready(node))
+                self._gone[node] = work
+            case ConnectionLost(node, reason) if node not in self._gone:
+                self._post(NodeLost(node, reason))
+            case Reconnected(node) if node not in self._gone:
+                self._background.start(f"asking {node} what runs there", self._take_stock(node))
+
+    async def close(self) -> None:
+        """End what is under way."""
+        await self._background.close()
 
     async def _take_stock(self, node: str) -> None:
         try:
-            states = await self._hosts[node].processes()
+            states = await self._cluster.hosts[node].processes()
         except LibraError:
             return  # lost again; there will be another Reconnected, or a LeaseExpired
-        self._returned(node, frozenset(s.process for s in states if s.state == "running"))
-
-    def _returned(self, node: str, alive: frozenset[str]) -> None:
+        alive = frozenset(s.process for s in states if s.state == "running")
         self._trainer.returned(node, alive)
         self._post(NodeBack(node, alive))
+
+    def _given_up(self, node: str, reason: str) -> None:
+        if (work := self._gone.get(node)) is not None:
+            work.cancel()
+        if node not in self._gone:  # else the machine waits for it already
+            self._trainer.returned(node, frozenset())
+            self._post(NodeGone(node, reason))
+        self._gone[node] = None
+
+    async def _make_ready(self, node: str) -> None:
+        """Prepare a host with a new agent, as often as it takes, and tell the machine."""
+        pause_s, told = FIRST_PAUSE_S, ""
+        while True:
+            try:
+                await self._cluster.restore(node)
+                break
+            except LibraError as error:
+                if str(error) != told:
+                    _log.error("%s answers again and cannot be used: %s", node, error)
+                told = str(error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        address, ports = self._cluster.facts[node].peer_address, self._cluster.ports[node]
+        self._weights.rejoined(node, address, ports.get("weights", 0))
+        del self._gone[node]
+        self._post(NodeBack(node, frozenset()))

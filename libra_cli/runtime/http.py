@@ -6,6 +6,8 @@ import aiohttp
 
 from libra_cli.runtime.hosts.transport import Endpoint
 
+HOST = "http://localhost"
+"""For the header of this name: where a request goes is the socket's matter."""
 KEEP_ALIVE_S = 2.0
 """How long an idle connection is kept: less than any server of ours keeps one (``node.http``:
 120 s), or a request could meet a connection that is just being closed."""
@@ -13,13 +15,9 @@ KEEP_ALIVE_S = 2.0
 
 def open_session(endpoint: Endpoint, token: str) -> aiohttp.ClientSession:
     """Return a session whose relative URLs go to ``endpoint``, with the token on every request."""
-    connector: aiohttp.BaseConnector = (
-        aiohttp.UnixConnector(path=endpoint.address, limit=0, keepalive_timeout=KEEP_ALIVE_S)
-        if endpoint.kind == "unix"
-        else aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-    )
+    connector = aiohttp.UnixConnector(endpoint.path, limit=0, keepalive_timeout=KEEP_ALIVE_S)
     return aiohttp.ClientSession(
-        endpoint.url, connector=connector, headers={"Authorization": f"Bearer {token}"}
+        HOST, connector=connector, headers={"Authorization": f"Bearer {token}"}
     )
 
 

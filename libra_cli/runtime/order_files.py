@@ -11,20 +11,31 @@ have 107 characters and run directories are often longer; a port would need a to
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from operator import index
 from pathlib import Path
 from typing import Any
 
 from libra_cli.config.errors import StateError
+from libra_cli.config.text import printable
 from libra_cli.core.actions import AnswerOrder
 from libra_cli.core.events import PlanOrdered
 from libra_cli.core.types import Role, SlotId
+from libra_cli.runtime.supervision.answers import understood
+
+_log = logging.getLogger(__name__)
 
 POLL_S = 0.5
+MOST_CHARACTERS = 1_000_000
+"""That are read of an order."""
+MOST_SLOTS = 1_000_000
+"""Of one role in an order: more than any cluster has."""
 ANSWER_S = 90.0
 """How long to wait for an answer; planning for a long run takes seconds."""
 _ANSWER = ".answer.json"
@@ -36,41 +47,62 @@ class Orders:
     def __init__(self, run_dir: Path, *, post: Callable[[PlanOrdered], None]) -> None:
         self._directory = run_dir / "orders"
         self._post = post
+        self._taken: set[str] = set()
+        self._answers: dict[str, dict[str, object]] = {}
+        """What could not be written yet."""
 
     async def watch(self) -> None:
         """Post every order that comes, for ever; those to an earlier controller are removed."""
         shutil.rmtree(self._directory, ignore_errors=True)
-        self._directory.mkdir(mode=0o700)
+        self._directory.mkdir(mode=0o700, exist_ok=True)
         while True:
             for path in sorted(self._directory.glob("*.json")):
-                if not path.name.endswith(_ANSWER):
+                if not path.name.endswith(_ANSWER) and path.stem not in self._taken:
                     self._take(path)
+            self._write_answers()
             await asyncio.sleep(POLL_S)
 
     def _take(self, path: Path) -> None:
+        """Take an order once, also where its file cannot be removed."""
         order = path.stem
+        self._taken.add(order)
         try:
-            message = json.loads(path.read_text())
-            event = _event(order, message)
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            self._write(order, accepted=False, text=f"the order cannot be read: {error}")
+            with path.open(encoding="utf-8") as file, understood(StateError, "the order"):
+                event = _event(order, json.loads(file.read(MOST_CHARACTERS)))
+        except (OSError, StateError) as error:
+            self._answers[order] = {"accepted": False, "text": f"it cannot be read: {error}"}
         else:
             self._post(event)
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
     async def answer(self, action: AnswerOrder) -> None:
-        """Write the answer for whoever gave the order."""
-        self._write(action.order, accepted=action.accepted, text=action.text)
+        """Write the answer for whoever gave the order, or as soon as it can be written."""
+        self._answers[action.order] = {"accepted": action.accepted, "text": action.text}
+        self._write_answers()
 
-    def _write(self, order: str, *, accepted: bool, text: str) -> None:
-        _put(self._directory / f"{order}{_ANSWER}", {"accepted": accepted, "text": text})
+    def _write_answers(self) -> None:
+        for order, answer in list(self._answers.items()):
+            try:
+                _put(self._directory / f"{order}{_ANSWER}", answer)
+            except OSError as error:
+                _log.error("the answer to an order cannot be written yet: %s", error)
+                return
+            del self._answers[order]
 
 
 def _event(order: str, message: Mapping[str, Any]) -> PlanOrdered:
-    to = tuple((Role(role), int(number)) for role, number in message["to"].items())
+    to = tuple((Role(role), _count(number)) for role, number in message["to"].items())
     pins = tuple((slot, Role(role) if role else None) for slot, role in message["pins"].items())
     shapes = tuple((slot, bool(joined)) for slot, joined in message.get("shapes", {}).items())
     return PlanOrdered(order, to, pins, shapes)
+
+
+def _count(number: object) -> int:
+    count = index(number)  # type: ignore[arg-type]
+    if not 0 <= count <= MOST_SLOTS:
+        raise ValueError(f"{count} slots")
+    return count
 
 
 def give_order(
@@ -109,12 +141,13 @@ def give_order(
                 hint=f"libra status {run_dir}",
             )
         time.sleep(POLL_S / 5)
-    said = json.loads(answer.read_text())
-    answer.unlink(missing_ok=True)
-    return bool(said["accepted"]), str(said["text"])
+    with understood(StateError, f"{answer}"):
+        said = json.loads(answer.read_text())
+        answer.unlink(missing_ok=True)
+        return bool(said["accepted"]), printable(str(said["text"]))
 
 
 def _put(path: Path, message: Mapping[str, object]) -> None:
     draft = path.with_name(f".{path.name}")
-    draft.write_text(json.dumps(message))
+    draft.write_text(json.dumps(message), encoding="utf-8")
     draft.rename(path)

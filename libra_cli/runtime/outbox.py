@@ -7,6 +7,7 @@ import contextlib
 
 from libra_cli.config.errors import HostError
 from libra_cli.runtime.hosts.transport import ByteStream
+from libra_cli.runtime.supervision.background import Background
 
 
 class Outbox:
@@ -19,7 +20,7 @@ class Outbox:
         self._stream = stream
         self._unsent = bytearray()
         self._more = asyncio.Event()
-        self._sending = asyncio.create_task(self._send())
+        self._sending = Background().start("writing to a process", self._send())
 
     def put(self, message: bytes) -> None:
         """Send a message after those before it."""

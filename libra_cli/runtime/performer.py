@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Protocol, assert_never
 
 from libra_cli.core import actions as a
 from libra_cli.core.events import Event, TimerFired
 from libra_cli.core.planning.planner import DecisionMaker, answer
-from libra_cli.runtime.episodes.performer import EpisodePerformer
 from libra_cli.runtime.order_files import Orders
 from libra_cli.runtime.rollout.servers import Servers
+from libra_cli.runtime.teacher import Teacher
 from libra_cli.runtime.trainer.processes import TrainerProcesses
 from libra_cli.runtime.trainer.worker_processes import WorkerProcesses
+from libra_cli.runtime.weights import Weights
+
+
+class EpisodeSource(Protocol):
+    """Where trajectories come from: environments that are played, or demonstrations."""
+
+    async def perform(self, action: a.EpisodeAction) -> Event | None:
+        """Carry out one action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +35,13 @@ class Performer:
     servers: Servers
     trainer: TrainerProcesses
     workers: WorkerProcesses
-    episodes: EpisodePerformer
+    episodes: EpisodeSource
     orders: Orders
+    weights: Weights
     planner: DecisionMaker
     """Looks for a better plan; called in a thread, since it may compute for seconds."""
+    teacher: Teacher | None = None
+    """Of a recipe that has one."""
 
     async def perform(self, action: a.RuntimeAction) -> Event | None:
         """Carry out one action; what comes of it is the machine's next event, if anything does."""
@@ -50,6 +61,9 @@ class Performer:
                 return await self.workers.perform(action)
             case a.StartEpisode() | a.AdvanceEpisode() | a.FinishEpisode() | a.ForgetEpisode():
                 return await self.episodes.perform(action)
+            case a.AskTeacher():
+                assert self.teacher is not None, "the recipe has no teacher"
+                return await self.teacher.perform(action)
             case a.Propose() | a.AnswerOrder() | a.Wake():
                 return await self._steer(action)
             case _:
@@ -85,7 +99,9 @@ class Performer:
                 assert_never(action)
 
     async def close(self) -> None:
-        """Drop every connection to a server, a gradient worker or the trainer."""
+        """Drop every connection to a server, a gradient worker, the trainer or the teacher."""
         await self.servers.close()
         await self.workers.close()
         await self.trainer.close()
+        if self.teacher is not None:
+            await self.teacher.close()

@@ -15,6 +15,7 @@ from typing import Any
 
 from libra_cli.config.errors import LibraError
 from libra_cli.core.events import Event
+from libra_cli.runtime.supervision.background import is_cancelled
 
 
 class ProcessTasks:
@@ -34,7 +35,7 @@ class ProcessTasks:
         except LibraError as error:
             return failed(str(error))
         except asyncio.CancelledError:
-            if _is_cancelled():
+            if is_cancelled():
                 raise
             return None
         finally:
@@ -48,9 +49,3 @@ class ProcessTasks:
         """Cancel the work on a process that has ended, or is about to."""
         for task in self._work[name]:
             task.cancel()
-
-
-def _is_cancelled() -> bool:
-    """Whether the running task itself was cancelled, and not only something it waits for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

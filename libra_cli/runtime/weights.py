@@ -1,10 +1,11 @@
 """Brings published weight versions to the hosts that need them.
 
-The trainer publishes a version as a directory on its own host. The other hosts pull it over HTTP,
-with the run's token, from the trainer's host and from each other: every host passes on the chunks
-that it has, so that the trainer's link is not the only one that works. Every chunk is checked
-against the manifest, and the directory gets its name when all are there. Each host pulls a version
-once, however many servers it has. A host that has the version before pulls only the difference.
+The trainer publishes a version as a directory on its own host. The other hosts pull it over mutual
+TLS (``runtime.credentials``) from the trainer's host and from each other: every host passes on the
+chunks that it has, so that the trainer's link is not the only one that works. Every chunk is
+checked against the manifest, since a host may pass on what its own disk has damaged, and the
+directory gets its name when all are there. Each host pulls a version once, however many servers it
+has. A host that has the version before pulls only the difference.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import index
 from typing import TYPE_CHECKING
 
-from libra_cli.config.errors import WeightsError
+from libra_cli.config.errors import LibraError, WeightsError
 from libra_cli.core.events import PublishedVersion
-from libra_cli.core.types import SlotId
+from libra_cli.core.launch.process import PeerAddress
+from libra_cli.core.types import SlotId, WeightVersion
+from libra_cli.runtime.credentials import peer_url
+from libra_cli.runtime.hosts.agent_messages import PulledVersion
 from libra_cli.runtime.hosts.host import Host
+from libra_cli.runtime.supervision.answers import finite, understood
 
 if TYPE_CHECKING:
     from libra_cli.runtime.hosts.cluster import Cluster
@@ -31,6 +37,8 @@ GAP_FACTOR = 5.0
 """How many times the gap at a process's first version a later one may have."""
 LEAST_GAP = 1e-3
 """A bound in nats that no calibration goes below: in float32 gaps are near 1e-6, and vary."""
+RENEWAL_S = 1.0
+"""Seconds between two attempts to pull a version that the trainer writes again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +67,7 @@ class Weights:
     def __init__(
         self,
         hosts: Mapping[str, Host],
-        addresses: Mapping[str, str],
+        addresses: Mapping[str, PeerAddress],
         directories: Mapping[str, str],
         ports: Mapping[str, int],
         *,
@@ -73,15 +81,18 @@ class Weights:
         and ``ports``. ``origin`` is the node whose trainer publishes. ``keep`` versions stay.
         """
         self._hosts = hosts
-        self._addresses = addresses
+        self._addresses = {**addresses}
         self._directories = directories
-        self._ports = ports
+        self._ports = {**ports}
         self.origin = origin
         self._keep = keep
         self._timeout_s = timeout_s
         self._urls: dict[str, str] = {}
         self._pulls: dict[tuple[str, str], asyncio.Task[VersionLocation]] = {}
         self._have: dict[str, list[str]] = {}
+        #: Names of versions that were damaged where they were published, and removed there.
+        self._renewed: set[str] = set()
+        self._newest: WeightVersion | None = None
         #: Size in bytes of the newest version that was asked for.
         self.newest_bytes = 0
 
@@ -93,29 +104,115 @@ class Weights:
             HostLost: the node does not answer.
         """
         self.newest_bytes = published.bytes
+        self._newest = max(self._newest or published.version, published.version)
         if node == self.origin:
             # Without awaiting: requests that this version allows must not overtake it.
             return VersionLocation(f"{self._directories[node]}/{published.name}", 0.0, "local", 0)
         key = (node, published.name)
         task = self._pulls.get(key)
-        if task is None or (task.done() and (task.cancelled() or task.exception())):
-            task = self._pulls[key] = asyncio.create_task(self._pull(node, published.name))
-            return await asyncio.shield(task)
-        return replace(await asyncio.shield(task), kind="local", sent_bytes=0)
-
-    async def _pull(self, node: str, name: str) -> VersionLocation:
-        host = self._hosts[node]
+        if task is not None:
+            return replace(await asyncio.shield(task), kind="local", sent_bytes=0)
+        # Only while it is under way: a host whose agent was replaced has lost what it had.
+        task = self._pulls[key] = asyncio.create_task(self._pull(node, published))
         try:
-            await self._url(node)  # it passes on what it has from now on
-            pulled = await host.pull(name, await self._sources(node), timeout_s=self._timeout_s)
-        except WeightsError:
-            self._urls.clear()  # a replaced agent must be asked to serve again
-            raise
-        held = self._have[node] = [*self._have.get(node, []), name][-self._keep :]
-        await host.forget(held)
-        for old in [key for key in self._pulls if key[0] == node][: -self._keep]:
-            del self._pulls[old]
+            return await asyncio.shield(task)
+        finally:
+            if self._pulls.get(key) is task:
+                del self._pulls[key]
+
+    async def _pull(self, node: str, published: PublishedVersion) -> VersionLocation:
+        name = published.name
+        pulled = await self._pulled(node, published)
+        others = [other for other in self._have.get(node, []) if other != name]
+        held = self._have[node] = [*others, name][-self._keep :]
+        await self._hosts[node].forget(held)
         return VersionLocation(pulled.path, pulled.seconds, pulled.kind, pulled.sent_bytes)
+
+    async def _pulled(self, node: str, published: PublishedVersion) -> PulledVersion:
+        """Pull it from all sources; of one that was damaged where it was published, its renewal."""
+        tries = max(1, round(self._timeout_s / RENEWAL_S))
+        while True:
+            try:
+                self._urls.pop(node, None)  # its agent may be another, which does not serve yet
+                await self._url(node)  # it passes on what it has from now on
+                return await self._hosts[node].pull(
+                    published.name,
+                    await self._sources(node),
+                    timeout_s=self._timeout_s,
+                    size=published.bytes,
+                )
+            except WeightsError as error:
+                self._urls.clear()  # a replaced agent must be asked to serve again
+                if self._newest is not None and published.version < self._newest:
+                    newer = f"{published.name} is gone, {self._newest.name} is newer"
+                    raise WeightsError(newer) from error
+                tries -= 1
+                if tries == 0 or not await self._is_renewed(published, str(error)):
+                    raise
+                await asyncio.sleep(RENEWAL_S)
+
+    async def _is_renewed(self, published: PublishedVersion, reason: str) -> bool:
+        """Whether the trainer writes it again, as it does if its own copy was found damaged.
+
+        It is only looked at if a source gave something wrong: all of it has to be read.
+        """
+        if "is damaged" in reason:
+            await self.damage(self.origin, published)
+        return published.name in self._renewed
+
+    async def damage(self, node: str, published: PublishedVersion) -> str:
+        """Why a version that a server on that node refused is no version; empty if it is right.
+
+        A copy that is damaged is removed, so that the next request pulls it again. Where it was
+        published, the trainer notices that, and writes the version again from memory.
+        """
+        try:
+            wrong = await self._hosts[node].damaged(published.name, size=published.bytes)
+        except LibraError:
+            return ""  # the server's own words are all there is
+        if wrong and node == self.origin:
+            self._renewed.add(published.name)
+        if wrong:
+            return f"{wrong} of {published.name} is damaged on {node}"
+        renewing = node == self.origin and published.name in self._renewed
+        if renewing and not await self._is_there(published):
+            return f"{published.name} is being written again on {node}"
+        return ""
+
+    async def renewed(self, published: PublishedVersion) -> bool:
+        """Wait until a version that was damaged where it was published is written again there.
+
+        False if it is not within ``timeout_s``; nobody waits for one that is no longer the newest.
+        """
+        for _ in range(max(1, round(self._timeout_s / RENEWAL_S))):
+            is_old = self._newest is not None and published.version < self._newest
+            if is_old or await self._is_there(published):
+                return True
+            await asyncio.sleep(RENEWAL_S)
+        return False
+
+    async def _is_there(self, published: PublishedVersion) -> bool:
+        """Whether it is complete where it was published."""
+        try:
+            await self._manifest(published)
+        except LibraError:
+            return False
+        return True
+
+    async def _manifest(self, published: PublishedVersion) -> bytes:
+        path = self._manifest_path(published)
+        return await self._hosts[self.origin].transport.get(path)
+
+    def _manifest_path(self, published: PublishedVersion) -> str:
+        return f"{self._directories[self.origin]}/{published.name}/manifest.json"
+
+    def rejoined(self, node: str, address: PeerAddress, port: int) -> None:
+        """A node begins anew, perhaps at another address and port: it has no version any more."""
+        self._addresses[node], self._ports[node] = address, port
+        self._urls.clear()  # every agent says its own again
+        self._have.pop(node, None)
+        for key in [key for key in self._pulls if key[0] == node]:
+            self._pulls.pop(key).cancel()
 
     async def probe(self, published: PublishedVersion) -> ExpectedProbe:
         """Read the probe, with which every server that has loaded the version must agree.
@@ -124,13 +221,11 @@ class Weights:
             WeightsError: the manifest is damaged.
             HostLost: the origin does not answer.
         """
-        path = f"{self._directories[self.origin]}/{published.name}/manifest.json"
-        raw = await self._hosts[self.origin].transport.get(path)
-        try:
+        path, raw = self._manifest_path(published), await self._manifest(published)
+        with understood(WeightsError, f"{self.origin}: {path} is damaged: it"):
             probe = json.loads(raw)["probe"]
-            return ExpectedProbe(tuple(probe["token_ids"]), tuple(probe["logprobs"]))
-        except (ValueError, KeyError) as error:
-            raise WeightsError(f"{self.origin}: {path} is damaged: {error}") from error
+            token_ids = tuple(index(token) for token in probe["token_ids"])
+            return ExpectedProbe(token_ids, tuple(finite(one) for one in probe["logprobs"]))
 
     async def _sources(self, node: str) -> list[str]:
         """The URLs of the other hosts that serve versions, and the origin's last.
@@ -143,8 +238,9 @@ class Weights:
 
     async def _url(self, node: str) -> str:
         if node not in self._urls:
-            port = await self._hosts[node].serve_weights(port=self._ports[node])
-            self._urls[node] = f"http://{self._addresses[node]}:{port}"
+            address = self._addresses[node]
+            port = await self._hosts[node].serve_weights(address.listens_at, self._ports[node])
+            self._urls[node] = peer_url(address.serves_at, port, node)
         return self._urls[node]
 
 
@@ -182,7 +278,7 @@ def weights_of(cluster: Cluster, *, origin: str) -> Weights:
     facts, spec = cluster.facts, cluster.recipe.weight_sync
     return Weights(
         cluster.hosts,
-        {name: fact.serves_at for name, fact in facts.items()},
+        {name: fact.peer_address for name, fact in facts.items()},
         {name: f"{fact.weights_dir}/{cluster.run_id}" for name, fact in facts.items()},
         {name: ports.get("weights", 0) for name, ports in cluster.ports.items()},
         origin=origin,

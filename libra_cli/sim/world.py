@@ -56,6 +56,7 @@ from libra_cli.core.types import (
     Trajectory,
     TrajectoryId,
     VersionSpan,
+    is_evaluation,
 )
 from libra_cli.sim.engine import Engine, EngineRequest, FinishedRequest
 from libra_cli.sim.traces import RecordedEpisode
@@ -86,9 +87,17 @@ class FakeTokens:
     def __hash__(self) -> int:
         return hash(self.number)
 
+    def __iter__(self) -> Iterator[int]:
+        """No token is known."""
+        return iter(())
+
     def extend(self, more: FakeTokens) -> None:
         """So many more."""
         self.number += more.number
+
+    def tobytes(self) -> bytes:
+        """None: nobody can look at them."""
+        return b""
 
     def frombytes(self, data: bytes) -> None:
         """So many more."""
@@ -219,7 +228,8 @@ class World:
         self.engines: dict[str, Engine] = {}
         self.retired: list[tuple[str, Engine]] = []
         self.machine = Machine(
-            scene.recipe,
+            # A teacher would be asked about tokens, of which only the number is known.
+            scene.recipe.model_copy(update={"teacher": None}),
             scene.plan,
             scene.slots,
             RunIdentity("simulated", "", 0, 0.0),
@@ -229,6 +239,8 @@ class World:
         )
         self._groups = groups
         self._drawn: list[tuple[RecordedEpisode, ...]] = []
+        #: Recordings behind the tasks of evaluations.
+        self._evaluated: dict[int, tuple[RecordedEpisode, ...]] = {}
         self._plays: dict[TrajectoryId, _Play] = {}
         self._requests: dict[int, a.Generate] = {}
         self._heap: list[tuple[Seconds, int, e.Event | tuple[str, Engine]]] = []
@@ -327,6 +339,8 @@ class World:
                 self._later(e.WorkerStopped(action.slot, action.incarnation), 0.0)
             case a.Propose():
                 self._propose(action)
+            case a.AskTeacher():
+                raise AssertionError("a simulated run has no teacher")
             case a.AnswerOrder():
                 pass  # in virtual time nobody gives orders
             case a.Wake():
@@ -389,6 +403,11 @@ class World:
 
     def episode(self, trajectory: TrajectoryId) -> RecordedEpisode:
         """The recording behind a trajectory. Its future: for oracles only."""
+        if is_evaluation(trajectory.group):
+            if trajectory.group not in self._evaluated:
+                self._evaluated[trajectory.group] = next(self._groups)
+            members = self._evaluated[trajectory.group]
+            return members[trajectory.member % len(members)]
         while len(self._drawn) <= trajectory.group:
             self._drawn.append(next(self._groups))
         return self._drawn[trajectory.group][trajectory.member]

@@ -58,10 +58,10 @@ class Played:
 TITLE = "client                   requests   kept forks   gap/nat seconds own loop"
 
 
-def model_of(base: Path, *, warm_steps: int) -> Path:
-    """Build the small model, or find it, and give a copy of it longer contexts."""
-    spec, out, cache = base / "spec.json", base / "out.json", HOME / "models"
-    build = {"task": "pointer-chase", "seed": 0, "warm_steps": warm_steps}
+def model_of(base: Path, cache: Path) -> Path:
+    """Build the quickstart's model, or find it in ``cache``, and give a copy longer contexts."""
+    spec, out = base / "spec.json", base / "out.json"
+    build = {"task": "pointer-chase", "seed": 0, "warm_steps": 350}
     spec.write_text(json.dumps({"path": None, "build": build, "cache": str(cache)}))
     command = [sys.executable, "-m", "libra_cli.node.model.build", str(spec), str(out)]
     subprocess.run(command, check=True, timeout=BUILD_TIMEOUT_S, cwd=CHECKOUT)
@@ -137,7 +137,7 @@ def main() -> None:
     clients = names or [client.name for client in CLIENTS]
     with tempfile.TemporaryDirectory() as directory:
         base = Path(directory)
-        model = model_of(base, warm_steps=350)
+        model = model_of(base, HOME / "models")
         own = recipe_text(base, model, clients, match=None, group_size=GROUP_SIZE)
         with live(own, base / "own", Path.home()) as run:
             beside = [one.seconds for one in played(run, clients)]

@@ -38,13 +38,13 @@ LARGEST_GAP = 1e-4
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Played]]:
+def trained(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[dict[str, Played]]:
     """What became of each, by name, in one run."""
     names = BRINGING_THEIR_TOOL + WITH_LONG_PROMPTS
     for environment in {client.environment for client in CLIENTS if client.name in names}:
         prepare(environment)
     base = tmp_path_factory.mktemp("clients")
-    model = model_of(base, warm_steps=150)
+    model = model_of(base, models)
     text = recipe_text(base, model, names, match="strict", group_size=2)
     with live(text, base, Path.home()) as run:
         yield {one.client: one for one in played(run, names)}

@@ -79,7 +79,7 @@ def batch(size: Size, seed: int) -> list[TokenSample]:
                 logprobs=np.where(mask, np.float32(-7.0), np.float32(0)),
                 loss_mask=mask,
                 reward=float(len(found) % 2),
-                baseline=(0.5, 0.5),
+                advantages=((0, 2.0 * (len(found) % 2) - 1),),
                 fresh=True,
             )
         )

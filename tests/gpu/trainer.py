@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from libra_cli.config.recipe import TrainingSpec
+from libra_cli.config.training import TrainingSpec
 from libra_cli.core.costs.memory import rank_memory
 from libra_cli.node.trainer.config import TrainerConfig
 from libra_cli.node.trainer.trainer import Trainer
@@ -82,7 +82,7 @@ def config_of(base: Path, training: dict[str, Any], max_len: int) -> TrainerConf
         model_dir=str(base / "model"),
         weights_dir=str(base / "weights"),
         checkpoint_dir=str(base / "checkpoints"),
-        port=0,
+        socket="",
         world_size=1,
         trainer_incarnation=1,
         seed=1,

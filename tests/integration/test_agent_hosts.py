@@ -80,7 +80,7 @@ def test_commands_play_on_hosts_and_a_host_that_is_lost_costs_its_own(
             "command": ["python3", "agent.py"],
             "directory": str(files),
             "nodes": NAMES,
-            "timeout_s": 15,
+            "timeout_s": 25,
         },
         nodes=[{"host": name} for name in NAMES],
         model={"max_len": 4096},

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from libra_cli.runtime.store.reader import Reader
 from tests.live import CHECKOUT, START_S, STEP_S, Live, live, require
 
 pytestmark = [
@@ -102,16 +103,21 @@ def test_the_trainer_computes_what_the_servers_sampled_in_every_branch(run):
 
 def test_each_generated_token_is_in_one_branch(run):
     rows = run.query(
-        "SELECT spans_json, branches_json, token_ids_json, generated_tokens, context_tokens "
-        "FROM trajectories WHERE state = 'finished'"
+        "SELECT group_id, member, attempt, spans_json, branches_json, generated_tokens, "
+        "context_tokens FROM trajectories WHERE state = 'finished'"
     )
     assert rows
-    for spans_json, branches_json, token_ids_json, generated, context in rows:
-        ((number, spans, tokens),) = json.loads(branches_json)
+    with Reader(run.run_dir) as reader:
+        tokens = {tuple(row[:3]): reader.tokens(*row[:3]) for row in rows}
+    for *who, spans_json, branches_json, generated, context in rows:
+        ((number, spans),) = json.loads(branches_json)
         assert number == 1
         spans += json.loads(spans_json)
         assert sum(end - start for _, start, end in spans) == generated
-        assert len(tokens) + len(json.loads(token_ids_json)) == context
+        branches = tokens[tuple(who)]
+        assert sum(len(one.token_ids) for one in branches) == context
+        assert sum(sum(one.loss_mask) for one in branches) == generated
+        assert sum(map(bool, (p for one in branches for p in one.logprobs))) <= generated
 
 
 def test_what_an_agent_does_between_turns_is_told_as_a_tool(run):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from libra_cli.node.checkpoints.export import export  # noqa: E402
 from libra_cli.node.checkpoints.server import serve  # noqa: E402
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
 from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
+from tests.credentials import credentials_of, url_of  # noqa: E402
 from tests.ranks import TOKENS, Step, go_on, in_world, train  # noqa: E402
-from tests.trainers import TOKEN, free_port  # noqa: E402
+from tests.trainers import free_port  # noqa: E402
 
 pytestmark = [
     pytest.mark.integration,
@@ -43,7 +45,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     base = tmp_path_factory.mktemp("hosts")
-    (base / "token").write_text(TOKEN)
+    (base / "credentials.json").write_text(credentials_of().as_json())
     made = [base / name for name in "abc"]
     for host in made:
         host.mkdir()
@@ -63,11 +65,11 @@ def trained(hosts: list[Path], model_dir: Path) -> tuple[list[float], Step]:
 def served(hosts: Sequence[Path], name: str) -> Iterator[list[str]]:
     """The URLs of the hosts' parts of a checkpoint."""
     servers = [
-        serve(host / "checkpoints" / name, "127.0.0.1", range(free_port(), 65000), TOKEN)
+        serve(host / "checkpoints" / name, "127.0.0.1", range(free_port(), 65000), credentials_of())
         for host in hosts
     ]
     try:
-        yield [f"http://127.0.0.1:{server.server_address[1]}" for server in servers]
+        yield [url_of(server.server_address[1]) for server in servers]
     finally:
         for server in servers:
             server.shutdown()
@@ -112,7 +114,7 @@ def hybrid(
     """Two steps of two ranks on each of hosts a and b, which have a replica each; moments are in
     the hosts' memory, and worlds of other sizes go on without that."""
     base = tmp_path_factory.mktemp("hybrid")
-    (base / "token").write_text(TOKEN)
+    (base / "credentials.json").write_text(credentials_of().as_json())
     a, b = made = [base / name for name in "ab"]
     for host in made:
         host.mkdir()
@@ -159,7 +161,7 @@ def test_the_exported_model_has_the_trainer_s_log_probabilities(
         order = {
             "checkpoint": str(hosts[0] / "checkpoints" / LAST),
             "urls": urls,
-            "token": TOKEN,
+            "credentials": asdict(credentials_of()),
             "model_dir": str(model_dir),
             "dtype": dtype,
             "out": str(tmp_path / "model"),

@@ -19,6 +19,7 @@ from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
 from libra_cli.runtime.episodes.player import Episodes
 from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.hosts.cluster import Cluster
+from libra_cli.runtime.store.run_secrets import RunSecrets
 from tests.integration.test_hosts import PULSE_S, net, opened, run_id
 from tests.netns import missing
 
@@ -47,7 +48,7 @@ def cluster_of(hosts: Any, run: str) -> Cluster:
         recipe,
         initial_plan(recipe),
         run_id=run,
-        token="t",
+        secrets=RunSecrets.new(),
         save=list[Any]().append,
         clock=time.time,
     )

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,8 @@ torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
 from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
+from tests import credentials  # noqa: E402
+from tests.credentials import url_of  # noqa: E402
 from tests.trainers import (  # noqa: E402
     STEP_S,
     TOKEN,
@@ -43,7 +41,7 @@ pytestmark = [
 ]
 STEPS = 20
 WAIT_S = 20.0
-"""Far more than the core's patience with any share of these tiny batches, on a busy machine too;
+"""Far more than the core's patience with any share of these tiny batches (``tests.patient_core``);
 far less than any timeout."""
 KEEP = STEPS + 1
 
@@ -98,10 +96,11 @@ def hand_over(core: Trainer, helper: Worker, step: int, groups: Sequence[int]) -
 def wait_done(helper: Worker, step: int) -> None:
     """These steps take milliseconds, so on a busy machine a worker may well be later than the
     core's least patience."""
-    side = replace(helper, port=helper.side_port)
     about = f"incarnation=3&step={step}&version=v{step - 1:06d}-e0"
+    asked = f"/share?{about}&have=999&wait_s=5"
     deadline = time.monotonic() + STEP_S
-    while side.ask("GET", f"/share?{about}&have=999&wait_s=5")[1]["state"] != "done":
+    url = url_of(helper.side_port)
+    while json.loads(credentials.ask(url, asked, token=TOKEN)[1])["state"] != "done":
         assert time.monotonic() < deadline
 
 
@@ -133,7 +132,7 @@ def test_a_worker_that_joins_and_leaves_changes_no_parameter(
             assert helper.wait_ready()["state"] == "ready"
             for number in range(5, 16):
                 report = help_with(core, helper, number, [1, 3])
-                assert (report["used"], report["reason"]) == (True, "")
+                used(report)
                 assert report["bytes"] == sum(one.nbytes for one in core.parameters(0).values())
             assert helper.stop() == 0
             assert not helper.outbox.exists()
@@ -167,13 +166,12 @@ def test_parts_and_shares_add_up_to_the_step_whatever_the_worlds(
     ):
         assert core.wait_ready()["state"] == helper.wait_ready()["state"] == "ready"
         in_three_parts(core, 1)
-        report = help_with(core, helper, 2, [0, 2])
-        assert (report["used"], report["reason"]) == (True, "")
+        used(help_with(core, helper, 2, [0, 2]))
         part_and_share(core, helper, 3)
         refused = help_with(core, helper, 4, [0, 1, 2, 3], incarnation=2)
         assert not refused["used"]
         assert "incarnation 2, step 4" in refused["reason"]
-        assert help_with(core, helper, 5, [0, 1, 2, 3])["used"]
+        used(help_with(core, helper, 5, [0, 1, 2, 3]))
         losses = [core.result(number)["metrics"]["loss"] for number in range(1, 6)]
         assert losses == pytest.approx(alone.losses[1:6], rel=1e-4, abs=1e-6)
         apart = alone.difference(core, range(6))
@@ -201,7 +199,8 @@ def in_three_parts(core: Trainer, step: int) -> None:
     for part, group in enumerate((2, 0), 1):
         given = of_groups(batch(step), group)
         assert core.accumulate(step, part, given)["tokens"] > 0
-    status, answer = core.ask("POST", "/train", msgpack.packb({"step": step, "parts": 3}))
+    order = {"step": step, "parts": 3, "trajectories": []}
+    status, answer = core.ask("POST", "/train", msgpack.packb(order))
     assert (status, "3 parts should be accumulated, 2 are" in answer["error"]) == (400, True)
     metrics = core.step(step, trajectories=of_groups(batch(step), 1, 3), parts=2)["metrics"]
     assert metrics["generated_tokens"] > metrics["own_tokens"] > 0
@@ -215,7 +214,8 @@ def part_and_share(core: Trainer, helper: Worker, step: int) -> None:
     given = of_groups(batch(step), 1, 2)
     shares = [helper.offer(step, [1, 2])]
     metrics = core.step(step, trajectories=given, parts=1, shares=shares)["metrics"]
-    assert [share["used"] for share in metrics["shares"]] == [True]
+    (report,) = metrics["shares"]
+    used(report)
     assert metrics["own_tokens"] == 0
 
 
@@ -248,19 +248,25 @@ def test_a_worker_that_fails_costs_time_and_never_a_result(
         worker(tmp_path / "worker", model_dir) as helper,
     ):
         assert core.wait_ready()["state"] == helper.wait_ready()["state"] == "ready"
-        assert help_with(core, helper, 1, [1, 3])["used"]
-        with between(helper.side_port, token="of-another-run") as url:
-            assert "401" in unused(help_with(core, helper, 2, [1, 3], url=url))
-        with between(helper.side_port, flip=True) as url:
-            assert "are damaged" in unused(help_with(core, helper, 3, [1, 3], url=url))
+        used(help_with(core, helper, 1, [1, 3]))
+        other = url_of(helper.side_port, "another-node")
+        assert "another host answers" in unused(help_with(core, helper, 2, [1, 3], url=other))
+        with credentials.relay(helper.side_port, flip_at=20_000) as hop:
+            through = url_of(hop.port)
+            used(help_with(core, helper, 3, [1, 3], url=through))  # it asks again
+            assert hop.came_back > 20_000
         old = {"version": "v000000-e0"}
         assert "of version v000000-e0" in unused(help_with(core, helper, 4, [1, 3], **old))
         assert "not done within" in unused(silenced(core, helper, 5, signal.SIGCONT))
-        assert help_with(core, helper, 6, [0, 2])["used"]
+        used(help_with(core, helper, 6, [0, 2]))
         assert "nothing listens" in unused(silenced(core, helper, 7, signal.SIGKILL))
         apart = alone.difference(core, range(8))
         assert apart <= 1e-5
         assert core.stop() == 0
+
+
+def used(report: Mapping[str, Any]) -> None:
+    assert (report["used"], report["reason"]) == (True, "")
 
 
 def unused(report: Mapping[str, Any]) -> str:
@@ -282,32 +288,3 @@ def silenced(core: Trainer, helper: Worker, step: int, then: signal.Signals) -> 
     assert time.monotonic() - began < WAIT_S
     helper.signal(then)
     return dict(report)
-
-
-@contextmanager
-def between(port: int, *, token: str = TOKEN, flip: bool = False) -> Iterator[str]:
-    """A hop on the way to the side channel that changes the token, or a bit of every gradient."""
-
-    class Hop(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-            connection.request("GET", self.path, headers={"Authorization": f"Bearer {token}"})
-            response = connection.getresponse()
-            data = bytearray(response.read())
-            connection.close()
-            if flip and self.path.startswith("/gradient"):
-                data[0] ^= 1
-            self.send_response(response.status)
-            for name in ("Content-Length", "Content-Type", "X-Sha256"):
-                self.send_header(name, response.headers.get(name, ""))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hop)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()

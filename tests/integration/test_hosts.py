@@ -19,8 +19,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from libra_cli.config.errors import HostError, HostKeyError, HostLost
+from libra_cli.config.errors import HostError, HostKeyError
 from libra_cli.node.weights.chunks import listed
+from libra_cli.runtime.credentials import peer_url
 from libra_cli.runtime.hosts.agent_messages import (
     ConnectionLost,
     Exited,
@@ -30,12 +31,12 @@ from libra_cli.runtime.hosts.agent_messages import (
 )
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.ssh import SshTransport
+from tests.credentials import TOKEN, told
 from tests.netns import Network, marked, missing, network
 
 DEADLINE_S = 25.0
 PULSE_S = 1.0
 """Where a cable is pulled: that is noticed after three beats. A busy machine may miss one."""
-TOKEN = "a-token-for-tests"
 WEIGHTS_DIR = "/dev/shm/libra-test"
 SHARED_BYTES, SHARED_GBIT_S = 100_000_000, 0.5
 """Two copies over one such link take 3.2 s."""
@@ -47,7 +48,7 @@ pytestmark = [
 ]
 
 WEB_SERVER = """
-import http.server, sys, time
+import http.server, os, socketserver, sys, time
 
 class Echo(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -64,7 +65,10 @@ class Echo(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
-http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Echo).serve_forever()
+if os.path.exists(sys.argv[1]):
+    os.unlink(sys.argv[1])
+socketserver.ThreadingUnixStreamServer.request_queue_size = 100
+socketserver.ThreadingUnixStreamServer(sys.argv[1], Echo).serve_forever()
 """
 
 
@@ -118,7 +122,12 @@ async def opened(
         ping_interval_s=ping_interval_s,
     )
     await host.open(
-        run_id, token=TOKEN, lease_s=lease_s, weights_dir=WEIGHTS_DIR, on_event=events.append
+        run_id,
+        token=TOKEN,
+        credentials=told(host.name),
+        lease_s=lease_s,
+        weights_dir=WEIGHTS_DIR,
+        on_event=events.append,
     )
     try:
         yield host, events
@@ -126,20 +135,20 @@ async def opened(
         assert await host.shutdown() == ()
 
 
-async def serve(host: Host) -> int:
-    (port,) = await host.ports(21000, 21999, 1)
-    await host.start("server-0", [sys.executable, "-c", WEB_SERVER, str(port)])
-    return port
+async def serve(host: Host) -> str:
+    path = f"{host.tmp_dir}/server-0.sock"
+    await host.start("server-0", [sys.executable, "-c", WEB_SERVER, path])
+    return path
 
 
 @asynccontextmanager
 async def client(
-    host: Host, port: int
+    host: Host, path: str
 ) -> AsyncIterator[Callable[[bytes], Coroutine[Any, Any, bytes]]]:
     """A way to post to a server on the host."""
-    endpoint = await host.dial(port)
-    connector = aiohttp.UnixConnector(path=endpoint.address, limit=0)
-    async with aiohttp.ClientSession(endpoint.url, connector=connector) as session:
+    endpoint = await host.dial(path)
+    connector = aiohttp.UnixConnector(path=endpoint.path, limit=0)
+    async with aiohttp.ClientSession("http://host", connector=connector) as session:
 
         async def post(data: bytes) -> bytes:
             async with session.post("/", data=data) as response:
@@ -179,9 +188,9 @@ def test_a_host_tells_what_it_is_and_runs_our_code(net, tmp_path, run_id) -> Non
 def test_a_pulled_cable_costs_nothing_but_time(net, tmp_path, run_id) -> None:
     async def scene() -> None:
         async with opened(net, 0, tmp_path, run_id, ping_interval_s=PULSE_S) as (host, events):
-            port = await serve(host)
+            path = await serve(host)
             before = await host.processes()
-            async with client(host, port) as post:
+            async with client(host, path) as post:
                 await answers(post)
                 net.cut(net.hosts[0])
                 lost = await events.first(ConnectionLost)
@@ -225,7 +234,7 @@ def test_an_exit_behind_a_pulled_cable_is_heard_of_later(net, tmp_path, run_id) 
             started = await host.start("server-0", ["sh", "-c", "echo bye; sleep 5; exit 5"])
             net.cut(net.hosts[0])
             await events.first(ConnectionLost)
-            await until(lambda: len(marked(run_id)) == 1)  # the agent is all there is
+            await until(lambda: len(marked(run_id)) == 2)  # agent and guard are all there is
             net.heal(net.hosts[0])
             event = await events.first(Exited)
             assert (event.pid, event.exit_code, event.tail) == (started.pid, 5, "bye")
@@ -248,7 +257,7 @@ def test_a_host_cut_off_for_longer_than_the_lease_stops_everything_by_itself(
             await until(lambda: not marked(run_id))
 
     try:
-        with pytest.raises(HostLost, match="given up"):
+        with pytest.raises(HostError, match=r"its lease (ends|has ended) what runs there at"):
             play(scene())
     finally:
         net.heal(net.hosts[0])
@@ -278,8 +287,8 @@ def test_a_controller_that_is_killed_leaves_nothing_behind(net, tmp_path, run_id
         try:
             assert controller.stdout is not None
             assert controller.stdout.readline() == b"running\n"
-            # Two of the server, of which the second may be on its way, and the agent.
-            play(until(lambda: len(marked(run_id)) == 3))
+            # Two of the server, of which the second may be on its way, agent and guard.
+            play(until(lambda: len(marked(run_id)) == 4))
         finally:
             controller.send_signal(signal.SIGKILL)
     play(until(lambda: not marked(run_id)))
@@ -324,8 +333,8 @@ def test_hosts_have_ports_of_their_own_and_pass_weights_to_each_other(
             manifest = {"files": {"model.bin": {"bytes": entry.bytes, "sha256": entry.sha256}}}
             files = {"model.bin": data, "manifest.json": json.dumps(manifest).encode()}
             await one.transport.put_tree(files, f"{WEIGHTS_DIR}/{run_id}/v000001-e0")
-            port = await one.serve_weights()
-            source = f"http://{net.hosts[0].address}:{port}"
+            address = net.hosts[0].address
+            source = peer_url(address, await one.serve_weights(address), one.name)
             pulled = await other.pull("v000001-e0", [source])
             assert (pulled.kind, pulled.sent_by) == ("full", {source: len(data)})
             assert await other.transport.get(f"{pulled.path}/model.bin") == data
@@ -351,7 +360,8 @@ def test_hosts_that_pull_at_the_same_time_do_not_each_wait_for_the_publishers_li
             await trainer.transport.put_tree(files, f"{WEIGHTS_DIR}/{run_id}/v000001-e0")
             places = zip(net.hosts, (trainer, one, other), strict=True)
             source, first, second = [
-                f"http://{place.address}:{await host.serve_weights()}" for place, host in places
+                peer_url(place.address, await host.serve_weights(place.address), host.name)
+                for place, host in places
             ]
             net.shape(SHARED_GBIT_S)
             results = await asyncio.gather(
@@ -429,10 +439,9 @@ def test_a_host_that_is_not_there_or_not_itself_is_told_apart(net, tmp_path) -> 
 def test_our_code_is_uploaded_once(net, tmp_path, run_id) -> None:
     async def scene() -> None:
         async with opened(net, 0, tmp_path, run_id) as (host, _):
-            code = Path(host.code_dir)
-        before = (code.stat().st_ino, code.stat().st_mtime_ns)
-        async with opened(net, 0, tmp_path, run_id) as (host, _):
-            assert (code.stat().st_ino, code.stat().st_mtime_ns) == before
-        assert (code / "libra_cli/node/agent/main.py").is_file()
+            file = Path(host.code_dir, "libra_cli/node/agent/main.py")
+        before = (file.stat().st_ino, file.stat().st_mtime_ns)
+        async with opened(net, 0, tmp_path, run_id):
+            assert (file.stat().st_ino, file.stat().st_mtime_ns) == before
 
     play(scene())

@@ -26,6 +26,7 @@ from tests.integration.test_moves import (
     check_rewards,
     check_trajectories,
     recipe_text,
+    workdir_with,
 )
 from tests.live import START_S, live, require
 from tests.netns import Network, missing, network
@@ -67,11 +68,11 @@ def _order(scene: Scene, flag: str, slot: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def shaped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def shaped(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Scene]:
     """A run whose two slots are joined, serve together for some steps, and are split again."""
     base = tmp_path_factory.mktemp("run")
     with network(3, base / "net") as net:
-        text = _recipe(net, tmp_path_factory.mktemp("hosts"))
+        text = _recipe(net, workdir_with(models, tmp_path_factory.mktemp("hosts")))
         with live(text, base, net.home) as run:
             scene = Scene(run, net)
             run.wait_step(2, timeout_s=2 * START_S)  # the model is built first

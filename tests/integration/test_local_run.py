@@ -1,4 +1,5 @@
-"""``libra run`` on this machine alone: a server is killed, the run interrupted, resumed, and ends.
+"""``libra run`` on this machine alone: a server is killed, the terminal closed, the run stopped,
+resumed without one from the checkpoint before a damaged one, attached to, and ends.
 
 One run carries most claims, because starting vLLM is what costs the time. Another is left behind by
 its controller.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,8 +31,11 @@ pytestmark = [
 ]
 require("vllm")
 
-STEPS = 16
+STEPS = 24
+"""With fewer, the tasks of the first and the last five steps differ by as much as is learned."""
 GROUPS = 8
+TASKS, SAMPLES = 6, 2
+"""Of an evaluation."""
 INTERRUPTED = 4
 """The exit status after Ctrl-C."""
 SLOT = "local/0"
@@ -46,13 +51,8 @@ def recipe_text(base: Path, models: Path) -> str:
     document["nodes"][0] |= {"workdir": str(work), "python": sys.executable}
     document["rollout"]["buckets"] = [{"name": "all", "max_num_seqs": 32}]
     document["training"] |= {"groups_per_step": GROUPS, "checkpoint_every": 100}
+    document["evaluation"] = {"num_tasks": TASKS, "samples": SAMPLES, "every": 2}
     return yaml.safe_dump(document)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the host keeps the model it builds, so that it is built once."""
-    return tmp_path_factory.mktemp("models")
 
 
 @dataclass(frozen=True)
@@ -68,31 +68,65 @@ class Interrupted:
     """Of the slot whose server was killed, before the interruption."""
     checkpoint: int
     """The step of the interruption's checkpoint."""
+    detached: subprocess.CompletedProcess[str]
+    """What started the controller that went on, and left it."""
     resumed: subprocess.CompletedProcess[str]
+    """What showed it until its end."""
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Interrupted]:
-    """Its server is killed, its controller interrupted, and resumed until its last step."""
+    """Its server is killed and its terminal closed, its controller interrupted, and resumed until
+    its last step."""
     base = tmp_path_factory.mktemp("run")
-    with live(recipe_text(base, models), base, Path.home()) as started:
+    with live(recipe_text(base, models), base, Path.home(), in_terminal=True) as started:
         started.wait_step(1, timeout_s=2 * START_S)  # the model is built first
         started.kill("server-0", "local")
+        started.hang_up()
         started.wait_step(4, timeout_s=START_S)
         started.process.send_signal(signal.SIGINT)
         status = started.process.wait(timeout=QUICK_S)
         left = started.processes()
         restarts = started.query(f"SELECT restarts FROM slots WHERE slot = '{SLOT}'")
         ((checkpoint,),) = started.query("SELECT step FROM steps WHERE checkpoint != ''")
-        arguments = ("run", str(started.recipe), "--resume", str(started.run_dir))
-        resumed = started.libra(*arguments, timeout_s=START_S + STEP_S)
-        yield Interrupted(started, status, left, restarts, checkpoint, resumed)
+        damage(base / "work/runs" / started.run_dir.name / "local/checkpoints", checkpoint)
+        arguments = ("run", str(started.recipe), "--resume", str(started.run_dir), "--detach")
+        detached = started.libra(*arguments, timeout_s=START_S)
+        resumed = started.libra("attach", str(started.run_dir), timeout_s=START_S + STEP_S)
+        yield Interrupted(started, status, left, restarts, checkpoint, detached, resumed)
+
+
+def damage(checkpoints: Path, step: int) -> None:
+    """A newer checkpoint than that of a step, of which a part is not as it was written."""
+    newer = checkpoints / f"step-{step + 1:06d}-e1"
+    shutil.copytree(checkpoints / f"step-{step:06d}-e1", newer)
+    with next(newer.glob("*.distcp")).open("r+b") as file:
+        file.write(b"\xff" * 8)
 
 
 def test_an_interrupted_run_ends_soon_with_a_checkpoint_and_leaves_nothing(run):
     assert run.status == INTERRUPTED, run.live.told()
     assert run.left == []
     assert 4 <= run.checkpoint < STEPS
+
+
+def test_a_run_whose_terminal_was_closed_went_on_and_said_so_in_a_file(run):
+    said = (run.live.run_dir / "console.log").read_text()
+    steps = [line.split()[2] for line in said.splitlines() if line[10:].startswith("step ")]
+    assert [f"{step}/{STEPS}" for step in range(3, STEPS + 1)] == steps[-(STEPS - 2) :], said
+
+
+def test_a_detached_run_is_left_once_its_hosts_are_ready(run):
+    assert run.detached.returncode == 0, run.detached.stdout + run.detached.stderr
+    assert f"libra attach {run.live.run_dir}" in run.detached.stdout
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_told(run):
+    said = (run.live.run_dir / "console.log").read_text()
+    passed = f"checkpoint step-{run.checkpoint + 1:06d}-e1 cannot be used: "
+    assert passed in said
+    assert f"going on from step-{run.checkpoint:06d}-e1" in said
+    assert passed in run.resumed.stdout, "who attaches sees what was told"
 
 
 def test_a_resumed_run_goes_on_to_its_last_step(run):
@@ -179,9 +213,31 @@ def test_the_report_is_one_offline_file(run):
 
 def test_every_step_is_a_line_of_metrics(run):
     lines = (run.live.run_dir / "metrics.jsonl").read_text().splitlines()
-    rewards = {row["step"]: row["reward/mean"] for row in map(json.loads, lines)}
+    told = [json.loads(line) for line in lines]
+    rewards = {row["step"]: row["reward/mean"] for row in told if "reward/mean" in row}
     steps = load_run(run.live.run_dir).steps
     assert rewards == {step.step: step.metrics["reward/mean"] for step in steps}
+
+
+def test_every_evaluation_that_finished_is_a_line_of_metrics_and_all_did_but_the_interrupted(run):
+    evaluations = load_run(run.live.run_dir).evaluations
+    done = {one.step: one for one in evaluations if one.state == "finished"}
+    cut = [one for one in evaluations if one.state != "finished"]
+    assert {one.state for one in cut} <= {"cut"}
+    assert len(cut) <= 1, "there was one interruption"
+    assert {0, STEPS} <= done.keys()
+    assert len(done) == len(evaluations) - len(cut), "a step was evaluated twice"
+    lines = (run.live.run_dir / "metrics.jsonl").read_text().splitlines()
+    told = {row["step"]: row for row in map(json.loads, lines) if "eval/held-out/pass@1" in row}
+    assert told.keys() == done.keys()
+    for step, one in done.items():
+        assert (one.tasks, one.samples, one.failed) == (TASKS, SAMPLES, 0)
+        assert told[step]["eval/held-out/pass@1"] == one.metrics["pass@1"]
+    assert 0 < done[STEPS].metrics["pass@1"] <= 1
+    status = json.loads(run.live.libra("status", "--json", str(run.live.run_dir)).stdout)
+    (part,) = status["evaluations"]
+    assert (part["step"], part["playing"]) == (STEPS, None)
+    assert "Evaluation held-out" in (run.live.run_dir / "report.html").read_text()
 
 
 def test_what_was_said_can_be_read_afterwards(run):
@@ -203,8 +259,10 @@ def test_the_token_of_the_run_is_nowhere_to_be_read(run):
     for token in tokens:
         assert token.stat().st_mode & 0o077 == 0
     secrets = {token.read_text().strip() for token in tokens}
+    kept = run.live.run_dir / "secrets.json"
+    assert kept.stat().st_mode & 0o077 == 0
     told = [run.live.log, *run.live.run_dir.glob("*.*"), *work.rglob("logs/*.log")]
-    for path in told:
+    for path in set(told) - {kept}:
         content = path.read_bytes()
         assert not any(secret.encode() in content for secret in secrets), path
 

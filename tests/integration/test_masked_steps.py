@@ -14,7 +14,7 @@ pytest.importorskip("accelerate", reason="needs the [cpu] extra")
 import torch
 
 from libra_cli.config.errors import TrainerError
-from libra_cli.config.recipe import TrainingSpec
+from libra_cli.config.training import TrainingSpec
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
 from libra_cli.node.model.warmup import POSITIONS, new_model
 from libra_cli.node.trainer.config import TrainerConfig
@@ -48,7 +48,7 @@ def trainer(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             model_dir=str(model_dir),
             weights_dir=str(tmp_path / "weights"),
             checkpoint_dir=str(tmp_path / "checkpoints"),
-            port=0,
+            socket="",
             world_size=1,
             trainer_incarnation=0,
             seed=1,
@@ -71,7 +71,7 @@ def batch(behind: tuple[tuple[int, int], ...]) -> list[TokenSample]:
             logprobs=np.where(mask, np.float32(-5.5), np.float32(0)),
             loss_mask=mask,
             reward=float(member % 2),
-            baseline=(0.5, 3**-0.5),
+            advantages=((0, 2.0 * (member % 2) - 1),),
             fresh=False,
             behind=behind,
         )

@@ -26,7 +26,7 @@ from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
 from libra_cli.runtime.monitors import dispatch
 from libra_cli.runtime.monitors.dispatch import Monitors
 from libra_cli.runtime.monitors.protocol import MonitoredRun
-from tests.sample_run import run_record, step_record
+from tests.sample_run import branch, run_record, step_record
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -66,8 +66,8 @@ def trajectory(step: int, *, reward: float, ended: bool = True) -> r.TrajectoryR
         min_version=0,
         max_version=0,
         spans_json="[]",
-        token_ids_json=json.dumps(ids) if ended else "",
         detail="",
+        tokens=(branch(ids),) if ended else (),
     )
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
+from libra_cli.runtime.store.reader import Reader
 from tests.live import CHECKOUT, QUICK_S, START_S, STEP_S, Live, live, require
 from tests.netns import Network, missing, network
 
@@ -35,6 +36,8 @@ pytestmark = [
 require("vllm")
 
 GROUPS = 4
+HOSTS = ("host-1", "host-2", "host-3")
+"""As ``tests.netns`` names them."""
 LEASE_S = 60
 STOPPED = 4
 WEIGHTS = "/dev/shm/libra-root"
@@ -129,7 +132,6 @@ def recipe_text(net: Network, workdir: Path) -> str:
         }
         for host, pool in zip(net.hosts, ["rollout", "hybrid", "train"], strict=True)
     ]
-    document["model"]["build"]["warm_steps"] = 150
     document["environment"]["args"] = {"latency_s": 0.3}
     document["rollout"]["buckets"] = [{"name": "all", "max_num_seqs": 16}]
     document["training"] |= {"groups_per_step": GROUPS, "checkpoint_every": 5}
@@ -138,9 +140,17 @@ def recipe_text(net: Network, workdir: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workdir(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Path:
     """What hosts keep between runs: the small model."""
-    return tmp_path_factory.mktemp("hosts")
+    return workdir_with(models, tmp_path_factory.mktemp("hosts"))
+
+
+def workdir_with(models: Path, workdir: Path) -> Path:
+    """A directory for each host, which keep their models in one."""
+    for name in HOSTS:
+        (workdir / name).mkdir()
+        (workdir / name / "models").symlink_to(models)
+    return workdir
 
 
 @contextmanager
@@ -284,7 +294,7 @@ def check_trajectories(scene: Scene) -> None:
     )
     assert scene.run.query(lost.format(last)) == []
     rows = scene.run.query(
-        "SELECT group_id, member, attempt, generated_tokens, context_tokens, token_ids_json, turns "
+        "SELECT group_id, member, attempt, generated_tokens, context_tokens, turns "
         "FROM trajectories WHERE state = 'finished'"
     )
     assert rows
@@ -293,11 +303,13 @@ def check_trajectories(scene: Scene) -> None:
         "SELECT group_id, member, attempt, prompt_tokens, generated_tokens FROM turns ORDER BY turn"
     ):
         turns.setdefault(tuple(who), []).append((prompt, generated))
-    for *who, generated, context, ids, count in rows:
+    with Reader(scene.run.run_dir) as reader:
+        tokens = {tuple(row[:3]): reader.token_ids(*row[:3]) for row in rows}
+    for *who, generated, context, count in rows:
         played = turns[tuple(who)]
         assert len(played) == count, who
         assert sum(tokens for _, tokens in played) == generated, who
-        assert len(json.loads(ids)) == context, who
+        assert sum(map(len, tokens[tuple(who)])) == context, who
         ends = [prompt + tokens for prompt, tokens in played]
         nexts = [prompt for prompt, _ in played[1:]] + [context]
         assert all(end <= begin for end, begin in zip(ends, nexts, strict=True)), who

@@ -70,7 +70,7 @@ def _batch(step: int) -> list[TokenSample]:
             logprobs=np.where(mask, np.float32(-7.0), np.float32(0)),
             loss_mask=mask,
             reward=float(member % 2),
-            baseline=(0.5, 0.5),
+            advantages=((0, 2.0 * (member % 2) - 1),),
             fresh=True,
         )
         for member in range(4)

@@ -96,7 +96,7 @@ def exported(base: Path, model: Any, directory: Path) -> Path:
     order = {
         "checkpoint": str(directory / "step"),
         "urls": [],
-        "token": "",
+        "credentials": {},
         "model_dir": str(base),
         "dtype": "float32",
         "out": str(directory / "model"),
@@ -105,7 +105,7 @@ def exported(base: Path, model: Any, directory: Path) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch tells that there is one process
         dcp.save({"model": model.state_dict()}, checkpoint_id=directory / "step", no_dist=True)
-        (directory / "step" / "checkpoint.json").write_text("{}")
+        (directory / "step" / "checkpoint.json").write_text('{"step": 3}')
         export(order)
     return directory / "model"
 
@@ -151,7 +151,7 @@ def test_nothing_is_answered_without_the_token(bench):
             msgpack.packb([0, "facts", {}]),
             b"GET / HTTP/1.1\r\n",
         ):
-            reader, writer = await asyncio.open_connection("127.0.0.1", bench.port)
+            reader, writer = await asyncio.open_unix_connection(bench.endpoint.path)
             writer.write(said + msgpack.packb([1, "check", {}]))
             assert await asyncio.wait_for(reader.read(), 20) == b""
             writer.close()
@@ -192,19 +192,21 @@ def test_an_aborted_turn_comes_back_with_the_tokens_it_has(bench):
     bench.play(scene)
 
 
-def test_it_listens_on_the_loopback_alone(bench):
+def test_it_listens_on_a_socket_of_this_user_and_nothing_of_it_is_reached_from_outside(bench):
     async def scene():
         (state,) = [s for s in await bench.host.processes() if s.process == "server-0"]
         found = _listening(state.pid)
-        assert f"0100007F:{bench.port:04X}" in found
-        assert {address.partition(":")[0] for address in found} == {"0100007F"}
+        assert {address.partition(":")[0] for address in found} <= {"0100007F"}
+        path = Path(bench.endpoint.path)
+        assert path.is_socket()  # noqa: ASYNC240
+        assert path.parent.stat().st_mode & 0o777 == 0o700
 
     bench.play(scene)
 
 
 def test_an_order_that_cannot_be_read_is_refused_and_the_server_goes_on(bench):
     async def scene():
-        reader, writer = await asyncio.open_connection("127.0.0.1", bench.port)
+        reader, writer = await asyncio.open_unix_connection(bench.endpoint.path)
         orders = [[1, "generate", {}], [2, "collective_rpc", {}], [3], [4, "check", {}]]
         writer.write(b"".join(map(msgpack.packb, [bench.token, *orders])))
         unpacker, answers = msgpack.Unpacker(), list[Any]()

@@ -194,3 +194,53 @@ def test_gradients_and_losses_are_those_of_one_process_in_float32(
             if name in wanted.sums:
                 close = pytest.approx(wanted.sums[name], rel=most if case.bf16 else 1e-5)
                 assert found.sums[name] == close, name
+
+
+# -- several updates -------------------------------------------------------------------------------
+
+
+def updates(host: Path, model_dir: Path, shardings: Sequence[str]) -> list[Found]:
+    """What two passes of two minibatches come to, by plain gradient descent, for each sharding."""
+    return [updated(host, model_dir, sharding) for sharding in shardings]
+
+
+def updated(host: Path, model_dir: Path, sharding: str) -> Found:
+    AcceleratorState._reset_state()
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    training = {
+        "sharding": sharding,
+        "minibatches": 2,
+        "epochs": 2,
+        "entropy_coef": 0.02,
+        "kl_coef": 0.1,
+        "kl_in_reward": True,
+        "micro_batch_tokens": 80,
+        "learning_rate": 0.5,
+        "warmup_steps": 0,
+        "max_grad_norm": 1e9,
+    }
+    config = trainer_config(host, model_dir, int(os.environ["WORLD_SIZE"]), training)
+    trainer = Trainer(config)
+    with torch.no_grad():
+        for parameter in trainer.parameters().values():
+            parameter.mul_(1.2)
+    trainer.optimizer = torch.optim.SGD(trainer.parameters().values(), lr=0.5)
+    metrics = trainer.train(1, read_samples(batch(1), config.max_len))
+    named = ("loss", "grad_norm", "ppo_kl", "kl", "entropy", "update_ratio")
+    weights = {name: tensor.numpy().copy() for name, tensor in trainer.whole_weights()}
+    return Found({name: metrics[name] for name in named}, weights, metrics["grad_norm"], 0.0)
+
+
+def test_several_updates_are_those_of_one_process_however_ranks_share_the_model(
+    models: dict[bool, Path], tmp_path: Path
+):
+    ((alone,),) = in_ranks([tmp_path], updates, [(tmp_path, models[False], ["ddp"])])
+    shardings = ["ddp", "fsdp2"]
+    ranks = in_ranks([tmp_path] * 2, updates, [(tmp_path, models[False], shardings)] * 2)
+    for found in (one for rank in ranks for one in rank):
+        for name, one in alone.gradients.items():
+            np.testing.assert_allclose(found.gradients[name], one, atol=2e-5, rtol=0)
+        for name, value in alone.sums.items():
+            # What is sampled of a tensor to tell how far it moved depends on who holds it.
+            off = 0.05 if name == "update_ratio" else 1e-3
+            assert found.sums[name] == pytest.approx(value, rel=off), name

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("accelerate", reason="needs the [cpu] extra")
 
-from libra_cli.config.recipe import TrainingSpec
+from libra_cli.config.training import TrainingSpec
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
 from libra_cli.node.model.warmup import POSITIONS, new_model, warm_up
 from libra_cli.node.trainer.config import TrainerConfig
@@ -19,6 +19,7 @@ from libra_cli.node.trainer.trainer import Trainer
 from libra_cli.node.weights import versions as weights
 from libra_cli.node.weights.versions import publish
 from libra_cli.node.weights.weight_server import WeightServer
+from tests.credentials import credentials_of, url_of
 
 pytestmark = [
     pytest.mark.integration,
@@ -52,7 +53,7 @@ def trainer(
         model_dir=str(model_dir),
         weights_dir=str(tmp_path / "trainer"),
         checkpoint_dir=str(tmp_path / "checkpoints"),
-        port=0,
+        socket="",
         world_size=1,
         trainer_incarnation=0,
         seed=1,
@@ -77,7 +78,7 @@ def batch(step: int) -> list[TokenSample]:
             logprobs=np.where(mask, np.float32(-5.5), np.float32(0)),
             loss_mask=mask,
             reward=float(member % 2),
-            baseline=(0.5, 0.5),
+            advantages=((0, 2.0 * (member % 2) - 1),),
             fresh=True,
         )
         for group in range(2)
@@ -90,9 +91,9 @@ def test_every_step_of_the_real_trainer_arrives_bit_for_bit_in_few_bytes(
     trainer: Trainer, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "DELTA_S", PULL_S)  # however busy the machine is
-    there = WeightServer(trainer.config.versions, "token")
-    here = WeightServer(tmp_path / "host" / "run", "token")
-    source = f"http://127.0.0.1:{there.serve('127.0.0.1', 0)}"
+    there = WeightServer(trainer.config.versions, credentials_of())
+    here = WeightServer(tmp_path / "host" / "run", credentials_of())
+    source = url_of(there.serve("127.0.0.1", 0))
     try:
         for step in range(STEPS + 1):
             if step:
@@ -105,7 +106,7 @@ def test_every_step_of_the_real_trainer_arrives_bit_for_bit_in_few_bytes(
                 probe=trainer.probe(),
                 keep=2,
             )
-            pulled = here.pull(published.name, [source], timeout_s=PULL_S)
+            pulled = here.pull(published.name, [source], patience_s=PULL_S)
             assert pulled.kind == ("delta" if step else "full"), pulled.detail
             assert step == 0 or sum(pulled.sent_by.values()) < most * published.bytes
             for file in (there.root / published.name).iterdir():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -15,8 +19,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
+from libra_cli.core.launch.process import ProcessSpec  # noqa: E402
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
 from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
+from libra_cli.runtime.hosts.local import LocalTransport  # noqa: E402
+from libra_cli.runtime.trainer import rank_watch  # noqa: E402
+from libra_cli.runtime.trainer.rank_watch import RankWatch  # noqa: E402
 from tests.trainers import batch, largest_difference, processes_marked, trainer  # noqa: E402
 
 pytestmark = [
@@ -34,6 +42,17 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     new_model(tokenizer, seed=0).save_pretrained(directory)
     save_tokenizer(tokenizer, directory, max_len=POSITIONS)
     return directory
+
+
+class LocalHost:
+    """This machine, with the files of a run in one directory."""
+
+    def __init__(self, run_dir: str) -> None:
+        self.run_dir = run_dir
+        self.transport = LocalTransport()
+
+    async def tail(self, process: str, lines: int = 20) -> str:
+        return "the end"
 
 
 @dataclass(frozen=True)
@@ -192,3 +211,28 @@ def test_a_step_that_fails_is_reported_and_ends_the_trainer(model_dir: Path, tmp
         assert result["state"] == "failed"
         assert "step 1 has no generated token to learn from" in result["error"]
         assert failing.stop() != 0
+
+
+def test_a_rank_that_is_stopped_in_a_step_is_named_while_rank_0_says_that_it_runs(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    speed = 6.0  # of the watch's clock: in its 50 s of silence every rank beats many times
+    monkeypatch.setattr(rank_watch, "LOOK_EVERY_S", 15.0 / speed)
+    host: Any = LocalHost(str(tmp_path / "two"))
+    cluster: Any = SimpleNamespace(
+        hosts={"here": host}, clock=lambda: speed * time.monotonic(), lost=set()
+    )
+    spec = ProcessSpec("here", "trainer-0", (), {}, {"config.json": ""})
+    with trainer(tmp_path / "two", model_dir, processes=2) as two:
+        two.wait_ready()
+        pids = processes_marked(str(tmp_path / "two"))
+        (frozen,) = [pid for pid, environment in pids.items() if b"\0RANK=1\0" in environment]
+        os.kill(frozen, signal.SIGSTOP)
+        two.send(1, batch(1))
+        watch = RankWatch(cluster, [spec], 0)
+        told = asyncio.run(asyncio.wait_for(watch.until_stalled(), 60.0))
+        assert two.ask("GET", "/train/1")[1]["state"] == "running"
+    assert re.search(
+        r"trainer-0 on here made no progress for \d+ s \(rank 1, .*it is stopped", told
+    )
+    assert told.endswith("next: libra logs here trainer-0")

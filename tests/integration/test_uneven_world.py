@@ -45,4 +45,12 @@ def test_two_ranks_here_and_one_there_are_a_world_of_three(tmp_path: Path):
         for process in processes:
             process.kill()
     told = [json.loads((tmp_path / f"{rank}.json").read_bytes()) for rank in range(3)]
+    assert listening(tmp_path) == {"0100007F"}
     assert told == [[[0, 0, "bf16"], [1, 1, "bf16"], [2, 0, "bf16"]]] * 3
+
+
+def listening(directory: Path) -> set[str]:
+    """Every address at which a rank or a launcher listened."""
+    files = [*directory.glob("listening-*.json")]
+    assert len(files) == 3
+    return {address for file in files for address in json.loads(file.read_bytes())}

@@ -15,9 +15,10 @@ from libra_cli.core import events as e
 from libra_cli.core.actions import StartTrainer, StopTrainer, Train, TrainSample
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.records import Record
-from libra_cli.core.types import Baseline, Trajectory, TrajectoryId, VersionSpan
+from libra_cli.core.types import Trajectory, TrajectoryId, VersionSpan
 from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.hosts.cluster import Cluster
+from libra_cli.runtime.store.run_secrets import RunSecrets
 from libra_cli.runtime.trainer.checkpoints import find_checkpoints
 from libra_cli.runtime.trainer.model_export import ModelExports, fetch_model
 from libra_cli.runtime.trainer.processes import TrainerProcesses
@@ -72,7 +73,7 @@ def batch() -> tuple[TrainSample, ...]:
             trajectory.loss_mask = array("b", [0] * 10 + [1] * 6)
             trajectory.add_span(VersionSpan(0, 10, 16))
             trajectory.reward = float(member)
-            samples.append(TrainSample(trajectory, 0, False, Baseline(0.5, 0.5**0.5)))
+            samples.append(TrainSample(trajectory, 0, False, ((0, 2.0 * member - 1),)))
     return tuple(samples)
 
 
@@ -88,9 +89,9 @@ async def _export(cluster: Cluster, to: Path) -> None:
     """The model of the first checkpoint, made on a host and brought here."""
     first, *_ = await find_checkpoints(cluster.hosts)
     assert (first.step, len(first.nodes)) == (1, 2)
-    addresses = {node: fact.address for node, fact in cluster.facts.items()}
+    addresses = {node: fact.peer_address for node, fact in cluster.facts.items()}
     card = {"name": "small", "base": "base", "tags": ["libra"], "body": "# small"}
-    exports = ModelExports(cluster.reached, addresses, lambda step: card, cluster.token)
+    exports = ModelExports(cluster.reached, addresses, lambda step: card, cluster.secrets)
     made = await exports.make(first)
     await fetch_model(cluster.hosts[made.node], made.path, to)
     assert (await exports.make(first)).seconds < made.seconds
@@ -102,7 +103,7 @@ async def _scene(wanted: Recipe, base: Path) -> None:
     plan = initial_plan(wanted)
     slots = {slot.id: slot for slot in slots_of(wanted)}
     cluster = Cluster(
-        wanted, plan, run_id="world", token="secret", save=saved.append, clock=time.time
+        wanted, plan, run_id="world", secrets=RunSecrets.new(), save=saved.append, clock=time.time
     )
     try:
         await cluster.open(base / "model")

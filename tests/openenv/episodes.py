@@ -34,10 +34,10 @@ async def oracle_buys(url: str) -> None:
         assert names(episode) == ["add", "look"]
         assert episode.tools[0]["function"]["parameters"]["required"] == ["item"]
         first = await episode.step(ToolCall("add", {"item": "eggs"}))
-        assert (first.text, first.done) == ("1 items", False)
+        assert (first.text, first.reward, first.done) == ("1 items", 0.5, False)
         last = await episode.step(ToolCall("add", {"item": "tea", "count": 2}))
-        assert (last.text, last.done) == ("2 items", True)
-        assert await episode.score("") == 1.0
+        assert (last.text, last.reward, last.done) == ("2 items", 0.5, True)
+        assert await episode.score("") == 0.0
 
 
 async def idler_buys_nothing(url: str) -> None:
@@ -112,8 +112,8 @@ async def oracle_speaks(url: str) -> None:
         assert ([one["content"] for one in reply.messages], reply.done) == (["No."], False)
         reply = await episode.reply("xyzzy")
         assert reply is not None
-        assert reply.done
-        assert await episode.score("xyzzy") == 1.0
+        assert (reply.reward, reply.done) == (1.0, True)
+        assert await episode.score("xyzzy") == 0.0
 
 
 PLAYED: Mapping[str, tuple[str, Callable[[str], Awaitable[Any]]]] = {

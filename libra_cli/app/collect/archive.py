@@ -25,7 +25,7 @@ from pathlib import Path
 from libra_cli import __version__
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.config.recipe import NodeSpec
-from libra_cli.config.secrets import MASK, is_secret_name, masker
+from libra_cli.config.secrets import MASK, masker, secrets_in
 from libra_cli.core.records import ProcessRecord
 from libra_cli.report.status.summary import summary, to_json
 from libra_cli.runtime.doctor.host_logs import host_logs
@@ -33,12 +33,14 @@ from libra_cli.runtime.store.copy import copy_without_texts
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import RECIPE, newest_run, recipe_of
 from libra_cli.runtime.store.schema import DATABASE
+from libra_cli.runtime.supervision.controller_log import FILE as CONTROLLER_LOG
 
 _ABOUT = """What libra collect has put together of the run {run}.
 
 versions.json   libra, Python and packages where it was collected; what the hosts said of themselves
 recipe.json     the recipe with all its defaults, without its secrets
 status.json     libra status --json
+controller.log  what the controller logged, with the tracebacks of unexpected errors
 libra.db        the run's database, without token ids: libra status DIRECTORY reads it
 metrics.jsonl   the metrics of every step
 logs/           the end of what each process has written, by host
@@ -109,8 +111,7 @@ def collect(run_dir: Path | None, target: Path | None) -> Collected:
     where = (run_dir or newest_run()).absolute()
     name = where.name
     path = target or Path(f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
-    secret = [value for variable, value in os.environ.items() if is_secret_name(variable)]
-    mask = masker(secret)
+    mask = masker(secrets_in(os.environ))
     try:
         with Reader(where) as reader:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
@@ -134,6 +135,8 @@ def _fill(archive: _Archive, reader: Reader, where: Path, mask: Callable[[str], 
             archive.text(name, (where / name).read_text(encoding="utf-8", errors="replace"))
         else:
             problems.append(f"{where} has no {name}")
+    for log in sorted(where.glob(f"{CONTROLLER_LOG}*")):  # older libra wrote none
+        archive.text(log.name, log.read_text(encoding="utf-8", errors="replace"))
     with tempfile.TemporaryDirectory() as place:
         copy = Path(place, DATABASE)
         archive.masked += copy_without_texts(reader, copy, mask)

@@ -46,6 +46,7 @@ from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.hosts.threads import Threads
 from libra_cli.runtime.rollout.connection import Sampling, ServerFacts
 from libra_cli.runtime.rollout.servers import Servers
+from libra_cli.runtime.store.run_secrets import RunSecrets
 from libra_cli.runtime.trainer.processes import TrainerProcesses
 from libra_cli.runtime.weights import weights_of
 
@@ -76,7 +77,7 @@ class MeasurementHarness:
             recipe,
             self._plan,
             run_id=f"calibrate-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
-            token=secrets.token_urlsafe(32),
+            secrets=RunSecrets.new(),
             save=self._save,
             clock=time.time,
         )
@@ -130,7 +131,7 @@ class MeasurementHarness:
             cluster,
             weights_of(cluster, origin=ranks.head),
             self._slots,
-            self._sampling,
+            lambda group: self._sampling,
             post=self._post,
         )
         cluster.on_event = self._happened

@@ -47,7 +47,7 @@ from libra_cli.core.costs.loads import (
     training_batches,
 )
 from libra_cli.core.costs.mixtures import refuse_mixture
-from libra_cli.core.types import Baseline, Seconds, SlotId, Tokens, Trajectory, TrajectoryId
+from libra_cli.core.types import Seconds, SlotId, Tokens, Trajectory, TrajectoryId
 from libra_cli.runtime.rollout.connection import ServerFacts
 
 WINDOW_S: Seconds = 1.5
@@ -253,9 +253,7 @@ class _Survey:
     def _samples(self, batch: Batch) -> list[TrainSample]:
         size = self._harness.recipe.rollout.group_size
         return [
-            TrainSample(
-                self._trajectory(*divmod(number, size), batch.length), 0, False, Baseline(0.0, 0.0)
-            )
+            TrainSample(self._trajectory(*divmod(number, size), batch.length), 0, False, ())
             for number in range(batch.trajectories)
         ]
 

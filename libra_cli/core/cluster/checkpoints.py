@@ -7,6 +7,9 @@ from statistics import fmean
 SCORE_STEPS = 10
 """A checkpoint's score is the mean reward of so many steps, the last of them its own: over fewer,
 which tasks a batch happened to have would decide which checkpoint is the best."""
+MAX_SAVES = 2
+"""Times that the checkpoint of one step is tried: mostly once with the step, once by itself. A disk
+that is full then is full for longer than a run may take to end. Chosen."""
 
 
 class Checkpoints:
@@ -17,8 +20,19 @@ class Checkpoints:
         self.path = ""
         self.step = -1
         self._asked = -1
+        #: The step whose checkpoint could not be written last, how often, and why; 0 times once a
+        #: newer one is there.
+        self.failed_step = -1
+        self.failures = 0
+        self.failure = ""
         #: The mean reward of every step's batch.
         self._rewards: dict[int, float] = {}
+        #: The mean reward of every evaluated step; None where the run has no evaluation.
+        self.evaluated: dict[int, float] | None = None
+        #: Steps whose evaluation goes on: whether one is the best is not known yet.
+        self.evaluating: frozenset[int] = frozenset()
+        #: The step that each trainer incarnation went on from.
+        self._began: dict[int, int] = {}
 
     @property
     def writing(self) -> bool:
@@ -31,8 +45,11 @@ class Checkpoints:
         return max(self.step, self._asked, 0)
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether this step, of a run that ends with ``last``, is to be saved."""
-        return step % self._every == 0 or step >= last
+        """Whether this step, of a run that ends with ``last``, is to be saved.
+
+        One that could not be written is made up for with the next step.
+        """
+        return step % self._every == 0 or step >= last or self.failures > 0
 
     def asked(self, step: int) -> None:
         """One of this step is to be written."""
@@ -42,16 +59,54 @@ class Checkpoints:
         """The trainer that was asked is gone."""
         self._asked = self.step
 
+    def failed(self, step: int, reason: str) -> bool:
+        """One of this step could not be written; False if it was not the newest asked for."""
+        if step != self._asked or not self.writing:
+            return False
+        self.failures = self.failures + 1 if step == self.failed_step else 1
+        self.failed_step, self.failure = step, reason
+        self._asked = self.step
+        return True
+
+    def given_up(self, step: int) -> bool:
+        """Whether that of this step has failed ``MAX_SAVES`` times."""
+        return step == self.failed_step and self.failures >= MAX_SAVES
+
     def remember(self, path: str, step: int) -> None:
         """One of this step exists; it is the last."""
-        self.path, self.step = path, step
+        self.path, self.step, self.failures = path, step, 0
 
     def learn_reward(self, step: int, reward: float) -> None:
         """Know the mean reward of a step's batch, by which checkpoints are scored."""
         self._rewards[step] = reward
 
+    def begins(self, incarnation: int, step: int) -> None:
+        """A trainer goes on from a step: what was evaluated after it are weights of the past."""
+        self._began[incarnation] = min(step, self._began.get(incarnation, step))
+        if self.evaluated is not None:
+            self.evaluated = {one: score for one, score in self.evaluated.items() if one <= step}
+
+    def still_holds(self, step: int, incarnation: int) -> bool:
+        """Whether the weights of a step as that trainer had them are those the run has gone on
+        from: no later trainer began before it."""
+        later = (began for one, began in self._began.items() if one > incarnation)
+        return all(began >= step for began in later)
+
+    def evaluation_began(self, step: int) -> None:
+        """The weights of a step are being evaluated."""
+        self.evaluating |= {step}
+
+    def evaluation_ended(self, step: int, score: float | None, incarnation: int) -> None:
+        """The weights that a trainer had at a step have been evaluated, or will not be: None."""
+        self.evaluating -= {step}
+        if score is not None and self.still_holds(step, incarnation):
+            self.evaluated = {**(self.evaluated or {}), step: score}
+
     def score(self, step: int) -> float | None:
-        """The mean reward of the steps up to this one; None until there are ``SCORE_STEPS``."""
+        """That of its evaluation, or without any the mean reward of the steps up to this one; None
+        until there are ``SCORE_STEPS``, and before it is evaluated."""
+        if self.evaluated is not None:
+            return self.evaluated.get(step)
         steps = range(step - SCORE_STEPS + 1, step + 1)
         known = all(one in self._rewards for one in steps)
         return fmean(self._rewards[one] for one in steps) if known else None

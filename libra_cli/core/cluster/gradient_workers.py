@@ -46,13 +46,24 @@ MAX_UNREACHED = 3
 
 class GradientWorkers(ReplicaSet):
     """Every slot that is, or was, a gradient worker. ``trainer_gpus``: of the trainer group;
-    ``gradient_ratio``: bytes of the gradients that a worker sends, over those of a version."""
+    ``gradient_ratio``: bytes of the gradients that a worker sends, over those of a version;
+    ``shares_steps``: whether a step can be shared with workers at all; ``whole_groups``: whether
+    all of a group goes to one of them."""
 
     role = Role.GRADIENT
     working = ReplicaState.TRAINING
 
-    def __init__(self, trainer_gpus: int, gradient_ratio: float = 1.0) -> None:
+    def __init__(
+        self,
+        trainer_gpus: int,
+        gradient_ratio: float = 1.0,
+        *,
+        shares_steps: bool = True,
+        whole_groups: bool = False,
+    ) -> None:
         super().__init__()
+        self._whole_groups = whole_groups
+        self._shares_steps = shares_steps
         self._gradient_ratio = gradient_ratio
         self._speeds = Speeds(trainer_gpus)
         #: Slots that have a share of the step under way.
@@ -75,7 +86,7 @@ class GradientWorkers(ReplicaSet):
     def _process_of(self, slot: SlotId) -> str:
         return worker_of(slot)
 
-    def _taken_out(self, slot: SlotId) -> list[Result]:
+    def _taken_out(self, slot: SlotId, *, died: bool) -> list[Result]:
         self._sharing.discard(slot)
         self.used.discard(slot)
         self._missed.pop(slot, None)
@@ -120,7 +131,7 @@ class GradientWorkers(ReplicaSet):
     def sync_failed(self, event: WorkerSyncFailed, *, now: Seconds) -> list[Result]:
         """It has no share until it has a version yet newer."""
         replica = self._not_proved(event)
-        if replica is None:
+        if replica is None or self.latest is None:  # it is gone
             return []
         replica.failures += 1
         if replica.failures >= MAX_UNREACHED:
@@ -132,7 +143,11 @@ class GradientWorkers(ReplicaSet):
     def shares(self, samples: Sequence[TrainSample]) -> tuple[BatchPartition, ...]:
         """What each worker that is ready computes of a step; the trainer does the rest."""
         ready = [replica for replica in self.replicas.values() if self._is_ready(replica)]
-        shares = deal_shares(samples, ready, self._speeds)
+        if not self._shares_steps:
+            why = "no share: a batch with several updates has none"
+            self._unpaid = {one.slot.id: why for one in ready}
+            return ()
+        shares = deal_shares(samples, ready, self._speeds, whole_groups=self._whole_groups)
         self._sharing = {share.slot for share in shares}
         alone_s = sum(len(one.tokens.token_ids) for one in samples) / self._speeds.of_trainer()
         transfers = {one.slot.id: self._speeds.transfer_s(one.slot.id) for one in ready}
@@ -147,7 +162,8 @@ class GradientWorkers(ReplicaSet):
     @property
     def would_share(self) -> bool:
         """Whether a step that began now would have shares of workers."""
-        return any(self._is_ready(replica) for replica in self.replicas.values())
+        ready = any(self._is_ready(replica) for replica in self.replicas.values())
+        return ready and self._shares_steps
 
     def _is_ready(self, replica: Replica) -> bool:
         holds = self.latest is not None and self.latest in (replica.verified, replica.syncing)

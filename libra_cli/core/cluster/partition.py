@@ -2,7 +2,8 @@
 
 Trajectories go one by one, since each comes with the baseline of its group; longest first, each to
 whoever would have it done first (longest-processing-time rule, Graham 1969: within 4/3 of the best
-makespan). Whole groups are too coarse: a step has only some tens of them.
+makespan). Whole groups are coarser, a step has only some tens of them; they are dealt where a loss
+compares the trajectories of a group with one another.
 Speeds are tokens a second, smoothed over steps. Nobody's speed is known before the first step: then
 a GPU counts as much as another. The trainer group takes its part first where all are equal, since
 what it computes needs no transfer.
@@ -20,7 +21,7 @@ they are over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from libra_cli.core.actions import BatchPartition, TrainSample
 from libra_cli.core.cluster.replica import Replica
@@ -78,7 +79,11 @@ class Speeds:
 
 
 def deal_shares(
-    samples: Sequence[TrainSample], workers: Iterable[Replica], speeds: Speeds
+    samples: Sequence[TrainSample],
+    workers: Iterable[Replica],
+    speeds: Speeds,
+    *,
+    whole_groups: bool = False,
 ) -> tuple[BatchPartition, ...]:
     """The shares of the workers; a worker that would get nothing has none."""
     ready = list(workers)
@@ -87,17 +92,28 @@ def deal_shares(
     load = [0.0] * len(pace)
     dealt: list[list[TrajectoryId]] = [[] for _ in pace]
     tokens_of = {sample.trajectory.id: sample.trajectory.all_tokens for sample in samples}
-    for trajectory, tokens in sorted(tokens_of.items(), key=lambda one: (-one[1], one[0])):
+    for trajectories in _units(tokens_of, whole_groups):
+        tokens = sum(tokens_of[one] for one in trajectories)
         ends = [begin[i] + (load[i] + tokens) / pace[i] for i in range(len(pace))]
         first = ends.index(min(ends))
         load[first] += tokens
-        dealt[first].append(trajectory)
+        dealt[first] += trajectories
     pairs = zip(ready, dealt[1:], strict=True)
     return tuple(
         BatchPartition(replica.slot.id, replica.incarnation, tuple(sorted(ids)))
         for replica, ids in pairs
         if ids
     )
+
+
+def _units(
+    tokens_of: Mapping[TrajectoryId, Tokens], whole_groups: bool
+) -> list[list[TrajectoryId]]:
+    """What is dealt together, longest first: a trajectory, or all of a group."""
+    units: dict[tuple[int, ...], list[TrajectoryId]] = {}
+    for one in tokens_of:
+        units.setdefault((one.group,) if whole_groups else tuple(one), []).append(one)
+    return sorted(units.values(), key=lambda unit: (-sum(tokens_of[one] for one in unit), unit))
 
 
 def _blend(before: float | None, now: float) -> float:

@@ -17,13 +17,14 @@ The control law of ``initial_plan``:
   then the one without takes what is left of its shape. No slot may be left over. Slots that are
   joined while a run is under way have the bucket of their size that takes what is left, or the
   last; the counts then bind the others no more.
+- A run on demonstrations has no rollout: every slot trains.
 - Open nodes have no slots yet. About a third of their GPUs trains, as many on each of its nodes,
   and the rest serves with equal servers: of a bucket's shape, or as large as there is room for,
   since whether smaller ones hold the model nobody knows before there are prices.
 
-Guarantee: a plan has at least one server and one train slot, every slot has exactly one role, and
-the same recipe gives the same plan. Limit: it looks at no measurement and proposes no move; that
-is ``libra_cli.core.planning.search``.
+Guarantee: a plan has at least one train slot and, but on demonstrations, one server; every slot has
+exactly one role, and the same recipe gives the same plan. Limit: it looks at no measurement and
+proposes no move; that is ``libra_cli.core.planning.search``.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class PlanError(RecipeError):
 
 NEAR = 16
 """How many GPUs more or fewer than a third may train where that leaves fewer without work."""
+IMITATES = "every slot trains on demonstrations"
 SEATS = 128
 """Requests that a server of open nodes runs at a time; its KV cache is what admits them."""
 
@@ -59,7 +61,8 @@ def slots_of(recipe: Recipe) -> tuple[Slot, ...]:
     """
     if recipe.has_open_nodes:
         return _cut_up(recipe)[1]
-    return tuple(slot for node in recipe.nodes for slot in _slots_of_node(node))
+    free = Pool.TRAIN if recipe.demonstrations else Pool.HYBRID
+    return tuple(slot for node in recipe.nodes for slot in _slots_of_node(node, free))
 
 
 def open_nodes(recipe: Recipe) -> GpuNodes:
@@ -92,6 +95,8 @@ def initial_plan(recipe: Recipe) -> Plan:
     if recipe.has_open_nodes:
         return _cut_up(recipe)[0]
     slots = slots_of(recipe)
+    if recipe.demonstrations:
+        return plan_with(recipe, slots, _trained(slots), IMITATES)
     train, reason = _choose_train(slots, trainer_backend(recipe.training.backend))
     return plan_with(recipe, slots, train, reason)
 
@@ -109,9 +114,14 @@ def plan_with(
     ``PlanError`` if the recipe has none.
     """
     serving = tuple(slot for slot in slots if slot.id not in train | gradient)
-    _check_halves(len(slots), train, serving)
+    if recipe.demonstrations:
+        _check_no_rollout(serving)
+    else:
+        _check_halves(len(slots), train, serving)
     training = [slot for slot in slots if slot.id in train]
     _check_trainer(training, trainer_backend(recipe.training.backend))
+    if recipe.demonstrations:
+        return Plan((), tuple(slot.id for slot in slots if slot.id in train), (why,))
     if recipe.has_open_nodes:
         servers = _of_any_shape(recipe, serving)
     else:
@@ -127,6 +137,8 @@ def plan_with(
 
 def _cut_up(recipe: Recipe) -> tuple[Plan, tuple[Slot, ...]]:
     """The first plan of open nodes, and its slots."""
+    if recipe.demonstrations:
+        return _all_training(recipe)
     nodes, shapes = open_nodes(recipe), shapes_of(recipe)
     if not shapes:
         raise PlanError(
@@ -159,6 +171,15 @@ def _cut_up(recipe: Recipe) -> tuple[Plan, tuple[Slot, ...]]:
     return plan_with(recipe, every, frozenset(slot.id for slot in base), why), every
 
 
+def _all_training(recipe: Recipe) -> tuple[Plan, tuple[Slot, ...]]:
+    """The largest world that open nodes have room for, with as many ranks on each node it has."""
+    nodes = open_nodes(recipe)
+    worlds = (nodes.base(ranks, ranks) for ranks in range(nodes.gpus, 0, -1))
+    base = next(filter(None, worlds))
+    train = frozenset(slot.id for slot in base)
+    return plan_with(recipe, base, train, IMITATES), base
+
+
 def _of_any_shape(recipe: Recipe, serving: tuple[Slot, ...]) -> tuple[tuple[SlotId, Bucket], ...]:
     """Servers on slots of open nodes, each with as many GPUs as its slot has."""
     shapes, seats = shapes_of(recipe), seats_of(recipe)
@@ -175,14 +196,15 @@ def _of_any_shape(recipe: Recipe, serving: tuple[Slot, ...]) -> tuple[tuple[Slot
     )
 
 
-def _slots_of_node(node: NodeSpec) -> tuple[Slot, ...]:
+def _slots_of_node(node: NodeSpec, free: Pool) -> tuple[Slot, ...]:
+    """Its slots; ``free`` is the pool of those that the recipe binds to no side."""
     share = node.gpus_per_slot
     return tuple(
         Slot(
             id=f"{node.name}/{index}",
             node=node.name,
             gpus=tuple(range(index * share, (index + 1) * share)),
-            pool=Pool.HYBRID if pool == "auto" else Pool(pool),
+            pool=free if pool in ("auto", "hybrid") else Pool(pool),
         )
         for index, pool in enumerate(node.slot_pools)
     )
@@ -222,6 +244,19 @@ def _check_halves(number: int, train: frozenset[SlotId], serving: tuple[Slot, ..
             "nodes",
             f"give {_count(number, 'slot')}: {len(train)} would train and {len(serving)} would "
             "serve, but at least one of each is needed (raise slots, or change pool)",
+        )
+
+
+def _trained(slots: tuple[Slot, ...]) -> frozenset[SlotId]:
+    return frozenset(slot.id for slot in slots if slot.pool is Pool.TRAIN)
+
+
+def _check_no_rollout(serving: tuple[Slot, ...]) -> None:
+    if serving:
+        raise PlanError(
+            "demonstrations",
+            f"leave nothing to do for slot {serving[0].id}, which does not train: leave its pool "
+            "out, or leave demonstrations out",
         )
 
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from json import dumps
 
+from libra_cli.core.cluster.restarts import RestartBudget
 from libra_cli.core.events import PublishedVersion
 from libra_cli.core.lifecycle import follow
 from libra_cli.core.records import SlotRecord
-from libra_cli.core.types import Bucket, Role, Seconds, Slot, WeightVersion
+from libra_cli.core.types import Bucket, GroupId, Role, Seconds, Slot, WeightVersion
 
 
 class ReplicaState(StrEnum):
@@ -39,7 +40,7 @@ S = ReplicaState
 TRANSITIONS: dict[ReplicaState, dict[ReplicaState, str]] = {
     S.IDLE: {
         S.STARTING: "the plan gives it a server, a gradient worker or a trainer rank",
-        S.FAILED: "its restarts are used up",
+        S.FAILED: "it has died too often of late, or never worked",
     },
     S.STARTING: {
         S.JOINING: "the server has generated a token, or the worker's world is whole",
@@ -66,7 +67,7 @@ TRANSITIONS: dict[ReplicaState, dict[ReplicaState, str]] = {
         S.IDLE: "no process with its marker is left on the node",
     },
     S.FAILED: {
-        S.IDLE: "a new plan has something on it: what failed there before is forgotten",
+        S.IDLE: "a new plan has something on it, its node is back, or half an hour has passed",
     },
 }
 
@@ -95,11 +96,19 @@ class Replica:
     reachable: bool = True
     #: Something failed, and it has not answered since: nothing is sent to it.
     suspect: bool = False
+    #: It has died and waits before it is started again.
+    resting: bool = False
+    #: Starts after a death, over all of the run; and which deaths count.
     restarts: int = 0
+    budget: RestartBudget = field(default_factory=RestartBudget)
     #: Times that something failed since anything succeeded.
     failures: int = 0
+    #: Groups whose requests broke off since any was answered.
+    broken: set[GroupId] = field(default_factory=set)
     #: Syncs that this process answered and that proved nothing, since it proved anything.
     failed_syncs: int = 0
+    #: Syncs that broke off without an answer, since it proved anything.
+    broken_syncs: int = 0
     #: It started, and then proved nothing: that is worth one restart though it has never worked.
     restarts_unproved: bool = False
     running: int = 0
@@ -114,7 +123,7 @@ class Replica:
     story: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        past = "; ".join(self.story[-6:])
+        past = "; ".join(self.story)
         return f"slot {self.slot.id} ({self.state} since {self.since:.1f} s; before: {past or '-'})"
 
     def move(self, to: ReplicaState, *, now: Seconds, why: str = "") -> None:
@@ -128,14 +137,25 @@ class Replica:
         if self.serving:
             self.count(0, now=now)
             self.serving_s += now - self.since
-        self.story.append(f"{before} -> {to} at {now:.1f} s {why}".rstrip())
+        self.story = [*self.story[-5:], f"{before} -> {to} at {now:.1f} s {why}".rstrip()]
         self.state, self.since, self.detail = to, now, why
+        if to in (S.SERVING, S.TRAINING):
+            self.budget.works(now=now)
+        elif before in (S.SERVING, S.TRAINING):
+            self.budget.worked(now=now)
 
     def reset(self, *, now: Seconds) -> None:
         """A new plan hopes for it: a process that failed here before is no reason not to try."""
         self.move(S.IDLE, now=now)
-        self.role, self.restarts, self.has_worked = Role.IDLE, 0, False
-        self.restarts_unproved = False
+        self.role, self.has_worked, self.restarts_unproved = Role.IDLE, False, False
+        self.budget.refill()
+
+    def forgive(self, *, now: Seconds) -> None:
+        """Its node is as good as new: whatever ended there before counts no more."""
+        if self.state is S.FAILED:
+            self.reset(now=now)
+        self.resting = False
+        self.budget.refill()
 
     def count(self, change: int, *, now: Seconds) -> None:
         """Add to the number of our requests inside the server, and to its busy time."""
@@ -148,10 +168,11 @@ class Replica:
     def retire(self) -> None:
         """Make every answer still under way an old one."""
         self.incarnation += 1
-        self.running = self.failures = self.failed_syncs = 0
+        self.running = self.failures = self.failed_syncs = self.broken_syncs = 0
         self.verified = self.syncing = None
         self.suspect = False
         self.unproved.clear()
+        self.broken.clear()
 
     @property
     def serving(self) -> bool:
@@ -162,6 +183,11 @@ class Replica:
     def up(self) -> bool:
         """Whether a process may hold its GPUs."""
         return self.state not in (S.IDLE, S.FAILED)
+
+    @property
+    def startable(self) -> bool:
+        """Whether a process may be started here, as far as the slot itself is concerned."""
+        return self.state is S.IDLE and self.reachable and not self.resting
 
     @property
     def routable(self) -> bool:

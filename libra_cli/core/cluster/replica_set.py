@@ -6,10 +6,12 @@ A process is of use only once it has *proved* that it computes with a version th
 published: a server by checksums of its tensors, and both on a probe sequence. From then on it is
 kept at the newest version, one sync at a time, always to the newest. One that dies or does not
 prove a version is taken out (its incarnation grows, so whatever it still says is dropped), stopped,
-verified gone, and started again: at most ``MAX_RESTARTS`` times, and only if it has worked before;
-one that never worked has a configuration error, and trying again would hide it. (A server that
-started and then proved nothing, twice, is started again once.) A node that does not answer costs
-nothing until it is back and says which processes are left.
+verified gone, and started again as its budget allows (``restarts``), and only if it has worked
+before; one that never worked has a configuration error, and trying again would hide it. (A server
+that started and then proved nothing, twice, is started again once.) What is given up is tried once
+more after ``LATER_S``, while others work. A node that does not answer costs nothing until it is
+back and says which processes are left; on one that is given up nothing is started, and after
+``GONE_S`` its slots have failed until it comes back.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
-from libra_cli.core.actions import Action
+from libra_cli.core.actions import Action, Save, Wake
 from libra_cli.core.cluster.replica import Replica, ReplicaState
+from libra_cli.core.cluster.restarts import LATER_S, MAX_RESTARTS
 from libra_cli.core.events import (
     PublishedVersion,
     ServerFailed,
@@ -34,9 +37,13 @@ from libra_cli.core.events import (
     WorkerSyncFailed,
 )
 from libra_cli.core.notices import ReplicaChanged, Result
+from libra_cli.core.records import NoteRecord
 from libra_cli.core.types import Role, Seconds, Slot, SlotId
 
-MAX_RESTARTS = 3
+GONE_S: Seconds = 3600.0
+"""How long a run that has nothing else waits for a node that was given up. Chosen: a host that is
+repaired or rebooted by hand is back by then."""
+TIMER = "again "
 
 
 class ReplicaSet(ABC):
@@ -48,6 +55,9 @@ class ReplicaSet(ABC):
 
     def __init__(self) -> None:
         self.replicas: dict[SlotId, Replica] = {}
+        #: Nodes that do not answer; those of them that are given up.
+        self._lost: set[str] = set()
+        self._gone: dict[str, Seconds] = {}
         self.latest: PublishedVersion | None = None
 
     # -- what is different ----------------------------------------------------------------------
@@ -66,7 +76,7 @@ class ReplicaSet(ABC):
         """The name of its process on the node."""
 
     @abstractmethod
-    def _taken_out(self, slot: SlotId) -> list[Result]:
+    def _taken_out(self, slot: SlotId, *, died: bool) -> list[Result]:
         """Forget what was known of the process there."""
 
     # -- what is --------------------------------------------------------------------------------
@@ -85,7 +95,8 @@ class ReplicaSet(ABC):
 
     def at(self, slot: Slot, *, now: Seconds) -> Replica:
         """The replica on the slot; a new one if there was none."""
-        return self.replicas.setdefault(slot.id, Replica(slot, since=now))
+        new = Replica(slot, since=now, reachable=slot.node not in self._lost)
+        return self.replicas.setdefault(slot.id, new)
 
     def expect(self, slot: Slot, *, now: Seconds) -> Replica:
         """A plan has one there; a process that failed there before is forgotten."""
@@ -111,16 +122,18 @@ class ReplicaSet(ABC):
     def failed(self, event: ServerFailed | WorkerFailed, *, now: Seconds) -> list[Result]:
         """The process is gone, or may as well be."""
         replica = self.current(event.slot, event.incarnation)
-        return [] if replica is None else self.take_out(replica, event.reason, now=now)
+        return [] if replica is None else self.take_out(replica, event.reason, now=now, died=True)
 
-    def take_out(self, replica: Replica, why: str, *, now: Seconds) -> list[Result]:
+    def take_out(
+        self, replica: Replica, why: str, *, now: Seconds, died: bool = False
+    ) -> list[Result]:
         """Ask nothing more of a process, drop what it still says, and stop it."""
         if not replica.up or replica.state is ReplicaState.STOPPING:
             return []
         replica.move(ReplicaState.STOPPING, now=now, why=why)
         replica.retire()
         stop = self._stop_action(replica)
-        return [stop, ReplicaChanged(replica), *self._taken_out(replica.slot.id)]
+        return [stop, ReplicaChanged(replica), *self._taken_out(replica.slot.id, died=died)]
 
     def gone(
         self,
@@ -136,14 +149,45 @@ class ReplicaSet(ABC):
         why, again = replica.detail, restarts(replica)
         replica.move(ReplicaState.IDLE, now=now, why=why)
         replica.role = Role.IDLE
-        allowed = MAX_RESTARTS if replica.has_worked else int(replica.restarts_unproved)
-        if again and replica.restarts < allowed:
-            replica.restarts += 1
+        if not again or not replica.reachable:  # it is started when its node is back
+            return [ReplicaChanged(replica)]
+        most = MAX_RESTARTS if replica.has_worked else int(replica.restarts_unproved)
+        wait_s = replica.budget.wait_s(most)
+        if wait_s is None:
+            return self._give_up(replica, why, now)
+        replica.restarts += 1
+        if not wait_s:
             return self.start(replica, now=now)
-        if again:
-            replica.move(ReplicaState.FAILED, now=now, why=why)
-            replica.role = Role.FAILED
-        return [ReplicaChanged(replica)]
+        replica.resting = True
+        replica.detail = f"{why}; it is started again after {wait_s:.0f} s"
+        return [Wake(self._timer(replica), wait_s), ReplicaChanged(replica)]
+
+    def _give_up(self, replica: Replica, why: str, now: Seconds) -> list[Result]:
+        replica.move(ReplicaState.FAILED, now=now, why=why)
+        replica.role = Role.FAILED
+        slot = replica.slot
+        text = f"{slot.id}: {why}; it died too often and is tried again in {LATER_S / 60:.0f} min; "
+        note = NoteRecord("slot", slot.id, now, f"{text}libra logs {slot.node} says more")
+        return [Wake(self._timer(replica), LATER_S), Save(note), ReplicaChanged(replica)]
+
+    def _timer(self, replica: Replica) -> str:
+        return f"{TIMER}{self.role} {replica.slot.id} {replica.incarnation}"
+
+    def rested(
+        self, timer: str, restarts: Callable[[Replica], bool], *, now: Seconds
+    ) -> list[Result]:
+        """One that died has waited long enough, or one that was given up may be tried again."""
+        role, slot, incarnation = timer.removeprefix(TIMER).split(" ")
+        replica = self.current(slot, int(incarnation)) if role == self.role else None
+        if replica is None:
+            return []
+        results: list[Result] = []
+        if replica.state is ReplicaState.FAILED and restarts(replica):
+            replica.reset(now=now)
+            note = NoteRecord("slot", slot, now, f"{slot} is tried again", resolved_at=now)
+            results.append(Save(note))
+        replica.resting = False
+        return [*results, ReplicaChanged(replica)]
 
     def stop(self, why: str, *, now: Seconds) -> list[Result]:
         """Take every one out."""
@@ -174,7 +218,7 @@ class ReplicaSet(ABC):
         if replica is None or replica.syncing != event.published:
             return []
         replica.verified, replica.syncing = event.published, None
-        replica.failures = replica.failed_syncs = 0
+        replica.failures = replica.failed_syncs = replica.broken_syncs = 0
         replica.loaded_at = loaded_at
         replica.unproved.discard(event.published.version)
         if replica.state is ReplicaState.JOINING:
@@ -194,14 +238,32 @@ class ReplicaSet(ABC):
 
     def lost(self, node: str) -> list[Result]:
         """The node does not answer: keep what runs there, send nothing new."""
+        self._lost.add(node)
         return self._reach(node, reachable=False)
 
+    def node_gone(self, node: str, why: str, *, now: Seconds) -> list[Result]:
+        """The node is given up, and what ran there with it; nothing is started until it is back."""
+        self._gone[node] = now
+        results = self.lost(node)
+        for replica in self.replicas.values():
+            if replica.slot.node == node:
+                results += self.take_out(replica, why, now=now)
+        return results
+
     def back(self, node: str, alive: frozenset[str], *, now: Seconds) -> list[Result]:
-        """The node answers again: go on with the processes that still run."""
+        """The node answers again: go on with the processes that still run.
+
+        On one that had been given up, what failed before is forgotten.
+        """
+        forgiven = node in self._gone
+        self._lost.discard(node)
+        self._gone.pop(node, None)
         results = self._reach(node, reachable=True)
         for replica in self.replicas.values():
             if replica.slot.node != node:
                 continue
+            if forgiven:
+                replica.forgive(now=now)
             dead = replica.up and self._process_of(replica.slot.id) not in alive
             why = "died while unreachable"
             results += self.take_out(replica, why, now=now) if dead else self._sync(replica)

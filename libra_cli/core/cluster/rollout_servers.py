@@ -20,7 +20,7 @@ from libra_cli.core.actions import (
     SyncServer,
 )
 from libra_cli.core.cluster.replica import Replica, ReplicaState
-from libra_cli.core.cluster.replica_set import ReplicaSet
+from libra_cli.core.cluster.replica_set import GONE_S, ReplicaSet
 from libra_cli.core.costs.online import LearnedCosts
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.events import (
@@ -39,17 +39,21 @@ from libra_cli.core.notices import (
     ReplicaChanged,
     Result,
     RoutingChanged,
+    ServerAnswered,
     ServerLost,
     ServerProved,
 )
 from libra_cli.core.records import SampleRecord, SyncRecord, to_metrics_json
 from libra_cli.core.scheduling.server_queues import ServerQueue
-from libra_cli.core.types import Bucket, Plan, Role, Seconds, Slot, SlotId
+from libra_cli.core.types import Bucket, GroupId, Plan, Role, Seconds, Slot, SlotId
 
 MAX_FAILURES = 10
 """Failures without a success after which a server is taken out even if it answers checks."""
 SYNC_ATTEMPTS = 2
 """Syncs in a row that a server may answer without proving a version, before it is replaced."""
+MAX_BROKEN_SYNCS = 5
+"""Syncs in a row that may break off without an answer, however well the server generates meanwhile:
+it would serve old weights for ever."""
 
 
 class _Counters(NamedTuple):
@@ -79,6 +83,8 @@ class RolloutServers(ReplicaSet):
         #: Of every server that has served since it was started; it keeps what is inside.
         self._queues: dict[SlotId, ServerQueue] = {}
         self._samples: dict[SlotId, _Counters] = {}
+        #: Nodes that a run which has no other server waits for no longer.
+        self._overdue: set[str] = set()
 
     def _start_action(self, replica: Replica) -> Action:
         assert replica.bucket is not None
@@ -93,9 +99,9 @@ class RolloutServers(ReplicaSet):
     def _process_of(self, slot: SlotId) -> str:
         return process_of(slot)
 
-    def _taken_out(self, slot: SlotId) -> list[Result]:
+    def _taken_out(self, slot: SlotId, *, died: bool) -> list[Result]:
         self._queues.pop(slot, None)
-        return [ServerLost(slot)]
+        return [ServerLost(slot, died)]
 
     def handle(
         self, event: ServerEvent, restarts: Callable[[Replica], bool], *, now: Seconds
@@ -146,10 +152,25 @@ class RolloutServers(ReplicaSet):
     def all_failed(self) -> str:
         """Why no server will ever serve again; empty while one may."""
         for replica in self.replicas.values():  # asked after every event; the first mostly answers
-            if replica.state is not ReplicaState.FAILED and replica.role is not Role.IDLE:
+            if replica.role is not Role.IDLE and not self._is_hopeless(replica):
                 return ""
         wanted = [replica for replica in self.replicas.values() if replica.role is not Role.IDLE]
         return "; ".join(f"{replica.slot.id}: {replica.detail}" for replica in wanted)
+
+    def _is_hopeless(self, replica: Replica) -> bool:
+        idle = replica.state is ReplicaState.IDLE
+        overdue = idle and replica.slot.node in self._overdue
+        return overdue or replica.state is ReplicaState.FAILED
+
+    def node_overdue(self, node: str, *, now: Seconds) -> None:
+        """A node that was given up has had the time to come back, if it is not back."""
+        if now - self._gone.get(node, now) >= GONE_S:
+            self._overdue.add(node)
+
+    def back(self, node: str, alive: frozenset[str], *, now: Seconds) -> list[Result]:
+        """The node answers again: go on with the processes that still run."""
+        self._overdue.discard(node)
+        return super().back(node, alive, now=now)
 
     # -- what a plan wants ----------------------------------------------------------------------
 
@@ -200,7 +221,13 @@ class RolloutServers(ReplicaSet):
         if event.answered:
             return [record, *self._disproved(replica, event, now)]
         replica.unproved.add(event.published.version)
-        return [record, *self.request_broke(event.slot, event.reason, now=now)]
+        if self.latest is None:  # it is gone with the trainer's host, by no fault of the server
+            return [record]
+        replica.broken_syncs += 1
+        if replica.broken_syncs >= MAX_BROKEN_SYNCS:
+            why = f"{replica.broken_syncs} versions in a row did not reach it: {event.reason}"
+            return [record, *self.take_out(replica, why, now=now)]
+        return [record, *self._doubt(replica, event.reason, now)]
 
     def _disproved(self, replica: Replica, event: SyncFailed, now: Seconds) -> list[Result]:
         replica.failed_syncs += 1
@@ -223,17 +250,25 @@ class RolloutServers(ReplicaSet):
         replica.count(-1, now=now)
         if answered:
             replica.failures = 0
+            replica.broken.clear()
 
-    def request_broke(self, slot: SlotId, reason: str, *, now: Seconds) -> list[Result]:
-        """Something broke off on this server; what breaks while it is suspect is the same."""
+    def request_broke(
+        self, slot: SlotId, reason: str, group: GroupId, *, now: Seconds
+    ) -> list[Result]:
+        """A request broke off on this server."""
         replica = self.replicas[slot]
+        replica.broken.add(group)
+        return self._doubt(replica, reason, now)
+
+    def _doubt(self, replica: Replica, reason: str, now: Seconds) -> list[Result]:
+        """Something broke off there; what breaks while the server is suspect is the same."""
         if replica.suspect or replica.state is ReplicaState.STOPPING:
             return []
         replica.failures += 1
         if replica.failures > MAX_FAILURES:
             return self.take_out(replica, f"failed {replica.failures} times: {reason}", now=now)
         replica.suspect = True
-        return [CheckServer(slot, replica.incarnation), RoutingChanged()]
+        return [CheckServer(replica.slot.id, replica.incarnation), RoutingChanged()]
 
     def checked(self, event: ServerChecked) -> list[Result]:
         """It answers: go on, with the newest version if that was what failed."""
@@ -241,7 +276,7 @@ class RolloutServers(ReplicaSet):
         if replica is None or not replica.suspect:
             return []
         replica.suspect = False
-        return [*self._sync(replica), ReplicaChanged(replica)]
+        return [ServerAnswered(event.slot), *self._sync(replica), ReplicaChanged(replica)]
 
     # -- readings -------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from json import dumps
 from statistics import fmean
 from typing import Any
 
@@ -39,6 +40,7 @@ def step_record(
     samples: Sequence[TrainSample],
     times: StepPeriod,
     batch_metrics: dict[str, Any],
+    groups: Sequence[Any],
 ) -> StepRecord:
     """The row of a step that was trained on these samples."""
     oldest: dict[TrajectoryId, int] = {}
@@ -72,6 +74,7 @@ def step_record(
             | environment_metrics(members)
         ),
         batch_json=to_metrics_json(batch_metrics),
+        groups_json=dumps(groups),
     )
 
 

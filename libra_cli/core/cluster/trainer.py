@@ -1,10 +1,13 @@
 """The trainer: one accelerate world on the train slots, one optimizer step at a time.
 
-A trainer that dies is started again from the last checkpoint: at most once a minute, three times a
-run. It comes back as a new trainer *incarnation*; what the ledger had given it since that
-checkpoint is given to it again, and the servers go back to its version. A trainer that never
-started has a configuration error and is not tried again, and neither is one that has died twice
-while it took the same step.
+A trainer that dies is started again from the last checkpoint, as its budget allows (``restarts``)
+and at most once a minute. It comes back as a new trainer *incarnation*; what the ledger had given
+it since that checkpoint is given to it again, and the servers go back to its version. A trainer
+that never started has a configuration error and is not tried again.
+
+A batch that is in the trainer when it dies may be what kills it. Groups that have been in two such
+messages are sent one at a time from then on; if the trainer dies of one of them alone, that group
+is dropped, and the run goes on.
 
 With ``stream`` a step begins on the groups that are READY while others are still played: their
 gradients are sums, divided once at the end, so what comes out does not depend on it.
@@ -17,12 +20,12 @@ they were; those slots are held free until then.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from json import dumps
 from math import inf
-from typing import Any
+from typing import Any, assert_never
 
 from libra_cli.core.actions import (
     Accumulate,
@@ -33,12 +36,19 @@ from libra_cli.core.actions import (
     Train,
     TrainSample,
     Wake,
+    without_advantage,
 )
+from libra_cli.core.advantages.distillation import token_runs
+from libra_cli.core.advantages.estimates import Estimation, advantage_metrics, runs_of
 from libra_cli.core.cluster.checkpoints import Checkpoints
 from libra_cli.core.cluster.replica import Replica, ReplicaState
+from libra_cli.core.cluster.replica_set import GONE_S
+from libra_cli.core.cluster.restarts import RestartBudget
 from libra_cli.core.cluster.step_record import StepPeriod, mean_reward, step_record
+from libra_cli.core.cluster.suspicions import Suspicions
 from libra_cli.core.events import (
     Accumulated,
+    CheckpointFailed,
     CheckpointSaved,
     PublishedVersion,
     StepDone,
@@ -53,17 +63,30 @@ from libra_cli.core.notices import (
     StepClaimed,
     StepOver,
 )
-from libra_cli.core.records import StepRecord, VersionRecord
+from libra_cli.core.records import CreditRecord, NoteRecord, StepRecord, VersionRecord
 from libra_cli.core.rollout.batches import batch_metrics
 from libra_cli.core.rollout.groups import Group, GroupLedger
-from libra_cli.core.rollout.staleness import baseline_of
-from libra_cli.core.types import Role, Seconds, Slot, SlotId, WeightVersion
+from libra_cli.core.rollout.replay import ReplayBuffer, replay_metrics
+from libra_cli.core.rollout.rows import credit_record, group_record
+from libra_cli.core.types import (
+    Branch,
+    Role,
+    Seconds,
+    Slot,
+    SlotId,
+    Trajectory,
+    TrajectoryId,
+    WeightVersion,
+)
 
-MAX_RESTARTS = 3
-MAX_DEATHS = 2
-"""Times that the trainer may die in one step: its batch is what kills it."""
 RESTART_EVERY_S: Seconds = 60.0
 TIMER = "restart trainer"
+PATIENCE_S: Seconds = 1800.0
+"""How long a step or a checkpoint may take that the end of a run waits for: the time-out of the
+trainer's collectives, by which a rank that hangs ends the others (``torch.distributed``)."""
+NEXT = "another is tried with the next step, so make room for it there"
+DAMAGED = "is damaged"
+"""What a trainer says of a checkpoint that it cannot start from (``node.trainer.checkpoint``)."""
 PARTS = 4
 """A streamed part is at least this fraction of a batch: each costs a round trip to the trainer."""
 
@@ -86,7 +109,7 @@ T = TrainerState
 TRANSITIONS: dict[TrainerState, dict[TrainerState, str]] = {
     T.DOWN: {
         T.STARTING: "the run begins, it moves to other slots, or a minute has passed since it died",
-        T.FAILED: "its restarts are used up, it never started, or one step has ended it twice",
+        T.FAILED: "it died too often of late, never started, or waited too long for a node",
     },
     T.STARTING: {
         T.READY: "every rank is there and has published a version",
@@ -116,10 +139,20 @@ class TrainerGroup:
         slots: Iterable[Slot],
         *,
         checkpoint_every: int,
+        estimation: Estimation,
         stream: bool = False,
+        mask_truncated: bool = False,
+        replay: ReplayBuffer | None = None,
     ) -> None:
         self._ledger = ledger
+        self._masks = mask_truncated
+        self._replay = replay
+        #: What the step under way, or the last one, trains again.
+        self.replayed: list[Group] = []
         self._stream = stream
+        self._estimation = estimation
+        #: Of the trajectories of the batch that is trained, or was trained last.
+        self._advantages: dict[TrajectoryId, tuple[float, ...]] = {}
         self.replicas = [Replica(slot, since=0.0, role=Role.TRAIN) for slot in slots]
         self.state = TrainerState.DOWN
         self.incarnation = 0
@@ -129,16 +162,25 @@ class TrainerGroup:
         self.early: PublishedVersion | None = None
         self.checkpoints = Checkpoints(checkpoint_every)
         self.detail = ""
+        #: Nodes that are given up, and since when.
+        self._gone: dict[str, Seconds] = {}
         self._ever_started = False
+        #: It found its checkpoint damaged, and would again; a run that is resumed takes another.
+        self._damaged = False
         self._restarts = 0
-        #: How often it died while it took a step, by step.
-        self._deaths: Counter[int] = Counter()
+        self._budget = RestartBudget()
+        self._suspicions = Suspicions()
+        #: Groups of the last message; groups of the batch that are yet to be sent alone.
+        self._sent: list[Group] = []
+        self._apart: list[Group] = []
         self._started_at: Seconds = 0.0
         self._idle_since: Seconds = 0.0
         #: When the next batch became full, as far as the trainer was free to see it.
         self._full_since: Seconds = inf
         self._batch: list[Group] = []
         self._batch_at: Seconds = 0.0
+        #: Whether the last batch had groups that dynamic sampling would have left out.
+        self._without_signal = False
         #: Parts of the next step that are accumulated, or being so.
         self._parts = 0
         #: The part whose end is waited for; 0 for none.
@@ -147,6 +189,9 @@ class TrainerGroup:
         self._next: list[Slot] = []
         self.previous: list[Replica] = []
         self._rows: dict[int, StepRecord] = {}
+        #: The longest that a step or a checkpoint took, and when the last checkpoint was asked for.
+        self._slowest_s: Seconds = 0.0
+        self._save_asked_at: Seconds = 0.0
         self._step_ended: Seconds = 0.0
 
     def _enter(self, state: TrainerState) -> None:
@@ -209,24 +254,41 @@ class TrainerGroup:
         if not self._next or self.state is not TrainerState.READY or self.publishing:
             return []
         if self.step > max(self.checkpoints.step, 0) or self.checkpoints.writing:
-            return self.save()
+            if not self.checkpoints.given_up(self.step):
+                return self.save(now=now)
+            self._next = []
+            return [ResizeRefused(self.unsaved)]
         return self.stop("the trainer is resized", now=now)
 
     def started(self, event: TrainerStarted, *, now: Seconds) -> list[Result]:
         """Ready at some step; what the ledger gave it beyond that is given to it again."""
         self._enter(TrainerState.READY)
         self._ever_started = True
+        self._budget.works(now=now)
         self.previous = []
         self._idle_since = self._step_ended = now
         self._full_since = inf
         self.step = event.published.version.step
         self.checkpoints.forget_asked()
+        self.checkpoints.begins(self.incarnation, self.step)
         self._ledger.rollback(self.step)
-        self._batch, self._parts, self._awaited = [], 0, 0
+        self._batch, self._parts, self._awaited, self._apart = [], 0, 0, []
         return [
+            *self._replay_begins(now),
             *self.version_published(event.published),
             *self._move(ReplicaState.TRAINING, now=now),
         ]
+
+    def _replay_begins(self, now: Seconds) -> list[Result]:
+        """What the trainer has trained since its checkpoint is not replayed before it is trained
+        again; a buffer that is lost is told."""
+        if self._replay is None:
+            return []
+        self._replay.rollback(self.step)
+        if self.step == 0 or len(self._replay):
+            return []
+        told = f"goes on from step {self.step} with none of the groups that it held; it fills again"
+        return [Save(NoteRecord("batch", "the replay buffer", now, told, resolved_at=now))]
 
     @property
     def published_step(self) -> int:
@@ -264,19 +326,31 @@ class TrainerGroup:
         """A rank died or a step failed: stop whatever is left of it."""
         if self.state in (TrainerState.DOWN, TrainerState.STOPPING, TrainerState.FAILED):
             return []
-        if self.state is TrainerState.BUSY:
-            self._deaths[self.step + 1] += 1
-            if self._deaths[self.step + 1] >= MAX_DEATHS:
-                reason = (
-                    f"step {self.step + 1} has ended the trainer {MAX_DEATHS} times, so its batch "
-                    f"is not tried again; the last time: {reason}"
-                )
-        return self.stop(reason, now=now)
+        self._damaged = self.state is TrainerState.STARTING and DAMAGED in reason
+        if self.state is not TrainerState.BUSY:
+            return self.stop(reason, now=now)
+        if self._replay is not None:
+            self._replay.discard(self.replayed)
+        guilty = self._suspicions.died_with(self._sent)
+        return [*self._drop(guilty, reason, now), *self.stop(reason, now=now)]
+
+    def _drop(self, guilty: list[Group], reason: str, now: Seconds) -> list[Result]:
+        """These groups end the trainer: they are not tried again."""
+        results: list[Result] = []
+        for group in guilty:
+            self._ledger.give_up(group)
+            why = f"the trainer died of it alone, after it had died with it twice: {reason}"
+            told = f"{why}; it is dropped: neither trained nor played again"
+            rows = [] if group.is_rest else [Save(group_record(group, now, detail=why))]
+            results += [*rows, Save(NoteRecord("batch", str(group), now, told))]
+        return results
 
     def stop(self, why: str, *, now: Seconds) -> list[Result]:
         """Stop every rank."""
         if self.state in (TrainerState.DOWN, TrainerState.STOPPING, TrainerState.FAILED):
             return []
+        if self.state is TrainerState.READY and not self._parts:
+            self._budget.worked(now=now)  # a step that is not done is of no use
         self._enter(TrainerState.STOPPING)
         self.detail = why
         actions = [
@@ -293,28 +367,66 @@ class TrainerGroup:
         actions = self._move(ReplicaState.IDLE, now=now, why=self.detail)
         if not again:
             return actions
+        if any(slot.node in self._gone for slot in self._next):
+            self._next = []
+            actions.append(ResizeRefused(self.detail))
         if self._next:
             return [*actions, *self._start_on(self._next, self.replicas, now)]
         if self.previous:
             old = [replica.slot for replica in self.previous]
             why = f"the resized trainer did not start: {self.detail}"
             return [*actions, *self._start_on(old, [], now), ResizeRefused(why)]
-        hopeless = self._deaths[self.step + 1] >= MAX_DEATHS
-        if not self._ever_started or self._restarts >= MAX_RESTARTS or hopeless:
-            self._enter(TrainerState.FAILED)
-            return [*actions, *self._move(ReplicaState.FAILED, now=now, why=self.detail)]
+        wait_s = self._budget.wait_s()
+        if not self._ever_started or self._damaged or wait_s is None:
+            return [*actions, *self._give_up(now)]
         self._restarts += 1
-        return [*actions, Wake(TIMER, max(0.0, self._started_at + RESTART_EVERY_S - now))]
+        return [*actions, self._wake(wait_s, now)]
+
+    def _wake(self, wait_s: Seconds, now: Seconds) -> Wake:
+        return Wake(TIMER, max(wait_s, self._started_at + RESTART_EVERY_S - now))
+
+    def _give_up(self, now: Seconds) -> list[Result]:
+        self._enter(TrainerState.FAILED)
+        return self._move(ReplicaState.FAILED, now=now, why=self.detail)
 
     def _start_on(self, slots: list[Slot], previous: list[Replica], now: Seconds) -> list[Result]:
         """Start on other slots; ``previous`` are held free until it works there."""
         self.previous, self._next = previous, []
         self.replicas = [Replica(slot, since=now, role=Role.TRAIN) for slot in slots]
-        return self.start(now=now)
+        return [] if self.waits_for else self.start(now=now)
 
     def restart(self, *, now: Seconds) -> list[Result]:
-        """The minute is over."""
-        return self.start(now=now) if self.state is TrainerState.DOWN else []
+        """The minute is over; a rank whose node is given up waits for that."""
+        may = self.state is TrainerState.DOWN and not self.waits_for
+        return self.start(now=now) if may else []
+
+    @property
+    def waits_for(self) -> list[str]:
+        """Nodes of its ranks that are given up, in rank order."""
+        nodes = dict.fromkeys(replica.slot.node for replica in self.replicas)
+        return [node for node in nodes if node in self._gone]
+
+    def node_gone(self, node: str, why: str, *, now: Seconds) -> list[Result]:
+        """A node is given up: a rank that ran there is dead, and with it the trainer."""
+        self._gone[node] = now
+        return self.failed(why, now=now) if node in self.waits_for else []
+
+    def back(self, node: str, *, now: Seconds) -> list[Result]:
+        """A node answers again: a trainer that only waited for it is started."""
+        waited = node in self.waits_for
+        self._gone.pop(node, None)
+        if not waited:
+            return []
+        self._budget.refill()
+        return [self._wake(0.0, now)]
+
+    def node_overdue(self, node: str, *, now: Seconds) -> list[Result]:
+        """A node that was given up has had the time to come back."""
+        overdue = node in self.waits_for and now - self._gone[node] >= GONE_S
+        if not overdue or self.state is not TrainerState.DOWN:
+            return []
+        self.detail = f"{node} has not come back ({self.detail})"
+        return self._give_up(now)
 
     def _move(self, to: ReplicaState, *, now: Seconds, why: str = "") -> list[Result]:
         for replica in self.replicas:
@@ -333,28 +445,81 @@ class TrainerGroup:
         if self.state is not TrainerState.READY or self.step >= target:
             return []
         step = self.step + 1
+        if self._apart:
+            return self._send_alone(step, now, target)
         if self._ledger.batch_is_full:
             self._full_since = min(self._full_since, now)
         closed = [GroupClosed(group) for group in self._ledger.close(step)]
-        last = self._ledger.claim(step)
+        last = self._claimed(self._ledger.claim(step))
+        if last and self._suspicions.include(last):
+            self._apart = last
+            return [*closed, *self._send_alone(step, now, target)]
         if last:
             save = self.checkpoints.is_due(step, target)
-            return [*closed, *self._train(step, last, now, save=save)]
-        return self._accumulate(step, now) if self._stream else []
+            told = self._tell_signal(step, last, now)
+            return [*closed, *told, *self._train(step, last, now, save=save)]
+        return self._stream_part(step, now) if self._stream and not self._suspicions else []
 
-    def _accumulate(self, step: int, now: Seconds) -> list[Result]:
-        least = -(-self._ledger.groups_per_step // PARTS)
-        groups = self._ledger.claim_part(step, least=least)
-        if not groups:
+    def _tell_signal(self, step: int, last: list[Group], now: Seconds) -> list[Result]:
+        """Whether dynamic sampling had to let groups without signal into the batch."""
+        most = self._ledger.filtered.most
+        groups = [*self._batch, *last] if self._parts else last
+        finds = self._ledger.filtered.finds_signal
+        without = [one for one in groups if not (one.is_rest or finds(one.compared))]
+        if not most or (not without and not self._without_signal):
             return []
+        self._without_signal = bool(without)
+        if not without:
+            text = f"all groups of step {step} have signal again"
+            return [Save(NoteRecord("sampling", "", now, text, resolved_at=now))]
+        text = (
+            f"step {step} trains on {len(without)} groups in which all rewards are the same, "
+            f"{mean_reward(without):.2g} on average: {most} such groups had been left out since "
+            "the step before. Give the policy tasks of which it solves some: libra help data"
+        )
+        return [Save(NoteRecord("sampling", "", now, text))]
+
+    def _send_alone(self, step: int, now: Seconds, target: int) -> list[Result]:
+        """The next group of a batch in which the trainer has died, by itself."""
+        group = self._apart.pop(0)
+        if self._apart:
+            return self._accumulate(step, [group], now)
+        return self._train(step, [group], now, save=self.checkpoints.is_due(step, target))
+
+    def _claimed(self, groups: list[Group]) -> list[Group]:
+        """Estimate the advantages of a batch, or of a part of one that the others do not change.
+
+        Before it is cut up: groups that are sent alone are compared with the whole batch.
+        """
+        if groups:
+            before = self._advantages if self._parts else {}
+            self._advantages = {**before, **self._estimation.of(groups)}
+        return groups
+
+    def _stream_part(self, step: int, now: Seconds) -> list[Result]:
+        least = -(-self._ledger.groups_per_step // PARTS)
+        groups = self._claimed(self._ledger.claim_part(step, least=least))
+        return self._accumulate(step, groups, now) if groups else []
+
+    def _accumulate(self, step: int, groups: list[Group], now: Seconds) -> list[Result]:
         self._begin(groups, now)
         self._parts += 1
         self._awaited = self._parts
-        return [Accumulate(self.incarnation, step, self._parts, self._samples(groups))]
+        return [Accumulate(self.incarnation, step, self._parts, self._given(groups))]
 
-    def told(self, event: Accumulated | CheckpointSaved) -> list[Result]:
-        """A part is in, or a checkpoint is written."""
-        return self.accumulated(event) if isinstance(event, Accumulated) else self.saved(event)
+    def told(
+        self, event: Accumulated | CheckpointSaved | CheckpointFailed, *, now: Seconds
+    ) -> list[Result]:
+        """A part is in, or a checkpoint is written, or could not be."""
+        match event:
+            case Accumulated():
+                return self.accumulated(event)
+            case CheckpointSaved():
+                return self.saved(event, now=now)
+            case CheckpointFailed():
+                return self.save_failed(event, now=now)
+            case _:
+                assert_never(event)
 
     def accumulated(self, event: Accumulated) -> list[Result]:
         """A part is in: go on with the next, or with the step."""
@@ -366,43 +531,83 @@ class TrainerGroup:
 
     def _begin(self, groups: list[Group], now: Seconds) -> None:
         self._batch = [*self._batch, *groups] if self._parts else groups
+        self._sent = groups
         if not self._parts:
             self._batch_at = now
+            self._budget.worked(now=now)
         self._enter(TrainerState.BUSY)
+
+    def _given(self, groups: list[Group]) -> tuple[TrainSample, ...]:
+        """What the trainer is given of them: all, or where truncated ones are masked the others.
+
+        A message in which all are truncated has them without an advantage.
+        """
+        samples = self._samples(groups)
+        if not self._masks:
+            return samples
+        whole = tuple(sample for sample in samples if not sample.trajectory.truncated)
+        return whole or tuple(map(without_advantage, samples))
 
     def _samples(self, groups: list[Group]) -> tuple[TrainSample, ...]:
         return tuple(sample for group in groups for sample in self._samples_of(group))
 
     def _samples_of(self, group: Group) -> Iterator[TrainSample]:
         """Of each member its own tokens, and each other branch that there is to learn from."""
-        baseline = baseline_of(group.ended, before=group.finished)
         for trajectory in group.members:
-            fresh = trajectory.single_version == self.held
-            yield TrainSample(trajectory, self.step, fresh, baseline)
+            yield self._sample(trajectory, trajectory, None)
             for number, branch in trajectory.others.items():
                 if branch.spans:
-                    fresh = branch.single_version == self.held
-                    yield TrainSample(trajectory, self.step, fresh, baseline, number)
+                    yield self._sample(trajectory, branch, number)
+
+    def _sample(self, trajectory: Trajectory, branch: Branch, number: int | None) -> TrainSample:
+        runs = runs_of(trajectory, self._advantages[trajectory.id], number)
+        by_token = self._estimation.by_token(branch, runs)
+        fresh = branch.single_version == self.held
+        return TrainSample(trajectory, self.step, fresh, runs, number, by_token)
 
     def _train(self, step: int, last: list[Group], now: Seconds, *, save: bool) -> list[Result]:
         self._begin(last, now)
         self.checkpoints.learn_reward(step, mean_reward(self._batch))
+        self.replayed = self._drawn(step)
+        self._advantages = {**self._estimation.of(self.replayed), **self._advantages}
         ledger = self._position(step) if save else None
         if save:
-            self.checkpoints.asked(step)
+            self._save_asked(step, now)
         train = Train(
             self.incarnation,
             step,
-            self._samples(last),
+            self._given([*last, *self.replayed]),
             ledger,
             held=self.held,
             parts=self._parts,
         )
         return [StepClaimed(train)]
 
+    def _drawn(self, step: int) -> list[Group]:
+        """What the step trains again; nothing while the trainer is watched dying of a group."""
+        if self._replay is None or self._suspicions:
+            return []
+        return self._replay.draw(step, self.step, self._batch)
+
+    def _save_asked(self, step: int, now: Seconds) -> None:
+        self.checkpoints.asked(step)
+        self._save_asked_at = now
+
     def _position(self, step: int) -> dict[str, Any]:
-        """What a checkpoint of ``step`` is given: the ledger's position, and its own score."""
-        return {**self._ledger.position(step), "score": self.checkpoints.score(step)}
+        """What a checkpoint of ``step`` is given: the ledger's position, and its own score.
+
+        Evaluations end after the checkpoints that they are of, so all of their scores are told, and
+        which steps go on being evaluated.
+        """
+        checkpoints = self.checkpoints
+        position = {
+            **self._ledger.position(step),
+            "score": checkpoints.score(step),
+            "evaluating": sorted(checkpoints.evaluating),
+        }
+        if checkpoints.evaluated is None:
+            return position
+        return {**position, "evaluated": sorted(checkpoints.evaluated.items())}
 
     def done(self, event: StepDone, *, now: Seconds) -> list[Result]:
         """A step is done: its row, and what the checkpoint makes forgettable."""
@@ -412,10 +617,28 @@ class TrainerGroup:
         self.step, self._parts = event.step, 0
         self._idle_since = self._step_ended = now
         self._full_since = inf
+        self._budget.worked(now=now)
+        self._slowest_s = max(self._slowest_s, now - self._batch_at)
         self._ledger.trained(event.step)
+        if self._replay is not None:
+            self._replay.add(self._batch, event.step)
+        self._suspicions.cleared(self._batch)
         tokens, seconds = event.metrics.get("own_tokens"), event.metrics.get("own_s")
         over = StepOver(event.shares, tokens or 0.0, seconds or 0.0)
-        return [Save(row), over]
+        return [Save(row), *map(Save, self._credits(event.step)), over]
+
+    def _credits(self, step: int) -> Iterator[CreditRecord]:
+        """What each trajectory of the batch was weighed by."""
+        for group in self._batch:
+            for member in group.members:
+                branches: dict[int, Branch] = {**member.others, member.number: member}
+                runs = {number: self._told(member, number, one) for number, one in branches.items()}
+                yield credit_record(member, step, runs)
+
+    def _told(self, member: Trajectory, number: int, branch: Branch) -> Sequence[tuple[int, float]]:
+        runs = runs_of(member, self._advantages[member.id], number)
+        by_token = self._estimation.by_token(branch, runs)
+        return runs if by_token is None else token_runs(by_token)
 
     def remember(self, path: str, step: int) -> None:
         """A checkpoint of ``step`` exists: this is where a restart begins."""
@@ -432,11 +655,26 @@ class TrainerGroup:
         """The groups of the last batch."""
         return self._batch
 
-    def save(self) -> list[Result]:
+    @property
+    def patience_s(self) -> Seconds:
+        """How long what it does now is to be waited for: twice the slowest so far, or more."""
+        return max(PATIENCE_S, 2 * self._slowest_s)
+
+    @property
+    def work(self) -> str:
+        """What is waited for while it is ``at_work``."""
+        if self.state is TrainerState.BUSY:
+            return f"step {self.step + 1}"
+        if self.publishing:
+            return f"the version of step {self.step}"
+        return f"the checkpoint of step {self.checkpoints.newest}"
+
+    def save(self, *, now: Seconds) -> list[Result]:
         """Write a checkpoint now, if the trainer can and the last one is older."""
-        if self.state is not TrainerState.READY or self.step <= self.checkpoints.newest:
+        known = self.step <= self.checkpoints.newest or self.checkpoints.given_up(self.step)
+        if self.state is not TrainerState.READY or known:
             return []
-        self.checkpoints.asked(self.step)
+        self._save_asked(self.step, now)
         return [Checkpoint(self.incarnation, self.step, self._position(self.step))]
 
     @property
@@ -446,14 +684,36 @@ class TrainerGroup:
         writing = self.checkpoints.writing or self.publishing
         return busy or (self.state is TrainerState.READY and writing)
 
-    def saved(self, event: CheckpointSaved) -> list[Result]:
+    def saved(self, event: CheckpointSaved, *, now: Seconds) -> list[Result]:
         """A checkpoint is written. The news of two may come in the wrong order."""
         if event.step > self.step:
             return []
+        results: list[Result] = []
         if event.step > self.checkpoints.step:
+            if self.checkpoints.failures:
+                failed = self.checkpoints.failed_step
+                text = f"that of step {failed} failed; that of step {event.step} is written"
+                results.append(Save(NoteRecord("checkpoint", "", now, text, resolved_at=now)))
             self.remember(event.path, event.step)
+            self._slowest_s = max(self._slowest_s, now - self._save_asked_at)
         row = self._rows.get(event.step)
-        return [Save(replace(row, checkpoint=event.path))] if row else []
+        return [*results, Save(replace(row, checkpoint=event.path))] if row else results
+
+    def save_failed(self, event: CheckpointFailed, *, now: Seconds) -> list[Result]:
+        """A checkpoint could not be written; the next step asks for another."""
+        if not self.checkpoints.failed(event.step, event.reason):
+            return []
+        return [Save(NoteRecord("checkpoint", "", now, f"{self.unsaved}; {NEXT}"))]
+
+    @property
+    def unsaved(self) -> str:
+        """What could not be saved, and what that means."""
+        checkpoints = self.checkpoints
+        newest = f"is that of step {checkpoints.step}" if checkpoints.path else "does not exist"
+        return (
+            f"the checkpoint of step {checkpoints.failed_step} could not be written: "
+            f"{checkpoints.failure}; the newest {newest}"
+        )
 
     def _step_record(self, event: StepDone, now: Seconds) -> StepRecord:
         times = StepPeriod(
@@ -464,8 +724,19 @@ class TrainerGroup:
             held_s=max(0.0, self._batch_at - self._full_since),
         )
         played = self._ledger.take_lengths()
-        metrics = batch_metrics(self._batch, self.step, self._ledger.rule.bound, played)
-        return step_record(event, self._samples(self._batch), times, metrics)
+        trained = sum(member.generated for group in self._batch for member in group.members)
+        metrics = {
+            **batch_metrics(self._batch, self.step, self._ledger.rule.bound, played),
+            **advantage_metrics(self._batch, self._advantages),
+            **self._ledger.take_sampling(trained),
+        }
+        if self._replay is not None:
+            metrics |= replay_metrics(self.replayed, self.step)
+        samples = self._samples(self._batch)
+        metrics |= self._estimation.metrics_of(samples)
+        groups = self._ledger.named(self._batch)
+        row = step_record(event, samples, times, metrics, groups)
+        return replace(row, replayed_json=dumps([group.id for group in self.replayed]))
 
     def check(self) -> None:
         """Invariants that hold between any two events."""

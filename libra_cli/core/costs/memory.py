@@ -11,7 +11,11 @@ and compute in c bytes (2 in bfloat16). Parameters, gradients and Adam's two mom
     update      a square root of Adam's second moment for every parameter: 4 P / W
 
 With moments in the host's memory (``adamw_offload``) 8 P / W of the states are there, and the
-update has those of one parameter and a square root at a time.
+update has those of one parameter and a square root at a time. With ``muon`` the matrices of the
+layers have one moment, 4 bytes each instead of 8; its update is the root of the R, or one matrix m
+by n (m <= n) in float32 and thrice in bfloat16, with a product: 10 m n + 4 m m. A **reference**
+model, for a KL term, is 4 P / W in float32; of several ranks each leaves its R gathered, c R. With
+an adapter the model without it is the reference, and takes nothing.
 
 Activations are what autograd keeps of a layer of a Qwen3-like transformer, in bytes a token, with d
 hidden, q and k in all query and key heads, and i inner units::
@@ -46,13 +50,11 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from libra_cli.config.errors import LibraError
-from libra_cli.config.recipe import LoraSpec, Optimizer
+from libra_cli.config.training import LoraSpec, Optimizer
 from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.types import Tokens
 
 GIB = 2.0**30
-SHARD_BYTES = 16
-"""Of a parameter: float32 weight, gradient and two moments (arXiv 1910.02054 counts the same)."""
 BLOCK_LOGITS = 2**25
 """Logits of a block of the output layer, as in ``node.model.logprobs``."""
 BLOCK_BYTES = 10
@@ -139,6 +141,16 @@ class Architecture:
         return self.parameters if self.adapter is None else self.adapter
 
     @property
+    def matrices(self) -> int:
+        """Of them those that Muon moves: of the layers, or of the adapter."""
+        return self.layers * self.layer_parameters if self.adapter is None else self.adapter
+
+    def moment_bytes(self, optimizer: Optimizer) -> float:
+        """Bytes of the optimizer's moments, wherever they are: two in float32 of each parameter
+        that is trained, and one of a matrix that Muon moves."""
+        return 8.0 * self.trained - (4.0 * self.matrices if optimizer == "muon" else 0.0)
+
+    @property
     def layer_parameters(self) -> int:
         """Parameters of one layer."""
         return self.hidden * (2 * self.query + 2 * self.key + 3 * self.inner)
@@ -207,25 +219,44 @@ def rank_memory(
     choice: Choice,
     width: int = 2,
     optimizer: Optimizer = "adamw",
+    reference: bool = False,
 ) -> MemoryUse:
     """The most that a rank of the trainer holds that shares a replica with ``world - 1`` others;
-    ``tokens`` are those of its micro-batch."""
+    ``tokens`` are those of its micro-batch. ``reference``: the first policy is kept beside it."""
     offloads = optimizer == "adamw_offload"
-    largest = min(max(shape.vocabulary, shape.inner) * shape.hidden, shape.trained)
     frozen = 0 if shape.adapter is None else width * shape.parameters
     states = {
         "weights": (frozen + 4.0 * shape.trained) / world,
         "gradients": 4.0 * shape.trained / world,
-        "moments": 0.0 if offloads else 8.0 * shape.trained / world,
+        "moments": 0.0 if offloads else shape.moment_bytes(optimizer) / world,
+        "reference": _reference(shape, world, width) if reference else 0.0,
     }
     moments = {
         "head": _head(shape, world, tokens, choice, width),
         "layer": _layer(shape, world, tokens, choice, width),
         "reduction": _reduction(shape, world, width),
-        "update": {"update": (12.0 * largest if offloads else 4.0 * shape.trained) / world},
+        "update": {"update": _update(shape, optimizer) / world},
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     return MemoryUse({**states, **moments[moment]}, moment)
+
+
+def _update(shape: Architecture, optimizer: Optimizer) -> float:
+    """Bytes of the optimizer's own step, beside the states."""
+    if optimizer == "adamw_offload":
+        return 12.0 * min(max(shape.vocabulary, shape.inner) * shape.hidden, shape.trained)
+    if optimizer == "adamw":
+        return 4.0 * shape.trained
+    few, many = sorted((shape.hidden, max(shape.inner, shape.query)))
+    matrix = 10.0 * few * many + 4.0 * few * few if shape.adapter is None else 0.0
+    return max(4.0 * (shape.trained - shape.matrices), matrix)
+
+
+def _reference(shape: Architecture, world: int, width: int) -> float:
+    if shape.adapter is not None:
+        return 0.0
+    gathered = width * shape.outer_parameters if world > 1 else 0
+    return 4.0 * shape.parameters / world + gathered
 
 
 def shards_of(ranks: int, node_ranks: int, *, host_fits: bool) -> int:

@@ -55,7 +55,7 @@ class TrainedStep:
     """One optimizer step. ``pairs``: of a token and one it attends to."""
 
     seconds: Seconds
-    tokens: Tokens
+    tokens: float
     pairs: float
 
 

@@ -4,14 +4,17 @@ Training, for ``w`` ranks of sharded data parallelism (the trainer has no other)
 share a replica (``costs.memory.shards_of``: a node's where it holds one, else all), so that there
 are ``r = w / s`` replicas, with ``T`` tokens and ``Q`` pairs of them a step::
 
-    compute = max((token_s x T + pair_s x Q) / w, the longest trajectory on one rank)
-    gather  = micro batches of a rank x 3 x 2 bytes x parameters x (s - 1) / s / bandwidth
-    reduce  = 2 x 4 bytes x parameters x (r - 1) / r / bandwidth across nodes
-    seconds = step_s + compute + exposed x (gather + reduce) + offload
+    compute = p max((token_s x T + pair_s x Q) / w, the longest trajectory on one rank)
+    gather  = p x micro batches of a rank x 8 bytes x parameters x (s - 1) / s / bandwidth
+    reduce  = u x 2 x 4 bytes x parameters x (r - 1) / r / bandwidth across nodes
+    seconds = step_s + compute + exposed x (gather + reduce) + u x offload
 
-``gather``: parameters are gathered forward and backward, and gradients scattered, three times the
-parameters each micro batch, most of it under the compute; of an adapter, twice the model's and once
-its own. ``reduce``: replicas exchange float32 gradients once a step, a ring sending each twice.
+``p`` are the passes over a batch and ``u`` its updates, 1 and 1 as a profile is measured
+(``passes_of``).
+
+``gather``: each micro batch gathers parameters forward and backward, 2 bytes of each, and scatters
+float32 gradients (FSDP2's ``reduce_dtype``), most of it under the compute; of an adapter, only its
+own gradients. ``reduce``: replicas exchange float32 gradients once a step; a ring sends each twice.
 ``offload``: with moments in the host's memory, 16 bytes a trained parameter and replica at
 ``HOST_BANDWIDTH``. Gradient workers shorten ``busy``, which is the step without ``step_s`` and
 ``offload``: with workers i that would take ``c_i`` for all of it, and ``t = gradient bytes /
@@ -34,7 +37,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
 from libra_cli.config.errors import LibraError
-from libra_cli.config.recipe import LoraSpec, Optimizer
+from libra_cli.config.losses import keeps_reference
+from libra_cli.config.training import LoraSpec, Optimizer, TrainingSpec
 from libra_cli.core.costs.memory import (
     GIB,
     SERVER_OVERHEAD_GIB,
@@ -51,6 +55,8 @@ from libra_cli.core.types import Seconds, Tokens
 
 HOST_BANDWIDTH = 2e10
 """Bytes a second between a GPU and its host's page-locked memory: PCIe 4.0 x16 has 3.2e10."""
+FORWARD = 0.25
+"""Of a pass forward, backward (twice as dear) and forward once more for what was not kept."""
 LONGEST_CONTEXT = 2**24
 """Tokens up to which the longest trajectory that fits is looked for."""
 _Part = TypeVar("_Part")
@@ -88,6 +94,8 @@ class MemoryModel:
     adapter: int | None = None
     """Parameters of the adapter that is trained in place of all; None if there is none."""
     optimizer: Optimizer = "adamw"
+    reference: bool = False
+    """Whether the trainer keeps the first policy beside the one that it trains."""
 
     def with_adapter(self, lora: LoraSpec | None) -> MemoryModel:
         """The same model of which such an adapter is trained."""
@@ -153,6 +161,10 @@ class TrainingCost:
     exposed: float = 0.3
     gradient_bytes: float = 4.0
     """What a gradient worker sends for each trained parameter."""
+    passes: float = 1.0
+    """Times that a step computes its tokens forward and backward."""
+    updates: int = 1
+    """Times that it moves the weights."""
     link_bandwidth: float = 0.0
     """Bytes a second from a gradient worker to the trainer; 0 until something has come over the
     network, and then transfer counts nothing."""
@@ -179,7 +191,7 @@ class TrainingCost:
         even = (self.token_s * workload.tokens + self.pair_s * workload.pairs) / ranks
         context = workload.longest_expected
         longest = self.token_s * context + self.pair_s * context**2 / 2
-        return max(even, longest)
+        return self.passes * max(even, longest)
 
     def communication_ratio(self, ranks: int, workload: Workload) -> float:
         """Seconds of communication, hidden or not, for each second of arithmetic."""
@@ -225,6 +237,7 @@ class TrainingCost:
             tokens=tokens,
             choice="full",
             optimizer=facts.optimizer,
+            reference=facts.reference,
         )
         return use.total / GIB + facts.trainer_overhead_gib
 
@@ -232,18 +245,32 @@ class TrainingCost:
         if self.facts.optimizer != "adamw_offload":
             return 0.0
         shards = self._shards(ranks, workload.longest.context)
-        return 16 * self.facts.trained / shards / HOST_BANDWIDTH
+        return self.updates * 16 * self.facts.trained / shards / HOST_BANDWIDTH
 
     def _exchange_s(self, ranks: int, workload: Workload) -> Seconds:
         shards = self._shards(ranks, workload.longest.context)
         replicas, trained = ranks // shards, self.facts.trained
-        moved = 2 * 2 * self.facts.parameters + 2 * trained
+        moved = 2 * 2 * self.facts.parameters + 4 * trained
         inside = shards <= self.node_gpus
         bandwidth = self.node_bandwidth if inside else self.network_bandwidth
-        micro_batches = max(1.0, workload.tokens / ranks / self.micro_tokens)
+        micro_batches = self.passes * max(1.0, workload.tokens / ranks / self.micro_tokens)
         gather_s = micro_batches * moved * (shards - 1) / shards / bandwidth
         reduce_s = 2 * 4 * trained * (replicas - 1) / replicas / self.network_bandwidth
-        return gather_s + reduce_s
+        return gather_s + self.updates * reduce_s
+
+
+def passes_of(training: TrainingSpec) -> float:
+    """How many times a recipe's step computes its tokens, forward and backward being 1.
+
+    Of a pass that is measured, ``FORWARD`` is that without gradient. One more of these says what
+    the policy thinks before several updates, or where trajectories of a group are compared, one
+    what the first policy does, and one before each update but the first what ``tba`` compares.
+    """
+    several, compares = training.updates > 1, training.loss == "tba"
+    before = several or compares or training.kl_in_reward
+    without = before + keeps_reference(training.loss, training.kl_coef)
+    again = training.epochs - 1 / training.minibatches if compares else 0.0
+    return training.epochs + FORWARD * (without + again)
 
 
 @dataclass(frozen=True, slots=True)

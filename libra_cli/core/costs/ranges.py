@@ -33,7 +33,7 @@ class SortedParts:
         number = min(groups, len(samples))
         self._starts: Any = np.arange(number) * len(samples) // number
         self._holders = workload.holders
-        self._weight = workload.trajectories / len(samples)
+        self._weight = workload.played / len(samples)
         rows = [
             (s.prompt, s.generated, s.observed, s.mean_context, s.turns, s.tool_s, s.context)
             for s in samples

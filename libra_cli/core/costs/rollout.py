@@ -173,7 +173,9 @@ class EqualServers:
         fitting = self.play_share * self.cost.kv_tokens / context
         opened = (workload.group_size - 1) / 2 / self.number
         room = np.maximum(np.minimum(self.seats, fitting) - opened, 1.0)
-        return np.minimum(room, np.maximum(workload.open * mine.playing * mine.count, 1e-9))
+        # What takes the places of filtered groups comes after them.
+        at_once = mine.count * workload.extras.at_once / workload.extras.played
+        return np.minimum(room, np.maximum(workload.open * mine.playing * at_once, 1e-9))
 
     def _again_s(self, tokens: Any, context: Any) -> Any:
         """Seconds to compute so many tokens again, in contexts of this length."""

@@ -46,6 +46,39 @@ class TrajectorySample:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchExtras:
+    """What is played and trained beside a batch: generated tokens for each one that it trains.
+
+    ``filtered`` are of groups that dynamic sampling left out, whose places others took;
+    ``surplus`` of oversampled members that were stopped, which played beside the others;
+    ``replayed`` of groups that were trained again. Raises ValueError below 0.
+    """
+
+    filtered: float = 0.0
+    surplus: float = 0.0
+    replayed: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.filtered, self.surplus, self.replayed) < 0:
+            raise ValueError(f"nothing is played or trained less than not at all, as in {self}")
+
+    @property
+    def played(self) -> float:
+        """What rollout plays of a batch, the batch being 1."""
+        return 1 + self.filtered + self.surplus
+
+    @property
+    def at_once(self) -> float:
+        """Of that, what is played at the same time."""
+        return 1 + self.surplus
+
+    @property
+    def trained(self) -> float:
+        """What a step trains of a batch, the batch being 1."""
+        return 1 + self.replayed
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """The trajectories of a step.
 
@@ -53,8 +86,8 @@ class Workload:
     in training at once: 1 + the staleness bound (1: each batch waits for the one before). A batch
     waits for a trajectory that would be ``late`` versions over the bound (infinity: for none).
     ``group_size`` trajectories begin together and have one prompt; their places are free once the
-    longest of ``holders`` of them, drawn at random, has ended. Raises ValueError without samples or
-    work.
+    longest of ``holders`` of them, drawn at random, has ended. ``extras`` is what is played without
+    being trained, and trained without being played. Raises ValueError without samples or work.
     """
 
     samples: tuple[TrajectorySample, ...]
@@ -63,6 +96,7 @@ class Workload:
     late: float = 0.0
     group_size: int = 1
     holders: float = 1.0
+    extras: BatchExtras = BatchExtras()
     # Sums over the samples, made once: planning asks for them thousands of times.
     mean_generated: float = field(init=False, compare=False, repr=False)
     """Generated tokens of a trajectory."""
@@ -75,7 +109,8 @@ class Workload:
     in a step with the chance w, so the longest but r of all is a step's longest with w (1 - w)^r.
     """
     pairs: float = field(init=False, compare=False, repr=False)
-    """Pairs of a token and one it attends to, of a step: the sum of context squared / 2."""
+    """Pairs of a token and one it attends to, that a step trains: the sum of context squared / 2.
+    """
 
     def __post_init__(self) -> None:
         if not self.samples:
@@ -97,7 +132,7 @@ class Workload:
         weights = [w * (1 - w) ** place for place in range(number)]
         expected = sum(map(mul, weights, contexts)) / sum(weights)
         put(self, "longest_expected", expected)
-        put(self, "pairs", squares / 2 * self.trajectories)
+        put(self, "pairs", squares / 2 * self.trajectories * self.extras.trained)
 
     @property
     def in_flight(self) -> float:
@@ -138,6 +173,11 @@ class Workload:
         return self.in_flight + self.late
 
     @property
+    def played(self) -> float:
+        """Trajectories that rollout plays for a step, in whole ones."""
+        return self.trajectories * self.extras.played
+
+    @property
     def tokens(self) -> float:
-        """Tokens of a step, prompts and tool returns included."""
-        return self.mean_context * self.trajectories
+        """Tokens that a step trains, prompts and tool returns included."""
+        return self.mean_context * self.trajectories * self.extras.trained

@@ -5,6 +5,8 @@
   calls for the others too; accelerate's settings are then in the environment.
 - With ``--cpu`` and several machines it silently makes several worlds of one; the path that forms
   one world is ``--multi_gpu`` with ACCELERATE_USE_CPU. A world of one needs ``--cpu``.
+- Torch's store for the rendezvous would listen on every interface; ``node.rendezvous`` has it
+  listen at the address alone at which the ranks meet.
 - ``--config_file`` is ours, so that a configuration in somebody's home directory changes nothing.
 """
 
@@ -24,6 +26,10 @@ use_cpu: false
 """
 
 
+RENDEZVOUS = "libra_cli.node.rendezvous"
+"""Runs a launcher of torch's whose ranks meet at the address that is named, and nowhere else."""
+
+
 class Accelerate(NativeTrainer):
     """The pure half of the backend; see the module."""
 
@@ -33,13 +39,14 @@ class Accelerate(NativeTrainer):
 
     def command(self, facts: HostFacts, world: MachineRanks, module: str, config: str) -> Command:
         """One machine's ``accelerate launch``, or ``torchrun`` where nodes are uneven."""
+        launcher = (facts.python, "-m", RENDEZVOUS)
         env = {} if world.gpus else {"ACCELERATE_USE_CPU": "true"}
         if not world.even:
             flags = argv_of(_torch_flags(world))
-            argv = (facts.python, "-m", "torch.distributed.run", *flags, "-m", module, config)
+            argv = (*launcher, "torch.distributed.run", *flags, "-m", module, config)
             return Command(argv, env | {"ACCELERATE_MIXED_PRECISION": _precision(world)})
         flags = argv_of(_flags(facts, world))
-        argv = (facts.python, "-m", "accelerate.commands.launch", *flags, "-m", module, config)
+        argv = (*launcher, "accelerate.commands.launch", *flags, "-m", module, config)
         return Command(argv, env, {"accelerate.yaml": CONFIG})
 
 

@@ -14,7 +14,7 @@ from libra_cli.config.rules import SECRET_NAME
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.launch.model import model_process
 from libra_cli.core.launch.ports import ports_needed
-from libra_cli.core.launch.process import HostFacts, ProcessSpec, server_port
+from libra_cli.core.launch.process import HostFacts, ProcessSpec
 from libra_cli.core.launch.rollout_backend import server_process
 from libra_cli.core.launch.trainer_backend import (
     TrainerLaunch,
@@ -102,15 +102,12 @@ def _processes(
     head = slots[plan.train[0]].node
     specs = [model_process(recipe, facts[head])] if recipe.model.build is not None else []
     for slot, bucket in ((slots[slot_id], bucket) for slot_id, bucket in plan.servers):
-        node, port = slot.node, ports[slot.node][server_port(slot)]
-        specs.append(
-            server_process(recipe, slot, bucket, facts[node], port=port, model_dir=model_dirs[node])
-        )
+        node = slot.node
+        specs.append(server_process(recipe, slot, bucket, facts[node], model_dir=model_dirs[node]))
     launch = TrainerLaunch(
         train=tuple(slots[slot] for slot in plan.train),
         facts=facts,
         run_id="<run>",
-        http_port=ports[head]["trainer"],
         rendezvous_port=ports[head]["rendezvous"],
         model_dirs=model_dirs,
         trainer_incarnation=1,

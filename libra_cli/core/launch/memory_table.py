@@ -24,6 +24,8 @@ from libra_cli.core.types import Plan, Slot
 USUAL_GIB = (24, 40, 48, 80, 94, 141, 180)
 """Memory of GPUs that people have: RTX 4090, A100, A6000 and L40S, H100, H100 NVL, H200, B200."""
 
+WORKER = "gradient worker"
+
 
 def memory_table(
     recipe: Recipe, plan: Plan, slots: tuple[Slot, ...], shape: Architecture
@@ -53,13 +55,9 @@ def _transfers(recipe: Recipe, shape: Architecture, train: list[Slot]) -> str:
 
 def _trainer(recipe: Recipe, shape: Architecture, train: list[Slot]) -> list[str]:
     """A line on its ranks; two where it depends on the hosts' GPUs who shares what."""
-    ranks, on_gpu = ranks_per_node(train), bool(train[0].gpus)
-    world = sum(ranks.values())
-    if not is_sharded(recipe.training, on_gpu=on_gpu):
-        return [_rank(recipe, shape, train, "trainer", 1)]
-    sizes = sorted({dp_shard_size(recipe.training, ranks, host_fits=fit) for fit in (True, False)})
-    if sizes == [world]:
-        return [_rank(recipe, shape, train, "trainer", world)]
+    sizes, world = shard_sizes(recipe, train), sum(slot.num_devices for slot in train)
+    if len(sizes) == 1:
+        return [_rank(recipe, shape, train, "trainer", sizes[0])]
     names = [
         f"trainer, {world // shards} replicas of {shards} ranks"
         if shards < world
@@ -71,19 +69,45 @@ def _trainer(recipe: Recipe, shape: Architecture, train: list[Slot]) -> list[str
     ]
 
 
+def shard_sizes(recipe: Recipe, train: list[Slot]) -> list[int]:
+    """How many ranks may share a replica, fewest first; two where it depends on the hosts' GPUs."""
+    if not is_sharded(recipe.training, on_gpu=bool(train[0].gpus)):
+        return [1]
+    ranks = ranks_per_node(train)
+    return sorted({dp_shard_size(recipe.training, ranks, host_fits=fit) for fit in (True, False)})
+
+
 def _worker(recipe: Recipe, shape: Architecture, slot: Slot) -> str:
     sharded = is_sharded(recipe.training, on_gpu=bool(slot.gpus))
-    return _rank(recipe, shape, [slot], "gradient worker", slot.num_devices if sharded else 1)
+    return _rank(recipe, shape, [slot], WORKER, slot.num_devices if sharded else 1)
+
+
+def rank_gib(recipe: Recipe, shape: Architecture, slots: list[Slot], shards: int) -> float:
+    """GiB of a trainer's rank at its peak, with what CUDA and NCCL take."""
+    parts = _parts(_conditions(recipe, slots), shape, shards, "trainer")
+    return sum(parts.values()) / GIB + TRAINER_OVERHEAD_GIB
+
+
+def _conditions(recipe: Recipe, slots: list[Slot]) -> RankConditions:
+    dtype = dtype_of(recipe.model, slots)
+    return RankConditions.of(recipe, on_gpu=bool(slots[0].gpus), dtype=dtype)
+
+
+def _parts(
+    conditions: RankConditions, shape: Architecture, shards: int, name: str
+) -> dict[str, float]:
+    parts = dict(conditions.use(shape, shards).parts)
+    if name == WORKER:  # it has no optimizer
+        parts = {what: size for what, size in parts.items() if what not in ("moments", "update")}
+    return parts
 
 
 def _rank(recipe: Recipe, shape: Architecture, slots: list[Slot], name: str, shards: int) -> str:
     world = sum(slot.num_devices for slot in slots)
     on_gpu = bool(slots[0].gpus)
-    conditions = RankConditions.of(recipe, on_gpu=on_gpu, dtype=dtype_of(recipe.model, slots))
-    parts = dict(conditions.use(shape, shards).parts)
-    if name == "gradient worker":  # it has no optimizer
-        parts = {what: size for what, size in parts.items() if what not in ("moments", "update")}
-    elif conditions.optimizer == "adamw_offload":
+    conditions = _conditions(recipe, slots)
+    parts = _parts(conditions, shape, shards, name)
+    if name != WORKER and conditions.optimizer == "adamw_offload":
         name = f"{name} (and {8 * shape.trained / shards / GIB:.1f} GiB in the host's memory)"
     told = ", ".join(f"{what} {size / GIB:.1f}" for what, size in parts.items() if size > 0)
     held = sum(parts.values()) / GIB

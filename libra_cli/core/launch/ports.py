@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import slots_of
-from libra_cli.core.launch.process import server_port, worker_ports
+from libra_cli.core.launch.process import worker_ports
 from libra_cli.core.types import Plan, Pool, Slot, node_of
 
 
 def ports_needed(recipe: Recipe, plan: Plan) -> dict[str, tuple[str, ...]]:
     """What listens on each node: one name a port, in the order the ports should be handed out.
 
-    ``server-<place>`` for a slot that serves or may; ``gradient-<place>`` (HTTP), ``side-`` (its
-    side channel) and ``rendezvous-`` for one that may be a gradient worker, where a place is the
-    slot's index, or on open nodes its first GPU, of which no two slots in use share one; on the
-    first train node ``trainer`` (HTTP) and ``rendezvous`` (where the ranks meet); ``weights`` where
-    the agent serves versions to peers.
+    ``side-gradient-<place>`` (its side channel) and ``rendezvous-`` for a slot that may be a
+    gradient worker, where a place is the slot's index, or on open nodes its first GPU, of which no
+    two slots in use share one; on the first train node ``rendezvous``, where the ranks meet;
+    ``weights`` where the agent serves versions to peers. The controller needs none: what it asks
+    listens on Unix sockets.
     """
     names: dict[str, list[str]] = {node.name: [] for node in recipe.nodes}
-    serving = dict(plan.servers)
     for slot in _places(recipe):
-        hybrid = slot.pool is Pool.HYBRID
-        if slot.id in serving or hybrid:
-            names[slot.node].append(server_port(slot))
-        if hybrid:
+        if slot.pool is Pool.HYBRID:
             names[slot.node] += worker_ports(slot)
-    names[node_of(plan.train[0])] += ["trainer", "rendezvous"]
+    names[node_of(plan.train[0])].append("rendezvous")
     if len(recipe.nodes) > 1:
         for entries in names.values():
             entries.append("weights")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from libra_cli.config.recipe import ModelSpec, NodeSpec
 from libra_cli.core.types import Slot, SlotId
@@ -19,6 +19,22 @@ from libra_cli.core.types import Slot, SlotId
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
 Flags: TypeAlias = Mapping[str, str | int | float | None]
 """Command-line flags in order; one whose value is None stands alone."""
+
+
+class PeerAddress(NamedTuple):
+    """Where the other hosts of a run reach one, and where it listens for them."""
+
+    serves_at: str
+    """The others' word for it."""
+    listens_at: str
+    """An address of its own; it listens at no other."""
+
+    @classmethod
+    def of(cls, address: str, data_address: str, own_address: str) -> PeerAddress:
+        """From what ``HostFacts`` has by these names."""
+        serves_at = data_address or address
+        is_own = data_address or address[:1].isdigit()
+        return cls(serves_at, serves_at if is_own else own_address or address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +51,26 @@ class HostFacts:
     """How the other hosts reach it."""
     data_address: str = ""
     """How they reach it for weights, gradients and checkpoints; empty: at ``address``."""
+    own_address: str = ""
+    """Of that interface, a number; the two above may be names."""
     interface: str = ""
     """The network interface that routes to the other hosts."""
     tmp_dir: str = ""
-    """For the run's temporary files, removed with it; empty: wherever the host puts them."""
+    """For the run's temporary files and sockets, removed with it; empty: the host's own place for
+    the former, and ``run_dir`` for the latter."""
     cpus: int | None = None
     """Cores the processes of libra may use together; None when nobody has looked."""
     gpu_gib: float = 0.0
     """Memory of the smallest GPU that libra may use; 0 when nobody has looked."""
 
+    def socket_of(self, process: str) -> str:
+        """Path of the Unix socket on which a process answers the controller."""
+        return f"{self.tmp_dir or self.run_dir}/sockets/{process}.sock"
+
     @property
-    def serves_at(self) -> str:
-        """The address at which others fetch weights, gradients and checkpoints."""
-        return self.data_address or self.address
+    def peer_address(self) -> PeerAddress:
+        """Where others fetch weights, gradients and checkpoints."""
+        return PeerAddress.of(self.address, self.data_address, self.own_address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +94,20 @@ def process_of(slot: SlotId) -> str:
     return f"server-{slot.rpartition('/')[2].replace('+', '-')}"
 
 
+def trainer_of(machine: int) -> str:
+    """The name of the process that launches the trainer's ranks on a machine; rank 0 is on 0."""
+    return f"trainer-{machine}"
+
+
 def worker_of(slot: SlotId) -> str:
     """The name of the gradient worker's process of a slot."""
     return f"gradient-{slot.rpartition('/')[2]}"
 
 
-def server_port(slot: Slot) -> str:
-    """The name of the port of a slot's server."""
-    return f"server-{_place(slot)}"
-
-
-def worker_ports(slot: Slot) -> tuple[str, str, str]:
-    """The names of a gradient worker's ports: its HTTP, its side channel, its rendezvous."""
+def worker_ports(slot: Slot) -> tuple[str, str]:
+    """The names of a gradient worker's ports: its side channel, its rendezvous."""
     name = f"gradient-{_place(slot)}"
-    return name, f"side-{name}", f"rendezvous-{name}"
+    return f"side-{name}", f"rendezvous-{name}"
 
 
 def _place(slot: Slot) -> str:

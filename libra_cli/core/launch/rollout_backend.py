@@ -22,7 +22,7 @@ from libra_cli.config.plugins import PluginGroup
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.joined_slots import part_slots
 from libra_cli.core.cluster.placement import slots_of
-from libra_cli.core.launch.process import HostFacts, ProcessSpec
+from libra_cli.core.launch.process import HostFacts, ProcessSpec, process_of
 from libra_cli.core.types import Bucket, Slot
 
 ROLLOUT_BACKENDS = PluginGroup(
@@ -37,7 +37,8 @@ class ServerLaunch:
     slot: Slot
     bucket: Bucket
     facts: HostFacts
-    port: int
+    socket: str
+    """Path of the Unix socket on which it answers the controller."""
     seed: int
     """Its own: two servers with one seed may give two members of a group the same tokens."""
     model_dir: str
@@ -54,9 +55,9 @@ class RolloutBackend(Protocol):
     def server(self, recipe: Recipe, launch: ServerLaunch) -> ProcessSpec:
         """The server process of a slot, named ``process_of(slot.id)``.
 
-        It must listen on ``launch.port`` of the loopback, answer nobody who does not show the run's
-        token, and run at most ``bucket.max_num_seqs`` requests at a time on
-        ``bucket.tensor_parallel`` GPUs.
+        It must listen on the Unix socket ``launch.socket`` (``node.unix_socket`` makes one that
+        only this user can reach), answer nobody who does not show the run's token, and run at most
+        ``bucket.max_num_seqs`` requests at a time on ``bucket.tensor_parallel`` GPUs.
         """
         ...
 
@@ -69,11 +70,12 @@ def rollout_backend(name: str) -> RolloutBackend:
 
 
 def server_process(
-    recipe: Recipe, slot: Slot, bucket: Bucket, facts: HostFacts, *, port: int, model_dir: str
+    recipe: Recipe, slot: Slot, bucket: Bucket, facts: HostFacts, *, model_dir: str
 ) -> ProcessSpec:
     """The server of a slot, as the recipe's backend makes it."""
     seed = recipe.run.seed * 10_000 + _position(recipe, slot)
-    launch = ServerLaunch(slot, bucket, facts, port, seed, model_dir)
+    socket = facts.socket_of(process_of(slot.id))
+    launch = ServerLaunch(slot, bucket, facts, socket, seed, model_dir)
     return rollout_backend(recipe.rollout.backend).server(recipe, launch)
 
 

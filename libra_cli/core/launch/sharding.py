@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from libra_cli.config.recipe import Optimizer, Recipe, TrainingSpec
+from libra_cli.config.losses import keeps_reference
+from libra_cli.config.recipe import Recipe
+from libra_cli.config.training import Optimizer, TrainingSpec
 from libra_cli.core.costs.memory import (
     GIB,
     TRAINER_OVERHEAD_GIB,
@@ -35,6 +37,8 @@ class RankConditions:
     width: int
     """Bytes of a number that is computed with."""
     optimizer: Optimizer
+    reference: bool = False
+    """Whether the first policy is kept beside the one that is trained."""
 
     @classmethod
     def of(cls, recipe: Recipe, *, on_gpu: bool, dtype: str) -> RankConditions:
@@ -45,6 +49,7 @@ class RankConditions:
             choice=_choice(training.activation_checkpointing, on_gpu=on_gpu),
             width=2 if dtype == "bfloat16" else 4,
             optimizer=training.optimizer,
+            reference=keeps_reference(training.loss, training.kl_coef),
         )
 
     def use(self, shape: Architecture, shards: int) -> MemoryUse:
@@ -56,6 +61,7 @@ class RankConditions:
             choice=self.choice,
             width=self.width,
             optimizer=self.optimizer,
+            reference=self.reference,
         )
 
     def fit(self, shape: Architecture, shards: int, gpu_gib: float) -> bool:

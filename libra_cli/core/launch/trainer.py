@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.launch.process import (
     HostFacts,
+    PeerAddress,
     ProcessSpec,
     common_env,
     dtype_of,
     interface_env,
+    trainer_of,
     worker_of,
     worker_ports,
 )
@@ -77,16 +79,18 @@ class NativeTrainer(ABC):
         """One machine's launcher of ``python -m <module> <config>`` for each of its ranks."""
 
     def trainer(self, recipe: Recipe, launch: TrainerLaunch) -> tuple[ProcessSpec, ...]:
-        """One launcher a node, in rank order; the first node's rank 0 answers on ``http_port``."""
+        """One launcher a node, in rank order; rank 0 is on the first node."""
         ranks = ranks_per_node(launch.train)
         head = launch.facts[next(iter(ranks))]
+        # On itself a name may be the loopback's.
+        there = PeerAddress.of(head.address, "", head.own_address).listens_at
         worlds = [
             MachineRanks(
                 machine=machine,
                 machines=len(ranks),
                 ranks_here=ranks[node],
                 ranks=sum(ranks.values()),
-                head_address=head.address,
+                head_address=head.address if machine else there,
                 rendezvous_port=launch.rendezvous_port,
                 gpus=bool(launch.train[0].gpus),
                 dtype=dtype_of(recipe.model, launch.train),
@@ -103,13 +107,13 @@ class NativeTrainer(ABC):
         self, recipe: Recipe, launch: TrainerLaunch, node: str, world: MachineRanks
     ) -> ProcessSpec:
         slots = tuple(slot for slot in launch.train if slot.node == node)
-        ports = {"trainer": launch.http_port, "rendezvous": launch.rendezvous_port}
+        ports = {"rendezvous": launch.rendezvous_port}
         return self._process(
             recipe,
             slots,
             launch.facts[node],
             world,
-            process=f"trainer-{world.machine}",
+            process=trainer_of(world.machine),
             name="trainer.json",
             module="libra_cli.node.trainer.main",
             config=_trainer_config(recipe, launch, node, world),
@@ -119,7 +123,7 @@ class NativeTrainer(ABC):
     def gradient_worker(self, recipe: Recipe, launch: WorkerLaunch) -> ProcessSpec:
         """The gradient worker of a slot."""
         slot, process = launch.slot, worker_of(launch.slot.id)
-        http, side, rendezvous = (launch.ports[name] for name in worker_ports(slot))
+        side, rendezvous = (launch.ports[name] for name in worker_ports(slot))
         ranks = slot.num_devices
         world = MachineRanks(
             machine=0,
@@ -140,7 +144,7 @@ class NativeTrainer(ABC):
             name=f"{process}.json",
             module="libra_cli.node.gradient.main",
             config=_worker_config(recipe, launch, ranks),
-            ports={"worker": http, "side": side},
+            ports={"side": side, "rendezvous": rendezvous},
         )
 
     def _process(
@@ -182,8 +186,9 @@ def _trainer_config(
     return _policy_config(recipe, launch.run_id, launch.model_dirs[node], world.ranks) | {
         "weights_dir": launch.facts[node].weights_dir,
         "checkpoint_dir": f"{launch.facts[node].run_dir}/checkpoints",
-        "port": launch.http_port,
+        "socket": launch.facts[node].socket_of(trainer_of(world.machine)),
         "trainer_incarnation": launch.trainer_incarnation,
+        "steps": recipe.run.steps,
         "dtype": world.dtype,
         "keep_versions": recipe.weight_sync.keep_versions,
         "resume": launch.resume[node] if launch.resume else None,
@@ -207,12 +212,12 @@ def _shards(recipe: Recipe, launch: TrainerLaunch, world: MachineRanks) -> int |
 
 def _worker_config(recipe: Recipe, launch: WorkerLaunch, ranks: int) -> dict[str, object]:
     """The fields of ``libra_cli.node.trainer.config.WorkerConfig``."""
-    http, side, _ = worker_ports(launch.slot)
+    side, _ = worker_ports(launch.slot)
     return _policy_config(recipe, launch.run_id, launch.model_dir, ranks) | {
         "slot": launch.slot.id,
         "incarnation": launch.incarnation,
-        "port": launch.ports[http],
-        "side_bind": "0.0.0.0" if len(recipe.nodes) > 1 else "127.0.0.1",
+        "socket": launch.facts.socket_of(worker_of(launch.slot.id)),
+        "side_bind": launch.facts.peer_address.listens_at,
         "side_port": launch.ports[side],
         "shm_dir": f"{launch.facts.weights_dir}/{launch.run_id}",
     }

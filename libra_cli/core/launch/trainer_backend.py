@@ -41,8 +41,6 @@ class TrainerLaunch:
     facts: Mapping[str, HostFacts]
     """Of every train node, by name, as the two mappings below."""
     run_id: str
-    http_port: int
-    """Where rank 0 answers the controller, on the loopback."""
     rendezvous_port: int
     """Where the ranks meet, on the first node."""
     model_dirs: Mapping[str, str]
@@ -83,11 +81,17 @@ class TrainerBackend(Protocol):
         ...
 
     def trainer(self, recipe: Recipe, launch: TrainerLaunch) -> tuple[ProcessSpec, ...]:
-        """The launchers of the trainer: one a node, called ``trainer-<machine rank>``, in order."""
+        """The launchers of the trainer: one a node, called ``trainer_of(machine)``, in order.
+
+        Rank 0 answers the controller on its node's ``facts.socket_of(trainer_of(0))``.
+        """
         ...
 
     def gradient_worker(self, recipe: Recipe, launch: WorkerLaunch) -> ProcessSpec:
-        """The launcher of a gradient worker, called ``worker_of(slot.id)``."""
+        """The launcher of a gradient worker, called ``worker_of(slot.id)``.
+
+        Rank 0 answers the controller on ``facts.socket_of(worker_of(slot.id))``.
+        """
         ...
 
 

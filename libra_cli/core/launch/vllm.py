@@ -2,8 +2,8 @@
 
 Why the flags are what they are:
 
-- Servers bind to loopback and VLLM_HOST_IP is loopback: nothing of a server is reachable from
-  outside, and a host without a default route works.
+- Servers listen on a Unix socket and VLLM_HOST_IP is loopback: nothing of a server is reachable
+  from outside, and a host without a default route works.
 - ``--worker-extension-cls``: workers load versions and prove which they hold.
 - ``--generation-config vllm``: a model's own sampling defaults (top_k, temperature) would change
   the distribution the loss believes in.
@@ -52,14 +52,13 @@ class Vllm:
                 *recipe.rollout.vllm_args,
             ),
             env=_env(recipe, launch) | recipe.node(slot.node).env,
-            ports={"server": launch.port},
         )
 
 
 def _flags(recipe: Recipe, launch: ServerLaunch) -> Flags:
     slot, bucket = launch.slot, launch.bucket
     flags: dict[str, str | int | float | None] = {
-        "--port": launch.port,
+        "--socket": launch.socket,
         "--model": launch.model_dir,
         "--dtype": dtype_of(recipe.model, [slot]),
         "--max-model-len": recipe.model.max_len,

@@ -140,7 +140,10 @@ class PlanController:
     @property
     def _may_look(self) -> bool:
         free = any(slot.pool is Pool.HYBRID or slot.is_joined for slot in self.slots)
-        return free and self._recipe.planner.kind != "fixed"
+        recipe = self._recipe
+        shares = recipe.training.shares_steps and not recipe.demonstrations
+        fixed = recipe.planner.kind == "fixed" or not shares
+        return free and not fixed
 
     @property
     def _busy(self) -> bool:

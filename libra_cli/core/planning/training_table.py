@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from libra_cli.core.costs.memory import GIB, SHARD_BYTES
+from libra_cli.core.costs.memory import GIB
 from libra_cli.core.costs.observed import UNCHECKED_GIB
 from libra_cli.core.costs.profile import NothingFits, TrainingCost
 from libra_cli.core.costs.workload import Workload
@@ -108,8 +108,9 @@ class TrainingTable:
     def least_worker(self) -> int | None:
         """The smallest world of a gradient worker that has the memory, or None: a replica with
         its gradients, and no optimizer."""
-        moments = SHARD_BYTES - WORKER_BYTES if self._cost.facts.optimizer == "adamw" else 0
-        state = self._cost.facts.trained * moments / GIB
+        facts = self._cost.facts
+        offloads = facts.optimizer == "adamw_offload"
+        state = 0 if offloads else facts.architecture.moment_bytes(facts.optimizer) / GIB
         usable = self._cost.facts.usable_gib
         for ranks in range(1, len(self._best)):
             if self._cost.memory_gib(ranks, self._longest) - state / ranks <= usable:

@@ -13,6 +13,7 @@ from libra_cli.core.preflight.host_report import (
     HostReport,
     ModelFiles,
     NodeFacts,
+    TeacherReport,
     TemplateReport,
     Transfer,
 )
@@ -33,6 +34,8 @@ class PreflightCase:
     all_reduces: tuple[AllReduce, ...] = ()
     template: TemplateReport | None = None
     """What trying the model's chat template has shown."""
+    teacher: TeacherReport | None = None
+    """What asking the teacher has shown, of a recipe that has one."""
     open_files: int | None = None
     """How many files the controller may have open; None without a limit."""
 

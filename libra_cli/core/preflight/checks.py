@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from libra_cli.core.preflight import host_checks, model_checks, network_checks, python_checks
+from libra_cli.core.preflight import (
+    gpu_memory,
+    host_checks,
+    model_checks,
+    network_checks,
+    python_checks,
+)
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.findings import Finding
 
@@ -30,6 +36,7 @@ CHECKS = (
     Check("gpus", True, host_checks.gpus),
     Check("torch", True, python_checks.torch),
     Check("memory", True, host_checks.memory),
+    Check("gpu memory", True, gpu_memory.gpu_memory),
     Check("shm", True, host_checks.versions_room),
     Check("disk", True, host_checks.disk),
     Check("limits", True, host_checks.limits),
@@ -37,6 +44,7 @@ CHECKS = (
     Check("model", True, model_checks.model),
     Check("shape", True, model_checks.shape),
     Check("template", False, model_checks.template),
+    Check("teacher", False, model_checks.teacher),
     Check("network", True, network_checks.network),
     Check("bandwidth", False, network_checks.bandwidth),
     Check("all-reduce", False, network_checks.all_reduce),

@@ -15,6 +15,7 @@ Fix: TypeAlias = Literal["environment", "model", "remains"]
 runs have left in the directory of weight versions."""
 
 ALL = "all hosts"
+CONTROLLER = "controller"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from libra_cli.config.recipe import NodeSpec
 from libra_cli.core.preflight.case import PreflightCase
-from libra_cli.core.preflight.findings import ALL, Finding, Remedy
+from libra_cli.core.preflight.findings import ALL, CONTROLLER, Finding, Remedy
 from libra_cli.core.preflight.host_report import Gpu, NodeFacts
 from libra_cli.core.preflight.needs import GIB, MIB
 
@@ -16,7 +16,6 @@ BUSY_BYTES = GIB
 FILES_A_REQUEST = 4
 """Descriptors of a request over SSH: two ends of a socket here, and two of a channel."""
 FILES_OF_A_PROCESS = 256
-CONTROLLER = "controller"
 LIMITS = "/etc/security/limits.d/libra.conf"
 
 

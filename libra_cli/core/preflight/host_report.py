@@ -206,6 +206,19 @@ class TemplateReport:
 
 
 @dataclass(frozen=True, slots=True)
+class TeacherReport:
+    """What asking the recipe's teacher, from the controller, has shown."""
+
+    error: str = ""
+    """Why it cannot teach this policy; empty if it can."""
+    hint: str = ""
+    model: str = ""
+    """Its name at its server."""
+    compared: bool = False
+    """Whether its vocabulary was compared with the policy's."""
+
+
+@dataclass(frozen=True, slots=True)
 class AllReduce:
     """An all-reduce of two ranks, one on each host."""
 

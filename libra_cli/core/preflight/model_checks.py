@@ -1,4 +1,5 @@
-"""Rules for the model: it is there, equal everywhere, and of a shape that servers can hold."""
+"""Rules for the model: it is there, equal everywhere, and of a shape that servers can hold; and for
+the model that teaches it."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from libra_cli.core.preflight.case import PreflightCase
-from libra_cli.core.preflight.findings import ALL, Finding, Remedy
+from libra_cli.core.preflight.findings import ALL, CONTROLLER, Finding, Remedy
 from libra_cli.core.preflight.host_report import ModelFiles
 
 COUNTED = (".safetensors", ".bin", ".json", ".jinja", ".txt", ".model")
@@ -162,3 +163,23 @@ def template(case: PreflightCase) -> Iterator[Finding]:
         yield Finding("template", ALL, "warns", f"the chat template {misfit}", remedy=remedy)
     told = f"turns can be appended to it exactly, tool calls are read as {report.tool_format}"
     yield Finding("template", ALL, "fine", "; it ".join((told, *report.notes)))
+
+
+def teacher(case: PreflightCase) -> Iterator[Finding]:
+    """The teacher answers the controller, and can say something of the policy's tokens."""
+    report = case.teacher
+    if report is None:
+        return
+    if report.error:
+        yield Finding(
+            "teacher",
+            CONTROLLER,
+            "stops",
+            report.error,
+            "no trajectory could be trained on without its log-probabilities",
+            Remedy("recipe", report.hint) if report.hint else None,
+        )
+        return
+    compared = "has the policy's vocabulary" if report.compared else "its vocabulary is compared"
+    when = "" if report.compared else " when a run begins"
+    yield Finding("teacher", CONTROLLER, "fine", f"{report.model} answers, {compared}{when}")

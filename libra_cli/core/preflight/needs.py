@@ -12,7 +12,7 @@ Reckoned from the size of the model's files and the recipe:
   the models that a run leaves at its end.
 - Memory: the versions, unless they are on a disk, and what each process takes beside its GPU.
 
-Limit: the memory of GPUs is not looked at here.
+The memory of GPUs is looked at in ``gpu_memory``.
 """
 
 from __future__ import annotations

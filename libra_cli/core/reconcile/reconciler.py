@@ -212,11 +212,11 @@ class Reconciler:
         actions: list[Result] = []
         for slot, bucket in self._wanted.servers.items():
             server = self._servers.replicas[slot]
-            if server.state is ReplicaState.IDLE and self._is_free(server.slot):
+            if server.startable and self._is_free(server.slot):
                 actions += self._servers.start_shape(server, bucket, now=now)
         for slot in sorted(self._wanted.gradient):
             worker = self._workers.at(self._wanted.slots[slot], now=now)
-            if worker.state is ReplicaState.IDLE and self._is_free(worker.slot):
+            if worker.startable and self._is_free(worker.slot):
                 actions += self._workers.start(worker, now=now)
         return actions
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from libra_cli.core.events import TurnGenerated
 from libra_cli.core.lifecycle import follow
+from libra_cli.core.sampling.overlong import overlong_penalty
 from libra_cli.core.scheduling.server_queues import Request
 from libra_cli.core.types import Seconds, SlotId, Tokens, ToolReturn, Trajectory, WeightVersion
 
@@ -18,6 +19,7 @@ class Stage(StrEnum):
     WAITING = "waiting"
     GENERATING = "generating"
     ADVANCING = "advancing"
+    TAUGHT = "taught"
 
 
 S = Stage
@@ -35,17 +37,28 @@ TRANSITIONS: dict[Stage, dict[Stage, str]] = {
     },
     S.ADVANCING: {
         S.WAITING: "the environment has answered the turn and goes on",
+        S.TAUGHT: "its episode is over, and its teacher is asked about its tokens",
     },
+    S.TAUGHT: {},
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When a trajectory is cut: turns, tokens a turn, tokens in all."""
+    """When a trajectory is cut: turns, tokens a turn, tokens in all; and what it costs to come
+    near the last one."""
 
     max_turns: int
     max_turn_tokens: int
     max_len: int
+    penalty: float = 0.0
+    buffer: Tokens = 0
+
+    def penalty_of(self, context: Tokens) -> float:
+        """What a trajectory that ends with so many tokens loses of its reward."""
+        return overlong_penalty(
+            context, most=self.max_len, buffer=self.buffer, penalty=self.penalty
+        )
 
 
 @dataclass(slots=True)
@@ -66,9 +79,15 @@ class ActiveTrajectory:
     asked: Request | None = None
     turn_key: WeightVersion | None = None
     prompt: Tokens = 0
+    #: The digest of what it was shown last: its prompt, or an observation.
+    shown: int = 0
     #: Tokens it has yet to generate, by the policy's estimator; 0 where that has none.
     expected: float = 0.0
     returns: list[ToolReturn] = field(default_factory=list)
+    #: Of an episode that is over, while its teacher is asked.
+    reward: float = 0.0
+    #: Where this turn broke off, of servers that may have died just then.
+    broke_at: set[SlotId] = field(default_factory=set)
 
     def enter(self, stage: Stage) -> None:
         """Go on to another stage. Raises IllegalMove."""

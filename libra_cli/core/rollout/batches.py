@@ -11,9 +11,29 @@
     played_length                mean generated tokens of the trajectories that ended, or were given
                                  up, since the step before; ``mean_length`` is that of trained ones
     reward_std                   mean over its groups of the standard deviation (n - 1) of rewards
-    share_without_signal         of its groups: all members have the same reward, the gradient is 0
+    share_truncated              of its trajectories: cut by a limit of turns or tokens
     turns_mean, tools_mean,      turns, tool calls and branches a trajectory, which has at least one
     branches_mean
+    share_repeated               of its trajectories: some text occurs again and again
+    share_unreadable             of tool calls: they could not be read
+    reward_length_correlation    within groups, mean over them
+
+With dynamic sampling also, since the step before::
+
+    groups_filtered              groups without signal, which are not trained
+    filtered_tokens              generated tokens of these
+    share_filtered               of these and the batch's
+    env/NAME/groups_filtered     those of an environment, of a run with several
+
+and with oversampling::
+
+    surplus_tokens               generated tokens of trajectories that were stopped, without those
+                                 of the turn that each was in
+
+and with a curriculum::
+
+    tasks_played                 of its pool, at least once
+    tasks_in_band                of these, neither too hard nor too easy when played last
 
 Over a whole run ``played_length`` and ``mean_length`` agree where no length is trained less often
 than it is played.
@@ -25,6 +45,7 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 
 from libra_cli.core.rollout.groups import Group
+from libra_cli.core.rollout.text_health import text_metrics
 from libra_cli.core.types import Tokens, Version
 
 
@@ -52,10 +73,9 @@ def batch_metrics(
         "trajectories_late": sum(len(group.members) for group in batch if group.is_rest),
         "played_length": fmean(played) if played else None,
         "reward_std": fmean(map(stdev, compared)) if compared else None,
-        "share_without_signal": (
-            fmean(min(rewards) == max(rewards) for rewards in compared) if compared else None
-        ),
+        "share_truncated": fmean(member.truncated for member in members),
         "turns_mean": fmean(member.turns for member in members),
         "tools_mean": fmean(member.tools for member in members),
         "branches_mean": fmean(len(member.branches) for member in members),
+        **text_metrics(members),
     }

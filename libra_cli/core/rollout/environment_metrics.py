@@ -6,13 +6,15 @@ Of a run with one environment, the mean of each number that the environment itse
 
 Of a run with several, for each, by the name it has in the recipe::
 
-    env/ENVIRONMENT/reward    mean
-    env/ENVIRONMENT/turns     mean
-    env/ENVIRONMENT/share     of the step's trajectories
-    env/ENVIRONMENT/NAME      mean of what it named itself
+    env/ENVIRONMENT/reward          mean
+    env/ENVIRONMENT/turns           mean
+    env/ENVIRONMENT/share           of the step's trajectories
+    env/ENVIRONMENT/truncated       of its trajectories: cut by a limit
+    env/ENVIRONMENT/frac_zero_std   of its groups: all rewards are the same
+    env/ENVIRONMENT/NAME            mean of what it named itself
 
-A mean is over the trajectories that have the number. Where an environment names ``reward``,
-``turns`` or ``share`` itself, ours is shown.
+A mean is over the trajectories that have the number. Where an environment names one of ours itself,
+ours is shown.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
-from libra_cli.core.types import Trajectory
+from libra_cli.core.sampling.dynamic import has_signal
+from libra_cli.core.types import GroupId, Trajectory
 
 
 def environment_metrics(members: Sequence[Trajectory]) -> dict[str, float]:
@@ -43,7 +46,16 @@ def _of_several(played: Sequence[Trajectory], all_members: int) -> dict[str, flo
         "reward": fmean(member.reward or 0.0 for member in played),
         "turns": fmean(member.turns for member in played),
         "share": len(played) / all_members,
+        "truncated": fmean(member.truncated for member in played),
+        "frac_zero_std": _without_signal(played),
     }
+
+
+def _without_signal(played: Sequence[Trajectory]) -> float:
+    rewards: dict[GroupId, list[float]] = {}
+    for member in played:
+        rewards.setdefault(member.id.group, []).append(member.reward or 0.0)
+    return fmean(not has_signal(group) for group in rewards.values())
 
 
 def _means(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -3,7 +3,7 @@
     queue ---open---> OPEN ---last member ends---> READY ---claim---> CLAIMED ---step---> TRAINED
       ^                 |                            |                   |                   |
       |     retries used up: DROPPED          too old: back to      trainer died: READY  (rollback)
-      |                                        the queue
+      |     no signal: FILTERED                the queue
       +--- the next prompt of the stream, or one that has to be played again
 
 Staleness bound (after AReaL, arXiv 2505.24298): with ``B`` groups a step and bound ``eta``, a
@@ -16,19 +16,35 @@ A rule may close a group at its last call: it is READY with its finished members
 on as its *rest*. A rest has the same states and takes no place of a batch: it joins the first one
 after that of its group once all its members have ended. Each member that is still played takes its
 fraction of a place of the bound.
+
+With ``oversample`` more members are started than a group has: it is READY with the first that end,
+and the *surplus* is stopped. With dynamic sampling (``core.sampling.dynamic``) a group, or a rest,
+in which all have the same reward is FILTERED instead: it is neither trained nor played again.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from libra_cli.core.advantages.protocol import ComparedGroup
 from libra_cli.core.lifecycle import follow
 from libra_cli.core.rollout.staleness import StalenessRule
-from libra_cli.core.types import GroupId, Seconds, Tokens, Trajectory, TrajectoryId, Version
+from libra_cli.core.sampling.curriculum import Curriculum
+from libra_cli.core.sampling.dynamic import FilteredGroups
+from libra_cli.core.types import (
+    GroupId,
+    Outcome,
+    Seconds,
+    Tokens,
+    Trajectory,
+    TrajectoryId,
+    TurnReward,
+    Version,
+)
 
 
 class GroupState(StrEnum):
@@ -39,15 +55,20 @@ class GroupState(StrEnum):
     CLAIMED = "claimed"
     TRAINED = "trained"
     DROPPED = "dropped"
+    FILTERED = "filtered"
     STALE = "stale"
 
 
 S = GroupState
+TRAINED_STEPS = 1000
+"""Of so many of the newest steps a checkpoint names what each trained, so that a run for weeks does
+not write them all each time; the journal has every step's."""
 
 TRANSITIONS: dict[GroupState, dict[GroupState, str]] = {
     S.OPEN: {
         S.READY: "its last member has a reward, or it is closed without those that have none",
-        S.DROPPED: "the retries of a member are used up",
+        S.DROPPED: "the retries of a member are used up, or servers die of it",
+        S.FILTERED: "all its members have the same reward, and dynamic sampling is on",
     },
     S.READY: {
         S.CLAIMED: "a step takes it",
@@ -56,11 +77,13 @@ TRANSITIONS: dict[GroupState, dict[GroupState, str]] = {
     S.CLAIMED: {
         S.TRAINED: "the step is done",
         S.READY: "the trainer died before the step was done",
+        S.DROPPED: "the trainer dies of it",
     },
     S.TRAINED: {
         S.READY: "the trainer died and is back at a checkpoint before that step",
     },
     S.DROPPED: {},
+    S.FILTERED: {},
     S.STALE: {},
 }
 
@@ -73,14 +96,18 @@ class Group:
     members: list[Trajectory]
     started_at: Seconds
     started_version: Version
+    #: Which task of the stream it plays, where a curriculum has chosen it; else its own number.
+    task: int | None = None
     state: GroupState = GroupState.OPEN
     step: int | None = None
     #: The oldest version that produced a token of it; known once it is READY.
     oldest: Version = 0
     #: Members that it was closed without.
     missing: int = 0
-    #: Of a rest: the rewards of the members that had one when the group was closed.
-    finished: tuple[float, ...] = ()
+    #: Members that were started beyond its size, and stopped when it had enough.
+    surplus: int = 0
+    #: Of a rest: how the members ended that had ended when the group was closed.
+    finished: tuple[Outcome, ...] = ()
 
     def __str__(self) -> str:
         return f"{'the rest of ' if self.is_rest else ''}group {self.id}"
@@ -95,6 +122,12 @@ class Group:
         """The rewards of the members that have one."""
         return [member.reward for member in self.members if member.reward is not None]
 
+    @property
+    def compared(self) -> ComparedGroup:
+        """The members that have ended, as an estimator of advantages sees them."""
+        ended = [member.outcome for member in self.members if member.reward is not None]
+        return ComparedGroup(tuple(ended), self.finished)
+
     def place(self, trajectory: TrajectoryId) -> int | None:
         """Where among its members that trajectory, or another attempt at it, is."""
         places = (n for n, one in enumerate(self.members) if one.id.member == trajectory.member)
@@ -105,6 +138,14 @@ class Group:
         """Mean reward, once every member has one."""
         ended = self.ended
         return sum(ended) / len(ended) if len(ended) == len(self.members) else None
+
+
+def _outcome(said: Any) -> Outcome:
+    """As a journal has it; the reward alone, as older ones have it."""
+    if isinstance(said, int | float):
+        return Outcome(float(said))
+    reward, generated, turns = said
+    return Outcome(float(reward), int(generated), tuple(TurnReward(*turn) for turn in turns))
 
 
 def new_trajectory(trajectory: TrajectoryId, now: Seconds) -> Trajectory:
@@ -128,6 +169,12 @@ class GroupLedger:
     retries: int
     #: How a new trajectory is made; a simulator has ones that only count their tokens.
     make: Callable[[TrajectoryId, Seconds], Trajectory] = new_trajectory
+    #: Members of each group that are started beyond its size.
+    oversample: int = 0
+    #: What dynamic sampling has left out.
+    filtered: FilteredGroups = field(default_factory=FilteredGroups)
+    #: What chooses the tasks of new groups; None: they come in the order of the stream.
+    curriculum: Curriculum | None = None
     next_group: GroupId = 0
     groups: dict[GroupId, Group] = field(default_factory=dict)
     #: What closed groups have left behind.
@@ -139,13 +186,21 @@ class GroupLedger:
     _playing_late: int = 0
     #: Generated tokens of each trajectory that has ended since ``take_lengths``.
     _lengths: list[Tokens] = field(default_factory=list)
-    #: Rests in the queue: the members to be played again, and the rewards of the others.
-    _queued_rests: dict[GroupId, tuple[list[int], tuple[float, ...]]] = field(default_factory=dict)
+    #: Generated tokens of surplus members, in turns that came back, since ``take_sampling``.
+    _surplus_tokens: Tokens = 0
+    #: Rests in the queue: the members to be played again, and how the others ended.
+    _queued_rests: dict[GroupId, tuple[list[int], tuple[Outcome, ...]]] = field(
+        default_factory=dict
+    )
     _attempts: dict[tuple[GroupId, int], int] = field(default_factory=dict)
     #: Failures of members of open groups; playing again because of age is none.
     _failures: dict[tuple[GroupId, int], int] = field(default_factory=dict)
     #: How many groups each step took whose version is not published yet.
     _unpublished: dict[int, int] = field(default_factory=dict)
+    #: Groups that were given up or filtered after the checkpoint that this run went on from.
+    _dropped: Set[GroupId] = frozenset()
+    #: What each of the last ``TRAINED_STEPS`` trained, of those whose checkpoint would hold it.
+    _trained: dict[Version, list[Any]] = field(default_factory=dict)
     #: Whether a group has changed its state since the trainer last asked for a batch.
     _unclaimed_change: bool = True
     #: How many groups are in each state, and what is asked of that at every event: how many are on
@@ -181,20 +236,24 @@ class GroupLedger:
         return pending * self.group_size + self._playing_late < places * self.group_size
 
     @property
+    def members_started(self) -> int:
+        """How many trajectories a group begins with."""
+        return self.group_size + self.oversample
+
+    @property
     def batch_is_full(self) -> bool:
         """Whether enough groups for a step are READY, or in it already."""
         return self._ready >= self._open_places
 
     def open(self, *, version: Version, now: Seconds) -> Group:
         """Start the next group: one that has to be played again, or the next of the stream."""
-        if self.queue:
-            group_id = self.queue.popleft()
-        else:
-            group_id, self.next_group = self.next_group, self.next_group + 1
-        everyone = list(range(self.group_size))
+        group_id = self.queue.popleft() if self.queue else self._new_group()
+        everyone = list(range(self.members_started))
         numbers, finished = self._queued_rests.pop(group_id, (everyone, ()))
         members = [self._new_member(group_id, member, now) for member in numbers]
-        group = Group(group_id, members, started_at=now, started_version=version, finished=finished)
+        group = Group(
+            group_id, members, now, version, task=self._task_of(group_id), finished=finished
+        )
         if group.is_rest:
             self.rests[group_id] = group
             self._playing_late += len(members)
@@ -203,6 +262,23 @@ class GroupLedger:
             self._add(group.state, 1)
         self.playing += len(members)
         return group
+
+    def _new_group(self) -> GroupId:
+        """The next of the stream that was not given up before the run went on."""
+        while True:
+            group, self.next_group = self.next_group, self.next_group + 1
+            if self.curriculum is not None:
+                self.curriculum.deal(group)
+            if group not in self._dropped:
+                return group
+            self._forget_task(group)
+
+    def _task_of(self, group: GroupId) -> int | None:
+        return None if self.curriculum is None else self.curriculum.task_of[group]
+
+    def _forget_task(self, group: GroupId) -> None:
+        if self.curriculum is not None:
+            self.curriculum.forget(group)
 
     def _new_member(self, group: GroupId, member: int, now: Seconds) -> Trajectory:
         attempt = self._attempts.get((group, member), 0)
@@ -232,29 +308,76 @@ class GroupLedger:
         return group, place
 
     def finish(self, trajectory: TrajectoryId, reward: float) -> Group:
-        """A member has its reward; the group is READY when it was the last."""
+        """A member has its reward; the group is READY, or FILTERED, when it was the last.
+
+        Its surplus is the caller's to stop.
+        """
         group, place = self._with(trajectory)
         member = group.members[place]
         member.reward = reward
         self.playing -= 1
         self._playing_late -= group.is_rest
         self._lengths.append(member.generated)
+        if len(group.ended) + len(group.finished) >= self.group_size:
+            left = self._leave(group)
+            group.surplus = len(left)
+            self._surplus_tokens += sum(member.generated for member in left)
         if group.reward is not None:
             self._ready_now(group)
         elif self.rule.least is not None:  # it may be one that can be closed now
             self._unclaimed_change = True
         return group
 
+    def _leave(self, group: Group) -> list[Trajectory]:
+        """Take the members without a reward out of their group, or rest."""
+        left = [member for member in group.members if member.reward is None]
+        group.members = [member for member in group.members if member.reward is not None]
+        self.playing -= len(left)
+        self._playing_late -= len(left) if group.is_rest else 0
+        self._lengths += [member.generated for member in left]
+        return left
+
     def _ready_now(self, group: Group) -> None:
+        if self.curriculum is not None and not group.is_rest:
+            self.curriculum.ended(group.id, group.ended)
+        if self._lacks_signal(group):
+            self._filter(group)
+            return
         self._enter(group, GroupState.READY)
         group.oldest = _oldest(group, group.started_version)
+
+    def _lacks_signal(self, group: Group) -> bool:
+        """Whether it is to be filtered, with the members that have ended."""
+        return self.filtered.filters(group.compared)
+
+    def _filter(self, group: Group) -> None:
+        tokens = sum(member.generated for member in group.members)
+        if group.is_rest:
+            self.filtered.tokens += tokens
+        else:
+            self.filtered.add(tokens, group.members[0].environment)
+        self._enter(group, GroupState.FILTERED)
+        self._forget(group)
 
     def take_lengths(self) -> list[Tokens]:
         """Generated tokens of each trajectory that has ended since this was last asked."""
         taken, self._lengths = self._lengths, []
         return taken
 
-    def replay(self, trajectory: TrajectoryId, *, now: Seconds) -> Trajectory | None:
+    def take_sampling(self, trained: Tokens) -> dict[str, float]:
+        """What was generated and not trained since this was last asked, and what is known of the
+        curriculum's pool, as ``batches`` names it.
+
+        ``trained`` are the tokens that were.
+        """
+        surplus, self._surplus_tokens = self._surplus_tokens, 0
+        over = {"surplus_tokens": surplus} if self.oversample else {}
+        pool = {} if self.curriculum is None else self.curriculum.metrics()
+        return {**over, **pool, **(self.filtered.take(trained) if self.filtered.most else {})}
+
+    def replay(
+        self, trajectory: TrajectoryId, *, now: Seconds, counts: bool = True
+    ) -> Trajectory | None:
         """Play a broken trajectory again from its prompt; None when that drops the group.
 
         A failure is never scored: after ``retries`` attempts the whole group goes, so that no
@@ -262,16 +385,25 @@ class GroupLedger:
         """
         group, place = self._with(trajectory)
         who = (group.id, trajectory.member)
-        self._failures[who] = self._failures.get(who, 0) + 1
+        self._failures[who] = self._failures.get(who, 0) + counts
         if self._failures[who] > self.retries:
-            self._enter(group, GroupState.DROPPED)
-            unfinished = sum(member.reward is None for member in group.members)
-            self.playing -= unfinished
-            self._playing_late -= unfinished if group.is_rest else 0
-            self._forget(group)
+            self.give_up(group)
             return None
         group.members[place] = self._new_member(group.id, trajectory.member, now)
         return group.members[place]
+
+    def give_up(self, group: Group) -> None:
+        """Drop a group: it is never trained, and its prompt is not played again."""
+        self._enter(group, GroupState.DROPPED)
+        unfinished = sum(member.reward is None for member in group.members)
+        self.playing -= unfinished
+        self._playing_late -= unfinished if group.is_rest else 0
+        group.step = None
+        self._forget(group)
+
+    def group_of(self, trajectory: TrajectoryId) -> Group:
+        """The group, or rest of one, that plays the trajectory."""
+        return self._with(trajectory)[0]
 
     def expire(self, version: Version) -> list[Group]:
         """Send READY groups that are too old for the next step back to the queue."""
@@ -293,32 +425,35 @@ class GroupLedger:
         """Close groups at their last call without their unfinished members, if the rule does that.
 
         Not before that completes the batch of this step, no more than it has places for, the
-        oldest first. What is given up of them is the caller's to stop.
+        oldest first, and besides those that are filtered. What is given up of them is the caller's
+        to stop.
         """
         if self.rule.least is None or not self._unclaimed_change:
             return []
         last_call, places = self._at_last_call(step), self._open_places
         closable = [group for group in last_call if self._may_close(group)]
-        if self._ready + len(closable) < places or len(closable) < len(last_call):
+        takes_place = [group for group in closable if not self._lacks_signal(group)]
+        if self._ready + len(takes_place) < places or len(closable) < len(last_call):
             return []
-        closable.sort(key=lambda group: (_oldest(group, step), group.id))
-        for group in closable[:places]:
+        takes_place.sort(key=lambda group: (_oldest(group, step), group.id))
+        stay = {group.id for group in takes_place[places:]}
+        closed = [group for group in closable if group.id not in stay]
+        for group in closed:
             self._close(group)
-        return closable[:places]
+        return closed
 
     def _close(self, group: Group) -> None:
         left = [member for member in group.members if member.reward is None]
-        group.members = [member for member in group.members if member.reward is not None]
-        group.missing = len(left)
+        group.missing = self.group_size - len(group.ended)
         if self.rule.keeps_rest:
-            started, finished = group.started_version, tuple(group.ended)
+            group.members = [member for member in group.members if member.reward is not None]
+            started, finished = group.started_version, group.compared.members
             self.rests[group.id] = Group(
-                group.id, left, group.started_at, started, finished=finished
+                group.id, left, group.started_at, started, task=group.task, finished=finished
             )
             self._playing_late += len(left)
         else:
-            self.playing -= len(left)
-            self._lengths += [member.generated for member in left]
+            self._leave(group)
         self._ready_now(group)
 
     def claim(self, step: int) -> list[Group]:
@@ -333,6 +468,7 @@ class GroupLedger:
         if self._waited_for(step):
             return []
         rests = [rest for rest in self.rests.values() if self._may_join(rest)]
+        self.filtered.in_a_row = 0
         return self._claim(step, self._open_places, rests)
 
     def _may_join(self, rest: Group) -> bool:
@@ -386,7 +522,18 @@ class GroupLedger:
         for group in done:
             self._enter(group, GroupState.TRAINED)
         self._unpublished[step] = sum(not group.is_rest for group in done)
+        self._trained[step] = self.named(done)
+        self._trained.pop(step - TRAINED_STEPS, None)
         return done
+
+    def named(self, groups: Sequence[Group]) -> list[Any]:
+        """What of these groups is trained, for a journal: a group, or ``[group, members]``."""
+        names: list[Any] = []
+        for group in sorted(groups, key=lambda group: (group.id, group.is_rest)):
+            whole = not group.is_rest and not group.missing
+            members = [member.id.member for member in group.members]
+            names.append(group.id if whole else [group.id, members])
+        return names
 
     def published(self, step: int) -> None:
         """The version of a step is out, and those of the steps before it."""
@@ -413,13 +560,17 @@ class GroupLedger:
 
     def _forget(self, group: Group) -> None:
         self._drop(group)
-        for member in group.members:
-            self._attempts.pop((group.id, member.id.member), None)
-            self._failures.pop((group.id, member.id.member), None)
+        if group.id in self.groups or group.id in self.rests:
+            return
+        for member in range(self.members_started):
+            self._attempts.pop((group.id, member), None)
+            self._failures.pop((group.id, member), None)
+        self._forget_task(group.id)
 
     def rollback(self, step: int) -> None:
         """The trainer is back at ``step``: what it had trained or claimed since is READY again."""
         self._unpublished.clear()  # it has published that step's version
+        self._trained = {done: names for done, names in self._trained.items() if done <= step}
         for group in self._all():
             if group.step is not None and group.step > step:
                 self._enter(group, GroupState.READY)
@@ -436,24 +587,40 @@ class GroupLedger:
             for rest in rests.values()
             if rest.id not in groups
         }
+        queue = sorted([*groups, *played, *self.queue])
+        curriculum = {} if self.curriculum is None else self.curriculum.position(queue)
         return {
             "step": step,
             "next_group": self.next_group,
-            "queue": sorted([*groups, *played, *self.queue]),
+            "trained": sorted((self._trained | self._claimed(step)).items()),
+            "queue": queue,
+            "curriculum": curriculum,
             "rests": [
                 {"group": group, "members": members, "finished": list(finished)}
                 for group, (members, finished) in (played | self._queued_rests).items()
             ],
         }
 
-    def restore(self, position: dict[str, Any]) -> None:
-        """Continue from a checkpoint; groups and rests that were in flight are played again."""
+    def _claimed(self, step: int) -> dict[Version, list[Any]]:
+        """What a step that is being taken will have trained."""
+        claimed = [group for group in self._all() if group.step == step]
+        return {step: self.named(claimed)} if claimed else {}
+
+    def restore(self, position: dict[str, Any], dropped: Set[GroupId] = frozenset()) -> None:
+        """Continue from a checkpoint; groups and rests that were in flight are played again.
+
+        Not so those ``dropped`` since.
+        """
+        self._dropped = dropped
         self.next_group = int(position["next_group"])
-        self.queue = deque(int(group) for group in position["queue"])
+        self.queue = deque(int(group) for group in position["queue"] if group not in dropped)
+        self._trained = {int(step): names for step, names in position.get("trained", ())}
+        if self.curriculum is not None:
+            self.curriculum.restore(position["curriculum"])
         self._queued_rests = {
             int(rest["group"]): (
                 [int(member) for member in rest["members"]],
-                tuple(float(reward) for reward in rest["finished"]),
+                tuple(map(_outcome, rest["finished"])),
             )
             for rest in position.get("rests", ())
         }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from json import dumps
 
 from libra_cli.core.events import TurnGenerated
 from libra_cli.core.records import (
+    CreditRecord,
     GroupRecord,
     LateRecord,
     TrajectoryRecord,
@@ -13,9 +15,9 @@ from libra_cli.core.records import (
     to_metrics_json,
 )
 from libra_cli.core.rollout.active import ActiveTrajectory
-from libra_cli.core.rollout.groups import Group
+from libra_cli.core.rollout.groups import Group, GroupState
 from libra_cli.core.scheduling.server_queues import Request
-from libra_cli.core.types import Seconds, ToolReturn, Trajectory
+from libra_cli.core.types import BranchTokens, Seconds, ToolReturn, Trajectory
 
 
 def turn_record(
@@ -65,20 +67,49 @@ def trajectory_record(
         min_version=trajectory.min_version,
         max_version=trajectory.max_version,
         spans_json=dumps([[s.version, s.start, s.end] for s in trajectory.spans]),
-        token_ids_json=dumps(trajectory.token_ids.tolist()) if ended else "",
         detail=detail,
         branches_json=_branches_json(trajectory) if ended and trajectory.others else "[]",
         environment=trajectory.environment,
         metrics_json=to_metrics_json(trajectory.metrics),
+        tokens=_tokens(trajectory) if ended else (),
+        truncated=trajectory.truncated,
     )
 
 
 def _branches_json(trajectory: Trajectory) -> str:
     return dumps(
         [
-            [number, [[s.version, s.start, s.end] for s in branch.spans], branch.token_ids.tolist()]
+            [number, [[s.version, s.start, s.end] for s in branch.spans]]
             for number, branch in sorted(trajectory.others.items())
         ]
+    )
+
+
+def credit_record(
+    trajectory: Trajectory, step: int, runs: Mapping[int, Sequence[tuple[int, float]]]
+) -> CreditRecord:
+    """The row of a trajectory that a step has trained; ``runs`` are advantages by branch."""
+    branches = [*sorted(trajectory.others), trajectory.number]
+    turns = [
+        [branches.index(turn.branch), turn.start, turn.end, turn.reward]
+        for turn in trajectory.turn_rewards
+    ]
+    return CreditRecord(
+        group_id=trajectory.id.group,
+        member=trajectory.id.member,
+        attempt=trajectory.id.attempt,
+        step=step,
+        advantages_json=dumps([runs[number] for number in branches]),
+        turns_json=dumps(turns),
+    )
+
+
+def _tokens(trajectory: Trajectory) -> tuple[BranchTokens, ...]:
+    """Its arrays themselves: nothing changes them any more."""
+    branches = [*sorted(trajectory.others.items()), (trajectory.number, trajectory)]
+    return tuple(
+        BranchTokens(number, one.token_ids, one.loss_mask, one.logprobs, tuple(one.spans))
+        for number, one in branches
     )
 
 
@@ -91,8 +122,7 @@ def group_records(group: Group, now: Seconds) -> list[GroupRecord] | list[LateRe
 
 def group_record(group: Group, now: Seconds, *, detail: str = "") -> GroupRecord:
     """The group's row."""
-    if group.missing and not detail:
-        detail = f"closed without {group.missing} unfinished members"
+    detail = detail or "; ".join(_details(group))
     return GroupRecord(
         group_id=group.id,
         state=group.state,
@@ -102,11 +132,21 @@ def group_record(group: Group, now: Seconds, *, detail: str = "") -> GroupRecord
         step=group.step,
         reward=group.reward,
         detail=detail,
+        task=group.task,
     )
 
 
-def dropped_record(broken: Trajectory, reason: str, now: Seconds) -> GroupRecord:
-    """The row of a group whose member failed too often."""
+def _details(group: Group) -> Iterator[str]:
+    if group.missing:
+        yield f"closed without {group.missing} unfinished members"
+    if group.surplus:
+        yield f"{group.surplus} surplus members were stopped"
+    if group.state is GroupState.FILTERED:
+        yield f"all rewards are {group.ended[0]:g}: there is nothing to learn from"
+
+
+def dropped_record(broken: Trajectory, detail: str, now: Seconds) -> GroupRecord:
+    """The row of a group that is dropped because of one of its members."""
     return GroupRecord(
         group_id=broken.id.group,
         state="dropped",
@@ -115,5 +155,5 @@ def dropped_record(broken: Trajectory, reason: str, now: Seconds) -> GroupRecord
         started_version=broken.min_version or 0,
         step=None,
         reward=None,
-        detail=f"member {broken.id.member} failed too often: {reason}",
+        detail=detail,
     )

@@ -38,14 +38,11 @@ Thompson 1952), and the longest have none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf, sqrt
-from statistics import fmean, stdev
 from typing import Literal
 
-from libra_cli.config.recipe import TrainingSpec
-from libra_cli.core.types import Baseline
+from libra_cli.config.training import TrainingSpec
 
 LATE_VERSIONS = 1
 """``versions`` of a recipe that does not say."""
@@ -134,15 +131,3 @@ def _default(bound: int) -> Literal["hold", "cut"]:
     """``cut`` was quicker than ``hold`` in simulation and live, and learned as well (``libra
     help staleness``). Who asks for a bound of 0 wants no token over it."""
     return "cut" if bound else "hold"
-
-
-def baseline_of(rewards: Sequence[float], *, before: Sequence[float] = ()) -> Baseline:
-    """Of the members of a group that are trained together, with the rewards that they had.
-
-    ``before``: those of the members that the group was closed with, if these are its late ones. The
-    mean is that of the half they are compared with; the standard deviation is the whole group's,
-    since that of finished members alone is often 0. It is the sample's (n - 1), as TRL's is; 0 of
-    one member.
-    """
-    everyone = [*before, *rewards]
-    return Baseline(fmean(before or rewards), stdev(everyone) if len(everyone) > 1 else 0.0)

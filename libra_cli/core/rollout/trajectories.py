@@ -1,8 +1,12 @@
 """Trajectories on their way: reset, wait for a seat, generate, advance, and again.
 
+    RESETTING --demonstration--> ended
     RESETTING --prompt--> WAITING --seat--> GENERATING --turn--> ADVANCING --text--> WAITING
                              ^                  |                    |
                              +--- server out ---+                    +--- done, or a limit --> ended
+                                                                     +--- the same --> TAUGHT, ended
+
+The last line is of a run with a teacher, which is asked about the tokens (``teaching``).
 
 Guarantees:
 
@@ -18,12 +22,15 @@ Guarantees:
     unfinished turn too (``abort``), and the turn goes on elsewhere from there.
 *   **A failure is never a reward.** A broken environment, or a request a server refuses, replays
     the trajectory from its prompt, and after too many attempts drops the whole group.
+*   **What kills servers is found** (``suspects``), and its group is dropped. So is one whose turn
+    breaks off ``MAX_BREAKS`` times where all others are answered. Limit: a prompt that happens to
+    be in four servers that somebody kills, in the last two as the only suspect.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Mapping
 from typing import assert_never
 
 from libra_cli.core.actions import (
@@ -36,15 +43,20 @@ from libra_cli.core.actions import (
     StartEpisode,
 )
 from libra_cli.core.cluster.rollout_servers import RolloutServers
+from libra_cli.core.evaluation.ledger import Evaluation, EvaluationLedger
 from libra_cli.core.events import (
+    DemonstrationRead,
     EpisodeAdvanced,
     EpisodeFailed,
     EpisodeStarted,
     RolloutEvent,
+    TeacherAnswered,
+    TeacherFailed,
     TurnFailed,
     TurnGenerated,
 )
 from libra_cli.core.notices import RequestBroke, RequestEnded, RequestSent, Result
+from libra_cli.core.records import NoteRecord
 from libra_cli.core.rollout.active import ActiveTrajectory, Limits, Stage
 from libra_cli.core.rollout.groups import Group, GroupLedger
 from libra_cli.core.rollout.rows import (
@@ -54,9 +66,16 @@ from libra_cli.core.rollout.rows import (
     trajectory_record,
     turn_record,
 )
+from libra_cli.core.rollout.suspects import Suspects
+from libra_cli.core.rollout.teaching import TeacherQueue, take_logprobs, taught_branches
 from libra_cli.core.rollout.turns import (
     ABORTED,
+    LENGTH,
+    add_turn,
     append_turn,
+    digest_of,
+    earned,
+    earned_at_last,
     extend_masked,
     go_on_at,
     joined,
@@ -64,6 +83,7 @@ from libra_cli.core.rollout.turns import (
 from libra_cli.core.scheduling.request_scheduler import RequestScheduler
 from libra_cli.core.scheduling.server_queues import Request
 from libra_cli.core.types import (
+    INVALID,
     GroupId,
     Seconds,
     SlotId,
@@ -71,7 +91,13 @@ from libra_cli.core.types import (
     TrajectoryId,
     Version,
     WeightVersion,
+    is_evaluation,
 )
+
+DEMONSTRATED = 1.0
+"""The reward of a demonstration; all have the same, and ``sft`` does not look at it."""
+MAX_BREAKS = 5
+"""Fewer than after which the server would be taken out (``rollout_servers.MAX_FAILURES``)."""
 
 
 class _ForgettingMean:
@@ -100,15 +126,27 @@ class Trajectories:
         servers: RolloutServers,
         scheduler: RequestScheduler,
         limits: Limits,
+        evaluations: EvaluationLedger,
+        *,
+        needs_seats: bool = True,
+        teacher: TeacherQueue | None = None,
     ) -> None:
+        """``needs_seats``: whether what is opened is to be played on a server."""
+        self.teacher = teacher
         self._ledger = ledger
+        self._evaluations = evaluations
         self._servers = servers
         self._scheduler = scheduler
+        #: Of what is trained only.
         self._estimator = scheduler.policy.estimator
         self._limits = limits
+        self._needs_seats = needs_seats
         self.active: dict[TrajectoryId, ActiveTrajectory] = {}
         self._parked: dict[SlotId, dict[int, TurnGenerated]] = {}
         self._requests = 0
+        self._suspects = Suspects()
+        #: Those of them that wait until they may be queued.
+        self._held: set[TrajectoryId] = set()
         #: Tokens of all trajectories in play; and of one, at a random moment.
         self._context_tokens = 0
         self._mean_context = _ForgettingMean(limits.max_len / 8)
@@ -125,10 +163,14 @@ class Trajectories:
                 return self.advanced(event, now=now)
             case EpisodeStarted():
                 return self.episode_started(event, now=now)
+            case DemonstrationRead():
+                return self.demonstrated(event, now=now)
             case TurnFailed():
                 return self.turn_failed(event, now=now)
             case EpisodeFailed():
                 return self.episode_failed(event, now=now)
+            case TeacherAnswered() | TeacherFailed():
+                return self.taught(event, now=now)
             case _:
                 assert_never(event)
 
@@ -137,34 +179,53 @@ class Trajectories:
     def fill(self, *, version: Version, now: Seconds) -> list[Result]:
         """Open groups while the staleness bound and the servers' seats allow it."""
         actions: list[Result] = []
-        size = self._ledger.group_size
-        while self._ledger.may_open and self._ledger.playing + size <= max(
-            self._scheduler.queues.seats, size
-        ):
-            if self.active and not self._has_room():
-                break
+        while self._ledger.may_open and (not self._needs_seats or self._has_seats()):
             group = self._ledger.open(version=version, now=now)
             actions += map(Save, group_records(group, now))
             for trajectory in group.members:
-                actions += self._begin(trajectory)
+                actions += self._begin(trajectory, group.task)
+        return actions
+
+    def _has_seats(self) -> bool:
+        """Whether one more group can be played, beside those in play or alone."""
+        size = self._ledger.members_started
+        seats = max(self._scheduler.queues.seats, size)
+        fits = self._ledger.playing - self._with_teacher + size <= seats
+        return fits and (not self.active or self._has_room())
+
+    @property
+    def _with_teacher(self) -> int:
+        """How many trajectories are over and need no seat, but have no reward yet."""
+        return 0 if self.teacher is None else len(self.teacher)
+
+    def evaluate(self, *, now: Seconds) -> list[Result]:
+        """Begin trajectories of evaluations, as many as there are seats for them."""
+        actions: list[Result] = []
+        while self._evaluations.playing < self._scheduler.evaluation_seats:
+            trajectory = self._evaluations.next_trajectory(now)
+            if trajectory is None:
+                break
+            actions += self._begin(trajectory)
         return actions
 
     def _has_room(self) -> bool:
         """Whether the policy has room for the contexts in play and those of one more group."""
-        playing = len(self.active) + self._ledger.group_size
+        playing = len(self.active) - self._with_teacher + self._ledger.members_started
         expected = max(self._context_tokens, int(playing * self._mean_context.value))
         return self._scheduler.policy.has_room(expected, self._scheduler.queues)
 
-    def _begin(self, trajectory: Trajectory) -> list[Result]:
+    def _begin(self, trajectory: Trajectory, task: int | None = None) -> list[Result]:
         self.active[trajectory.id] = ActiveTrajectory(trajectory)
         return [
-            StartEpisode(trajectory.id),
+            StartEpisode(trajectory.id, task),
             Save(trajectory_record(trajectory, "running", ended_at=None)),
         ]
 
     def dispatch(self, *, now: Seconds) -> list[Result]:
         """Send every waiting request that has a seat."""
         results: list[Result] = []
+        if self._held:
+            self._release(now)
         for request, queue in self._scheduler.dispatch(now=now):
             generate = self._send(self.active[request.trajectory], request, queue.slot)
             results += [RequestSent(queue.slot), generate]
@@ -191,6 +252,12 @@ class Trajectories:
     def _wait(self, active: ActiveTrajectory, now: Seconds) -> None:
         active.enter(Stage.WAITING)
         active.queued_at = now
+        if self._suspects and self._suspects.is_suspect(active.trajectory.id):
+            self._held.add(active.trajectory.id)
+        else:
+            self._submit(active, now)
+
+    def _submit(self, active: ActiveTrajectory, now: Seconds) -> None:
         self._scheduler.submit(active.next_request(now), now=now)
 
     # -- the environment ------------------------------------------------------------------------
@@ -198,35 +265,58 @@ class Trajectories:
     def episode_started(self, event: EpisodeStarted, *, now: Seconds) -> list[Result]:
         """The prompt is there: queue for the first turn."""
         active = self.active.get(event.trajectory)
-        if active is None:
+        if active is None or active.stage is not Stage.RESETTING:
             return []
         active.trajectory.environment = event.environment
         active.trajectory.token_ids.extend(event.prompt_ids)
         active.prompt = prompt = len(event.prompt_ids)
+        active.shown = digest_of(event.prompt_ids)
         self._context_tokens += prompt
         extend_masked(active.trajectory, prompt)
         if prompt >= self._limits.max_len:
             reason = f"the prompt has {prompt} tokens, max_len is {self._limits.max_len}"
             return self._break(active, reason, now)
-        if self._estimator is not None:
+        if self._estimator is not None and not is_evaluation(event.trajectory.group):
             active.expected = self._estimator.begin(event.trajectory)
         self._wait(active, now)
         return []
 
+    def demonstrated(self, event: DemonstrationRead, *, now: Seconds) -> list[Result]:
+        """A demonstration is there: it waits for training, with no version of its tokens."""
+        active = self.active.get(event.trajectory)
+        if active is None or active.stage is not Stage.RESETTING:
+            return []
+        trajectory = active.trajectory
+        self._forget(trajectory)
+        self.dropped_in_a_row = 0
+        trajectory.token_ids.extend(event.token_ids)
+        extend_masked(trajectory, len(event.token_ids))
+        trajectory.loss_mask[:] = event.loss_mask
+        trajectory.generated, trajectory.turns = sum(event.loss_mask), event.turns
+        group = self._ledger.finish(trajectory.id, DEMONSTRATED)
+        return [
+            Save(trajectory_record(trajectory, "finished", ended_at=now)),
+            *map(Save, group_records(group, now)),
+        ]
+
     def advanced(self, event: EpisodeAdvanced, *, now: Seconds) -> list[Result]:
         """The environment has looked at a turn."""
         active = self.active.get(event.trajectory)
-        if active is None:
+        if active is None or active.stage is not Stage.ADVANCING:
             return []
         active.returns += event.returns
         active.trajectory.tools += len(event.returns)
+        active.trajectory.unreadable += sum(one.tool == INVALID for one in event.returns)
         if event.done:
             assert event.reward is not None, f"{event.trajectory} is done without a reward"
             active.trajectory.metrics = event.metrics
-            return [*self._save_turn(active), *self._end(active, event.reward, now)]
+            return [*self._save_turn(active), *self._played(active, event.reward, now)]
+        earned(active.trajectory, event.turn_reward)
+        active.shown = digest_of(event.observation_ids)
         trajectory, observed = active.trajectory, len(event.observation_ids)
         context = (event.branch.kept if event.branch else len(trajectory.token_ids)) + observed
         if context >= self._limits.max_len or trajectory.turns >= self._limits.max_turns:
+            trajectory.truncated = True
             return [FinishEpisode(trajectory.id)]
         if event.branch is not None:
             self._context_tokens -= len(trajectory.token_ids)
@@ -235,7 +325,7 @@ class Trajectories:
         trajectory.token_ids.extend(event.observation_ids)
         self._context_tokens += observed
         extend_masked(trajectory, observed)
-        if self._estimator is not None:
+        if self._estimator is not None and not is_evaluation(trajectory.id.group):
             active.expected = self._estimator.returned(
                 trajectory.id, generated=trajectory.generated, returns=event.returns
             )
@@ -246,25 +336,70 @@ class Trajectories:
     def episode_failed(self, event: EpisodeFailed, *, now: Seconds) -> list[Result]:
         """The environment broke; play the trajectory again."""
         active = self.active.get(event.trajectory)
-        return [] if active is None else self._break(active, event.reason, now)
+        if active is None:
+            return []
+        return self._break(active, event.reason, now, counts=event.counts)
 
-    def _end(self, active: ActiveTrajectory, reward: float, now: Seconds) -> list[Result]:
+    def _played(self, active: ActiveTrajectory, reward: float, now: Seconds) -> list[Result]:
+        """Its episode is over; one that has a teacher waits for that."""
         trajectory = active.trajectory
-        self.dropped_in_a_row = 0
-        self._forget(trajectory)
+        if is_evaluation(trajectory.id.group):
+            return self._end_evaluated(trajectory, reward, now)
         self._mean_context.add(
             (active.prompt + len(trajectory.token_ids)) / 2, weight=trajectory.turns
         )
         if self._estimator is not None:
             self._estimator.finished(trajectory.id, generated=trajectory.generated)
-        group = self._ledger.finish(trajectory.id, reward)
+        reward -= self._limits.penalty_of(len(trajectory.token_ids))
+        earned_at_last(trajectory, reward)
+        active.reward = reward
+        if self.teacher is None or not taught_branches(trajectory):
+            return self._end(active, now)
+        self._context_tokens -= len(trajectory.token_ids)
+        active.enter(Stage.TAUGHT)
+        return [ForgetEpisode(trajectory.id), *self.teacher.ask(trajectory)]
+
+    def _end(self, active: ActiveTrajectory, now: Seconds) -> list[Result]:
+        trajectory = active.trajectory
+        self.dropped_in_a_row = 0
+        self._forget(trajectory)
+        group = self._ledger.finish(trajectory.id, active.reward)
         actions: list[Result] = [
             ForgetEpisode(trajectory.id),
             Save(trajectory_record(trajectory, "finished", ended_at=now)),
         ]
         if group.reward is not None:
             actions += map(Save, group_records(group, now))
+        if group.surplus:
+            actions += self._give_up(group.id, "its group was full without it", now)
         return actions
+
+    # -- the teacher ----------------------------------------------------------------------------
+
+    def taught(self, event: TeacherAnswered | TeacherFailed, *, now: Seconds) -> list[Result]:
+        """The teacher has said how likely it finds the tokens of a trajectory, or has not."""
+        teacher, who = self.teacher, event.trajectory
+        if teacher is None:
+            return []
+        if isinstance(event, TeacherFailed) and not event.refused:
+            results: list[Result] = [*teacher.failed(event, now=now)]
+        else:
+            results = [*teacher.answered(who, now=now)]
+        active = self.active.get(who)
+        if active is None or active.stage is not Stage.TAUGHT:
+            return results
+        if isinstance(event, TeacherAnswered):
+            take_logprobs(active.trajectory, event.logprobs)
+            return [*results, *self._end(active, now)]
+        if event.refused or teacher.strike(who):
+            return [*results, *self._break(active, f"the teacher: {event.reason}", now)]
+        return results
+
+    def _end_evaluated(self, trajectory: Trajectory, reward: float, now: Seconds) -> list[Result]:
+        self._forget(trajectory)
+        row = self._evaluations.finish(trajectory, reward, now=now)
+        ended = trajectory_record(trajectory, "finished", ended_at=now)
+        return [ForgetEpisode(trajectory.id), Save(ended), Save(row)]
 
     def closed(self, group: Group, *, now: Seconds) -> list[Result]:
         """A group was closed: its unfinished members go on as its rest, or are given up."""
@@ -276,30 +411,84 @@ class Trajectories:
     def _give_up(self, group: GroupId, why: str, now: Seconds) -> list[Result]:
         """Every trajectory of a group that is in play."""
         playing = [a for a in self.active.values() if a.trajectory.id.group == group]
-        return [r for active in playing for r in self._withdraw(active, "dropped", why, now)]
+        aborted = [self._abort(a) for a in playing if a.stage is Stage.GENERATING]
+        withdrawn = (self._withdraw(active, "dropped", why, now) for active in playing)
+        return [*aborted, *(result for results in withdrawn for result in results)]
 
     def _forget(self, trajectory: Trajectory) -> None:
-        del self.active[trajectory.id]
-        self._context_tokens -= len(trajectory.token_ids)
+        active = self.active.pop(trajectory.id)
+        self._held.discard(trajectory.id)
+        self._suspects.cleared(trajectory.id)
+        if self.teacher is not None:
+            self.teacher.forget(trajectory.id)
+        if active.stage is not Stage.TAUGHT:
+            self._context_tokens -= len(trajectory.token_ids)
 
-    def _break(self, active: ActiveTrajectory, reason: str, now: Seconds) -> list[Result]:
+    def _break(
+        self, active: ActiveTrajectory, reason: str, now: Seconds, *, counts: bool = True
+    ) -> list[Result]:
         broken = active.trajectory
         actions = self._withdraw(active, "failed", reason, now)
+        if is_evaluation(broken.id.group):
+            evaluated = self._evaluations.replay(broken.id, now=now, counts=counts)
+            again_or_not = (
+                self._begin(evaluated) if evaluated else self._failed(broken, reason, now)
+            )
+            return [*actions, *again_or_not]
         late = broken.id.group in self._ledger.rests
-        again = self._ledger.replay(broken.id, now=now)
+        again = self._ledger.replay(broken.id, now=now, counts=counts)
         if again is not None:
-            return [*actions, *self._begin(again)]
+            return [*actions, *self._begin(again, self._ledger.group_of(again.id).task)]
         self.dropped_in_a_row, self.last_failure = self.dropped_in_a_row + 1, reason
         actions += self._give_up(broken.id.group, f"{broken.id} failed too often", now)
         # The members that were finished when a group was closed are not dropped with the others.
-        return actions if late else [*actions, Save(dropped_record(broken, reason, now))]
+        detail = f"member {broken.id.member} failed too often: {reason}"
+        return actions if late else [*actions, Save(dropped_record(broken, detail, now))]
+
+    def _failed(self, evaluated: Trajectory, why: str, now: Seconds) -> list[Result]:
+        """A trajectory of an evaluation is given up; the others are not, while there is hope."""
+        row = Save(self._evaluations.give_up(evaluated.id, now=now))
+        hopeless = self._evaluations.hopeless(evaluated.id)
+        if hopeless is None:
+            return [row]
+        told = f"{hopeless.failed_in_a_row} trajectories failed in a row, the last: {why}"
+        return [row, *self.cut(hopeless, told, now=now)]
+
+    def cut(self, evaluation: Evaluation, why: str, *, now: Seconds) -> list[Result]:
+        """Play no more of an evaluation, whose result there will not be."""
+        playing = [self.active[who] for who in evaluation.playing]
+        aborted = [self._abort(a) for a in playing if a.stage is Stage.GENERATING]
+        withdrawn = (self._withdraw(active, "dropped", why, now) for active in playing)
+        told = f"that of step {evaluation.version.step} was cut: {why}; libra eval plays it alone"
+        return [
+            *aborted,
+            *(result for results in withdrawn for result in results),
+            Save(self._evaluations.cut(evaluation, now=now)),
+            Save(NoteRecord("evaluation", evaluation.plan.name, now, told)),
+        ]
+
+    def _drop(self, active: ActiveTrajectory, why: str, now: Seconds) -> list[Result]:
+        """It does harm: its group is given up, and its prompt is not played again."""
+        broken = active.trajectory
+        if is_evaluation(broken.id.group):
+            withdrawn = self._withdraw(active, "dropped", why, now)
+            return [*withdrawn, *self._failed(broken, why, now)]
+        group = self._ledger.group_of(broken.id)
+        self._ledger.give_up(group)
+        detail = f"member {broken.id.member} {why}"
+        told = f"{detail}; its group is dropped: neither trained nor played again"
+        note = NoteRecord("prompt", str(group), now, told)
+        record = [] if group.is_rest else [Save(dropped_record(broken, detail, now))]
+        return [*self._give_up(group.id, detail, now), *record, Save(note)]
 
     def _withdraw(
         self, active: ActiveTrajectory, state: str, why: str, now: Seconds
     ) -> list[Result]:
         trajectory = active.trajectory
         self._forget(trajectory)
-        if self._estimator is not None and active.stage is not Stage.RESETTING:
+        estimated = active.stage not in (Stage.RESETTING, Stage.TAUGHT)
+        known = estimated and not is_evaluation(trajectory.id.group)
+        if self._estimator is not None and known:
             self._estimator.withdrawn(trajectory.id)
         self._scheduler.withdraw(trajectory.id)
         row = trajectory_record(trajectory, state, ended_at=now, detail=why)
@@ -322,6 +511,11 @@ class Trajectories:
         if unproved and any(WeightVersion(trainer, s.version) in unproved for s in event.spans):
             return self._again(active, now)
         ended = self._ended(active, answered=True)
+        if is_evaluation(event.trajectory.group):
+            self._evaluations.went_on_at = now
+        active.broke_at.clear()
+        if self._suspects:
+            self._suspects.cleared(active.trajectory.id)
         append_turn(active.trajectory, event)
         self._context_tokens += len(event.token_ids)
         active.turn_key = event.cache_key
@@ -331,7 +525,8 @@ class Trajectories:
             return ended
         turn = joined(active.parts)
         active.parts = []
-        active.trajectory.turns += 1
+        add_turn(active.trajectory, len(turn.token_ids), active.shown)
+        active.trajectory.truncated = turn.finish_reason == LENGTH
         active.enter(Stage.ADVANCING)
         active.turn, active.ended_at = turn, now
         advance = AdvanceEpisode(turn.trajectory, turn.token_ids, turn.finish_reason, turn.logprobs)
@@ -340,10 +535,15 @@ class Trajectories:
     def abort(self, slot: SlotId) -> list[Result]:
         """Break off every turn on a server; what it has said so far is kept."""
         return [
-            AbortTurn(active.request, slot, self._servers.replicas[slot].incarnation)
+            self._abort(active)
             for active in self.active.values()
             if active.stage is Stage.GENERATING and active.slot == slot
         ]
+
+    def _abort(self, active: ActiveTrajectory) -> AbortTurn:
+        assert active.slot is not None, active.trajectory.id
+        server = self._servers.replicas[active.slot]
+        return AbortTurn(active.request, active.slot, server.incarnation)
 
     def _ended(self, active: ActiveTrajectory, *, answered: bool = False) -> list[Result]:
         """Its request is no longer inside its server."""
@@ -373,7 +573,21 @@ class Trajectories:
             return []
         if event.refused:
             return self._break(active, event.reason, now)
-        return [*self._again(active, now), RequestBroke(event.slot, event.reason)]
+        active.broke_at.add(event.slot)
+        group = event.trajectory.group
+        broke = RequestBroke(event.slot, event.reason, group)
+        alone = self._servers.replicas[event.slot].broken <= {group}
+        breaks = self._suspects.broke(event.trajectory) if alone else 0
+        if breaks < MAX_BREAKS:
+            return [*self._again(active, now), broke]
+        why = f"broke off {breaks} times where all others were answered: {event.reason}"
+        return [*self._drop(active, why, now), broke]
+
+    def answered(self, slot: SlotId) -> list[Result]:
+        """What broke off on a server was not its end."""
+        for active in self.active.values():
+            active.broke_at.discard(slot)
+        return []
 
     def _again(self, active: ActiveTrajectory, now: Seconds) -> list[Result]:
         """Ask for the same turn again, wherever there is a seat."""
@@ -382,22 +596,54 @@ class Trajectories:
         self._wait(active, now)
         return ended
 
-    def requeue(self, lost: Set[SlotId], *, now: Seconds) -> None:
-        """Queue again whatever was generating on servers that have been taken out."""
+    def requeue(self, lost: Mapping[SlotId, bool], *, now: Seconds) -> list[Result]:
+        """Queue again whatever was generating on servers that were taken out; True: that died."""
+        guilty = [who for slot, died in lost.items() if died for who in self._blame(slot)]
         for slot in lost:
             self._parked.pop(slot, None)
         for active in self.active.values():
+            active.broke_at.difference_update(lost)
             if active.stage is Stage.GENERATING and active.slot in lost:
                 self._scheduler.left(active.trajectory.id)
                 active.slot = None
                 self._wait(active, now)
+        return [result for who in guilty for result in self._convict(who, now)]
+
+    def _blame(self, slot: SlotId) -> list[TrajectoryId]:
+        """Those found guilty of the death of a server: they were inside, or broke off just then."""
+        inside = [
+            who
+            for who, active in self.active.items()
+            if slot in active.broke_at or (active.stage is Stage.GENERATING and active.slot == slot)
+        ]
+        return self._suspects.died(inside)
+
+    def _convict(self, who: TrajectoryId, now: Seconds) -> list[Result]:
+        active = self.active.get(who)
+        if active is None:
+            return []  # its group is gone already
+        deaths = self._suspects.deaths_of(who)
+        why = f"was in {deaths} servers when they died, in the last without other suspects"
+        return self._drop(active, why, now)
+
+    def _release(self, now: Seconds) -> None:
+        """Queue as many suspects as may be inside servers together: the worst first."""
+        suspects = self._suspects
+        out = [who for who in self.active if suspects.is_suspect(who) and who not in self._held]
+        for who in sorted(self._held, key=lambda who: (-suspects.deaths_of(who), who)):
+            if not suspects.has_room(who, out):
+                break
+            self._held.discard(who)
+            self._submit(self.active[who], now)
+            out.append(who)
 
     def abandon(self, *, now: Seconds) -> list[Result]:
         """The run ends: give up what is in play; its prompts are in the ledger's position."""
         actions: list[Result] = []
         for active in list(self.active.values()):
             actions += self._withdraw(active, "dropped", "run ended", now)
-        return actions
+        running = list(self._evaluations.running.values())
+        return [*actions, *(Save(self._evaluations.cut(one, now=now)) for one in running)]
 
     def _save_turn(self, active: ActiveTrajectory) -> list[Result]:
         turn, returns, asked = active.turn, active.returns, active.asked
@@ -410,9 +656,13 @@ class Trajectories:
         """Invariants that hold between any two events."""
         for trajectory_id, active in self.active.items():
             trajectory = active.trajectory
-            assert self._ledger.find(trajectory_id) is trajectory, trajectory_id
+            evaluated = is_evaluation(trajectory_id.group)
+            ledger = self._evaluations if evaluated else self._ledger
+            assert ledger.find(trajectory_id) is trajectory, trajectory_id
             _check_branches(trajectory)
-        total = sum(len(active.trajectory.token_ids) for active in self.active.values())
+        playing = [one for one in self.active.values() if one.stage is not Stage.TAUGHT]
+        total = sum(len(active.trajectory.token_ids) for active in playing)
+        assert len(self.active) - len(playing) == self._with_teacher, self._with_teacher
         assert total == self._context_tokens, (
             f"{total} tokens in play, {self._context_tokens} counted"
         )

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import fields, replace
+from hashlib import blake2b
 
 from libra_cli.config.errors import IllegalMove
 from libra_cli.core.events import TurnGenerated
-from libra_cli.core.types import Branch, BranchPoint, Trajectory, VersionSpan, WeightVersion
+from libra_cli.core.types import (
+    Branch,
+    BranchPoint,
+    Tokens,
+    Trajectory,
+    TurnReward,
+    VersionSpan,
+    WeightVersion,
+)
 
 ABORTED = "abort"
 """The finish reason of a turn that was broken off because its server drains."""
+LENGTH = "length"
+"""The finish reason of a turn that had no tokens left."""
 
 
 def append_turn(trajectory: Trajectory, turn: TurnGenerated) -> None:
@@ -35,6 +47,29 @@ def append_turn(trajectory: Trajectory, turn: TurnGenerated) -> None:
             key = None
     trajectory.single_version = key if first or trajectory.single_version == key else None
     trajectory.generated += said
+
+
+def add_turn(trajectory: Trajectory, said: Tokens, anchor: int) -> None:
+    """Its last ``said`` tokens are a turn, which has earned nothing yet."""
+    end = len(trajectory.token_ids)
+    trajectory.turns += 1
+    trajectory.turn_rewards.append(TurnReward(trajectory.number, end - said, end, anchor=anchor))
+
+
+def earned(trajectory: Trajectory, reward: float) -> None:
+    """What the last turn has earned, by itself."""
+    trajectory.turn_rewards[-1] = trajectory.turn_rewards[-1]._replace(reward=reward)
+
+
+def earned_at_last(trajectory: Trajectory, reward: float) -> None:
+    """The episode has ended with this reward; what its other turns have not earned the last has."""
+    before = sum(turn.reward for turn in trajectory.turn_rewards[:-1])
+    earned(trajectory, reward - before)
+
+
+def digest_of(tokens: array[int]) -> int:
+    """A number of 48 bits that is the same for the same tokens, on every machine."""
+    return int.from_bytes(blake2b(tokens.tobytes(), digest_size=6).digest(), "big")
 
 
 def go_on_at(trajectory: Trajectory, point: BranchPoint) -> None:
@@ -94,5 +129,5 @@ def joined(parts: list[TurnGenerated]) -> TurnGenerated:
         spans=tuple(spans),
         newest=max(part.newest for part in parts),
         started_at=first.started_at,
-        finish_reason="length" if last.finish_reason == ABORTED else last.finish_reason,
+        finish_reason=LENGTH if last.finish_reason == ABORTED else last.finish_reason,
     )

@@ -11,6 +11,12 @@ Guarantees: no more requests inside a server than it has seats; nothing is lost 
 Limits: a head that does not fit the KV budget holds up what is behind it, on purpose: letting
 smaller ones pass would starve it. Nothing else keeps a rank from doing that: no more trajectories
 are in play than the staleness bound admits, so those that pass a request come to an end.
+
+**Evaluations** queue apart, so that no choice of a policy counts what waits of them. A server takes
+such a request while it has a free seat that no request of training waits for, and at most
+``EVALUATION_SHARE`` of its seats. That they do not starve where seats are never free, one that has
+waited for ``EVALUATION_PATIENCE_S`` takes the next seat that is, within the same share. When
+training is over they have all seats and go first.
 """
 
 from __future__ import annotations
@@ -19,7 +25,13 @@ from collections.abc import Iterable, Iterator
 
 from libra_cli.core.scheduling.policy import SchedulingPolicy
 from libra_cli.core.scheduling.server_queues import Request, ServerQueue, ServerQueues
-from libra_cli.core.types import Seconds, SlotId, TrajectoryId, WeightVersion
+from libra_cli.core.types import Seconds, SlotId, TrajectoryId, WeightVersion, is_evaluation
+
+EVALUATION_SHARE = 0.25
+"""The most of a server's seats that evaluations take while there is training; one at least.
+Chosen: it bounds what a request of training may find taken, since no turn is preempted."""
+EVALUATION_PATIENCE_S: Seconds = 30.0
+"""Chosen: longer than most turns, so that training goes first wherever seats become free."""
 
 
 class RequestScheduler:
@@ -35,6 +47,10 @@ class RequestScheduler:
         self._roomy: dict[SlotId, None] = {}
         self._spare: dict[SlotId, ServerQueue] = {}
         self._order = 0
+        #: Requests of evaluations that wait, in the order they came.
+        self._evaluations: dict[TrajectoryId, Request] = {}
+        #: Whether nothing is trained any more.
+        self.training_over = False
 
     def __len__(self) -> int:
         return len(self._queued) + len(self._unplaced)
@@ -70,6 +86,11 @@ class RequestScheduler:
 
     def submit(self, request: Request, *, now: Seconds) -> None:
         """A trajectory wants its next turn: the policy chooses the queue."""
+        if is_evaluation(request.trajectory.group):
+            self._evaluations[request.trajectory] = request
+            self._roomy |= dict.fromkeys(self._spare)
+            self._spare.clear()
+            return
         self._unplaced.pop(request.trajectory, None)
         queue = self.policy.choose(request, self._open_to(request), now=now)
         if queue is None:
@@ -85,6 +106,7 @@ class RequestScheduler:
 
     def withdraw(self, trajectory: TrajectoryId) -> None:
         """Forget a request, if it waits here."""
+        self._evaluations.pop(trajectory, None)
         self._unplaced.pop(trajectory, None)
         queue = self._queued.pop(trajectory, None)
         if queue is not None:
@@ -99,19 +121,25 @@ class RequestScheduler:
 
     def dispatch(self, *, now: Seconds) -> Iterator[tuple[Request, ServerQueue]]:
         """Take out every request that its server, or another, has room for."""
-        while self._queued and self._roomy:
+        while self._roomy and (self._queued or self._evaluations):
             queue = self.queues.by_slot[next(iter(self._roomy))]
             request = self._next_for(queue, now)
             if request is None:
                 self._set_aside(queue)
                 continue
             self._spare.pop(queue.slot, None)
-            queued = self._queued.pop(request.trajectory)
-            if queued is not queue:
-                queued.dequeue(request.trajectory)
+            self._take_out(request, queue)
             queue.enter(request)
             self._inside[request.trajectory] = queue
             yield request, queue
+
+    def _take_out(self, request: Request, entered: ServerQueue) -> None:
+        """It waits no longer; the queue that it enters takes it out of its own line."""
+        if self._evaluations.pop(request.trajectory, None) is not None:
+            return
+        queued = self._queued.pop(request.trajectory)
+        if queued is not entered:
+            queued.dequeue(request.trajectory)
 
     def _set_aside(self, queue: ServerQueue) -> None:
         """Nothing enters this server now. If it holds a request up, wake the fastest with room."""
@@ -128,13 +156,45 @@ class RequestScheduler:
     def _next_for(self, queue: ServerQueue, now: Seconds) -> Request | None:
         if not queue.has_seat:
             return None
+        if self._evaluations and self._evaluations_first(now):
+            first = self._evaluation_for(queue)
+            if first is not None:
+                return first
         if queue.waiting:
             head = queue.head()
             return head if head is not None and self.policy.admits(head, queue) else None
-        return self._steal_for(queue, now)
+        return self._steal_for(queue, now) or self._evaluation_for(queue)
+
+    def _evaluations_first(self, now: Seconds) -> bool:
+        oldest = next(iter(self._evaluations.values()))
+        return self.training_over or now - oldest.waiting_since >= EVALUATION_PATIENCE_S
+
+    @property
+    def evaluation_seats(self) -> int:
+        """The most requests of evaluations that may be in all servers together."""
+        return sum(self._evaluation_seats(queue) for queue in self.queues)
+
+    def _evaluation_seats(self, queue: ServerQueue) -> int:
+        seats = queue.bucket.max_num_seqs
+        return seats if self.training_over else max(1, int(EVALUATION_SHARE * seats))
+
+    def _evaluation_for(self, queue: ServerQueue) -> Request | None:
+        """The request of an evaluation that enters, rather one whose context is cached there."""
+        inside = sum(is_evaluation(who.group) for who in queue.inside)
+        if inside >= self._evaluation_seats(queue):
+            return None
+        admitted = [
+            request
+            for request in self._evaluations.values()
+            if queue.slot in self._open_to(request).by_slot and self.policy.admits(request, queue)
+        ]
+        held = (request for request in admitted if request.last_slot == queue.slot)
+        return next(held, admitted[0] if admitted else None)
 
     def _steal_for(self, idle: ServerQueue, now: Seconds) -> Request | None:
         """The head of the longest other queue, if the policy allows it."""
+        if not self._queued:
+            return None
         queued = max((queue for queue in self.queues if queue.waiting), key=_fullness)
         request = queued.head()
         if request is None or self._enters(request, queued):
@@ -156,6 +216,7 @@ class RequestScheduler:
             assert queue.queued_context == sum(r.context for r in queue.waiting.values()), slot
         queued = [who for queue in self.queues for who in queue.waiting]
         assert sorted(queued) == sorted(self._queued), "a queue and the index disagree"
+        assert not self._evaluations.keys() & self._inside.keys(), "one waits that is inside"
 
 
 def _since(request: Request) -> Seconds:

@@ -18,8 +18,9 @@ text of each turn is that field of an action, for games that are played in words
 or messages, is shown first, and then what the server shows. If a row has no ``seed``, a number made
 from the row is sent, so that the members of a group play the same problem.
 
-**The reward** is the sum of the rewards of all steps, or with ``rewards: last`` the last of them.
-The episode ends when the server says ``done``, or with an answer without a tool call.
+**The reward** is the sum of the rewards of all steps, each given at its turn, or with ``rewards:
+last`` the last of them. The episode ends when the server says ``done``, or with an answer without a
+tool call.
 
 An action that the server finds malformed, and a tool of its that fails, are errors that the model
 reads. Anything else that goes wrong breaks the environment, and the trajectory is tried again.
@@ -102,7 +103,8 @@ class OpenEnvEpisode:
         else:
             action = dict(call.arguments)
         seen = await self._server.ask("step", action)
-        return StepResult(_result(seen["observation"]), done=bool(seen["done"]))
+        earned = self._earned(seen)
+        return StepResult(_result(seen["observation"]), earned, done=bool(seen["done"]))
 
     async def reply(self, text: str) -> Reply | None:
         """Act with the text of a turn, if turns are actions; else the turn is the answer."""
@@ -113,12 +115,15 @@ class OpenEnvEpisode:
         except ToolFailed as error:
             return Reply([{"role": "user", "content": str(error)}])
         shown: Message = {"role": "user", "content": _shown(seen["observation"])}
-        return Reply([shown], done=bool(seen["done"]))
+        return Reply([shown], self._earned(seen), done=bool(seen["done"]))
+
+    def _earned(self, seen: Mapping[str, Any]) -> float:
+        """What a step earns where its reward counts by itself."""
+        return float(seen.get("reward") or 0.0) if self._rewards == "sum" else 0.0
 
     async def score(self, answer: str) -> float:
-        """Return the sum of the steps' rewards, or the last of them."""
-        rewards = self._server.rewards
-        return sum(rewards) if self._rewards == "sum" else (rewards or [0.0])[-1]
+        """Return the last of the steps' rewards; of a sum nothing is left to give."""
+        return (self._server.rewards or [0.0])[-1] if self._rewards == "last" else 0.0
 
     async def close(self) -> None:
         """End the connection, and with it the server's environment."""

@@ -123,6 +123,11 @@ class ReasoningGym:
         question = self._problem["question"]
         return [{"role": "user", "content": f"{question}\n\n{INSTRUCTIONS}"}]
 
+    @property
+    def truth(self) -> str:
+        """The dataset's own answer to the problem; empty where it states none."""
+        return str(self._problem.get("answer") or "")
+
     def step(self, call: ToolCall) -> str:
         """Refuse: there are no tools."""
         raise ToolFailed("there are no tools; answer in text")

@@ -97,7 +97,7 @@ def unpack(body: bytes) -> Any:
         return msgpack.unpackb(
             body, ext_hook=_unpacked, unicode_errors="surrogatepass", strict_map_key=False
         )
-    except (msgpack.UnpackException, TypeError) as error:
+    except (msgpack.UnpackException, TypeError, RecursionError) as error:
         raise ValueError(f"not a body: {error}") from error
 
 

@@ -14,11 +14,12 @@ import threading
 import time
 from pathlib import Path
 
-from libra_cli.node.agent.proc import Marker
+from libra_cli.node.agent.lease.link import start_ours
+from libra_cli.node.agent.stop import SOCKET
 
-SOCKET = "agent.sock"
-LOG = "agent.log"
-START_S = 20.0
+START_S = 25.0
+"""More than an agent takes to end (``stop.LAST_GRACE_S``), and less than a controller waits."""
+AGAIN_S = 0.5
 CHUNK = 64 * 1024
 
 
@@ -36,26 +37,25 @@ def connect() -> socket.socket | None:
 def spawn(run_dir: Path) -> socket.socket | None:
     """Start an agent that outlives this process and its terminal, and connect to it.
 
-    None if no agent answers within ``START_S``.
+    One whose lease is over keeps any other from starting until it has stopped everything, so it is
+    tried again. None if no agent answers within ``START_S``.
     """
-    marker = Marker.of(run_dir)
-    with open(LOG, "ab") as log:
-        agent = subprocess.Popen(
-            [sys.executable, "-P", "-m", "libra_cli.node.agent.main", "serve", str(run_dir)],
-            env={**os.environ, **marker.environment("agent")},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
     deadline = time.monotonic() + START_S
+    agent = _start(run_dir)
     while time.monotonic() < deadline:
         if (connection := connect()) is not None:
             return connection
-        if agent.poll():  # 0 means that another agent was faster
+        if agent.poll():
             return None
+        if agent.returncode == 0:  # another agent is there: it was faster, or is about to end
+            time.sleep(AGAIN_S)
+            agent = _start(run_dir)
         time.sleep(0.02)
     return None
+
+
+def _start(run_dir: Path) -> subprocess.Popen[bytes]:
+    return start_ours(["libra_cli.node.agent.main", "serve", str(run_dir)], "agent", run_dir)
 
 
 def bridge(connection: socket.socket) -> None:

@@ -2,7 +2,8 @@
 
     python -m libra_cli.node.agent.main attach RUN_DIR   # connect stdin and stdout to the agent,
                                                          # which is started if there is none
-    python -m libra_cli.node.agent.main serve  RUN_DIR   # be the agent
+    python -m libra_cli.node.agent.main serve  RUN_DIR   # be the agent; the guard that starts one
+                                                         # adds the descriptor of its lease
     python -m libra_cli.node.agent.main stop   RUN_DIR   # stop and verify, with or without an agent
 
 ``RUN_DIR`` is ``<work directory>/runs/<run id>/<node>``; its last two parts are the marker by which
@@ -13,7 +14,9 @@ answered by ``{"id": 1, "ok": true, "result": "..."}`` or ``{"id": 1, "ok": fals
 ...}`` may be sent at any time, to the controller that said hello last.
 
 The lease: a controller that has not been heard for ``lease_s`` seconds is given up. Then, as after
-a ``shutdown`` or a SIGTERM, the agent stops everything of the run, verifies that, and ends.
+a ``shutdown`` or a SIGTERM, the agent stops everything of the run, verifies that, and ends. A guard
+holds the lease with it (``node.agent.lease``). The run's token stays in a file, so that a successor
+of this agent refuses whoever has another one while processes of the run live.
 """
 
 from __future__ import annotations
@@ -22,11 +25,11 @@ import asyncio
 import fcntl
 import json
 import os
-import shutil
+import resource
+import secrets
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -34,23 +37,35 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from libra_cli.node.agent import bandwidth, remains, temporary
+from libra_cli.node.agent import remains
 from libra_cli.node.agent.agent_errors import AgentRefused
-from libra_cli.node.agent.agent_socket import LOG, SOCKET, bridge, connect, spawn
-from libra_cli.node.agent.facts import facts
-from libra_cli.node.agent.model_files import fingerprints
-from libra_cli.node.agent.ports import Ports
-from libra_cli.node.agent.proc import Marker
+from libra_cli.node.agent.agent_log import LOG, log
+from libra_cli.node.agent.agent_socket import bridge, connect, spawn
+from libra_cli.node.agent.host_facts import bandwidth
+from libra_cli.node.agent.host_facts.facts import facts
+from libra_cli.node.agent.host_facts.model_files import fingerprints
+from libra_cli.node.agent.lease.holder import Lease
+from libra_cli.node.agent.lease.link import LeaseLink
+from libra_cli.node.agent.log_rotation import EVERY_S
+from libra_cli.node.agent.private_files import make_private, private, write_private
+from libra_cli.node.agent.proc import Marker, boot_id
+from libra_cli.node.agent.stop import (
+    LAST_GRACE_S,
+    LIFE,
+    SOCKET,
+    TOKEN,
+    WEIGHTS,
+    remove_traces,
+    stop_everything,
+)
 from libra_cli.node.agent.supervisor import Supervisor, tail
+from libra_cli.node.credentials import CREDENTIALS, Credentials
+from libra_cli.node.inventory.collection import remove_old_code
 from libra_cli.node.weights.weight_server import WeightServer
 
-FIRST_LEASE_S = 60.0
-"""The lease until a controller has said how long it wants."""
-LAST_GRACE_S = 10.0
 ASKED_S = 60.0
 """How long an agent that is asked to stop everything may take."""
-WEIGHTS = "weights"
-"""A link to this run's weight versions, so that their memory can be freed without an agent."""
+BIND_AGAIN_S = 1.0
 LINE_LIMIT = 64 * 1024**2
 
 Operation: TypeAlias = Callable[..., Awaitable[object]]
@@ -59,15 +74,14 @@ Operation: TypeAlias = Callable[..., Awaitable[object]]
 class Agent:
     """Answers on the socket. It decides nothing but when the lease is over."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, link: LeaseLink | None = None) -> None:
         self._run_dir = run_dir
+        self._lease = Lease(run_dir, link, self._lease_over)
         self._supervisor = Supervisor(run_dir, Marker.of(run_dir), self._send_event)
-        self._ports = Ports()
         self._weight_server: WeightServer | None = None
         self._controller: asyncio.StreamWriter | None = None
-        self._token = ""
-        self._lease_s = FIRST_LEASE_S
-        self._lease: asyncio.TimerHandle | None = None
+        self._token = _token()
+        self._credentials: Credentials | None = None
         self._ended = asyncio.Event()
         self._requests: set[asyncio.Task[None]] = set()
         self._operations: dict[str, Operation] = {
@@ -83,37 +97,58 @@ class Agent:
             "stop": self._stop,
             "list": self._list,
             "tail": self._tail,
+            "lease": self._tell_lease,
             "weights_serve": self._weights_serve,
             "pull": self._pull,
             "forget": self._forget,
+            "damaged": self._damaged,
             "shutdown": self._shutdown,
         }
 
     async def serve(self) -> None:
         """Answer until a shutdown, a SIGTERM or the end of the lease, then stop everything."""
+        self._lease.open()  # before all that can fail
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ended.set)
         self._supervisor.open()
-        _remove(SOCKET)  # an agent that was killed leaves it; this one holds the lock
-        server = await asyncio.start_unix_server(self._serve_connection, SOCKET, limit=LINE_LIMIT)
-        self._renew_lease()
+        tasks = [asyncio.create_task(work) for work in (self._listen(), self._tidy())]
         await self._ended.wait()
-        server.close()
+        for task in tasks:
+            task.cancel()
+        self._lease.close()
         result = await self._supervisor.stop_all(LAST_GRACE_S)
-        await asyncio.gather(*self._requests)
-        if not result.leftovers:
-            temporary.remove()
         if self._weight_server is not None:
-            self._weight_server.close()
-        _remove(SOCKET, "token", WEIGHTS)
+            self._weight_server.close()  # ends the pulls that are under way
+        await asyncio.gather(*self._requests, return_exceptions=True)
+        remove_traces(result)
 
-    def _renew_lease(self) -> None:
-        if self._lease is not None:
-            self._lease.cancel()
-        self._lease = asyncio.get_running_loop().call_later(self._lease_s, self._lease_over)
+    async def _listen(self) -> None:
+        """Answer on the socket, which a full disk may keep from being made for a while."""
+        while True:
+            try:
+                _remove(SOCKET)  # an agent that was killed leaves it; this one holds the lock
+                async with await asyncio.start_unix_server(
+                    self._serve_connection, SOCKET, limit=LINE_LIMIT
+                ) as server:
+                    await server.serve_forever()
+            except OSError as error:
+                log(f"{SOCKET}: {error}")
+                await asyncio.sleep(BIND_AGAIN_S)
+
+    async def _tidy(self) -> None:
+        """Keep what grows within its bounds: the logs, and the code of runs that are long over."""
+        try:
+            for old in await asyncio.to_thread(remove_old_code, self._run_dir.parents[2]):
+                log(f"removed {old.path}, {old.why}")
+        except OSError as error:  # another agent removes the same
+            log(f"old code was not looked through: {error}")
+        while True:
+            await asyncio.sleep(EVERY_S)
+            await self._supervisor.rotate_logs()
 
     def _lease_over(self) -> None:
-        _log(f"no controller for {self._lease_s:.0f} s: stopping everything")
-        self._ended.set()
+        self._ended.set()  # first: whatever is below may fail
+        self._lease.close()
+        log(f"no controller for {self._lease.seconds:.0f} s: stopping everything")
 
     # -- connections ---------------------------------------------------------------------------
 
@@ -122,15 +157,18 @@ class Agent:
     ) -> None:
         try:
             while line := await reader.readline():
-                self._renew_lease()
                 request = json.loads(line)
-                if request.get("op") == "hello":
+                if not isinstance(request, dict):
+                    raise ValueError("a request is an object")
+                if request.get("op") == "hello" and self._knows(request.get("token")):
                     self._take_over(writer)
+                if writer is self._controller:  # whoever else asks keeps nothing alive
+                    self._lease.renew()
                 task = asyncio.create_task(self._answer(request, writer))
                 self._requests.add(task)
                 task.add_done_callback(self._requests.discard)
         except (ValueError, ConnectionError) as error:
-            _log(f"a connection to a controller broke: {error}")
+            log(f"a connection to a controller broke: {error}")
         finally:
             writer.close()
 
@@ -150,7 +188,7 @@ class Agent:
         except AgentRefused as refused:
             answer = {"id": number, "ok": False, "kind": refused.kind, "error": str(refused)}
         except Exception as error:  # noqa: BLE001 - whatever it is, the controller must hear of it
-            _log(traceback.format_exc())
+            log(traceback.format_exc())
             reason = f"{name}: {type(error).__name__}: {error}"
             answer = {"id": number, "ok": False, "kind": "request", "error": reason}
         await _write(writer, answer)
@@ -162,18 +200,42 @@ class Agent:
 
     # -- the operations ------------------------------------------------------------------------
 
-    async def _hello(self, token: str, lease_s: float, weights_dir: str) -> dict[str, object]:
-        if self._token not in ("", token):
+    async def _hello(
+        self,
+        token: str,
+        lease_s: float,
+        weights_dir: str,
+        credentials: Mapping[str, str] | None = None,
+    ) -> dict[str, object]:
+        if not self._knows(token):
             raise AgentRefused("request", "a run of this name is alive here and has another token")
-        self._token, self._lease_s = token, lease_s
-        self._renew_lease()
-        _write_private("token", token)
-        if self._weight_server is None:
-            root = os.path.join(weights_dir, self._run_dir.parent.name)
-            self._weight_server = WeightServer(Path(root), token)
-            _remove(WEIGHTS)
-            os.symlink(root, WEIGHTS)
-        return {"pid": os.getpid(), "processes": self._supervisor.describe()}
+        self._lease.renew(lease_s)
+        try:
+            if self._token != token or _token() != token:
+                write_private(Path(TOKEN), token)
+            self._token = token
+            if self._weight_server is None:
+                root = Path(weights_dir, self._run_dir.parent.name)
+                if credentials is not None:
+                    self._credentials = Credentials.of(token, credentials)
+                    write_private(Path(CREDENTIALS), self._credentials.as_json())
+                self._weight_server = WeightServer(root, self._credentials)
+                _remove(WEIGHTS)
+                os.symlink(root, WEIGHTS)
+            life = _life()
+        except OSError as error:
+            raise AgentRefused("disk", f"{error.filename}: {error.strerror}") from error
+        return {"pid": os.getpid(), "life": life, "processes": self._supervisor.describe()}
+
+    def _knows(self, token: object) -> bool:
+        """Whether a controller is the run's own; while nothing of it lives, any with a token is."""
+        alive = self._weight_server is not None or self._supervisor.is_busy
+        return bool(token) and (token == self._token or not self._token or not alive)
+
+    async def _tell_lease(self) -> dict[str, object]:
+        """How long the lease lasts yet, and how long ago the controller was heard, in seconds."""
+        left_s = self._lease.left_s
+        return {"left_s": left_s, "heard_s": self._lease.seconds - left_s}
 
     async def _ping(self) -> None:
         pass
@@ -187,12 +249,11 @@ class Agent:
     async def _model_files(self, path: str) -> dict[str, object]:
         return await asyncio.to_thread(fingerprints, path)
 
-    async def _bandwidth_send(self, port: int, seconds: float) -> None:
-        self._weights()  # a token is known
-        bandwidth.serve(port, self._token, seconds)
+    async def _bandwidth_send(self, bind: str, port: int, seconds: float) -> None:
+        bandwidth.serve(bind, port, self._known(), seconds)
 
-    async def _bandwidth_receive(self, address: str, port: int) -> dict[str, float]:
-        return await asyncio.to_thread(bandwidth.receive, address, port, self._token)
+    async def _bandwidth_receive(self, source: str) -> dict[str, float]:
+        return await asyncio.to_thread(bandwidth.receive, source, self._known())
 
     async def _clear(self, names: Sequence[str]) -> list[str]:
         runs = self._run_dir.parents[1]
@@ -201,7 +262,7 @@ class Agent:
     async def _take_ports(
         self, first: int, last: int, count: int, taken: Collection[int]
     ) -> list[int]:
-        return self._ports.take(first, last, count, taken)
+        return self._supervisor.ports.take(first, last, count, taken)
 
     async def _start(
         self,
@@ -210,10 +271,11 @@ class Agent:
         env: Mapping[str, str],
         cwd: str | None,
         files: Mapping[str, str],
+        ports: Sequence[int] = (),
     ) -> dict[str, object]:
         if self._ended.is_set():
             raise AgentRefused("start", f"{process}: the run is being stopped here")
-        return self._supervisor.start(process, argv, env, cwd, files).describe()
+        return self._supervisor.start(process, argv, env, cwd, files, ports).describe()
 
     async def _stop(self, process: str, grace_s: float) -> dict[str, object]:
         return asdict(await self._supervisor.stop(process, grace_s))
@@ -230,16 +292,25 @@ class Agent:
     async def _pull(self, name: str, sources: Sequence[str], limit_s: float) -> dict[str, object]:
         pulled = await asyncio.to_thread(self._weights().pull, name, sources, limit_s)
         if pulled.detail:
-            _log(f"{name}: {pulled.detail}")
+            log(f"{name}: {pulled.detail}")
         return asdict(pulled)
 
     async def _forget(self, keep: Collection[str]) -> list[str]:
         return await asyncio.to_thread(self._weights().forget, keep)
 
+    async def _damaged(self, name: str) -> str:
+        return await asyncio.to_thread(self._weights().damaged, name)
+
     async def _shutdown(self, grace_s: float) -> dict[str, object]:
+        self._lease.close()  # its guard is stopped with the rest
         result = await self._supervisor.stop_all(grace_s)
         self._ended.set()
         return asdict(result)
+
+    def _known(self) -> Credentials:
+        if self._credentials is None:
+            raise AgentRefused("request", "it has no certificate to show to other hosts")
+        return self._credentials
 
     def _weights(self) -> WeightServer:
         if self._weight_server is None:
@@ -250,14 +321,16 @@ class Agent:
 # -- the three commands ------------------------------------------------------------------------
 
 
-def serve(run_dir: Path) -> int:
+def serve(run_dir: Path, link: LeaseLink | None = None) -> int:
     """Be the agent of a run directory, unless somebody else already is."""
-    with open("agent.lock", "w") as lock:
+    with open(remains.LOCK, "a", opener=private) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return 0
-        asyncio.run(Agent(run_dir).serve())
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # what it starts inherits it
+        asyncio.run(Agent(run_dir, link).serve())
     return 0
 
 
@@ -280,12 +353,7 @@ def stop(run_dir: Path) -> int:
     connection = connect()
     if connection is not None:
         _ask_to_stop(connection)
-    supervisor = Supervisor(run_dir, Marker.of(run_dir), report=lambda _: None)
-    result = asyncio.run(supervisor.stop_all(LAST_GRACE_S))
-    shutil.rmtree(os.path.realpath(WEIGHTS), ignore_errors=True)
-    _remove(WEIGHTS)
-    if not result.leftovers:
-        temporary.remove()
+    result = stop_everything(run_dir)
     sys.stdout.write(json.dumps(asdict(result)) + "\n")
     return 1 if result.leftovers else 0
 
@@ -303,12 +371,21 @@ async def _write(writer: asyncio.StreamWriter, message: object) -> None:
         writer.write(json.dumps(message).encode() + b"\n")
         await writer.drain()
     except ConnectionError as error:  # the controller asks again when it is back
-        _log(f"an answer was not taken: {error}")
+        log(f"an answer was not taken: {error}")
 
 
-def _write_private(name: str, text: str) -> None:
-    with open(name, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-        file.write(text)
+def _token() -> str:
+    """The token that an earlier agent of this run has written; empty if there is none."""
+    with suppress(OSError, ValueError):
+        return Path(TOKEN).read_text(encoding="utf-8").strip()
+    return ""
+
+
+def _life() -> str:
+    """Name the life of what the run has here, which ends with the lease or the boot."""
+    with suppress(FileExistsError):
+        os.symlink(secrets.token_hex(8), LIFE)
+    return f"{boot_id()} {os.readlink(LIFE)}"
 
 
 def _remove(*names: str) -> None:
@@ -316,21 +393,19 @@ def _remove(*names: str) -> None:
         Path(name).unlink(missing_ok=True)
 
 
-def _log(text: str) -> None:
-    sys.stderr.write(f"{time.strftime('%F %T')} {text}\n")
-    sys.stderr.flush()
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run one of the three commands in the run directory, and return its exit code."""
     commands = {"serve": serve, "attach": attach, "stop": stop}
-    if len(arguments) != 2 or arguments[0] not in commands:
+    command, *rest = arguments or ["help"]
+    if command not in commands or len(rest) not in (1, 2):
         sys.stderr.write("usage: python -m libra_cli.node.agent.main serve|attach|stop RUN_DIR\n")
         return 2
-    run_dir = Path(arguments[1]).resolve()
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    run_dir = Path(rest[0]).resolve()
+    make_private(run_dir)
     os.chdir(run_dir)
-    return commands[arguments[0]](run_dir)
+    if command == "serve" and len(rest) == 2:
+        return serve(run_dir, LeaseLink(socket.socket(fileno=int(rest[1]))))
+    return commands[command](run_dir)
 
 
 if __name__ == "__main__":

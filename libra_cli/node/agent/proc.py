@@ -122,6 +122,23 @@ def run_of(pid: int) -> str:
     return _environment(pid).get("LIBRA_RUN", "")
 
 
+def marker_of(pid: int) -> tuple[str, str, str] | None:
+    """Run, node and process name of a process of any run of this user; None if it is of none."""
+    environment = _environment(pid)
+    run, node = environment.get("LIBRA_RUN", ""), environment.get("LIBRA_NODE", "")
+    return (run, node, environment.get("LIBRA_PROCESS", "")) if run and node else None
+
+
+def has_token_file(pid: int) -> bool:
+    """Whether a process was started by an agent, or by one that was: agent and guard were not."""
+    return "LIBRA_TOKEN_FILE" in _environment(pid)
+
+
+def boot_id() -> str:
+    """Name this boot of the machine: pids and start times of another mean nothing."""
+    return (PROC / "sys/kernel/random/boot_id").read_text().strip()
+
+
 def send(identity: ProcessIdentity, signum: signal.Signals) -> None:
     """Signal exactly this process, or none if it is gone."""
     with suppress(ProcessLookupError, PermissionError):
@@ -139,7 +156,8 @@ def _handle(pid: int) -> int | None:
     try:
         return os.pidfd_open(pid)
     except OSError as error:
-        if error.errno == errno.ENOSYS:  # before Linux 5.3
+        # Before Linux 5.3; and in containers whose filter of system calls does not know it.
+        if error.errno in (errno.ENOSYS, errno.EPERM):
             return None
         raise
 

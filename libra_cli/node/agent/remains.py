@@ -23,7 +23,7 @@ def find(runs: Path, weights: Path) -> list[dict[str, object]]:
     """List the directories beside ``weights`` whose runs, of ``runs``, are dead: name and bytes."""
     with suppress(OSError):
         beside = [one for one in weights.parent.iterdir() if one.is_dir() and one != weights]
-        dead = [one for one in beside if _is_ours(one) and _is_dead(runs / one.name)]
+        dead = [one for one in beside if _is_ours(one) and is_dead(runs / one.name)]
         return [{"name": one.name, "bytes": _size(one)} for one in sorted(dead)]
     return []
 
@@ -38,11 +38,11 @@ def remove(runs: Path, weights: Path, names: Sequence[str]) -> list[str]:
 
 
 def _is_ours(directory: Path) -> bool:
-    return not directory.is_symlink() and directory.stat().st_uid == os.getuid()
+    return not directory.is_symlink() and directory.lstat().st_uid == os.getuid()
 
 
-def _is_dead(run: Path) -> bool:
-    """Whether a run directory is there that nobody works in."""
+def is_dead(run: Path) -> bool:
+    """Whether a run's directory is there that nobody works in."""
     locks = list(run.glob(f"*/{LOCK}"))
     if not locks or any(_is_held(lock) for lock in locks):
         return False

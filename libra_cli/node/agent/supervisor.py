@@ -12,7 +12,7 @@ Guarantees
 
 The running processes are also written to ``processes.json``: if the agent dies, its successor takes
 them over from there. It is not their parent then, so it polls once a second and cannot know their
-exit codes.
+exit codes. What the file lacks, because it is damaged or the disk was full, is found by its marker.
 """
 
 from __future__ import annotations
@@ -31,9 +31,15 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from libra_cli.config.errors import NONSENSE
 from libra_cli.node.agent import proc
 from libra_cli.node.agent.agent_errors import AgentRefused
-from libra_cli.node.agent.proc import Marker, ProcessIdentity
+from libra_cli.node.agent.agent_log import LOG
+from libra_cli.node.agent.log_rotation import rotate
+from libra_cli.node.agent.ports import Ports
+from libra_cli.node.agent.private_files import private, write_private
+from libra_cli.node.agent.proc import Marker, ProcessIdentity, boot_id
+from libra_cli.node.credentials import CREDENTIALS
 
 POLL_S = 0.05
 ORPHANS_GRACE_S = 2.0
@@ -43,6 +49,7 @@ CLEANERS_S = 1.0
 """How much longer a process that ignores SIGTERM may live than those that are killed. It may be one
 that cleans up: Python's resource tracker unlinks the shared memory of vLLM's dead processes."""
 TAIL_BYTES = 64 * 1024
+RECORD = "processes.json"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -68,6 +75,10 @@ class Child:
     popen: subprocess.Popen[bytes] | None = None
     exit_code: int | None = None
     requested: bool = False
+    ports: tuple[int, ...] = ()
+    """What was released for it, and is reserved again when it has ended."""
+    moved_ports: dict[int, int] = field(default_factory=dict)
+    """By port that somebody else has by then, the one for the next start."""
     stop_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     reaped: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -89,6 +100,7 @@ class Child:
             "state": "exited" if ended else "running",
             "exit_code": self.exit_code,
             "requested": self.requested,
+            "moved_ports": self.moved_ports,
             "tail": tail(self.log, 20, since=self.log_start) if ended else "",
         }
 
@@ -102,14 +114,21 @@ class Supervisor:
         self._run_dir = run_dir
         self._marker = marker
         self._report = report
+        self.ports = Ports(run_dir / "ports.json")
         self._children: dict[str, Child] = {}
         self._reaping: dict[str, asyncio.Task[None]] = {}
         self._watch: asyncio.Task[None] | None = None
 
     def open(self) -> None:
         """Take over the processes of an earlier agent, and listen for exits."""
-        (self._run_dir / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._children = {child.name: child for child in self._recorded()}
+        with suppress(OSError):  # a full disk: then a start fails, and says so
+            (self._run_dir / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.ports.open()
+        found = {child.name: child for child in self._found()}
+        for child in self._recorded():  # which says more of what it knows
+            if child.identity.alive or child.name not in found:
+                found[child.name] = child
+        self._children = found
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap_exited)
         if self._children:
             self._watch = asyncio.create_task(self._poll_adopted())
@@ -121,10 +140,12 @@ class Supervisor:
         env: Mapping[str, str],
         cwd: str | None,
         files: Mapping[str, str],
+        ports: Sequence[int] = (),
     ) -> Child:
         """Start a process. One that already runs from the same request is returned as it is.
 
-        ``files`` are written first, at paths below the run directory.
+        ``files`` are written first, at paths below the run directory. ``ports`` are reserved ones
+        that the process binds in a way that needs them free.
 
         Raises:
             AgentRefused: the request is wrong, another process of this name runs, or the process
@@ -138,6 +159,7 @@ class Supervisor:
             if known.digest == digest and not known.requested:
                 return known
             raise AgentRefused("start", f"{name} is still running as pid {known.identity}")
+        self.ports.release(ports)
         try:
             child = self._spawn(name, argv, {**env}, cwd or str(self._run_dir), files)
         except OSError as error:
@@ -145,7 +167,7 @@ class Supervisor:
             raise AgentRefused(
                 "disk" if error.errno == errno.ENOSPC else "start", reason
             ) from error
-        child.digest = digest
+        child.digest, child.ports = digest, tuple(ports)
         self._children[name] = child
         self._record()
         return child
@@ -173,9 +195,22 @@ class Supervisor:
         killed = sorted({pid for one in (*results, rest) for pid in one.killed})
         return StopResult(tuple(killed), rest.leftovers)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether any process runs."""
+        return any(not child.reaped.is_set() for child in self._children.values())
+
     def describe(self) -> list[dict[str, object]]:
         """Describe every process, running and ended, for the controller."""
         return [child.describe() for child in self._children.values()]
+
+    async def rotate_logs(self) -> None:
+        """Keep every log within its bound, beside other work: a slow disk takes long to copy."""
+        logs = [*(self._run_dir / "logs").glob("*.log"), self._run_dir / LOG]
+        cut = await asyncio.to_thread(rotate, logs)
+        for child in self._children.values():
+            if child.log in cut:
+                child.log_start = 0
 
     def tail(self, name: str, lines: int) -> str:
         """Return the last lines of a log, which all processes of this name have written."""
@@ -192,7 +227,7 @@ class Supervisor:
         for path, text in files.items():
             self._write(path, text)
         log = self._log(name)
-        with open(log, "ab", opener=_private) as output:
+        with open(log, "ab", opener=private) as output:
             log_start = output.tell()
             popen = subprocess.Popen(
                 argv,
@@ -211,6 +246,7 @@ class Supervisor:
         return {
             **self._marker.environment(name),
             "LIBRA_TOKEN_FILE": str(self._run_dir / "token"),
+            "LIBRA_CREDENTIALS_FILE": str(self._run_dir / CREDENTIALS),
             "PYTHONUNBUFFERED": "1",
             # setproctitle, which vLLM calls, writes titles over the environment and so over the
             # marker, unless told not to.
@@ -222,8 +258,7 @@ class Supervisor:
         if not target.is_relative_to(self._run_dir.resolve()):
             raise AgentRefused("request", f"{path} is outside the run directory")
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(target, "w", opener=_private) as file:
-            file.write(text)
+        write_private(target, text)
 
     def _log(self, name: str) -> Path:
         return self._run_dir / "logs" / f"{name}.log"
@@ -241,6 +276,7 @@ class Supervisor:
         result = await self._stop_child(child, ORPHANS_GRACE_S)
         if child.popen is not None:
             child.exit_code = child.popen.wait()
+        child.moved_ports = self.ports.take_back(child.ports)
         child.reaped.set()
         del self._reaping[child.name]
         self._record()
@@ -303,24 +339,36 @@ class Supervisor:
             for child in self._children.values()
             if not child.reaped.is_set()
         ]
-        path = self._run_dir / "processes.json"
-        draft = path.with_suffix(".new")
-        with suppress(OSError):  # on a full disk: only a successor would miss it
-            draft.write_text(json.dumps(rows))
-            draft.rename(path)
+        with suppress(OSError):  # on a full disk: a successor finds them by their marker
+            record = json.dumps({"boot": boot_id(), "processes": rows})
+            write_private(self._run_dir / RECORD, record)
 
     def _recorded(self) -> list[Child]:
-        path = self._run_dir / "processes.json"
-        rows = json.loads(path.read_text()) if path.exists() else []
+        """What an earlier agent of this boot has written; nothing of a damaged file."""
+        try:
+            record = json.loads((self._run_dir / RECORD).read_bytes())
+            rows = record["processes"] if record["boot"] == boot_id() else []
+            return [
+                Child(
+                    str(row["name"]),
+                    ProcessIdentity(int(row["pid"]), int(row["started"])),
+                    self._log(row["name"]),
+                    int(row["log_start"]),
+                    str(row["digest"]),
+                )
+                for row in rows
+            ]
+        except (OSError, *NONSENSE):
+            return []
+
+    def _found(self) -> list[Child]:
+        """The leaders of sessions that carry the marker and that an agent of this run started."""
+        found = self._marker.marked_processes()
+        leaders = [one.identity for one in proc.statuses() if one.session == one.identity.pid]
         return [
-            Child(
-                row["name"],
-                ProcessIdentity(row["pid"], row["started"]),
-                self._log(row["name"]),
-                row["log_start"],
-                row["digest"],
-            )
-            for row in rows
+            Child(found[one], one, self._log(found[one]), _size(self._log(found[one])), digest="")
+            for one in leaders
+            if one in found and proc.has_token_file(one.pid)
         ]
 
 
@@ -340,5 +388,5 @@ def _digest(*request: object) -> str:
     return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, mode=0o600)
+def _size(log: Path) -> int:
+    return log.stat().st_size if log.exists() else 0

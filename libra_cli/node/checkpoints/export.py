@@ -4,7 +4,8 @@
 
 The first line of standard input is the order, one JSON object::
 
-    checkpoint   this host's part of it, which need not be there   urls, token   of the other parts
+    checkpoint   this host's part of it, which need not be there   urls          of the other parts
+    credentials  the fields of ``Credentials``, to ask for them
     model_dir    the base model                                    dtype         of the weights
     out          the directory to make                             card          see ``model_card``
     merge        an adapter into the model; else it is written as PEFT writes it, in float32
@@ -30,8 +31,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from libra_cli.config.errors import LibraError, TrainerError
-from libra_cli.config.recipe import LoraSpec
-from libra_cli.node.checkpoints.server import COMPLETE
+from libra_cli.config.training import LoraSpec
+from libra_cli.node.checkpoints.contents import COMPLETE, about_of
+from libra_cli.node.credentials import Credentials
 
 if TYPE_CHECKING:
     from libra_cli.node.checkpoints.reader import CheckpointFiles
@@ -84,8 +86,9 @@ def _state_of(order: Mapping[str, Any], base: Path) -> tuple[dict[str, Any], Lor
     from libra_cli.node.model.adapter import published_name
 
     checkpoint = Path(order["checkpoint"])
-    files = CheckpointFiles(checkpoint, order["urls"], order["token"])
-    about = json.loads(files.read(COMPLETE)).get("adapter")
+    urls = order["urls"]
+    files = CheckpointFiles(checkpoint, urls, Credentials(**order["credentials"]) if urls else None)
+    about = about_of(files.read(COMPLETE), checkpoint / COMPLETE).get("adapter")
     if about is None:
         return read_weights(checkpoint, files, dtype=order["dtype"], names=_names_of(base)), None
     found = read_weights(checkpoint, files, dtype="float32", names=set())
@@ -140,7 +143,7 @@ def read_weights(
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from libra_cli.node.checkpoints.reader import CheckpointReader
+    from libra_cli.node.checkpoints.reader import CheckpointReader, PlainValues
 
     reader = CheckpointReader(checkpoint, files)
     described = {
@@ -161,7 +164,7 @@ def read_weights(
     }
     if not state:
         raise TrainerError(f"{checkpoint} has no tensor that the base model has")
-    dcp.load({"model": state}, storage_reader=reader, no_dist=True)
+    dcp.load({"model": state}, storage_reader=reader, planner=PlainValues(), no_dist=True)
     return state
 
 

@@ -2,9 +2,10 @@
 
     python -m libra_cli.node.checkpoints.server DIRECTORY BIND FIRST_PORT LAST_PORT
 
-The first line of standard input is the token that every request must carry. The answer is the only
-line of standard output, ``{"port": 21999}``, or 0 if there is no complete checkpoint; then this
-process ends at once, and otherwise at the end of its input, so it cannot outlive whoever asked.
+The first line of standard input is the JSON of ``Credentials``: it answers hosts of the run alone
+(mutual TLS), whose requests carry the token. The answer is the only line of standard output,
+``{"port": 21999}``, or 0 if there is no complete checkpoint, or a damaged one; then this process
+ends at once, and otherwise at the end of its input, so it cannot outlive whoever asked.
 
     GET /<file>    the file, or those of its bytes that a header ``Range: bytes=FIRST-LAST`` names
 """
@@ -15,13 +16,13 @@ import json
 import re
 import sys
 from http import HTTPStatus
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
-from libra_cli.node.http import BearerHandler, start
+from libra_cli.node.checkpoints.contents import COMPLETE
+from libra_cli.node.checkpoints.verify import verified
+from libra_cli.node.credentials import Credentials
+from libra_cli.node.http import BearerHandler, HostServer, send_file, serve_hosts
 
-COMPLETE = "checkpoint.json"
-"""The file that a checkpoint's directory has once it is complete."""
 NAME = re.compile(r"\.?[A-Za-z0-9_][A-Za-z0-9._-]*")
 RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
@@ -57,7 +58,7 @@ class CheckpointHandler(BearerHandler):
         self.wfile.flush()
         if count:
             with path.open("rb") as file:
-                self.connection.sendfile(file, first, count)
+                send_file(self.connection, file, first, count)
 
     def _refuse(self, status: HTTPStatus) -> None:
         self.send_response(status)
@@ -65,7 +66,7 @@ class CheckpointHandler(BearerHandler):
         self.end_headers()
 
 
-def serve(root: Path, bind: str, ports: range, token: str) -> ThreadingHTTPServer:
+def serve(root: Path, bind: str, ports: range, credentials: Credentials) -> HostServer:
     """Serve a directory on a free port, the last first: the first ones wait for a run's processes.
 
     Raises:
@@ -73,20 +74,22 @@ def serve(root: Path, bind: str, ports: range, token: str) -> ThreadingHTTPServe
     """
     for port in reversed(ports):
         try:
-            return start(CheckpointHandler, bind=bind, port=port, token=token, root=root)
+            return serve_hosts(
+                CheckpointHandler, bind=bind, port=port, credentials=credentials, root=root
+            )
         except OSError:
             continue
-    raise OSError(f"no port from {ports[0]} to {ports[-1]} is free")
+    raise OSError(f"no port from {ports[0]} to {ports[-1]} is free at {bind}")
 
 
 def main() -> int:
     """Serve until the end of standard input."""
     root, bind, first, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    token = sys.stdin.readline().strip()
-    if not (root / COMPLETE).is_file():
+    credentials = Credentials(**json.loads(sys.stdin.readline()))
+    if not (root / COMPLETE).is_file() or verified(root)["damaged"]:
         sys.stdout.write(json.dumps({"port": 0}) + "\n")
         return 0
-    server = serve(root, bind, range(first, last + 1), token)
+    server = serve(root, bind, range(first, last + 1), credentials)
     sys.stdout.write(json.dumps({"port": server.server_address[1]}) + "\n")
     sys.stdout.flush()
     sys.stdin.read()

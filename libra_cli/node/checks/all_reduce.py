@@ -16,17 +16,19 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from libra_cli.node.rendezvous import store_at
+
 ROUNDS = 3
 MEET_S = 40.0
 """How long the ranks may take to find one another, and an all-reduce may take."""
 
 
-def all_reduce(backend: str, rank: int, ranks: int, place: str, size: int) -> float:
+def all_reduce(backend: str, rank: int, ranks: int, place: tuple[str, int], size: int) -> float:
     """Seconds of an all-reduce of ``size`` bytes. Raises RuntimeError for a wrong sum."""
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
     limit = timedelta(seconds=MEET_S)
-    meeting = f"tcp://{place}"
-    dist.init_process_group(backend, meeting, limit, world_size=ranks, rank=rank)
+    store = store_at(*place, ranks, rank == 0, limit)
+    dist.init_process_group(backend, timeout=limit, world_size=ranks, rank=rank, store=store)
     seconds = []
     try:
         for _ in range(ROUNDS):
@@ -46,7 +48,7 @@ def all_reduce(backend: str, rank: int, ranks: int, place: str, size: int) -> fl
 def main(arguments: list[str]) -> None:
     """Run one rank."""
     backend, rank, ranks, address, port, size = arguments
-    took = all_reduce(backend, int(rank), int(ranks), f"{address}:{port}", int(size))
+    took = all_reduce(backend, int(rank), int(ranks), (address, int(port)), int(size))
     if int(rank) == 0:
         sys.stdout.write("\n" + json.dumps({"seconds": took}) + "\n")
 

@@ -9,20 +9,22 @@ has a deadline.
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import json
+import ssl
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from math import isfinite
 from typing import Any
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
 import numpy as np
 from numpy.typing import NDArray
 
+from libra_cli.node.credentials import Credentials, PeerConnection
 from libra_cli.node.gradient.wire import BYTES, to_float32
 from libra_cli.node.trainer.shares import WorkerShare
 
@@ -33,7 +35,6 @@ TIMEOUT_S = 5.0
 RETRY_S = 0.2
 BLOCK_BYTES = 64 * 1024**2
 """The most that one request reads; the worker holds as much in memory for it."""
-DIGEST = "X-Sha256"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class GradientClient:
         *,
         tokens: int,
         wanted: Mapping[str, Rows],
-        token: str,
+        credentials: Credentials,
         dtype: str = "float32",
     ) -> None:
         """``tokens`` is the number of generated tokens, which the worker must have counted too.
@@ -94,7 +95,7 @@ class GradientClient:
         self._step = step
         self._tokens = tokens
         self._wanted = wanted
-        self._connection = _Connection(share, step, token)
+        self._connection = _Connection(share, step, credentials)
         self._answer: dict[str, Any] = {}
         self._bytes = 0
         self._transfer_s = 0.0
@@ -116,8 +117,8 @@ class GradientClient:
             return Arrival(self._overdue(patience_s), waited_s=time.monotonic() - since)
         return Arrival(
             problem=self._problem,
-            sums=self._answer.get("sums") or {},
-            seconds=self._answer.get("seconds"),
+            sums={} if self._problem else self._answer["sums"],
+            seconds=None if self._problem else self._answer["seconds"],
             bytes=self._bytes,
             transfer_s=self._transfer_s,
             waited_s=max(0.0, self._ended_at - since),
@@ -158,8 +159,10 @@ class GradientClient:
 
     def _ask(self) -> dict[str, Any]:
         query = {"have": len(self.rows), "wait_s": POLL_S}
-        data, _ = self._persist("/share", query, TIMEOUT_S + POLL_S)
-        answer: dict[str, Any] = json.loads(data)
+        data = self._persist("/share", query, TIMEOUT_S + POLL_S)
+        answer = json.loads(data)
+        if not isinstance(answer, dict) or not isinstance(answer.get("tensors"), dict):
+            raise _Unusable(f"it says {data[:100]!r}")
         return answer
 
     def _check(self) -> None:
@@ -167,6 +170,8 @@ class GradientClient:
             raise _Unusable(f"done without {missing[0]} and {len(missing) - 1} other tensors")
         if self._answer["tokens"] != self._tokens:
             raise _Unusable(f"of {self._answer['tokens']} tokens instead of {self._tokens}")
+        if not all(map(isfinite, (*self._answer["sums"].values(), self._answer["seconds"]))):
+            raise _Unusable(f"of no finite loss: {self._answer['sums']}")
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         rows = self._wanted.get(name)
@@ -184,21 +189,19 @@ class GradientClient:
 
     def _block(self, name: str, start: int, stop: int, rows: Rows) -> NDArray[np.float32]:
         query = {"tensor": name, "start": start, "stop": stop}
-        data, digest = self._persist("/gradient", query, TIMEOUT_S)
+        data = self._persist("/gradient", query, TIMEOUT_S)
         self._bytes += len(data)
-        if hashlib.sha256(data).hexdigest() != digest:
-            raise _Unusable(f"rows {start} to {stop} of {name} are damaged")
         return to_float32(data, self._dtype).reshape(stop - start, rows.width)
 
-    def _persist(
-        self, path: str, query: Mapping[str, Any], timeout_s: float
-    ) -> tuple[bytes, str | None]:
+    def _persist(self, path: str, query: Mapping[str, Any], timeout_s: float) -> bytes:
         """Repeat a request until there is an answer, or nobody wants the share."""
         while not self._unwanted.is_set():
             try:
                 return self._connection.ask(path, query, timeout_s)
             except ConnectionRefusedError as error:
                 raise _Unusable("nothing listens there any more") from error
+            except ssl.SSLCertVerificationError as error:
+                raise _Unusable(f"another host answers there: {error.verify_message}") from error
             except (OSError, http.client.HTTPException) as error:
                 self._connection.close()
                 self._trouble = f"{type(error).__name__}: {error}"
@@ -209,23 +212,17 @@ class GradientClient:
 class _Connection:
     """A connection to the worker's gradient server, opened when it is needed."""
 
-    def __init__(self, share: WorkerShare, step: int, token: str) -> None:
-        url = urlsplit(share.url)
-        self._connection = http.client.HTTPConnection(
-            url.hostname or "", url.port, timeout=TIMEOUT_S
-        )
+    def __init__(self, share: WorkerShare, step: int, credentials: Credentials) -> None:
+        self._connection = PeerConnection(share.url, credentials.client(), TIMEOUT_S)
         self._about = {"incarnation": share.incarnation, "step": step, "version": share.version}
-        self._headers = {"Authorization": f"Bearer {token}"}
+        self._headers = {"Authorization": f"Bearer {credentials.token}"}
 
-    def ask(
-        self, path: str, query: Mapping[str, Any], timeout_s: float
-    ) -> tuple[bytes, str | None]:
-        """Return the body and its digest.
+    def ask(self, path: str, query: Mapping[str, Any], timeout_s: float) -> bytes:
+        """Return the body.
 
         Raises:
             _Unusable: the worker refuses.
         """
-        # http.client, since a cluster's http_proxy is not meant for the host next door.
         connection = self._connection
         if connection.sock is None:
             connection.connect()
@@ -237,7 +234,7 @@ class _Connection:
         if response.status != HTTPStatus.OK:
             reason = data[:300].decode(errors="replace")
             raise _Unusable(f"{path} answered {response.status}: {reason}")
-        return data, response.headers.get(DIGEST)
+        return data
 
     def close(self) -> None:
         """Close the connection; the next request opens it again."""

@@ -1,4 +1,4 @@
-"""The HTTP of a gradient worker's rank 0 on its host's loopback, for the controller.
+"""The HTTP of a gradient worker's rank 0 on a Unix socket, for the controller.
 
     GET  /health    state, version, incarnation, step of the last share taken, world; at once
     POST /load      {"directory", "name", "version", "trainer_incarnation"}; when it is loaded
@@ -16,14 +16,20 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from http.server import ThreadingHTTPServer
 from typing import Any, TypeAlias
 
 import msgpack
 
 from libra_cli.node.command_queue import BaseCommandQueue, IdleCommand, StopCommand
 from libra_cli.node.gradient.server import GradientStore
-from libra_cli.node.http import LOOPBACK, Answer, JsonHandler, Reply, refusal, start
+from libra_cli.node.http import (
+    Answer,
+    HostServer,
+    JsonHandler,
+    Reply,
+    refusal,
+    serve_controller,
+)
 from libra_cli.node.trainer.samples import TokenSample, read_samples
 
 LOAD_TIMEOUT_S = 1800.0
@@ -191,9 +197,9 @@ class WorkerCommandQueue(BaseCommandQueue[LoadCommand | ComputeCommand]):
         return super().stop()
 
 
-def serve(queue: WorkerCommandQueue, *, port: int, token: str) -> ThreadingHTTPServer:
-    """Answer on the loopback until ``shutdown()``; returns at once."""
-    return start(_WorkerHandler, bind=LOOPBACK, port=port, token=token, queue=queue)
+def serve(queue: WorkerCommandQueue, *, path: str, token: str) -> HostServer:
+    """Answer on a Unix socket until ``shutdown()``; returns at once."""
+    return serve_controller(_WorkerHandler, path=path, token=token, queue=queue)
 
 
 class _WorkerHandler(JsonHandler):

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, cast
 
 from libra_cli.config.errors import TrainerError
 from libra_cli.node.command_queue import IdleCommand, StopCommand
+from libra_cli.node.credentials import Credentials
 from libra_cli.node.gradient.commands import (
     Command,
     ComputeCommand,
@@ -35,7 +36,7 @@ from libra_cli.node.gradient.commands import (
 )
 from libra_cli.node.gradient.server import GradientStore
 from libra_cli.node.gradient.server import serve as serve_gradients
-from libra_cli.node.http import read_token
+from libra_cli.node.heartbeat import Heartbeat, beside
 from libra_cli.node.trainer.config import WorkerConfig
 from libra_cli.node.trainer.rank import answering, attempt, log_ready, start_logging
 from libra_cli.node.trainer.samples import counted
@@ -51,21 +52,27 @@ def main() -> int:
     """Run this rank and return its exit code."""
     start_logging()
     config = WorkerConfig.from_json(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    if int(os.environ.get("RANK", "0")):
-        return attempt(lambda: _work(config, None), None)
+    rank = int(os.environ.get("RANK", "0"))
+    heart = Heartbeat(beside(sys.argv[1]), rank=rank, incarnation=config.incarnation)
+    heart.start()
+    if rank:
+        return attempt(lambda: _work(config, None, heart), None)
     # An exit like any other, so that the memory-backed files are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    token = read_token(os.environ["LIBRA_TOKEN_FILE"])
+    here = Credentials.here()
     queue = WorkerCommandQueue(config.world_size, config.max_len, GradientStore(config.incarnation))
     servers = [
-        serve(queue, port=config.port, token=token),
-        serve_gradients(queue.store, bind=config.side_bind, port=config.side_port, token=token),
+        serve(queue, path=config.socket, token=here.token),
+        serve_gradients(
+            queue.store, bind=config.side_bind, port=config.side_port, credentials=here
+        ),
     ]
     with answering(servers):
-        return attempt(lambda: _work(config, queue), queue)
+        return attempt(lambda: _work(config, queue, heart), queue)
 
 
-def _work(config: WorkerConfig, queue: WorkerCommandQueue | None) -> None:
+def _work(config: WorkerConfig, queue: WorkerCommandQueue | None, heart: Heartbeat) -> None:
+    heart.enter("loading the model")
     from transformers.utils.logging import disable_progress_bar
 
     from libra_cli.node.model.policy import PolicyModel
@@ -73,6 +80,7 @@ def _work(config: WorkerConfig, queue: WorkerCommandQueue | None) -> None:
     disable_progress_bar()
     started = time.monotonic()
     policy = PolicyModel(config)
+    policy.enter = heart.enter
     log_ready(log, policy, started)
     WorkerRank(config, queue, policy).serve()
 
@@ -108,6 +116,10 @@ class WorkerRank:
         self.policy.close()
 
     def _next(self) -> Command:
+        if self.queue is None:
+            self.policy.enter("waiting for rank 0")
+        else:
+            self.policy.enter("waiting for a command")
         given: Command | None = self.queue.next(IDLE_S) if self.queue is not None else None
         return cast("Command", self.policy.broadcast(given))
 
@@ -127,6 +139,7 @@ class WorkerRank:
     def _load(self, command: LoadCommand) -> None:
         from libra_cli.node.gradient.loading import load_version
 
+        self.policy.enter("loading a version")
         began = time.monotonic()
         try:
             gap = load_version(self.policy, Path(command.directory))

@@ -4,28 +4,26 @@
         {"state": awaited | running | done | failed, "error", "tensors": {name: shape} so far,
          "sums", "tokens", "seconds" when done}; waits at most wait_s for more than ``have`` tensors
     GET /gradient?incarnation=&step=&version=&tensor=&start=&stop=
-        rows [start, stop) in little-endian numbers of ``training.worker_gradients``, their SHA-256
-        in the header X-Sha256
+        rows [start, stop) in little-endian numbers of ``training.worker_gradients``
 
 A share of a later step may be on its way and is awaited. A request for any other incarnation, step
 or version than the one in the store is answered with 409, for a tensor that is not finished with
-404. Every route demands the run's bearer token. ``GradientStore`` is the object that the computing
+404. It talks to hosts of the run alone (mutual TLS), so that nothing is read or changed on the way,
+and every route demands the run's bearer token. ``GradientStore`` is the object that the computing
 thread and the HTTP threads share. Needs no torch.
 """
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from libra_cli.node.gradient.client import DIGEST
-from libra_cli.node.http import Answer, Blob, JsonHandler, Reply, refusal, start
+from libra_cli.node.credentials import Credentials
+from libra_cli.node.http import Answer, Blob, HostServer, JsonHandler, Reply, refusal, serve_hosts
 
 MAX_WAIT_S = 20.0
 
@@ -160,7 +158,7 @@ class GradientStore:
         return int(about["incarnation"]) == self.incarnation and int(about["step"]) > self.step
 
     def gradient(self, about: Mapping[str, str], name: str, first: int, last: int) -> Reply:
-        """Answer rows ``[first, last)`` of a finished tensor, with their SHA-256."""
+        """Answer rows ``[first, last)`` of a finished tensor."""
         with self._changed:
             if other := self._other(about):
                 return other
@@ -171,7 +169,7 @@ class GradientStore:
             data = tensor.read(first, last)
         except FileNotFoundError:
             return refusal(HTTPStatus.CONFLICT, "the next share came while this was read")
-        return HTTPStatus.OK, Blob(data, {DIGEST: hashlib.sha256(data).hexdigest()})
+        return HTTPStatus.OK, Blob(data)
 
     def _other(self, about: Mapping[str, str]) -> Answer | None:
         asked = int(about["incarnation"]), int(about["step"]), about["version"]
@@ -185,9 +183,16 @@ class GradientStore:
         )
 
 
-def serve(store: GradientStore, *, bind: str, port: int, token: str) -> ThreadingHTTPServer:
+def serve(store: GradientStore, *, bind: str, port: int, credentials: Credentials) -> HostServer:
     """Answer until ``shutdown()``; returns at once."""
-    return start(_GradientHandler, bind=bind, port=port, token=token, store=store)
+    return serve_hosts(
+        _GradientHandler,
+        bind=bind,
+        port=port,
+        credentials=credentials,
+        is_reserved=port > 0,
+        store=store,
+    )
 
 
 class _GradientHandler(JsonHandler):

@@ -1,7 +1,7 @@
 """What a loss is: a pure function of generated tokens, which the ranks of the trainer call.
 
     def reinforce(inputs: LossInputs, training: TrainingSpec) -> LossOutputs:
-        weight = torch.exp(inputs.proximal - inputs.rollout).clamp(max=training.tis_cap)
+        weight = torch.exp(inputs.proximal - inputs.rollout).clamp(max=2.0)
         loss = -weight * inputs.advantages * inputs.logprobs
         return LossOutputs(loss.sum(), {"weight_mean": weight.sum()})
 
@@ -11,13 +11,21 @@ tools returned are left out, and so are tokens over the staleness bound where th
 (``training.staleness``). T can be 0, on a rank that has nothing to do while others have. Then
 the recipe's ``training``, and what the recipe says in ``training.loss_args`` as keywords. A copy of
 the model as it was at the start, ``LossInputs.reference``, is only kept where ``training.kl_coef``
-is above 0.
+is above 0, or where the loss has an attribute ``needs_reference`` that is true.
+
+**What it may ask of a group.** A loss with an attribute ``group_value``, a function of
+``LossInputs`` that returns a number for each token, ``(T,)``, is given ``own_value``, the sum of
+these over the token's trajectory, and ``group_mean``, the mean of that over the trajectories of its
+group, wherever those are; ``own_tokens`` is how many tokens the sum is over. They are of the model
+as it is before this update: with several updates a batch, each after the first costs one more pass
+without gradient over its minibatch.
 
 **What it returns.** ``LossOutputs``: the loss **summed** over these tokens, and sums by name. libra
-adds them up over micro-batches, ranks and gradient workers, and divides each, and the gradient, by
-the number of such tokens of the whole batch. That number is known before the backward pass,
-so the gradient is the same however the batch is cut and whoever computes which part; a mean over T
-would break that. It must name the same metrics every time.
+adds them up over micro-batches, ranks and gradient workers, and divides each by the number of such
+tokens of the whole batch. The loss and its gradient are divided by the batch's sum of
+``LossOutputs.divisor``; without one, by the number of tokens too. So the gradient is the same
+however the batch is cut and whoever computes which part; a mean over T would break that. It must
+name the same metrics every time.
 
 **Where the metrics go.** Each named sum, divided so, is a metric of the step under that name: in
 ``StepRecord.metrics_json``, ``libra status`` and its ``--json``, ``report.html`` and every monitor.
@@ -42,12 +50,13 @@ from torch import Tensor
 
 from libra_cli.config.errors import TrainerError
 from libra_cli.config.losses import LOSSES
-from libra_cli.config.recipe import TrainingSpec
+from libra_cli.config.training import TrainingSpec
 
 RESERVED = frozenset(
     {
-        *("loss", "entropy", "gap", "gap_tokens", "grad_norm", "learning_rate"),
-        *("skipped_in_a_row", "micro_batch_tokens"),
+        *("loss", "divisor", "entropy", "gap", "gap_tokens", "grad_norm", "learning_rate"),
+        *("skipped_in_a_row", "micro_batch_tokens", "update_ratio", "rollout_kl", "ppo_kl"),
+        *("effective_sample_size", "rollout_ratio_sum", "rollout_ratio_square_sum"),
     }
 )
 """Sums and metrics that libra adds to those of a loss."""
@@ -63,20 +72,36 @@ class LossInputs:
     logprobs: Tensor
     """Of the model that is being trained."""
     proximal: Tensor
-    """Of the trainer's model at the start of the step; with one update a batch the same."""
+    """Of the trainer's model before the first update of the step; with one update the same."""
     rollout: Tensor
     """Of the server that generated the token."""
     advantages: Tensor
-    """Of the token's trajectory within its group."""
+    """Of the token, as ``training.advantage`` has estimated it (``core.advantages``)."""
     trajectories: Tensor
     """int64: the number, from 0 on, of the token's trajectory among these S; never falls. Each
     branch of one (``core.types.Branch``) counts by itself."""
+    groups: Tensor
+    """int64: the number of the token's group."""
     staleness: Tensor
     """int64: versions between the one that produced the token and the trainer's."""
     over: Tensor
     """bool: whether that is more than ``training.max_staleness``."""
+    max_len: int
+    """The most tokens that a trajectory may have, prompt and all."""
     reference: Tensor | None = None
-    """Of the model at the start of the run; None if ``training.kl_coef`` is 0."""
+    """Of the model at the start of the run; None if nobody needs it."""
+    entropy: Tensor | None = None
+    """Of the distribution of each token, in nats, with a gradient; None if ``entropy_coef`` is
+    0."""
+    greedy: Tensor | None = None
+    """1 where the token is the one that the model finds likeliest, else 0; None while scores are
+    computed (``group_value``)."""
+    own_value: Tensor | None = None
+    """The sum of the loss's ``group_value`` over the token's trajectory, all its branches."""
+    own_tokens: Tensor | None = None
+    """How many tokens that is the sum of."""
+    group_mean: Tensor | None = None
+    """The mean of that over the trajectories of the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +112,8 @@ class LossOutputs:
     """A scalar with gradient; not divided by anything."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     """Scalars by name; divided by the number of tokens of the batch, each is a metric."""
+    divisor: Tensor | None = None
+    """A scalar, whose sum over the batch the loss is divided by; None: the number of tokens."""
 
 
 Loss: TypeAlias = Callable[..., LossOutputs]
@@ -110,6 +137,21 @@ def loss_of(training: TrainingSpec) -> Callable[[LossInputs], LossOutputs]:
             hint=f"it takes: {inspect.signature(loss)}",
         ) from error
     return partial(_checked, loss, training)
+
+
+def needs_reference(training: TrainingSpec) -> bool:
+    """Whether a copy of the model as it was at the start is kept."""
+    return training.kl_coef > 0 or bool(
+        getattr(LOSSES.find(training.loss), "needs_reference", False)
+    )
+
+
+def group_value_of(training: TrainingSpec) -> Callable[[LossInputs], Tensor] | None:
+    """What the loss compares the trajectories of a group by; None if it does not."""
+    found: Callable[[LossInputs], Tensor] | None = getattr(
+        LOSSES.find(training.loss), "group_value", None
+    )
+    return found
 
 
 def _checked(loss: Loss, training: TrainingSpec, inputs: LossInputs) -> LossOutputs:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from libra_cli.config.errors import TrainerError
-from libra_cli.config.recipe import LoraSpec
+from libra_cli.config.training import LoraSpec
 
 NAME = "default"
 """PEFT's own name for a model's only adapter."""

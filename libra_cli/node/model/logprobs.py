@@ -1,20 +1,23 @@
-"""Log-probabilities of chosen tokens, and the entropy of what they were chosen from.
+"""Log-probabilities of chosen tokens, the entropy of what they were chosen from, and whether they
+are the likeliest of it.
 
 ``chosen_logprobs`` computes the output layer and the softmax over the vocabulary in blocks of rows
 of the layer's weight, forward and backward, so that the logits of all tokens are never there at
 once. Of a block with logits x_b it keeps, for each token,
 
-    l_b = logsumexp(x_b)        H_b = entropy of softmax(x_b)
+    l_b = logsumexp(x_b)        H_b = entropy of softmax(x_b)        max x_b
 
 and from all blocks l = logsumexp(l_b), log p(target) = x_target - l, and the entropy
 H = sum over b of exp(l_b - l) (H_b + l - l_b). The backward pass computes the logits of each block
-again: one more product with the weight, in place of memory for tokens x vocabulary.
+again: one more product with the weight, in place of memory for tokens x vocabulary. With p the
+softmax of x, it has d log p(target) / dx = [target] - p and dH / dx = -p (log p + H).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,24 +29,44 @@ BLOCK_LOGITS = 2**25
 """Logits of a block, 128 MiB in fp32; two such tensors are there at once."""
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and, without gradient, the entropy of its distribution.
+class ChosenTokens(NamedTuple):
+    """Of each token, (tokens,)."""
+
+    logprobs: Tensor
+    """In nats."""
+    entropy: Tensor
+    """Of the distribution that it is chosen from, in nats; mostly without gradient."""
+    greedy: Tensor
+    """1 where it is the likeliest token, else 0; without gradient."""
+
+
+def token_logprobs(
+    logits: Tensor, targets: Tensor, *, temperature: float, entropy_gradient: bool = False
+) -> ChosenTokens:
+    """The scores of each target.
 
     ``logits`` is (tokens, vocabulary) and is scaled as the rollout scaled it, so that both sides
-    speak of the distribution that was sampled from. Both results are (tokens,), in nats.
+    speak of the distribution that was sampled from.
     """
-    logprobs, entropies = [], []
+    logprobs, entropies, greedy = [], [], []
     for rows, wanted in zip(logits.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True):
         log_softmax = torch.log_softmax(rows.float() / temperature, dim=-1)
-        logprobs.append(log_softmax.gather(-1, wanted[:, None])[:, 0])
-        with torch.no_grad():
+        chosen = log_softmax.gather(-1, wanted[:, None])[:, 0]
+        logprobs.append(chosen)
+        greedy.append((chosen >= log_softmax.amax(-1)).float())
+        with contextlib.nullcontext() if entropy_gradient else torch.no_grad():
             entropies.append(-(log_softmax.exp() * log_softmax).sum(-1))
-    return torch.cat(logprobs), torch.cat(entropies)
+    return ChosenTokens(torch.cat(logprobs), torch.cat(entropies), torch.cat(greedy))
 
 
 def chosen_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    entropy_gradient: bool = False,
+) -> ChosenTokens:
     """``token_logprobs`` of ``hidden @ weight.T``, whose logits are never there as a whole.
 
     ``hidden`` is (tokens, width), ``weight`` (vocabulary, width). Products are computed in the type
@@ -52,10 +75,9 @@ def chosen_logprobs(
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
-    results: tuple[Tensor, Tensor] = _ChosenLogprobs.apply(
-        hidden, weight, targets, temperature, dtype
+    return ChosenTokens(
+        *_ChosenLogprobs.apply(hidden, weight, targets, temperature, dtype, entropy_gradient)
     )
-    return results
 
 
 class _ChosenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is Any here
@@ -67,14 +89,17 @@ class _ChosenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch i
         targets: Tensor,
         temperature: float,
         dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         narrow = hidden.to(dtype)
         chosen = torch.zeros(len(targets), device=hidden.device)
+        best = torch.full_like(chosen, -torch.inf)
         sums, entropies = [], []
         for rows, start in _blocks(weight, len(targets)):
             logits = _logits(narrow, rows.to(dtype), temperature)
             places, inside = _places(targets, start, len(rows))
             chosen += logits.gather(1, places)[:, 0].masked_fill_(~inside, 0.0)
+            best = torch.maximum(best, logits.amax(-1))
             total, entropy = _sum_up(logits)
             del logits  # or it would be there beside the next
             sums.append(total)
@@ -83,23 +108,28 @@ class _ChosenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch i
         whole = by_block.logsumexp(0)
         above = whole - by_block
         entropy = ((-above).exp() * (torch.stack(entropies) + above)).sum(0)
-        ctx.save_for_backward(hidden, weight, targets, whole)
+        ctx.save_for_backward(hidden, weight, targets, whole, entropy)
         ctx.temperature, ctx.dtype = temperature, dtype
-        ctx.mark_non_differentiable(entropy)
-        return chosen - whole, entropy
+        ctx.entropy_gradient = entropy_gradient
+        greedy = (chosen >= best).float()
+        ctx.mark_non_differentiable(greedy, *(() if entropy_gradient else (entropy,)))
+        return chosen - whole, entropy, greedy
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, whole = ctx.saved_tensors
+    def backward(
+        ctx: Any, gradient: Tensor, of_entropy: Tensor, _: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, whole, entropy = ctx.saved_tensors
         to_hidden, to_weight = ctx.needs_input_grad[:2]
         narrow = hidden.to(ctx.dtype)
         hidden_gradient = torch.zeros(hidden.shape, device=hidden.device)
         weight_gradient = torch.empty_like(weight) if to_weight else None
         scaled = gradient[:, None] / ctx.temperature
+        bonus = of_entropy[:, None] / ctx.temperature if ctx.entropy_gradient else None
         for rows, start in _blocks(weight, len(targets)):
             block = rows.to(ctx.dtype)
             logits = _logits(narrow, block, ctx.temperature)
-            pull = logits.sub_(whole[:, None]).exp_().mul_(-scaled)
+            pull = _pull(logits.sub_(whole[:, None]), scaled, bonus, entropy)
             places, inside = _places(targets, start, len(rows))
             pull.scatter_add_(1, places, scaled.masked_fill(~inside[:, None], 0.0))
             del logits
@@ -109,7 +139,19 @@ class _ChosenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch i
             if weight_gradient is not None:
                 weight_gradient[start : start + len(rows)] = pull.T @ narrow
             del pull
-        return hidden_gradient.to(hidden.dtype), weight_gradient, None, None, None
+        return hidden_gradient.to(hidden.dtype), weight_gradient, None, None, None, None
+
+
+def _pull(log_softmax: Tensor, scaled: Tensor, bonus: Tensor | None, entropy: Tensor) -> Tensor:
+    """What every logit of a block is pulled by, (tokens, rows), but for the targets' own part.
+
+    ``scaled`` and ``bonus`` are the gradients of log-probability and entropy; log_softmax is
+    overwritten.
+    """
+    if bonus is None:
+        return log_softmax.exp_().mul_(-scaled)
+    shares = log_softmax.exp()
+    return log_softmax.add_(entropy[:, None]).mul_(-bonus).sub_(scaled).mul_(shares)
 
 
 def _blocks(weight: Tensor, tokens: int) -> Iterator[tuple[Tensor, int]]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -37,11 +38,19 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from libra_cli.config.errors import TrainerError
-from libra_cli.node.losses.protocol import LossInputs, loss_of
+from libra_cli.config.losses import SFT
+from libra_cli.node.losses.protocol import (
+    LossInputs,
+    group_value_of,
+    loss_of,
+    needs_reference,
+)
+from libra_cli.node.losses.ratios import rollout_sums
+from libra_cli.node.model import messages, torch_objects
 from libra_cli.node.model.activations import checkpoint_activations
 from libra_cli.node.model.adapter import add_adapter, published_name, without_adapter
+from libra_cli.node.model.scores import BranchScores, with_scores
 from libra_cli.node.model.scoring import ScoringModel, one_sequence
-from libra_cli.node.trainer.advantages import advantages_of
 from libra_cli.node.trainer.batching import MicroBatch, collate, deal
 from libra_cli.node.trainer.config import PolicyConfig
 from libra_cli.node.trainer.samples import TokenSample
@@ -57,6 +66,10 @@ BUCKET_BYTES = 256 * 1024**2
 T = TypeVar("T")
 
 
+def _nobody(phase: str) -> None:
+    """Nobody wants to know."""
+
+
 class PolicyModel:
     """The policy on this rank: a replica, or a shard of every tensor."""
 
@@ -67,6 +80,9 @@ class PolicyModel:
             TrainerError: the world has another size than planned.
             WeightsError: servers could not load versions of this model.
         """
+        self.enter: Callable[[str], None] = _nobody
+        """Told what this rank goes on with."""
+        torch_objects.restrict()
         timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         self._accelerator = Accelerator(kwargs_handlers=[timeout])
         self.rank = self._accelerator.process_index
@@ -75,6 +91,7 @@ class PolicyModel:
         set_seed(config.seed)
         self._config = config
         self._loss = loss_of(config.training)
+        self._group_value = group_value_of(config.training)
         self.micro_batch_tokens = config.training.micro_batch_tokens
         # Commands and checkpoints are agreed on over gloo: an idle rank then burns no GPU, and a
         # rank that died is noticed at once.
@@ -96,54 +113,81 @@ class PolicyModel:
         check_names(base, Path(config.model_dir))
         self._forward = self._wrap(self.model)
         self._scoring = ScoringModel(self.model, self._forward, self.device)
-        self._reference = self._frozen() if config.training.kl_coef > 0 else None
+        self._reference = self._frozen() if needs_reference(config.training) else None
         """The first policy; with an adapter it is the model without it."""
 
     def broadcast(self, value: T | None) -> T:
         """*Collective.* Return rank 0's value; the other ranks' values are ignored."""
-        message = [value]
-        if self.control is not None:
-            dist.broadcast_object_list(message, src=0, group=self.control)
-        return cast(T, message[0])
+        if self.control is None:
+            return cast(T, value)
+        return cast(T, messages.broadcast(value, self.control))
 
     def gather(self, value: T) -> list[T]:
         """*Collective.* Return every rank's value, in rank order."""
-        if self.control is None:
-            return [value]
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+        return [value] if self.control is None else messages.gather(value, self.control)
 
     def gradients_of(
         self, samples: Sequence[TokenSample], *, before: Callable[[bool], bool] = lambda last: True
     ) -> dict[str, float] | None:
         """*Collective.* Add the gradients of the loss summed over the samples' generated tokens.
 
-        Every rank is given all samples, and all members of each group. ``before`` is called ahead
-        of each micro-batch with whether it is the last, and returns whether to go on.
+        Every rank is given all samples. ``before`` is called ahead of each micro-batch with whether
+        it is the last, and returns whether to go on. Samples without ``scores`` are scored first,
+        where the recipe compares the trajectories of a group: then all of a group must be there.
 
         Returns:
-            The sums over all ranks, by name: ``loss``, ``entropy`` and the loss's metrics over
-            generated tokens; ``gap``, of |rollout - trainer| log-probability, over the
-            ``gap_tokens`` fresh ones. None if ``before`` said to stop: then the gradients are
-            incomplete.
+            The sums over all ranks, by name: ``loss``, what it is to be divided by (``divisor``),
+            ``entropy``, ``ratios.rollout_sums`` and the loss's metrics over generated tokens;
+            ``gap``, of |rollout - trainer| log-probability, over the ``gap_tokens`` fresh ones.
+            None if ``before`` said to stop: then the gradients are incomplete.
         """
-        normalize_std = self._config.training.normalize_std
-        advantages = advantages_of(samples, normalize_std=normalize_std)
-        lengths = [len(sample.token_ids) for sample in samples]
-        budget = self.micro_batch_tokens if self._scoring.packs else 1
-        dealt = deal(lengths, shares=self.world, budget=budget)[self.rank]
+        if self._compares and not is_scored(samples):
+            samples = self.scored(samples)
+        dealt = self._dealt(samples)
         sums: list[dict[str, float]] = []
         for number, indices in enumerate(dealt, 1):
             last = number == len(dealt)
+            self.enter(f"computing gradients: micro-batch {number} of {len(dealt)}")
             if not before(last):
                 return None
-            batch = collate(
-                [samples[i] for i in indices], [advantages[i] for i in indices], self.device
-            )
+            here = [samples[i] for i in indices]
+            batch = collate(here, self.device, scored=is_scored(samples))
             with self._sync_only(last=last):
                 sums.append(self._backward(batch))
         return summed(self.gather(summed(sums)))
+
+    def scored(self, samples: Sequence[TokenSample]) -> list[TokenSample]:
+        """*Collective.* The samples with what this model says of them, in a pass without gradient.
+
+        Every rank is given all of them, and has the scores of all. Those that are scored already
+        keep what was said before the first update, and are compared by what the model says now.
+        """
+        found: dict[int, BranchScores] = {}
+        dealt = self._dealt(samples)
+        for number, indices in enumerate(dealt, 1):
+            self.enter(f"computing log-probabilities: micro-batch {number} of {len(dealt)}")
+            here = [samples[i] for i in indices]
+            batch = collate(here, self.device, scored=is_scored(samples))
+            found |= dict(zip(indices, self._scores_of(batch, here), strict=True))
+        of_all = {index: one for rank in self.gather(found) for index, one in rank.items()}
+        leave_one_out = self._config.training.advantage == "rloo"
+        return with_scores(samples, of_all, leave_one_out=leave_one_out)
+
+    def _dealt(self, samples: Sequence[TokenSample]) -> list[list[int]]:
+        """This rank's micro-batches of the samples."""
+        lengths = [len(sample.token_ids) for sample in samples]
+        budget = self.micro_batch_tokens if self._scoring.packs else 1
+        return deal(lengths, shares=self.world, budget=budget)[self.rank]
+
+    @property
+    def _compares(self) -> bool:
+        """Whether a token's loss depends on other trajectories of its group."""
+        return self.compares_values or self._config.training.kl_in_reward
+
+    @property
+    def compares_values(self) -> bool:
+        """Whether the loss compares trajectories by what the model says of them."""
+        return self._group_value is not None
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by name; a tied one once.
@@ -154,6 +198,13 @@ class PolicyModel:
         """
         named = self.named_once()
         return {name: cast(nn.Parameter, one) for name, one in named.items() if one.requires_grad}
+
+    def hidden_matrices(self) -> list[nn.Parameter]:
+        """Return the matrices between the embeddings and the output layer."""
+        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        outer = {id(parameter) for end in ends for parameter in end.parameters()}
+        every = self.parameters().values()
+        return [one for one in every if one.ndim == 2 and id(one) not in outer]
 
     def own_rows(self, tensor: Tensor) -> tuple[int, int]:
         """Return ``[start, stop)`` of the rows of ``tensor`` that this rank reads.
@@ -213,7 +264,7 @@ class PolicyModel:
         """
         request = one_sequence(torch.tensor(token_ids, device=self.device))
         with torch.no_grad():
-            logprobs, _ = self._scoring.logprobs(request, temperature=1.0)
+            logprobs = self._scoring.logprobs(request, temperature=1.0).logprobs
         values: list[float] = logprobs.tolist()
         return values
 
@@ -244,41 +295,87 @@ class PolicyModel:
             dist.destroy_process_group()
 
     def _backward(self, batch: MicroBatch) -> dict[str, float]:
-        temperature = self._config.temperature
-        reference = self._reference_logprobs(batch)
-        current, entropy = self._scoring.logprobs(batch.request, temperature=temperature)
-        outputs = self._loss(
-            LossInputs(
-                logprobs=current,
-                proximal=current.detach(),
-                rollout=batch.rollout,
-                advantages=batch.advantages,
-                trajectories=batch.rows,
-                staleness=batch.ages,
-                over=batch.ages > self._config.training.max_staleness,
-                reference=reference,
-            )
+        bonus = self._config.training.entropy_coef > 0
+        reference = self._reference_logprobs(batch) if batch.scores is None else None
+        current, entropy, greedy = self._scoring.logprobs(
+            batch.request, temperature=self._config.temperature, entropy_gradient=bonus
         )
+        inputs = self._inputs(batch, current, reference)
+        outputs = self._loss(replace(inputs, entropy=entropy if bonus else None, greedy=greedy))
         self._accelerator.backward(outputs.loss * self.world)
-        gap = (current.detach() - batch.rollout).abs()[batch.fresh]
+        gap = (inputs.proximal - batch.rollout).abs()[batch.fresh]
+        divisor = len(current) if outputs.divisor is None else outputs.divisor
+        imitates = self._config.training.loss == SFT  # what no rollout policy generated
+        sums = {**({} if imitates else rollout_sums(inputs)), **outputs.metrics}
+        if self._config.training.updates > 1:
+            sums["ppo_kl"] = (inputs.proximal - current.detach()).sum()
         return {
             "loss": float(outputs.loss.detach()),
-            "entropy": float(entropy.sum()),
+            "divisor": float(divisor),
+            "entropy": float(entropy.detach().sum()),
             "gap": float(gap.sum()),
             "gap_tokens": float(len(gap)),
-            **{name: float(total) for name, total in outputs.metrics.items()},
+            **{name: float(total) for name, total in sums.items()},
         }
+
+    def _inputs(self, batch: MicroBatch, current: Tensor, reference: Tensor | None) -> LossInputs:
+        """What the loss is given; of a batch without scores, current is proximal."""
+        inputs = LossInputs(
+            logprobs=current,
+            proximal=current.detach(),
+            rollout=batch.rollout,
+            advantages=batch.advantages,
+            trajectories=batch.rows,
+            groups=batch.groups,
+            staleness=batch.ages,
+            over=batch.ages > self._config.training.max_staleness,
+            max_len=self._config.max_len,
+            reference=reference,
+        )
+        scores, training = batch.scores, self._config.training
+        if scores is None:
+            return inputs
+        taken = training.kl_coef * scores.excess_kl if training.kl_in_reward else 0.0
+        compared = self.compares_values
+        return replace(
+            inputs,
+            proximal=scores.proximal,
+            advantages=batch.advantages - taken,
+            reference=None if self._reference is None else scores.reference,
+            own_value=scores.own_value if compared else None,
+            own_tokens=scores.own_tokens if compared else None,
+            group_mean=scores.group_mean if compared else None,
+        )
+
+    def _scores_of(self, batch: MicroBatch, samples: Sequence[TokenSample]) -> list[BranchScores]:
+        """*Collective*, if the model is sharded."""
+        with torch.no_grad():
+            reference = self._reference_logprobs(batch)
+            temperature = self._config.temperature
+            current = self._scoring.logprobs(batch.request, temperature=temperature).logprobs
+            first = torch.zeros_like(current) if reference is None else reference
+            inputs = self._inputs(replace(batch, scores=None), current, reference)
+            values = torch.zeros_like(current)
+            if self._group_value is not None:
+                values = self._group_value(inputs)
+        kls = current - first if reference is not None else torch.zeros_like(current)
+        sizes = [sample.generated for sample in samples]
+        parts = (one.float().cpu().split(sizes) for one in (current, first, values, kls))
+        return [
+            BranchScores(proximal.numpy(), before.numpy(), float(value.sum()), float(kl.sum()))
+            for proximal, before, value, kl in zip(*parts, strict=True)
+        ]
 
     def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
         if self._reference is None:
             return None
+        if batch.scores is not None:
+            return batch.scores.reference
         adapter = self._config.training.lora is not None
         without = without_adapter(self.model) if adapter else contextlib.nullcontext()
         with torch.no_grad(), without:
-            logprobs, _ = self._reference.logprobs(
-                batch.request, temperature=self._config.temperature
-            )
-        return logprobs
+            scores = self._reference.logprobs(batch.request, temperature=self._config.temperature)
+        return scores.logprobs
 
     def _sync_only(self, *, last: bool) -> AbstractContextManager[None]:
         """Let replicas reduce gradients in the last micro-batch only.
@@ -350,6 +447,11 @@ class PolicyModel:
         if not self.sharded:
             call = self._accelerator.prepare_model(model, evaluation_mode=True)
         return ScoringModel(model, call, self.device)
+
+
+def is_scored(samples: Sequence[TokenSample]) -> bool:
+    """Whether they have scores: all, or none."""
+    return bool(samples) and samples[0].scores is not None
 
 
 def check_world(rank: int, world: int, wanted: int) -> None:

@@ -59,7 +59,7 @@ class PlayedEpisode:
             return
         key = text[len(CALL_HEAD) : -len(CALL_TAIL)]
         try:
-            observation = self.environment.step(ToolCall("get", {"key": key}))
+            observation = self.environment.look_up(ToolCall("get", {"key": key}))
         except ToolFailed as failure:
             observation = str(failure)
         self.forced = encode(self.tokenizer, observation_text(observation))

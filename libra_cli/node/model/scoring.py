@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from libra_cli.node.model.logprobs import chosen_logprobs, token_logprobs
+from libra_cli.node.model.logprobs import ChosenTokens, chosen_logprobs, token_logprobs
 from libra_cli.node.model.packed_attention import PackedSequences, use_packed_attention
 
 log = logging.getLogger("libra.model")
@@ -50,7 +50,7 @@ class ScoringModel:
         self.packs = use_packed_attention(model)
         """Whether a request may hold more than one sequence."""
         self._head = model.get_output_embeddings()
-        self._open: tuple[ScoringRequest, float] | None = None
+        self._open: tuple[ScoringRequest, float, bool] | None = None
         self._answer: Tensor | None = None
         self._in_blocks = type(self._head) is nn.Linear and self._head.bias is None
         if self._in_blocks:
@@ -64,17 +64,26 @@ class ScoringModel:
                 type(model).__name__,
             )
 
-    def logprobs(self, request: ScoringRequest, *, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the tokens to score, and entropies without gradient, in nats."""
+    def logprobs(
+        self, request: ScoringRequest, *, temperature: float, entropy_gradient: bool = False
+    ) -> ChosenTokens:
+        """The scores of the tokens to score; entropies have a gradient where it is asked for."""
         if not self._in_blocks:
             logits = self._run(request)[0, request.places - 1]
-            return token_logprobs(logits, request.targets, temperature=temperature)
-        self._open = request, temperature
+            return token_logprobs(
+                logits,
+                request.targets,
+                temperature=temperature,
+                entropy_gradient=entropy_gradient,
+            )
+        self._open = request, temperature, entropy_gradient
         try:
-            logprobs, entropies = self._run(request)
+            logprobs, entropy, greedy = self._run(request)
         finally:
             self._open = self._answer = None
-        return logprobs, entropies.detach()
+        return ChosenTokens(
+            logprobs, entropy if entropy_gradient else entropy.detach(), greedy.detach()
+        )
 
     def _run(self, request: ScoringRequest) -> Tensor:
         where: dict[str, Any] = {}
@@ -87,12 +96,13 @@ class ScoringModel:
         """The output layer's, in place of its own."""
         if self._open is None:
             return self._logits(hidden)
-        request, temperature = self._open
+        request, temperature, entropy_gradient = self._open
         results = chosen_logprobs(
             hidden[0, request.places - 1],
             self._head.weight,
             request.targets,
             temperature=temperature,
+            entropy_gradient=entropy_gradient,
         )
         self._answer = torch.stack(results)
         return self._answer
@@ -100,7 +110,7 @@ class ScoringModel:
     def _returns_what_the_head_gives(self, device: torch.device) -> bool:
         with torch.no_grad():
             request = one_sequence(torch.zeros(2, dtype=torch.int64, device=device))
-            self._open = request, 1.0
+            self._open = request, 1.0, False
             unchanged = self._run(request) is self._answer
         self._open = self._answer = None
         return unchanged

@@ -70,7 +70,7 @@ class ChaseTools:
             key: The key.
         """
         try:
-            return self._environment.step(ToolCall("get", {"key": key}))
+            return self._environment.look_up(ToolCall("get", {"key": key}))
         except ToolFailed as failure:
             return str(failure)
 

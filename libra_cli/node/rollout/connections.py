@@ -24,6 +24,9 @@ LONGEST_TOKEN = 1024
 LONGEST_MESSAGE = 64 << 20
 """Bytes of one message: a prompt of ten million tokens."""
 
+QUEUE = 1024
+"""Connections that wait to be taken. A Unix socket refuses more at once."""
+
 Message: TypeAlias = list[Any]
 
 
@@ -70,14 +73,14 @@ class Connection:
 
 
 class Connections:
-    """All clients of a server that listens on a port of the loopback."""
+    """All clients of a server that listens on a Unix socket."""
 
     def __init__(self, sock: socket.socket, token: str) -> None:
         """Take over a socket that is bound; from now on it listens."""
         self._token = token
         self._listener = sock
         self._listener.setblocking(False)
-        self._listener.listen()
+        self._listener.listen(QUEUE)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._open: set[Connection] = set()
@@ -109,8 +112,6 @@ class Connections:
         with suppress(OSError):
             sock, _ = self._listener.accept()
             sock.setblocking(False)
-            # Without it Nagle and delayed acks add 40 ms to every answer.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection = Connection(sock, next(self._numbers))
             self._open.add(connection)
             self._selector.register(sock, selectors.EVENT_READ, connection)

@@ -1,9 +1,10 @@
 """The rollout server: a vLLM engine that speaks to the controller over one stream of bytes.
 
-    python -m libra_cli.node.rollout.server --port PORT <flags of vLLM's engine>
+    python -m libra_cli.node.rollout.server --socket PATH <flags of vLLM's engine>
 
-It listens on the loopback alone, and nothing is answered before the run's token (read from
-LIBRA_TOKEN_FILE) has come; see ``connections`` for the form of messages. The controller sends
+It listens on a Unix socket that only this user can reach, and nothing is answered before the run's
+token (read from LIBRA_TOKEN_FILE) has come; see ``connections`` for the form of messages. The
+controller sends
 ``[call, operation, order]`` and the answer is ``[call, "done" | "refused" | "failed", answer]``;
 calls are numbers of its own, any number may be open, and answers come when they are ready.
 
@@ -16,9 +17,11 @@ calls are numbers of its own, any number may be open, and answers come when they
                 score_prompt, cache_salt, priority      the turn has ended
     abort       call: that of a generate                {}; the turn's own answer comes with it
     prepare     directory                               done: workers have the version in memory;
-                                                        nothing waits for it, so ask again
-    load        directory, label, partly                load_s, proof_s, paused_s, different,
-                                                        untraced; see ``VllmEngine.load``
+                                                        nothing waits for it, so ask again. loads:
+                                                        how many have begun here
+    load        directory, label, partly, loads         load_s, proof_s, paused_s, different,
+                                                        untraced; see ``VllmEngine.load``. Refused
+                                                        if others have begun since ``loads``
 
 Token ids are bytes of little-endian int32, log-probabilities of float32. The turns of a connection
 that closes are aborted.
@@ -29,14 +32,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from libra_cli.node.http import LOOPBACK, read_token
+from libra_cli.node.http import read_token
 from libra_cli.node.rollout.connections import Connection, Connections, Message
 from libra_cli.node.rollout.turn import Answer
+from libra_cli.node.unix_socket import bind_unix
 
 if TYPE_CHECKING:
     from libra_cli.node.rollout.engine import VllmEngine
@@ -50,6 +53,8 @@ class Server:
         self._connections = connections
         self._asked: dict[str, tuple[Connection, int]] = {}
         """Who asked for a turn, and by which call, by the turn's name."""
+        self._loads = 0
+        """How many have begun. One whose client has given up may come late, after another's."""
 
     def run(self) -> None:
         """Serve for ever. What the engine raises in a step ends the process."""
@@ -104,15 +109,24 @@ class Server:
                     self._reply([(name, answer)])
                 return {}
             case "prepare":
-                return {"done": self._engine.prepare(order["directory"])}
+                return {"done": self._engine.prepare(order["directory"]), "loads": self._loads}
             case "load":
-                answer, ended = self._engine.load(
-                    order["directory"], order["label"], partly=order["partly"]
-                )
-                self._reply(ended)
-                return answer
+                return self._load(order)
             case _:
                 return self._tell(operation)
+
+    def _load(self, order: dict[str, Any]) -> Answer:
+        if order["loads"] != self._loads:
+            raise ValueError(
+                f"{order['label']} was to be load {order['loads'] + 1}, and {self._loads} have "
+                "begun already: another client loads versions, or an order came late"
+            )
+        self._loads += 1
+        answer, ended = self._engine.load(
+            order["directory"], order["label"], partly=order["partly"]
+        )
+        self._reply(ended)
+        return answer
 
     def _tell(self, operation: str) -> Answer:
         match operation:
@@ -145,13 +159,11 @@ def main() -> None:
     # The engine core, and its only worker, belong into this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    flag, port, *arguments = sys.argv[1:]
-    if flag != "--port":
-        raise SystemExit("usage: server --port PORT <flags of vLLM's engine>")
+    flag, path, *arguments = sys.argv[1:]
+    if flag != "--socket":
+        raise SystemExit("usage: server --socket PATH <flags of vLLM's engine>")
     token = read_token(os.environ["LIBRA_TOKEN_FILE"])
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind((LOOPBACK, int(port)))  # taken now, answered when there is something to say
+    sock = bind_unix(path)  # taken now, answered when there is something to say
     signal.signal(signal.SIGTERM, _stop)
     # A fifth of the time to import vLLM would go into looking for garbage; there is none yet.
     gc.disable()

@@ -8,7 +8,7 @@ pass. The sum over all ranks is the same however the batch is split.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,35 @@ def _cut(indices: Sequence[int], lengths: Sequence[int], budget: int) -> list[li
     return batches
 
 
+def minibatches(
+    groups: Sequence[int], *, parts: int, passes: int, seed: Sequence[int]
+) -> Iterator[list[int]]:
+    """Yield the samples of each update on a batch: indices into ``groups``, their groups' numbers.
+
+    Each of the passes deals all groups, whole ones, to ``parts`` minibatches, in an order that
+    depends on nothing but ``seed`` and its number, so that all ranks and a run that goes on have
+    the same. No two minibatches of a pass differ by more than a group, and none is empty.
+    """
+    names = np.unique(np.asarray(groups, dtype=np.int64))
+    for number in range(passes):
+        order = np.random.default_rng((*seed, number)).permutation(names)
+        for part in np.array_split(order, min(parts, len(order))):
+            wanted = set(part.tolist())
+            yield [index for index, group in enumerate(groups) if group in wanted]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """``Scores`` of the N generated tokens of a micro-batch, ``[N]`` each."""
+
+    proximal: Tensor
+    reference: Tensor
+    own_value: Tensor
+    own_tokens: Tensor
+    group_mean: Tensor
+    excess_kl: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Whole trajectories in one row, and vectors ``[N]`` over their generated tokens."""
@@ -64,20 +93,29 @@ class MicroBatch:
     """The row, and the places of the generated tokens."""
     rows: Tensor
     """``[N]``: the number of each generated token's trajectory, from 0 on."""
+    groups: Tensor
+    """``[N]``, int64: the number of its group."""
     rollout: Tensor
     """``[N]``: log-probabilities under the rollout policy, in nats."""
     advantages: Tensor
-    """``[N]``: the advantage of the token's trajectory."""
+    """``[N]``: the advantage of each generated token."""
     fresh: Tensor
     """``[N]``, bool: whether the trajectory is wholly of the trainer's current version."""
     ages: Tensor
     """``[N]``, int64: versions that the token is behind the trainer's."""
+    scores: TokenScores | None = None
 
 
 def collate(
-    samples: Sequence[TokenSample], advantages: Sequence[float], device: torch.device
+    samples: Sequence[TokenSample],
+    device: torch.device,
+    *,
+    scored: bool = False,
 ) -> MicroBatch:
-    """Put samples into one row; no samples become one of two tokens without a loss."""
+    """Put samples into one row; no samples become one of two tokens without a loss.
+
+    With ``scored``, all of them have scores.
+    """
     lengths = [len(sample.token_ids) for sample in samples] or [2]
     token_ids = _row([sample.token_ids for sample in samples], np.int64)
     mask = _row([sample.loss_mask for sample in samples], np.bool_)
@@ -85,7 +123,8 @@ def collate(
     ages = _row([sample.ages() for sample in samples], np.int64)
     (places,) = np.nonzero(mask)
     rows = np.repeat(np.arange(len(lengths)), lengths)[places]
-    by_row = np.asarray(advantages, dtype=np.float32)
+    advantages = _row([sample.advantage_of_tokens() for sample in samples], np.float32)
+    groups = np.asarray([sample.group for sample in samples], dtype=np.int64)
     fresh = np.asarray([sample.fresh for sample in samples], dtype=bool)
     positions = np.concatenate([np.arange(length) for length in lengths])
     starts = np.cumsum([0, *lengths]).astype(np.int32)
@@ -101,10 +140,34 @@ def collate(
             places=here(places),
         ),
         rows=here(rows),
+        groups=here(groups[rows]),
         rollout=here(rollout[places]),
-        advantages=here(by_row[rows]),
+        advantages=here(advantages[places]),
         fresh=here(fresh[rows]),
         ages=here(ages[places]),
+        scores=_token_scores(samples, rows, device) if scored else None,
+    )
+
+
+def _token_scores(
+    samples: Sequence[TokenSample], rows: NDArray[np.int64], device: torch.device
+) -> TokenScores:
+    scores = [one.scores for one in samples if one.scores is not None]
+
+    def of_tokens(parts: Sequence[NDArray[np.float32]]) -> Tensor:
+        whole = np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
+        return torch.from_numpy(whole).to(device)
+
+    def of_rows(values: Sequence[float]) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=np.float32)[rows]).to(device)
+
+    return TokenScores(
+        proximal=of_tokens([one.proximal for one in scores]),
+        reference=of_tokens([one.reference for one in scores]),
+        own_value=of_rows([one.own_value for one in scores]),
+        own_tokens=of_rows([one.own_tokens for one in scores]),
+        group_mean=of_rows([one.group_mean for one in scores]),
+        excess_kl=of_rows([one.excess_kl for one in scores]),
     )
 
 

@@ -3,10 +3,11 @@
     step-000010-e1/           after step 10, by the trainer's incarnation 1
       .metadata, *.distcp     model and optimizer (torch.distributed.checkpoint; fp32, by name);
                             with training.lora the adapter's parameters and no others
-      rng.pt                  random states, one for each rank
+      rng.json                random states, one for each rank
       ledger.json             what the controller gave with it: its position in the data, the score
-      checkpoint.json         step, world size and score, of an adapter the recipe's training.lora
-                              and the base model's fingerprint; written last
+      checkpoint.json         step, world size and score, every file's size and checksum, of an
+                              adapter the recipe's training.lora and the base model's fingerprint;
+                              written last
 
 No shared directory is needed. Where each rank has a replica, rank 0 alone writes and reads. Of
 shards every host writes those of its own ranks into its own directory, with a copy of the small
@@ -16,79 +17,158 @@ format is the same for replicas and shards, so a checkpoint can be resumed by a 
 size or sharding. The learning rate is a function of the step, so the step is the whole state of the
 schedule.
 
-The last few checkpoints stay, and the best of them by the controller's score.
+The last few checkpoints stay, and the best of them by the controller's score. One that cannot be
+written leaves nothing behind, and the trainer as it was.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import random
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from libra_cli.config.errors import TrainerError
-from libra_cli.node.checkpoints.reader import CheckpointFiles, CheckpointReader
-from libra_cli.node.checkpoints.server import COMPLETE
-from libra_cli.node.http import read_token
+from libra_cli.config.errors import LibraError, TrainerError
+from libra_cli.node.checkpoints.contents import (
+    COMPLETE,
+    about_bytes,
+    about_of,
+    damaged,
+    listed,
+)
+from libra_cli.node.checkpoints.random_states import (
+    older_states,
+    random_state,
+    restore_random_state,
+)
+from libra_cli.node.checkpoints.reader import CheckpointFiles, CheckpointReader, PlainValues
+from libra_cli.node.credentials import Credentials
 from libra_cli.node.model.adapter import published_name
 from libra_cli.node.model.build import fingerprint
 from libra_cli.node.trainer.trainer import Trainer
 from libra_cli.node.weights.adapter import is_adapter
 from libra_cli.node.weights.versions import remove_unfinished, replace_directory, write_durably
 
+RANDOM = "rng.json"
 METADATA = ".metadata"
 """Where torch says which file holds which part of which tensor; rank 0 writes it."""
+
+
+class SaveFailed(TrainerError):
+    """A checkpoint could not be written. Every rank knows, nothing of it is left, and all go on."""
 
 
 def save(trainer: Trainer, root: Path, *, ledger: Mapping[str, Any], keep: int) -> Path:
     """*Collective.* Write the checkpoint of ``trainer.step`` below ``root``, of every host its own.
 
-    Removes all but the last ``keep`` and the best by the ledger's ``score``.
+    Removes all but the last ``keep`` and the best by the ledger's ``score``, or by those of its
+    ``evaluated``, pairs of a step and a score; those of the steps ``evaluating`` may become that.
 
     Returns:
         Its path on rank 0's host.
+
+    Raises:
+        SaveFailed: on every rank alike, if it cannot be written on one.
     """
     final = root / f"step-{trainer.step:06d}-e{trainer.config.trainer_incarnation}"
     draft = root / f".{final.name}"
     writes = _writes_for_host(trainer)
+    try:
+        _write(trainer, draft, ledger, writes=writes)
+        with _agreed(trainer):
+            if writes:
+                replace_directory(draft, final)
+    except SaveFailed:
+        if writes:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+    # Nothing is removed for it before every host has its part.
+    found = trainer.gather(_scores(root) if writes else {})
     if writes:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        remove_unfinished(root)
-        draft.mkdir(mode=0o700)
-    trainer.gather(None)  # until it is made
+        together = {name: score for scores in found for name, score in scores.items()}
+        if "evaluated" in ledger:
+            evaluated = dict(map(tuple, ledger["evaluated"]))
+            together = {name: evaluated.get(_written_at(name)[0]) for name in together}
+        pending = ledger.get("evaluating", ())
+        _remove_others(root, kept_checkpoints(together, keep, newest=final.name, pending=pending))
+    return final
+
+
+def _write(trainer: Trainer, draft: Path, ledger: Mapping[str, Any], *, writes: bool) -> None:
+    """*Collective.* All files of the checkpoint, under a name that nobody takes for one."""
     state = _state(trainer)
-    with _reasons():
+    hosts = sum(trainer.gather(writes))
+    with _agreed(trainer):
+        if writes:
+            draft.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            remove_unfinished(draft.parent)
+            _check_room(draft.parent, _bytes_of(state) // hosts)
+            draft.mkdir(mode=0o700)
+    with _agreed(trainer), _reasons():
         if trainer.sharded:
             dcp.save(state, checkpoint_id=draft, process_group=trainer.control)
         elif writes:
             dcp.save(state, checkpoint_id=draft, no_dist=True)
     small = _small_files(trainer, draft, ledger)
-    if writes:
-        for name, data in small.items():
-            write_durably(draft / name, data)
-        replace_directory(draft, final)
-    # Nobody hears of it, and nothing is removed for it, before every host has its part.
-    found = trainer.gather(_scores(root) if writes else {})
-    if writes:
-        together = {name: score for scores in found for name, score in scores.items()}
-        _remove_others(root, kept_checkpoints(together, keep, newest=final.name))
-    return final
+    parts: dict[str, dict[str, Any]] = {}
+    with _agreed(trainer):
+        if writes:
+            for name, data in small.items():
+                write_durably(draft / name, data)
+            parts = listed(draft, os.listdir(draft), os.environ.get("LIBRA_NODE", ""))
+    files = {name: entry for found in trainer.gather(parts) for name, entry in found.items()}
+    about = trainer.broadcast({**_about(trainer, ledger), "files": files})
+    with _agreed(trainer):
+        if writes:
+            write_durably(draft / COMPLETE, about_bytes(about))
 
 
-def kept_checkpoints(scores: Mapping[str, float | None], keep: int, newest: str) -> set[str]:
+@contextmanager
+def _agreed(trainer: Trainer) -> Iterator[None]:
+    """*Collective.* What goes wrong on one rank ends it on all, which then wait for nobody."""
+    problem = ""
+    try:
+        yield
+    except (OSError, RuntimeError, LibraError) as error:
+        name = os.environ.get("LIBRA_NODE", "")
+        said = str(error) if isinstance(error, LibraError) else f"{type(error).__name__}: {error}"
+        problem = f"{name}: {said}" if name else said
+    problems = [found for found in trainer.gather(problem) if found]
+    if problems:
+        raise SaveFailed(problems[0], hint="free some space where the checkpoints are")
+
+
+def _bytes_of(state: Any) -> int:
+    """Of all tensors in it, whole."""
+    if isinstance(state, Mapping):
+        return sum(_bytes_of(value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return sum(_bytes_of(value) for value in state)
+    return state.numel() * state.element_size() if hasattr(state, "element_size") else 0
+
+
+def _check_room(root: Path, needed: int) -> None:
+    """Raises TrainerError if there is less, before anything is written."""
+    free = shutil.disk_usage(root).free
+    if free < needed:
+        raise TrainerError(
+            f"{root} has {free / 1e9:.2f} GB free, and the checkpoint takes {needed / 1e9:.2f} GB"
+        )
+
+
+def kept_checkpoints(
+    scores: Mapping[str, float | None], keep: int, newest: str, pending: Collection[int] = ()
+) -> set[str]:
     """Return the names of the last ``keep`` checkpoints and of the best, of which each has a score.
 
+    Those of the steps ``pending`` stay too: their scores are not known yet.
     One that is ahead of the ``newest``, or of the same step, was written by a trainer that died
     before anybody heard of it; it goes. Of equals the older is better: it took fewer steps.
     """
@@ -97,7 +177,8 @@ def kept_checkpoints(scores: Mapping[str, float | None], keep: int, newest: str)
     names = [*sorted(older, key=_written_at), newest]
     known = {name: score for name in names if (score := scores.get(name)) is not None}
     best = [max(known, key=known.__getitem__)] if known else []
-    return {*names[-keep:], *best}
+    unknown = [name for name in names if _written_at(name)[0] in pending]
+    return {*names[-keep:], *best, *unknown}
 
 
 def _written_at(name: str) -> tuple[int, int]:
@@ -114,22 +195,29 @@ def load(trainer: Trainer, path: Path, urls: Sequence[str] = ()) -> None:
     Raises:
         TrainerError: there is no complete checkpoint.
     """
-    token = read_token(os.environ["LIBRA_TOKEN_FILE"]) if urls else ""
-    files = CheckpointFiles(path, urls, token)
+    files = CheckpointFiles(path, urls, Credentials.here() if urls else None)
+    with _agreed_to_read(trainer):
+        _check_files(trainer, path)
     about: dict[str, Any] | None = None
     states: list[dict[str, Any]] | None = None
-    if trainer.rank == 0:
-        about = json.loads(files.read(COMPLETE))
-        states = torch.load(io.BytesIO(files.read("rng.pt")), weights_only=False)
+    with _agreed_to_read(trainer):
+        if trainer.rank == 0:
+            about = about_of(files.read(COMPLETE), path / COMPLETE)
+            states = _random_states(files, about)
     about, states = trainer.broadcast(about), trainer.broadcast(states)
     _check_adapter(trainer, about.get("adapter"), path)
     state = _state(trainer)
     reader = CheckpointReader(path, files)
     with _reasons():
         if trainer.sharded:
-            dcp.load(state, storage_reader=reader, process_group=trainer.control)
+            dcp.load(
+                state,
+                storage_reader=reader,
+                planner=PlainValues(),
+                process_group=trainer.control,
+            )
         elif trainer.rank == 0:
-            dcp.load(state, storage_reader=reader, no_dist=True)
+            dcp.load(state, storage_reader=reader, planner=PlainValues(), no_dist=True)
     if not trainer.sharded:
         state = trainer.broadcast(state)
     set_state_dict(
@@ -141,7 +229,33 @@ def load(trainer: Trainer, path: Path, urls: Sequence[str] = ()) -> None:
     )
     trainer.step = int(about["step"])
     if trainer.rank < len(states):
-        _restore_random_state(states[trainer.rank])
+        restore_random_state(states[trainer.rank])
+
+
+@contextmanager
+def _agreed_to_read(trainer: Trainer) -> Iterator[None]:
+    """*Collective.* The same of a checkpoint that is read."""
+    try:
+        with _agreed(trainer):
+            yield
+    except SaveFailed as error:
+        raise TrainerError(str(error), hint="libra run RECIPE --resume RUN_DIR") from error
+
+
+def _check_files(trainer: Trainer, path: Path) -> None:
+    """Raises TrainerError if a file of this host's part is not as it was written."""
+    if not (_writes_for_host(trainer) and (path / COMPLETE).is_file()):
+        return
+    problems = damaged(path, about_of((path / COMPLETE).read_bytes(), path / COMPLETE))
+    if problems:
+        raise TrainerError(f"{path} is damaged: {'; '.join(problems)}")
+
+
+def _random_states(files: CheckpointFiles, about: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if "files" not in about:
+        return older_states(files.read("rng.pt"))
+    found: list[dict[str, Any]] = json.loads(files.read(RANDOM))
+    return found
 
 
 @contextmanager
@@ -163,27 +277,33 @@ def _writes_for_host(trainer: Trainer) -> bool:
 
 
 def _small_files(trainer: Trainer, draft: Path, ledger: Mapping[str, Any]) -> dict[str, bytes]:
-    """*Collective.* What every host gets a copy of, by name; the last one makes it complete."""
-    states = trainer.gather(_random_state())
+    """*Collective.* What every host gets a copy of, by name."""
+    states = trainer.gather(random_state())
     metadata = (draft / METADATA).read_bytes() if trainer.rank == 0 else None
-    random_states = io.BytesIO()
-    torch.save(states, random_states)
+    return {
+        METADATA: trainer.broadcast(metadata),
+        RANDOM: json.dumps(states).encode(),
+        "ledger.json": json.dumps(ledger).encode(),
+    }
+
+
+def _about(trainer: Trainer, ledger: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says of itself."""
     about = {"step": trainer.step, "world_size": trainer.world, "score": ledger.get("score")}
     if trainer.rank == 0 and (adapter := _adapter(trainer)):
         about["adapter"] = adapter
-    about = trainer.broadcast(about)
-    return {
-        METADATA: trainer.broadcast(metadata),
-        "rng.pt": random_states.getvalue(),
-        "ledger.json": json.dumps(ledger).encode(),
-        COMPLETE: json.dumps(about).encode(),
-    }
+    return about
 
 
 def _scores(root: Path) -> dict[str, float | None]:
     """The complete checkpoints of this host by name, each with its score if it has one."""
-    about = {path.parent.name: path.read_bytes() for path in root.glob(f"step-*/{COMPLETE}")}
-    return {name: json.loads(data).get("score") for name, data in about.items()}
+    found: dict[str, float | None] = {}
+    for path in root.glob(f"step-*/{COMPLETE}"):
+        try:
+            found[path.parent.name] = about_of(path.read_bytes(), path).get("score")
+        except (OSError, TrainerError):
+            continue  # a damaged one is none, and goes
+    return found
 
 
 def _remove_others(root: Path, kept: Collection[str]) -> None:
@@ -225,20 +345,3 @@ def _check_adapter(trainer: Trainer, saved: Mapping[str, Any] | None, path: Path
         f"{path} {reason}",
         hint="resume with the recipe and the model that the run began with",
     )
-
-
-def _random_state() -> dict[str, Any]:
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
-
-
-def _restore_random_state(state: Mapping[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -2,11 +2,12 @@
 
     GET  /health                    state, world, step, published, checkpoint; always at once
     POST /train                     msgpack; 202 taken (again: 202, nothing happens), 409 wrong step
+                                    or another batch
     GET  /train/<step>?wait_s=20    running | done | failed; waits at most wait_s for the end
     GET  /versions/<step>?wait_s=20   the same of writing the step's version
     POST /accumulate                msgpack; a part of the next step, before the rest of it is there
     GET  /accumulate/<step>/<part>  running | done | failed, as above
-    POST /checkpoint                {"ledger": {}} -> {"path"}
+    POST /checkpoint                {"ledger": {}} -> {"path"}, or "error": it cannot be written
     POST /stop                      all ranks leave after what they are doing
 
 Every route demands the run's bearer token. A step is ``done`` as soon as its weights are copied,
@@ -21,18 +22,19 @@ and the number of those before it. All trajectories of a group come in the same 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
-from http.server import ThreadingHTTPServer
+from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgpack
 
 from libra_cli.config.errors import TrainerError
 from libra_cli.node.command_queue import BaseCommandQueue, IdleCommand, StopCommand
-from libra_cli.node.http import LOOPBACK, Answer, JsonHandler, refusal, start
+from libra_cli.node.http import Answer, HostServer, JsonHandler, refusal, serve_controller
 from libra_cli.node.trainer.samples import TokenSample, read_samples
 from libra_cli.node.trainer.shares import WorkerShare, read_shares
 
@@ -94,10 +96,15 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
     published: dict[str, Any] | None = None
     """The newest version: name, version, bytes, published_at."""
     _checkpoints: int = 0
+    """Those that are written, and those that could not be."""
+    _save_error: str = ""
+    """Why the last of them could not be; empty if it could."""
     _results: dict[int, dict[str, Any]] = field(default_factory=dict)
     _versions: dict[int, dict[str, Any]] = field(default_factory=dict)
     _accumulated: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
     """By step and part, of the newest step that came in parts."""
+    _taken: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    """What was taken for the newest step and its parts (the step itself: 0), as ``_digest``."""
 
     # The training loop's side.
 
@@ -138,10 +145,19 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
         """A checkpoint is complete."""
         with self._changed:
             self.checkpoint = path
-            self._checkpoints += 1
-            if step in self._results:
-                self._results[step]["checkpoint"] = path
-            self._changed.notify_all()
+            self._saved(step, {"checkpoint": path}, "")
+
+    def not_saved(self, step: int, reason: str) -> None:
+        """A checkpoint could not be written; everything else goes on."""
+        with self._changed:
+            self._saved(step, {"checkpoint_error": reason}, reason)
+
+    def _saved(self, step: int, news: Mapping[str, str], error: str) -> None:
+        self._checkpoints += 1
+        self._save_error = error
+        if step in self._results:
+            self._results[step] |= news
+        self._changed.notify_all()
 
     # The HTTP threads' side.
 
@@ -165,7 +181,8 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
             TrainerError: it says that another number of parts came before it than did.
         """
         step, parts = int(message["step"]), int(message.get("parts", 0))
-        refused = self._refusal_now(step, parts)
+        digest = _digest(message)
+        refused = self._refusal_now(step, parts, digest)
         if refused:
             return refused
         samples = read_samples(message["trajectories"], self.max_len)
@@ -176,38 +193,41 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
         )
         with self._changed:
             # Reading took time, and the same step may have come twice.
-            refused = self._refusal(step, parts)
+            refused = self._refusal(step, parts, digest)
             if refused:
                 return refused
             self.accepted, self.parts = step, 0
+            self._taken = {(step, 0): digest}
             self._add(command)
         return HTTPStatus.ACCEPTED, {"state": "running"}
 
     def accumulate(self, message: Mapping[str, Any]) -> Answer:
         """Take a part of the next step, unless it is not the next part."""
         step, part = int(message["step"]), int(message["part"])
+        digest = _digest(message)
         with self._changed:
-            refused = self._part_refusal(step, part)
+            refused = self._part_refusal(step, part, digest)
         if refused:
             return refused
         command = AccumulateCommand(step, part, read_samples(message["trajectories"], self.max_len))
         with self._changed:
-            refused = self._part_refusal(step, part)
+            refused = self._part_refusal(step, part, digest)
             if refused:
                 return refused
             self.parts = part
+            self._taken[step, part] = digest
             self._add(command)
         return HTTPStatus.ACCEPTED, {"state": "running"}
 
-    def _refusal_now(self, step: int, parts: int) -> Answer | None:
+    def _refusal_now(self, step: int, parts: int, digest: bytes) -> Answer | None:
         with self._changed:
-            return self._refusal(step, parts)
+            return self._refusal(step, parts, digest)
 
-    def _refusal(self, step: int, parts: int) -> Answer | None:
+    def _refusal(self, step: int, parts: int, digest: bytes) -> Answer | None:
         if unavailable := self._unavailable("trainer"):
             return unavailable
         if step == self.accepted and step > 0:
-            return HTTPStatus.ACCEPTED, {"state": "running"}
+            return self._known(step, 0, digest)
         if step != self.accepted + 1:
             return self._wrong_step(step)
         if parts != self.parts:
@@ -217,13 +237,20 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
             )
         return None
 
-    def _part_refusal(self, step: int, part: int) -> Answer | None:
+    def _known(self, step: int, part: int, digest: bytes) -> Answer:
+        """What was taken before: again from a controller that goes on where another was killed."""
+        if self._taken.get((step, part), digest) == digest:
+            return HTTPStatus.ACCEPTED, {"state": "running"}
+        what = f"part {part} of step {step}" if part else f"step {step}"
+        return refusal(HTTPStatus.CONFLICT, f"{what} was taken with another batch")
+
+    def _part_refusal(self, step: int, part: int, digest: bytes) -> Answer | None:
         if unavailable := self._unavailable("trainer"):
             return unavailable
         if step != self.accepted + 1:
             return self._wrong_step(step)
         if 0 < part <= self.parts:
-            return HTTPStatus.ACCEPTED, {"state": "running"}
+            return self._known(step, part, digest)
         if part != self.parts + 1:
             return refusal(
                 HTTPStatus.CONFLICT,
@@ -304,12 +331,19 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
                     HTTPStatus.GATEWAY_TIMEOUT,
                     f"no checkpoint within {self.checkpoint_timeout_s:.0f} s",
                 )
+            if self._save_error:
+                return HTTPStatus.OK, {"path": "", "error": self._save_error}
             return HTTPStatus.OK, {"path": self.checkpoint}
 
 
-def serve(queue: CommandQueue, *, port: int, token: str) -> ThreadingHTTPServer:
-    """Answer on the loopback until ``shutdown()``; returns at once."""
-    return start(_TrainerHandler, bind=LOOPBACK, port=port, token=token, queue=queue)
+def _digest(message: Mapping[str, Any]) -> bytes:
+    """Of what a step, or a part of one, is taken on."""
+    return hashlib.blake2b(msgpack.packb(message["trajectories"]), digest_size=16).digest()
+
+
+def serve(queue: CommandQueue, *, path: str, token: str) -> HostServer:
+    """Answer on a Unix socket until ``shutdown()``; returns at once."""
+    return serve_controller(_TrainerHandler, path=path, token=token, queue=queue)
 
 
 class _TrainerHandler(JsonHandler):
@@ -317,6 +351,8 @@ class _TrainerHandler(JsonHandler):
 
     def get(self, path: str, query: Mapping[str, str]) -> Answer:
         wait_s = float(query.get("wait_s", "0"))
+        if not isfinite(wait_s):  # nobody waits until NaN
+            raise ValueError(f"wait_s={wait_s}")
         match path.split("/")[1:]:
             case ["health"]:
                 return self.queue.health()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from libra_cli.config.recipe import TrainingSpec
+from libra_cli.config.training import TrainingSpec
 
 
 class PolicyConfig(Protocol):
@@ -37,6 +37,10 @@ class PolicyConfig(Protocol):
         """Ranks that hold one replica together where the model is sharded; None is all of them."""
 
     @property
+    def max_len(self) -> int:
+        """The longest trajectory, in tokens."""
+
+    @property
     def training(self) -> TrainingSpec:
         """The recipe's ``training``."""
 
@@ -51,7 +55,8 @@ class TrainerConfig:
     """Versions are published in ``<weights_dir>/<run_id>/``."""
     checkpoint_dir: str
     """This host's part of every checkpoint is written there."""
-    port: int
+    socket: str
+    """Path of the Unix socket on which rank 0 answers the controller."""
     world_size: int
     trainer_incarnation: int
     """Number of the trainer's incarnation; part of every version's name."""
@@ -64,6 +69,8 @@ class TrainerConfig:
     """The longest trajectory, in tokens."""
     dp_shard_size: int | None = None
     """Ranks that hold one replica together where the model is sharded; None is all of them."""
+    steps: int = 0
+    """Of the run: where schedules of the learning rate end that are not constant."""
     resume: str | None = None
     """The checkpoint to resume from: this host's directory of it, which need not be there."""
     checkpoint_urls: tuple[str, ...] = ()
@@ -91,8 +98,8 @@ class WorkerConfig:
     incarnation: int
     """Number of the slot's assignment; the trainer names it in every request."""
     model_dir: str
-    port: int
-    """Port on the loopback, for the controller."""
+    socket: str
+    """Path of the Unix socket on which rank 0 answers the controller."""
     side_bind: str
     """Address of the gradient server, which the trainer's hosts reach."""
     side_port: int

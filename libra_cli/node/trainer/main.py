@@ -2,7 +2,7 @@
 
     accelerate launch ... -m libra_cli.node.trainer.main config.json
 
-Rank 0 answers HTTP on its host's loopback (``commands``) and broadcasts every command to the other
+Rank 0 answers HTTP on a Unix socket (``commands``) and broadcasts every command to the other
 ranks; all of them then carry it out, in the same order:
 
     wait for a command       at most IDLE_S, then all hear ``IdleCommand``: a dead rank is noticed
@@ -11,7 +11,8 @@ ranks; all of them then carry it out, in the same order:
     write the checkpoint     if it was asked for
 
 Gradients of a step that comes in parts are added part by part, with the weights of the step before.
-``rank`` describes how a rank fails. Every wait has a deadline.
+``rank`` describes how a rank fails. Every wait has a deadline, and every rank tells what it is at
+(``heartbeat``), so that the controller sees which one keeps the others waiting.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from libra_cli.config.errors import TrainerError
 from libra_cli.node.command_queue import IdleCommand, StopCommand
+from libra_cli.node.heartbeat import Heartbeat, beside
 from libra_cli.node.http import read_token
 from libra_cli.node.trainer.commands import (
     AccumulateCommand,
@@ -50,23 +52,27 @@ def main() -> int:
     """Run this rank and return its exit code."""
     start_logging()
     config = TrainerConfig.from_json(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    if int(os.environ.get("RANK", "0")):
-        return attempt(lambda: _work(config, None), None)
+    rank = int(os.environ.get("RANK", "0"))
+    heart = Heartbeat(beside(sys.argv[1]), rank=rank, incarnation=config.trainer_incarnation)
+    heart.start()
+    if rank:
+        return attempt(lambda: _work(config, None, heart), None)
     # Before torch is imported, so that the controller hears "starting" within a second.
     queue = CommandQueue(config.world_size, config.trainer_incarnation, config.max_len)
-    server = serve(queue, port=config.port, token=read_token(os.environ["LIBRA_TOKEN_FILE"]))
+    server = serve(queue, path=config.socket, token=read_token(os.environ["LIBRA_TOKEN_FILE"]))
     with answering([server]):
-        return attempt(lambda: _work(config, queue), queue)
+        return attempt(lambda: _work(config, queue, heart), queue)
 
 
-def _work(config: TrainerConfig, queue: CommandQueue | None) -> None:
+def _work(config: TrainerConfig, queue: CommandQueue | None, heart: Heartbeat) -> None:
+    heart.enter("loading the model")
     from transformers.utils.logging import disable_progress_bar
 
     from libra_cli.node.trainer.trainer import Trainer
 
     disable_progress_bar()
     started = time.monotonic()
-    rank = TrainerRank(config, queue, Trainer(config))
+    rank = TrainerRank(config, queue, Trainer(config), heart)
     rank.begin()
     log_ready(log, rank.trainer, started)
     rank.serve()
@@ -75,12 +81,19 @@ def _work(config: TrainerConfig, queue: CommandQueue | None) -> None:
 class TrainerRank:
     """One rank of the trainer. Only rank 0 has a queue."""
 
-    def __init__(self, config: TrainerConfig, queue: CommandQueue | None, trainer: Trainer) -> None:
+    def __init__(
+        self,
+        config: TrainerConfig,
+        queue: CommandQueue | None,
+        trainer: Trainer,
+        heart: Heartbeat | None = None,
+    ) -> None:
         if (queue is None) != (trainer.rank > 0):
             raise TrainerError(f"RANK says otherwise than accelerate: {trainer.rank}")
         self.config = config
         self.queue = queue
         self.trainer = trainer
+        trainer.enter = self.enter = (heart or Heartbeat()).enter
         adapter = trainer.adapter_manifest()
         self.publisher = self._open_publisher(queue, adapter) if queue is not None else None
 
@@ -105,6 +118,7 @@ class TrainerRank:
         from libra_cli.node.trainer import checkpoint
 
         if self.config.resume:
+            self.enter("resuming from a checkpoint")
             checkpoint.load(self.trainer, Path(self.config.resume), self.config.checkpoint_urls)
         self._publish()
         if self.queue is not None and self.publisher is not None:
@@ -115,6 +129,10 @@ class TrainerRank:
     def serve(self) -> None:
         """Carry out commands until told to stop."""
         while True:
+            if self.queue is None:
+                self.enter("waiting for rank 0")
+            else:
+                self.enter("waiting for a command")
             given: Command | None = self.queue.next(IDLE_S) if self.queue is not None else None
             command = cast("Command", self.trainer.broadcast(given))
             if isinstance(command, StopCommand):
@@ -156,6 +174,7 @@ class TrainerRank:
 
         The others of its replica send theirs, and other replicas have nothing to send.
         """
+        self.enter("copying the weights")
         probe = self.trainer.probe()
         weights = self.trainer.whole_weights()
         if self.publisher is not None:
@@ -167,14 +186,21 @@ class TrainerRank:
     def _save(self, command: CheckpointCommand) -> None:
         from libra_cli.node.trainer import checkpoint
 
-        path = checkpoint.save(
-            self.trainer,
-            Path(self.config.checkpoint_dir),
-            ledger=command.ledger,
-            keep=self.config.training.keep_checkpoints,
-        )
-        if self.queue is not None:
-            self.queue.saved(self.trainer.step, str(path))
+        self.enter("writing a checkpoint")
+        try:
+            path = checkpoint.save(
+                self.trainer,
+                Path(self.config.checkpoint_dir),
+                ledger=command.ledger,
+                keep=self.config.training.keep_checkpoints,
+            )
+        except checkpoint.SaveFailed as error:
+            log.warning("the checkpoint of step %d was not written: %s", self.trainer.step, error)
+            if self.queue is not None:
+                self.queue.not_saved(self.trainer.step, str(error))
+        else:
+            if self.queue is not None:
+                self.queue.saved(self.trainer.step, str(path))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra_cli.config.errors import TrainerError
-from libra_cli.config.recipe import TrainingSpec
+from libra_cli.config.training import TrainingSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the trainer's model of before the first update says of a branch, of N tokens that count;
+    ``node.model.scores`` computes them."""
+
+    proximal: NDArray[np.float32]
+    """``[N]``: log-probabilities, in nats."""
+    reference: NDArray[np.float32]
+    """``[N]``: those of the model at the start of the run; 0 where nobody needs them."""
+    own_value: float = 0.0
+    """The sum of the loss's ``group_value`` over the trajectory, all its branches."""
+    own_tokens: int = 0
+    """The tokens that this is the sum of."""
+    group_mean: float = 0.0
+    """The mean of that over the trajectories of the group."""
+    excess_kl: float = 0.0
+    """Nats of KL from the first policy (k1, summed over the trajectory), less what the advantage
+    estimator compares with: the mean of the group, or of its others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +47,16 @@ class TokenSample:
     """``[T]``: 1 on generated tokens that count in the loss; 0 on the first token, which nothing
     predicts."""
     reward: float
-    baseline: tuple[float, float]
-    """Mean and standard deviation that the reward is compared with."""
     fresh: bool
     """Whether every generated token is of the version the trainer holds now."""
     behind: tuple[tuple[int, int], ...] = ()
     """(token, versions): from this token on, so many versions behind the trainer's; 0 before."""
+    advantages: tuple[tuple[int, float], ...] = ()
+    """(token, value): from this token on this advantage; 0 before."""
+    token_advantages: NDArray[np.float32] | None = None
+    """``[T]``: in place of ``advantages``, where each token has its own."""
+    scores: Scores | None = None
+    """Where a step needs them before its first update."""
 
     @property
     def trajectory(self) -> tuple[int, int]:
@@ -52,6 +76,15 @@ class TokenSample:
         for start, versions in self.behind:
             ages[start:] = versions
         return ages
+
+    def advantage_of_tokens(self) -> NDArray[np.float32]:
+        """``[T]``: the advantage of each token; without meaning where the mask is 0."""
+        if self.token_advantages is not None:
+            return self.token_advantages
+        values: NDArray[np.float32] = np.zeros(len(self.token_ids), dtype=np.float32)
+        for start, value in self.advantages:
+            values[start:] = value
+        return values
 
 
 def counted(samples: Sequence[TokenSample], training: TrainingSpec) -> tuple[TokenSample, ...]:
@@ -85,7 +118,8 @@ def read_sample(message: Mapping[str, Any], *, max_len: int) -> TokenSample:
             reward=float(message["reward"]),
             fresh=bool(message["fresh"]),
             behind=tuple((int(start), int(age)) for start, age in message["behind"]),
-            baseline=_baseline(message["baseline"]),
+            advantages=tuple((int(start), float(value)) for start, value in message["advantages"]),
+            token_advantages=_floats(message.get("token_advantages")),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise TrainerError(f"{name} cannot be read: {error!r}") from error
@@ -95,9 +129,8 @@ def read_sample(message: Mapping[str, Any], *, max_len: int) -> TokenSample:
     return sample
 
 
-def _baseline(given: Sequence[float]) -> tuple[float, float]:
-    mean, std = given
-    return float(mean), float(std)
+def _floats(given: bytes | None) -> NDArray[np.float32] | None:
+    return None if given is None else np.frombuffer(given, dtype="<f4")
 
 
 def read_samples(messages: Sequence[Mapping[str, Any]], max_len: int) -> tuple[TokenSample, ...]:
@@ -122,4 +155,15 @@ def _problem(sample: TokenSample, max_len: int) -> str:
         return "has ages that are not by rising token, or one below 0"
     if not bool(np.isfinite(logprobs).all()) or not np.isfinite(sample.reward):
         return "has a reward or log-probabilities that are not finite"
+    return _advantage_problem(sample)
+
+
+def _advantage_problem(sample: TokenSample) -> str:
+    by_token, starts = sample.token_advantages, [start for start, _ in sample.advantages]
+    if by_token is not None and len(by_token) != len(sample.token_ids):
+        return f"has {len(sample.token_ids)} tokens, but {len(by_token)} token advantages"
+    if starts != sorted(set(starts)):
+        return "has advantages that are not by rising token"
+    if not bool(np.isfinite(sample.advantage_of_tokens()).all()):
+        return "has an advantage that is not finite"
     return ""

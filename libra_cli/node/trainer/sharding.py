@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from libra_cli.node.model import messages
+
 
 def mesh_of(device: torch.device, *, shards: int, replicas: int) -> DeviceMesh:
     """*Collective.* Return the mesh of the world: ``replicas`` rows of ``shards`` ranks each."""
@@ -74,10 +76,8 @@ def _copy_buffers(
     source: nn.Module | None, model: nn.Module, group: dist.ProcessGroup | None
 ) -> None:
     """Copy the buffers that no state dict has (rotary frequencies), lost by ``to_empty``."""
-    message: list[dict[str, Tensor] | None] = [None]
-    if source is not None:
-        message = [{name: buffer.cpu() for name, buffer in source.named_buffers()}]
-    dist.broadcast_object_list(message, src=0, group=group)
-    values = message[0] or {}
+    values: dict[str, Tensor] = {} if source is None else dict(source.named_buffers())
+    if group is not None:
+        values = messages.broadcast(values, group)
     for name, buffer in model.named_buffers():
         buffer.copy_(values[name])

@@ -24,7 +24,8 @@ class WorkerShare:
     incarnation: int
     """The number of that slot's assignment."""
     url: str
-    """URL of the worker's gradient server, ``http://host:port``."""
+    """URL of the worker's gradient server, ``https://address:port#name``; the name is that in its
+    host's certificate."""
     version: str
     """Name of the weight version that the worker computes with."""
     trajectories: frozenset[tuple[int, int]]
@@ -38,7 +39,7 @@ def read_shares(
 
     Raises:
         TrainerError: a share names a trajectory that is not in the message or that another share
-            has, or its URL is no ``http://host:port``.
+            has, or its URL has another form.
     """
     shares = tuple(
         WorkerShare(
@@ -66,8 +67,10 @@ def read_shares(
 
 def _check_url(share: WorkerShare) -> None:
     url = urlsplit(share.url)
-    if url.scheme != "http" or not url.hostname or not url.port:
-        raise TrainerError(f"the share of {share.worker} is at {share.url!r}: no http://host:port")
+    if url.scheme != "https" or not url.hostname or not url.port or not url.fragment:
+        raise TrainerError(
+            f"the share of {share.worker} is at {share.url!r}: no https://address:port#name"
+        )
 
 
 def rows_of(rows: int, *, rank: int, world: int) -> tuple[int, int]:

@@ -2,7 +2,8 @@
 
 A step's gradients come from three sides and are all sums over generated tokens: parts accumulated
 before (``accumulate``), the core's own pass, and shares that gradient workers computed meanwhile.
-Once they are together they are divided by the number of tokens, clipped, and applied::
+Once they are together they are divided by the loss's divisor, mostly the number of tokens, clipped,
+and applied::
 
     fetch the workers' shares     in the background, each rank its own rows
     compute what is in no share   and measure how fast that goes
@@ -11,6 +12,13 @@ Once they are together they are divided by the number of tokens, clipped, and ap
     compute the rest              all ranks together
 
 So a worker that dies or stalls costs the step at most twice its share's time, and never its result.
+
+**Several updates.** With ``minibatches`` or ``epochs`` above 1 there are neither parts nor shares:
+one pass without gradient says what the model thinks of the whole batch (the proximal policy), and
+then each minibatch is an update of its own, divided by its own divisor. A loss that compares the
+trajectories of a group by what the model says of them has that said anew before each update. It is
+still one step: one version, one rate, and metrics that are means over all tokens, or over the
+updates.
 
 **Without stopping.** A gradient that is not finite is dropped: the weights stay, the step counts
 and says so, and ``MAX_SKIPPED`` of them in a row are an error. A lone rank whose memory runs out
@@ -25,24 +33,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from libra_cli.config.errors import TrainerError
+from libra_cli.node.credentials import Credentials
 from libra_cli.node.gradient.client import Arrival, GradientClient, Rows
-from libra_cli.node.http import read_token
+from libra_cli.node.losses.ratios import effective_sample_size
 from libra_cli.node.model.policy import PolicyModel, summed
+from libra_cli.node.model.scores import mean_of
+from libra_cli.node.trainer.batching import minibatches
 from libra_cli.node.trainer.config import TrainerConfig
-from libra_cli.node.trainer.optimizer import optimizer_of
+from libra_cli.node.trainer.optimizer import Movement, optimizer_of
 from libra_cli.node.trainer.rank import last_line
 from libra_cli.node.trainer.samples import TokenSample, counted
+from libra_cli.node.trainer.schedule import learning_rate_at
 from libra_cli.node.trainer.shares import WorkerShare
 from libra_cli.node.weights.adapter import is_adapter
 from libra_cli.node.weights.checksum import described
@@ -57,17 +69,40 @@ BUDGET_FILE = "micro-batch-tokens"
 MAX_SKIPPED = 3
 """Steps in a row whose gradient may not be finite; chosen."""
 log = logging.getLogger("libra.trainer")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What came of one update."""
+
+    sums: Mapping[str, float]
+    """As of ``PolicyModel.gradients_of``."""
+    tokens: int
+    """Generated tokens that they are over."""
+    norm: float
+    """Of the gradient, before it was clipped."""
+    finite: bool
+    ratio: float
+    """Norm of the change of the parameters over theirs."""
+
+    @property
+    def loss(self) -> float:
+        """Divided by what the gradient was."""
+        return self.sums["loss"] / (self.sums["divisor"] or 1.0)
 
 
 class Trainer(PolicyModel):
-    """The policy and its optimizer. ``step`` is the number of optimizer steps taken so far."""
+    """The policy and its optimizer. ``step`` is the number of steps taken so far."""
 
     def __init__(self, config: TrainerConfig) -> None:
         """*Collective.* Join the world, check it, load the model."""
         super().__init__(config)
         self.config = config
         self.step = 0
-        self.optimizer = optimizer_of(config.training, self.parameters().values())
+        self.optimizer = optimizer_of(
+            config.training, self.parameters().values(), self.hidden_matrices()
+        )
         self._tokens = self._left_out = self._skipped = 0
         self._sums: dict[str, float] = {}
         self._held: list[TokenSample] = []
@@ -92,9 +127,9 @@ class Trainer(PolicyModel):
     def train(
         self, step: int, samples: Sequence[TokenSample], shares: Sequence[WorkerShare] = ()
     ) -> dict[str, Any]:
-        """*Collective.* One optimizer step on the parts and ``samples``; every rank is given all.
+        """*Collective.* One step on the parts and ``samples``; every rank is given all.
 
-        ``samples`` holds those of ``shares`` too.
+        ``samples`` holds those of ``shares`` too; with several updates there are none of these.
 
         Raises:
             TrainerError: there is no generated token, memory does not suffice, or the gradient was
@@ -104,61 +139,108 @@ class Trainer(PolicyModel):
         samples = self._counted(samples)
         if self._tokens + _generated(samples) + self._left_out == 0:
             raise TrainerError(f"step {step} has no generated token to learn from")
-        elsewhere = {one for share in shares for one in share.trajectories}
-        own = [sample for sample in samples if sample.trajectory not in elsewhere]
-        with self._fetching(step, samples, shares) as fetches:
-            own_s = self._compute(own)
-            reports = self._settle(fetches, samples)
-        metrics = self._update(step)
-        return metrics | {
+        if self.config.training.updates > 1:
+            own, reports = list(samples), []
+            own_s, updates = self._several(step, samples)
+        else:
+            elsewhere = {one for share in shares for one in share.trajectories}
+            own = [sample for sample in samples if sample.trajectory not in elsewhere]
+            with self._fetching(step, samples, shares) as fetches:
+                own_s = self._compute(own)
+                reports = self._settle(fetches, samples)
+            updates = [self._update(step)]
+        self._left_out = 0
+        self._check_finite(step, updates)
+        self.step = step
+        return self._metrics(updates) | {
             "shares": reports,
             "own_tokens": _generated(own),
             "own_s": own_s,
             "update_s": time.monotonic() - started,
         }
 
-    def _update(self, step: int) -> dict[str, Any]:
-        tokens, sums = max(1, self._tokens), self._sums
-        self.scale_gradients(1 / tokens)
+    def _several(self, step: int, samples: Sequence[TokenSample]) -> tuple[float, list[Update]]:
+        """*Collective.* The seconds that gradients took, and what came of each minibatch."""
+        training = self.config.training
+        began = time.monotonic()
+        known = self._score(samples)
+        seconds, updates = time.monotonic() - began, list[Update]()
+        for indices in minibatches(
+            [sample.group for sample in known],
+            parts=training.minibatches,
+            passes=training.epochs,
+            seed=(self.config.seed, step),
+        ):
+            part, began = [known[index] for index in indices], time.monotonic()
+            if updates and self.compares_values:
+                part = self._score(part)
+            self._compute(part)
+            seconds += time.monotonic() - began
+            updates.append(self._update(step))
+        return seconds, updates
+
+    def _score(self, samples: Sequence[TokenSample]) -> list[TokenSample]:
+        """*Collective.* As ``scored``, in micro-batches that memory suffices for."""
+        while (known := self._try(samples, self.scored)) is None:
+            pass
+        return known
+
+    def _update(self, step: int) -> Update:
+        """*Collective.* Move the weights along the gradients that were added up."""
+        self.enter("updating the weights")
+        tokens, sums = self._tokens, self._sums
+        self.scale_gradients(1 / (sums["divisor"] or 1.0))
         norm = self._clip(self.config.training.max_grad_norm)
-        finite = self._check_finite(step, norm)
+        finite = all(self.gather(bool(torch.isfinite(norm))))
         rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"], group["weight_decay"] = rate, 0.0
-        if self._tokens and finite:  # or else every token was over the bound: the weights stay
+        movement = Movement(self.parameters().values())
+        if tokens and finite:  # or else every token was over the bound: the weights stay
             self._decay(rate)
             self.optimizer.step()
         self.clear_gradients()
-        self.step = step
-        generated = self._tokens
-        self._tokens, self._left_out, self._sums, self._held = 0, 0, {}, []
+        self._tokens, self._sums, self._held = 0, {}, []
+        ratio = movement.ratio(self.gather)
+        return Update(sums, tokens, norm.item(), finite, ratio)
+
+    def _metrics(self, updates: Sequence[Update]) -> dict[str, Any]:
+        """Of a step: means over the tokens of its updates, or over these."""
+        sums, seen = summed(one.sums for one in updates), sum(one.tokens for one in updates)
         gap, gap_tokens = sums.pop("gap"), int(sums.pop("gap_tokens"))
+        total = sums.pop("rollout_ratio_sum", 0.0)
+        squares = sums.pop("rollout_ratio_square_sum", 0.0)
+        del sums["divisor"]
+        passes = self.config.training.epochs
         return {
-            **{name: total / tokens for name, total in sums.items()},
-            "grad_norm": norm.item(),
-            "learning_rate": rate,
+            **{name: value / max(1, seen) for name, value in sums.items()},
+            "loss": mean_of([one.loss for one in updates]),
+            "grad_norm": mean_of([one.norm for one in updates]),
+            "update_ratio": mean_of([one.ratio for one in updates]),
+            **effective_sample_size(total, squares, seen),
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
             "logprob_gap": gap / gap_tokens if gap_tokens else None,
-            "logprob_gap_tokens": gap_tokens,
-            "generated_tokens": generated,
+            "logprob_gap_tokens": gap_tokens // passes,
+            "generated_tokens": seen // passes,
             **self._troubles(),
         }
 
-    def _check_finite(self, step: int, norm: Tensor) -> bool:
-        """*Collective.* Whether the gradient can be used; all ranks say the same."""
-        finite = all(self.gather(bool(torch.isfinite(norm))))
-        self._skipped = 0 if finite else self._skipped + 1
-        if finite:
-            return True
-        log.warning("step %d: the gradient's norm is %s: the weights stay", step, norm.item())
+    def _check_finite(self, step: int, updates: Sequence[Update]) -> None:
+        """Count steps of which no update could be used."""
+        unusable = [one for one in updates if not one.finite]
+        if unusable:
+            log.warning(
+                "step %d: the gradient's norm is %s: the weights stay", step, unusable[0].norm
+            )
+        self._skipped = self._skipped + 1 if len(unusable) == len(updates) else 0
         if self._skipped >= MAX_SKIPPED:
             raise TrainerError(
-                f"step {step}: the gradient was not finite (its norm is {norm.item()}) in "
+                f"step {step}: the gradient was not finite (its norm is {unusable[0].norm}) in "
                 f"{self._skipped} steps in a row",
                 hint="libra run --resume goes on from the last checkpoint; lower "
                 "training.learning_rate first, or see whether rewards and lengths in "
                 "`libra status` broke before",
             )
-        return False
 
     def _troubles(self) -> dict[str, float]:
         """Metrics that are there only in steps that have something to tell."""
@@ -181,7 +263,7 @@ class Trainer(PolicyModel):
         began = time.monotonic()
         wanted = list(samples)
         sums: dict[str, float] | None = {}
-        while wanted and not (sums := self._try(wanted)):
+        while wanted and not (sums := self._try(wanted, self.gradients_of)):
             # A pass that broke off has left parts of its gradients among those of others.
             wanted = [*self._held, *wanted]
             self.clear_gradients()
@@ -192,10 +274,14 @@ class Trainer(PolicyModel):
             self._tokens_per_s = sum(len(one.token_ids) for one in wanted) / taken
         return time.monotonic() - began
 
-    def _try(self, samples: Sequence[TokenSample]) -> dict[str, float] | None:
-        """The sums over these; None if memory ran out, and then micro-batches are smaller now."""
+    def _try(
+        self,
+        samples: Sequence[TokenSample],
+        compute: Callable[[Sequence[TokenSample]], Result | None],
+    ) -> Result | None:
+        """What is computed of these; None if memory ran out: micro-batches are smaller now."""
         try:
-            return self.gradients_of(samples)
+            return compute(samples)
         except torch.OutOfMemoryError as error:
             problem = last_line(error)  # not the error: it holds the tensors of the pass
         longest = max(len(sample.token_ids) for sample in samples)
@@ -221,9 +307,10 @@ class Trainer(PolicyModel):
     def _remembered_budget(self) -> int:
         """Tokens of a micro-batch: the recipe's, or less if memory ran out here before."""
         wanted = self.config.training.micro_batch_tokens
-        if not self._budget_file.is_file():
+        try:
+            return min(wanted, int(self._budget_file.read_text()))
+        except (FileNotFoundError, ValueError):  # a disk that was full has left an empty file
             return wanted
-        return min(wanted, int(self._budget_file.read_text()))
 
     def _add(self, sums: Mapping[str, float], samples: Sequence[TokenSample]) -> None:
         self._sums = summed((self._sums, sums))
@@ -236,14 +323,13 @@ class Trainer(PolicyModel):
     ) -> Iterator[list[GradientClient]]:
         """This rank's rows of every share, from now until whoever asks for them is through."""
         wanted = self._wanted() if shares else {}
-        token = read_token(os.environ["LIBRA_TOKEN_FILE"]) if shares else ""
         fetches = [
             GradientClient(
                 share,
                 step,
                 tokens=_generated(_of(share, samples)),
                 wanted=wanted,
-                token=token,
+                credentials=Credentials.here(),
                 dtype=self.config.training.worker_gradients,
             )
             for share in shares
@@ -274,6 +360,7 @@ class Trainer(PolicyModel):
         Every rank decides for itself whether its rows came in time; a share is used if all say so.
         """
         since = time.monotonic()
+        self.enter("fetching shares")
         here = [self._await(fetch, samples, since) for fetch in fetches]
         by_rank = self.gather(here)
         reports, rest = [], list[TokenSample]()
@@ -302,10 +389,8 @@ class Trainer(PolicyModel):
         return fetch.settle(since, patience_s)
 
     def learning_rate(self, step: int) -> float:
-        """Of optimizer step ``step``, counted from 1: a linear ramp, then constant."""
-        training = self.config.training
-        ramp = min(1.0, step / training.warmup_steps) if training.warmup_steps else 1.0
-        return training.learning_rate * ramp
+        """Of optimizer step ``step``, counted from 1."""
+        return learning_rate_at(step, self.config.training, self.config.steps)
 
     def probe(self) -> ProbeResult:
         """*Collective.* The fixed sequence and what the current policy thinks of it."""

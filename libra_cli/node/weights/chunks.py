@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from libra_cli.config.errors import NONSENSE
+
 CHUNK_BYTES = 2 * 1024**2
 """Of every chunk of a file but the last. Hosts have nothing to pass on before the first ones have
 come, which takes the longer the larger they are; every chunk costs a request."""
@@ -83,7 +85,7 @@ def read_manifest(raw: bytes) -> Manifest:
         told = json.loads(raw)
         files, delta = _files(told["files"]), told.get("delta") or {"base": "", "files": {}}
         deltas, base = _files(delta["files"]), str(delta["base"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except NONSENSE as error:
         raise ManifestError(f"its {MANIFEST} is damaged") from error
     wrong = [name for name in files if not NAME.fullmatch(name) or name == MANIFEST]
     if told.get("delta") is not None:

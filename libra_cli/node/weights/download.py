@@ -6,6 +6,7 @@ just now; of what that source has, a chunk that few others have or fetch (rarest
 "Incentives build robustness in BitTorrent", 2003). So the publisher sends different chunks to
 different hosts, which pass them on to each other, and its link is not the only one that works.
 
+A download may take as long as it likes while bytes come: on a thin link nothing is begun anew.
 A source that fails is asked again what it has, and given up after ``FAILURES`` in a row; its chunks
 are fetched elsewhere. A chunk that does not have its SHA-256 is not asked of that source again.
 Standard library only.
@@ -17,14 +18,15 @@ import hashlib
 import http.client
 import json
 import random
+import ssl
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from urllib.parse import urlsplit
 
 from libra_cli.node.agent.agent_errors import AgentRefused
+from libra_cli.node.credentials import Credentials, PeerConnection
 from libra_cli.node.weights.chunks import CHUNK_BYTES, ListedFile
 from libra_cli.node.weights.draft import COMING, HERE, Draft
 
@@ -39,6 +41,8 @@ LOOK_S = 0.1
 """How often a source that has only a part of the version is asked what it has."""
 LOOK_SHARE = 0.02
 """The most of a thread's time that this may take, with many chunks."""
+PIECE_BYTES = 1 << 16
+"""Of a chunk, after which it is noted that bytes come: half a second of a link of 1 Mb/s."""
 STALL_S = 15.0
 """A source that sends nothing for this long has failed."""
 LATE_S = 3.0
@@ -49,6 +53,11 @@ SAMPLE = 32
 """Of so many chunks the rarest is taken: nearly the rarest of all, and found at once."""
 STATES = ".chunks"
 """The last part of the path at which a host tells which chunks of a version it has."""
+
+
+def place_of(url: str) -> str:
+    """What to call a source in a message: its URL, without the name in its certificate."""
+    return url.partition("#")[0]
 
 
 class DownloadFailed(Exception):
@@ -89,13 +98,10 @@ class _Chunk:
 class Client:
     """A connection to one host's weight server, opened when it is needed and kept."""
 
-    def __init__(self, url: str, token: str) -> None:
-        # http.client, since a cluster's http_proxy is not meant for the host next door.
-        place = urlsplit(url)
-        self._connection = http.client.HTTPConnection(
-            place.hostname or "", place.port, timeout=STALL_S
-        )
-        self._headers = {"Authorization": f"Bearer {token}"}
+    def __init__(self, url: str, credentials: Credentials, tls: ssl.SSLContext) -> None:
+        """``tls`` is ``credentials.client()``, which many connections share."""
+        self._connection = PeerConnection(url, tls, STALL_S)
+        self._headers = {"Authorization": f"Bearer {credentials.token}"}
 
     def get(self, path: str) -> bytes:
         """Return the whole answer.
@@ -109,15 +115,21 @@ class Client:
             raise http.client.HTTPException(f"HTTP {response.status} {response.reason}")
         return data
 
-    def read(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer with bytes of a file from ``offset`` on; raises as above."""
+    def read(self, path: str, offset: int, buffer: memoryview, came: Callable[[], None]) -> None:
+        """Fill the buffer with bytes of a file from ``offset`` on; raises as above.
+
+        ``came`` is called whenever some have come.
+        """
         last = offset + len(buffer) - 1
         response = self._ask(path, {"Range": f"bytes={offset}-{last}"})
         if response.status != HTTPStatus.PARTIAL_CONTENT:
             response.read()
             raise http.client.HTTPException(f"HTTP {response.status} {response.reason}")
-        if response.readinto(buffer) != len(buffer):
-            raise http.client.HTTPException("it ended too early")
+        for start in range(0, len(buffer), PIECE_BYTES):
+            piece = buffer[start : start + PIECE_BYTES]
+            if response.readinto(piece) != len(piece):
+                raise http.client.HTTPException("it ended too early")
+            came()
 
     def _ask(self, path: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
         try:
@@ -142,14 +154,17 @@ class Download:
         files: Mapping[str, ListedFile],
         sources: Sequence[str],
         *,
-        token: str,
+        credentials: Credentials,
         deadline: float,
     ) -> None:
-        """``sources`` are URLs, the publisher's last; ``deadline`` is on ``time.monotonic``."""
+        """``sources`` are URLs of ``PeerConnection``, the publisher's last; ``deadline`` is on
+        ``time.monotonic``."""
         self._draft = draft
         self._name = name
-        self._token = token
+        self._credentials = credentials
+        self._tls = credentials.client()
         self._deadline = deadline
+        self._patience_s = max(0.0, deadline - time.monotonic())
         self.received = dict.fromkeys(sources, 0)
         """Bytes of chunks that each source sent, used or not."""
         *others, publisher = sources
@@ -174,7 +189,7 @@ class Download:
         """Return when all chunks are there.
 
         Raises:
-            DownloadFailed: the sources cannot give them, or not in time.
+            DownloadFailed: the sources cannot give them, or nothing comes any more.
             AgentRefused: the disk is full.
         """
         # A thread that waits for a dead source ends when that has been silent for long enough.
@@ -193,8 +208,10 @@ class Download:
 
     def _hopeless(self) -> DownloadFailed | None:
         now = time.monotonic()
+        if not self._draft.is_wanted:
+            return self._failed("nobody wants it any more")
         if now > self._deadline:
-            return self._failed("not done in time")
+            return self._failed(f"nothing came for {self._patience_s:.0f} s")
         if self._fetching or any(self._missing & source.has for source in self._sources):
             return None
         if all(source.is_settled or source.is_given_up for source in self._sources):
@@ -204,7 +221,9 @@ class Download:
         return None
 
     def _failed(self, what: str) -> DownloadFailed:
-        reasons = [f"{source.url}: {source.reason}" for source in self._sources if source.reason]
+        reasons = [
+            f"{place_of(source.url)}: {source.reason}" for source in self._sources if source.reason
+        ]
         done = len(self._chunks) - self._left
         told = f"{what}, {done} of {len(self._chunks)} chunks are here"
         return DownloadFailed("; ".join([told, *reasons]))
@@ -212,7 +231,7 @@ class Download:
     # -- what the sources have -----------------------------------------------------------------
 
     def _look(self, source: _Source) -> None:
-        client = Client(source.url, self._token)
+        client = Client(source.url, self._credentials, self._tls)
         while not self._is_over:
             used = time.thread_time()
             if not source.is_settled and not source.is_given_up:
@@ -252,7 +271,7 @@ class Download:
     # -- fetching ------------------------------------------------------------------------------
 
     def _fetch(self) -> None:
-        clients = {one.url: Client(one.url, self._token) for one in self._sources}
+        clients = {one.url: Client(one.url, self._credentials, self._tls) for one in self._sources}
         buffer = memoryview(bytearray(CHUNK_BYTES))
         while (chosen := self._next()) is not None:
             source, number = chosen
@@ -270,7 +289,7 @@ class Download:
     ) -> bool:
         """Whether the chunk has come, is right, and was not here."""
         try:
-            client.read(f"/{self._name}/{chunk.file}", chunk.offset, buffer)
+            client.read(f"/{self._name}/{chunk.file}", chunk.offset, buffer, self._came)
         except (OSError, http.client.HTTPException) as error:
             client.close()
             self._lost(source, f"{chunk.file}: {type(error).__name__}: {error}")
@@ -287,6 +306,9 @@ class Download:
             if self._is_over or not is_right:
                 return False
         return self._draft.write(chunk.file, chunk.index, buffer)
+
+    def _came(self) -> None:
+        self._deadline = time.monotonic() + self._patience_s
 
     def _next(self) -> tuple[_Source, int] | None:
         """Wait for something to fetch; None when there is nothing any more."""

@@ -38,6 +38,8 @@ class Draft:
         self.directory = directory
         self.raw = raw
         self.manifest = manifest
+        self.is_wanted = True
+        """Whether whoever fetches it may go on."""
         self._lock = threading.Lock()
         self._states: dict[str, bytearray] = {}
         directory.mkdir(mode=0o700)

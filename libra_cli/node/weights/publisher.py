@@ -5,19 +5,31 @@ already in the format of publication, into buffers that are kept for the next ve
 accelerator into page-locked ones. Writing, hashing and comparing with the version before happen in
 a thread, while the next step is computed. There is one copy: a version whose predecessor is still
 being written waits for it.
+
+The copy outlives the writing. If the version is gone from the disk, because it was found damaged
+there and removed (``weight_server``), it is written again from memory.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from libra_cli.node.weights.checksum import as_rows, checksum_of
+from libra_cli.node.weights.chunks import MANIFEST
 from libra_cli.node.weights.versions import ProbeResult, VersionOnDisk, publish
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""Seconds from one look at whether the last version is still on the disk to the next."""
 
 
 class Publisher:
@@ -46,6 +58,11 @@ class Publisher:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._buffers: dict[str, Tensor] = {}
         self._writing: Future[VersionOnDisk] | None = None
+        self._again: Callable[[], VersionOnDisk]
+        #: Held while the copy changes, and while it is looked whether to write it again.
+        self._copy = threading.Lock()
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="publisher-watch", daemon=True).start()
 
     def stage(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, probe: ProbeResult
@@ -55,7 +72,13 @@ class Publisher:
         Raises:
             OSError, WeightsError: the version before could not be written.
         """
-        self.wait()
+        with self._copy:
+            self.wait()
+            known = self._copied(tensors)
+            self._writing = self._pool.submit(self._write, version, probe, known)
+
+    def _copied(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+        """Copy them into the buffers; return the checksums of those on an accelerator."""
         sums: dict[str, Tensor] = {}
         devices = set()
         for name, tensor in tensors:
@@ -66,8 +89,7 @@ class Publisher:
             self._buffer(name, tensor).copy_(tensor, non_blocking=True)
         for device in devices:
             torch.accelerator.synchronize(device)
-        known = {name: int(value.item()) for name, value in sums.items()}
-        self._writing = self._pool.submit(self._write, version, probe, known)
+        return {name: int(value.item()) for name, value in sums.items()}
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
@@ -79,21 +101,52 @@ class Publisher:
 
     def _write(self, version: int, probe: ProbeResult, sums: dict[str, int]) -> VersionOnDisk:
         try:
-            done = publish(
-                self._buffers.items(),
-                self._root,
-                version=version,
-                trainer_incarnation=self._incarnation,
-                probe=probe,
-                keep=self._keep,
-                sums=sums,
-                adapter=self._adapter,
-            )
+            done = self._publish(version, probe, sums)
         except BaseException as error:
             self._failed(error)
             raise
+        self._again = partial(self._publish, version, probe, sums)
         self._published(done)
         return done
+
+    def _publish(self, version: int, probe: ProbeResult, sums: dict[str, int]) -> VersionOnDisk:
+        return publish(
+            self._buffers.items(),
+            self._root,
+            version=version,
+            trainer_incarnation=self._incarnation,
+            probe=probe,
+            keep=self._keep,
+            sums=sums,
+            adapter=self._adapter,
+        )
+
+    def _watch(self) -> None:
+        while not self._closed.wait(LOOK_S):
+            if self._copy.acquire(blocking=False):
+                try:
+                    self._renew()
+                except OSError as error:  # a file system that hangs or is away, for a while
+                    log.warning("%s cannot be looked at: %s", self._root, error)
+                finally:
+                    self._copy.release()
+
+    def _renew(self) -> None:
+        """Write the last version again if it was complete and is gone."""
+        if self._writing is None or not self._writing.done() or self._writing.exception():
+            return
+        done = self._writing.result()
+        if not (self._root / done.name / MANIFEST).exists():
+            self._writing = self._pool.submit(self._write_again, done)
+
+    def _write_again(self, gone: VersionOnDisk) -> VersionOnDisk:
+        """A disk that takes nothing now may take it at the next look."""
+        try:
+            self._again()
+            log.warning("%s was gone from %s and is written again", gone.name, self._root)
+        except OSError as error:
+            log.warning("%s is gone and cannot be written again: %s", gone.name, error)
+        return gone
 
     def wait(self) -> VersionOnDisk | None:
         """Return the version staged last, complete; None if there was none yet.
@@ -105,4 +158,6 @@ class Publisher:
 
     def close(self) -> None:
         """Wait until the last version is complete, or has failed."""
-        self._pool.shutdown(wait=True)
+        self._closed.set()
+        with self._copy:
+            self._pool.shutdown(wait=True)

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -144,6 +144,9 @@ def publish(
 
     ``tensors`` are pairs of a Hugging Face name and a tensor on the CPU; ``sums`` are checksums
     that are known already. If they are an adapter's, ``adapter`` tells of what model.
+
+    Raises:
+        OSError: it cannot be written.
     """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     name = version_name(version, trainer_incarnation)
@@ -217,7 +220,10 @@ def _write_file(
     path: Path, part: dict[str, Tensor], base: Path, sums: Mapping[str, int]
 ) -> _Written:
     started = time.monotonic()
-    save_file(part, path, metadata={"format": "pt"})
+    try:
+        save_file(part, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # what it says of a full disk is no OSError
+        raise OSError(f"{path} cannot be written: {error}") from error
     file = _on_disk(path)
     within_s = max(DELTA_S, time.monotonic() - started)
     # Everything in a safetensors file begins at a multiple of its smallest element's size.

@@ -4,8 +4,8 @@
                                 one that has come of a version still on its way here
     GET /<version>/.chunks      {file: a digit for every chunk}, which are here or on their way
 
-Nothing else is served, and nothing to whoever lacks the run's token. Files go from the page cache
-to the network without a copy (sendfile). Standard library only.
+Nothing else is served, and nothing to whoever lacks a certificate of the run or its token. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import BinaryIO, ClassVar
 
-from libra_cli.node.http import BearerHandler
+from libra_cli.node.http import BearerHandler, send_file
 from libra_cli.node.weights.chunks import MANIFEST, NAME, chunks_of
 from libra_cli.node.weights.download import STATES
 from libra_cli.node.weights.draft import HERE, Draft
@@ -99,8 +99,7 @@ class WeightHandler(BearerHandler):
     def _send_bytes(self, file: BinaryIO, first: int, count: int) -> None:
         self.wfile.flush()
         try:
-            if count:
-                self.connection.sendfile(file, first, count)
+            send_file(self.connection, file, first, count)
         except OSError:  # whoever asked has hung up
             self.close_connection = True
 

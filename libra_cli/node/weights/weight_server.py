@@ -1,8 +1,8 @@
 """Serves the weight versions that a host has to its peers, and pulls those that it lacks.
 
 A version is a directory with a ``manifest.json`` that gives the size of every file and the SHA-256
-of each of its chunks. Only plain files of versions are served, and only to bearers of the run's
-token. A pull is complete or has no effect: files go to a hidden directory (``draft``), chunk by
+of each of its chunks. Only plain files of versions are served, and only to hosts of the run (mutual
+TLS). A pull is complete or has no effect: files go to a hidden directory (``draft``), chunk by
 chunk and each checked, from all hosts that have some (``download``), and the directory is renamed
 once all of them are right. Chunks that have come are served meanwhile; if the pull fails, they are
 kept for the next attempt.
@@ -23,28 +23,30 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from http.server import ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 
 from libra_cli.node.agent.agent_errors import AgentRefused
-from libra_cli.node.http import start
+from libra_cli.node.credentials import Credentials
+from libra_cli.node.http import HostServer, serve_hosts
 from libra_cli.node.weights.chunks import (
     MANIFEST,
     NAME,
     ListedFile,
     Manifest,
     ManifestError,
+    listed,
     read_manifest,
 )
-from libra_cli.node.weights.download import Client, Download, DownloadFailed
+from libra_cli.node.weights.download import Client, Download, DownloadFailed, place_of
 from libra_cli.node.weights.draft import Draft
 from libra_cli.node.weights.weight_handler import WeightHandler
 
 VERSION = re.compile(r"v\d+-e\d+")
-PATCH_SHARE = 0.5
-"""Share of the remaining time that rebuilding may take, so that a full copy has time too."""
+PATCH_BYTES_S = 20e6
+"""What rebuilding makes at least in a second, besides the time that a pull may be silent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,42 +66,54 @@ class PullResult:
 class WeightServer:
     """Serves, pulls and removes the weight versions of one run on one host."""
 
-    def __init__(self, root: Path, token: str) -> None:
+    def __init__(self, root: Path, credentials: Credentials | None) -> None:
         self.root = root
-        self._token = token
+        self._credentials = credentials
         self._pulling: dict[str, threading.Lock] = {}
         self._drafts: dict[str, Draft] = {}
         self._numbers = count()
-        self._server: ThreadingHTTPServer | None = None
-        # In a place where others may write, only a directory of our own is to be trusted.
+        self._server: HostServer | None = None
         root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = root.parent.stat().st_uid
-        if owner != os.getuid():
-            raise AgentRefused(
-                "weights", f"{root.parent} belongs to the user with id {owner}, not to us"
-            )
+        _make_ours(root.parent)
         root.mkdir(mode=0o700, exist_ok=True)
 
     def serve(self, bind: str, port: int) -> int:
-        """Serve the directory to peers and return the port; once, however often it is called."""
+        """Serve the directory to peers and return the port; once, however often it is called.
+
+        Raises:
+            AgentRefused: it cannot listen there.
+        """
         if self._server is None:
-            self._server = start(
+            self._server = self._start(bind, port)
+        return int(self._server.server_address[1])
+
+    def _start(self, bind: str, port: int) -> HostServer:
+        try:
+            return serve_hosts(
                 WeightHandler,
                 bind=bind,
                 port=port,
-                token=self._token,
+                credentials=self._known(),
+                is_reserved=port > 0,
                 root=self.root,
                 drafts=self._drafts,
             )
-        return int(self._server.server_address[1])
+        except OSError as error:
+            raise AgentRefused("weights", f"{bind} port {port}: {error}") from error
 
-    def pull(self, name: str, sources: Sequence[str], timeout_s: float) -> PullResult:
+    def _known(self) -> Credentials:
+        if self._credentials is None:
+            raise AgentRefused("weights", "no certificate is here to show to other hosts")
+        return self._credentials
+
+    def pull(self, name: str, sources: Sequence[str], patience_s: float) -> PullResult:
         """Fetch a version from all sources that have some of it, unless it is here. Blocks.
 
+        It may take as long as it likes, but no ``patience_s`` without a byte.
         ``sources`` are other hosts that have it or pull it too, and the publisher's last.
 
         Raises:
-            AgentRefused: they could not give it in ``timeout_s``, or the disk is full.
+            AgentRefused: they could not give it, or the disk is full.
         """
         _check_name(name)
         started = time.monotonic()
@@ -110,7 +124,7 @@ class WeightServer:
             if not sources:
                 raise AgentRefused("weights", f"{name}: no source was given")
             draft = self._draft(name, sources)
-            pull = _Pull(self.root, name, draft, sources, self._token, started + timeout_s)
+            pull = _Pull(self.root, name, draft, sources, self._known(), patience_s)
             try:
                 kind = pull.run()
                 draft.directory.rename(target)
@@ -136,16 +150,17 @@ class WeightServer:
         return self._drafts[name]
 
     def _manifest(self, name: str, sources: Sequence[str]) -> tuple[bytes, Manifest]:
-        failures = []
+        here = self._known()
+        failures, tls = [], here.client()
         for source in reversed(sources):  # the publisher has it for certain
-            client = Client(source, self._token)
+            client = Client(source, here, tls)
             try:
                 raw = client.get(f"/{name}/{MANIFEST}")
                 return raw, read_manifest(raw)
             except ManifestError as error:
-                failures.append(f"{source}: {error}")
+                failures.append(f"{place_of(source)}: {error}")
             except (OSError, http.client.HTTPException) as error:
-                failures.append(f"{source}: {MANIFEST}: {error}")
+                failures.append(f"{place_of(source)}: {MANIFEST}: {error}")
             finally:
                 client.close()
         raise AgentRefused("weights", f"{name}: {'; '.join(failures)}")
@@ -165,15 +180,55 @@ class WeightServer:
         # Directories with other names are no versions: a pull under way, a worker's gradients.
         gone = [one for one in gone if VERSION.fullmatch(one.name)]
         for one in gone:
-            # Renamed first, so that nobody begins to read a version that is half removed.
-            shutil.rmtree(one.rename(self.root / f".gone-{one.name}"), ignore_errors=True)
+            self._remove(one.name)
         return sorted(one.name for one in gone)
 
+    def _remove(self, name: str) -> None:
+        # Renamed first, so that nobody begins to read a version that is half removed.
+        gone = (self.root / name).rename(self.root / f".gone-{name}")
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def damaged(self, name: str) -> str:
+        """Compare a version that is here with its manifest: a file that is wrong, or nothing.
+
+        A wrong one is removed, so that it is pulled again, or written again where it was published.
+        """
+        _check_name(name)
+        place = self.root / name
+        if not place.is_dir():
+            return ""
+        try:
+            files = read_manifest((place / MANIFEST).read_bytes()).files
+            wrong = next((file for file, one in files.items() if listed(place / file) != one), "")
+        except (OSError, ManifestError):
+            wrong = MANIFEST
+        if wrong:
+            with suppress(FileNotFoundError):  # the trainer removes those that are too old
+                self._remove(name)
+        return wrong
+
     def close(self) -> None:
-        """Stop serving and remove all versions."""
+        """Stop serving and pulling, and remove all versions."""
+        for draft in list(self._drafts.values()):
+            draft.is_wanted = False
         if self._server is not None:
+            self._server.shutdown()  # or its thread would ask a closed socket for ever
             self._server.server_close()
         shutil.rmtree(self.root, ignore_errors=True)
+
+
+def _make_ours(directory: Path) -> None:
+    """Refuse a directory of others, who may write beside it, and let nobody else write in ours.
+
+    A link there is somebody else's trap, unless we have made it.
+    """
+    for owner in (directory.lstat().st_uid, directory.stat().st_uid):
+        if owner != os.getuid():
+            raise AgentRefused(
+                "weights", f"{directory} belongs to the user with id {owner}, not to us"
+            )
+    if directory.stat().st_mode & 0o077:
+        directory.chmod(0o700)
 
 
 class _RebuildFailed(Exception):
@@ -189,15 +244,15 @@ class _Pull:
         name: str,
         draft: Draft,
         sources: Sequence[str],
-        token: str,
-        deadline: float,
+        credentials: Credentials,
+        patience_s: float,
     ) -> None:
         self._root = root
         self._name = name
         self._draft = draft
         self._sources = sources
-        self._token = token
-        self._deadline = deadline
+        self._credentials = credentials
+        self._patience_s = patience_s
         self.received = dict.fromkeys(sources, 0)
         self.detail = ""
 
@@ -225,8 +280,8 @@ class _Pull:
             self._name,
             files,
             self._sources,
-            token=self._token,
-            deadline=self._deadline,
+            credentials=self._credentials,
+            deadline=time.monotonic() + self._patience_s,
         )
         try:
             download.run()
@@ -246,7 +301,7 @@ class _Pull:
     def _patch(self, base: Path) -> None:
         """Rebuild the files in the draft from those in ``base`` and the deltas in the draft."""
         module = [sys.executable, "-P", "-m", "libra_cli.node.weights.patch"]
-        left_s = max(0.0, self._deadline - time.monotonic())
+        rebuilt = sum(one.bytes for one in self._draft.manifest.files.values())
         try:
             done = subprocess.run(
                 [*module, str(base), str(self._draft.directory)],
@@ -254,7 +309,7 @@ class _Pull:
                 capture_output=True,
                 text=True,
                 errors="replace",
-                timeout=PATCH_SHARE * left_s,
+                timeout=self._patience_s + rebuilt / PATCH_BYTES_S,
                 check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:

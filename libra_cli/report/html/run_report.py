@@ -1,8 +1,10 @@
 """Writes ``report.html``, which shows one run in one file that opens without a network.
 
-It holds drawings as SVG, a few lines of CSS and no script (``libra serve`` adds
-one), and follows the reader's light or dark
-setting. It is made from the run's database alone, so it can be made again at any time.
+It holds drawings as SVG, a few lines of CSS and no script (``libra serve`` adds one; what the page
+itself may load is nothing at all), and follows the reader's light or dark setting. The trajectories
+in it are chosen among by CSS. What models and tools wrote is hostile: it is escaped, and nothing in
+it changes the order of writing. The report is made from the run directory alone, so it can be made
+again at any time.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from libra_cli import __version__
 from libra_cli.config.errors import StateError
-from libra_cli.core.records import StepRecord, SyncRecord
+from libra_cli.core.records import EvaluationRecord, StepRecord, SyncRecord
+from libra_cli.report.evaluations import finished
 from libra_cli.report.html.slot_rows import SHADES, slot_rows
 from libra_cli.report.html.templates import template
 from libra_cli.report.status.metrics import of_servers, of_steps
@@ -30,10 +33,11 @@ from libra_cli.report.status.plans import (
     changes,
     phase_seconds,
 )
-from libra_cli.report.status.steps import period_s, smooth
-from libra_cli.report.status.summary import RunSummary, summary
+from libra_cli.report.status.steps import RECENT, period_s, smooth, yardstick
+from libra_cli.report.status.summary import RunSummary, judged_by, summary
 from libra_cli.report.status.syncs import sync_times
 from libra_cli.report.terminal.console import duration, number, shorter, took
+from libra_cli.report.trajectories.sample import by_turn_count, filters_of, sample, shortened
 from libra_cli.runtime.store.reader import Reader
 
 if TYPE_CHECKING:
@@ -69,6 +73,7 @@ def write_report(run_dir: Path, *, now: float, tolerance: float | None = None) -
     page = report_page(run_dir, now=now, tolerance=tolerance)
     path, unfinished = run_dir / REPORT, run_dir / f".{REPORT}.tmp"
     try:
+        unfinished.touch(mode=0o600)
         unfinished.write_text(page, encoding="utf-8")
         os.replace(unfinished, path)
     except OSError as error:
@@ -91,7 +96,7 @@ def report_page(
 
     with Reader(run_dir) as reader:
         status = summary(reader, now=now)
-        steps = reader.steps()
+        steps, sampled = reader.steps(), sample(reader)
         context: dict[str, Any] = {
             "status": status,
             "charts": _charts(reader, status, steps, tolerance),
@@ -107,6 +112,10 @@ def report_page(
             "shorter": shorter,
             "took": took,
             "tools": reader.tool_outcomes(),
+            "sampled": sampled,
+            "filters": filters_of(sampled),
+            "turn_counts": by_turn_count(reader, steps[-RECENT:]),
+            "shortened": shortened,
             "when": lambda at: (
                 datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
             ),
@@ -123,7 +132,7 @@ def report_page(
 
 def _tiles(status: RunSummary, tolerance: float | None) -> list[tuple[str, str, str]]:
     """The row of numbers on top, as (name, value, explanation)."""
-    reward, staleness, sync = status["reward"], status["staleness"], status["sync"]
+    (judged, change), staleness, sync = judged_by(status), status["staleness"], status["sync"]
     idle, gap, over = status["idle"], status["logprob_gap"], status["batches"]["over_bound"]
     ages = f"versions behind, at most {number(staleness['max'])}"
     if over:
@@ -131,8 +140,8 @@ def _tiles(status: RunSummary, tolerance: float | None) -> list[tuple[str, str, 
     verdict = f"{sync['failed']} not verified" if sync["failed"] else "every one verified"
     return [
         (
-            "reward",
-            f"{number(reward['first'], '.2f')} → {number(reward['last'], '.2f')}",
+            judged,
+            f"{number(change['first'], '.2f')} → {number(change['last'], '.2f')}",
             "first and last 10 steps",
         ),
         (
@@ -170,6 +179,7 @@ def _charts(
         return _slot_chart(reader, status, steps)
     return [
         *_step_charts(steps, tolerance),
+        *_evaluation_charts(steps, reader.evaluations()),
         *_decision_chart(steps, status["decisions"]),
         *_sync_chart(reader.syncs()),
         *_metric_charts("metric", "of a step", steps, of_steps(steps)),
@@ -178,6 +188,35 @@ def _charts(
         ),
         *_slot_chart(reader, status, steps),
     ]
+
+
+def _evaluation_charts(
+    steps: Sequence[StepRecord], rows: Sequence[EvaluationRecord]
+) -> list[Chart]:
+    """Of each name the chart of pass@1 and of the largest k, beside the training reward."""
+    from libra_cli.report.html.charts import Series, over_steps
+
+    names = dict.fromkeys(row.name for row in finished(rows))
+    rewards = Series([float(step.step) for step in steps], smooth([s.reward for s in steps]), "b")
+    charts = []
+    for place, name in enumerate(names):
+        done = [row for row in finished(rows) if row.name == name]
+        xs = [float(row.step) for row in done]
+
+        def of(metric: str, done: Sequence[EvaluationRecord] = done) -> list[float]:
+            return [math.nan if (v := row.metrics.get(metric)) is None else v for row in done]
+
+        ends = [Series(xs, of(f"pass@1/{end}"), "a", "dashes") for end in ("low", "high")]
+        values = of("pass@1")
+        series = [rewards, *ends, Series(xs, values, "a"), Series(xs, values, "a", "points")]
+        svg = over_steps(f"evaluation-{place}", series, width=1080, height=270)
+        keys = (
+            ("a", "line", "pass@1, with its 95 % interval"),
+            ("b", "line", "training reward, smoothed"),
+        )
+        unit = f"{done[-1].tasks} tasks, {done[-1].samples} samples each, never trained on"
+        charts.append(Chart(f"Evaluation {name}", unit, svg, keys, wide=True))
+    return charts
 
 
 def _slot_chart(reader: Reader, status: RunSummary, steps: Sequence[StepRecord]) -> list[Chart]:
@@ -225,7 +264,7 @@ def _step_charts(steps: Sequence[StepRecord], tolerance: float | None) -> list[C
     def both(values: Sequence[float], colour: str = "a") -> list[Series]:
         return [Series(xs, values, colour, "points"), Series(xs, smooth(values), colour)]
 
-    rewards = [step.reward for step in steps]
+    judged = yardstick(steps)
     means, p99s = [step.mean_length for step in steps], [step.p99_length for step in steps]
     speeds = [step.tokens_per_s for step in steps]
     stale = [step.staleness_mean for step in steps]
@@ -233,9 +272,9 @@ def _step_charts(steps: Sequence[StepRecord], tolerance: float | None) -> list[C
     waits, works = [s.waited_s for s in steps], [s.ended_at - s.started_at for s in steps]
     charts = [
         Chart(
-            "Reward",
-            "mean over the trajectories of a step",
-            over_steps("reward", both(rewards), width=1080, height=270),
+            judged.name.capitalize(),
+            judged.unit or "mean over the trajectories of a step",
+            over_steps(judged.name, both(judged.values), width=1080, height=270),
             SMOOTHED,
             wide=True,
         ),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypedDict
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, TypedDict
 
 from libra_cli.core.records import StepRecord
 from libra_cli.runtime.store.reader import Reader
+
+_Steps: TypeAlias = Sequence[tuple[StepRecord, Mapping[str, float | None]]]
 
 LONGEST = 0.1
 """The share of all trajectories that is called the longest."""
@@ -19,6 +21,8 @@ class BatchesPart(TypedDict):
     ``trajectories_late`` were trained in a later step. ``played_length`` and ``trained_length`` are
     mean generated tokens; ``longest_trained`` is the share of the longest tenth of the members of
     trained groups that was trained, by what each had generated when it ended or now.
+    ``groups_filtered`` had no signal, and ``share_filtered`` of all generated tokens was theirs; of
+    trained trajectories ``share_truncated`` was cut by a limit, None if no step tells.
     """
 
     over_bound: float | None
@@ -30,6 +34,9 @@ class BatchesPart(TypedDict):
     played_length: float | None
     trained_length: float | None
     longest_trained: float | None
+    groups_filtered: int
+    share_filtered: float | None
+    share_truncated: float | None
 
 
 def batches(reader: Reader, steps: Sequence[StepRecord]) -> BatchesPart:
@@ -55,7 +62,30 @@ def batches(reader: Reader, steps: Sequence[StepRecord]) -> BatchesPart:
         "played_length": sum(p for _, p in both) / len(both) if both else None,
         "trained_length": sum(t for t, _ in both) / len(both) if both else None,
         "longest_trained": _longest(reader.members_of_trained_groups()) if closed else None,
+        "groups_filtered": int(_sum(known, "groups_filtered")),
+        "share_filtered": _share_filtered(known),
+        "share_truncated": _mean(known, "share_truncated"),
     }
+
+
+def _sum(known: _Steps, name: str) -> float:
+    return sum(batch.get(name) or 0 for _, batch in known)
+
+
+def _mean(known: _Steps, name: str) -> float | None:
+    """Over the steps that have the number."""
+    values = [value for _, batch in known if (value := batch.get(name)) is not None]
+    return sum(values) / len(values) if values else None
+
+
+def _share_filtered(
+    known: _Steps,
+) -> float | None:
+    """Of the generated tokens of the steps at which dynamic sampling was on."""
+    sampled = [(step, batch) for step, batch in known if "filtered_tokens" in batch]
+    filtered = _sum(sampled, "filtered_tokens")
+    tokens = filtered + sum(step.generated_tokens for step, _ in sampled)
+    return filtered / tokens if tokens else None
 
 
 def _longest(members: Sequence[tuple[int, bool]]) -> float | None:

@@ -1,7 +1,7 @@
 """Metrics without a column: those the trainer and its loss name, and those a rollout backend does.
 
-Nothing here knows a name. Whatever a step or a reading of a server has in its ``metrics_json`` is
-shown, so a new metric needs no edit here or in what draws it.
+Whatever a step or a reading of a server has in its ``metrics_json`` is shown, so a new metric needs
+no edit here or in what draws it. Of a batch's numbers a few are shown beside them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,16 @@ from typing import TypedDict
 
 from libra_cli.core.records import SampleRecord, StepRecord
 
+OF_BATCHES = (
+    "reverse_kl",
+    "share_without_signal",
+    "share_truncated",
+    "share_repeated",
+    "share_unreadable",
+    "reward_length_correlation",
+)
+"""Of the numbers of a batch, those that say whether it teaches anything."""
+
 
 class FirstLast(TypedDict):
     """Means over the first and over the last steps; null where none has a finite value."""
@@ -23,7 +33,12 @@ class FirstLast(TypedDict):
 
 def of_steps(steps: Sequence[StepRecord]) -> dict[str, list[float]]:
     """Name -> one value a step, NaN where the step does not have it."""
-    return _columns([step.metrics for step in steps])
+    return _columns([_named(step) for step in steps])
+
+
+def _named(step: StepRecord) -> dict[str, float | None]:
+    batch = step.batch
+    return step.metrics | {name: batch[name] for name in OF_BATCHES if name in batch}
 
 
 def of_servers(

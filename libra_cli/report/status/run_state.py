@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from libra_cli.core.records import RunRecord, SlotRecord, SyncRecord
+from libra_cli.core.warnings.watch import KIND
 from libra_cli.report.status.parts import part_of
 from libra_cli.runtime.store.controller_process import controller_alive
 from libra_cli.runtime.store.reader import Reader
@@ -48,6 +49,28 @@ def run_part(reader: Reader, *, now: float) -> RunPart:
     )
 
 
+class WarningPart(TypedDict):
+    """What a rule of ``core.warnings`` said of the steps; ``since`` is when, in ``text`` also what
+    to type to look at trajectories."""
+
+    rule: str
+    since: float
+    text: str
+
+
+def warnings_of(reader: Reader) -> list[WarningPart]:
+    """Those that still hold, the newest last."""
+    return [
+        {
+            "rule": note.subject,
+            "since": note.at,
+            "text": note.text.replace("RUN_DIR", str(reader.run_dir)),
+        }
+        for note in reader.notes()
+        if note.resolved_at is None and note.kind == KIND
+    ]
+
+
 def _death(run: RunRecord, reader: Reader) -> str:
     return (
         f"the controller (pid {run.controller_pid}) died without ending the run;"
@@ -58,7 +81,7 @@ def _death(run: RunRecord, reader: Reader) -> str:
 def errors_of(
     reader: Reader, run: RunPart, slots: Sequence[SlotRecord], syncs: Sequence[SyncRecord]
 ) -> list[str]:
-    """What a person must know of: the run's own error, hosts, slots and syncs that failed."""
+    """What a person must know of: the run's own error, what failed, notes that still hold."""
     errors = [run["error"]] if run["error"] else []
     errors += [
         f"node {node.node} ({node.host}): {node.state}: {node.detail or 'no reason given'}"
@@ -71,8 +94,8 @@ def errors_of(
         if slot.role == "failed" or slot.state == "failed"
     ]
     errors += [
-        f"slot {sync.slot}: version {sync.version} does not verify: {sync.detail}"
-        for sync in syncs
-        if not sync.verified
+        f"{note.kind} {note.subject}".rstrip() + f": {note.text}"
+        for note in reader.notes()
+        if note.resolved_at is None and note.kind != KIND
     ]
-    return errors
+    return [*errors, *(sync.problem for sync in syncs if not sync.verified)]

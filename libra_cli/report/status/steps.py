@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from libra_cli.core.records import SampleRecord, SlotRecord, StepRecord
 from libra_cli.report.status.metrics import FirstLast
 from libra_cli.report.status.parts import part_of
 from libra_cli.runtime.store.reader import Reader
 
+IMITATES = "token_accuracy"
+"""A metric that steps on demonstrations have, and no others."""
 RECENT = 10
 """The last so many steps are what is called recent."""
 
@@ -101,6 +103,29 @@ def reward(steps: Sequence[StepRecord]) -> FirstLast:
         "first": mean(step.reward for step in steps[:RECENT]),
         "last": mean(step.reward for step in steps[-RECENT:]),
     }
+
+
+class Yardstick(NamedTuple):
+    """What a run is judged by, one value a step."""
+
+    name: str
+    """``reward``, or on demonstrations, of which all have the same, ``loss``."""
+    values: list[float]
+    unit: str
+
+    @property
+    def change(self) -> FirstLast:
+        """Means over the first and over the last ``RECENT`` steps."""
+        return {"first": mean(self.values[:RECENT]), "last": mean(self.values[-RECENT:])}
+
+
+def yardstick(steps: Sequence[StepRecord]) -> Yardstick:
+    """What the steps of a run are judged by."""
+    metrics = steps[-1].metrics if steps else {}
+    if IMITATES not in metrics:
+        return Yardstick("reward", [step.reward for step in steps], "")
+    losses = [step.metrics.get("loss") for step in steps]
+    return Yardstick("loss", [math.nan if one is None else one for one in losses], "nats a token")
 
 
 def logprob_gap(steps: Sequence[StepRecord]) -> float | None:

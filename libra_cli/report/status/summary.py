@@ -7,6 +7,8 @@ epoch, durations are seconds, shares lie between 0 and 1.
 How the numbers are made (``RECENT`` = 10):
 
     reward.first, .last    mean of the steps' rewards over the first and over the last 10 steps
+    evaluations[]          one a name: the newest that has finished, with 95 % intervals, the first,
+                           and what is under way; they are in no other number
     metrics.*              the same of everything that the trainer and the loss name;
                            servers[].metrics: the newest reading of what the rollout backend names
     logprob_gap            mean over all steps, weighted by the tokens compared in each
@@ -16,7 +18,8 @@ How the numbers are made (``RECENT`` = 10):
     staleness.mean         mean over all steps, weighted by generated tokens; .max over all steps;
                            .histogram counts trained trajectories by the age of their oldest token
     batches                of all steps, what the rule that makes a batch (training.staleness) did;
-                           .over_bound is the share of tokens over training.max_staleness
+                           .over_bound is the share of tokens over training.max_staleness; what
+                           dynamic sampling left out, and how many trajectories were truncated
     idle.rollout           1 - busy seconds / serving seconds, summed over the servers
     idle.training          seconds the trainer stood idle before its steps / (those + step seconds)
     idle.recent_*          the same over the last 10 steps (rollout: share of samples that saw no
@@ -52,6 +55,7 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from libra_cli.core.records import SlotRecord
+from libra_cli.report.evaluations import EvaluationPart, evaluation_parts
 from libra_cli.report.status import slots as slot_parts
 from libra_cli.report.status import steps as step_parts
 from libra_cli.report.status.batches import BatchesPart, batches
@@ -71,7 +75,14 @@ from libra_cli.report.status.plans import (
     moves,
     plans,
 )
-from libra_cli.report.status.run_state import LIVE, RunPart, errors_of, run_part
+from libra_cli.report.status.run_state import (
+    LIVE,
+    RunPart,
+    WarningPart,
+    errors_of,
+    run_part,
+    warnings_of,
+)
 from libra_cli.report.status.syncs import Sync, sync_part
 from libra_cli.runtime.store.reader import Reader
 
@@ -88,6 +99,7 @@ class RunSummary(TypedDict):
     step: int
     weight_version: int
     reward: FirstLast
+    evaluations: list[EvaluationPart]
     metrics: dict[str, FirstLast]
     lengths: step_parts.Lengths
     logprob_gap: float | None
@@ -112,6 +124,7 @@ class RunSummary(TypedDict):
     decision: DecisionPart | None
     checkpoint: step_parts.CheckpointPart | None
     models: list[step_parts.ModelPart]
+    warnings: list[WarningPart]
     errors: list[str]
 
 
@@ -139,6 +152,7 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
         "step": record.step,
         "weight_version": record.version,
         "reward": step_parts.reward(steps),
+        "evaluations": evaluation_parts(reader.evaluations(), live=live),
         "metrics": first_last(steps, step_parts.RECENT),
         "lengths": step_parts.lengths(steps),
         "logprob_gap": step_parts.logprob_gap(steps),
@@ -163,8 +177,17 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
         "decision": decided[-1] if decided else None,
         "checkpoint": step_parts.checkpoint(steps),
         "models": step_parts.models(reader),
+        "warnings": warnings_of(reader),
         "errors": errors_of(reader, run, slots, syncs),
     }
+
+
+def judged_by(told: RunSummary) -> tuple[str, FirstLast]:
+    """What a run is judged by and how that has changed: its reward, or the loss of demonstrations,
+    of which all have the same reward."""
+    if step_parts.IMITATES in told["metrics"]:
+        return "loss", told["metrics"]["loss"]
+    return "reward", told["reward"]
 
 
 def _slots(reader: Reader) -> list[SlotRecord]:

@@ -17,11 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from libra_cli.core.records import StepRecord
+from libra_cli.report.evaluations import evaluation_words
 from libra_cli.report.status.metrics import mean_by_name, told
 from libra_cli.report.status.plans import MovePart, PlanPart
 from libra_cli.report.status.run_state import LIVE
-from libra_cli.report.status.steps import RECENT, smooth
-from libra_cli.report.status.summary import RunSummary
+from libra_cli.report.status.steps import RECENT, smooth, yardstick
+from libra_cli.report.status.summary import RunSummary, judged_by
 from libra_cli.report.terminal.decision import decision_facts
 from libra_cli.report.terminal.plots import Plot, Portable, bar, sparkline
 
@@ -68,6 +69,7 @@ def status_view(summary: RunSummary, *, now: float) -> RenderableType:
         parts += [Text(), Padding(_bucket_table(summary), (0, 0, 0, 2))]
     parts += _moves(summary)
     parts += _decision(summary)
+    parts += warning_lines(warning["text"] for warning in summary["warnings"])
     parts += _error_lines(summary["errors"])
     return Portable(Group(*parts))
 
@@ -75,12 +77,13 @@ def status_view(summary: RunSummary, *, now: float) -> RenderableType:
 def final_view(
     summary: RunSummary, steps: Sequence[StepRecord], *, report: Path | None = None
 ) -> RenderableType:
-    """The end of a run: what came out, with the reward drawn."""
+    """The end of a run: what came out, with the reward, or the loss of demonstrations, drawn."""
     parts: list[RenderableType] = [_title(summary), Text()]
     if steps:
-        rewards = [step.reward for step in steps]
-        parts.append(Text.assemble(("  reward", "bold"), ("   a dot a step, and smoothed", "dim")))
-        parts += [Padding(Plot(rewards, smooth(rewards)), (0, 1, 0, 2)), Text()]
+        judged = yardstick(steps)
+        title = Text(f"  {judged.name}", style="bold")
+        parts.append(title.append("   a dot a step, and smoothed", style="not bold dim"))
+        parts += [Padding(Plot(judged.values, smooth(judged.values)), (0, 1, 0, 2)), Text()]
     facts = grid()
     _fact_step(facts, summary)
     _fact_quality(facts, summary, steps)
@@ -93,6 +96,7 @@ def final_view(
     if report:
         fact(facts, "report", Text(str(report), overflow="fold"))
     parts.append(Padding(facts, (0, 0, 0, 2)))
+    parts += warning_lines(warning["text"] for warning in summary["warnings"])
     parts += _error_lines(summary["errors"])
     return Portable(Group(*parts))
 
@@ -210,11 +214,13 @@ def step_bar(done: int, target: int, left: str) -> Text:
 
 
 def _fact_quality(facts: Table, summary: RunSummary, steps: Sequence[StepRecord]) -> None:
-    reward, lengths = summary["reward"], summary["lengths"]
-    rise = Text(f"{number(reward['first'], '.2f')} → ")
-    rise.append(number(reward["last"], ".2f"), style="bold")
+    (name, change), lengths = judged_by(summary), summary["lengths"]
+    rise = Text(f"{number(change['first'], '.2f')} → ")
+    rise.append(number(change["last"], ".2f"), style="bold")
     rise.append(f"   first and last {RECENT} steps", style="dim")
-    fact(facts, "reward", rise)
+    fact(facts, name, rise)
+    for part in summary["evaluations"]:
+        fact(facts, "evaluation", evaluation_words(part))
     length = f"{number(lengths['mean'])} tokens, p99 {number(lengths['p99'])}"
     speed = f"{number(summary['tokens_per_s'], ',.0f')} tokens/s"
     pace = f"{number(summary['step_s'], '.2g')} s a step" if summary["step_s"] else ""
@@ -227,6 +233,7 @@ def _fact_quality(facts: Table, summary: RunSummary, steps: Sequence[StepRecord]
         fact(facts, "length", length)
         fact(facts, "speed", ", ".join(filter(None, (speed, pace))))
     _fact_staleness(facts, summary)
+    _fact_sampling(facts, summary)
     if summary["metrics"]:
         fact(facts, "metrics", told({name: m["last"] for name, m in summary["metrics"].items()}))
 
@@ -242,6 +249,17 @@ def _fact_staleness(facts: Table, summary: RunSummary) -> None:
         closed += f", {made['trajectories_late']:,} trained later"
         share = number(made["longest_trained"], ".0%")
         fact(facts, "closed", closed, Text(f"{share} of the longest trained", style="dim"))
+
+
+def _fact_sampling(facts: Table, summary: RunSummary) -> None:
+    made, told = summary["batches"], []
+    if made["groups_filtered"]:
+        share = number(made["share_filtered"], ".0%")
+        told.append(f"{made['groups_filtered']:,} groups without signal, {share} of tokens")
+    if made["share_truncated"]:
+        told.append(f"{made['share_truncated']:.1%} of trajectories truncated")
+    if told:
+        fact(facts, "sampling", ", ".join(told))
 
 
 def _fact_weights(facts: Table, summary: RunSummary) -> None:
@@ -409,6 +427,12 @@ def shorter(gain: float) -> str:
     """A gain in words: ``18% shorter``, ``3% longer``."""
     share = f"{abs(gain):.0%}"
     return "unchanged" if share == "0%" else f"{share} {'shorter' if gain > 0 else 'longer'}"
+
+
+def warning_lines(texts: Iterable[str]) -> list[RenderableType]:
+    """What rules say of the learning, below an empty line; nothing if they say nothing."""
+    lines = [Padding(Text(f"! {text}", style="yellow"), (0, 0, 0, 2)) for text in texts]
+    return [Text(), *lines] if lines else []
 
 
 def _error_lines(errors: Iterable[str]) -> list[RenderableType]:

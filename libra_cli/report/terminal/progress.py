@@ -2,9 +2,9 @@
 
 On a terminal it keeps one live area, drawn twice a second: while the run starts, one line for
 every node and slot with what it does and for how long; then a bar over the steps with reward,
-length, speed, staleness, weights, who waits on whom, the
-planner's last decisions, and the slots. Elsewhere (a file, CI) it
-writes one plain line for every step and every change of state, without control codes.
+length, speed, staleness, evaluations, weights, who waits on whom, the planner's last decisions, and
+the slots. Elsewhere (a file, CI), and once its terminal has gone, it writes one plain line for
+every step, every evaluation that is over and every change of state, without control codes.
 
 ``on`` only remembers; all drawing happens in the thread of ``rich.live``.
 """
@@ -27,9 +27,10 @@ from rich.text import Text
 
 from libra_cli.core.records import (
     DecisionRecord,
-    GroupRecord,
+    EvaluationRecord,
     MoveRecord,
     NodeRecord,
+    NoteRecord,
     PlanRecord,
     ProcessRecord,
     Record,
@@ -38,9 +39,11 @@ from libra_cli.core.records import (
     StepRecord,
     SyncRecord,
 )
+from libra_cli.core.warnings.watch import KIND
+from libra_cli.report.evaluations import evaluation_parts, evaluation_words
 from libra_cli.report.status.metrics import told
 from libra_cli.report.status.slots import existing
-from libra_cli.report.status.steps import RECENT, smooth
+from libra_cli.report.status.steps import RECENT, smooth, yardstick
 from libra_cli.report.terminal.console import (
     duration,
     fact,
@@ -50,6 +53,7 @@ from libra_cli.report.terminal.console import (
     step_bar,
     styled,
     version,
+    warning_lines,
 )
 from libra_cli.report.terminal.decision import decision_line
 from libra_cli.report.terminal.plots import Portable, sparkline
@@ -71,23 +75,30 @@ class Progress:
     """Use as a context manager; ``on`` and ``note`` may be called from any thread."""
 
     def __init__(
-        self, console: Console, *, name: str, clock: Callable[[], float] = time.time
+        self,
+        console: Console,
+        *,
+        name: str,
+        clock: Callable[[], float] = time.time,
+        began: float | None = None,
     ) -> None:
+        """A run that is called ``name`` and ``began`` then, in seconds since the epoch, or now."""
         self._console = console
         self._name = name
         self._clock = clock
-        self._began = clock()
+        self._began = clock() if began is None else began
         self._mutex = threading.Lock()
         self._run: RunRecord | None = None
         self._parts: dict[str, NodeRecord | ProcessRecord | SlotRecord] = {}
         self._seen: dict[str, float] = {}
         self._steps: deque[StepRecord] = deque(maxlen=200)
         self._first: list[float] = []
-        self._ready_groups: set[int] = set()
         self._sync: SyncRecord | None = None
         self._plan: PlanRecord | None = None
         self._moves: dict[int, MoveRecord] = {}
+        self._evaluations: dict[int, EvaluationRecord] = {}
         self._decisions: deque[DecisionRecord] = deque(maxlen=_DECISIONS)
+        self._warnings: dict[str, str] = {}
         self._live = Live(
             console=console,
             get_renderable=self.__rich__,
@@ -105,7 +116,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """One line that stays: above the live area, or in the log."""
-        if self._console.is_terminal:
+        if self._on_terminal():
             self._console.print(Portable(Text(text)))
         else:
             self._log(text)
@@ -114,8 +125,18 @@ class Progress:
         """Take in one record that was saved."""
         with self._mutex:
             line = self._take(record)
-        if line and not self._console.is_terminal:
+        if line and not self._on_terminal():
             self._log(line)
+
+    def _on_terminal(self) -> bool:
+        """Whether the live area can be drawn; it ends if its terminal has gone."""
+        if self._console.is_terminal:
+            return True
+        if self._live.is_started:
+            self._console.quiet = True  # no control codes into what has taken its place
+            self._live.stop()
+            self._console.quiet = False
+        return False
 
     def __rich__(self) -> RenderableType:
         with self._mutex:
@@ -145,12 +166,12 @@ class Progress:
                 return self._take_part(record)
             case StepRecord():
                 return self._take_step(record)
-            case GroupRecord():
-                change = self._ready_groups.add if record.state == "ready" else None
-                (change or self._ready_groups.discard)(record.group_id)
-                return ""
             case SyncRecord():
                 return self._take_sync(record)
+            case EvaluationRecord():
+                return self._take_evaluation(record)
+            case NoteRecord():
+                return self._take_note(record)
             case DecisionRecord() | PlanRecord() | MoveRecord():
                 return self._take_planned(record)
             case _:
@@ -179,25 +200,40 @@ class Progress:
             self._steps[-1] = step  # the same again, now with its checkpoint
             return ""
         self._steps.append(step)
+        judged = yardstick([step])
         if len(self._first) < RECENT:
-            self._first.append(step.reward)
+            self._first += judged.values
         target = f"/{self._run.target_steps}" if self._run else ""
         gap = f"  gap {number(step.logprob_gap, '.1e')}" if step.logprob_gap is not None else ""
         over = step.batch.get("share_over_bound") or 0.0
         old = f", {over:.1%} over the bound" if over else ""
         return (
-            f"step {step.step}{target}  reward {step.reward:.3f}"
+            f"step {step.step}{target}  {judged.name} {judged.values[0]:.3f}"
             f"  length {step.mean_length:.1f} (p99 {step.p99_length:.0f})"
             f"  {step.tokens_per_s:,.0f} tokens/s"
             f"  staleness {step.staleness_mean:.2f} (max {step.staleness_max}{old})"
             f"  waited {step.waited_s:.1f} s  trained {step.trainer_s:.1f} s{gap}"
         )
 
+    def _take_evaluation(self, row: EvaluationRecord) -> str:
+        self._evaluations[row.evaluation] = row
+        if row.state != "finished":
+            return ""
+        same = [one for one in self._evaluations.values() if one.name == row.name]
+        return "".join(f"evaluation {evaluation_words(part)}" for part in evaluation_parts(same))
+
+    def _take_note(self, note: NoteRecord) -> str:
+        if note.kind != KIND:
+            return f"{note.kind} {note.subject}".rstrip() + f": {note.text}"
+        if note.resolved_at is None:
+            self._warnings[note.subject] = note.text
+            return f"warning: {note.text}"
+        self._warnings.pop(note.subject, None)
+        return f"no longer: the warning {note.subject!r}"
+
     def _take_sync(self, sync: SyncRecord) -> str:
         self._sync = sync
-        if sync.verified:
-            return ""
-        return f"slot {sync.slot}: version {sync.version} does not verify: {sync.detail}"
+        return sync.problem
 
     def _take_plan(self, plan: PlanRecord) -> str:
         before, self._plan = self._plan, plan
@@ -273,7 +309,9 @@ class Progress:
         trouble = [Text(f"✗ {_name(part)}: {_says(part)}", "red") for part in parts if _hurt(part)]
         blank = [Text()] if trouble else []
         rows = [part for part in parts if isinstance(part, SlotRecord)]
-        return Group(facts, Text(), _slots(existing(rows, self._plan)), *blank, *trouble[:_MANY])
+        warned = warning_lines(self._warnings.values())
+        slots = _slots(existing(rows, self._plan))
+        return Group(facts, Text(), slots, *warned, *blank, *trouble[:_MANY])
 
     def _left(self, run: RunRecord) -> str:
         recent = list(self._steps)[-RECENT:]
@@ -285,9 +323,10 @@ class Progress:
 
     def _quality(self, facts: Table, last: StepRecord) -> None:
         steps = list(self._steps)
-        reward = Text.assemble((f"{_recent(steps, _reward):.2f}", "bold"))
-        reward.append(f" (first {sum(self._first) / len(self._first):.2f})", style="dim")
-        _curve(facts, "reward", reward, [step.reward for step in steps])
+        judged = yardstick(steps)
+        said = Text.assemble((number(judged.change["last"], ".2f"), "bold"))
+        said.append(f" (first {sum(self._first) / len(self._first):.2f})", style="dim")
+        _curve(facts, judged.name, said, judged.values)
         length = f"{last.mean_length:.0f} tokens, p99 {last.p99_length:.0f}"
         _curve(facts, "length", Text(length), [step.mean_length for step in steps])
         speed = f"{_recent(steps, _speed):,.0f} tokens/s"
@@ -296,10 +335,8 @@ class Progress:
         fact(facts, "metrics", told(last.metrics))
         if last.logprob_gap is not None:
             fact(facts, "gap", f"{last.logprob_gap:.1e} log-probability, rollout to trainer")
-
-
-def _reward(step: StepRecord) -> float:
-    return step.reward
+        for part in evaluation_parts(list(self._evaluations.values())):
+            fact(facts, "evaluation", evaluation_words(part))
 
 
 def _speed(step: StepRecord) -> float:

@@ -23,6 +23,8 @@ from libra_cli.envs.agents.messages import MessageReader, Say, message, packed_f
 from libra_cli.runtime.episodes.workers import OpenOnNode
 from libra_cli.runtime.hosts.transport import ByteStream
 from libra_cli.runtime.outbox import Outbox
+from libra_cli.runtime.supervision.background import Background
+from libra_cli.runtime.supervision.failures import words_of
 
 MODULE = "libra_cli.envs.agents.host"
 START_S = 60.0
@@ -30,6 +32,9 @@ START_S = 60.0
 UNREACHABLE_S = 60.0
 """How long no host may be reached before a trajectory is given up."""
 LEAVE_S = 5.0
+MOST_WAITING = 128 * 1024**2
+"""Bytes of one connection that wait for the endpoint, which takes half of that in a request; a
+connection with more is closed."""
 _CHUNK = 64 * 1024
 _LAST_WORDS = 2000
 
@@ -110,6 +115,16 @@ class _AgentNode:
     """Commands that are there or on their way there."""
 
 
+@dataclass(slots=True)
+class _Inflow:
+    """What has come of one connection and the endpoint has not read."""
+
+    chunks: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
+    waiting: int = 0
+    """Bytes."""
+    carrying: asyncio.Task[None] | None = None
+
+
 class AgentNodeConnection:
     """The stream to one host, with its commands and their requests."""
 
@@ -119,10 +134,11 @@ class AgentNodeConnection:
         self._port = port
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._requests: dict[int, asyncio.Queue[bytes]] = {}
-        self._carrying: set[asyncio.Task[None]] = set()
+        self._requests: dict[int, _Inflow] = {}
+        self._newest = 0
+        self._background = Background()
         self._outbox = Outbox(stream)
-        self._listening = asyncio.create_task(self._listen())
+        self._listening = self._background.start(f"hearing {name}'s agents", self._listen())
         self.ended = ""
         """How it ended, once it has."""
 
@@ -160,12 +176,10 @@ class AgentNodeConnection:
 
     async def close(self) -> None:
         """End it, with all of its commands."""
-        for task in self._carrying:
-            task.cancel()
         await self._outbox.close()
         await asyncio.wait({self._listening}, timeout=LEAVE_S)
         await self._stream.close()
-        await asyncio.gather(self._listening, return_exceptions=True)
+        await self._background.close()
 
     async def _ask(self, say: Say, number: int, body: Any) -> Any:
         if self.ended:
@@ -186,16 +200,16 @@ class AgentNodeConnection:
             while data := await self._stream.read():
                 for say, number, body in reader.feed(data):
                     self._take(say, number, body)
-        except ValueError as error:
-            why = f"its agents' process said what cannot be read: {error}"
         except HostError as error:
             why = str(error)
+        except Exception as error:  # noqa: BLE001  whatever it says, those who wait are told
+            why = f"its agents' process said what cannot be read: {words_of(error)}"
         self.ended = f"{why}: {self._stream.errors[-_LAST_WORDS:]}".rstrip(": ")
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(AgentFailed(f"{self._name}: {self.ended}"))
-        for queue in self._requests.values():
-            queue.put_nowait(b"")
+        for inflow in self._requests.values():
+            inflow.chunks.put_nowait(b"")
 
     def _take(self, say: Say, number: int, body: Any) -> None:
         if say in ("ready", "ended"):
@@ -203,34 +217,45 @@ class AgentNodeConnection:
             if future is not None and not future.done():
                 future.set_result(body)
         elif say == "data":
-            self._request(number).put_nowait(body)
+            self._receive(number, body)
         elif say == "close" and number in self._requests:
-            self._requests[number].put_nowait(b"")
+            self._requests[number].chunks.put_nowait(b"")
 
     # -- their requests ---------------------------------------------------------------------------
 
-    def _request(self, number: int) -> asyncio.Queue[bytes]:
-        """What has come of a connection; the first of it opens one to the endpoint."""
-        if number not in self._requests:
-            self._requests[number] = asyncio.Queue()
-            task = asyncio.create_task(self._carry(number, self._requests[number]))
-            self._carrying.add(task)
-            task.add_done_callback(self._carrying.discard)
-        return self._requests[number]
+    def _receive(self, number: int, data: bytes) -> None:
+        """Bytes of a connection; the first of it opens one to the endpoint."""
+        if number > self._newest:  # numbers grow; an older one that is not there is over
+            self._newest = number
+            inflow = self._requests[number] = _Inflow()
+            inflow.carrying = self._background.start(
+                f"carrying a request from {self._name}", self._carry(number, inflow)
+            )
+        if (known := self._requests.get(number)) is None:
+            return
+        known.waiting += len(data)
+        known.chunks.put_nowait(data)
+        if known.waiting > MOST_WAITING and known.carrying is not None:
+            known.carrying.cancel()
+            del self._requests[number]
+            self._say("close", number)
 
-    async def _carry(self, number: int, queue: asyncio.Queue[bytes]) -> None:
+    async def _carry(self, number: int, inflow: _Inflow) -> None:
         answers: asyncio.Task[None] | None = None
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-            answers = asyncio.create_task(self._carry_back(number, reader))
-            while data := await queue.get():
-                writer.write(data)
-                await writer.drain()
-            writer.close()
+            answers = self._background.start(
+                f"carrying an answer to {self._name}", self._carry_back(number, reader)
+            )
+            with contextlib.closing(writer):
+                while data := await inflow.chunks.get():
+                    inflow.waiting -= len(data)
+                    writer.write(data)
+                    await writer.drain()
         except OSError:
             pass  # the endpoint has closed it
         finally:
-            del self._requests[number]
+            self._requests.pop(number, None)
             if answers is not None:
                 answers.cancel()
 

@@ -32,16 +32,22 @@ from typing import Any
 from aiohttp import web
 
 from libra_cli.config.recipe import Recipe
+from libra_cli.config.text import one_line
 from libra_cli.envs.returns import whole_text
 from libra_cli.runtime.agents.conversation import AgentRequest, BadRequest, Dialect, Json
 from libra_cli.runtime.agents.dialects.paths import dialect_of, models
 from libra_cli.runtime.agents.play import ENDED, AgentEnd, AgentPlay
 from libra_cli.runtime.agents.runners import AgentJob, AgentRunner, ExternalRunner, to_json
+from libra_cli.runtime.supervision.answers import finite
 
 LOOPBACK = "127.0.0.1"
 QUIET_S = 15.0
 """How long a client waits before it is kept alive."""
 KEEP_ALIVE_S = 5.0
+MOST_NOTES = 100
+"""What is told of requests of agents in a run."""
+_NOTED = 300
+"""Characters of one."""
 MAX_BODY_BYTES = 64 * 1024**2
 WAIT_S = 20.0
 """How long whoever wants a task waits for one, if it does not say."""
@@ -167,14 +173,17 @@ class AgentServer:
             raise BadRequest('send {"reward": 1.0}, or null to let the environment score')
         if not isinstance(reward, int | float | None):
             raise BadRequest("the reward must be a number or null")
-        play.reward = None if reward is None else float(reward)
+        try:
+            play.reward = None if reward is None else finite(float(reward))
+        except (OverflowError, ValueError) as error:
+            raise BadRequest("the reward must be a finite number or null") from error
         if isinstance(self._runner, ExternalRunner):
             play.end(AgentEnd(play.reward))
         return web.json_response({"ok": True})
 
     async def _next_task(self, http: web.Request) -> web.StreamResponse:
         given = http.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._token.encode()):
+        if not hmac.compare_digest(given.encode(errors="replace"), self._token.encode()):
             return web.json_response({"error": {"message": "another token"}}, status=401)
         if not isinstance(self._runner, ExternalRunner):
             said = "agents of this run are started by libra: its recipe has no agent.external"
@@ -194,9 +203,9 @@ class AgentServer:
             keys.append("max_tokens")
         said = [f"{key} of the agent is not used: the recipe's is" for key in keys]
         for words in [*said, *request.dropped]:
-            if words not in self._noted:
+            if words not in self._noted and len(self._noted) < MOST_NOTES:
                 self._noted.add(words)
-                self._note(f"agent: {words}")
+                self._note(f"agent: {one_line(words)[:_NOTED]}")
 
 
 _CHAT = "/v1/chat/completions"

@@ -15,7 +15,7 @@ from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import NodeSpec
 from libra_cli.runtime.doctor.remote_files import expanded, shell
 from libra_cli.runtime.hosts.cluster import transport_to
-from libra_cli.runtime.hosts.model_copy import fetch_tokenizer
+from libra_cli.runtime.hosts.remote_files import fetch_tokenizer
 from libra_cli.runtime.hosts.transport import Transport
 
 PACKAGES = ("accelerate", "torch", "transformers", "vllm")

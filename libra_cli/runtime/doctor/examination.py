@@ -23,11 +23,20 @@ from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.preflight.case import PreflightCase, all_packages
 from libra_cli.core.preflight.checks import examine
 from libra_cli.core.preflight.findings import Finding
-from libra_cli.core.preflight.host_report import AllReduce, HostReport, TemplateReport, Transfer
+from libra_cli.core.preflight.host_report import (
+    AllReduce,
+    HostReport,
+    TeacherReport,
+    TemplateReport,
+    Transfer,
+)
 from libra_cli.core.preflight.probes import ALL_REDUCE_BYTES, all_reduce_probe
 from libra_cli.core.types import Plan, node_of
+from libra_cli.runtime.credentials import peer_url
 from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.hosts.cluster import Cluster, error_in
+from libra_cli.runtime.store.run_secrets import RunSecrets
+from libra_cli.runtime.teacher import Teacher
 
 SEND_S = 0.5
 """How long data is sent from one host to another."""
@@ -52,12 +61,14 @@ class Examination:
             self._recipe,
             plan,
             run_id=f"doctor-{secrets.token_hex(4)}",
-            token=secrets.token_urlsafe(32),
+            secrets=RunSecrets.new(),
             save=lambda record: None,
             clock=time.time,
             recipe_path=recipe_path,
         )
         self._open: list[NodeSpec] = []
+        #: Of the policy's model, once its chat template has been tried.
+        self._renderer: Renderer | None = None
 
     async def run(self) -> list[Finding]:
         """Examine, and leave nothing on the hosts."""
@@ -96,8 +107,13 @@ class Examination:
         all_reduces = await self._all_reduces()
         self._on_stage("trying the chat template")
         template = await self._template()
+        teacher = await self._teacher()
         return replace(
-            cluster.case(), transfers=transfers, all_reduces=all_reduces, template=template
+            cluster.case(),
+            transfers=transfers,
+            all_reduces=all_reduces,
+            template=template,
+            teacher=teacher,
         )
 
     async def _look(self, node: NodeSpec) -> None:
@@ -138,9 +154,10 @@ class Examination:
         first, last = self._recipe.node(source).port_range
         try:
             (port,) = await sender.ports(first, last, 1)
-            await sender.send_bandwidth(port, SEND_S)
-            address = self._cluster.facts[source].serves_at
-            size, seconds = await receiver.receive_bandwidth(address, port)
+            address = self._cluster.facts[source].peer_address
+            await sender.send_bandwidth(address.listens_at, port, SEND_S)
+            url = peer_url(address.serves_at, port, source)
+            size, seconds = await receiver.receive_bandwidth(url)
         except HostError as error:
             return Transfer(source, target, error=str(error).removeprefix(f"{target}: "))
         return Transfer(source, target, size, seconds)
@@ -199,10 +216,25 @@ class Examination:
                 )
             except LibraError as error:
                 return TemplateReport(str(error).replace(place, path), error.hint)
+        self._renderer = renderer
         notes = tuple(note.replace(place, path) for note in renderer.notes)
         return TemplateReport(
             tool_format=renderer.tool_format, misfits=renderer.misfits, notes=notes
         )
+
+    async def _teacher(self) -> TeacherReport | None:
+        spec, renderer = self._recipe.teacher, self._renderer
+        if spec is None:
+            return None
+        self._on_stage("asking the teacher")
+        teacher = Teacher(spec)
+        try:
+            name = await teacher.check(renderer, max_len=self._recipe.model.max_len)
+        except LibraError as error:
+            return TeacherReport(str(error), error.hint)
+        finally:
+            await teacher.close()
+        return TeacherReport(model=name, compared=renderer is not None)
 
 
 def rounds(names: Sequence[str], *, ring: bool) -> list[Pairs]:

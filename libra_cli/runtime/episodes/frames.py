@@ -134,6 +134,11 @@ class TurnFrames:
         """Return a text up to the first token that ends a generation."""
         return self._stops.split(text, maxsplit=1)[0]
 
+    def end_of_turn_text(self, text: str) -> str | None:
+        """Return a text up to and with the first token that ends a generation, if it has one."""
+        stop = self._stops.search(text)
+        return None if stop is None else text[: stop.end()]
+
     def refuses(self, *roles: str) -> LibraError | None:
         """Say why the template cannot take messages of such roles after a turn, if it cannot."""
         try:

@@ -24,6 +24,9 @@ from libra_cli.envs.session import (
 )
 from libra_cli.runtime.episodes.calls import CallLine
 from libra_cli.runtime.hosts.threads import Threads
+from libra_cli.runtime.supervision.background import Background
+
+_closing = Background()
 
 
 class InProcessEnvironment:
@@ -68,8 +71,7 @@ class InProcessEnvironment:
         if close is None:
             return
         if inspect.iscoroutinefunction(close):
-            task = asyncio.ensure_future(_quietly_awaited(close))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            _closing.start("closing an environment", _quietly_awaited(close))
         else:
             self._threads.run(lambda: _quietly(close))
 

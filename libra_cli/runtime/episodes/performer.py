@@ -1,10 +1,15 @@
-"""Carries out what the machine wants of the environments; their failures become events."""
+"""Carries out what the machine wants of the environments; their failures become events.
+
+Episodes that an earlier controller has begun are rebuilt when they are needed: reset with the same
+seed, and given the turns they were given. Where an environment says something else than it said
+then, the trajectory is played anew from its prompt, which costs it nothing.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, assert_never
 
 from libra_cli.config.errors import LibraError
@@ -17,6 +22,7 @@ from libra_cli.core.actions import (
 )
 from libra_cli.core.events import EpisodeAdvanced, EpisodeFailed, EpisodeStarted, Event
 from libra_cli.core.types import TrajectoryId
+from libra_cli.runtime.adoption.memory import EpisodeHistory
 from libra_cli.runtime.episodes.player import TurnResult
 
 
@@ -53,11 +59,23 @@ class EpisodePlayer(Protocol):
         """Forget all episodes and end whatever they shared."""
 
 
+class _Different(LibraError):
+    """An environment that was rebuilt says something else than it did."""
+
+
 class EpisodePerformer:
     """The episodes of a run, one a trajectory."""
 
-    def __init__(self, episodes: EpisodePlayer, *, run_seed: int) -> None:
+    def __init__(
+        self,
+        episodes: EpisodePlayer,
+        *,
+        run_seed: int,
+        histories: Mapping[TrajectoryId, EpisodeHistory] | None = None,
+    ) -> None:
+        """``histories`` are of the episodes that an earlier controller has begun."""
         self._episodes = episodes
+        self._histories = dict(histories or {})
         self._run_seed = run_seed
         self._starting: set[TrajectoryId] = set()
         """Episodes that are being begun, and were not forgotten meanwhile."""
@@ -66,14 +84,19 @@ class EpisodePerformer:
         """Carry out one action. Never raises for what an environment may do."""
         try:
             return await self._perform(action)
+        except _Different as error:
+            self._episodes.forget(action.trajectory)
+            return EpisodeFailed(action.trajectory, str(error), counts=False)
         except LibraError as error:
             return EpisodeFailed(action.trajectory, str(error))
 
     async def _perform(self, action: EpisodeAction) -> Event | None:
         trajectory = action.trajectory
+        if isinstance(action, (AdvanceEpisode, FinishEpisode)):
+            await self._rebuild(trajectory)
         match action:
             case StartEpisode():
-                return await self._start(trajectory)
+                return await self._start(trajectory, action.task)
             case AdvanceEpisode():
                 return _advanced(
                     trajectory,
@@ -85,21 +108,46 @@ class EpisodePerformer:
                 return _advanced(trajectory, await self._episodes.finish(trajectory))
             case ForgetEpisode():
                 self._starting.discard(trajectory)
+                self._histories.pop(trajectory, None)
                 self._episodes.forget(trajectory)
                 return None
             case _:
                 assert_never(action)
 
-    async def _start(self, trajectory: TrajectoryId) -> Event | None:
+    async def _rebuild(self, trajectory: TrajectoryId) -> None:
+        """Bring the environment to where it was; raises LibraError."""
+        history = self._histories.pop(trajectory, None)
+        if history is None:
+            return
+        if await self._begin(trajectory, history.task) != history.prompt_ids:
+            raise _Different("its environment does not begin as it did for an earlier controller")
+        for turn, said in history.turns:
+            if said is None:
+                return
+            answer = await self._episodes.advance(
+                trajectory, turn.token_ids, turn.finish_reason, turn.logprobs
+            )
+            if answer.done or answer.observation_ids != said:
+                raise _Different("its environment does not answer as it did before")
+
+    async def _start(self, trajectory: TrajectoryId, task: int | None) -> Event | None:
+        self._histories.pop(trajectory, None)
+        prompt_ids = await self._begin(trajectory, task)
+        if prompt_ids is None:
+            return None
+        return EpisodeStarted(trajectory, prompt_ids, self._episodes.environment_of(trajectory))
+
+    async def _begin(self, trajectory: TrajectoryId, task: int | None) -> array[int] | None:
+        """The tokens of its prompt; None if it was forgotten meanwhile."""
         self._starting.add(trajectory)
         seed = episode_seed(self._run_seed, trajectory)
+        place = trajectory.group if task is None else task
         try:
             prompt_ids = await self._episodes.start(
-                trajectory, trajectory.group, task_seed=self._run_seed, seed=seed
+                trajectory, place, task_seed=self._run_seed, seed=seed
             )
             if trajectory in self._starting:
-                environment = self._episodes.environment_of(trajectory)
-                return EpisodeStarted(trajectory, prompt_ids, environment)
+                return prompt_ids
             self._episodes.forget(trajectory)  # what was not there yet when it was forgotten
             return None
         finally:
@@ -115,6 +163,7 @@ def _advanced(trajectory: TrajectoryId, answer: TurnResult) -> EpisodeAdvanced:
         answer.reward,
         answer.metrics,
         answer.branch,
+        answer.turn_reward,
     )
 
 

@@ -166,6 +166,11 @@ class EnvironmentSource:
                 f"{self.calls.limit_s:g} s (environment.tool_timeout_s)"
             ) from error
 
+    @property
+    def num_tasks(self) -> int | None:
+        """How many tasks the recipe's files have; None: the environment makes its own."""
+        return None if self._tasks is None else len(self._tasks)
+
     def task(self, index: int, seed: int) -> Task | None:
         """Return task ``index`` of the recipe's files; None: the environment makes its own."""
         return None if self._tasks is None else self._tasks.at(index, seed)

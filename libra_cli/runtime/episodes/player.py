@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from libra_cli.config.environment import EnvironmentSpec
-from libra_cli.core.types import BranchPoint, ToolOutcome, ToolReturn, TrajectoryId
+from libra_cli.core.types import INVALID, BranchPoint, ToolOutcome, ToolReturn, TrajectoryId
 from libra_cli.envs.protocol import Message, ToolCall, ToolSchema
 from libra_cli.envs.session import ToolAnswer
 from libra_cli.envs.tools import Malformed, objection
@@ -63,6 +63,8 @@ class TurnResult:
     """The environment's named numbers, of an episode that is done."""
     branch: BranchPoint | None = None
     """Where the observation follows, if not on all tokens so far."""
+    turn_reward: float = 0.0
+    """What the turn has earned on the way, of an episode that is not done."""
 
 
 @dataclass(slots=True)
@@ -105,6 +107,11 @@ class Episodes:
         ]
         self._mixture = Mixture([spec.weight for spec in specs])
         self._episodes: dict[TrajectoryId, _Episode] = {}
+
+    @property
+    def num_tasks(self) -> int | None:
+        """How many tasks its files have, of several environments the fewest; None without files."""
+        return min((one.num_tasks for one in self._sources if one.num_tasks), default=None)
 
     @property
     def running(self) -> int:
@@ -194,6 +201,7 @@ class Episodes:
             EnvironmentBroken: the environment failed.
         """
         episode = self._episodes[trajectory]
+        earned_before = episode.reward
         turn = self._renderer.read_turn(generated_ids, episode.tools)
         calls = _complete(turn.calls) if finish_reason == "length" else turn.calls
         episode.answer = turn.text
@@ -207,7 +215,8 @@ class Episodes:
         if over:
             return await self._score(episode, returns)
         tokens = self._renderer.extend(said, after=generated_ids)
-        return TurnResult(array("i", tokens), returns, done=False, reward=None)
+        earned = episode.reward - earned_before
+        return TurnResult(array("i", tokens), returns, False, None, turn_reward=earned)
 
     async def finish(self, trajectory: TrajectoryId) -> TurnResult:
         """Score the last turn's text, without its tool calls, since a limit is reached.
@@ -250,7 +259,7 @@ class Episodes:
         refused = _refusal(call, episode.tools)
         if refused is not None or isinstance(call, Malformed):
             text = refused or ""
-            return text, ToolReturn("invalid", ToolOutcome.ERROR, 0.0, len(text)), False
+            return text, ToolReturn(INVALID, ToolOutcome.ERROR, 0.0, len(text)), False
         if episode.line.hung:
             return _timed_out(call, 0.0)
         environment, calls = episode.environment, episode.source.calls

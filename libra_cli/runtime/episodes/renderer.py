@@ -26,6 +26,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from libra_cli.config.errors import LibraError
+from libra_cli.config.text import encodable
 from libra_cli.envs.protocol import Message, ToolSchema
 from libra_cli.runtime.episodes.frames import TurnFrames
 from libra_cli.runtime.episodes.template_notes import found_format, misfits, notes
@@ -80,6 +81,23 @@ class Renderer:
         return tuple(notes(self._template, self._frames))
 
     @property
+    def vocabulary(self) -> int:
+        """The rows of the model's embedding, by its ``config.json``; 2^31 if that does not say."""
+        config = read_json(self._model_dir / "config.json", default={})
+        rows = (config.get("text_config") or config).get("vocab_size")
+        return rows if isinstance(rows, int) else 2**31
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that the tokenizer knows; a model may have rows for more."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def added_tokens(self) -> list[int]:
+        """The ids of those that were added to the vocabulary: control tokens, mostly."""
+        return sorted(self._tokenizer.get_added_tokens_decoder())
+
+    @property
     def opens_thinking(self) -> bool:
         """Whether the generation prompt opens a thinking block, in which generated text begins."""
         return bool(self._opening)
@@ -122,6 +140,32 @@ class Renderer:
         is_closed = len(after) > 0 and after[-1] == tokens[0]
         return tokens[1:] if is_closed else tokens
 
+    def turn(
+        self, messages: Sequence[Message], said: Message, tools: Sequence[ToolSchema] = ()
+    ) -> list[int]:
+        """Return the tokens of a turn that somebody else has said, as the model would say it.
+
+        They are what the template writes of the turn after the generation prompt of the
+        ``messages`` before it, up to and including the first token that ends a generation.
+
+        Raises:
+            LibraError: the template does not write the turn there.
+        """
+        before = self._template.formed([*messages])
+        after = self._template.formed([*messages, self._safe(said)])
+        start = self._template.render(before, tools)
+        whole = self._template.render(after, tools)
+        text = whole.removeprefix(start)
+        end = self._frames.end_of_turn_text(text)
+        if len(text) == len(whole) or end is None:
+            raise LibraError(
+                f"{self._model_dir}: the template does not write a turn after its own generation "
+                f"prompt, {start[-40:]!r}",
+                hint="with templates that open thinking there: model.template_args, for example "
+                "{enable_thinking: false}, or demonstrations with reasoning_content",
+            )
+        return self.encode(end)
+
     def read_turn(
         self, token_ids: Sequence[int], tools: Sequence[ToolSchema] = ()
     ) -> GeneratedTurn:
@@ -153,7 +197,7 @@ class Renderer:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text; control tokens that it spells out become tokens."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._tokenizer.encode(encodable(text), add_special_tokens=False).ids
 
     def _safe(self, message: Message) -> Message:
         """Return a message with its text made harmless, and its name if that is no plain word."""

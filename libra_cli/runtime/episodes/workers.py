@@ -9,15 +9,18 @@ episode goes where the fewest are.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import index as index_of
 from typing import Any, Protocol, TypeAlias
 
 from libra_cli.config.errors import EnvironmentBroken, HostError
-from libra_cli.envs.protocol import Message, Task, ToolCall
+from libra_cli.envs import returns
+from libra_cli.envs.protocol import Message, Task, ToolCall, ToolSchema
 from libra_cli.envs.session import Answered, Opening, Scored, ToolAnswer
 from libra_cli.envs.workers import wire
 from libra_cli.envs.workers.wire import Frames, Kind
@@ -25,6 +28,9 @@ from libra_cli.runtime.episodes.calls import CallLine
 from libra_cli.runtime.hosts.local import LocalTransport
 from libra_cli.runtime.hosts.transport import ByteStream
 from libra_cli.runtime.outbox import Outbox
+from libra_cli.runtime.supervision.answers import finite, understood
+from libra_cli.runtime.supervision.background import Background
+from libra_cli.runtime.supervision.failures import words_of
 
 START_S = 120.0
 """How long an environment may take to be imported and made once."""
@@ -182,7 +188,7 @@ class ForkServerConnection:
         self._fates: dict[int, str] = {}
         """How the processes of episodes ended that were not closed."""
         self._outbox = Outbox(stream)
-        self._listening = asyncio.create_task(self._listen())
+        self._listening = Background().start(f"hearing the fork server of {name}", self._listen())
         self.playing = 0
         """Episodes that were begun and not closed."""
         self.ended = ""
@@ -199,9 +205,11 @@ class ForkServerConnection:
         Raises:
             EnvironmentBroken: it cannot be.
         """
-        broke = wire.unpack(await self._ask(Kind.HELLO, 0, body))
-        if broke:
-            raise EnvironmentBroken(broke[0], hint=broke[1])
+        raw = await self._ask(Kind.HELLO, 0, body)
+        with understood(EnvironmentBroken, "the fork server's first word"):
+            broke = wire.unpack(raw)
+            if broke:
+                raise EnvironmentBroken(str(broke[0]), hint=str(broke[1]))
 
     async def call(self, episode: int, member: str, *arguments: Any) -> dict[str, Any]:
         """Make a call of an episode; returns the fields of what it returned.
@@ -216,14 +224,12 @@ class ForkServerConnection:
             wire.frame(Kind.CALL, episode, body)
         except (TypeError, ValueError) as error:
             raise self._broke(f"{member} cannot be sent to its process: {error}") from error
-        try:
-            how, *answer = wire.unpack(await self._ask(Kind.CALL, episode, body))
-        except ValueError as error:
-            raise self._broke(f"{member} was answered with {error}") from error
-        if how == "broke":
-            raise EnvironmentBroken(answer[0], hint=answer[1])
-        fields: dict[str, Any] = answer[0]
-        return fields
+        raw = await self._ask(Kind.CALL, episode, body)
+        with understood(EnvironmentBroken, f"what {member} was answered with"):
+            how, *answer = wire.unpack(raw)
+            if how == "broke":
+                raise EnvironmentBroken(str(answer[0]), hint=str(answer[1]))
+            return dict(answer[0])
 
     def close_episode(self, episode: int) -> None:
         """Have its process close the environment and end; it is killed if it does not."""
@@ -248,20 +254,25 @@ class ForkServerConnection:
         return await future
 
     async def _listen(self) -> None:
-        frames, why = Frames(), ""
+        why = await self._why_it_ended()
+        said = self._stream.errors[-_LAST_WORDS:]
+        self.ended = f"{why}; it last printed: {said}" if said else why
+        for episode in list(self._waiting):
+            self._fail(episode, self.ended)
+
+    async def _why_it_ended(self) -> str:
+        frames = Frames()
         try:
             while data := await self._stream.read():
                 for kind, episode, body in frames.feed(data):
                     self._take(kind, episode, body)
-        except ValueError as error:
-            why = f"its fork server sent what cannot be read: {error}"
-            await self._stream.close()
-        code = await self._stream.exit_code()
-        said = self._stream.errors[-_LAST_WORDS:]
-        why = why or f"its fork server ended with code {code}"
-        self.ended = f"{why}; it last printed: {said}" if said else why
-        for episode in list(self._waiting):
-            self._fail(episode, self.ended)
+            return f"its fork server ended with code {await self._stream.exit_code()}"
+        except HostError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001  whatever it says, those who wait are told
+            with contextlib.suppress(HostError):
+                await self._stream.close()
+            return f"its fork server sent what cannot be read: {words_of(error)}"
 
     def _take(self, kind: Kind, episode: int, body: bytes) -> None:
         if kind is not Kind.ENDED:
@@ -283,6 +294,10 @@ class ForkServerConnection:
         return EnvironmentBroken(f"environment {self._name!r} broke: {why}")
 
 
+def _tools(found: list[ToolSchema] | None) -> list[ToolSchema] | None:
+    return None if found is None else returns.tools(found)
+
+
 class WorkerEnvironment:
     """The environment of one episode, in a process of its own."""
 
@@ -292,19 +307,39 @@ class WorkerEnvironment:
 
     async def reset(self, task: Task | None, index: int, task_seed: int, seed: int) -> Opening:
         """See ``EnvironmentSession``, as for the next three."""
-        return Opening(**await self._call("reset", task, index, task_seed, seed))
+        found = await self._call("reset", task, index, task_seed, seed)
+        with understood(EnvironmentBroken, "what reset returned"):
+            opening = Opening(**found)
+            messages, tools = returns.messages(opening.messages), returns.tools(opening.tools)
+            return replace(opening, messages=messages, tools=tools)
 
     async def step(self, call: ToolCall) -> ToolAnswer:
         """Run one tool call."""
-        return ToolAnswer(**await self._call("step", call))
+        found = await self._call("step", call)
+        with understood(EnvironmentBroken, "what step returned"):
+            answer = ToolAnswer(**found)
+            text = returns.step_result(answer.text).text
+            seconds, size = finite(answer.seconds), index_of(answer.size)
+            reward, tools = returns.reward(answer.reward), _tools(answer.tools)
+            return replace(
+                answer, text=text, size=size, reward=reward, seconds=seconds, tools=tools
+            )
 
     async def reply(self, text: str) -> Answered:
         """Let the user answer."""
-        return Answered(**await self._call("reply", text))
+        found = await self._call("reply", text)
+        with understood(EnvironmentBroken, "what reply returned"):
+            said = Answered(**found)
+            messages = returns.messages(said.messages) if said.messages else []
+            reward, tools = returns.reward(said.reward), _tools(said.tools)
+            return replace(said, messages=messages, reward=reward, tools=tools)
 
     async def score(self, answer: str, conversation: Sequence[Message]) -> Scored:
         """Score the episode."""
-        return Scored(**await self._call("score", answer, list(conversation)))
+        found = await self._call("score", answer, list(conversation))
+        with understood(EnvironmentBroken, "what score returned"):
+            scored = Scored(**found)
+            return Scored(returns.reward(scored.reward), returns.metrics(scored.metrics))
 
     def close(self, line: CallLine) -> None:
         """Close it and end its process, whatever it is doing."""

@@ -10,14 +10,27 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from libra_cli.config.errors import HostError, HostLost, LibraError, ProcessError, WeightsError
+from libra_cli.config.errors import (
+    NONSENSE,
+    HostError,
+    HostLost,
+    LibraError,
+    ProcessError,
+    WeightsError,
+)
 from libra_cli.runtime.hosts.transport import ByteStream
+from libra_cli.runtime.supervision.answers import understood
+from libra_cli.runtime.supervision.failures import MOST_CHARACTERS, words_of
 
 MISSED_PINGS = 3
+BUSY_SHARE = 0.5
+"""Of the lease: for so long an answer may be late that waits behind other data on a thin link."""
 HELLO_S = 30.0
 
 Message: TypeAlias = Mapping[str, Any]
@@ -35,10 +48,16 @@ class AgentConnection:
         self._waiting: dict[int, tuple[Message, asyncio.Future[Any]]] = {}
         self._stream: ByteStream | None = None
         self._heard = 0.0
+        self._unanswered: deque[float] = deque()
+        """When each ping was sent that has no answer yet; answers come in their order."""
         self._failure: LibraError | None = None
 
-    async def attach(self, stream: ByteStream, hello: Message) -> Any:
+    async def attach(
+        self, stream: ByteStream, hello: Message, *, admit: Callable[[Message], None]
+    ) -> Any:
         """Use a new stream: say hello, repeat the requests that wait, and return the answer.
+
+        ``admit`` looks at the answer first, and raises if it is not to be used.
 
         Raises:
             HostLost: the agent did not answer within ``HELLO_S``.
@@ -48,9 +67,12 @@ class AgentConnection:
             async with asyncio.timeout(HELLO_S):
                 await stream.write(_encode({"id": 0, "op": "hello", **hello}))
                 answer = await self._first_answer(stream)
+                admit(answer)
+                self._heard = asyncio.get_running_loop().time()
                 self._stream = stream
-                for message, _ in [*self._waiting.values()]:
-                    await stream.write(_encode(message))
+                for message, waiting in [*self._waiting.values()]:
+                    if not waiting.done():
+                        await stream.write(_encode(message))
         except BaseException as error:
             self._stream = None
             await stream.close()
@@ -85,12 +107,13 @@ class AgentConnection:
         finally:
             del self._waiting[number]
 
-    async def until_lost(self, ping_interval_s: float) -> str:
+    async def until_lost(self, ping_interval_s: float, lease_s: float) -> str:
         """Carry answers and events until the stream breaks; return the reason."""
         assert self._stream is not None, "joined first"
         stream = self._stream
+        self._unanswered.clear()
         self._heard = asyncio.get_running_loop().time()
-        halves = self._listen(stream), self._ping(stream, ping_interval_s)
+        halves = self._listen(stream), self._ping(stream, ping_interval_s, lease_s)
         tasks = [asyncio.create_task(half) for half in halves]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -102,8 +125,23 @@ class AgentConnection:
             await asyncio.gather(*tasks, return_exceptions=True)
             await stream.close()
 
+    @property
+    def silent_s(self) -> float:
+        """For how long nothing was heard from the agent."""
+        return asyncio.get_running_loop().time() - self._heard
+
+    @property
+    def behind_s(self) -> float:
+        """For how long the oldest ping without an answer has waited for it."""
+        now = asyncio.get_running_loop().time()
+        return now - self._unanswered[0] if self._unanswered else 0.0
+
+    def restore(self) -> None:
+        """Take requests again, after ``fail``."""
+        self._failure = None
+
     def fail(self, error: LibraError) -> None:
-        """Fail all requests, now and later: there will be no other stream."""
+        """Fail all requests, now and until ``restore``."""
         self._failure = error
         for _, answer in self._waiting.values():
             if not answer.done():
@@ -127,13 +165,15 @@ class AgentConnection:
             while line := await stream.readline():
                 self._heard = asyncio.get_running_loop().time()
                 self._take(_decode(line))
-        except ValueError as error:
-            return f"the agent sends a line without an end: {error}"
+        except NONSENSE as error:
+            return f"the agent says what cannot be read: {words_of(error)}"
         return f"the agent hung up {stream.errors}".strip()
 
     def _take(self, message: Message) -> None:
         if "event" in message:
             self._on_event(message)
+        elif message.get("id") is None and self._unanswered:
+            self._unanswered.popleft()
         elif (entry := self._waiting.get(message.get("id", 0))) and not entry[1].done():
             self._settle(entry[1], message)
 
@@ -144,22 +184,41 @@ class AgentConnection:
             answer.set_exception(error)
 
     def _result(self, message: Message) -> Any:
-        if message["ok"]:
-            return message["result"]
-        raise _ERRORS.get(message["kind"], HostError)(f"{self._name}: {message['error']}")
+        with understood(HostError, f"{self._name}: the agent's answer"):
+            if message["ok"]:
+                return message["result"]
+            kind = _ERRORS.get(message["kind"], HostError)
+            raise kind(f"{self._name}: {str(message['error'])[:MOST_CHARACTERS]}")
 
-    async def _ping(self, stream: ByteStream, ping_interval_s: float) -> str:
-        """Ping the agent at intervals, which renews the lease and finds a dead connection."""
-        loop = asyncio.get_running_loop()
+    async def _ping(self, stream: ByteStream, ping_interval_s: float, lease_s: float) -> str:
+        """Ping the agent at intervals, which renews the lease and finds a dead connection.
+
+        Answers may wait behind a batch that is sent or a file that is fetched on the same link: as
+        long as that brings anything, they are waited for longer.
+        """
         silence_limit_s = MISSED_PINGS * ping_interval_s
-        while loop.time() - self._heard < silence_limit_s:
+        busy_limit_s = max(silence_limit_s, BUSY_SHARE * lease_s)
+        while (
+            min(self.silent_s, stream.link_silent_s) < silence_limit_s
+            and self.silent_s < busy_limit_s
+        ):
             try:
                 async with asyncio.timeout(silence_limit_s):
+                    self._unanswered.append(asyncio.get_running_loop().time())
                     await stream.write(_encode({"op": "ping"}))
             except (TimeoutError, HostLost):
                 break
+            before = _clock_that_never_stops()
             await asyncio.sleep(ping_interval_s)
-        return f"nothing heard for {loop.time() - self._heard:.0f} s"
+            passed_s = _clock_that_never_stops() - before
+            if passed_s > ping_interval_s + silence_limit_s:
+                return f"this controller did not run for {passed_s:.0f} s"
+        return f"nothing heard for {self.silent_s:.0f} s"
+
+
+def _clock_that_never_stops() -> float:
+    """Seconds since boot, those that the machine slept among them."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _encode(message: Message) -> bytes:
@@ -170,6 +229,6 @@ def _decode(line: bytes) -> Message:
     """Parse a message of the agent; empty for other lines, which a login script may print."""
     try:
         message = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return message if isinstance(message, dict) else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 
@@ -44,6 +44,8 @@ class ProcessState:
     """The end of its log, once it has exited."""
     requested: bool
     """Whether it was asked to stop."""
+    moved_ports: Mapping[str, int] = field(default_factory=dict)
+    """As in ``Exited``; by the port in decimal digits, since JSON has no other keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ class Exited:
     exit_code: int | None
     tail: str
     requested: bool
+    moved_ports: Mapping[int, int] = field(default_factory=dict)
+    """By port of it that somebody else has taken meanwhile, the one for its next start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +102,18 @@ class Reconnected:
 
 @dataclass(frozen=True, slots=True)
 class LeaseExpired:
-    """The lease is over: the host is given up, since its agent has stopped everything."""
+    """The lease is over: the host is given up, since its agent stops everything, or its guard."""
 
     node: str
     reason: str
 
 
-HostEvent: TypeAlias = Exited | ConnectionLost | Reconnected | LeaseExpired
+@dataclass(frozen=True, slots=True)
+class Rejoined:
+    """A host that was given up has a new agent, after so many seconds, and nothing runs there."""
+
+    node: str
+    seconds: float
+
+
+HostEvent: TypeAlias = Exited | ConnectionLost | Reconnected | LeaseExpired | Rejoined

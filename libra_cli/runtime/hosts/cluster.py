@@ -15,14 +15,17 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from libra_cli.config.errors import HostError, HostLost, LibraError, ProcessError
+from libra_cli.config.errors import NONSENSE, HostError, HostLost, LibraError, ProcessError
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.costs.memory import GIB, Architecture
+from libra_cli.core.launch.accelerate import RENDEZVOUS
 from libra_cli.core.launch.model import model_process
 from libra_cli.core.launch.ports import ports_needed
 from libra_cli.core.launch.process import HostFacts, ProcessSpec
@@ -39,17 +42,24 @@ from libra_cli.runtime.hosts.agent_messages import (
     HostEvent,
     LeaseExpired,
     Reconnected,
+    Rejoined,
 )
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.local import LocalTransport
-from libra_cli.runtime.hosts.model_copy import fetch_tokenizer
 from libra_cli.runtime.hosts.preflight import look, open_files
+from libra_cli.runtime.hosts.remote_files import fetch_tokenizer, names_in
 from libra_cli.runtime.hosts.ssh import SshTransport
-from libra_cli.runtime.hosts.transport import ByteStream, Transport
+from libra_cli.runtime.hosts.ssh_target import HostBusy
+from libra_cli.runtime.hosts.transport import ByteStream, Endpoint, Transport
+from libra_cli.runtime.store.run_secrets import RunSecrets
+from libra_cli.runtime.supervision.answers import understood
 
 STOP_GRACE_S = 10.0
+PATIENCE_S = 60.0
+"""How long a run that goes on asks a host again that refuses: as long as sshd or a small host takes
+to start again; chosen. A new run asks once, for a name may be misspelt."""
+ASK_AGAIN_S = 2.0
 MODEL_TIMEOUT_S = 3600.0
-COMMAND_TIMEOUT_S = 30.0
 TORCH_S = 180.0
 """For importing torch and vLLM from a slow disk."""
 T = TypeVar("T")
@@ -67,6 +77,28 @@ def transport_to(node: NodeSpec) -> Transport:
 def host_of(node: NodeSpec) -> Host:
     """Return the controller's handle of a node; nothing is opened yet."""
     return Host(node.name, transport_to(node), workdir=node.workdir, python=node.python)
+
+
+def _may_pass(error: LibraError) -> bool:
+    """Whether a host may be reached a while later: nothing answered there, or it hung up. Not where
+    it was reached, and its key, a login or what it has is the trouble."""
+    cut = isinstance(error.__cause__, OSError | EOFError)
+    return isinstance(error, HostLost | HostBusy) or (isinstance(error, HostError) and cut)
+
+
+def _outlives(node: str, process: str, leftovers: Sequence[str]) -> str:
+    return (
+        f"{node}: {process} does not end by SIGKILL and may hold its GPU: {', '.join(leftovers)}; "
+        "state D in `ps` waits for a disk or a driver, which `dmesg` on that host may name"
+    )
+
+
+def _let_go(spec: ProcessSpec) -> list[int]:
+    """The reserved ports that a process binds without ``SO_REUSEPORT``: where ranks meet that the
+    launcher of a backend plugin starts. ``node.rendezvous`` takes the port while it is reserved."""
+    if RENDEZVOUS in spec.argv:
+        return []
+    return [port for what, port in spec.ports.items() if what == "rendezvous"]
 
 
 _ERROR = re.compile(
@@ -89,6 +121,16 @@ def error_in(text: str) -> str:
     return (errors or lines or ["it wrote nothing"])[-1].strip()[:500]
 
 
+@dataclass(frozen=True, slots=True)
+class KeptCluster:
+    """Where the processes of a run listen and its model lies, by node, for another controller."""
+
+    ports: Mapping[str, Mapping[str, int]]
+    model_dirs: Mapping[str, str]
+    lives: Mapping[str, str]
+    """What each host calls the time since the run began there; another after its lease."""
+
+
 class Cluster:
     """All hosts of a run. ``facts``, ``ports`` and ``model_dirs`` are complete after ``open``."""
 
@@ -98,7 +140,7 @@ class Cluster:
         plan: Plan,
         *,
         run_id: str,
-        token: str,
+        secrets: RunSecrets,
         save: Callable[[Record], None],
         clock: Callable[[], Seconds],
         recipe_path: str = "RECIPE",
@@ -108,7 +150,7 @@ class Cluster:
         self.recipe_path = recipe_path
         self.plan = plan
         self.run_id = run_id
-        self.token = token
+        self.secrets = secrets
         self.clock = clock
         self.hosts: dict[str, Host] = {node.name: host_of(node) for node in recipe.nodes}
         self.facts: dict[str, HostFacts] = {}
@@ -119,6 +161,8 @@ class Cluster:
         self._save = save
         self._note = note
         self.reports: dict[str, HostReport] = {}
+        #: How long ``connect`` asks a host again that does not answer.
+        self.patience_s = 0.0
         #: The nodes that do not answer now, and those that did not answer within their lease.
         self.lost: set[str] = set()
         self._gone: set[str] = set()
@@ -134,11 +178,46 @@ class Cluster:
             HostError: the hosts have problems; the message has a line for each.
         """
         await self._on_all(self.connect)
+        await self._on_all(self._stop_what_runs)
         await self._on_all(self._look_quickly)
         self._judge(examine(self.case(), quick=True))
         await self._on_all(self._reserve)
         await self._place_model()
         await self.fetch_tokenizer(node_of(self.plan.train[0]), model_copy)
+
+    async def adopt(self, kept: KeptCluster, model_copy: Path) -> dict[str, frozenset[str] | None]:
+        """Attach to the hosts of a run whose controller was killed; nothing on them is examined.
+
+        Returns:
+            The names of the run's processes that run on each node; None where its lease was over,
+            or it was started again.
+
+        Raises:
+            HostError: a host cannot be reached; what runs there goes on until its lease is over.
+        """
+        await self._on_all(self.connect)
+        self.model_dirs = dict(kept.model_dirs)
+        await self._on_all(partial(self._adopt, kept))
+        if not (model_copy / "config.json").exists():
+            await self.fetch_tokenizer(self.head, model_copy)
+        return {
+            name: await host.running() if host.life == kept.lives.get(name) else None
+            for name, host in self.hosts.items()
+        }
+
+    async def _adopt(self, kept: KeptCluster, node: NodeSpec) -> None:
+        if self.hosts[node.name].life != kept.lives.get(node.name):
+            await self.restore(node.name)
+            return
+        await self.look(node, imports=None)
+        self.ports[node.name] = dict(kept.ports.get(node.name, {}))
+        self._save_node(node.name, "ready")
+
+    @property
+    def kept(self) -> KeptCluster:
+        """What a controller that comes after this one must know."""
+        lives = {name: host.life for name, host in self.hosts.items()}
+        return KeptCluster(self.ports, self.model_dirs, lives)
 
     async def _on_all(self, phase: Callable[[NodeSpec], Coroutine[Any, Any, None]]) -> None:
         nodes = self.recipe.nodes
@@ -156,18 +235,42 @@ class Cluster:
     async def connect(self, node: NodeSpec) -> None:
         """Reach a node and attach to its agent, which is started. Raises HostError."""
         self._save_node(node.name, "connecting")
-        host = self.hosts[node.name]
-        try:
-            await host.open(
-                self.run_id,
-                token=self.token,
-                lease_s=self.recipe.run.lease_s,
-                weights_dir=self.recipe.weight_sync.directory or "",
-                on_event=self._happened,
-            )
-        except LibraError as error:
-            self._save_node(node.name, "failed", detail=str(error))
-            raise
+        began, told = time.monotonic(), False
+        while True:
+            try:
+                await self._open(node)
+                break
+            except LibraError as error:
+                if not _may_pass(error) or time.monotonic() - began >= self.patience_s:
+                    self._save_node(node.name, "failed", detail=str(error))
+                    raise
+                if not told:
+                    told = True
+                    self._note(f"{error}; it is asked again for {self.patience_s:.0f} s")
+            await asyncio.sleep(ASK_AGAIN_S)
+            self.hosts[node.name] = host_of(node)
+        for text in self.hosts[node.name].transport.warnings:
+            self._note(f"{node.name}: {text}")
+
+    async def _open(self, node: NodeSpec) -> None:
+        await self.hosts[node.name].open(
+            self.run_id,
+            token=self.token,
+            credentials=self.secrets.credentials_of(node.name),
+            lease_s=self.recipe.run.lease_s,
+            weights_dir=self.recipe.weight_sync.directory or "",
+            on_event=self._happened,
+        )
+
+    async def _stop_what_runs(self, node: NodeSpec) -> None:
+        """A controller that does not go on with what another has left there begins without it."""
+        for process in sorted(await self.hosts[node.name].running()):
+            await self.stop(node.name, process)
+
+    @property
+    def token(self) -> str:
+        """What every request to a process of this run must bring."""
+        return self.secrets.token
 
     @property
     def reached(self) -> dict[str, tuple[Host, NodeSpec]]:
@@ -205,6 +308,7 @@ class Cluster:
             tmp_dir=host.tmp_dir,
             address=node.address or seen.address,
             data_address=node.data_address or "",
+            own_address=seen.address,
             interface=seen.interface,
             cpus=seen.cpus,
             gpu_gib=min((gpu.mem_total for gpu in seen.gpus[: node.gpus]), default=0) / GIB,
@@ -223,7 +327,8 @@ class Cluster:
             answer = await self.answer_of(spec, timeout_s=TORCH_S)
         except ProcessError as error:  # it was killed, or crashed where Python cannot catch it
             return TorchReport("", "", False, (), str(error).partition("\n")[0], "", {})
-        return TorchReport(**{**answer, "devices": tuple(answer["devices"])})
+        with understood(HostError, f"{node.name}: what torch says"):
+            return TorchReport(**{**answer, "devices": tuple(answer["devices"])})
 
     def case(self) -> PreflightCase:
         """What the checks look at, as far as it is known."""
@@ -263,19 +368,53 @@ class Cluster:
         if path is not None:
             self.model_dirs = self.expanded(path)
             return
-        head = node_of(self.plan.train[0])
-        spec = model_process(self.recipe, self.facts[head])
+        await self._build_model()
+        others = [name for name in self.hosts if name != self.head]
+        if others:
+            await self._copy_model(others)
+
+    @property
+    def head(self) -> str:
+        """The node that builds the model, where the recipe has none, and runs rank 0."""
+        return node_of(self.plan.train[0])
+
+    async def _build_model(self) -> None:
+        spec = model_process(self.recipe, self.facts[self.head])
         await self.run_to_end(spec, timeout_s=MODEL_TIMEOUT_S)
-        host = self.hosts[head]
-        result = json.loads(await host.transport.get(f"{host.run_dir}/model.json"))
-        source = str(result["model_dir"])
-        self.model_dirs[head] = source
-        others = [name for name in self.hosts if name != head]
-        files = await self._read_directory(head, source) if others else {}
-        for name in others:
+        host = self.hosts[self.head]
+        said = await host.transport.get(f"{host.run_dir}/model.json")
+        with understood(HostError, f"{self.head}: model.json"):
+            self.model_dirs[self.head] = str(json.loads(said)["model_dir"])
+
+    async def _copy_model(self, nodes: Sequence[str]) -> None:
+        """Copy the built model from the head to these nodes."""
+        source = self.model_dirs[self.head]
+        files = await self._read_directory(self.head, source)
+        for name in nodes:
             target = f"{self.hosts[name].workdir}/models/{Path(source).name}"
             await self.hosts[name].transport.put_tree(files, target)
             self.model_dirs[name] = target
+
+    async def restore(self, node: str) -> None:
+        """Make a host that has rejoined ready again: its facts, its ports, its model.
+
+        Raises:
+            LibraError: it lacks something, or does not answer any more.
+        """
+        await self.look(self.recipe.node(node), imports=None)
+        await self._reserve(self.recipe.node(node))
+        if await self.architecture(node) is None:  # its disk is another one now
+            await self._place_model_again(node)
+        self._gone.discard(node)
+        self._save_node(node, "ready", detail="with a new agent")
+
+    async def _place_model_again(self, node: str) -> None:
+        if self.recipe.model.path is not None:
+            raise HostError(
+                f"{node}: {self.recipe.model.path} holds no model any more",
+                hint=f"libra doctor {self.recipe_path}",
+            )
+        await (self._build_model() if node == self.head else self._copy_model([node]))
 
     async def architecture(self, node: str) -> Architecture | None:
         """The sizes of the model as its directory on a node says; None if it does not."""
@@ -283,7 +422,7 @@ class Cluster:
             found = await self.hosts[node].transport.get(f"{self.model_dirs[node]}/config.json")
             shape = Architecture.from_config(json.loads(found), self.model_dirs[node])
             return shape.with_adapter(self.recipe.training.lora)
-        except (LibraError, ValueError):
+        except (LibraError, *NONSENSE):
             return None
 
     def expanded(self, path: str) -> dict[str, str]:
@@ -292,8 +431,7 @@ class Cluster:
 
     async def _read_directory(self, node: str, directory: str) -> dict[str, bytes]:
         transport = self.hosts[node].transport
-        listed = await transport.run(["ls", "-1", directory], timeout_s=COMMAND_TIMEOUT_S)
-        names = listed.stdout.decode().split()
+        names = await names_in(transport, directory)
         return {name: await transport.get(f"{directory}/{name}") for name in names}
 
     async def fetch_tokenizer(self, node: str, model_copy: Path) -> None:
@@ -306,16 +444,25 @@ class Cluster:
         """Start a process. Its exit will be reported as an event."""
         host = self.hosts[spec.node]
         started = await host.start(
-            spec.process, spec.argv, env=dict(spec.env), files=dict(spec.files)
+            spec.process,
+            spec.argv,
+            env=dict(spec.env),
+            files=dict(spec.files),
+            ports=_let_go(spec),
         )
         self._save_process(spec.node, spec.process, started.pid, "running", log=started.log)
+
+    async def dial(self, spec: ProcessSpec) -> Endpoint:
+        """Where a process answers the controller; nothing need listen there yet."""
+        path = self.facts[spec.node].socket_of(spec.process)
+        return await self.hosts[spec.node].dial(path)
 
     async def answer_of(self, spec: ProcessSpec, *, timeout_s: float) -> Any:
         """Run a process to its end and return the JSON of its last line. Raises as below."""
         event = await self.run_to_end(spec, timeout_s=timeout_s)
         try:
             return json.loads(event.tail.splitlines()[-1])
-        except (IndexError, ValueError) as error:
+        except NONSENSE as error:
             raise ProcessError(f"{spec.node}: {spec.process}: no answer: {event.tail}") from error
 
     async def run_to_end(self, spec: ProcessSpec, *, timeout_s: float) -> Exited:
@@ -344,15 +491,21 @@ class Cluster:
     async def stop(self, node: str, process: str) -> None:
         """Stop a process and all that it started.
 
-        On a host that stays unreachable, the agent does so when the lease is over.
+        On a host that stays unreachable, the agent does so when the lease is over. What outlives
+        SIGKILL (a process in the kernel, waiting for a disk or a driver) is waited for as long, and
+        told.
         """
         give_up = time.monotonic() + self.recipe.run.lease_s + STOP_GRACE_S
+        told = False
         while time.monotonic() < give_up and node not in self._gone:
-            try:
-                await self.hosts[node].stop(process, grace_s=STOP_GRACE_S)
-                return
-            except HostError:
-                await asyncio.sleep(1.0)
+            with suppress(HostError):
+                stopped = await self.hosts[node].stop(process, grace_s=STOP_GRACE_S)
+                if stopped.stopped:
+                    return
+                if not told:
+                    told = True
+                    self._note(_outlives(node, process, stopped.leftovers))
+            await asyncio.sleep(1.0)
 
     async def open_stream(self, node: str, process: str, module: str) -> ByteStream:
         """Run a module of ours for as long as the stream to it is open.
@@ -382,6 +535,8 @@ class Cluster:
             self._gone.add(event.node)
             self._give_up_waiting(event)
             self._save_node(event.node, "failed", detail=event.reason)
+        elif isinstance(event, Rejoined):
+            self._save_node(event.node, "connecting", detail="answers again")
         self._changed.set()
         self._changed.clear()
         self.on_event(event)
@@ -396,6 +551,8 @@ class Cluster:
         self._save_process(
             event.node, event.process, event.pid, "exited", exit_code=event.exit_code, log=log
         )
+        ports = self.ports.get(event.node, {})
+        ports |= {what: event.moved_ports.get(port, port) for what, port in ports.items()}
         waiting = self._waiting.get((event.node, event.process))
         if waiting is not None and not waiting.done():
             waiting.set_result(event)
@@ -429,10 +586,16 @@ class Cluster:
 
     async def until_back(self, node: str) -> None:
         """Wait while the node does not answer, at most until its lease is over."""
-        while node in self.lost:
-            await self._changed.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.recipe.run.lease_s + STOP_GRACE_S):
+                while node in self.lost:
+                    await self._changed.wait()
 
     # -- closing --------------------------------------------------------------------------------
+
+    async def leave(self) -> None:
+        """Disconnect; what runs there goes on until its lease is over."""
+        await asyncio.gather(*(host.close() for host in self.hosts.values()))
 
     async def close(self, *, remove_logs: bool = False) -> list[str]:
         """Stop all agents and their processes; return a line for each that may be left."""
@@ -445,7 +608,7 @@ class Cluster:
         try:
             left = await host.shutdown(grace_s=STOP_GRACE_S, remove_logs=remove_logs)
         except LibraError as error:
-            return [f"{name}: {error}; its lease ends what runs there"]
+            return [f"{name}: {error}"]
         if name in self.facts:
             self._save_node(name, "released")
         return [f"{name}: {line}" for line in left]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import shutil
@@ -16,6 +17,7 @@ from libra_cli.config.errors import HostError, HostLost
 from libra_cli.runtime.hosts.transport import CONNECT_S, LINE_LIMIT, CommandResult, Endpoint
 
 ERRORS_KEPT = 16 * 1024
+LAST_WORDS_S = 5.0
 READ_BYTES = 256 * 1024
 
 
@@ -24,6 +26,7 @@ class LocalTransport:
 
     target = "local"
     default_python = sys.executable
+    warnings: Sequence[str] = ()
 
     @property
     def home(self) -> str:
@@ -85,9 +88,12 @@ class LocalTransport:
         except OSError as error:
             raise HostError(f"local: {path}: {error.strerror}") from error
 
-    async def dial(self, port: int) -> Endpoint:
-        """Return the port itself."""
-        return Endpoint("tcp", f"127.0.0.1:{port}", port)
+    async def dial(self, path: str) -> Endpoint:
+        """Return the socket itself."""
+        return Endpoint(path)
+
+    async def reach(self, path: str) -> None:
+        """Do nothing: who is on this machine can reach it."""
 
 
 class ProcessStream:
@@ -102,6 +108,11 @@ class ProcessStream:
     def errors(self) -> str:
         """The end of the process's standard error."""
         return self._errors.decode(errors="replace").strip()
+
+    @property
+    def link_silent_s(self) -> float:
+        """Infinite: its pipes are its own."""
+        return math.inf
 
     async def read(self) -> bytes:
         """Read what is there of standard output."""
@@ -134,14 +145,19 @@ class ProcessStream:
     async def exit_code(self) -> int:
         """Wait for the process, and for the last of its standard error."""
         code = await self._process.wait()
-        await self._listening
+        await self._hear_the_last()
         return code
 
     async def close(self) -> None:
         """Kill the process and wait for its end."""
         _kill(self._process)
         await self._process.wait()
-        await self._listening
+        await self._hear_the_last()
+
+    async def _hear_the_last(self) -> None:
+        """Of standard error; something that the process has started may keep it open for ever."""
+        await asyncio.wait({self._listening}, timeout=LAST_WORDS_S)
+        self._listening.cancel()
 
     async def _listen(self) -> None:
         assert self._process.stderr is not None

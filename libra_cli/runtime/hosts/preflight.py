@@ -31,6 +31,10 @@ async def look(host: Host, recipe: Recipe, node: NodeSpec) -> HostReport:
 
 
 def open_files() -> int | None:
-    """How many files the controller may have open; None without a limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if soft == resource.RLIM_INFINITY else soft
+    """How many files the controller may have open, from now on as many as the system allows.
+
+    None without a limit.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return None if hard == resource.RLIM_INFINITY else hard

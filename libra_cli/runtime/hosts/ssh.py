@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import posixpath
+import random
 import secrets
 import shlex
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -31,6 +33,9 @@ from libra_cli.runtime.hosts.transport import CONNECT_S, COPY_S, OPEN_S, Command
 T = TypeVar("T")
 
 THREADS = 8
+SESSIONS = 3
+"""Of one connection at a time: the agent's, a command's, a copy's."""
+BUSY_PAUSES_S = (1.0, 2.0, 4.0)
 PREFETCHED = 256
 """Requests of 32 KiB under way while a file is copied; all at once would fill the memory."""
 FETCH_S = 3600.0
@@ -38,11 +43,18 @@ FETCH_S = 3600.0
 WINDOW = 16 * 1024**2
 """Bytes that the host may send on a channel before it hears from us. Acknowledgements are sent by
 the event loop itself, so they should be rare."""
-FORBIDDEN = 1
-"""SSH_OPEN_ADMINISTRATIVELY_PROHIBITED (RFC 4254, 5.1)."""
 
 # It logs every lost connection with a traceback, and our own errors say what matters.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
+
+
+def _is_no_refused_channel(record: logging.LogRecord) -> bool:
+    """A socket that does not listen yet refuses four times a second while a server starts; whoever
+    asked is told by an exception."""
+    return not record.getMessage().startswith("Secsh channel")
+
+
+logging.getLogger("paramiko.transport").addFilter(_is_no_refused_channel)
 
 
 class SshTransport:
@@ -73,8 +85,10 @@ class SshTransport:
         self._attempt = 0
         """Counts calls of ``connect`` and ``close``: a thread whose attempt has been given up
         closes the connection that it made."""
-        self._forwards: dict[int, Forward] = {}
+        self._forwards: dict[str, Forward] = {}
         self._sockets = ""
+        self.warnings: Sequence[str] = ()
+        """What is wrong here without forbidding to connect; known once connected."""
 
     async def connect(self, *, timeout_s: float = CONNECT_S) -> None:
         """Connect through every hop and look up the home directory.
@@ -140,14 +154,29 @@ class SshTransport:
         """Copy a file over SFTP, however long it takes."""
         await self._call(self._fetch, path, target, timeout_s=FETCH_S)
 
-    async def dial(self, port: int) -> Endpoint:
-        """Return a socket in a private directory that leads to the port."""
-        if port not in self._forwards:
+    async def dial(self, path: str) -> Endpoint:
+        """Return a socket in a private directory that leads to the host's."""
+        if path not in self._forwards:
             self._sockets = self._sockets or tempfile.mkdtemp(prefix="libra-")
-            forward = Forward(Path(self._sockets, f"{port}.sock"), port, self._open_port)
-            self._forwards[port] = forward
+            here = Path(self._sockets, f"{len(self._forwards)}.sock")
+            forward = self._forwards[path] = Forward(here, path, self._open_socket)
             await forward.open()
-        return self._forwards[port].endpoint
+        return self._forwards[path].endpoint
+
+    async def reach(self, path: str) -> None:
+        """Connect to a Unix socket of the host, and hang up.
+
+        Raises:
+            HostError: nothing listens there, or its sshd does not forward to it, which looks alike.
+        """
+        try:
+            stream = await self._open_socket(path)
+        except HostError as error:
+            raise HostError(
+                f"{self.target}: its sshd does not forward to Unix sockets: {error}",
+                hint="AllowStreamLocalForwarding yes, in the host's sshd_config (OpenSSH 6.7)",
+            ) from error
+        await stream.close()
 
     # -- in the event loop ---------------------------------------------------------------------
 
@@ -182,8 +211,8 @@ class SshTransport:
         finally:
             await stream.close()
 
-    async def _open_port(self, port: int) -> ChannelStream:
-        return ChannelStream(await self._call(self._open_channel, port), self._call)
+    async def _open_socket(self, path: str) -> ChannelStream:
+        return ChannelStream(await self._call(self._open_channel, path), self._call)
 
     async def _hang_up(self) -> int:
         with self._guard:
@@ -197,41 +226,46 @@ class SshTransport:
     # -- on a thread ---------------------------------------------------------------------------
 
     def _connect(self, attempt: int, timeout_s: float) -> None:
-        clients = ssh_target.connect(
-            ssh_target.resolve_route(self._ssh_target, self._config, self._known_hosts), timeout_s
-        )
+        route = ssh_target.resolve_route(self._ssh_target, self._config, self._known_hosts)
+        self.warnings = [
+            f"{key} can be read by others than you, and ssh would refuse it: chmod 600 {key}"
+            for key in ssh_target.readable_keys(route)
+        ]
+        clients = _connected(route, timeout_s)
         with self._guard:
             if attempt == self._attempt:
                 self._clients = clients
                 return
         ssh_target.close(clients)
 
-    def _wire(self) -> paramiko.Transport:
+    def _wire(self) -> ssh_target.UnixForwardingTransport:
         with self._guard:
             if not self._clients:
                 raise HostLost(f"{self.target}: not connected")
             return ssh_target.transport_of(self._clients[-1])
 
     def _execute(self, command: str) -> paramiko.Channel:
-        channel = self._wire().open_session(window_size=WINDOW, timeout=OPEN_S)
+        try:
+            channel = self._wire().open_session(window_size=WINDOW, timeout=OPEN_S)
+        except paramiko.ChannelException as error:
+            raise self._no_session(error) from error
         channel.exec_command(command.encode())
         return channel
 
-    def _open_channel(self, port: int) -> paramiko.Channel:
-        place, origin = ("127.0.0.1", port), ("127.0.0.1", 0)
-        try:
-            return self._wire().open_channel("direct-tcpip", place, origin, WINDOW, timeout=OPEN_S)
-        except paramiko.ChannelException as error:
-            if error.code != FORBIDDEN:
-                raise
-            raise HostError(
-                f"{self.target}: its sshd forbids forwarding to port {port}",
-                hint="AllowTcpForwarding yes, in the host's sshd_config",
-            ) from error
+    def _no_session(self, error: paramiko.ChannelException) -> HostError:
+        return HostError(
+            f"{self.target}: its sshd opens no further session on one connection ({error.text})",
+            hint=f"MaxSessions 10 (its default; {SESSIONS} are needed), in its sshd_config",
+        )
+
+    def _open_channel(self, path: str) -> paramiko.Channel:
+        return self._wire().open_unix(path, WINDOW, timeout=OPEN_S)
 
     def _sftp(self) -> paramiko.SFTPClient:
         try:
             client = paramiko.SFTPClient.from_transport(self._wire())
+        except paramiko.ChannelException as error:
+            raise self._no_session(error) from error
         except (paramiko.SSHException, EOFError) as error:
             raise HostError(
                 f"{self.target}: it does not speak SFTP ({error})",
@@ -281,6 +315,17 @@ class SshTransport:
                 _discard(sftp, files, draft)
                 if not _exists(sftp, directory):  # else another process has put it there
                     raise HostError(f"{self.target}: cannot write {draft}: {error}") from error
+
+
+def _connected(route: Sequence[ssh_target.Hop], timeout_s: float) -> list[paramiko.SSHClient]:
+    """Connect, and again after a while to a hop that takes no more connections just now."""
+    for pause_s in BUSY_PAUSES_S:
+        try:
+            return ssh_target.connect(route, timeout_s)
+        except ssh_target.HostBusy:
+            # Many hosts begin at once behind one jump host: not at the same moments again.
+            time.sleep(pause_s * random.uniform(0.5, 1.5))
+    return ssh_target.connect(route, timeout_s)
 
 
 def _exists(sftp: paramiko.SFTPClient, path: str) -> bool:

@@ -17,8 +17,10 @@ from typing import Any, TypeAlias
 
 import paramiko
 
-from libra_cli.config.errors import HostError, HostLost
+from libra_cli.config.errors import HostError
+from libra_cli.runtime.hosts.ssh_target import silent_s
 from libra_cli.runtime.hosts.transport import Endpoint
+from libra_cli.runtime.supervision.background import Background
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +31,8 @@ SEND_S = 30.0
 
 Call: TypeAlias = Callable[..., Awaitable[Any]]
 """Run a blocking function on the transport's threads; its failures become ``HostLost``."""
-Dial: TypeAlias = "Callable[[int], Awaitable[ChannelStream]]"
-"""Open a channel to a port of the host's loopback."""
+Dial: TypeAlias = "Callable[[str], Awaitable[ChannelStream]]"
+"""Open a channel to a Unix socket of the host."""
 
 
 class ChannelStream:
@@ -47,6 +49,11 @@ class ChannelStream:
     def errors(self) -> str:
         """The end of the command's standard error."""
         return self._errors.decode(errors="replace").strip()
+
+    @property
+    def link_silent_s(self) -> float:
+        """For how long the SSH connection has carried nothing to us, of any channel."""
+        return silent_s(self._channel.get_transport())
 
     async def read(self) -> bytes:
         """Read the data that has come; empty at the end."""
@@ -108,46 +115,43 @@ class ChannelStream:
 
 
 class Forward:
-    """A Unix socket on this machine that leads to one port of a host's loopback.
+    """A Unix socket on this machine that leads to one of a host.
 
     Clients keep their connections to it across requests, so channels are opened rarely. While the
-    host cannot be reached a new connection is closed at once, as if nothing listened on the port.
+    host cannot be reached a new connection is closed at once, as if nothing listened there.
     """
 
-    def __init__(self, path: Path, port: int, dial: Dial) -> None:
-        self.endpoint = Endpoint("unix", str(path), port)
+    def __init__(self, path: Path, there: str, dial: Dial) -> None:
+        self.endpoint = Endpoint(str(path))
+        self._there = there
         self._dial = dial
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections = Background()
 
     async def open(self) -> None:
         """Listen."""
-        self._server = await asyncio.start_unix_server(self._accept, self.endpoint.address)
+        self._server = await asyncio.start_unix_server(self._accept, self.endpoint.path)
 
     async def close(self) -> None:
         """Stop listening and close all connections."""
         if self._server is not None:
             self._server.close()
-        for connection in self._connections:
-            connection.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
-        Path(self.endpoint.address).unlink(missing_ok=True)  # noqa: ASYNC240 - one system call
+        await self._connections.close()
+        Path(self.endpoint.path).unlink(missing_ok=True)  # noqa: ASYNC240 - one system call
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = asyncio.create_task(self._join(reader, writer))
-        self._connections.add(connection)
-        connection.add_done_callback(self._connections.discard)
+        what = f"carrying a connection to {self._there}"
+        self._connections.start(what, self._join(reader, writer))
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            channel = await self._dial(self.endpoint.port)
+            channel = await self._dial(self._there)
         except HostError as error:
-            # A port where nobody listens is usual; a host that forbids forwarding is not.
-            level = logging.INFO if isinstance(error, HostLost) else logging.WARNING
-            log.log(level, "%s", error)
+            log.info("%s", error)  # a socket where nobody listens yet is usual
             writer.close()
             return
-        upward = asyncio.create_task(_carry_up(reader, channel))
+        what = f"carrying what is said to {self._there}"
+        upward = self._connections.start(what, _carry_up(reader, channel))
         try:
             await _carry_down(channel, writer)
         finally:

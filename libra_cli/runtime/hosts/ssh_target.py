@@ -9,11 +9,15 @@ from __future__ import annotations
 import getpass
 import os
 import socket
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import paramiko
+from paramiko.packet import Packetizer
 
 from libra_cli.config.errors import HostError, HostKeyError
 
@@ -21,6 +25,7 @@ KEEPALIVE_S = 15
 UNACKNOWLEDGED_MS = 30_000
 """How long sent data may stay unacknowledged before the kernel ends the connection, which frees a
 thread that is blocked in sending."""
+UNIX_CHANNEL = "direct-streamlocal@openssh.com"
 SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
 
 
@@ -60,6 +65,61 @@ class SshTarget:
     port: int | None = None
     identity: str | None = None
     jump: str | None = None
+
+
+class TimingPacketizer(Packetizer):
+    """One that knows when the last message came."""
+
+    def __init__(self, wire: socket.socket) -> None:
+        super().__init__(wire)
+        self.heard_at = time.monotonic()
+
+    def read_message(self) -> tuple[int, paramiko.Message]:
+        """Read the next message; paramiko's own thread does."""
+        message = super().read_message()
+        self.heard_at = time.monotonic()
+        return message
+
+
+class UnixForwardingTransport(paramiko.Transport):
+    """One that can open channels to Unix sockets of the server, which paramiko cannot.
+
+    OpenSSH's extension (its PROTOCOL, 2.4) is a kind of channel whose opening ends in the path, a
+    text and a number that are reserved. paramiko composes openings itself and sends them from the
+    thread that asks, so what is missing is added there.
+    """
+
+    _opening = threading.local()
+
+    def __init__(self, wire: socket.socket, **options: Any) -> None:
+        super().__init__(wire, packetizer_class=TimingPacketizer, **options)
+
+    def open_unix(self, path: str, window_size: int, timeout: float) -> paramiko.Channel:
+        """Open a channel to a Unix socket there. Raises SSHException, as ``open_channel``."""
+        self._opening.path = path
+        try:
+            return self.open_channel(UNIX_CHANNEL, window_size=window_size, timeout=timeout)
+        finally:
+            self._opening.path = None
+
+    def _send_user_message(self, data: paramiko.Message) -> None:
+        path = getattr(self._opening, "path", None)
+        if path is not None:
+            self._opening.path = None
+            data.add_string(path)
+            data.add_string("")
+            data.add_int(0)
+        super()._send_user_message(data)  # type: ignore[misc]  # the stubs leave it out
+
+
+def silent_s(transport: paramiko.Transport) -> float:
+    """For how long nothing has come on a connection of ours."""
+    assert isinstance(transport.packetizer, TimingPacketizer), "so transports of ours are made"
+    return time.monotonic() - transport.packetizer.heard_at
+
+
+class HostBusy(HostError):
+    """A hop takes no more connections just now; the same again may succeed."""
 
 
 def known_aliases(config_path: str = "~/.ssh/config") -> list[str]:
@@ -126,10 +186,10 @@ def close(clients: Sequence[paramiko.SSHClient]) -> None:
         client.close()
 
 
-def transport_of(client: paramiko.SSHClient) -> paramiko.Transport:
+def transport_of(client: paramiko.SSHClient) -> UnixForwardingTransport:
     """Return the transport of a client that has been connected."""
     transport = client.get_transport()
-    assert transport is not None, "a client of ours is connected or forgotten"
+    assert isinstance(transport, UnixForwardingTransport), "so clients of ours are connected"
     return transport
 
 
@@ -178,10 +238,16 @@ def _login(
             timeout=timeout_s,
             banner_timeout=timeout_s,
             auth_timeout=timeout_s,
+            transport_factory=UnixForwardingTransport,  # type: ignore[arg-type] # no gss here
         )
     except BaseException as error:
         client.close()
         wire.close()
+        if is_turned_away(error):
+            raise HostBusy(
+                f"{hop} hangs up before it says who it is: it takes no more connections just now",
+                hint="larger MaxStartups and PerSourceMaxStartups, in its sshd_config",
+            ) from error
         if isinstance(error, (paramiko.SSHException, OSError, EOFError)):
             raise _explain(hop, error) from error
         raise
@@ -207,6 +273,17 @@ class _Refuse(paramiko.MissingHostKeyPolicy):
             f"{hop}: its host key is unknown ({key.get_name()} {key.fingerprint})",
             hint=f"compare the fingerprint with the host's own, then: {scan}",
         )
+
+
+def is_turned_away(error: BaseException) -> bool:
+    """Whether a server hung up before its banner, as sshd does above ``MaxStartups``."""
+    return isinstance(error, paramiko.SSHException) and "protocol banner" in str(error)
+
+
+def readable_keys(hops: Sequence[Hop]) -> list[str]:
+    """The private keys that others than their owner may read; ``ssh`` would not use them."""
+    keys = dict.fromkeys(key for hop in hops for key in hop.identities if os.path.exists(key))
+    return [key for key in keys if os.stat(key).st_mode & 0o077]
 
 
 def _explain(hop: Hop, error: Exception) -> HostError:

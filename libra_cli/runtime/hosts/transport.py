@@ -1,4 +1,4 @@
-"""The protocol of a transport to a host: run a command, open a stream, put files, reach a port.
+"""The protocol of a transport to a host: run a command, open a stream, put files, reach a socket.
 
 ``ssh`` and ``local`` implement ``Transport``; their callers do not know which one they use. Every
 call has a deadline, and raises a ``HostError`` (or a subclass) that names the host.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 CONNECT_S = 15.0
 OPEN_S = 20.0
@@ -34,18 +34,9 @@ class CommandResult:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An address on this machine that leads to a port of a host's loopback."""
+    """A Unix socket on this machine that leads to one of a host."""
 
-    kind: Literal["tcp", "unix"]
-    address: str
-    """``127.0.0.1:21000``, or the path of a socket."""
-    port: int
-    """The port on the host."""
-
-    @property
-    def url(self) -> str:
-        """The base of HTTP URLs. A client of a socket uses it for the ``Host`` header only."""
-        return f"http://127.0.0.1:{self.port}"
+    path: str
 
 
 class ByteStream(Protocol):
@@ -54,6 +45,10 @@ class ByteStream(Protocol):
     @property
     def errors(self) -> str:
         """The end of its standard error so far."""
+
+    @property
+    def link_silent_s(self) -> float:
+        """Seconds since anything came on the connection that it shares; infinite if it has none."""
 
     async def read(self) -> bytes:
         """Read what has come; empty at the end. Not to be mixed with ``readline``."""
@@ -80,6 +75,10 @@ class Transport(Protocol):
     @property
     def target(self) -> str:
         """The host's name for messages, in the form that ``ssh`` understands."""
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What is wrong on the way there without forbidding to connect; known once connected."""
 
     @property
     def home(self) -> str:
@@ -118,9 +117,16 @@ class Transport(Protocol):
     async def fetch(self, path: str, target: Path) -> None:
         """Copy a file of any size from the host to this machine."""
 
-    async def dial(self, port: int) -> Endpoint:
-        """Return an endpoint that leads to a port of the host's loopback.
+    async def dial(self, path: str) -> Endpoint:
+        """Return an endpoint that leads to a Unix socket of the host.
 
-        It stays valid when the transport connects again. Something must listen on the port only
+        It stays valid when the transport connects again. Something must listen on the socket only
         when a client connects.
+        """
+
+    async def reach(self, path: str) -> None:
+        """Return if something listens on a Unix socket of the host and can be reached there.
+
+        Raises:
+            HostError: it cannot.
         """

@@ -13,6 +13,7 @@ from statistics import fmean
 
 from libra_cli.core.metric_names import is_number, key_of
 from libra_cli.core.records import Record, SampleRecord, SyncRecord, TrajectoryRecord, TurnRecord
+from libra_cli.core.types import is_evaluation
 
 _SERVER_NUMBERS = (
     "running",
@@ -47,8 +48,10 @@ class BetweenSteps:
         self._syncs: list[float] = []
 
     def saw(self, record: Record) -> None:
-        """Take in one record."""
+        """Take in one record; what is played to evaluate is told by its own metrics."""
         match record:
+            case TurnRecord() | TrajectoryRecord() if is_evaluation(record.group_id):
+                pass
             case TurnRecord():
                 self._turns += 1
                 self._cut += record.finish_reason == "length"

@@ -17,8 +17,8 @@ from typing import Any
 
 from libra_cli.config.errors import PluginError
 from libra_cli.config.rules import SECRET_NAME
-from libra_cli.core.metric_names import step_metrics
-from libra_cli.core.records import Record, RunRecord, StepRecord
+from libra_cli.core.metric_names import evaluation_metrics, step_metrics
+from libra_cli.core.records import EvaluationRecord, Record, RunRecord, StepRecord
 from libra_cli.runtime.monitors.between_steps import BetweenSteps
 from libra_cli.runtime.monitors.protocol import FINISH_S, MONITORS, QUEUE, Monitor, MonitoredRun
 from libra_cli.runtime.monitors.samples import Decoder, SampledTrajectory
@@ -74,6 +74,9 @@ class Monitors:
                 self._state = record.state
             case StepRecord(checkpoint=""):  # it comes again with the path of its checkpoint
                 self._step(record)
+            case EvaluationRecord(state="finished"):
+                for thread in self._threads:
+                    thread.tell("log_evaluation", record.step, evaluation_metrics(record))
             case _:
                 pass
 

@@ -7,6 +7,7 @@ pandas.read_json("runs/quickstart-1/metrics.jsonl", lines=True)
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 
@@ -21,11 +22,25 @@ class JsonLines:
     def start(self, run: MonitoredRun) -> None:
         """Remember where to write."""
         self._path = run.directory / FILE
+        self._lines: list[str] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a line, which is on the disk's way when this returns."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        """Write a line, or keep it for the next step if nothing can be written now."""
+        self._lines.append(json.dumps({"step": step, **metrics}) + "\n")
+        with contextlib.suppress(OSError):
+            self._write()
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a line of their own, with the step of their weights."""
+        self.log(step, metrics)
 
     def finish(self, state: str) -> None:
-        """Nothing is left to write."""
+        """Write what is left."""
+        self._write()
+
+    def _write(self) -> None:
+        lines = "".join(self._lines)
+        if lines:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(lines)
+            self._lines.clear()

@@ -68,6 +68,10 @@ class Mlflow:
         rows = [self._metric(key, value, now_ms, step) for key, value in metrics.items()]
         self._client.log_batch(self._run_id, metrics=rows)
 
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send them, at the step of their weights; MLflow takes no ``@`` in a name."""
+        self.log(step, {key.replace("@", "_at_"): value for key, value in metrics.items()})
+
     def log_samples(self, step: int, samples: Sequence[SampledTrajectory]) -> None:
         """Send a page of them."""
         text = "\n".join(map(as_markdown, samples))

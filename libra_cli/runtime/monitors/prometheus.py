@@ -31,6 +31,7 @@ class Prometheus:
         self._address = (address, port)
         self._lock = Lock()
         self._steps: dict[str, float] = {}
+        self._evaluated: dict[str, float] = {}
         self._servers: dict[str, dict[str, float | None]] = {}
         self._server: Any = None
 
@@ -53,6 +54,11 @@ class Prometheus:
         with self._lock:
             self._steps = {"step": step, **told}
 
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """These are the newest of an evaluation."""
+        with self._lock:
+            self._evaluated |= metrics
+
     def saw(self, record: Record) -> None:
         """A server was read."""
         if isinstance(record, SampleRecord):
@@ -62,7 +68,7 @@ class Prometheus:
     def collect(self) -> Iterator[Any]:
         """What prometheus_client asks for at every scrape."""
         with self._lock:
-            steps, servers = dict(self._steps), dict(self._servers)
+            steps, servers = self._steps | self._evaluated, dict(self._servers)
         for key, value in steps.items():
             gauge = self._gauge(name_of(key), key, labels=["run"])
             gauge.add_metric([self._run], value)

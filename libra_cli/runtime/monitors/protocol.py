@@ -26,7 +26,9 @@ what comes is lost to it, which is told once. After a restart of the trainer a s
 again, and what was said of it before no longer holds.
 
 **What it may ask for.** With a method ``log_samples(step, samples)`` it is shown some
-``SampledTrajectory`` after each step. With a method ``saw(record)`` and an attribute ``records``,
+``SampledTrajectory`` after each step. With a method ``log_evaluation(step, metrics)`` it is told
+each evaluation that has finished, of the weights of ``step``, which may come after ``log`` of later
+steps. With a method ``saw(record)`` and an attribute ``records``,
 classes of ``core.records``, it is told every record of these classes as it is saved.
 
 **What happens if it fails.** A monitor that raises is told of once, on the terminal, and is called

@@ -1,6 +1,6 @@
 """Trajectories with their text, for people to read: decoded when a monitor asks for it.
 
-The record of a trajectory that has ended has its token ids, and the run directory has the model's
+The record of a trajectory that has ended has its tokens, and the run directory has the model's
 tokenizer, so nothing is decoded that nobody looks at, and nothing while the run's loop waits.
 """
 
@@ -83,7 +83,8 @@ class SampledTrajectory:
 
         An agent that has left its conversation for another has several of them.
         """
-        text = "\n\n[another branch]\n\n".join(map(self._decode, self._record.token_ids))
+        texts = [self._decode(branch.token_ids) for branch in self._record.tokens]
+        text = "\n\n[another branch]\n\n".join(texts)
         surplus = len(text) - LONGEST_TEXT
         if surplus <= 0:
             return text

@@ -46,6 +46,14 @@ class TensorBoard:
             self._writer.add_scalar(key, value, step)
         self._writer.flush()
 
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write them, beside what is known of the step."""
+        if self._writer is None:
+            self._writer = self._open(str(self._path), filename_suffix=".evaluation")
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
     def log_samples(self, step: int, samples: Sequence[SampledTrajectory]) -> None:
         """Write their text."""
         self._writer.add_text("samples", "\n".join(map(as_markdown, samples)), step)

@@ -54,6 +54,10 @@ class Trackio:
         """Hand them to Trackio's own thread."""
         self._run.log(dict(metrics), step=step)
 
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand them to Trackio's own thread, at the step of their weights."""
+        self.log(step, metrics)
+
     def log_samples(self, step: int, samples: Sequence[SampledTrajectory]) -> None:
         """A table of them."""
         rows = [table_row(step, sample) for sample in samples]

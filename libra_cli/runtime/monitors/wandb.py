@@ -70,6 +70,10 @@ class Wandb:
         """Hand them to W&B's own process."""
         self._run.log({STEP: step, **metrics})
 
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand them to W&B's own process, at the step of their weights."""
+        self.log(step, metrics)
+
     def log_samples(self, step: int, samples: Sequence[SampledTrajectory]) -> None:
         """A table of them."""
         rows = [table_row(step, sample) for sample in samples]

@@ -3,8 +3,8 @@
 Each step adds to one list of problems instead of stopping:
 
 1. ``yaml_lines`` parses the YAML to plain values and the line of every key.
-2. ``${NAME}`` is replaced, in ``environment.secrets`` and ``agent.secrets`` only; nothing else is
-   accepted there, so that no secret is ever written in a recipe.
+2. ``${NAME}`` is replaced, in ``environment.secrets``, ``agent.secrets`` and ``teacher.api_key``
+   only; nothing else is accepted there, so that no secret is ever written in a recipe.
 3. Ranges of hosts are expanded; a problem keeps the line of the range.
 4. The models of ``config.recipe`` check types, ranges and unknown keys, strictly: ``"8"`` is not a
    number.
@@ -30,6 +30,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 import libra_cli
+from libra_cli.config.advantages import ADVANTAGES
 from libra_cli.config.errors import PluginError, RecipeError, did_you_mean
 from libra_cli.config.losses import LOSSES
 from libra_cli.config.other_names import OTHER_NAMES
@@ -45,6 +46,7 @@ from libra_cli.runtime.recipes.yaml_lines import Loc, NotYaml, read_yaml
 
 _SECRET = re.compile(r"^\$\{([A-Za-z_][A-Za-z0-9_]*)\}$")
 _LIKE_A_SECRET = re.compile(r"\$\{[^}]*\}")
+_API_KEY: Loc = ("teacher", "api_key")
 _STAND_INS: dict[str, Any] = {"model": {"path": "x"}, "nodes": [{"host": "x", "slots": 2}]}
 """Values that replace missing or wrong ones without a default, while the rest is checked."""
 
@@ -60,8 +62,8 @@ class _Draft:
     """For each node after expansion, its index in the file's list of nodes."""
     wrong: list[Loc] = field(default_factory=list)
     """Places that were found wrong, after expansion."""
-    one_environment: bool = False
-    """Whether the file has an environment where there may be a list of them."""
+    singles: set[str] = field(default_factory=set)
+    """Sections that the file has once, where there may be a list of them."""
 
     def line(self, loc: Loc) -> int:
         """Return the line of a place, or of the nearest place around it that the file has."""
@@ -71,14 +73,14 @@ class _Draft:
 
     def written(self, loc: Loc) -> Loc:
         """Return the place in the file of a place after expansion."""
-        if loc[:1] == ("environment",):
-            return self._written_of_environment(loc)
+        if loc[:1] in (("environment",), ("evaluation",)):
+            return self._written_of_listed(loc)
         if len(loc) > 1 and loc[0] == "nodes" and isinstance(loc[1], int) and self.origin:
             return ("nodes", self.origin[loc[1]], *loc[2:])
         return loc
 
-    def _written_of_environment(self, loc: Loc) -> Loc:
-        place = ("environment", *loc[2:]) if self.one_environment and loc[1:2] == (0,) else loc
+    def _written_of_listed(self, loc: Loc) -> Loc:
+        place = (loc[0], *loc[2:]) if loc[0] in self.singles and loc[1:2] == (0,) else loc
         at = place.index("tasks") if "tasks" in place else len(place)
         if len(place) > at + 1 and place[: at + 2] not in self.lines:
             return place[: at + 1] + place[at + 2 :]  # one source, which is no list in the file
@@ -127,7 +129,8 @@ def load_recipe(path: Path, environ: Mapping[str, str] | None = None) -> Recipe:
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: is not UTF-8 text (byte {error.start})") from error
     data = _parse(text, draft)
-    _list_environments(data, draft)
+    _rename_loss(data)
+    _list_sections(data, draft)
     _read_secrets(data, draft, os.environ if environ is None else environ)
     _expand_nodes(data, draft)
     _resolve_tasks(data, draft, path)
@@ -155,14 +158,17 @@ def _parse(text: str, draft: _Draft) -> dict[str, Any]:
     return document.value
 
 
-def _list_environments(data: dict[str, Any], draft: _Draft) -> None:
-    if "environment" in data and not isinstance(data["environment"], list):
-        data["environment"], draft.one_environment = [data["environment"]], True
+def _list_sections(data: dict[str, Any], draft: _Draft) -> None:
+    """Make lists of sections of which there may be several."""
+    for key in ("environment", "evaluation"):
+        if data.get(key) is not None and not isinstance(data[key], list):
+            data[key] = [data[key]]
+            draft.singles.add(key)
 
 
 def _read_secrets(data: dict[str, Any], draft: _Draft, environ: Mapping[str, str]) -> None:
     for loc, text in list(_strings(data, ())):
-        if _is_secret(loc) and loc[-2] == "secrets":
+        if _is_secret(loc) and (loc == _API_KEY or loc[-2] == "secrets"):
             _read_secret(data, loc, text, draft, environ)
         elif found := _LIKE_A_SECRET.search(text):
             draft.add(draft.written(loc), f"{found[0]} is only replaced in {_secrets_of(loc)}")
@@ -172,13 +178,21 @@ def _read_secrets(data: dict[str, Any], draft: _Draft, environ: Mapping[str, str
 
 
 def _is_secret(loc: Loc) -> bool:
-    """Whether a place is ``environment[n].secrets`` or ``agent.secrets``, or in it."""
+    """Whether a place is ``environment[n].secrets``, ``agent.secrets`` or the teacher's key, or in
+    it.
+
+    An evaluation may have an environment of its own.
+    """
     if loc[:1] == ("environment",):
         return loc[2:3] == ("secrets",)
-    return loc[:2] == ("agent", "secrets")
+    if loc[:1] == ("evaluation",):
+        return loc[2:4] == ("environment", "secrets")
+    return loc[:2] in (("agent", "secrets"), _API_KEY)
 
 
 def _secrets_of(loc: Loc) -> str:
+    if loc[0] == "teacher":
+        return "teacher.api_key"
     return "agent.secrets" if loc[0] == "agent" else "environment.secrets"
 
 
@@ -268,16 +282,29 @@ def _expand(node: dict[str, Any], key: str) -> list[Any]:
 
 def _resolve_tasks(data: dict[str, Any], draft: _Draft, path: Path) -> None:
     """Make the paths of tasks absolute, and what names them a list of mappings."""
-    environments = data.get("environment")
-    for index, environment in enumerate(environments if isinstance(environments, list) else ()):
-        if not isinstance(environment, dict):
-            continue
-        given, loc = environment.get("tasks"), ("environment", index, "tasks")
+    if data.get("demonstrations") is not None:
+        given = data["demonstrations"]
+        data["demonstrations"] = _sources(given, ("demonstrations",), draft, path)
+    for loc, section in _with_tasks(data):
+        given, place = section.get("tasks"), (*loc, "tasks")
         if given is not None:
-            environment["tasks"] = _sources(given, loc, draft, path)
-        elif environment.get("name") == "dataset":
+            section["tasks"] = _sources(given, place, draft, path)
+        elif "environment" in loc and section.get("name") == "dataset":
             reason = "dataset has none of its own; name a file, as in tasks: tasks.jsonl"
-            draft.add(draft.written(loc), reason)
+            draft.add(draft.written(place), reason)
+
+
+def _with_tasks(data: dict[str, Any]) -> Iterator[tuple[Loc, dict[str, Any]]]:
+    """Environments and evaluations, which may name files of tasks, with their places."""
+    for key in ("environment", "evaluation"):
+        sections = data.get(key)
+        for index, section in enumerate(sections if isinstance(sections, list) else ()):
+            if not isinstance(section, dict):
+                continue
+            yield (key, index), section
+            inner = section.get("environment")
+            if key == "evaluation" and isinstance(inner, dict):
+                yield (key, index, "environment"), inner
 
 
 def _sources(given: Any, loc: Loc, draft: _Draft, path: Path) -> list[Any]:
@@ -292,6 +319,13 @@ def _sources(given: Any, loc: Loc, draft: _Draft, path: Path) -> list[Any]:
             draft.add(draft.written(where), f"there is no file {file}")
         source["path"] = str(file.resolve())
     return sources
+
+
+def _rename_loss(data: dict[str, Any]) -> None:
+    """What the old key ``algorithm`` called grpo has the name that it has elsewhere."""
+    training = data.get("training")
+    if isinstance(training, dict) and training.get("algorithm") == "grpo":
+        training["algorithm"] = "dapo"
 
 
 def _resolve_planner_files(data: dict[str, Any], path: Path) -> None:
@@ -340,6 +374,7 @@ def _plugin_problems(recipe: Recipe) -> Iterator[Problem]:
     """
     imported = [
         ("rollout.backend", ROLLOUT_BACKENDS, recipe.rollout.backend),
+        ("training.advantage", ADVANTAGES, recipe.training.advantage),
         ("training.backend", TRAINER_BACKENDS, recipe.training.backend),
         ("scheduler.policy", POLICIES, recipe.scheduler.policy),
     ]
@@ -394,24 +429,36 @@ def _put_aside(data: dict[str, Any], loc: Loc) -> bool:
     """Replace a wrong value by its default or a stand-in; False if it has neither."""
     while loc and isinstance(loc[-1], int):
         loc = loc[:-1]
+    parent, loc = _around(data, loc)
     if not loc:
         return False
-    parent: Any = data
-    for depth, part in enumerate(loc[:-1]):
-        if not isinstance(parent[part], dict | list):  # one word that stands for a mapping
-            loc = loc[: depth + 1]
-            break
-        parent = parent[part]
     key = loc[-1]
     if key in _STAND_INS and len(loc) == 1:
         parent[key] = copy.deepcopy(_STAND_INS[str(key)])
-    elif key == "host":
+    elif key == "host" and isinstance(parent, dict):
         parent[key] = f"node-{loc[1]}"
-    elif key in parent:
+    elif _holds(parent, key):
         del parent[key]
     else:
         return False
     return True
+
+
+def _around(data: Any, loc: Loc) -> tuple[Any, Loc]:
+    """What a place is in, and the place; it is empty if what is around it was put aside before."""
+    for depth, part in enumerate(loc[:-1]):
+        if not _holds(data, part):
+            return data, ()
+        if not isinstance(data[part], dict | list):  # one word that stands for a mapping
+            return data, loc[: depth + 1]
+        data = data[part]
+    return data, loc
+
+
+def _holds(parent: Any, part: str | int) -> bool:
+    if isinstance(parent, list):
+        return isinstance(part, int) and part < len(parent)
+    return part in parent
 
 
 def _reason(details: ErrorDetails) -> str:

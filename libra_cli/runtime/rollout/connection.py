@@ -37,6 +37,8 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     to_the_end: bool = False
     """Always as many tokens as are allowed, whatever the model says: to measure with."""
+    vocabulary: int = 2**31
+    """A token id is below it: the rows of the model's embedding. No bound if they are not known."""
 
 
 @dataclass(frozen=True, slots=True)

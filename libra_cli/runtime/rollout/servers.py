@@ -8,6 +8,7 @@ is still loading ends the wait at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -26,18 +27,21 @@ from libra_cli.core.actions import (
 from libra_cli.core.cluster.joined_slots import slot_named
 from libra_cli.core.events import (
     Event,
+    PublishedVersion,
     ServerChecked,
     ServerFailed,
     ServerStarted,
     ServerStopped,
     ServerSynced,
     SyncFailed,
+    TrainerFailed,
     TurnFailed,
     TurnGenerated,
 )
-from libra_cli.core.launch.process import process_of, server_port
+from libra_cli.core.launch.process import ProcessSpec, process_of
 from libra_cli.core.launch.rollout_backend import server_process
-from libra_cli.core.types import Slot, SlotId, node_of
+from libra_cli.core.progress.watch import ProgressWatch
+from libra_cli.core.types import GroupId, Slot, SlotId, node_of
 from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
 from libra_cli.runtime.process_tasks import ProcessTasks
@@ -49,14 +53,15 @@ from libra_cli.runtime.rollout.connection import (
     connect_with,
     turn_failed,
 )
+from libra_cli.runtime.rollout.server_probes import PROBE_S, ServerProbes
 from libra_cli.runtime.weights import ProbeBounds, Weights, probe_gap
 
 STARTUP_TIMEOUT_S = 1800.0
 """A large model on a cold file system; a server that dies is noticed at once whatever this is."""
-SAMPLE_EVERY_S = 2.0
 CHECK_EVERY_S = 0.5
-CHECK_TIMEOUT_S = 30.0
-"""Longer than it takes to notice that a host is lost."""
+LOAD_BYTES_S = 100e6
+"""What a server loads at least in a second of a version that its workers have in memory already; a
+server on two cores loads 0.4B parameters in 6 s, most of it repacking for its kernels."""
 
 _log = logging.getLogger(__name__)
 
@@ -69,10 +74,11 @@ class Servers:
         cluster: Cluster,
         weights: Weights,
         slots: Mapping[SlotId, Slot],
-        sampling: Sampling,
+        sampling: Callable[[GroupId], Sampling],
         *,
         post: Callable[[Event], None],
     ) -> None:
+        """``sampling`` says how the turns of a group are sampled."""
         self._cluster = cluster
         self._weights = weights
         self._slots = slots
@@ -82,6 +88,9 @@ class Servers:
         self._bounds = ProbeBounds(self._spec.tolerance)
         self._connect = connect_with(cluster.recipe.rollout.backend)
         self._servers: dict[SlotId, ServerConnection] = {}
+        #: The incarnation of the process on each slot, from before it starts until it is stopped.
+        self._incarnations: dict[SlotId, int] = {}
+        self._probes = ServerProbes(cluster, post=post)
         self._tasks = ProcessTasks()
 
     async def facts(self, slot: SlotId) -> ServerFacts:
@@ -109,32 +118,45 @@ class Servers:
 
     async def start(self, action: StartServer) -> Event | None:
         """Start the process and wait until it generates."""
+        self._incarnations[action.slot] = action.incarnation
         failed = partial(ServerFailed, action.slot, action.incarnation)
         return await self._tasks.during(action.slot, self._start(action), failed)
 
     async def _start(self, action: StartServer) -> Event:
+        await self._cluster.start(self._process(action))
+        server = await self._connected(action)
+        await server.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
+        self._probes.add(action.slot, server)
+        return ServerStarted(action.slot, action.incarnation)
+
+    def _process(self, action: StartServer) -> ProcessSpec:
         slot, cluster = slot_named(action.slot, self._slots), self._cluster
-        port = cluster.ports[slot.node][server_port(slot)]
-        spec = server_process(
+        return server_process(
             cluster.recipe,
             slot,
             action.bucket,
             cluster.facts[slot.node],
-            port=port,
             model_dir=cluster.model_dirs[slot.node],
         )
-        await cluster.start(spec)
-        endpoint = await cluster.hosts[slot.node].dial(port)
-        await self._forget(slot.id)
-        server = self._servers[slot.id] = self._connect(
-            slot.id, action.incarnation, endpoint, cluster.token
-        )
-        await server.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
-        return ServerStarted(action.slot, action.incarnation)
+
+    async def adopt(self, action: StartServer) -> ServerConnection:
+        """Connect to the process that was started so, by whomever. Raises HostError."""
+        self._incarnations[action.slot] = action.incarnation
+        server = await self._connected(action)
+        self._probes.add(action.slot, server)
+        return server
+
+    async def _connected(self, action: StartServer) -> ServerConnection:
+        endpoint = await self._cluster.dial(self._process(action))
+        await self._forget(action.slot)
+        server = self._connect(action.slot, action.incarnation, endpoint, self._cluster.token)
+        self._servers[action.slot] = server
+        return server
 
     async def stop(self, action: StopServer) -> Event:
         """Stop the process and everything it started."""
         self._tasks.end(action.slot)
+        self._incarnations.pop(action.slot, None)
         await self._forget(action.slot)
         await self._cluster.stop(node_of(action.slot), process_of(action.slot))
         return ServerStopped(action.slot, action.incarnation)
@@ -142,16 +164,17 @@ class Servers:
     async def _forget(self, slot: SlotId) -> None:
         server = self._servers.pop(slot, None)
         if server is not None:
+            self._probes.forget(server)
             await server.close()
 
     def exited(self, event: Exited) -> None:
-        """The agent reports that a server's process is gone; ``_servers`` knows its incarnation."""
-        for slot, server in self._servers.items():
+        """The agent reports that a server's process is gone, however far its start has come."""
+        for slot, incarnation in self._incarnations.items():
             if node_of(slot) == event.node and process_of(slot) == event.process:
+                if event.requested:
+                    continue
                 self._tasks.end(slot)
-                self._post(
-                    ServerFailed(slot, server.incarnation, f"its process {how_it_ended(event)}")
-                )
+                self._post(ServerFailed(slot, incarnation, f"its process {how_it_ended(event)}"))
 
     async def sync(self, action: SyncServer) -> Event:
         """Fetch, load in flight, have it proved, and compare the probe with the trainer's own."""
@@ -161,12 +184,7 @@ class Servers:
             server = self._servers[action.slot]
             node = node_of(action.slot)
             place = await self._weights.on(node, action.published)
-            load_s = await server.load(
-                place.directory,
-                action.published,
-                timeout_s=self._spec.timeout_s,
-                partly=self._spec.tolerance is not None,
-            )
+            load_s = await self._load(server, place.directory, action.published)
             served_at = self._cluster.clock()
             probe = await self._weights.probe(action.published)
             measured = await server.probe(probe.token_ids, action.published)
@@ -193,35 +211,71 @@ class Servers:
             await asyncio.sleep(CHECK_EVERY_S)
             await self._cluster.until_back(self._weights.origin)
         except LibraError as error:
-            reason = str(error)
+            reason, answered = await self._blame(action, error)
         return SyncFailed(action.slot, action.incarnation, action.published, reason, answered, gap)
+
+    async def _blame(self, action: SyncServer, error: LibraError) -> tuple[str, bool]:
+        """Why a server did not take a version, and whether that is its own answer.
+
+        Not if the version itself is damaged: no other process would take it either. The trainer
+        writes its own again from memory; one that does not do that fails.
+        """
+        node, version = node_of(action.slot), action.published.version
+        damage = await self._weights.damage(node, action.published)
+        if not damage:
+            return str(error), True
+        at_origin = node == self._weights.origin
+        if at_origin and not await self._weights.renewed(action.published):
+            self._post(TrainerFailed(version.trainer_incarnation, f"{damage}, where it was made"))
+        await asyncio.sleep(CHECK_EVERY_S)
+        return f"{damage}: {error}", False
+
+    async def _load(
+        self, server: ServerConnection, directory: str, published: PublishedVersion
+    ) -> float:
+        load_s = published.bytes / LOAD_BYTES_S
+        limit_s = self._spec.timeout_s + load_s
+        # An adapter is merged into a base whose size is not known here.
+        silent_s = limit_s if self._cluster.recipe.training.lora else load_s
+        with self._probes.loading(server, silent_s):
+            return await server.load(
+                directory,
+                published,
+                timeout_s=limit_s,
+                partly=self._spec.tolerance is not None,
+            )
 
     async def check(self, action: CheckServer) -> Event | None:
         """Ask until it answers; time counts only while its host can be reached."""
-        server, node = self._servers.get(action.slot), node_of(action.slot)
-        left_s = CHECK_TIMEOUT_S
-        while server is not None:
-            try:
-                await server.check()
+        watch, node = ProgressWatch(), node_of(action.slot)
+        while (server := self._current(action.slot, action.incarnation)) is not None:
+            with contextlib.suppress(LibraError, TimeoutError):
+                async with asyncio.timeout(PROBE_S):
+                    await server.check()
                 return ServerChecked(action.slot, action.incarnation)
-            except LibraError as error:
-                if left_s <= 0:
-                    return ServerFailed(action.slot, action.incarnation, str(error))
+            reachable = self._probes.can_answer(node)
+            if watch.look(None, now=self._cluster.clock(), reachable=reachable):
+                reason = await self._probes.reason(action.slot, server, watch.silent_s)
+                return ServerFailed(action.slot, action.incarnation, reason)
             await asyncio.sleep(CHECK_EVERY_S)
-            left_s -= 0.0 if node in self._cluster.lost else CHECK_EVERY_S
         return None
+
+    def _current(self, slot: SlotId, incarnation: int) -> ServerConnection | None:
+        server = self._servers.get(slot)
+        return server if server is not None and server.incarnation == incarnation else None
 
     async def generate(self, action: Generate) -> TurnGenerated | TurnFailed:
         """One turn on the server the machine chose."""
         server = self._servers.get(action.slot)
         if server is None:
             return turn_failed(action, "the server was stopped meanwhile")
-        return await server.generate(action, self._sampling)
+        with self._probes.turn(server):
+            return await server.generate(action, self._sampling(action.trajectory.group))
 
     async def abort(self, action: AbortTurn) -> None:
         """End a generation; its own reply comes with what there is."""
-        server = self._servers.get(action.slot)
-        if server is None or server.incarnation != action.incarnation:
+        server = self._current(action.slot, action.incarnation)
+        if server is None:
             return
         try:
             await server.abort(action.request)
@@ -230,17 +284,8 @@ class Servers:
             _log.debug("no abort of %d on %s: %s", action.request, action.slot, error)
 
     async def sample(self) -> None:
-        """Read every running server's counters, for ever."""
-        while True:
-            await asyncio.sleep(SAMPLE_EVERY_S)
-            for slot, server in list(self._servers.items()):
-                if self._tasks.is_busy(slot):  # it is starting
-                    continue
-                try:
-                    self._post(await server.sample())
-                except LibraError as error:
-                    # Whether the server is well is for its exit report and its answers to say.
-                    _log.debug("no reading of %s: %s", slot, error)
+        """Read every running server's counters, for ever, and tell which has stalled."""
+        await self._probes.run()
 
     async def close(self) -> None:
         """Drop every connection."""

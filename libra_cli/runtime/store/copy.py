@@ -8,9 +8,11 @@ from contextlib import closing
 from pathlib import Path
 
 from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.token_file import OLD_TOKENS
 
-TEXTS = {"token_ids_json": "", "branches_json": "[]"}
-"""Columns from which a tokenizer reads prompts and answers, and what stands there instead."""
+TEXTS = {OLD_TOKENS: "", "branches_json": "[]"}
+"""Columns in which an older libra kept what a tokenizer makes prompts and answers of, and what
+stands there instead. Today's tokens are in a file of their own, which is not copied."""
 
 
 def copy_without_texts(reader: Reader, target: Path, mask: Callable[[str], str]) -> int:

@@ -4,10 +4,15 @@
 thread writes what has gathered every ``flush_s`` seconds in one transaction.
 
     guarantee  a row that was saved ``flush_s`` ago is in the file, and a reader sees whole
-               transactions only. A full disk loses nothing: rows wait in memory and are tried
-               again, ``on_error`` is told once each time it starts failing.
+               transactions only. A full disk, or a database that is locked or broken, loses
+               nothing up to ``MOST_WAITING`` rows: they wait in memory and are tried again, with
+               pauses up to ``LONGEST_PAUSE_S``. ``on_error`` is told once each time it starts
+               failing, and of rows that were lost. A row that no database takes is dropped alone.
     limit      a controller killed outright loses at most the last ``flush_s`` seconds; a machine
                that loses power may lose a little more (WAL with ``synchronous=NORMAL``).
+
+The tokens of trajectories go to a file of their own first (``runtime.store.token_file``), and the
+row says where they lie.
 
 A file of an older libra is migrated when it is opened (``runtime.store.schema``), so that a run
 that is resumed goes on in one file.
@@ -19,8 +24,8 @@ copied and read from read-only storage.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
+import logging
 import os
 import sqlite3
 import threading
@@ -30,13 +35,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from libra_cli import __version__
 from libra_cli.config.errors import StateError
-from libra_cli.core.records import Record, SlotRecord, SlotStateRecord
-from libra_cli.runtime.store.controller_process import boot_id
-from libra_cli.runtime.store.schema import COLUMNS, DATABASE, RECORDS, Value, check_format, migrate
-
-LOCK = "libra.lock"
+from libra_cli.config.text import encodable
+from libra_cli.core.records import Record, SlotRecord, SlotStateRecord, TrajectoryRecord
+from libra_cli.core.types import BranchTokens
+from libra_cli.runtime.store.database import fold, hint_of, only_writer, open_database
+from libra_cli.runtime.store.run_directory import make_run_dir
+from libra_cli.runtime.store.schema import COLUMNS, DATABASE, RECORDS, Value
+from libra_cli.runtime.store.token_file import TokenFile
+from libra_cli.runtime.supervision.failures import words_of
 
 _ACCEPTED: dict[type, tuple[type, ...]] = {
     str: (str,),
@@ -44,8 +51,22 @@ _ACCEPTED: dict[type, tuple[type, ...]] = {
     bool: (bool,),
     float: (float, int),
 }
-_CLOSE_DEADLINE_S = 2.0
-_RETRY_S = 1.0
+_INT64 = range(-(2**63), 2**63)
+_PROSE = frozenset({"waiting", "error", "detail", "why", "why_not", "text", "reason"})
+"""Columns with sentences, which may quote what a host, a model or an environment said."""
+RETRY_S = 1.0
+CLOSING_S = 15.0
+"""How long ``close`` tries to write the rest, in seconds: it waits for what passes by itself (a
+process without descriptors), not for somebody to make room on a disk."""
+LONGEST_PAUSE_S = 30.0
+"""Between two tries to write; the pause doubles from ``RETRY_S`` while they fail."""
+MOST_WAITING = 200_000
+"""Rows that wait in memory while nothing can be written (about 100 MB); the oldest of more are
+lost, events first."""
+
+_TOKENS_AT = [column.name for column in COLUMNS[TrajectoryRecord]].index("tokens_at")
+
+_log = logging.getLogger(__name__)
 
 _Row: typing.TypeAlias = tuple[Value, ...]
 _Key: typing.TypeAlias = tuple[str, _Row]
@@ -63,7 +84,7 @@ _UPSERTS: dict[str, str] = {
 }
 
 
-def _row(record: Record) -> _Row:
+def _row(record: Record, mask: Callable[[str], str]) -> _Row:
     """The record as SQL values. A wrong type is the caller's bug and is told where it is made."""
     row: list[Value] = []
     for column in COLUMNS[type(record)]:
@@ -72,8 +93,17 @@ def _row(record: Record) -> _Row:
         if wrong or (value is not None and not isinstance(value, _ACCEPTED[column.kind])):
             name = f"{type(record).__name__}.{column.name}"
             raise TypeError(f"{name} must be {column.kind.__name__}, not {value!r}")
+        if isinstance(value, str):
+            value = encodable(mask(value) if column.name in _PROSE else value)
+        elif isinstance(value, int) and value not in _INT64:
+            raise TypeError(f"{type(record).__name__}.{column.name} is out of range: {value:#x}")
         row.append(value)
     return tuple(row)
+
+
+def _at(row: _Row, place: int) -> _Row:
+    """The row of a trajectory whose tokens lie there."""
+    return (*row[:_TOKENS_AT], place, *row[_TOKENS_AT + 1 :])
 
 
 class Journal:
@@ -88,22 +118,35 @@ class Journal:
         *,
         flush_s: float = 0.25,
         on_error: Callable[[StateError], None] | None = None,
+        mask: Callable[[str], str] = str,
     ) -> None:
+        """``mask`` takes secrets out of sentences and of events.
+
+        Raises:
+            StateError: the directory or the database cannot be written, or another writes it.
+        """
         self.path = run_dir / DATABASE
         self._flush_s = flush_s
         self._on_error = on_error
         self._rows: dict[_Key, _Row] = {}
+        #: Of rows that wait, what is kept beside the database.
+        self._tokens: dict[_Key, tuple[BranchTokens, ...]] = {}
+        self._token_file = TokenFile(run_dir)
         self._events: list[_Row] = []
         self._slots: dict[str, SlotStateRecord] = {}
         self._mutex = threading.Lock()
         self._writing = threading.Lock()
         self._stop = threading.Event()
         self._failure: StateError | None = None
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._lock = _only_writer(run_dir)
+        self._lost = 0
+        self._mask = mask
+        make_run_dir(run_dir)
+        self._lock = only_writer(run_dir)
         try:
-            self._connection = _open(self.path)
+            self._connection = open_database(self.path)
             self._slots.update(_present(self._connection))
+            #: When the newest event happened that was there when the file was opened; 0: none.
+            self.last_event = _last_event(self._connection)
         except BaseException:
             os.close(self._lock)
             raise
@@ -123,15 +166,17 @@ class Journal:
 
     def save(self, record: Record) -> None:
         """Remember the newest row of this record's key."""
-        row = _row(record)
+        row = _row(record, self._mask)
         with self._mutex:
             self._keep(record, row)
             if isinstance(record, SlotRecord):
                 self._save_slot_state(record)
 
     def _keep(self, record: Record, row: _Row) -> None:
-        key = tuple(getattr(record, name) for name in record.KEY)
-        self._rows[record.TABLE, key] = row
+        key = record.TABLE, tuple(getattr(record, name) for name in record.KEY)
+        self._rows[key] = row
+        if isinstance(record, TrajectoryRecord) and record.tokens:
+            self._tokens[key] = record.tokens
 
     def _save_slot_state(self, slot: SlotRecord) -> None:
         last = self._slots.get(slot.slot)
@@ -140,11 +185,12 @@ class Journal:
         state = SlotStateRecord(slot.slot, since, slot.role, slot.state, slot.incarnation)
         if last is None or replace(last, since=since) != state:
             self._slots[slot.slot] = state
-            self._keep(state, _row(state))
+            self._keep(state, _row(state, self._mask))
 
     def event(self, at: float, kind: str, payload: Mapping[str, object]) -> None:
-        """Append one event. ``payload`` must be JSON; secrets have no business in it."""
-        row = (at, kind, json.dumps(payload, separators=(",", ":")))
+        """Append one event; strings in its payload are masked."""
+        safe = _safe(payload, self._mask)
+        row = (at, kind, json.dumps(safe, ensure_ascii=False, separators=(",", ":"), default=str))
         with self._mutex:
             self._events.append(row)
 
@@ -160,11 +206,23 @@ class Journal:
         self._stop.set()
         self._thread.join()
         try:
-            self.flush()
-            _fold(self._connection)
+            self._flush_last()
+            fold(self._connection)
         finally:
             self._connection.close()
+            self._token_file.close()
             os.close(self._lock)
+
+    def _flush_last(self) -> None:
+        give_up = time.monotonic() + CLOSING_S
+        while True:
+            try:
+                self.flush()
+                return
+            except StateError:
+                if time.monotonic() + RETRY_S > give_up:
+                    raise
+            time.sleep(RETRY_S)
 
     def _work(self) -> None:
         pause_s = self._flush_s
@@ -172,107 +230,120 @@ class Journal:
             try:
                 self.flush()
             except StateError as error:
-                pause_s = max(_RETRY_S, self._flush_s)
+                retry_s = max(RETRY_S, self._flush_s)
+                pause_s = retry_s if self._failure is None else min(2 * pause_s, LONGEST_PAUSE_S)
                 self._report(error)
             else:
                 pause_s, self._failure = self._flush_s, None
+                self._report_lost()
 
     def _report(self, error: StateError) -> None:
         first, self._failure = self._failure is None, error
-        if first and self._on_error is not None:
-            self._on_error(error)
+        if first:
+            self._tell(error)
+
+    def _report_lost(self) -> None:
+        lost, self._lost = self._lost, 0
+        if lost:
+            self._tell(StateError(f"{self.path} is written again; {lost} of its rows are lost"))
+
+    def _tell(self, error: StateError) -> None:
+        if self._on_error is not None:
+            with contextlib.suppress(Exception):  # whoever is told must not end this thread
+                self._on_error(error)
 
     def _write(self) -> None:
         with self._mutex:
             rows, self._rows = self._rows, {}
             events, self._events = self._events, []
+            tokens, self._tokens = self._tokens, {}
         if not rows and not events:
             return
         try:
-            _write(self._connection, rows, events)
-        except (sqlite3.Error, OverflowError) as error:
+            if tokens:
+                places = self._token_file.append(tokens.values())
+                rows |= {
+                    key: _at(rows[key], place) for key, place in zip(tokens, places, strict=True)
+                }
+                tokens = {}
+            self._lost += _write(self._connection, rows, events)
+        except Exception as error:
             with self._mutex:
                 self._rows = rows | self._rows  # what was saved meanwhile is newer
                 self._events = events + self._events
+                self._tokens = tokens | self._tokens
+                self._forget_oldest()
             raise StateError(
-                f"cannot write {self.path}: {error}",
-                hint=f"free some space: df -h {self.path.parent}",
+                f"cannot write {self.path}: {error}", hint=hint_of(error, self.path.parent)
             ) from error
 
+    def _forget_oldest(self) -> None:
+        """Keep what waits within its bound."""
+        excess = len(self._rows) + len(self._events) - MOST_WAITING
+        if excess <= 0:
+            return
+        self._lost += excess
+        from_rows = max(excess - len(self._events), 0)
+        del self._events[:excess]
+        for key in list(self._rows)[:from_rows]:
+            del self._rows[key]
+            self._tokens.pop(key, None)
 
-def _write(connection: sqlite3.Connection, rows: Mapping[_Key, _Row], events: list[_Row]) -> None:
+
+def _safe(value: object, mask: Callable[[str], str]) -> object:
+    """A payload whose every string can be stored and has no secret."""
+    if isinstance(value, str):
+        return encodable(mask(value))
+    if isinstance(value, Mapping):
+        return {encodable(str(key)): _safe(item, mask) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_safe(item, mask) for item in value]
+    return value
+
+
+def _write(connection: sqlite3.Connection, rows: Mapping[_Key, _Row], events: list[_Row]) -> int:
+    """Write all in one transaction, or all but those rows that no database takes: their number."""
     tables: dict[str, list[_Row]] = {}
     for (table, _), row in rows.items():
         tables.setdefault(table, []).append(row)
     if events:
         tables["events"] = events
+    dropped = 0
     connection.execute("BEGIN IMMEDIATE")
     try:
         for table, batch in tables.items():
-            connection.executemany(_UPSERTS[table], batch)
+            dropped += _insert(connection, table, batch)
         connection.execute("COMMIT")
     except BaseException:
         # SQLite may have rolled back by itself already (it does when the disk is full).
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
+    return dropped
 
 
-def _only_writer(run_dir: Path) -> int:
-    """Hold ``libra.lock``; the kernel lets go of it when the controller dies, however it dies."""
-    lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _insert(connection: sqlite3.Connection, table: str, batch: list[_Row]) -> int:
+    """Insert rows; returns how many of them cannot be stored, whatever is tried."""
+    connection.execute("SAVEPOINT batch")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise StateError(
-            f"{run_dir}: another libra is writing this run",
-            hint=f"libra stop {run_dir}",
-        ) from error
-    return lock
-
-
-def _open(path: Path) -> sqlite3.Connection:
-    try:
-        if not path.exists():
-            _create(path)
-        connection = _connected(path)
-    except sqlite3.Error as error:
-        raise StateError(f"cannot open {path}: {error}") from error
-    try:
-        check_format(connection, path)
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=NORMAL")
-        _make_ours(connection)
-    except sqlite3.Error as error:
-        connection.close()
-        raise StateError(f"cannot open {path}: {error}") from error
-    except StateError:
-        connection.close()
+        connection.executemany(_UPSERTS[table], batch)
+    except sqlite3.OperationalError:  # the file is at fault
         raise
-    return connection
+    except (sqlite3.Error, ArithmeticError, ValueError):  # a row is
+        connection.execute("ROLLBACK TO batch")
+        return sum(not _inserted(connection, table, row) for row in batch)
+    return 0
 
 
-def _create(path: Path) -> None:
-    """Under another name until its tables are in it: who finds the file can read it."""
-    new = path.with_name(f"{path.name}.new")
-    new.unlink(missing_ok=True)
-    with contextlib.closing(_connected(new)) as connection:
-        _make_ours(connection)
-    new.rename(path)
-
-
-def _make_ours(connection: sqlite3.Connection) -> None:
-    """Bring the file to this libra's schema, and say who writes it from now on."""
-    writer = {"libra": __version__, "host": os.uname().nodename, "boot": boot_id()}
-    connection.execute("BEGIN IMMEDIATE")
-    migrate(connection)
-    connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", writer.items())
-    connection.execute("COMMIT")
-
-
-def _connected(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(path, isolation_level=None, timeout=1.0, check_same_thread=False)
+def _inserted(connection: sqlite3.Connection, table: str, row: _Row) -> bool:
+    try:
+        connection.execute(_UPSERTS[table], row)
+    except sqlite3.OperationalError:
+        raise
+    except (sqlite3.Error, ArithmeticError, ValueError) as error:
+        _log.error("a row of %s cannot be stored: %s", table, words_of(error))
+        return False
+    return True
 
 
 def _present(connection: sqlite3.Connection) -> dict[str, SlotStateRecord]:
@@ -283,15 +354,7 @@ def _present(connection: sqlite3.Connection) -> dict[str, SlotStateRecord]:
     return {state.slot: state for state in states}
 
 
-def _fold(connection: sqlite3.Connection) -> None:
-    """Leave WAL mode, which removes -wal and -shm. A reader holds it up for a moment only; if one
-    stays, the files stay beside the database and every reader still understands them."""
-    deadline = time.monotonic() + _CLOSE_DEADLINE_S
-    with contextlib.suppress(sqlite3.Error):
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    while time.monotonic() < deadline:
-        try:
-            if connection.execute("PRAGMA journal_mode=DELETE").fetchone()[0] == "delete":
-                return
-        except sqlite3.OperationalError:
-            time.sleep(0.05)
+def _last_event(connection: sqlite3.Connection) -> float:
+    # Notes are not of the machine's clock.
+    ((at,),) = connection.execute("SELECT max(at) FROM events WHERE kind != 'Note'").fetchall()
+    return float(at or 0.0)

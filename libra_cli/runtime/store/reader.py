@@ -3,19 +3,22 @@
 A ``Reader`` opens the database read-only and holds one read transaction, so that every number of
 a view belongs to the same instant. It is meant to be short-lived: open, ask, close.
 
-    guarantee  nothing in the run directory is created, changed or locked for the writer.
+    guarantee  nothing in the run directory is created or changed; the writer waits for a reader
+               only where it has no WAL mode (``runtime.store.database``).
     limit      what the controller saved in the last quarter of a second may not be there yet.
 
 A file of an older libra is shown in the shape of this one (``runtime.store.schema``).
 
-SQLite itself would create ``-shm`` beside a database in WAL mode. So a file without ``-wal`` (a
-finished run) is opened as immutable, and one that has ``-wal`` but lost its ``-shm`` (a killed run
-that somebody copied) is read from a private copy.
+SQLite itself would create ``-shm`` beside a database in WAL mode. So one without its ``-wal`` is
+opened as immutable, and one that has ``-wal`` but lost its ``-shm`` (a killed run that somebody
+copied) is read from a private copy. A file in any other mode may be written just now, and is read
+under SQLite's locks; what a writer that died in a transaction has left half done is rolled back.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 import tempfile
@@ -29,9 +32,11 @@ from typing import Any, TypeVar
 from libra_cli.config.errors import StateError
 from libra_cli.core.costs.workload import TrajectorySample
 from libra_cli.core.records import (
+    EvaluationRecord,
     ExportRecord,
     MoveRecord,
     NodeRecord,
+    NoteRecord,
     PlanRecord,
     ProcessRecord,
     Record,
@@ -45,7 +50,9 @@ from libra_cli.core.records import (
     TurnRecord,
     VersionRecord,
 )
+from libra_cli.core.types import EVALUATION_GROUPS, BranchTokens
 from libra_cli.runtime.store.schema import COLUMNS, DATABASE, Column, check_format, show
+from libra_cli.runtime.store.token_file import OLD_TOKENS, old_tokens, read_tokens
 
 R = TypeVar("R", bound=Record)
 
@@ -82,9 +89,11 @@ class Way:
     turns: int
 
 
+_FOR_TRAINING = f"group_id < {EVALUATION_GROUPS}"
+"""Of trajectories and turns: they are of no evaluation."""
 _NEWEST = (
     "SELECT group_id, member, attempt FROM trajectories WHERE state = 'finished'"
-    " AND ended_at IS NOT NULL ORDER BY ended_at DESC LIMIT ?"
+    f" AND {_FOR_TRAINING} AND ended_at IS NOT NULL ORDER BY ended_at DESC LIMIT ?"
 )
 
 _LAST = (
@@ -201,9 +210,17 @@ class Reader:
         """The weight versions, in the order of their publication."""
         return self.rows(VersionRecord, order="published_at")
 
+    def evaluations(self) -> list[EvaluationRecord]:
+        """The evaluations, in the order in which they began."""
+        return self.rows(EvaluationRecord)
+
     def exports(self) -> list[ExportRecord]:
         """The checkpoints that the run made models of, in that order."""
         return self.rows(ExportRecord, order="at")
+
+    def notes(self) -> list[NoteRecord]:
+        """What a person must know, in the order it was told last."""
+        return self.rows(NoteRecord, order="at")
 
     def plans(self) -> list[PlanRecord]:
         """The plans that were adopted, the newest last."""
@@ -218,8 +235,11 @@ class Reader:
         return self.rows(SlotStateRecord)
 
     def trajectory_counts(self) -> TrajectoryCounts:
-        """How many attempts are in which state."""
-        query = "SELECT state, count(*), sum(attempt > 0) FROM trajectories GROUP BY state"
+        """How many attempts are in which state, without those of evaluations."""
+        query = (
+            "SELECT state, count(*), sum(attempt > 0) FROM trajectories"
+            f" WHERE {_FOR_TRAINING} GROUP BY state"
+        )
         rows = self._all(query)
         states = {state: count for state, count, _ in rows}
         trained = self._all(
@@ -263,10 +283,10 @@ class Reader:
         return [(length, bool(trained)) for length, trained in rows]
 
     def lengths(self, limit: int = 5000) -> list[Length]:
-        """The newest finished trajectories, oldest first."""
+        """The newest finished trajectories, oldest first, without those of evaluations."""
         rows = self._all(
-            "SELECT ended_at, generated_tokens, turns FROM trajectories"
-            " WHERE state = 'finished' AND ended_at IS NOT NULL ORDER BY ended_at DESC LIMIT ?",
+            "SELECT ended_at, generated_tokens, turns FROM trajectories WHERE state = 'finished'"
+            f" AND {_FOR_TRAINING} AND ended_at IS NOT NULL ORDER BY ended_at DESC LIMIT ?",
             (limit,),
         )
         return [Length(*row) for row in reversed(rows)]
@@ -276,7 +296,7 @@ class Reader:
         started_at, ended_at, turns, generated and context tokens, min_version, max_version, detail,
         environment, metrics_json.
 
-        Not their tokens, which are nearly all there is of them.
+        Not those of evaluations, and not their tokens, which are nearly all there is of them.
         """
         trained = f"t.state = 'finished' AND {_LAST} AND NOT {_WAITING} AND g.state = 'trained'"
         return self._all(
@@ -285,20 +305,37 @@ class Reader:
             " t.generated_tokens, t.context_tokens, t.min_version, t.max_version, t.detail,"
             " t.environment, t.metrics_json"
             " FROM trajectories t LEFT JOIN groups g USING (group_id)"
-            " LEFT JOIN late USING (group_id, member) ORDER BY 1, 2, 3"
+            f" LEFT JOIN late USING (group_id, member) WHERE t.{_FOR_TRAINING} ORDER BY 1, 2, 3"
         )
 
+    def tokens(self, group: int, member: int, attempt: int) -> tuple[BranchTokens, ...]:
+        """The branches of one trajectory, that which it ended in last; none if it has not.
+
+        Raises:
+            StateError: they cannot be read.
+        """
+        where, key = "group_id = ? AND member = ? AND attempt = ?", (group, member, attempt)
+        rows = self.rows(TrajectoryRecord, where, key)
+        if not rows:
+            return ()
+        if (place := rows[0].tokens_at) is not None:
+            return read_tokens(self.run_dir, place)
+        columns = self._all("SELECT name FROM pragma_table_info('trajectories', 'main')")
+        if (OLD_TOKENS,) not in columns:
+            return ()
+        old = self._all(f"SELECT {OLD_TOKENS} FROM main.trajectories WHERE {where}", key)
+        return old_tokens(old[0][0], rows[0].branches_json, rows[0].spans_json)
+
     def token_ids(self, group: int, member: int, attempt: int) -> list[list[int]]:
-        """Of the branches of one trajectory, that which it ended in last; none if it has not."""
-        where = "group_id = ? AND member = ? AND attempt = ?"
-        rows = self.rows(TrajectoryRecord, where, (group, member, attempt))
-        return [ids for row in rows for ids in row.token_ids]
+        """Of the branches of ``tokens``, their tokens alone."""
+        return [list(one.token_ids) for one in self.tokens(group, member, attempt)]
 
     def tool_outcomes(self) -> dict[str, int]:
         """Outcome -> tool calls that ended so."""
         rows = self._all(
             "SELECT json_extract(call.value, '$[1]'), count(*)"
-            " FROM turns, json_each(turns.tools_json) AS call GROUP BY 1"
+            " FROM turns, json_each(turns.tools_json) AS call"
+            f" WHERE {_FOR_TRAINING} GROUP BY 1"
         )
         return {str(outcome): count for outcome, count in rows}
 
@@ -342,6 +379,11 @@ class Reader:
             if (group, member, attempt) in turns and generated > 0
         ]
 
+    def events(self, kind: str, after: int = 0) -> list[tuple[int, dict[str, Any]]]:
+        """The number and the fields of every event of a kind that came after the numbered one."""
+        query = "SELECT seq, payload_json FROM events WHERE kind = ? AND seq > ? ORDER BY seq"
+        return [(seq, json.loads(text)) for seq, text in self._all(query, (kind, after))]
+
     def last_written(self) -> float | None:
         """The newest time in the run: the best guess at when a killed one ended."""
         times = self._all(
@@ -382,11 +424,25 @@ def _connect(path: Path, stack: ExitStack) -> sqlite3.Connection:
     wal, shm = (path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))
     options = "mode=ro"
     if not wal.exists():
-        options += "&immutable=1"
+        options = _without_wal(path)
     elif not shm.exists():
         path = _private_copy(path, wal, stack)
     quoted = str(path.resolve()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
     return sqlite3.connect(f"file:{quoted}?{options}", uri=True, isolation_level=None, timeout=2.0)
+
+
+def _without_wal(path: Path) -> str:
+    """How to open a file beside which no write-ahead log lies.
+
+    One that may be written with a rollback journal (``runtime.store.database``) is read under
+    SQLite's locks, or its pages would be of different moments.
+    """
+    with path.open("rb") as file:
+        read_version = file.read(20)[19:]
+    if read_version == b"\2" or not os.access(path, os.W_OK):  # \2 is WAL, which nobody writes now
+        return "mode=ro&immutable=1"
+    # What a writer left behind that died in a transaction is rolled back.
+    return "mode=rw" if path.with_name(f"{path.name}-journal").exists() else "mode=ro"
 
 
 def _private_copy(path: Path, wal: Path, stack: ExitStack) -> Path:

@@ -64,9 +64,13 @@ def _entries(reader: Reader) -> Iterator[Entry]:
         yield version.published_at, 6, version
     for sync in reader.rows(SyncRecord):
         yield sync.served_at, 6, sync
+    for evaluation in reader.evaluations():
+        yield evaluation.ended_at or evaluation.started_at, 6, evaluation
     for step in steps:
         yield step.ended_at, 7, replace(step, checkpoint="")
     trained = {step.step: step.ended_at for step in steps}
+    for note in reader.notes():
+        yield note.at, 9, note
     for group in reader.rows(GroupRecord, "started_at >= ?", (since,)):
         ended = group.ended_at or group.started_at
         yield ended if group.step is None else trained.get(group.step, ended), 8, group

@@ -3,6 +3,11 @@
 recipe.json   the recipe, resolved, secrets masked  libra.db      the journal
 model/        the tokenizer's files                 report.html   made at the end
 orders/       what ``libra rebalance`` asks for     libra.lock    held by the one writer
+secrets.json  the run's token                       console.log   what no terminal could show
+tokens.bin    the tokens of all trajectories that have ended
+events.log    what happened, for the controller after this one; gone when the run has ended
+
+Only this user can enter the directory and read what is in it.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ from libra_cli.runtime.store.schema import DATABASE
 RUNS = Path("runs")
 """Where runs are looked for that are not named."""
 RECIPE = "recipe.json"
+CONSOLE_LOG = "console.log"
+"""What a run says that has no terminal, or none that takes it."""
 
 
 def new_run_dir(recipe: Recipe) -> Path:
@@ -26,6 +33,36 @@ def new_run_dir(recipe: Recipe) -> Path:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     names = (f"{recipe.run.name}-{stamp}{more}" for more in ("", *(f"-{n}" for n in range(2, 99))))
     return next(path for name in names if not (path := Path(recipe.run.directory) / name).exists())
+
+
+def make_run_dir(run_dir: Path) -> None:
+    """Make the directory, if it is not there yet; nobody but this user may enter it.
+
+    Raises:
+        StateError: it cannot be made, or belongs to somebody else.
+    """
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if run_dir.stat().st_mode & 0o077:  # an older libra let everybody in
+            run_dir.chmod(0o700)
+    except OSError as error:
+        raise StateError(
+            f"{run_dir} cannot be made for this user alone: {error}",
+            hint="name another run.directory in the recipe",
+        ) from error
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only this user can read; it appears whole, once it is on disk."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def newest_run(directory: Path = RUNS) -> Path:
@@ -51,10 +88,7 @@ def newest_run(directory: Path = RUNS) -> Path:
 
 def keep_recipe(recipe: Recipe, run_dir: Path) -> None:
     """Write the recipe, its secrets masked, where only this user can read it."""
-    path = run_dir / RECIPE
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(recipe.model_dump_json(indent=2))
+    write_private(run_dir / RECIPE, recipe.model_dump_json(indent=2))
 
 
 def recipe_of(run_dir: Path) -> Recipe:

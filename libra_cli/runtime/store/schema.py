@@ -92,7 +92,8 @@ def _column(field: Field[typing.Any], hint: object) -> Column:
 
 def _columns(kind: type[Record]) -> tuple[Column, ...]:
     hints = typing.get_type_hints(kind)
-    return tuple(_column(field, hints[field.name]) for field in fields(kind))
+    kept = [field for field in fields(kind) if field.metadata.get("column", True)]
+    return tuple(_column(field, hints[field.name]) for field in kept)
 
 
 COLUMNS: Mapping[type, tuple[Column, ...]] = {kind: _columns(kind) for kind in RECORDS}

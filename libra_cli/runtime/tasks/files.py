@@ -28,6 +28,7 @@ from typing import Any, TypeAlias
 
 from libra_cli.config.environment import TaskSourceSpec
 from libra_cli.config.errors import EnvironmentBroken
+from libra_cli.config.text import encodable
 from libra_cli.runtime.tasks.parquet import read_parquet
 
 Row: TypeAlias = bytes
@@ -59,6 +60,20 @@ def read_rows(source: TaskSourceSpec) -> list[Row]:
     if not kept:
         raise EnvironmentBroken(f"{path}: the tasks file holds no task")
     return kept
+
+
+def files_of(source: TaskSourceSpec) -> list[Path]:
+    """Find the files that a source is read from, in order.
+
+    Raises:
+        EnvironmentBroken: there are none.
+    """
+    path = Path(source.path)
+    if path.is_dir():
+        return _files_of(path, source.split or "train")
+    if not path.is_file():
+        raise EnvironmentBroken(f"{path}: there is no such file")
+    return [path]
 
 
 def _rows_in(path: Path, split: str | None, seen: _Splits) -> Iterator[Row]:
@@ -161,11 +176,17 @@ def _object(text: bytes, where: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         reason = f"{error.msg} (column {error.colno})"
         raise EnvironmentBroken(f"{where}: not JSON: {reason}") from error
-    except ValueError as error:
-        raise EnvironmentBroken(f"{where}: not UTF-8 text: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise EnvironmentBroken(f"{where}: {_unread(error)}") from error
     if not isinstance(task, dict):
         raise EnvironmentBroken(f"{where}: a task is a JSON object")
     return task
+
+
+def _unread(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return f"not UTF-8 text, or a number of too many digits: {error}"
 
 
 def _json(path: Path, split: str | None) -> Iterator[Row]:
@@ -179,8 +200,8 @@ def _json(path: Path, split: str | None) -> Iterator[Row]:
             raise EnvironmentBroken(f"{path}:{error.lineno}: not JSON: {reason}") from error
         yield from (line for line, task in _lines(path) if split in (None, task.get("split")))
         return
-    except ValueError as error:
-        raise EnvironmentBroken(f"{path}: not UTF-8 text: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise EnvironmentBroken(f"{path}: {_unread(error)}") from error
     for number, task in enumerate(_listed_in(value, path, split), 1):
         if not isinstance(task, dict):
             raise EnvironmentBroken(f"{path}: row {number}: a task is a JSON object")
@@ -215,8 +236,8 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 def _dumped(row: dict[str, Any], where: str) -> Row:
     try:
-        return json.dumps(row, ensure_ascii=False, default=_plain).encode()
-    except (TypeError, ValueError) as error:
+        return encodable(json.dumps(row, ensure_ascii=False, default=_plain)).encode()
+    except (TypeError, ValueError, RecursionError) as error:
         raise EnvironmentBroken(
             f"{where}: {error}", hint="leave that column out of the file"
         ) from error

@@ -15,11 +15,12 @@ from __future__ import annotations
 import json
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from math import ceil
 from typing import Any
 
-from libra_cli.config.environment import TaskSourceSpec
+from libra_cli.config.environment import EnvironmentSpec, TaskSourceSpec
 from libra_cli.runtime.episodes.mixture import Mixture
 from libra_cli.runtime.tasks.files import Row, read_rows
 
@@ -34,10 +35,22 @@ class Tasks:
             EnvironmentBroken: a source cannot be read or has no task.
         """
         self._sources = [_RowsInOrder(spec, number) for number, spec in enumerate(sources)]
-        self._mixture = Mixture([spec.weight for spec in sources])
+        self._weights = [spec.weight for spec in sources]
+        self._mixture = Mixture(self._weights)
 
     def __len__(self) -> int:
         return sum(source.count for source in self._sources)
+
+    @property
+    def round(self) -> int:
+        """After how many groups every row was played once at least."""
+        counts = [source.count for source in self._sources]
+        return _until_all(counts, self._weights)
+
+    def every(self) -> Iterator[dict[str, Any]]:
+        """Yield every row that was read, in the order of the files."""
+        for source in self._sources:
+            yield from map(json.loads, source.rows)
 
     def at(self, index: int, seed: int) -> dict[str, Any]:
         """Return the task of group ``index`` of a run with this seed; a new object each time."""
@@ -46,20 +59,36 @@ class Tasks:
         return task
 
 
+def tasks_of(environments: Sequence[EnvironmentSpec]) -> int:
+    """Count the groups after which every row of all their files was played once at least.
+
+    Raises:
+        EnvironmentBroken: a source cannot be read or has no task.
+    """
+    rounds = [Tasks(one.tasks).round for one in environments]
+    return _until_all(rounds, [one.weight for one in environments])
+
+
+def _until_all(counts: Sequence[int], weights: Sequence[float]) -> int:
+    """After how many of a mixture each has had its number."""
+    whole = sum(weights)
+    return max(ceil(n * whole / weight) for n, weight in zip(counts, weights, strict=True))
+
+
 class _RowsInOrder:
     def __init__(self, spec: TaskSourceSpec, number: int) -> None:
-        self._rows = read_rows(spec)
+        self.rows = read_rows(spec)
         self._number = number
         self._shuffle = spec.shuffle
-        self.count = min(spec.limit or len(self._rows), len(self._rows))
+        self.count = min(spec.limit or len(self.rows), len(self.rows))
 
     def at(self, position: int, seed: int) -> Row:
         turn, place = divmod(position, self.count)
         if self._shuffle:
             place = _order(f"{seed}/{self._number}/{turn}", self.count)[place]
-            if self.count < len(self._rows):
-                place = _order(f"{seed}/{self._number}/limit", len(self._rows))[place]
-        return self._rows[place]
+            if self.count < len(self.rows):
+                place = _order(f"{seed}/{self._number}/limit", len(self.rows))[place]
+        return self.rows[place]
 
 
 @lru_cache(maxsize=16)

@@ -13,15 +13,25 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import index
 from typing import Any
 
 from libra_cli.config.errors import HostError, LibraError, StateError
 from libra_cli.config.recipe import NodeSpec
+from libra_cli.core.launch.process import PeerAddress
+from libra_cli.core.records import EvaluationRecord
+from libra_cli.runtime.credentials import peer_url
 from libra_cli.runtime.hosts.host import Host
+from libra_cli.runtime.hosts.remote_files import names_in
 from libra_cli.runtime.hosts.transport import ByteStream
+from libra_cli.runtime.store.run_secrets import RunSecrets
+from libra_cli.runtime.supervision.answers import finite, understood
 
 COMMAND_S = 30.0
+SERVE_S = 1800.0
+"""For a server of a checkpoint to begin, which reads the host's part through before: 1 TB at 600
+MB/s. A host that is lost ends the wait."""
 ABOUT = "checkpoint.json"
 """The file that a part has once it is complete: step, world size, score."""
 
@@ -72,38 +82,27 @@ async def _listed(host: Host) -> dict[str, dict[str, object]]:
     """What a host's complete checkpoints say of themselves, by name."""
     root, found = directory_of(host, ""), {}
     with suppress(HostError):
-        done = await host.transport.run(["ls", "-1", root], timeout_s=COMMAND_S)
-        for name in done.stdout.decode().split():
-            with suppress(HostError):
-                found[name] = json.loads(await host.transport.get(f"{root}{name}/{ABOUT}"))
+        for name in await names_in(host.transport, root):
+            with suppress(HostError, StateError):
+                told = await host.transport.get(f"{root}{name}/{ABOUT}")
+                with understood(StateError, f"{root}{name}/{ABOUT}"):
+                    found[name] = _about(told)
     return found
 
 
-async def read_ledger(hosts: Mapping[str, Host], name: str) -> dict[str, object]:
-    """What the controller gave with a checkpoint, from the first host that has a part of it.
-
-    Raises:
-        StateError: none has.
-    """
-    for host in hosts.values():
-        try:
-            data = await host.transport.get(f"{directory_of(host, name)}/ledger.json")
-        except HostError:
-            continue
-        ledger: dict[str, object] = json.loads(data)
-        return ledger
-    raise StateError(
-        f"no host has a part of the checkpoint {name}",
-        hint=f"is workdir still there on {', '.join(hosts)}? Else start anew: libra run RECIPE",
-    )
+def _about(told: bytes) -> dict[str, object]:
+    """Step and score; raises as JSON does, and where they are no numbers."""
+    about = json.loads(told)
+    step, score = index(about["step"]), about.get("score")
+    return {"step": step, "score": None if score is None else finite(score)}
 
 
 @asynccontextmanager
 async def given_by(
     hosts: Mapping[str, tuple[Host, NodeSpec]],
-    addresses: Mapping[str, str],
+    addresses: Mapping[str, PeerAddress],
     name: str,
-    token: str,
+    secrets: RunSecrets,
     *,
     needed_on: str = "",
 ) -> AsyncIterator[tuple[str, ...]]:
@@ -117,7 +116,7 @@ async def given_by(
         return
     async with AsyncExitStack() as stack:
         started = [
-            _started(stack, host, spec, addresses[node], name, token)
+            _started(stack, host, spec, addresses[node], name, secrets)
             for node, (host, spec) in hosts.items()
         ]
         urls = await asyncio.gather(*started)
@@ -125,21 +124,32 @@ async def given_by(
 
 
 async def _started(
-    stack: AsyncExitStack, host: Host, spec: NodeSpec, address: str, name: str, token: str
+    stack: AsyncExitStack,
+    host: Host,
+    spec: NodeSpec,
+    address: PeerAddress,
+    name: str,
+    secrets: RunSecrets,
 ) -> str:
     """The URL of a host's server; empty if the host has no part, or does not answer."""
     argv = host.module_argv("libra_cli.node.checkpoints.server")
     first, last = spec.port_range
     try:
         stream: ByteStream = await host.transport.open_stream(
-            [*argv, directory_of(host, name), "0.0.0.0", str(first), str(last)]
+            [*argv, directory_of(host, name), address.listens_at, str(first), str(last)]
         )
         stack.push_async_callback(stream.close)
-        await stream.write(f"{token}\n".encode())
-        port = (await answer_of(stream)).get("port")
-    except LibraError:
+        async with asyncio.timeout(SERVE_S):
+            await stream.write(json.dumps(credentials_of(host, secrets)).encode() + b"\n")
+            port = (await answer_of(stream)).get("port")
+    except (LibraError, TimeoutError):
         return ""
-    return f"http://{address}:{port}" if port else ""
+    return peer_url(address.serves_at, port, host.name) if port else ""
+
+
+def credentials_of(host: Host, secrets: RunSecrets) -> dict[str, str]:
+    """The fields of ``node.credentials.Credentials`` for a process that no agent starts."""
+    return {"token": secrets.token, **secrets.credentials_of(host.name)}
 
 
 async def answer_of(stream: ByteStream) -> dict[str, Any]:
@@ -148,11 +158,25 @@ async def answer_of(stream: ByteStream) -> dict[str, Any]:
     Empty if it ends without one.
     """
     while line := await stream.readline():
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             answer = json.loads(line)
             if isinstance(answer, dict):
                 return answer
     return {}
+
+
+def scored_by(
+    checkpoints: Sequence[FoundCheckpoint],
+    evaluations: Sequence[EvaluationRecord],
+    names: Sequence[str],
+) -> list[FoundCheckpoint]:
+    """With the scores of the first of the recipe's evaluations, which have these ``names``, where
+    one of it has finished."""
+    told = [one for one in evaluations if one.name in names[:1]]
+    scores = {one.step: one.score for one in told if one.score is not None}
+    if not scores:
+        return list(checkpoints)
+    return [replace(one, score=scores.get(one.step)) for one in checkpoints]
 
 
 def best_of(checkpoints: Sequence[FoundCheckpoint]) -> FoundCheckpoint | None:

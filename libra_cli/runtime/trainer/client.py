@@ -15,10 +15,13 @@ from typing import Any
 import msgpack
 
 from libra_cli.config.errors import TrainerError
+from libra_cli.config.text import one_line
 from libra_cli.core.actions import Accumulate, BatchPartition, Train, TrainSample
 from libra_cli.core.events import Accumulated, PublishedVersion, ShareDone, StepDone
 from libra_cli.core.types import WeightVersion
-from libra_cli.runtime.trainer.connection import Unreachable
+from libra_cli.runtime.supervision.answers import finite, numbers_by_name, reads_answers
+from libra_cli.runtime.supervision.failures import MOST_CHARACTERS
+from libra_cli.runtime.trainer.connection import NotSaved, Unreachable
 from libra_cli.runtime.trainer.rank_client import CALL_TIMEOUT_S, POLL_S, RankClient
 
 RETRY_S = 0.5
@@ -44,6 +47,7 @@ class TrainerClient(RankClient):
                     raise
             await asyncio.sleep(RETRY_S)
 
+    @reads_answers(TrainerError)
     async def wait_ready(self, *, timeout_s: float) -> PublishedVersion:
         """Every rank is there; returns the version it starts from, published.
 
@@ -53,6 +57,7 @@ class TrainerClient(RankClient):
         health = await self._ready(timeout_s=timeout_s)
         return self._published(health["published"])
 
+    @reads_answers(TrainerError)
     async def train(
         self, action: Train, shares: Sequence[Mapping[str, object]], *, patience_s: float
     ) -> StepDone:
@@ -64,10 +69,12 @@ class TrainerClient(RankClient):
         body = pack_batch(action, shares)
         result = f"/train/{action.step}"
         answer = await self._hand_over("/train", body, result, patience_s=patience_s)
-        metrics = answer["metrics"]
-        done = tuple(_share_done(row, action.shares) for row in metrics.pop("shares", ()))
+        found = dict(answer["metrics"])
+        done = tuple(_share_done(row, action.shares) for row in found.pop("shares", ()))
+        metrics = numbers_by_name(found)
         return StepDone(self.incarnation, action.step, None, metrics, done)
 
+    @reads_answers(TrainerError)
     async def wait_published(self, step: int, *, patience_s: float) -> PublishedVersion:
         """The version of a step that is done, once it is complete.
 
@@ -77,6 +84,7 @@ class TrainerClient(RankClient):
         answer = await self._until_done(f"/versions/{step}", patience_s=patience_s)
         return self._published(answer["version"])
 
+    @reads_answers(TrainerError)
     async def accumulate(self, action: Accumulate, *, patience_s: float) -> Accumulated:
         """Hand over a part of a batch and wait until its gradients are in.
 
@@ -108,7 +116,9 @@ class TrainerClient(RankClient):
                 raise TrainerError(f"{result[1:]}: {answer['error']}")
             if answer["state"] == "done":
                 return answer
+            _check_runs(answer, result)
 
+    @reads_answers(TrainerError)
     async def wait_checkpoint(self, step: int, *, patience_s: float) -> str:
         """The path of the checkpoint that was asked for with a step, when it is written."""
 
@@ -119,23 +129,35 @@ class TrainerClient(RankClient):
             answer = await self._persist(ask, patience_s=patience_s)
             if answer["state"] == "failed":
                 raise TrainerError(f"checkpoint of step {step}: {answer['error']}")
-            if answer["checkpoint"]:
+            if answer.get("checkpoint"):
                 return str(answer["checkpoint"])
+            if answer.get("checkpoint_error"):
+                raise NotSaved(str(answer["checkpoint_error"]))
+            _check_runs(answer, f"checkpoint of step {step}")
             await asyncio.sleep(POLL_S)
 
+    @reads_answers(TrainerError)
     async def checkpoint(self, ledger: dict[str, Any]) -> str:
         """Write a checkpoint now; returns its path on the trainer's host."""
         body = json.dumps({"ledger": ledger}).encode()
         timeout_s = CHECKPOINT_TIMEOUT_S
         answer = await self._call("POST", "/checkpoint", body, timeout_s=timeout_s)
+        if answer.get("error"):
+            raise NotSaved(str(answer["error"]))
         return str(answer["path"])
 
     def _published(self, answer: dict[str, Any]) -> PublishedVersion:
         return PublishedVersion(
             version=WeightVersion(self.incarnation, int(answer["version"])),
             bytes=int(answer["bytes"]),
-            at=float(answer["published_at"]),
+            at=finite(answer["published_at"]),
         )
+
+
+def _check_runs(answer: Mapping[str, Any], what: str) -> None:
+    """Refuse a state that there is not, which nobody would wait the end of."""
+    if answer["state"] not in ("running", "done"):
+        raise TrainerError(f"{what}: the trainer says {str(answer['state'])[:80]!r}")
 
 
 def _share_done(row: Mapping[str, Any], shares: Sequence[BatchPartition]) -> ShareDone:
@@ -145,12 +167,12 @@ def _share_done(row: Mapping[str, Any], shares: Sequence[BatchPartition]) -> Sha
         slot=slot,
         incarnation=incarnations[slot],
         used=bool(row["used"]),
-        reason=str(row["reason"]),
+        reason=one_line(str(row["reason"])[:MOST_CHARACTERS]),
         tokens=int(row["tokens"]),
-        seconds=None if seconds is None else float(seconds),
-        waited_s=float(row["waited_s"]),
+        seconds=None if seconds is None else finite(seconds),
+        waited_s=finite(row["waited_s"]),
         bytes=int(row["bytes"]),
-        transfer_s=float(row["transfer_s"]),
+        transfer_s=finite(row["transfer_s"]),
     )
 
 
@@ -178,7 +200,7 @@ def pack_batch(action: Train, shares: Sequence[Mapping[str, object]] = ()) -> by
 
 def pack_sample(sample: TrainSample) -> dict[str, Any]:
     """The wire form of one branch of a trajectory."""
-    trajectory, tokens, baseline = sample.trajectory, sample.tokens, sample.baseline
+    trajectory, tokens, by_token = sample.trajectory, sample.tokens, sample.token_advantages
     return {
         "group": trajectory.id.group,
         "member": trajectory.id.member,
@@ -188,7 +210,8 @@ def pack_sample(sample: TrainSample) -> dict[str, Any]:
         "reward": trajectory.reward,
         "fresh": int(sample.fresh),
         "behind": _ages(sample),
-        "baseline": [baseline.mean, baseline.std],
+        "advantages": [list(change) for change in sample.advantages],
+        "token_advantages": None if by_token is None else by_token.tobytes(),
     }
 
 

@@ -27,6 +27,10 @@ class Conflict(TrainerError):
     """It is busy with something else, or holds something else than the request is about."""
 
 
+class NotSaved(TrainerError):
+    """A checkpoint could not be written; the trainer works on, and another may be asked for."""
+
+
 class TrainerConnection(Protocol):
     """The trainer. ``patience_s`` is how long it may be out of reach before a request is lost."""
 
@@ -52,11 +56,14 @@ class TrainerConnection(Protocol):
         ...
 
     async def wait_checkpoint(self, step: int, *, patience_s: float) -> str:
-        """The path of the checkpoint that was asked for with a step, when it is written."""
+        """The path of the checkpoint that was asked for with a step, when it is written.
+
+        Raises ``NotSaved`` if it cannot be.
+        """
         ...
 
     async def checkpoint(self, ledger: dict[str, Any]) -> str:
-        """Write a checkpoint now; returns its path on the trainer's host."""
+        """Write a checkpoint now; returns its path on rank 0's host, or raises ``NotSaved``."""
         ...
 
     async def stop(self) -> None:

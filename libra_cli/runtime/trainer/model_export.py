@@ -15,13 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libra_cli.config.errors import HostError, ProcessError
+from libra_cli.config.errors import ProcessError
 from libra_cli.config.recipe import NodeSpec
+from libra_cli.core.launch.process import PeerAddress
 from libra_cli.core.records import ExportRecord
 from libra_cli.runtime.hosts.host import Host
+from libra_cli.runtime.hosts.remote_files import names_in
+from libra_cli.runtime.store.run_secrets import RunSecrets
 from libra_cli.runtime.trainer.checkpoints import (
     FoundCheckpoint,
     answer_of,
+    credentials_of,
     directory_of,
     given_by,
 )
@@ -40,10 +44,10 @@ class ModelExports:
 
     hosts: Mapping[str, tuple[Host, NodeSpec]]
     """Those that answer, by node; they are connected and have our code."""
-    addresses: Mapping[str, str]
+    addresses: Mapping[str, PeerAddress]
     """Where the other hosts reach each."""
     card_of: CardOf
-    token: str
+    secrets: RunSecrets
 
     async def make(self, checkpoint: FoundCheckpoint, *, merge: bool = False) -> ExportRecord:
         """Make the model of a checkpoint, unless it is there; ``merge`` an adapter into its model.
@@ -66,10 +70,10 @@ class ModelExports:
                 "merge": merge,
                 "out": out,
                 "card": dict(self.card_of(checkpoint.step)),
-                "token": self.token,
+                "credentials": credentials_of(host, self.secrets),
             }
             async with given_by(
-                self.hosts, self.addresses, checkpoint.name, self.token, needed_on=node
+                self.hosts, self.addresses, checkpoint.name, self.secrets, needed_on=node
             ) as urls:
                 made = await _export(host, spec, {**order, "urls": list(urls)})
         return ExportRecord(
@@ -113,9 +117,7 @@ async def fetch_model(host: Host, directory: str, to: Path) -> None:
     Raises:
         HostError: the host does not answer, or a file cannot be read or written.
     """
-    done = await host.transport.run(["ls", "-1", directory], timeout_s=COMMAND_S)
-    if done.exit_code:
-        raise HostError(f"{host.name}: {directory}: {done.last_words}")
+    names = await names_in(host.transport, directory)
     await asyncio.to_thread(to.mkdir, parents=True, exist_ok=True)
-    for name in done.stdout.decode().split():
+    for name in names:
         await host.transport.fetch(f"{directory}/{name}", to / name)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from libra_cli.config.errors import LibraError
 from libra_cli.core.actions import Accumulate, Checkpoint, StartTrainer, StopTrainer, Train
 from libra_cli.core.events import (
+    CheckpointFailed,
     CheckpointSaved,
     Event,
     StepDone,
@@ -23,13 +24,21 @@ from libra_cli.core.events import (
     TrainerStopped,
     VersionPublished,
 )
+from libra_cli.core.launch.process import ProcessSpec
 from libra_cli.core.launch.trainer_backend import TrainerLaunch, trainer_processes
 from libra_cli.core.types import Slot, SlotId
 from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
 from libra_cli.runtime.process_tasks import ProcessTasks
+from libra_cli.runtime.supervision.background import Background
+from libra_cli.runtime.supervision.failures import words_of
 from libra_cli.runtime.trainer.checkpoints import checkpoint_name, directory_of, given_by
-from libra_cli.runtime.trainer.connection import TrainerConnection, connect_trainer_with
+from libra_cli.runtime.trainer.connection import (
+    NotSaved,
+    TrainerConnection,
+    connect_trainer_with,
+)
+from libra_cli.runtime.trainer.rank_watch import RankWatch
 
 STARTUP_TIMEOUT_S = 1800.0
 TRAINER = "trainer"
@@ -58,7 +67,8 @@ class TrainerProcesses:
         self._incarnation = 0
         self._running: dict[str, str] = {}
         self._tasks = ProcessTasks()
-        self._reports: set[asyncio.Task[None]] = set()
+        self._background = Background()
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self, action: StartTrainer) -> Event | None:
         """Start every rank and wait until the world is whole."""
@@ -69,14 +79,25 @@ class TrainerProcesses:
         if not action.resume:
             return await self._start_with((), action)
         cluster, name = self._cluster, checkpoint_name(action.resume)
-        addresses = {node: fact.serves_at for node, fact in cluster.facts.items()}
-        async with given_by(cluster.reached, addresses, name, cluster.token) as urls:
+        addresses = {node: fact.peer_address for node, fact in cluster.facts.items()}
+        async with given_by(cluster.reached, addresses, name, cluster.secrets) as urls:
             return await self._start_with(urls, action)
 
     async def _start_with(self, urls: tuple[str, ...], action: StartTrainer) -> Event:
         """Start, with what hosts lack of the checkpoint for as long as it takes at ``urls``."""
+        specs = await self._processes(urls, action)
+        for spec in specs:
+            self._running[spec.node] = spec.process
+            await self._cluster.start(spec)
+        self._watch(specs, action.incarnation)
+        trainer = await self._connected(specs[0], action.incarnation)
+        published = await trainer.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
+        return TrainerStarted(action.incarnation, published)
+
+    async def _processes(
+        self, urls: tuple[str, ...], action: StartTrainer
+    ) -> tuple[ProcessSpec, ...]:
         cluster = self._cluster
-        ports = cluster.ports[self.head]
         train = tuple(self._slots[slot] for slot in action.train)
         nodes = dict.fromkeys(slot.node for slot in train)
         name = checkpoint_name(action.resume)
@@ -84,8 +105,7 @@ class TrainerProcesses:
             train=train,
             facts=cluster.facts,
             run_id=cluster.run_id,
-            http_port=ports["trainer"],
-            rendezvous_port=ports["rendezvous"],
+            rendezvous_port=cluster.ports[self.head]["rendezvous"],
             model_dirs=cluster.model_dirs,
             trainer_incarnation=action.incarnation,
             resume={node: directory_of(cluster.hosts[node], name) for node in nodes}
@@ -94,15 +114,48 @@ class TrainerProcesses:
             shape=await cluster.architecture(self.head) if len(nodes) > 1 else None,
             checkpoint_urls=urls,
         )
-        specs = trainer_processes(cluster.recipe, launch)
-        for spec in specs:
-            self._running[spec.node] = spec.process
-            await cluster.start(spec)
-        endpoint = await cluster.hosts[self.head].dial(ports["trainer"])
+        return trainer_processes(cluster.recipe, launch)
+
+    async def _connected(self, first: ProcessSpec, incarnation: int) -> TrainerConnection:
+        endpoint = await self._cluster.dial(first)
         await self._disconnect()
-        self._trainer = self._connect(action.incarnation, endpoint, cluster.token)
-        published = await self._trainer.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
-        return TrainerStarted(action.incarnation, published)
+        self._trainer = self._connect(incarnation, endpoint, self._cluster.token)
+        return self._trainer
+
+    async def adopt(
+        self, action: StartTrainer, *, version: int | None = None, checkpoint: int | None = None
+    ) -> None:
+        """Connect to the trainer that was started so; wait for what it still writes, by its step.
+
+        Raises:
+            HostError: its host cannot be reached.
+        """
+        self._incarnation = action.incarnation
+        specs = await self._processes((), action)
+        self._running = {spec.node: spec.process for spec in specs}
+        self._watch(specs, action.incarnation)
+        await self._connected(specs[0], action.incarnation)
+        if version is not None:
+            self._report(action.incarnation, self._published(action.incarnation, version))
+        if checkpoint is not None:
+            self._report(action.incarnation, self._written(action.incarnation, checkpoint))
+
+    def _watch(self, specs: Sequence[ProcessSpec], incarnation: int) -> None:
+        """Find a rank that stops or does not go on, from now until the trainer is stopped."""
+        self._watch_no_more()
+        self._watching = self._background.keep(
+            "watching the trainer's ranks", lambda: self._until_stalled(specs, incarnation)
+        )
+
+    async def _until_stalled(self, specs: Sequence[ProcessSpec], incarnation: int) -> None:
+        reason = await RankWatch(self._cluster, specs, incarnation).until_stalled()
+        self._tasks.end(TRAINER)
+        self._post(TrainerFailed(incarnation, reason))
+
+    def _watch_no_more(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
 
     async def _while_alive(
         self, incarnation: int, work: Coroutine[Any, Any, Event]
@@ -111,6 +164,7 @@ class TrainerProcesses:
 
     async def stop(self, action: StopTrainer) -> Event:
         """Ask the ranks to leave, then make sure."""
+        self._watch_no_more()
         self._tasks.end(TRAINER)
         if self._trainer is not None:
             with contextlib.suppress(LibraError):  # it may be gone already; the agents find out
@@ -165,9 +219,11 @@ class TrainerProcesses:
 
     def _report(self, incarnation: int, news: Coroutine[Any, Any, Event]) -> None:
         """Post an event when it comes."""
-        task = asyncio.create_task(self._post_when_there(incarnation, news))
-        self._reports.add(task)
-        task.add_done_callback(self._reports.discard)
+        self._background.start(
+            "waiting for what the trainer writes",
+            self._post_when_there(incarnation, news),
+            failed=lambda error: self._post(TrainerFailed(incarnation, words_of(error))),
+        )
 
     async def _post_when_there(self, incarnation: int, news: Coroutine[Any, Any, Event]) -> None:
         event = await self._while_alive(incarnation, news)
@@ -183,8 +239,8 @@ class TrainerProcesses:
     async def _written(self, incarnation: int, step: int) -> Event:
         if self._trainer is None:
             return TrainerFailed(incarnation, "the trainer is not connected")
-        path = await self._trainer.wait_checkpoint(step, patience_s=self._patience_s)
-        return CheckpointSaved(incarnation, step, path)
+        waiting = self._trainer.wait_checkpoint(step, patience_s=self._patience_s)
+        return await saved_or_not(incarnation, step, waiting)
 
     async def checkpoint(self, action: Checkpoint) -> Event | None:
         """Write a checkpoint between two steps."""
@@ -193,8 +249,8 @@ class TrainerProcesses:
     async def _checkpoint(self, action: Checkpoint) -> Event:
         if self._trainer is None:
             return TrainerFailed(action.incarnation, "the trainer is not connected")
-        path = await self._trainer.checkpoint(action.ledger)
-        return CheckpointSaved(action.incarnation, action.step, path)
+        waiting = self._trainer.checkpoint(action.ledger)
+        return await saved_or_not(action.incarnation, action.step, waiting)
 
     async def _disconnect(self) -> None:
         if self._trainer is not None:
@@ -203,4 +259,13 @@ class TrainerProcesses:
 
     async def close(self) -> None:
         """Drop the connection."""
+        await self._background.close()
         await self._disconnect()
+
+
+async def saved_or_not(incarnation: int, step: int, path: Awaitable[str]) -> Event:
+    """What came of a checkpoint: one that cannot be written is no death of the trainer."""
+    try:
+        return CheckpointSaved(incarnation, step, await path)
+    except NotSaved as error:
+        return CheckpointFailed(incarnation, step, str(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -12,10 +13,15 @@ import aiohttp
 from libra_cli.config.errors import TrainerError
 from libra_cli.runtime.hosts.transport import Endpoint
 from libra_cli.runtime.http import describe, open_session
+from libra_cli.runtime.supervision.answers import reads_answers
 from libra_cli.runtime.trainer.connection import Conflict, Unreachable
 
 POLL_S = 0.25
 CALL_TIMEOUT_S = 120.0
+"""Without a byte; reading a large batch may take the first rank so long."""
+PIECE_BYTES = 1 << 16
+NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
+"""aiohttp's own; what passes without a byte is counted here."""
 
 
 class RankClient:
@@ -31,16 +37,18 @@ class RankClient:
         """Drop the connections; the process itself is not touched."""
         await self._session.close()
 
+    @reads_answers(TrainerError)
     async def _call(
         self, method: str, path: str, body: bytes | None = None, *, timeout_s: float
     ) -> dict[str, Any]:
+        """The answer; no ``timeout_s`` may pass without a byte of the body leaving, or after it.
+
+        A batch may take long over a thin link.
+        """
         if self._session.closed:
             raise TrainerError(f"the {self.who} is being stopped")
-        deadline = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._session.request(method, path, data=body, timeout=deadline) as reply:
-                raw = await reply.read()
-                status = reply.status
+            status, raw = await self._sent(method, path, body, timeout_s)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"{self.who}: {path}: {describe(error)}") from error
         answer: dict[str, Any] = json.loads(raw) if raw[:1] == b"{" else {}
@@ -50,6 +58,25 @@ class RankClient:
             raise kind(f"{self.who}: {path} answered {status}: {detail}")
         return answer
 
+    async def _sent(
+        self, method: str, path: str, body: bytes | None, timeout_s: float
+    ) -> tuple[int, bytes]:
+        loop = asyncio.get_running_loop()
+        headers = {} if body is None else {"Content-Length": str(len(body))}
+        async with asyncio.timeout(timeout_s) as limit:
+
+            async def pieces(whole: bytes) -> AsyncIterator[bytes]:
+                for start in range(0, len(whole), PIECE_BYTES):
+                    yield whole[start : start + PIECE_BYTES]
+                    limit.reschedule(loop.time() + timeout_s)
+
+            data = None if body is None else pieces(body)
+            async with self._session.request(
+                method, path, data=data, headers=headers, timeout=NO_TIMEOUT
+            ) as reply:
+                return reply.status, await reply.read()
+
+    @reads_answers(TrainerError)
     async def _ready(self, *, timeout_s: float) -> dict[str, Any]:
         """Its health, once every rank is there.
 

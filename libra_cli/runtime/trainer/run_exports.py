@@ -8,13 +8,16 @@ from pathlib import Path
 
 from libra_cli.config.errors import LibraError
 from libra_cli.core.events import CheckpointSaved
-from libra_cli.core.records import Record
+from libra_cli.core.records import EvaluationRecord, Record
 from libra_cli.runtime.hosts.cluster import Cluster
+from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.supervision.background import Background
 from libra_cli.runtime.trainer.checkpoints import (
     FoundCheckpoint,
     best_of,
     checkpoint_name,
     find_checkpoints,
+    scored_by,
 )
 from libra_cli.runtime.trainer.model_export import CardOf, ModelExports
 
@@ -33,11 +36,14 @@ class RunExports:
     ) -> None:
         self._cluster = cluster
         self._training = cluster.recipe.training
+        self._run_dir = run_dir
         self._card_of = card_of
         self._save = save
         self._note = note
         self._one = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        #: The newest row of each evaluation, by number.
+        self._evaluations: dict[int, EvaluationRecord] = {}
+        self._making = Background()
         self.hint = f"try again with: libra export {run_dir}"
 
     def saved(self, event: CheckpointSaved) -> None:
@@ -45,9 +51,12 @@ class RunExports:
         number, rest = divmod(event.step, self._training.checkpoint_every)
         every = self._training.export.every
         if every and not rest and number % every == 0:
-            task = asyncio.create_task(self._make_named(checkpoint_name(event.path)))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            name = checkpoint_name(event.path)
+            self._making.start(f"writing the model of {name}", self._make_named(name))
+
+    def evaluated(self, record: EvaluationRecord) -> None:
+        """By its score the best checkpoint is known."""
+        self._evaluations[record.evaluation] = record
 
     async def leave(self) -> None:
         """Make the models that stay after the end.
@@ -55,9 +64,10 @@ class RunExports:
         Raises:
             LibraError: one cannot be made.
         """
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._making.wait()
         found = await self._found()
-        wanted = {"last": found[-1] if found else None, "best": best_of(found)}
+        rewarded = () if self._cluster.recipe.demonstrations else found
+        wanted = {"last": found[-1] if found else None, "best": best_of(rewarded)}
         chosen = {one.name: one for kind in self._training.export.at_end if (one := wanted[kind])}
         for checkpoint in chosen.values():
             self._note(f"writing the model of step {checkpoint.step} on {checkpoint.nodes[0]}")
@@ -65,13 +75,15 @@ class RunExports:
 
     async def close(self) -> None:
         """Break off what is under way."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._making.close()
 
     async def _found(self) -> list[FoundCheckpoint]:
         hosts = {node: host for node, (host, _) in self._cluster.reached.items()}
-        return await find_checkpoints(hosts)
+        with Reader(self._run_dir) as reader:  # what was evaluated before the run went on, too
+            told = {row.evaluation: row for row in reader.evaluations()} | self._evaluations
+        rows = [told[number] for number in sorted(told)]
+        names = self._cluster.recipe.evaluation_names
+        return scored_by(await find_checkpoints(hosts), rows, names)
 
     async def _make_named(self, name: str) -> None:
         try:
@@ -83,8 +95,8 @@ class RunExports:
 
     async def _make(self, checkpoint: FoundCheckpoint) -> None:
         cluster = self._cluster
-        addresses = {node: fact.serves_at for node, fact in cluster.facts.items()}
-        exports = ModelExports(cluster.reached, addresses, self._card_of, cluster.token)
+        addresses = {node: fact.peer_address for node, fact in cluster.facts.items()}
+        exports = ModelExports(cluster.reached, addresses, self._card_of, cluster.secrets)
         async with self._one:
             made = await exports.make(checkpoint, merge=self._training.export.merge)
             self._save(made)

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 
 import msgpack
 
+from libra_cli.config.errors import TrainerError
 from libra_cli.core.actions import TrainSample
 from libra_cli.core.events import PublishedVersion
 from libra_cli.core.types import WeightVersion
+from libra_cli.runtime.supervision.answers import finite, reads_answers
 from libra_cli.runtime.trainer.client import pack_sample
 from libra_cli.runtime.trainer.connection import Conflict
 from libra_cli.runtime.trainer.rank_client import CALL_TIMEOUT_S, POLL_S, RankClient
@@ -22,10 +24,12 @@ class WorkerClient(RankClient):
 
     who = "gradient worker"
 
+    @reads_answers(TrainerError)
     async def wait_ready(self, *, timeout_s: float) -> None:
         """Every rank is there. Raises TrainerError."""
         await self._ready(timeout_s=timeout_s)
 
+    @reads_answers(TrainerError)
     async def load(self, directory: str, published: PublishedVersion, *, timeout_s: float) -> float:
         """Load a version; returns the gap of its probe to the trainer's, in nats.
 
@@ -45,7 +49,7 @@ class WorkerClient(RankClient):
             try:
                 data = json.dumps(body).encode()
                 answer = await self._call("POST", "/load", data, timeout_s=timeout_s)
-                return float(answer["gap"])
+                return finite(answer["gap"])
             except Conflict:
                 if time.monotonic() > give_up:
                     raise
@@ -57,6 +61,7 @@ class WorkerClient(RankClient):
         body = json.dumps({"step": health["step"]}).encode()
         await self._call("POST", "/drop", body, timeout_s=CALL_TIMEOUT_S)
 
+    @reads_answers(TrainerError)
     async def share(self, step: int, held: WeightVersion, samples: Sequence[TrainSample]) -> None:
         """Hand over a share of a step; the core fetches what comes of it. Raises TrainerError."""
         message = {

@@ -27,24 +27,30 @@ from libra_cli.core.actions import (
 )
 from libra_cli.core.events import (
     Event,
+    PublishedVersion,
     WorkerFailed,
     WorkerStarted,
     WorkerStopped,
     WorkerSynced,
     WorkerSyncFailed,
 )
-from libra_cli.core.launch.process import worker_of, worker_ports
+from libra_cli.core.launch.process import ProcessSpec, worker_of, worker_ports
 from libra_cli.core.launch.trainer_backend import WorkerLaunch, worker_process
 from libra_cli.core.types import Slot, SlotId, WeightVersion
+from libra_cli.runtime.credentials import peer_url
 from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
 from libra_cli.runtime.process_tasks import ProcessTasks
+from libra_cli.runtime.supervision.background import Background
 from libra_cli.runtime.trainer.connection import Unreachable, WorkerConnection, connect_worker_with
+from libra_cli.runtime.trainer.rank_watch import RankWatch
 from libra_cli.runtime.weights import ProbeBounds, Weights
 
 _log = logging.getLogger(__name__)
 
 STARTUP_TIMEOUT_S = 1800.0
+LOAD_BYTES_S = 100e6
+"""What a worker reads of a version at least in a second, from a slow disk."""
 MEMORY_FACTOR = 3.0
 """Memory a worker needs on a host without GPUs, in sizes of the fp32 model: parameters, gradients,
 and what waits to be fetched; activations come on top and are small beside a server's."""
@@ -72,6 +78,8 @@ class WorkerProcesses:
         #: The incarnation of the process on each slot, from before it starts until it is stopped.
         self._incarnations: dict[SlotId, int] = {}
         self._tasks = ProcessTasks()
+        self._background = Background()
+        self._watching: dict[SlotId, asyncio.Task[None]] = {}
         #: Set once the worker of a slot has proved a version, by name.
         self._proved: defaultdict[tuple[SlotId, str], asyncio.Event] = defaultdict(asyncio.Event)
 
@@ -96,24 +104,61 @@ class WorkerProcesses:
         return await self._while_alive(action.slot, action.incarnation, self._start(action))
 
     async def _start(self, action: StartWorker) -> Event:
+        await self._check_memory(self._slots[action.slot])
+        await self._cluster.start(self._process(action))
+        worker = await self._connected(action)
+        await worker.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
+        return WorkerStarted(action.slot, action.incarnation)
+
+    def _process(self, action: StartWorker) -> ProcessSpec:
         slot, cluster = self._slots[action.slot], self._cluster
-        await self._check_memory(slot)
-        ports = cluster.ports[slot.node]
         launch = WorkerLaunch(
             slot=slot,
             facts=cluster.facts[slot.node],
             run_id=cluster.run_id,
             incarnation=action.incarnation,
-            ports=ports,
+            ports=cluster.ports[slot.node],
             model_dir=cluster.model_dirs[slot.node],
         )
-        spec = worker_process(cluster.recipe, launch)
-        await cluster.start(spec)
-        endpoint = await cluster.hosts[slot.node].dial(ports[worker_ports(slot)[0]])
-        await self._forget(slot.id)
-        worker = self._workers[slot.id] = self._connect(action.incarnation, endpoint, cluster.token)
-        await worker.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
-        return WorkerStarted(action.slot, action.incarnation)
+        return worker_process(cluster.recipe, launch)
+
+    async def _connected(self, action: StartWorker) -> WorkerConnection:
+        spec = self._process(action)
+        self._watch(action, spec)
+        endpoint = await self._cluster.dial(spec)
+        await self._forget(action.slot)
+        worker = self._connect(action.incarnation, endpoint, self._cluster.token)
+        self._workers[action.slot] = worker
+        return worker
+
+    async def adopt(self, action: StartWorker, proved: PublishedVersion | None) -> None:
+        """Connect to the process that was started so, and has proved a version, if any.
+
+        Raises:
+            HostError: its host cannot be reached.
+        """
+        self._incarnations[action.slot] = action.incarnation
+        await self._connected(action)
+        if proved is not None:
+            self._proved[action.slot, proved.name].set()
+
+    def _watch(self, action: StartWorker, spec: ProcessSpec) -> None:
+        self._watch_no_more(action.slot)
+        self._watching[action.slot] = self._background.keep(
+            f"watching the ranks of {action.slot}",
+            lambda: self._until_stalled(action.slot, action.incarnation, spec),
+        )
+
+    async def _until_stalled(self, slot: SlotId, incarnation: int, spec: ProcessSpec) -> None:
+        """Find a rank that stops or does not go on."""
+        reason = await RankWatch(self._cluster, [spec], incarnation).until_stalled()
+        self._tasks.end(slot)
+        self._post(WorkerFailed(slot, incarnation, reason))
+
+    def _watch_no_more(self, slot: SlotId) -> None:
+        watching = self._watching.pop(slot, None)
+        if watching is not None:
+            watching.cancel()
 
     async def _check_memory(self, slot: Slot) -> None:
         """Refuse before anything starts what a host's memory cannot hold. GPUs say so themselves.
@@ -139,6 +184,7 @@ class WorkerProcesses:
 
     async def stop(self, action: StopWorker) -> Event:
         """Stop the process and everything it started."""
+        self._watch_no_more(action.slot)
         self._tasks.end(action.slot)
         self._incarnations.pop(action.slot, None)
         await self._forget(action.slot)
@@ -177,7 +223,7 @@ class WorkerProcesses:
         worker, published = self._workers[action.slot], action.published
         place = await self._weights.on(self._slots[action.slot].node, published)
         began = time.monotonic()
-        timeout_s = self._spec.timeout_s
+        timeout_s = self._spec.timeout_s + published.bytes / LOAD_BYTES_S
         gap = await worker.load(place.directory, published, timeout_s=timeout_s)
         reason = self._bounds.reason(action.slot, action.incarnation, gap)
         if reason:
@@ -207,13 +253,13 @@ class WorkerProcesses:
         Yields what the core must know to fetch the results. The core is not kept waiting for it:
         it begins with its own part, and computes a share that nobody took in time.
         """
-        tasks = [asyncio.create_task(self._give(action, share)) for share in action.shares]
+        giving = Background()
+        for share in action.shares:
+            giving.start(f"giving {share.slot} its share", self._give(action, share))
         try:
             yield [self._described(share, action.held) for share in action.shares]
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await giving.close()
 
     async def _give(self, action: Train, share: BatchPartition) -> None:
         await self._proved[share.slot, action.held.name].wait()
@@ -236,11 +282,12 @@ class WorkerProcesses:
         }
 
     def _url(self, slot: SlotId) -> str:
-        node, (_, side, _) = self._slots[slot].node, worker_ports(self._slots[slot])
+        node, (side, _) = self._slots[slot].node, worker_ports(self._slots[slot])
         port = self._cluster.ports[node][side]
-        return f"http://{self._cluster.facts[node].serves_at}:{port}"
+        return peer_url(self._cluster.facts[node].peer_address.serves_at, port, node)
 
     async def close(self) -> None:
         """Drop every connection."""
+        await self._background.close()
         for slot in list(self._workers):
             await self._forget(slot)

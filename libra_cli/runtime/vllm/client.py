@@ -6,12 +6,13 @@ import asyncio
 import time
 from array import array
 from collections.abc import Mapping, Sequence
+from math import isfinite
 
-from libra_cli.config.errors import ServerError
+from libra_cli.config.errors import NONSENSE, ServerError
 from libra_cli.core.actions import Generate
 from libra_cli.core.events import PublishedVersion, ServerSampled, TurnFailed, TurnGenerated
 from libra_cli.core.rollout.turns import ABORTED
-from libra_cli.core.types import SlotId, VersionSpan, WeightVersion
+from libra_cli.core.types import STARTED_WITH, SlotId, VersionSpan, WeightVersion
 from libra_cli.runtime.hosts.transport import Endpoint
 from libra_cli.runtime.rollout.connection import (
     RequestRefused,
@@ -20,6 +21,8 @@ from libra_cli.runtime.rollout.connection import (
     ServerUnreachable,
     turn_failed,
 )
+from libra_cli.runtime.supervision.answers import finite, reads_answers
+from libra_cli.runtime.supervision.failures import words_of
 from libra_cli.runtime.vllm.metrics import named
 from libra_cli.runtime.vllm.stream import Answer, Stream
 
@@ -28,6 +31,15 @@ CONTROL_TIMEOUT_S = 30.0
 POLL_S = 0.25
 PREPARED_EVERY_S = 0.02
 """How often a server is asked whether it has a version in memory."""
+
+
+UNLOADED = "default"
+"""What a server calls the weights it was started with (``node.rollout.engine``)."""
+
+
+def _version_of(label: str, asked: WeightVersion) -> WeightVersion:
+    """Its own first weights are only taken from a server that is asked for them."""
+    return asked if (label, asked) == (UNLOADED, STARTED_WITH) else parse_label(label)
 
 
 def parse_label(text: str) -> WeightVersion:
@@ -97,6 +109,7 @@ class ServerClient:
         finally:
             stream.forget(call)
 
+    @reads_answers(ServerError)
     async def wait_ready(self, *, timeout_s: float) -> None:
         """Healthy *and* able to generate one token.
 
@@ -114,6 +127,7 @@ class ServerClient:
             await asyncio.sleep(POLL_S)
         await self._call("generate", _order([1], max_tokens=1, cache_salt="first"))
 
+    @reads_answers(ServerError)
     async def check(self) -> None:
         """Raises ServerError unless it answers, which it does between two steps."""
         await self._call("check", {})
@@ -139,18 +153,20 @@ class ServerClient:
                 raise
             finally:
                 del self._turns[action.request]
-            return _turn(action, answer, started_at)
-        except (ServerError, KeyError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {error}"
+            return _turn(action, answer, started_at, sampling.vocabulary)
+        except (ServerError, *NONSENSE) as error:
+            reason = words_of(error)
             refused = isinstance(error, RequestRefused)
             return turn_failed(action, reason, refused=refused)
 
+    @reads_answers(ServerError)
     async def abort(self, request: int) -> None:
         """End a generation; its reply then has what there is. Raises ServerError."""
         if request in self._turns:
             _, call = self._turns[request]
             await self._call("abort", {"call": call})
 
+    @reads_answers(ServerError)
     async def load(
         self, directory: str, published: PublishedVersion, *, timeout_s: float, partly: bool = False
     ) -> float:
@@ -159,8 +175,9 @@ class ServerClient:
         Raises:
             ServerError: it could not, or holds other tensors than were published.
         """
-        await self._prepare(directory, timeout_s)
-        order = {"directory": directory, "label": published.version.label, "partly": partly}
+        loads = await self._prepare(directory, timeout_s)
+        label = published.version.label
+        order = {"directory": directory, "label": label, "partly": partly, "loads": loads}
         answer = await self._call("load", order, timeout_s=timeout_s)
         if answer["different"]:
             raise ServerError(f"{self.slot}: {_first_of(answer['different'])}")
@@ -169,26 +186,34 @@ class ServerClient:
                 f"{self.slot} cannot prove what it holds: {_first_of(answer['untraced'])}; to have "
                 "the probe alone decide, set weight_sync.tolerance"
             )
-        return float(answer["paused_s"])
+        return finite(answer["paused_s"])
 
-    async def _prepare(self, directory: str, timeout_s: float) -> None:
-        """Wait until its workers have a version in memory; it goes on generating."""
+    async def _prepare(self, directory: str, timeout_s: float) -> int:
+        """Wait until its workers have a version in memory; it goes on generating.
+
+        Returns how many loads have begun there.
+        """
         deadline = time.monotonic() + timeout_s
-        while not (await self._call("prepare", {"directory": directory}))["done"]:
+        while True:
+            answer = await self._call("prepare", {"directory": directory})
+            if answer["done"]:
+                return int(answer["loads"])
             if time.monotonic() > deadline:
                 raise ServerError(f"{self.slot} did not read {directory} in {timeout_s:.0f} s")
             await asyncio.sleep(PREPARED_EVERY_S)
 
+    @reads_answers(ServerError)
     async def probe(self, token_ids: Sequence[int], published: PublishedVersion) -> list[float]:
         """Log-probabilities of ``token_ids[1:]``, each given everything before it."""
         salt = f"probe-{published.version.label}"
         order = _order(token_ids, max_tokens=1, cache_salt=salt, priority=-1, score_prompt=True)
         answer = await self._call("generate", order)
         logprobs = array("f", answer["prompt_logprobs"])
-        if len(logprobs) != len(token_ids) - 1:
+        if len(logprobs) != len(token_ids) - 1 or not isfinite(sum(logprobs)):
             raise ServerError(f"{self.slot}: the probe has {len(logprobs)} log-probabilities")
         return logprobs.tolist()
 
+    @reads_answers(ServerError)
     async def facts(self) -> ServerFacts:
         """Its release and the size of its KV cache.
 
@@ -198,6 +223,7 @@ class ServerClient:
         answer = await self._call("facts", {})
         return ServerFacts(str(answer["version"]), int(answer["kv_tokens"]))
 
+    @reads_answers(ServerError)
     async def sample(self) -> ServerSampled:
         """One reading of the server's counters."""
         counters = await self._call("counters", {})
@@ -208,7 +234,7 @@ class ServerClient:
             incarnation=self.incarnation,
             running=int(counters["running"]),
             waiting=int(counters["waiting"]),
-            kv_use=float(counters["kv_use"]),
+            kv_use=finite(counters["kv_use"]),
             prefix_hit_rate=counters.get("prefix_hits", 0) / queries if queries else None,
             preemptions=int(counters.get("preemptions", 0)),
             generated_tokens=int(counters.get("generated_tokens", 0)),
@@ -246,17 +272,32 @@ def _first_of(sentences: Sequence[str]) -> str:
     return f"{sentences[0]} (and {more} more)" if more else sentences[0]
 
 
-def _turn(action: Generate, answer: Answer, started_at: float) -> TurnGenerated:
+def _covers(spans: Sequence[VersionSpan], tokens: int) -> bool:
+    """Whether spans follow one another from the first token to the last."""
+    at = 0
+    for span in spans:
+        if span.start != at or span.end < at:
+            return False
+        at = span.end
+    return at == tokens
+
+
+def _turn(action: Generate, answer: Answer, started_at: float, vocabulary: int) -> TurnGenerated:
     if answer["finish_reason"] not in ("stop", "length", ABORTED):
         raise ServerError(f"{action.slot}: generation ended with {answer['finish_reason']!r}")
     token_ids, logprobs = array("i", answer["token_ids"]), array("f", answer["logprobs"])
-    labels = [parse_label(label) for label, _, _ in answer["spans"]]
+    labels = [_version_of(label, action.cache_key) for label, _, _ in answer["spans"]]
     spans = tuple(
         VersionSpan(version.step, start, end)
         for version, (_, start, end) in zip(labels, answer["spans"], strict=True)
     )
-    if len(logprobs) != len(token_ids) or sum(s.end - s.start for s in spans) != len(token_ids):
+    if len(logprobs) != len(token_ids) or not _covers(spans, len(token_ids)):
         raise ServerError(f"{action.slot}: log-probabilities or versions miss some tokens")
+    beyond = min(token_ids, default=0) < 0 or max(token_ids, default=0) >= vocabulary
+    if len(token_ids) > action.max_tokens or beyond:
+        raise ServerError(f"{action.slot}: tokens that nobody asked for, or that there are not")
+    if not isfinite(sum(logprobs)):  # quickly: no sum of finite 32-bit numbers overflows 64 bits
+        raise ServerError(f"{action.slot}: a log-probability is not a finite number")
     return TurnGenerated(
         request=action.request,
         trajectory=action.trajectory,

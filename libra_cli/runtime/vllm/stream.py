@@ -12,10 +12,12 @@ from typing import Any, TypeAlias
 
 import msgpack
 
-from libra_cli.config.errors import ServerError
+from libra_cli.config.errors import NONSENSE, ServerError
+from libra_cli.config.text import one_line
 from libra_cli.runtime.hosts.transport import Endpoint
 from libra_cli.runtime.http import describe
 from libra_cli.runtime.rollout.connection import RequestRefused, ServerUnreachable
+from libra_cli.runtime.supervision.failures import MOST_CHARACTERS, words_of
 
 CONNECT_S = 15.0
 LONGEST_ANSWER = 1 << 30
@@ -47,11 +49,7 @@ class Stream(asyncio.Protocol):
 
         try:
             async with asyncio.timeout(CONNECT_S):
-                if endpoint.kind == "unix":
-                    _, stream = await loop.create_unix_connection(make, endpoint.address)
-                else:
-                    host, _, port = endpoint.address.rpartition(":")
-                    _, stream = await loop.create_connection(make, host, int(port))
+                _, stream = await loop.create_unix_connection(make, endpoint.path)
         except OSError as error:
             raise ServerUnreachable(f"{who}: {describe(error)}") from error
         return stream
@@ -99,23 +97,35 @@ class Stream(asyncio.Protocol):
         transport.write(msgpack.packb(self._token))
 
     def data_received(self, data: bytes) -> None:
-        """Hand the answers over that are complete."""
-        self._unpacker.feed(data)
-        for call, outcome, answer in self._unpacker:
-            waiting = self._open.pop(call, None)
-            if waiting is None or waiting.done():
-                continue
-            if outcome == "done":
-                waiting.set_result(answer)
-            else:
-                kind = RequestRefused if outcome == "refused" else ServerError
-                waiting.set_exception(kind(f"{self._who} {outcome}: {answer}"))
+        """Hand the answers over that are complete; after nonsense the connection is closed."""
+        try:
+            self._unpacker.feed(data)
+            for call, outcome, answer in self._unpacker:
+                self._answered(call, outcome, answer)
+        except (msgpack.UnpackException, *NONSENSE) as error:
+            self._fail(ServerError(f"{self._who} says what cannot be read: {words_of(error)}"))
+            if self._transport is not None:
+                self._transport.abort()
+
+    def _answered(self, call: int, outcome: str, answer: Answer) -> None:
+        waiting = self._open.pop(call, None)
+        if waiting is None or waiting.done():
+            return
+        if outcome == "done":
+            waiting.set_result(answer)
+        else:
+            kind = RequestRefused if outcome == "refused" else ServerError
+            said = one_line(f"{outcome}: {answer}"[:MOST_CHARACTERS])
+            waiting.set_exception(kind(f"{self._who} {said}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Every call that is open has failed."""
         self._transport = None
         reason = describe(exc) if exc else "the connection was closed"
+        self._fail(ServerUnreachable(f"{self._who}: {reason}"))
+
+    def _fail(self, error: ServerError) -> None:
         for waiting in self._open.values():
             if not waiting.done():
-                waiting.set_exception(ServerUnreachable(f"{self._who}: {reason}"))
+                waiting.set_exception(error)
         self._open.clear()

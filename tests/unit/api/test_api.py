@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -83,10 +82,9 @@ def test_the_text_of_a_trajectory_is_what_the_model_saw(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
         for record in life:
             if isinstance(record, TrajectoryRecord):
-                changed = replace(record, token_ids_json=json.dumps(ids))
-                journal.save(replace(changed, branches_json=json.dumps([[0, [], ids[:5]]])))
-            else:
-                journal.save(record)
+                left = sample_run.branch(ids[:5])
+                record = replace(record, tokens=(left, sample_run.branch(ids, number=1)))
+            journal.save(record)
     run = load_run(tmp_path)
     assert run.token_ids(run.trajectories[3]) == [ids[:5], ids]
     assert run.text(run.trajectories[3]) == text

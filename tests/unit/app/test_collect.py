@@ -25,6 +25,7 @@ from libra_cli.runtime.hosts.local import LocalTransport
 from libra_cli.runtime.hosts.transport import CommandResult
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.run_directory import keep_recipe
+from libra_cli.runtime.store.token_file import TOKENS
 from tests import sample_run
 
 SECRET = "correct-horse-battery"
@@ -121,6 +122,19 @@ def test_a_secret_of_the_environment_is_masked_wherever_it_stands(run_dir, monke
     assert files["logs/local/agent.log"].decode() == f"{MASK}\n"
 
 
+def test_libra_logs_masks_what_looks_like_a_secret(run_dir, monkeypatch):
+    monkeypatch.setenv("SEARCH_TOKEN", "old-and-known")
+    log = run_dir.parents[1] / "host/logs/server-0.log"
+    log.write_text(log.read_text() + "it said old-and-known\n")
+    done = CliRunner().invoke(app, ["logs", "local", "server-0", "--run", str(run_dir)])
+    assert done.output.splitlines() == [
+        "old",
+        f"HF_TOKEN={MASK}",
+        f"Bearer {MASK}",
+        f"it said {MASK}",
+    ]
+
+
 def test_hosts_and_logs_that_are_not_there_are_named_and_no_error(run_dir):
     told, files = collected(str(run_dir))
     problems = files["problems.txt"].decode()
@@ -138,9 +152,11 @@ def test_the_database_opens_and_has_no_token_ids(run_dir):
     told, was = json.loads(after.output), json.loads(before)
     for key in ("step", "reward", "trajectories", "sync", "batches"):
         assert told[key] == was[key]
+    assert (run_dir / TOKENS).exists()
+    assert not list(copy.rglob(TOKENS))
     with closing(sqlite3.connect(copy / "libra.db")) as db:
-        kept = db.execute("SELECT DISTINCT token_ids_json, branches_json FROM trajectories")
-        assert kept.fetchall() == [("", "[]")]
+        kept = db.execute("SELECT DISTINCT branches_json FROM trajectories")
+        assert kept.fetchall() == [("[]",)]
         (payload,) = db.execute(
             "SELECT payload_json FROM events WHERE kind = 'ServerFailed'"
         ).fetchone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,25 @@ def test_every_key_of_a_recipe_has_a_meaning():
     keys = explain.recipe_keys()
     assert len(keys) > 100
     assert [key for key, one in keys.items() if not one.meaning] == []
+
+
+def properties(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every property that a JSON Schema has anywhere."""
+    if isinstance(node, list):
+        for one in node:
+            yield from properties(one, path)
+    if not isinstance(node, dict):
+        return
+    for name, one in node.get("properties", {}).items():
+        yield f"{path}.{name}", one
+    for name, one in node.items():
+        yield from properties(one, f"{path}.{name}")
+
+
+def test_every_property_of_the_schema_has_a_description_of_its_own():
+    found = dict(properties(explain.recipe_schema()))
+    assert len(found) > 150
+    assert [path for path, one in found.items() if not one.get("description", "").strip()] == []
 
 
 def test_every_key_of_status_is_named_in_a_row_of_its_page():

@@ -33,7 +33,14 @@ from libra_cli.runtime.store.schema import COLUMNS, DATABASE, FORMAT, RECORDS
 from tests import sample_run
 
 OLD_RUN = Path(__file__).parents[2] / "fixtures/0.1.0"
-NEW_RECORDS = (r.DecisionRecord, r.ExportRecord, r.LateRecord)
+NEW_RECORDS = (
+    r.CreditRecord,
+    r.DecisionRecord,
+    r.EvaluationRecord,
+    r.ExportRecord,
+    r.LateRecord,
+    r.NoteRecord,
+)
 OLD_RECORDS = [kind for kind in RECORDS if kind not in NEW_RECORDS]
 """Those that 0.1.0 had tables for."""
 _NOW = 1_795_320_000.0
@@ -146,9 +153,8 @@ def test_its_processes_are_known(run_dir: Path) -> None:
 
 
 def test_its_last_checkpoint_is_found(run_dir: Path) -> None:
-    path = "/home/user/.libra/runs/elastic-20261122-015652/local/checkpoints/step-000050"
     found = last_checkpoint(run_dir)
-    assert (found.path, found.trainer_incarnation) == (path, 1)
+    assert (found.names[-1], found.trainer_incarnation) == ("step-000050", 1)
 
 
 @pytest.mark.parametrize(

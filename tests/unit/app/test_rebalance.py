@@ -104,7 +104,7 @@ def gpu_records(gpu: str) -> Iterator[r.Record]:
 def turns_of_step(step: int, slots: list[str], began: float) -> Iterator[r.Record]:
     for member, slot in enumerate(slots):
         yield r.TrajectoryRecord(
-            step, member, 0, "finished", began, began + 30, 1.0, 2, 1500, 2600, 0, 0, "[]", "", ""
+            step, member, 0, "finished", began, began + 30, 1.0, 2, 1500, 2600, 0, 0, "[]", ""
         )
         for turn, (prompt, generated) in enumerate(((600, 700), (1800, 800))):
             at = began + turn * 15

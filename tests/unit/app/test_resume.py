@@ -29,6 +29,7 @@ from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.replay import records_in_order
 from libra_cli.runtime.store.run_directory import keep_recipe, recipe_of
+from libra_cli.runtime.tasks.digests import keep_tasks
 from tests import elastic, sample_run
 from tests.unit.core.reconcile import test_joined_slots as joined_slots
 from tests.unit.core.reconcile.test_joined_slots import BOTH, shape
@@ -239,7 +240,7 @@ def test_secrets_and_a_judges_budget_may_be_others_than_when_the_run_began(tmp_p
     first = sample_run.run_record()
     run_dir = kept(tmp_path / "run", recipe_with("sk-1", 10), [first])
     assert resume.continued(first, recipe_with("sk-2", 99), run_dir).step == first.step
-    with pytest.raises(StateError, match="with other environment"):
+    with pytest.raises(StateError, match=r"environment\[0\]\.args is .* the policy was trained"):
         resume.continued(first, recipe_with("sk-1", 10, url="http://127.0.0.2/v1"), run_dir)
 
 
@@ -254,15 +255,116 @@ def test_where_and_how_long_environments_run_may_be_other_than_when_the_run_bega
     run_dir = kept(tmp_path / "run", recipe_with(), [first])
     other = recipe_with(tool_timeout_s=99, retries=1, concurrency=2, workers=4)
     assert resume.continued(first, other, run_dir).step == first.step
-    with pytest.raises(StateError, match="with other environment"):
+    with pytest.raises(StateError, match=r"environment\[0\]\.args is \{'stories': True\}"):
         resume.continued(first, recipe_with(args={"stories": True}), run_dir)
 
 
-def test_hosts_that_are_gone_are_named(tmp_path: Path) -> None:
-    recipe, first = elastic.scene().recipe, sample_run.run_record()
+def test_on_other_hosts_a_plan_is_made_anew_and_the_run_goes_on(tmp_path: Path) -> None:
+    world = elastic.scene()
+    run_dir = kept(tmp_path / "run", world.recipe, [sample_run.run_record(), *world.records])
+    told = world.recipe.model_dump()
+    told["nodes"][1]["host"] = "elsewhere"
+    other = Recipe.model_validate(told)
+    resume.continued(sample_run.run_record(), other, run_dir)
+    begin = begun(other, run_dir)
+    assert begin.plan.reasons[0].endswith("resumed: nodes changed since plan 0")
+    assert {slot.node for slot in begin.slots} <= {node.name for node in other.nodes}
+    machine = Machine(other, begin.plan, begin.slots, IDENTITY, resume=_resume(world, run_dir))
+    assert machine.handle(e.RunStarted(), now=1.0), "whatever its hosts were before"
+
+
+def _resume(world: elastic.Scene, run_dir: Path) -> Resume:
+    with Reader(run_dir) as reader:
+        return Resume("x", world.machine.ledger.position(0), 0, records_in_order(reader))
+
+
+def changed(recipe: Recipe, section: str, **keys: Any) -> Recipe:
+    told = recipe.model_dump()
+    told[section] = {**(told[section] or {}), **keys}
+    return Recipe.model_validate(told)
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "why"),
+    [
+        ("run", {"seed": 9}, "run.seed is 9 and was 0: it draws the tasks"),
+        ("rollout", {"group_size": 4}, "rollout.group_size is 4 and was 2: groups that were begun"),
+        ("model", {"path": "/other"}, "model.path is '/other' and was '/model': the checkpoint is"),
+        ("training", {"lora": {}}, "training.lora is {} and was None: the checkpoint holds these"),
+    ],
+)
+def test_what_must_stay_is_refused_with_the_reason(
+    tmp_path: Path, section: str, keys: dict[str, Any], why: str
+) -> None:
+    recipe = elastic.scene().recipe
+    run_dir = kept(tmp_path / "run", recipe, [sample_run.run_record()])
+    with pytest.raises(StateError) as told:
+        resume.continued(sample_run.run_record(), changed(recipe, section, **keys), run_dir)
+    assert f"\n{why}" in str(told.value)
+    assert str(run_dir / "recipe.json") in told.value.hint
+    assert ("--seed 0" in told.value.hint) == (section == "run")
+
+
+@pytest.mark.parametrize(
+    ("section", "keys"),
+    [
+        ("run", {"steps": 999}),
+        ("training", {"learning_rate": 0.5, "checkpoint_every": 1, "keep_checkpoints": 7}),
+        ("rollout", {"buckets": [{"max_num_seqs": 77}], "max_turns": 3}),
+        ("scheduler", {"policy": "round-robin"}),
+    ],
+)
+def test_what_may_change_does(tmp_path: Path, section: str, keys: dict[str, Any]) -> None:
+    recipe = elastic.scene().recipe
+    run_dir = kept(tmp_path / "run", recipe, [sample_run.run_record()])
+    resume.continued(sample_run.run_record(), changed(recipe, section, **keys), run_dir)
+
+
+def with_tasks(tmp_path: Path, rows: int) -> Recipe:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(f'{{"question": "{n}", "answer": "{n}"}}\n' for n in range(rows)))
+    told = elastic.scene().recipe.model_dump()
+    environment = {"name": "dataset", "tasks": [{"path": str(path)}]}
+    return Recipe.model_validate(told | {"environment": environment})
+
+
+def test_a_run_goes_on_with_its_own_tasks_only(tmp_path: Path) -> None:
+    recipe, first = with_tasks(tmp_path, 3), sample_run.run_record()
     run_dir = kept(tmp_path / "run", recipe, [first])
-    fewer = Recipe.model_validate(recipe.model_dump() | {"nodes": recipe.model_dump()["nodes"][:2]})
-    assert resume.continued(first, recipe, run_dir).step == first.step
-    with pytest.raises(StateError, match=r"with other nodes \(gone: b\)") as caught:
-        resume.continued(first, fewer, run_dir)
-    assert "give the recipe it was made from" in caught.value.hint
+    resume.continued(first, with_tasks(tmp_path, 4), run_dir)  # of an older libra: not known
+    keep_tasks(recipe, run_dir)
+    resume.continued(first, with_tasks(tmp_path, 4), run_dir)
+    with pytest.raises(StateError, match=r"the rows of .*tasks\.jsonl are others"):
+        resume.continued(first, with_tasks(tmp_path, 5), run_dir)
+    (tmp_path / "moved").mkdir()
+    resume.continued(first, with_tasks(tmp_path / "moved", 4), run_dir)
+
+
+def test_another_number_of_sources_is_told_as_such(tmp_path: Path) -> None:
+    recipe, first = with_tasks(tmp_path, 3), sample_run.run_record()
+    run_dir = kept(tmp_path / "run", recipe, [first])
+    keep_tasks(recipe, run_dir)
+    told = recipe.model_dump()
+    told["environment"]["tasks"] = [*told["environment"]["tasks"]] * 2
+    with pytest.raises(StateError, match=r"cannot go on with this recipe") as refused:
+        resume.continued(first, Recipe.model_validate(told), run_dir)
+    assert "environment[0].tasks" in str(refused.value)
+
+
+def test_damaged_digests_of_tasks_are_told(tmp_path: Path) -> None:
+    recipe, first = with_tasks(tmp_path, 3), sample_run.run_record()
+    run_dir = kept(tmp_path / "run", recipe, [first])
+    for text in ("{", "3", "[[]]"):
+        (run_dir / "tasks.json").write_text(text)
+        with pytest.raises(StateError, match=r"tasks\.json cannot be read"):
+            resume.continued(first, recipe, run_dir)
+
+
+def test_a_run_that_wrote_a_step_may_have_a_checkpoint_that_it_never_told_of(
+    tmp_path: Path,
+) -> None:
+    rows: list[Record] = [sample_run.run_record(), sample_run.step_record(1, 5.0)]
+    found = resume.last_checkpoint(kept(tmp_path / "run", elastic.scene().recipe, rows))
+    assert found.names == ()
+    with pytest.raises(StateError, match="has no checkpoint"):
+        resume.last_checkpoint(kept(tmp_path / "none", elastic.scene().recipe, rows[:1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from libra_cli.bench.regret import StaticPlans, best_script, part_seconds, regre
 from libra_cli.bench.report.sheets import regret_sheet
 from libra_cli.bench.results import BEST_STATIC, CLAIRVOYANT, FREE_CLAIRVOYANT, LIBRA_TOLD
 from libra_cli.cli.main import app
+from libra_cli.core.costs.workload import BatchExtras
 from libra_cli.core.planning.search import Layout
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import load_trace
@@ -45,6 +47,22 @@ JOB = Job(
 @pytest.fixture(scope="module")
 def plans() -> StaticPlans:
     return StaticPlans(JOB)
+
+
+def test_oversampled_members_are_played_and_the_first_that_end_are_trained() -> None:
+    recording = world_of(replace(JOB, steps=2, oversample=2)).run()
+    assert recording.ended_at > 0
+    surplus = [step.batch["surplus_tokens"] or 0.0 for step in recording.steps]
+    assert sum(surplus) > 0
+    ended = Counter(row.group_id for row in recording.trajectories)
+    assert {ended[group] for group in recording.groups} == {4}
+    members = {row.member for row in recording.trajectories if row.group_id in recording.groups}
+    assert members > set(range(4))
+
+
+def test_the_work_of_oversampled_groups_is_theirs() -> None:
+    assert replace(JOB, oversample=2).workload.extras == BatchExtras(surplus=0.5)
+    assert replace(JOB, oversample=2).workload.trajectories == 8
 
 
 def servers(layouts: list[Layout]) -> set[tuple[int, int]]:

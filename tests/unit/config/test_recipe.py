@@ -16,6 +16,7 @@ from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.config.errors import RecipeError
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.rules import RESERVED_VLLM_FLAGS, expand_range
+from libra_cli.config.secrets import known_secrets
 from libra_cli.runtime.recipes.loader import load_recipe
 
 BAD = Path(__file__).parent / "bad_recipes"
@@ -72,6 +73,22 @@ def test_a_secret_is_read_and_never_shown(tmp_path: Path) -> None:
     assert "top-secret" not in recipe.model_dump_json()
 
 
+def test_the_key_of_a_teacher_is_read_from_the_environment_and_never_shown(tmp_path: Path) -> None:
+    text = SMALLEST + (
+        "teacher: {url: 'http://t:8000/v1', api_key: '${GIVEN}'}\ntraining: {loss: distill}\n"
+    )
+    recipe = load_recipe(write(tmp_path, text), ENVIRONMENT)
+    assert recipe.teacher is not None
+    assert recipe.teacher.api_key is not None
+    assert recipe.teacher.api_key.get_secret_value() == "top-secret"
+    assert "top-secret" not in repr(recipe) + recipe.model_dump_json()
+    assert known_secrets(recipe) == ["top-secret"]
+    absent = refusal(write(tmp_path, text.replace("GIVEN", "ABSENT")))
+    assert "teacher.api_key: the environment has no ABSENT; type: export ABSENT=..." in absent
+    elsewhere = refusal(write(tmp_path, text.replace("http://t:8000/v1", "http://${GIVEN}/v1")))
+    assert "${GIVEN} is only replaced in teacher.api_key" in elsewhere
+
+
 def test_a_missing_file_is_an_error_with_a_next_step(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="cannot be read: No such file") as caught:
         load_recipe(tmp_path / "nothing.yaml", {})
@@ -114,7 +131,7 @@ def test_numbers_and_words_are_read_as_they_look(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, text), {})
     assert recipe.training.learning_rate == 2e-4
     assert recipe.training.kl_coef == 1.0
-    assert recipe.training.normalize_std is False
+    assert recipe.training.scale_rewards == "none", "normalize_std is its old name"
     assert recipe.environment[0].args == {"a": "on", "b": 10, "c": "12:30", "d": None, "e": "1_0"}
 
 
@@ -194,7 +211,7 @@ def test_any_text_is_a_recipe_or_a_refusal(
 def test_a_recipe_that_still_says_algorithm_means_its_loss(tmp_path: Path) -> None:
     old = load_recipe(write(tmp_path, SMALLEST + "training: {algorithm: grpo}\n"), {})
     assert old == load_recipe(write(tmp_path, SMALLEST), {})
-    assert old.training.loss == "grpo"
+    assert old.training.loss == "dapo"
 
 
 def test_a_loss_of_an_import_path_is_not_looked_for_on_the_controller(tmp_path: Path) -> None:

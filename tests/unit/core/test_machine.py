@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from random import Random
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from libra_cli.core import events as e
 from libra_cli.core.actions import End
 from libra_cli.core.records import GroupRecord, SlotRecord, SyncRecord
+from libra_cli.core.rollout import groups
 from libra_cli.core.rollout.groups import GroupLedger
 from libra_cli.core.rollout.staleness import hold
 from libra_cli.core.run_state import Phase, Resume
@@ -26,6 +28,8 @@ FAULTS = st.builds(
     environment_breaks=CHANCES,
     trainer_dies=st.sampled_from([0.0, 0.0, 0.005]),
     node_lost=st.sampled_from([0.0, 0.01]),
+    node_gone=st.sampled_from([0.0, 0.5]),
+    checkpoint_fails=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
     stop_asked=st.sampled_from([0.0, 0.0, 0.0, 0.002]),
     repeated=st.sampled_from([0.0, 0.1]),
     replanned=st.sampled_from([0.0, 0.03]),
@@ -112,6 +116,56 @@ def test_a_resumed_run_trains_exactly_the_prompts_that_were_left(seed):
     assert len(before | after) == 15
 
 
+def killed(seed: int, events: int, rule: str) -> World:
+    """A run whose controller dies at some moment, wherever everything is then."""
+    world = World(Random(seed), recipe=recipe(training={"staleness": rule}))
+    world.later(e.RunStarted())
+    while world.end is None and world.events < events:
+        world.now, _, event = heapq.heappop(world._heap)
+        world.give(event)
+    return world
+
+
+@FEWER
+@given(
+    seed=st.integers(0, 2**32),
+    events=st.integers(50, 700),
+    rule=st.sampled_from(["hold", "late", "soft", "cut", "token"]),
+    heard=st.booleans(),
+)
+def test_after_a_kill_no_prompt_is_skipped_or_trained_twice_however_long_it_is_played(
+    seed, events, rule, heard
+):
+    first = killed(seed, events, rule)
+    if not first.ledgers:
+        return
+    # The newest on the disk counts, whether or not anybody had heard of it.
+    path, position = list(first.ledgers.items())[0 if heard else -1]
+    before = [(group, member) for group, member, step in first.members if step <= position["step"]]
+    second = World(
+        Random(seed + 1),
+        recipe=first.recipe,
+        resume=Resume(path, position),
+        ledgers={path: position},
+    ).run()
+    trained = before + [(group, member) for group, member, _ in second.members]
+    assert len(trained) == len(set(trained)), "twice"
+    left = second.machine.ledger.position(second.machine.training.step)
+    going_on = {rest["group"]: rest["members"] for rest in left["rests"]}
+    waiting = {
+        (group, member) for group in left["queue"] for member in going_on.get(group, range(2))
+    }
+    dropped = {row.group_id for row in second.rows(GroupRecord) if row.state == "dropped"}
+    everything = {(group, member) for group in range(left["next_group"]) for member in range(2)}
+    assert set(trained) | waiting | {one for one in everything if one[0] in dropped} == everything
+    assert not set(trained) & waiting
+    # Those that were being played, the long ones among them, come before any new prompt.
+    opened = [row.group_id for row in second.rows(GroupRecord) if row.state == "open"]
+    again = [group for group in dict.fromkeys(opened) if group in position["queue"]]
+    assert again == position["queue"][: len(again)]
+    assert list(dict.fromkeys(opened))[: len(again)] == again
+
+
 def test_tokens_of_a_version_that_does_not_verify_are_thrown_away():
     world = World(Random(5), Faults(sync_fails=0.3)).run()
     syncs = world.rows(SyncRecord)
@@ -181,7 +235,7 @@ def test_only_proved_versions_are_trained_on_even_when_proofs_break_off(seed):
     assert {row.max_version for row in finished} <= proved
 
 
-def test_playing_a_group_again_because_of_its_age_is_not_a_failure():
+def test_playing_again_because_of_age_or_of_a_controller_that_died_is_not_a_failure():
     ledger = GroupLedger(group_size=1, groups_per_step=1, rule=hold(0), retries=1)
     for version in range(5):
         group = ledger.open(version=version, now=0.0)
@@ -189,5 +243,17 @@ def test_playing_a_group_again_because_of_its_age_is_not_a_failure():
         assert ledger.expire(version + 1) == [group]
     group = ledger.open(version=5, now=0.0)
     assert ledger.replay(group.members[0].id, now=0.0) is not None
+    assert ledger.replay(group.members[0].id, now=0.0, counts=False) is not None
     assert ledger.replay(group.members[0].id, now=0.0) is None
     ledger.check()
+
+
+def test_a_checkpoint_names_what_the_newest_steps_trained_and_does_not_grow(monkeypatch):
+    monkeypatch.setattr(groups, "TRAINED_STEPS", 3)
+    ledger = GroupLedger(group_size=1, groups_per_step=1, rule=hold(0), retries=1)
+    for step in range(1, 9):
+        group = ledger.open(version=step - 1, now=0.0)
+        ledger.finish(group.members[0].id, 1.0)
+        assert ledger.claim(step)
+        ledger.trained(step)
+    assert [step for step, _ in ledger.position(8)["trained"]] == [6, 7, 8]

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import libra_cli
+from libra_cli.config.training import TrainingSpec
+from libra_cli.core.advantages.estimates import Estimation, advantage_metrics
 from libra_cli.core.metric_names import METRIC_NAMES, key_of, step_metrics
 from libra_cli.core.records import StepRecord, to_metrics_json
 from libra_cli.core.rollout.batches import batch_metrics
@@ -27,12 +29,22 @@ def test_no_two_numbers_have_one_name() -> None:
 
 def test_every_number_of_a_steps_row_has_a_name() -> None:
     named = {one.name for one in METRIC_NAMES if one.source == "step"}
-    other = {"step", "started_at", "checkpoint", "metrics_json", "batch_json"}
+    other = {
+        "step",
+        "started_at",
+        "checkpoint",
+        "metrics_json",
+        "batch_json",
+        "groups_json",
+        "replayed_json",
+    }
     assert {field.name for field in fields(StepRecord)} == named - {""} | other
 
 
 def test_every_number_of_a_batch_that_dashboards_know_has_their_name() -> None:
-    told = {key_of("batch", name) for name in batch_metrics([group(0.0, 1.0)], 0, 1, [])}
+    batch = [group(0.0, 1.0)]
+    named = batch_metrics(batch, 0, 1, []) | advantage_metrics(batch, ESTIMATION.of(batch))
+    told = {key_of("batch", name) for name in named}
     assert {"reward/std", "reward/frac_zero_std", "num_turns/mean", "tools/calls"} <= told
     assert {key for key in told if key.startswith("batch/")} == {
         "batch/groups_closed",
@@ -55,17 +67,22 @@ def test_a_name_that_libra_does_not_know_is_grouped_by_where_it_comes_from() -> 
     assert key_of("server", "request_queue_time_s") == "server/request_queue_time_s"
 
 
-def group(*rewards: float) -> Group:
-    members = [Trajectory(TrajectoryId(0, n)) for n in range(len(rewards))]
+ESTIMATION = Estimation(TrainingSpec(scale_rewards="none"))
+
+
+def group(*rewards: float, number: int = 0) -> Group:
+    members = [Trajectory(TrajectoryId(number, n)) for n in range(len(rewards))]
     for member, reward in zip(members, rewards, strict=True):
-        member.reward, member.turns, member.tools = reward, 2, 1
-    return Group(0, members, started_at=0.0, started_version=0)
+        member.reward, member.turns, member.tools, member.generated = reward, 2, 1, 8
+    return Group(number, members, started_at=0.0, started_version=0)
 
 
 def test_a_batch_says_how_much_signal_its_rewards_have() -> None:
-    told = batch_metrics([group(0.0, 1.0), group(1.0, 1.0)], 0, 1, [])
+    batch = [group(0.0, 1.0), group(1.0, 1.0, number=1)]
+    told = batch_metrics(batch, 0, 1, []) | advantage_metrics(batch, ESTIMATION.of(batch))
     assert told["reward_std"] == pytest.approx(0.5**0.5 / 2), "n - 1, as TRL's"
     assert told["share_without_signal"] == 0.5
+    assert told["advantage_std"] == pytest.approx(0.125**0.5)
     assert (told["turns_mean"], told["tools_mean"]) == (2.0, 1.0)
 
 

@@ -196,7 +196,7 @@ class Watched(World):
         last = {(r.group_id, r.member, r.attempt): r for r in self.trajectories}
         for who, row in last.items():
             assert row.ended_at is not None, f"trajectory {who} never ends"
-            tokens = array("i", loads(row.token_ids_json))
+            tokens = row.tokens[-1].token_ids
             prompt = self.prompts.get(TrajectoryId(*who), array("i"))
             assert tokens[: len(prompt)] == prompt, f"trajectory {who} ends as something else"
         moves = {row.move: row for row in self.rows(MoveRecord)}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
+from libra_cli.core.costs.workload import BatchExtras
 from libra_cli.core.observer import RunObserver
 from libra_cli.core.planning.controller import record_of_plan
 from libra_cli.core.records import TrajectoryRecord, TurnRecord
@@ -13,7 +15,7 @@ from libra_cli.core.types import Plan
 from tests import sample_run, world
 
 TURN = TurnRecord(0, 0, 0, 0, "a/0", 1, 0.0, 0.0, 1.0, 100, 10, "stop", "", "[]")
-ENDED = TrajectoryRecord(0, 0, 0, "finished", 0.0, 50.0, 1.0, 5, 50, 200, 1, 1, "[]", "[]", "")
+ENDED = TrajectoryRecord(0, 0, 0, "finished", 0.0, 50.0, 1.0, 5, 50, 200, 1, 1, "[]", "")
 """Five turns of ten tokens, each a second on its server."""
 TOOLS = "time in play over time on servers"
 
@@ -66,3 +68,26 @@ def test_the_step_that_all_first_groups_are_due_in_is_no_measure_of_rollout() ->
         observer.saw(replace(row, waited_s=6.0, held_s=5.0))
     measured = [(step.step_s, step.waited_s, step.held_s) for step in observer.measured]
     assert measured == [(5.0, 1.0, 0.0), (10.0, 6.0, 5.0), (10.0, 6.0, 5.0)]
+
+
+def test_what_is_filtered_stopped_and_replayed_is_seen_and_before_that_what_the_recipe_asks() -> (
+    None
+):
+    recipe = world.recipe(
+        rollout={"group_size": 4, "oversample": 1, "dynamic_sampling": True},
+        training={"groups_per_step": 8},
+        replay={"groups": 2},
+    )
+    observer = RunObserver(recipe)
+    play(observer, 0, 2.0)
+    observer.saw(replace(ENDED, group_id=0))
+    assert observer.workload is not None
+    assert observer.workload.extras == BatchExtras(surplus=0.25, replayed=0.25)
+    observer.saw(record_of_plan(0, Plan((), ("a/0",)), 0.0, "start", None))
+    told = [{}, {"filtered_tokens": 100, "surplus_tokens": 20, "replayed_tokens": 40}]
+    for step, batch in enumerate(told, 1):
+        row = sample_run.step_record(step, step * 10.0, started_at=step * 10.0 - 4)
+        row = replace(row, generated_tokens=100, context_tokens=1000, batch_json=json.dumps(batch))
+        observer.saw(row)
+    assert observer.workload.extras == BatchExtras(filtered=0.5, surplus=0.1, replayed=0.2)
+    assert [step.tokens for step in observer.evidence.steps] == [1000, 1400]

@@ -19,7 +19,7 @@ from libra_cli.envs.pointer_chase import (
     demonstration,
     factor_at,
 )
-from libra_cli.envs.protocol import Environment, ToolCall, ToolFailed
+from libra_cli.envs.protocol import Environment, StepResult, ToolCall, ToolFailed
 
 
 def test_it_is_an_environment():
@@ -65,7 +65,7 @@ def test_members_of_a_group_play_the_same_game():
 
 def _try(environment: PointerChase, key: str) -> str:
     try:
-        return environment.step(ToolCall("get", {"key": key}))
+        return environment.look_up(ToolCall("get", {"key": key}))
     except ToolFailed as failure:
         return str(failure)
 
@@ -82,7 +82,7 @@ def test_a_malformed_key_is_a_tool_error(key: object):
     environment = PointerChase(failure_rate=0.0)
     environment.reset(environment.task(0, 0), 0)
     with pytest.raises(ToolFailed, match="no such key"):
-        environment.step(ToolCall("get", {"key": key}))
+        environment.look_up(ToolCall("get", {"key": key}))
     with pytest.raises(ToolFailed, match="no tool 'put'"):
         environment.step(ToolCall("put", {"key": "ab"}))
 
@@ -187,3 +187,24 @@ def test_tools_with_a_heavy_tail_take_what_their_law_says():
 def test_a_tail_that_is_none_is_refused(latency_s):
     with pytest.raises(ValueError, match="latency_s must be seconds, or"):
         PointerChase(latency_s=latency_s)
+
+
+def test_hops_and_the_answer_share_the_reward_if_each_turn_has_its_own():
+    rewarded = PointerChase(failure_rate=0.0, turn_rewards=True)
+    task = {"start": "ab", "hops": 3, "salt": "1"}
+    rewarded.reset(task, 0)
+    keys = [Store("1").follow("ab", hops) for hops in range(4)]
+
+    def reward(key: str) -> float:
+        result = rewarded.step(ToolCall("get", {"key": key}))
+        assert isinstance(result, StepResult)
+        return result.reward
+
+    earned = [reward(key) for key in (keys[0], keys[0])]
+    assert earned == [0.25, 0.0], "the same key again is not the next one"
+    earned += [reward(key) for key in keys[1:3]]
+    assert sum(earned) + rewarded.score(keys[3]) == 1.0
+    plain = PointerChase(failure_rate=0.0)
+    plain.reset(task, 0)
+    assert isinstance(plain.step(ToolCall("get", {"key": "ab"})), str)
+    assert plain.score(keys[3]) == 1.0

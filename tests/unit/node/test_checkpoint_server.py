@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import http.client
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from libra_cli.node.checkpoints.server import serve
+from tests import credentials
+from tests.credentials import TOKEN, credentials_of, url_of
 
-TOKEN = "of-this-run"
 Ask = Callable[..., tuple[int, bytes]]
 
 
@@ -23,17 +23,12 @@ def ask(tmp_path: Path) -> Iterator[Ask]:
     (root / "empty").touch()
     (tmp_path / "secret").write_text("secret")
     (root / "link").symlink_to(tmp_path / "secret")
-    server = serve(root, "127.0.0.1", range(1), TOKEN)
+    server = serve(root, "127.0.0.1", range(1), credentials_of())
 
     def one(path: str, bytes_: str = "", token: str = TOKEN) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
-        headers = {"Authorization": f"Bearer {token}"} | ({"Range": bytes_} if bytes_ else {})
-        try:
-            connection.request("GET", path, headers=headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
+        headers = {"Range": bytes_} if bytes_ else {}
+        url = url_of(server.server_address[1])
+        return credentials.ask(url, path, token=token, headers=headers)
 
     yield one
     server.shutdown()

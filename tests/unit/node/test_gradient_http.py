@@ -35,7 +35,7 @@ def share(**changes: Any) -> dict[str, Any]:
         "reward": 1.0,
         "fresh": 1,
         "behind": [],
-        "baseline": [0.5, 0.5],
+        "advantages": [[0, 1.0]],
     }
     message = {"step": 7, "trainer_incarnation": 1, "incarnation": 3, "version": "v000006-e1"}
     return message | {"trajectories": [trajectory]} | changes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import http.client
 import re
 import socket
 import time
@@ -20,13 +18,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from libra_cli.config.errors import TrainerError
+from libra_cli.node.credentials import Credentials
 from libra_cli.node.gradient.client import GradientClient, Rows
 from libra_cli.node.gradient.server import FinishedGradient, GradientStore, Piece, serve
-from libra_cli.node.http import Blob, Reply
 from libra_cli.node.trainer.samples import read_samples
 from libra_cli.node.trainer.shares import WorkerShare, read_shares, rows_of
+from tests import credentials
+from tests.credentials import TOKEN, credentials_of, url_of
 
-TOKEN = "of-this-run"
 DEADLINE_S = 10.0
 ABOUT = {"incarnation": "3", "step": "7", "version": "v000006-e1"}
 VALUES: NDArray[np.float32] = np.arange(15, dtype="<f4").reshape(5, 3)
@@ -60,34 +59,25 @@ def complete(store: GradientStore, directory: Path, step: int = 7) -> None:
 
 @pytest.fixture
 def port(store: GradientStore) -> Iterator[int]:
-    server = serve(store, bind="127.0.0.1", port=0, token=TOKEN)
+    server = serve(store, bind="127.0.0.1", port=0, credentials=credentials_of())
     yield server.server_address[1]
     server.shutdown()
     server.server_close()
 
 
 def ask(port: int, path: str, query: Mapping[str, Any], token: str = TOKEN) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
-    try:
-        headers = {"Authorization": f"Bearer {token}"}
-        connection.request("GET", f"{path}?{urlencode(query)}", headers=headers)
-        response = connection.getresponse()
-        return response.status, response.read()
-    finally:
-        connection.close()
+    return credentials.ask(url_of(port), f"{path}?{urlencode(query)}", token=token)
 
 
 def fetch(
-    port: int, *, token: str = TOKEN, rank: int = 0, world: int = 1, **changes: Any
+    port: int, *, shows: Credentials | None = None, rank: int = 0, world: int = 1, **changes: Any
 ) -> GradientClient:
-    share = WorkerShare(
-        "gpu-01/0", 3, f"http://127.0.0.1:{port}", "v000006-e1", frozenset({(1, 0)})
-    )
+    share = WorkerShare("gpu-01/0", 3, url_of(port), "v000006-e1", frozenset({(1, 0)}))
     wanted = {
         "weight": Rows((5, 3), *rows_of(5, rank=rank, world=world)),
         "bias": Rows((), *rows_of(1, rank=rank, world=world)),
     }
-    given = {"tokens": 20, "wanted": wanted, "token": token, **changes}
+    given = {"tokens": 20, "wanted": wanted, "credentials": shows or credentials_of(), **changes}
     found = GradientClient(share, given.pop("step", 7), **given)
     found.start()
     return found
@@ -186,31 +176,26 @@ def wait_for(condition: Any) -> None:
         time.sleep(0.005)
 
 
-class Damaging(GradientStore):
-    """Sends other bytes than those it gives the checksum of."""
-
-    def gradient(self, about: Mapping[str, str], name: str, first: int, last: int) -> Reply:
-        data = VALUES[first:last].tobytes()
-        digest = hashlib.sha256(data).hexdigest()
-        return HTTPStatus.OK, Blob(b"\1" + data[1:], {"X-Sha256": digest})
-
-
-def test_a_damaged_gradient_is_not_used(tmp_path: Path):
-    store = Damaging(incarnation=3)
-    store.begin(7, "v000006-e1")
-    store.finish("weight", in_pieces(tmp_path, world=1))
-    server = serve(store, bind="127.0.0.1", port=0, token=TOKEN)
-    arrival = fetch(server.server_address[1]).settle(time.monotonic(), DEADLINE_S)
-    server.shutdown()
-    server.server_close()
-    assert arrival.problem == "rows 0 to 5 of weight are damaged"
+def test_what_is_changed_on_its_way_is_asked_for_again_and_never_used(
+    store: GradientStore, port: int, tmp_path: Path
+) -> None:
+    complete(store, tmp_path)
+    with credentials.relay(port) as hop:
+        assert fetch(hop.port).settle(time.monotonic(), DEADLINE_S).problem == ""
+        hop.flip_at = 2 * hop.came_back - 400  # in an answer of the next one
+        one = fetch(hop.port)
+        arrival = one.settle(time.monotonic(), DEADLINE_S)
+    assert "SSLError" in one._trouble
+    assert arrival.problem == ""
+    assert one.rows["weight"].tolist() == VALUES.reshape(-1).tolist()
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"step": 6}, "/share answered 409"),
-        ({"token": "of-another-run"}, "/share answered 401"),
+        ({"shows": credentials_of(token="of-another-run")}, "/share answered 401"),
+        ({"shows": credentials_of(run="another")}, "another host answers there"),
         ({"tokens": 19}, "of 20 tokens instead of 19"),
         ({"wanted": {"weight": Rows((5, 4), 0, 5)}}, r"weight is \(5, 3\) there"),
         ({"wanted": {}}, "the trainer has no such tensor"),
@@ -288,7 +273,7 @@ def test_a_wait_over_since_the_trainer_was_busy_counts_for_nothing(
     assert one.settle(time.monotonic(), 0.0).waited_s == 0.0
 
 
-def share(members: list[int], url: str = "http://10.0.0.3:21007") -> dict[str, Any]:
+def share(members: list[int], url: str = "https://10.0.0.3:21007#name") -> dict[str, Any]:
     return {
         "worker": "b/0",
         "incarnation": 1,
@@ -303,7 +288,7 @@ def share(members: list[int], url: str = "http://10.0.0.3:21007") -> dict[str, A
     [
         ([share([4])], r"b/0 names trajectory \(3, 4\)"),
         ([share([0]), share([0])], r"b/0 names trajectory \(3, 0\)"),
-        ([share([0], url="10.0.0.3:21007")], "no http://host:port"),
+        ([share([0], url="10.0.0.3:21007")], "no https://address:port#name"),
     ],
 )
 def test_a_share_must_be_of_trajectories_that_came_and_of_nobody_else(
@@ -318,7 +303,7 @@ def test_a_share_must_be_of_trajectories_that_came_and_of_nobody_else(
         "reward": 1.0,
         "fresh": 1,
         "behind": [],
-        "baseline": [0.5, 0.5],
+        "advantages": [[0, 1.0]],
     }
     samples = read_samples([message], max_len=16)
     with pytest.raises(TrainerError, match=reason):

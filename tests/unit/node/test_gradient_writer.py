@@ -16,6 +16,7 @@ from libra_cli.node.gradient.server import GradientStore, serve  # noqa: E402
 from libra_cli.node.gradient.writer import GradientWriter  # noqa: E402
 from libra_cli.node.model.policy import PolicyModel  # noqa: E402
 from libra_cli.node.trainer.shares import WorkerShare  # noqa: E402
+from tests.credentials import credentials_of, url_of  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 DEADLINE_S = 10.0
@@ -68,7 +69,7 @@ def store() -> GradientStore:
 
 @pytest.fixture
 def port(store: GradientStore) -> Iterator[int]:
-    server = serve(store, bind="127.0.0.1", port=0, token="of-this-run")
+    server = serve(store, bind="127.0.0.1", port=0, credentials=credentials_of())
     yield server.server_address[1]
     server.shutdown()
     server.server_close()
@@ -85,8 +86,8 @@ def test_upper_layers_are_fetched_before_the_gradients_of_lower_ones_exist(
     wanted = {
         name: Rows(tuple(one.shape), 0, one.shape[0]) for name, one in model.named_parameters()
     }
-    share = WorkerShare("gpu-01/0", 3, f"http://127.0.0.1:{port}", VERSION, frozenset({(1, 0)}))
-    fetch = GradientClient(share, 7, tokens=8, wanted=wanted, token="of-this-run")
+    share = WorkerShare("gpu-01/0", 3, url_of(port), VERSION, frozenset({(1, 0)}))
+    fetch = GradientClient(share, 7, tokens=8, wanted=wanted, credentials=credentials_of())
     fetch.start()
     seen: list[set[str]] = []
 
@@ -140,8 +141,10 @@ def test_what_is_sent_in_bfloat16_is_the_nearest_number_in_half_the_bytes(
     writer.finish()
     store.done(7, {}, 8, 0.1)
     wanted = {"weight": Rows((7, 300), 2, 5), "bias": Rows((7,), 2, 5)}
-    share = WorkerShare("gpu-01/0", 3, f"http://127.0.0.1:{port}", VERSION, frozenset({(1, 0)}))
-    fetch = GradientClient(share, 7, tokens=8, wanted=wanted, token="of-this-run", dtype="bfloat16")
+    share = WorkerShare("gpu-01/0", 3, url_of(port), VERSION, frozenset({(1, 0)}))
+    fetch = GradientClient(
+        share, 7, tokens=8, wanted=wanted, credentials=credentials_of(), dtype="bfloat16"
+    )
     fetch.start()
     arrival = fetch.settle(time.monotonic(), DEADLINE_S)
     assert (arrival.problem, arrival.bytes) == ("", 2 * 3 * 301)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from libra_cli.node.agent import bandwidth, remains
+from libra_cli.node.agent import remains
 from libra_cli.node.agent.agent_errors import AgentRefused
-from libra_cli.node.agent.model_files import WHOLE, fingerprints
+from libra_cli.node.agent.host_facts import bandwidth
+from libra_cli.node.agent.host_facts.model_files import WHOLE, fingerprints
 from libra_cli.node.agent.ports import Ports
-
-TOKEN = "a-token-for-tests"
+from tests.credentials import LOCAL, credentials_of, url_of
 
 
 @pytest.fixture
@@ -29,21 +29,21 @@ def port() -> Iterator[int]:
 
 
 def test_data_comes_through_for_about_as_long_as_it_is_sent(port):
-    bandwidth.serve(port, TOKEN, 0.2)
-    found = bandwidth.receive("127.0.0.1", port, TOKEN)
+    bandwidth.serve(LOCAL, port, credentials_of("sender"), 0.2)
+    found = bandwidth.receive(url_of(port, "sender"), credentials_of("receiver"))
     assert found["bytes"] > bandwidth.CHUNK
     assert 0.2 <= found["seconds"] < 20
 
 
-def test_without_the_token_nothing_is_sent(port):
-    bandwidth.serve(port, TOKEN, 0.2)
-    with pytest.raises(AgentRefused, match="sent nothing"):
-        bandwidth.receive("127.0.0.1", port, "x" * len(TOKEN))
+def test_to_a_host_of_another_run_nothing_is_sent(port):
+    bandwidth.serve(LOCAL, port, credentials_of("sender"), 0.2)
+    with pytest.raises(AgentRefused, match="verify failed"):
+        bandwidth.receive(url_of(port, "sender"), credentials_of(run="another"))
 
 
 def test_a_port_where_nobody_sends_is_told(port):
     with pytest.raises(AgentRefused, match="refused"):
-        bandwidth.receive("127.0.0.1", port, TOKEN)
+        bandwidth.receive(url_of(port, "sender"), credentials_of())
 
 
 def write(directory: Path, size: int, changed: int | None = None) -> None:

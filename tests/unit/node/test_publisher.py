@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import resource
+import shutil
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from libra_cli.node.weights import publisher as module
+from libra_cli.node.weights.chunks import MANIFEST
 from libra_cli.node.weights.publisher import Publisher
 from libra_cli.node.weights.versions import ProbeResult, VersionOnDisk, publish
 
@@ -31,12 +35,14 @@ class Disk:
     root: Path
     free: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
+    refused: int = 0
     written: list[VersionOnDisk] = field(default_factory=list)
     told: list[BaseException] = field(default_factory=list)
 
     def publish(self, *args: Any, **options: Any) -> VersionOnDisk:
         assert self.free.wait(PATIENCE_S)
         if self.error is not None:
+            self.refused += 1
             raise self.error
         return publish(*args, **options)
 
@@ -51,6 +57,7 @@ class Disk:
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
     disk = Disk(tmp_path / "versions")
+    monkeypatch.setattr(module, "LOOK_S", 0.02)
     monkeypatch.setattr(module, "publish", disk.publish)
     return disk
 
@@ -73,6 +80,13 @@ def publisher(disk: Disk) -> Iterator[Publisher]:
 @pytest.fixture
 def weights() -> dict[str, torch.Tensor]:
     return {"a": torch.full((3, 4), 1.5), "b": torch.zeros(5)}
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_the_trainer_goes_on_before_anything_is_written(disk, publisher, weights):
@@ -130,3 +144,65 @@ def test_the_end_waits_for_the_last_version(disk, publisher, weights):
 
 def test_nothing_was_written_before_the_first(publisher):
     assert publisher.wait() is None
+
+
+def test_a_version_that_is_gone_from_the_disk_is_written_again(disk, publisher, weights):
+    disk.free.set()
+    publisher.stage(weights.items(), version=1, probe=PROBE)
+    done = publisher.wait()
+    weights["a"].fill_(9.0)  # the next step is computed meanwhile
+    shutil.rmtree(disk.root / done.name)
+    until(lambda: (disk.root / done.name / MANIFEST).exists())
+    assert disk.values(1)["a"].eq(1.5).all()
+    assert disk.written == [done], "it is told once"
+
+
+def test_a_version_that_cannot_be_written_again_ends_nothing(disk, publisher, weights):
+    disk.free.set()
+    publisher.stage(weights.items(), version=1, probe=PROBE)
+    done = publisher.wait()
+    disk.error = OSError(28, "No space left on device")
+    shutil.rmtree(disk.root / done.name)
+    until(lambda: disk.refused > 0)
+    disk.error = None
+    until(lambda: (disk.root / done.name / MANIFEST).exists())
+    publisher.stage(weights.items(), version=2, probe=PROBE)
+    assert publisher.wait().version == 2
+    assert not disk.told
+
+
+def test_a_real_disk_that_is_full_ends_nothing_either(disk, publisher, weights):
+    disk.free.set()
+    publisher.stage(weights.items(), version=1, probe=PROBE)
+    done = publisher.wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))  # as full as a disk without root gets
+    try:
+        shutil.rmtree(disk.root / done.name)
+        until(lambda: publisher._writing.done() and publisher._writing.result() is done)
+        time.sleep(0.2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    until(lambda: (disk.root / done.name / MANIFEST).exists())
+    publisher.stage(weights.items(), version=2, probe=PROBE)
+    assert publisher.wait().version == 2
+    assert not disk.told
+
+
+def test_a_file_system_that_is_away_for_a_while_is_looked_at_again(
+    disk, publisher, weights, monkeypatch
+):
+    disk.free.set()
+    publisher.stage(weights.items(), version=1, probe=PROBE)
+    done = publisher.wait()
+    looked = threading.Event()
+
+    def away(_: Path) -> bool:
+        looked.set()
+        raise OSError(116, "Stale file handle")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "exists", away)
+        assert looked.wait(PATIENCE_S)
+    shutil.rmtree(disk.root / done.name)
+    until(lambda: (disk.root / done.name / MANIFEST).exists())

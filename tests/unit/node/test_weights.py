@@ -25,6 +25,7 @@ from libra_cli.node.weights.versions import (  # noqa: E402
     version_name,
 )
 from libra_cli.node.weights.weight_server import WeightServer  # noqa: E402
+from tests.credentials import credentials_of, url_of  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 PROBE = ProbeResult([1, 2, 3], [-0.5, -1.5])
@@ -213,14 +214,14 @@ def test_a_delta_that_cannot_be_written_does_not_stop_the_version(
 
 
 def test_a_host_that_follows_is_bit_identical_at_every_version(tmp_path: Path):
-    there = WeightServer(tmp_path / "trainer" / "run", "token")
-    here = WeightServer(tmp_path / "host" / "run", "token")
-    source = f"http://127.0.0.1:{there.serve('127.0.0.1', 0)}"
+    there = WeightServer(tmp_path / "trainer" / "run", credentials_of())
+    here = WeightServer(tmp_path / "host" / "run", credentials_of())
+    source = url_of(there.serve("127.0.0.1", 0))
     try:
         kinds = []
         for version in range(4):
             manifest = advance(there.root, version)
-            pulled = here.pull(manifest["name"], [source], timeout_s=20.0)
+            pulled = here.pull(manifest["name"], [source], patience_s=20.0)
             kinds.append(pulled.kind)
             assert pulled.detail == ""
             for file in (there.root / manifest["name"]).iterdir():

@@ -474,3 +474,31 @@ def test_on_a_terminal_one_live_area_is_drawn_and_removed_at_the_end() -> None:
     assert "40 of 40" in text
     assert "a note that stays" in text
     assert "\x1b[?25h" in text, "the cursor must come back"
+
+
+class Terminal(io.StringIO):
+    """One that may go."""
+
+    there = True
+
+    def isatty(self) -> bool:
+        return self.there
+
+
+def test_once_its_terminal_has_gone_a_run_is_told_in_plain_lines() -> None:
+    out = Terminal()
+    console = Console(file=out, width=80)
+    with Progress(console, name="quickstart", clock=Clock()) as progress:
+        progress.on(sample_run.run_record())
+        progress.note("seen")
+        assert "seen" in out.getvalue()
+        out.there = False
+        before = len(out.getvalue())
+        progress.on(sample_run.step_record(1, sample_run.START))
+        progress.note("not seen")
+    text = out.getvalue()[before:]
+    assert [line.partition("  ")[2].split("  ")[0] for line in text.splitlines()] == [
+        "step 1/40",
+        "not seen",
+    ]
+    assert "\x1b" not in text

@@ -62,7 +62,8 @@ class Page(HTMLParser):
 def page_text(tmp_path_factory: pytest.TempPathFactory) -> str:
     run_dir = sample_run.write(tmp_path_factory.mktemp("runs") / "run")
     path = write_report(run_dir, now=_NOW)
-    assert sorted(each.name for each in run_dir.iterdir()) == ["libra.db", "libra.lock", path.name]
+    names = sorted(each.name for each in run_dir.iterdir())
+    assert names == ["libra.db", "libra.lock", path.name, "tokens.bin"]
     return path.read_text(encoding="utf-8")
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +24,11 @@ from libra_cli.report.status.summary import (
     summary,
     to_json,
 )
-from libra_cli.runtime.store.controller_process import process_started
+from libra_cli.runtime.store.controller_process import (
+    controller_alive,
+    controller_is_here,
+    process_started,
+)
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import newest_run
@@ -88,7 +96,7 @@ def trajectory(
     tokens: int = 20,
 ) -> r.TrajectoryRecord:
     return r.TrajectoryRecord(
-        group_id, member, attempt, state, 0.0, 1.0, 1.0, 2, tokens, 60, oldest, 3, "[]", "[]", ""
+        group_id, member, attempt, state, 0.0, 1.0, 1.0, 2, tokens, 60, oldest, 3, "[]", ""
     )
 
 
@@ -223,6 +231,21 @@ def of_batch(**changes: float | None) -> str:
     return r.to_metrics_json(numbers | changes)
 
 
+def test_what_dynamic_sampling_left_out_is_told_with_its_share_of_the_tokens(
+    tmp_path: Path,
+) -> None:
+    before = of_batch()
+    sampled = of_batch(groups_filtered=3, filtered_tokens=100, share_truncated=0.5)
+    rows: list[r.Record] = [
+        step_record(4, 10.0, generated_tokens=900, batch_json=before),
+        step_record(6, 20.0, generated_tokens=300, batch_json=sampled),
+    ]
+    batches = told(tmp_path, rows)["batches"]
+    assert batches["groups_filtered"] == 3
+    assert batches["share_filtered"] == 0.25
+    assert batches["share_truncated"] == 0.5
+
+
 def test_members_that_come_after_their_group_count_for_the_step_that_trained_them(
     tmp_path: Path,
 ) -> None:
@@ -254,6 +277,9 @@ def test_members_that_come_after_their_group_count_for_the_step_that_trained_the
         "played_length": 20.0,
         "trained_length": 10.0,
         "longest_trained": 0.0,
+        "groups_filtered": 0,
+        "share_filtered": None,
+        "share_truncated": None,
     }
 
 
@@ -347,6 +373,11 @@ def test_what_is_broken_is_named(tmp_path: Path) -> None:
         "slot a/0: failed: exit code 1",
         "slot a/1: version 3 does not verify: the probe differs by 0.3",
     ]
+
+
+def test_a_version_that_never_came_is_not_said_to_have_failed_its_proof(tmp_path: Path) -> None:
+    gone = replace(sync("a/1", 4, published=0.0, served=1.0, ok=False), gap=None, detail="HTTP 404")
+    assert told(tmp_path, [gone])["errors"] == ["slot a/1: version 4 was not loaded: HTTP 404"]
 
 
 def test_each_bucket_tells_its_queue_its_seats_and_who_came_and_left(tmp_path: Path) -> None:
@@ -532,13 +563,58 @@ def test_a_run_whose_controller_died_has_failed(tmp_path: Path, how: str) -> Non
     assert value["run"]["elapsed_s"] == 50.0
 
 
-def test_a_run_of_another_machine_is_believed(tmp_path: Path) -> None:
+def of_another_machine(journal: Journal) -> None:
+    """As another machine would have written it."""
+    journal.flush()
+    with journal._writing:
+        journal._connection.execute(
+            "UPDATE meta SET value = 'other' WHERE key IN ('host', 'boot', 'machine')"
+        )
+
+
+@pytest.mark.parametrize(("silent_s", "state"), [(1.0, "running"), (3600.0, "failed")])
+def test_a_run_of_another_machine_is_believed_while_it_writes(
+    tmp_path: Path, silent_s: float, state: str
+) -> None:
     with Journal(tmp_path) as journal:
         journal.save(run_record(controller_pid=1, controller_started=-1.0))
-        with journal._writing:
-            journal._connection.execute("UPDATE meta SET value = 'afar' WHERE key = 'host'")
+        journal.event(time.time() - silent_s, "StepDone", {})
+        of_another_machine(journal)
     with Reader(tmp_path) as reader:
-        assert summary(reader, now=_NOW)["run"]["state"] == "running"
+        assert summary(reader, now=_NOW)["run"]["state"] == state
+
+
+def test_a_run_is_alive_while_its_lock_is_held_whatever_its_host_was_called(
+    tmp_path: Path,
+) -> None:
+    with Journal(tmp_path) as journal:
+        journal.save(run_record(controller_pid=1, controller_started=-1.0))
+        of_another_machine(journal)
+        with Reader(tmp_path) as reader:
+            assert controller_alive(reader)
+    with Reader(tmp_path) as reader:
+        assert not controller_alive(reader)
+
+
+def test_a_machine_that_was_renamed_is_the_same(tmp_path: Path) -> None:
+    mine = process_started(os.getpid())
+    assert mine is not None
+    with Journal(tmp_path) as journal:
+        journal.save(run_record(controller_pid=os.getpid(), controller_started=mine))
+        journal.flush()
+        with journal._writing:
+            journal._connection.execute("UPDATE meta SET value = 'old-name' WHERE key = 'host'")
+    with Reader(tmp_path) as reader:
+        assert controller_is_here(reader)
+        assert controller_alive(reader)
+
+
+def test_who_only_asks_for_a_lock_does_not_keep_a_controller_out(tmp_path: Path) -> None:
+    Journal(tmp_path).close()
+    lock = os.open(tmp_path / "libra.lock", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    threading.Timer(0.03, os.close, (lock,)).start()
+    Journal(tmp_path).close()
 
 
 def test_the_newest_run_is_the_one_that_started_last(tmp_path: Path) -> None:

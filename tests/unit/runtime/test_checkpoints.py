@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from libra_cli.config.errors import StateError
+from libra_cli.core.records import EvaluationRecord
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.local import LocalTransport
-from libra_cli.runtime.trainer.checkpoints import best_of, find_checkpoints, read_ledger
+from libra_cli.runtime.trainer.checkpoints import best_of, find_checkpoints, scored_by
 
 
 @pytest.fixture
@@ -47,8 +47,28 @@ def test_of_checkpoints_without_a_score_none_is_the_best(hosts: dict[str, Host])
     assert best_of(asyncio.run(find_checkpoints(hosts))) is None
 
 
-def test_a_ledger_is_read_from_whoever_has_it(hosts: dict[str, Host]) -> None:
-    save(hosts, 10, "b")
-    assert asyncio.run(read_ledger(hosts, "step-000010-e1")) == {"step": 10}
-    with pytest.raises(StateError, match="no host has a part of the checkpoint step-000020-e1"):
-        asyncio.run(read_ledger(hosts, "step-000020-e1"))
+def evaluated(number: int, name: str, step: int, reward: float) -> EvaluationRecord:
+    metrics = json.dumps({"avg@1": reward})
+    return EvaluationRecord(
+        number, name, step, 1, "finished", 1.0, 2.0, 1, 1, 1, 0, float(step), 9, metrics
+    )
+
+
+def test_the_recipes_first_evaluation_scores_though_another_began_before_it(
+    hosts: dict[str, Host],
+) -> None:
+    save(hosts, 10, "a")
+    save(hosts, 20, "a")
+    rows = [
+        evaluated(0, "easy", 10, 0.9),
+        evaluated(1, "held-out", 10, 0.2),
+        evaluated(2, "easy", 20, 0.8),
+        evaluated(3, "held-out", 20, 0.6),
+    ]
+    found = asyncio.run(find_checkpoints(hosts))
+    scored = scored_by(found, rows, ["held-out", "easy"])
+    assert [one.score for one in scored] == [0.2, 0.6]
+    best = best_of(scored)
+    assert best is not None
+    assert best.step == 20
+    assert scored_by(found, rows, []) == found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,10 +12,18 @@ import pytest
 from libra_cli.config.errors import HostError, HostLost
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.cluster.placement import initial_plan
+from libra_cli.core.launch.accelerate import RENDEZVOUS
+from libra_cli.core.launch.process import ProcessSpec
 from libra_cli.core.preflight.findings import ALL, Finding, Remedy
-from libra_cli.runtime.hosts.agent_messages import ConnectionLost, LeaseExpired
+from libra_cli.runtime.hosts.agent_messages import (
+    ConnectionLost,
+    LeaseExpired,
+    StartedProcess,
+    StoppedProcess,
+)
 from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.hosts.host import Host
+from libra_cli.runtime.store.run_secrets import RunSecrets
 
 RECIPE = Recipe.model_validate(
     {"nodes": [{"host": "n1"}, {"host": "n2"}], "model": {"path": "/m"}, "run": {"lease_s": 20}}
@@ -22,15 +31,23 @@ RECIPE = Recipe.model_validate(
 
 
 class Away:
-    """A host that does not answer the first times it is asked."""
+    """A host that does not answer the first times it is asked, and keeps a process as often."""
 
-    def __init__(self, times: int) -> None:
+    def __init__(self, times: int, *, keeps: int = 0) -> None:
         self.left = times
+        self.keeps = keeps
+        self.let_go: list[int] = []
 
-    async def stop(self, process: str, *, grace_s: float) -> None:
+    async def stop(self, process: str, *, grace_s: float) -> StoppedProcess:
         self.left -= 1
         if self.left >= 0:
             raise HostLost("no answer")
+        self.keeps -= 1
+        return StoppedProcess((), ("pid 7 (D)",) if self.keeps >= 0 else ())
+
+    async def start(self, *_: object, ports: list[int], **__: object) -> StartedProcess:
+        self.let_go += ports
+        return StartedProcess(1, 1, "log")
 
 
 def cluster(host: Away) -> Cluster:
@@ -38,7 +55,7 @@ def cluster(host: Away) -> Cluster:
         RECIPE,
         initial_plan(RECIPE),
         run_id="r",
-        token="t",
+        secrets=RunSecrets.new(),
         save=list[Any]().append,
         clock=time.time,
     )
@@ -67,6 +84,78 @@ def test_a_host_that_is_only_lost_is_asked_again() -> None:
         assert host.left == -1, "and then it did stop it"
 
     asyncio.run(scene())
+
+
+class Refusing(Away):
+    """A host whose sshd refuses the first times."""
+
+    transport = SimpleNamespace(warnings=("a key that others can read",))
+
+    async def open(self, *_: object, **__: object) -> None:
+        self.left -= 1
+        if self.left >= 0:
+            refused = ConnectionRefusedError(111, "Connection refused")
+            raise HostError("n1: refuses") from (refused if self.keeps else None)
+
+
+@pytest.mark.parametrize(
+    ("patience_s", "refuses", "may_pass", "asked"),
+    [(60.0, 3, True, 4), (0.0, 3, True, 1), (60.0, 3, False, 1)],
+)
+def test_a_run_that_goes_on_asks_a_host_again_that_refuses_and_a_new_one_once(
+    monkeypatch: pytest.MonkeyPatch,
+    patience_s: float,
+    refuses: int,
+    may_pass: bool,
+    asked: int,
+) -> None:
+    async def soon(_: float) -> None:
+        return
+
+    host, noted = Refusing(refuses, keeps=int(may_pass)), list[str]()
+    made = cluster(host)
+    made._note, made.patience_s = noted.append, patience_s
+    monkeypatch.setattr("libra_cli.runtime.hosts.cluster.host_of", lambda node: host)
+    monkeypatch.setattr(asyncio, "sleep", soon)
+    opening = made.connect(RECIPE.nodes[0])
+    if asked > 1:
+        asyncio.run(opening)
+        assert noted == [
+            "n1: refuses; it is asked again for 60 s",
+            "n1: a key that others can read",
+        ]
+    else:
+        with pytest.raises(HostError, match="refuses"):
+            asyncio.run(opening)
+    assert refuses - host.left == asked
+
+
+def test_a_process_that_outlives_sigkill_is_told_once_and_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def soon(_: float) -> None:
+        return
+
+    noted: list[str] = []
+    host = Away(0, keeps=3)
+    made = cluster(host)
+    made._note = noted.append
+    monkeypatch.setattr(asyncio, "sleep", soon)
+    asyncio.run(made.stop("n1", "server-0"))
+    assert host.keeps == -1
+    (told,) = noted
+    assert told.startswith("n1: server-0 does not end by SIGKILL and may hold its GPU: pid 7 (D)")
+
+
+@pytest.mark.parametrize(("launcher", "let_go"), [(RENDEZVOUS, []), ("torchrun", [21000])])
+def test_where_ranks_meet_is_let_go_for_launchers_that_need_it_alone(
+    launcher: str, let_go: list[int]
+) -> None:
+    host = Away(0)
+    ports = {"rendezvous": 21000, "side": 21001}
+    spec = ProcessSpec("n1", "trainer-0", ("python", "-m", launcher), {}, ports=ports)
+    asyncio.run(cluster(host).start(spec))
+    assert host.let_go == let_go
 
 
 def test_waiting_for_a_host_ends_when_it_is_given_up() -> None:

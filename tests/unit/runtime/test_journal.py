@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from libra_cli.config.errors import StateError
 from libra_cli.core import records as r
+from libra_cli.runtime.store import database as database_module
 from libra_cli.runtime.store import journal as journal_module
 from libra_cli.runtime.store import schema as schema_module
 from libra_cli.runtime.store.journal import Journal
@@ -145,7 +146,7 @@ def test_a_controller_that_comes_back_continues_its_file(tmp_path: Path) -> None
 def test_a_full_disk_loses_nothing_and_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "_RETRY_S", 0.01)
+    monkeypatch.setattr(journal_module, "RETRY_S", 0.01)
     told: list[StateError] = []
     heard = threading.Event()
 
@@ -202,7 +203,7 @@ def run_of(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Path]:
     """A run directory in every shape in which one can be found."""
-    monkeypatch.setattr(journal_module, "_CLOSE_DEADLINE_S", 0.1)
+    monkeypatch.setattr(database_module, "CLOSE_DEADLINE_S", 0.1)
     run_dir = tmp_path / "run #1 100% ?"
     if request.param == "live":
         with Journal(run_dir) as journal:

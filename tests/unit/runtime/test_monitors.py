@@ -20,7 +20,7 @@ from libra_cli.core.records import Record, TrajectoryRecord, TurnRecord
 from libra_cli.runtime.monitors import dispatch
 from libra_cli.runtime.monitors.between_steps import BetweenSteps
 from libra_cli.runtime.monitors.dispatch import Monitors
-from libra_cli.runtime.monitors.jsonl import FILE
+from libra_cli.runtime.monitors.jsonl import FILE, JsonLines
 from libra_cli.runtime.monitors.protocol import MonitoredRun
 from libra_cli.runtime.monitors.samples import LONGEST_TEXT, SampledTrajectory, as_markdown
 from libra_cli.runtime.recipes.loader import load_recipe
@@ -245,3 +245,15 @@ def test_a_monitor_that_fails_is_named_once_without_secrets(
     (note,) = notes
     assert note.endswith("is dropped: SystemExit: cannot reach http://***@host with ***")
     assert ALIVE[0].told["log"] == 1
+
+
+def test_a_line_that_cannot_be_written_now_is_written_with_the_next(tmp_path: Path) -> None:
+    directory = tmp_path / "later"
+    lines = JsonLines()
+    lines.start(MonitoredRun("r", directory, {}))
+    lines.log(1, {"reward": 0.5})
+    directory.mkdir()
+    lines.log(2, {"reward": 0.6})
+    lines.finish("finished")
+    steps = [json.loads(line)["step"] for line in (directory / FILE).read_text().splitlines()]
+    assert steps == [1, 2]

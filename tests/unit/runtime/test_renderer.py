@@ -353,6 +353,16 @@ def test_a_model_that_stops_elsewhere_is_refused(tmp_path):
     assert Renderer(tmp_path).stop_token_ids == {0, 2}
 
 
+@pytest.mark.parametrize(
+    ("config", "rows"),
+    [({"vocab_size": 300}, 300), ({"text_config": {"vocab_size": 40}}, 40), ({}, 2**31)],
+)
+def test_the_vocabulary_is_the_rows_of_the_model_s_embedding(tmp_path, config, rows):
+    write_model(tmp_path, CHATML)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Renderer(tmp_path).vocabulary == rows
+
+
 def test_what_is_missing_or_damaged_is_named(tmp_path):
     with pytest.raises(LibraError, match=r"no tokenizer\.json"):
         Renderer(tmp_path)

@@ -38,9 +38,7 @@ def turn(request: int, max_tokens: int) -> Generate:
 def play(scene: Callable[[ServerClient, FakeEngine], Awaitable[Any]], *, token: str = TOKEN) -> Any:
     async def whole() -> Any:
         engine = FakeEngine()
-        port = serve(engine)
-        endpoint = Endpoint("tcp", f"127.0.0.1:{port}", port)
-        client = ServerClient("n/0", 3, endpoint, token)
+        client = ServerClient("n/0", 3, Endpoint(serve(engine)), token)
         try:
             return await asyncio.wait_for(scene(client, engine), DEADLINE_S)
         finally:

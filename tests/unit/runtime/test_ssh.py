@@ -11,6 +11,7 @@ import contextlib
 import getpass
 import hashlib
 import io
+import logging
 import os
 import shutil
 import signal
@@ -30,9 +31,11 @@ import pytest
 from aiohttp import web
 
 from libra_cli.config.errors import HostError, HostKeyError, HostLost
+from libra_cli.runtime.hosts import ssh
 from libra_cli.runtime.hosts.ssh import SshTransport
 from libra_cli.runtime.hosts.ssh_target import SshTarget, resolve_route
 from libra_cli.runtime.hosts.transport import Endpoint
+from tests.sockets import socket_path
 
 SSHD = "/usr/sbin/sshd"
 DEADLINE_S = 15.0
@@ -211,6 +214,19 @@ def test_a_stream_carries_lines_both_ways_and_tells_what_went_wrong(server) -> N
     play(scene())
 
 
+def test_a_channel_that_hears_nothing_knows_what_others_of_its_connection_hear(server) -> None:
+    async def scene() -> None:
+        async with connected(server) as transport:
+            stream = await transport.open_stream(["cat"])
+            await asyncio.sleep(0.3)
+            assert stream.link_silent_s >= 0.25
+            assert (await transport.run(["echo", "x"], timeout_s=10.0)).stdout == b"x\n"
+            assert stream.link_silent_s < 0.25
+            await stream.close()
+
+    play(scene())
+
+
 def test_a_tree_appears_whole_and_is_never_written_twice(server, tmp_path) -> None:
     target = tmp_path / "code/abc"
 
@@ -372,8 +388,9 @@ def test_the_recipe_wins_over_the_configuration(home) -> None:
 
 
 @asynccontextmanager
-async def echo_server(port: int = 0) -> AsyncIterator[int]:
-    """Answers with what it is sent, on loopback."""
+async def echo_server(path: str = "") -> AsyncIterator[str]:
+    """Answers with what it is sent, on a Unix socket whose path it gives."""
+    path = path or socket_path()
 
     async def echo(request: web.Request) -> web.Response:
         return web.Response(body=await request.read())
@@ -382,19 +399,17 @@ async def echo_server(port: int = 0) -> AsyncIterator[int]:
     app.router.add_post("/", echo)
     runner = web.AppRunner(app, keepalive_timeout=DEADLINE_S)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port)
-    await site.start()
-    assert site._server is not None
+    await web.UnixSite(runner, path).start()
     try:
-        yield site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+        yield path
     finally:
         await runner.cleanup()
 
 
 def client(endpoint: Endpoint) -> aiohttp.ClientSession:
-    connector = aiohttp.UnixConnector(path=endpoint.address, limit=0)
+    connector = aiohttp.UnixConnector(path=endpoint.path, limit=0)
     timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
-    return aiohttp.ClientSession(endpoint.url, connector=connector, timeout=timeout)
+    return aiohttp.ClientSession("http://host", connector=connector, timeout=timeout)
 
 
 async def post(session: aiohttp.ClientSession, data: bytes) -> bytes:
@@ -406,9 +421,9 @@ def test_thirty_connections_at_once_take_no_thread_each(server) -> None:
     others = set(threading.enumerate())  # what tests before this one have left to end by itself
 
     async def scene() -> None:
-        async with connected(server) as transport, echo_server() as port:
-            endpoint = await transport.dial(port)
-            assert await transport.dial(port) == endpoint
+        async with connected(server) as transport, echo_server() as path:
+            endpoint = await transport.dial(path)
+            assert await transport.dial(path) == endpoint
             async with client(endpoint) as session:
                 await post(session, b"warm up")
                 for turn in range(5):
@@ -419,7 +434,7 @@ def test_thirty_connections_at_once_take_no_thread_each(server) -> None:
                 ours = [one for one in new if one.name.startswith("ssh ")]
                 assert len(ours) <= 8
                 assert len(new) - len(ours) <= 4
-        assert not Path(endpoint.address).exists()
+        assert not Path(endpoint.path).exists()
 
     play(scene())
 
@@ -430,8 +445,8 @@ def test_big_bodies_pass_unharmed_in_both_directions(server) -> None:
     async def scene() -> None:
         async with (
             connected(server) as transport,
-            echo_server() as port,
-            client(await transport.dial(port)) as session,
+            echo_server() as path,
+            client(await transport.dial(path)) as session,
         ):
             answers = await asyncio.gather(*(post(session, body) for body in bodies))
         digests = [hashlib.sha256(data).digest() for data in (*bodies, *answers)]
@@ -442,14 +457,14 @@ def test_big_bodies_pass_unharmed_in_both_directions(server) -> None:
 
 def test_an_endpoint_may_be_dialled_before_its_server_is_there(server) -> None:
     async def scene() -> None:
-        port = free_port()
+        path = socket_path()
         async with connected(server) as transport:
-            endpoint = await transport.dial(port)
-            assert Path(endpoint.address).parent.stat().st_mode & 0o777 == 0o700
+            endpoint = await transport.dial(path)
+            assert Path(endpoint.path).parent.stat().st_mode & 0o777 == 0o700
             async with client(endpoint) as session:
                 with pytest.raises(aiohttp.ClientConnectionError):
                     await post(session, b"too early")
-                async with echo_server(port):
+                async with echo_server(path):
                     assert await post(session, b"now") == b"now"
 
     play(scene())
@@ -457,10 +472,10 @@ def test_an_endpoint_may_be_dialled_before_its_server_is_there(server) -> None:
 
 def test_an_endpoint_outlives_the_connection_it_was_made_with(server) -> None:
     async def scene() -> None:
-        async with connected(server) as transport, echo_server() as port:
+        async with connected(server) as transport, echo_server() as path:
             stream = await transport.open_stream(["sh", "-c", "echo $PPID; cat"])
             session_pid = int(await stream.readline())
-            async with client(await transport.dial(port)) as session:
+            async with client(await transport.dial(path)) as session:
                 assert await post(session, b"before") == b"before"
                 os.kill(session_pid, signal.SIGKILL)  # the sshd process of this connection
                 assert await stream.readline() == b""
@@ -474,16 +489,86 @@ def test_an_endpoint_outlives_the_connection_it_was_made_with(server) -> None:
     play(scene())
 
 
-def test_a_host_that_forbids_forwarding_says_so(home, caplog) -> None:
+def test_a_host_that_forbids_forwarding_says_so_at_once(home) -> None:
     async def scene(server: Server) -> None:
-        async with (
-            connected(server) as transport,
-            echo_server() as port,
-            client(await transport.dial(port)) as session,
-        ):
-            with pytest.raises(aiohttp.ClientConnectionError):
-                await post(session, b"")
+        async with connected(server) as transport, echo_server() as path:
+            with pytest.raises(HostError, match="does not forward to Unix sockets") as told:
+                await transport.reach(path)
+            assert "AllowStreamLocalForwarding yes" in (told.value.hint or "")
 
-    with sshd(home, "AllowTcpForwarding no\n") as server, caplog.at_level("WARNING"):
+    with sshd(home, "AllowStreamLocalForwarding no\n") as server:
         play(scene(server))
-    assert "forbids forwarding" in caplog.text
+
+
+def test_a_socket_of_a_host_is_reached_where_nothing_is_forbidden(server) -> None:
+    async def scene() -> None:
+        async with connected(server) as transport, echo_server() as path:
+            await transport.reach(path)
+            with pytest.raises(HostError):
+                await transport.reach(socket_path())
+
+    play(scene())
+
+
+def test_a_host_that_opens_one_session_alone_says_which_setting_that_is(home) -> None:
+    async def scene(server: Server) -> None:
+        async with connected(server) as transport:
+            with pytest.raises(HostError, match="opens no further session") as told:
+                await asyncio.gather(*(transport.open_stream(["cat"]) for _ in range(2)))
+            assert "MaxSessions" in (told.value.hint or "")
+
+    with sshd(home, "MaxSessions 1\n") as server:
+        play(scene(server))
+
+
+def test_a_host_that_takes_no_more_connections_is_asked_again_and_then_named(
+    home, monkeypatch
+) -> None:
+    monkeypatch.setattr(ssh, "BUSY_PAUSES_S", (0.01, 0.01))
+    asked = 0
+    with socket.create_server(("127.0.0.1", 0)) as full:
+        full.settimeout(DEADLINE_S)
+
+        def turn_away() -> None:
+            nonlocal asked
+            with contextlib.suppress(OSError):
+                while True:
+                    line, _ = full.accept()
+                    asked += 1
+                    with line:
+                        line.sendall(b"Exceeded MaxStartups\r\n")
+
+        threading.Thread(target=turn_away, daemon=True).start()
+        error = failure(SshTransport("127.0.0.1", port=full.getsockname()[1]))
+    assert "takes no more connections just now" in str(error)
+    assert "MaxStartups" in (error.hint or "")
+    assert asked == 3
+
+
+def test_a_key_that_others_can_read_is_told(server, home) -> None:
+    key = home / ".ssh/id_ed25519"
+
+    async def scene() -> None:
+        async with connected(server, identity=str(key)) as transport:
+            told.append(list(transport.warnings))
+
+    told: list[list[str]] = []
+    play(scene())
+    key.chmod(0o644)
+    play(scene())
+    key.chmod(0o600)
+    assert told[0] == []
+    assert told[1] == [
+        f"{key} can be read by others than you, and ssh would refuse it: chmod 600 {key}"
+    ]
+
+
+def test_a_socket_that_does_not_listen_yet_is_no_line_in_a_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logger = logging.getLogger("paramiko.transport")
+    logger.error("Secsh channel 3 open FAILED: open failed: Connect failed")
+    logger.error("Exception (client): the cable was cut")
+    assert [record.getMessage() for record in caplog.records] == [
+        "Exception (client): the cable was cut"
+    ]

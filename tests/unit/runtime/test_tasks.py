@@ -10,10 +10,10 @@ from typing import Any
 import duckdb
 import pytest
 
-from libra_cli.config.environment import TaskSourceSpec
+from libra_cli.config.environment import EnvironmentSpec, TaskSourceSpec
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.runtime.tasks import parquet
-from libra_cli.runtime.tasks.mixture import Tasks
+from libra_cli.runtime.tasks.mixture import Tasks, tasks_of
 
 VERL_ROWS = [
     {
@@ -229,3 +229,15 @@ def test_a_task_can_be_changed_without_changing_anothers(tmp_path):
     source = tasks(write(tmp_path / "t.jsonl", [{"n": [1]}]))
     source.at(0, 0)["n"].append(2)
     assert source.at(0, 0) == {"n": [1]}
+
+
+def test_all_rows_of_several_files_are_counted_until_each_was_played(tmp_path):
+    small = write(tmp_path / "small.jsonl", [{"n": n} for n in range(3)])
+    large = write(tmp_path / "large.jsonl", [{"n": n} for n in range(3, 9)])
+    sources = [{"path": str(small), "weight": 1.0}, {"path": str(large), "weight": 3.0}]
+    one = EnvironmentSpec.model_validate({"tasks": sources, "weight": 2.0})
+    other = EnvironmentSpec.model_validate({"tasks": str(large)})
+    assert tasks_of([other]) == 6
+    assert tasks_of([one]) == 12
+    assert {Tasks(one.tasks).at(index, 0)["n"] for index in range(12)} == set(range(9))
+    assert tasks_of([one, other]) == 18

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import time
 import typing
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -178,6 +180,66 @@ def test_arguments_full_of_white_space_are_read_in_time_that_grows_with_their_le
         ToolCall("get", {"key": "12", "n": 3})
     ]
     assert time.process_time() - started < 5.0  # it was a minute
+
+
+REPEATED = [
+    "<function=a>",
+    "<function=a><parameter=b>",
+    "<a1function=a><a2function=b></a0function>",
+    "<invoke name=a>",
+    "<parameter=b>",
+    "<parameter name=",
+    "<arg_key>",
+    "<arg_key>a</arg_key>",
+    "<arg_key>a</arg_key><arg_value>",
+    "<tool_call>",
+    "<function" + " " * 50,
+    "{} ",
+    "{},",
+    " ",
+    "\n",
+    "<",
+    "</",
+    "a ",
+    '<|python_tag|>{"name":',
+    "<|channel|>analysis",
+    "<|start|>assistant ",
+    "<think>",
+    "[TOOL_CALLS]a",
+    "call:a{",
+    "}",
+]
+"""What a model in a loop writes: marks that never end."""
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_marks_without_an_end_are_read_in_time_that_grows_with_their_number(name):
+    text = next(text for one, text in WRITTEN if one == name)
+    starts = {
+        "",
+        text[: len(text) // 2],
+        *(text[: text.index(mark) + 1] for mark in text if mark in ">]{"),
+    }
+    slow = {}
+    for repeated in REPEATED:
+        for start in starts:
+            written = start + repeated * (30_000 // len(repeated))
+            if least_seconds(partial(FORMATS[name].turn, written), enough=0.25) > 0.25:
+                slow[start] = repeated
+    assert not slow
+
+
+def least_seconds(work: Callable[[], object], *, enough: float) -> float:
+    """CPU seconds of the quickest of three, or of the first that took no more than ``enough``:
+    collections of garbage and a busy machine only ever add."""
+    least = float("inf")
+    for _ in range(3):
+        before = time.process_time()
+        work()
+        least = min(least, time.process_time() - before)
+        if least <= enough:
+            break
+    return least
 
 
 def test_the_recipe_knows_every_format():

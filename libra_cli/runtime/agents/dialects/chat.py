@@ -27,11 +27,11 @@ class ChatCompletions:
     def read(self, path: str, headers: Mapping[str, str], body: object) -> AgentRequest:
         """Read a request; see ``Dialect.read``."""
         body = reading.object_of(body, "the request")
-        tools, dropped = _tools(body)
+        tools, dropped = read_tools(body)
         options = body.get("stream_options")
         return AgentRequest(
             dialect="chat",
-            messages=_messages(body),
+            messages=read_messages(body),
             tools=tools,
             usage_chunk=isinstance(options, dict) and options.get("include_usage") is True,
             max_tokens=reading.limit_of(body, "max_completion_tokens", "max_tokens"),
@@ -97,7 +97,12 @@ def _count(body: Json) -> int:
     return count
 
 
-def _messages(body: Json) -> tuple[Message, ...]:
+def read_messages(body: Json) -> tuple[Message, ...]:
+    """Return the messages of a request, or of a conversation in a file.
+
+    Raises:
+        BadRequest: one cannot be read, or there is none.
+    """
     messages = reading.objects_of(body.get("messages"), "messages")
     if not messages:
         raise BadRequest("messages must not be empty")
@@ -137,7 +142,12 @@ def _id(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _tools(body: Json) -> tuple[tuple[ToolSchema, ...], list[str]]:
+def read_tools(body: Json) -> tuple[tuple[ToolSchema, ...], list[str]]:
+    """Return the tools of a request, and in words those that libra cannot offer.
+
+    Raises:
+        BadRequest: one cannot be read.
+    """
     if body.get("functions"):
         raise BadRequest("functions is the old form of tools; send tools")
     tools, dropped = [], []

@@ -39,19 +39,21 @@ _NAMED = re.compile(
 )
 """It ends with all that is left: a mark after a lazy part would be looked for at every space."""
 _ELEMENT = re.compile(
-    r"""<(?P<prefix>[^<>=\s]*?)(?:function=|invoke\s+name=)"?(?P<name>[^<>"]+?)"?\s*>
-    (?P<body>.*?)</(?P=prefix)(?:function|invoke)>""",
-    re.DOTALL | re.VERBOSE,
+    r"""<(?P<prefix>[^<>=\s]*?)(?:function=|invoke\s{1,4}name=)"?(?P<name>[^<>"]+?)"?\s{0,4}>""",
+    re.VERBOSE,
 )
+_ELEMENT_END = re.compile(r"</([^<>\s]*?)(?:function|invoke)>")
 _PARAMETER = re.compile(
-    r"""<[^<>=\s]*?parameter(?:=|\s+name=)"?(?P<key>[^<>"]+?)"?
-    (?:\s+string="(?P<string>true|false)")?\s*>
-    \n?(?P<value>.*?)\n?</[^<>\s]*?parameter>""",
-    re.DOTALL | re.VERBOSE,
+    r"""<[^<>=\s]*?parameter(?:=|\s{1,4}name=)"?(?P<key>[^<>"]+?)"?
+    (?:\s{1,4}string="(?P<string>true|false)")?\s{0,4}>\n?""",
+    re.VERBOSE,
 )
-_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_PARAMETER_END = re.compile(r"</[^<>\s]*?parameter>")
+_PAIR_KEY = re.compile(r"\s*<arg_key>")
+_PAIR_VALUE = re.compile(r"\s*<arg_value>")
 _BRACES = re.compile(r"\s*call:(?P<name>[\w.-]+)(?P<arguments>\{.*\})\s*\Z", re.DOTALL)
 _BARE_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]*)\s*:")
+_JOINT = re.compile(r"[ \n;]*")
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
@@ -63,13 +65,14 @@ def json_calls(text: str, types: Types) -> list[ToolCall]:
     """Read JSON objects with a name and arguments, alone, in a list, or joined by ``;``."""
     decoder = json.JSONDecoder(parse_constant=_no_constant)
     calls: list[ToolCall] = []
-    rest = text.strip()
-    if not rest:
+    text, at = text.strip(), 0
+    if not text:
         raise Unreadable("it is empty")
-    while rest:
-        value, end = _decoded(decoder, rest)
+    while at < len(text):
+        value, end = _decoded(decoder, text, at)
         calls += [_call_of(one) for one in (value if isinstance(value, list) else [value])]
-        rest = rest[end:].lstrip(" \n;")
+        joint = _JOINT.match(text, end)
+        at = joint.end() if joint else end
     return calls
 
 
@@ -87,41 +90,61 @@ def named_json_calls(text: str, types: Types) -> list[ToolCall]:
 def element_calls(text: str, types: Types) -> list[ToolCall]:
     """Read calls as elements with one element for each argument."""
     calls = []
-    for match in _ELEMENT.finditer(text):
-        name = match["name"].strip()
-        arguments: dict[str, Any] = {}
-        rest = match["body"]
-        for parameter in _PARAMETER.finditer(rest):
-            key = parameter["key"].strip()
-            if parameter["string"] == "true":
-                arguments[key] = parameter["value"]
-            else:
-                arguments[key] = _value(parameter["value"], types.get(name, {}).get(key))
-        if _PARAMETER.sub("", rest).strip():
-            raise Unreadable(f"the arguments of {name} are not closed elements")
-        calls.append(ToolCall(name, arguments))
+    ends: dict[str, list[re.Match[str]]] = {}  # by prefix, the last first
+    for end in reversed(list(_ELEMENT_END.finditer(text))):
+        ends.setdefault(end[1], []).append(end)
+    at = 0
+    while element := _ELEMENT.search(text, at):
+        at = element.end()
+        own = ends.get(element["prefix"], [])
+        while own and own[-1].start() < at:
+            own.pop()
+        if own:
+            name = element["name"].strip()
+            body = text[at : own[-1].start()]
+            calls.append(ToolCall(name, _parameters(name, body, types.get(name, {}))))
+            at = own[-1].end()
     if not calls:
         raise Unreadable("there is no closed element with the name of the tool")
     return calls
 
 
+def _parameters(name: str, body: str, types: Mapping[str, object]) -> dict[str, Any]:
+    """Read the body of an element, which is closed elements and nothing else."""
+    arguments: dict[str, Any] = {}
+    ends = _PARAMETER_END.finditer(body)
+    at = 0
+    while start := _PARAMETER.search(body, at):
+        end = next((end for end in ends if end.start() >= start.end()), None)
+        if end is None or body[at : start.start()].strip():
+            break
+        key, value = start["key"].strip(), body[start.end() : end.start()].removesuffix("\n")
+        arguments[key] = value if start["string"] == "true" else _value(value, types.get(key))
+        at = end.end()
+    if body[at:].strip():
+        raise Unreadable(f"the arguments of {name} are not closed elements")
+    return arguments
+
+
 def pair_calls(text: str, types: Types) -> list[ToolCall]:
     """Read a name followed by pairs of keys and values."""
-    name = text.partition("<arg_key>")[0].strip()
+    before, _, _ = text.partition("<arg_key>")
+    name = before.strip()
     if not name or len(name.split()) > 1 or name.startswith("{"):
         raise Unreadable("the name of the tool is missing")
-    if _PAIR.sub("", text).strip() != name:
+    known, arguments, at = types.get(name, {}), {}, len(before)
+    while start := _PAIR_KEY.match(text, at):
+        key_end = text.find("</arg_key>", start.end())
+        value = _PAIR_VALUE.match(text, key_end + len("</arg_key>")) if key_end >= 0 else None
+        value_end = text.find("</arg_value>", value.end()) if value else -1
+        if value is None or value_end < 0:
+            break
+        key = text[start.end() : key_end].strip()
+        arguments[key] = _value(text[value.end() : value_end], known.get(key))
+        at = value_end + len("</arg_value>")
+    if text[at:].strip():
         raise Unreadable(f"the arguments of {name} are not pairs of arg_key and arg_value")
-    known = types.get(name, {})
-    return [
-        ToolCall(
-            name,
-            {
-                key.strip(): _value(value, known.get(key.strip()))
-                for key, value in _PAIR.findall(text)
-            },
-        )
-    ]
+    return [ToolCall(name, arguments)]
 
 
 def python_calls(text: str, types: Types) -> list[ToolCall]:
@@ -206,9 +229,9 @@ def _arguments(text: str) -> dict[str, Any]:
     return value
 
 
-def _decoded(decoder: json.JSONDecoder, text: str) -> tuple[Any, int]:
+def _decoded(decoder: json.JSONDecoder, text: str, at: int = 0) -> tuple[Any, int]:
     try:
-        return decoder.raw_decode(text)
+        return decoder.raw_decode(text, at)
     except json.JSONDecodeError as error:
         raise Unreadable(f"not JSON: {error.msg} at character {error.pos}") from error
     except (ValueError, RecursionError) as error:

@@ -175,7 +175,7 @@ FORMATS = {
         ToolFormat(
             "gpt_oss",
             re.compile(
-                r"(?:<\|start\|>assistant)?\s*(?:<\|channel\|>\w+)?\s*to=functions\."
+                r"(?:<\|start\|>assistant\s*+)?(?:<\|channel\|>\w++\s*+)?to=functions\."
                 r"(?P<body>.*?)(?P<end><\|call\|>|<\|end\|>|\Z)",
                 re.DOTALL,
             ),
@@ -197,7 +197,7 @@ FORMATS = {
             "llama_json",
             re.compile(
                 r"(?:\A\s*|<\|python_tag\|>\s*)"
-                r'(?P<body>\{\s*"(?:name|type)"\s*:(?=.*"(?:parameters|arguments)"\s*:).*)'
+                r'(?P<body>\{\s*"(?:name|type)"\s*:(?=.{0,4096}"(?:parameters|arguments)"\s*:).*)'
                 r"(?P<end>)\Z",
                 re.DOTALL,
             ),

@@ -6,7 +6,7 @@ import pytest
 
 from libra_cli.core.actions import StartServer, StopServer, SyncServer
 from libra_cli.core.cluster.replica import Replica, ReplicaState
-from libra_cli.core.cluster.replica_set import MAX_RESTARTS
+from libra_cli.core.cluster.restarts import MAX_RESTARTS
 from libra_cli.core.cluster.rollout_servers import RolloutServers
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.events import (
@@ -60,7 +60,14 @@ class Servers(RolloutServers):
     def end(self) -> list[type]:
         """No process is left."""
         stopped = ServerStopped(SLOT.id, self.one.incarnation)
-        return kinds(self.gone(stopped, lambda _: True, now=3.0))
+        return kinds(self.gone(stopped, lambda _: True, now=3.0)) or self.rest()
+
+    def rest(self) -> list[type]:
+        """The wait before it is started again is over, if there is one."""
+        if not self.one.resting:
+            return []
+        self.one.resting = False
+        return kinds(self.start(self.one, now=4.0))
 
 
 def kinds(results: list[Result]) -> list[type]:

@@ -47,7 +47,7 @@ def test_no_step_is_begun_while_a_resize_waits_for_its_checkpoint():
     world.until(lambda: world.kept)
     trained = len(world.did(a.Train))
     seen = world.events
-    world.until(lambda: world.events > seen + 50)
+    world.until(lambda: world.events > seen + 30)
     assert len(world.did(a.Train)) == trained
     assert world.machine.training.state is TrainerState.READY
     world.speak()

@@ -8,18 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra_cli.config.losses import compares_trajectories
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.gradient_workers import MAX_MISSED, GradientWorkers
 from libra_cli.core.cluster.partition import MARGIN, Speeds, deal_shares
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.notices import ReplicaChanged, StepOver
-from libra_cli.core.types import Baseline, Pool, Slot, Trajectory, TrajectoryId, WeightVersion
+from libra_cli.core.types import Pool, Slot, Trajectory, TrajectoryId, WeightVersion
 
 
 def sample(number: int, tokens: int) -> a.TrainSample:
     played = Trajectory(TrajectoryId(number // 8, number % 8), token_ids=array("i", [0] * tokens))
-    return a.TrainSample(played, 0, False, Baseline(0.0, 0.0))
+    return a.TrainSample(played, 0, False, ())
 
 
 def slot(index: int, gpus: int = 1) -> Slot:
@@ -60,6 +61,26 @@ def test_shares_are_in_proportion_to_speed(fast, slow):
     whole = 1 + fast + slow
     assert shares["w/0"] == pytest.approx(400 * fast / whole, abs=2)
     assert shares["w/1"] == pytest.approx(400 * slow / whole, abs=2)
+
+
+@given(sizes=st.lists(st.integers(1, 1000), max_size=30), workers=st.integers(1, 3))
+def test_a_loss_that_compares_trajectories_has_whole_groups_in_a_share(sizes, workers):
+    ready = [Replica(slot(index), since=0.0) for index in range(workers)]
+    batch = [sample(number, size) for number, size in enumerate(sizes)]
+    for number, one in enumerate(batch):
+        one.trajectory.id = TrajectoryId(number % 7, number // 7)
+    shares = deal_shares(batch, ready, Speeds(1), whole_groups=True)
+    groups = [{one.group for one in share.trajectories} for share in shares]
+    assert sum(map(len, groups)) == len(set().union(*groups))
+    for share, of_share in zip(shares, groups, strict=True):
+        everyone = {one.trajectory.id for one in batch if one.trajectory.id.group in of_share}
+        assert set(share.trajectories) == everyone
+
+
+def test_a_loss_of_a_user_may_compare_trajectories():
+    assert compares_trajectories("tba")
+    assert compares_trajectories("my_package.losses:mine")
+    assert not compares_trajectories("dapo")
 
 
 def test_unknown_speeds_count_gpus_and_the_core_goes_first():
@@ -127,6 +148,15 @@ def test_a_worker_has_a_share_of_the_step_whose_version_it_is_just_loading():
     assert workers.shares(BATCH)  # it takes it once it has proved the version
     prove(workers, status, version(2))
     assert workers.shares(BATCH)
+
+
+def test_a_batch_with_several_updates_has_no_shares_and_that_is_told():
+    workers = GradientWorkers(1, shares_steps=False)
+    status = ready(workers, slot(0), version(1))
+    assert workers.shares(BATCH) == ()
+    assert not workers.would_share
+    workers.step_over(StepOver(()), now=3.0)
+    assert "several updates" in status.detail
 
 
 def test_a_worker_that_lies_further_back_has_no_share():

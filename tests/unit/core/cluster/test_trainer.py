@@ -1,10 +1,11 @@
-"""A trainer that dies is started again, but not for ever on the same batch."""
+"""A trainer that dies is started again, but not for ever on the same group."""
 
 from __future__ import annotations
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.trainer import TrainerState
+from libra_cli.core.records import GroupRecord, NoteRecord
 from tests.elastic import Scene, scene
 
 
@@ -14,17 +15,66 @@ def die_in(world: Scene, step: int) -> None:
     world.give(e.TrainerFailed(training.incarnation, "killed"))
 
 
-def test_a_step_that_has_ended_the_trainer_twice_is_not_tried_again():
-    world = scene()
+def poisoned(event: e.Event, world: Scene, poison: set[int]) -> bool:
+    """Whether the answer is to a message with one of these groups in it."""
+    return isinstance(event, e.StepDone | e.Accumulated) and bool(poison & in_hand(world))
+
+
+def in_hand(world: Scene) -> set[int]:
+    """The groups of the last message to the trainer."""
+    sent = [one for one in world.log if isinstance(one, a.Train | a.Accumulate)]
+    return {sample.trajectory.id.group for sample in sent[-1].samples}
+
+
+def play(world: Scene, poison: set[int], steps: int) -> None:
+    """The trainer dies of every message with such a group in it, until so many steps are done."""
     training = world.machine.training
-    step = training.step + 1
+    world.silent = lambda event: poisoned(event, world, poison)
+    last = training.step + steps
+    while training.step < last:
+        world.until(lambda: world.kept or training.step >= last)
+        if world.kept:
+            world.kept.clear()
+            world.give(e.TrainerFailed(training.incarnation, "log-probabilities are not finite"))
+
+
+def dropped(world: Scene) -> list[GroupRecord]:
+    return [row for row in world.rows(GroupRecord) if row.state == "dropped"]
+
+
+def test_a_group_that_kills_the_trainer_is_found_and_dropped_and_the_run_goes_on():
+    world = scene(checkpoint_every=2)
+    poison = {world.machine.ledger.next_group + 2}
+    play(world, poison, 6)
+    assert [row.group_id for row in dropped(world)] == sorted(poison)
+    assert "not finite" in dropped(world)[0].detail
+    assert len(world.did(a.StartTrainer)) == 4
+    (note,) = [note for note in world.rows(NoteRecord) if note.kind == "batch"]
+    assert note.subject == f"group {next(iter(poison))}"
+    done = {row.group_id for row in world.rows(GroupRecord) if row.state == "trained"}
+    assert not poison & done
+
+
+def test_the_others_of_a_batch_with_such_a_group_are_trained():
+    world = scene(checkpoint_every=2)
+    poison = {world.machine.ledger.next_group + 2}
+    play(world, poison, 6)
+    done = {row.group_id for row in world.rows(GroupRecord) if row.state == "trained"}
+    first = next(one for one in world.did(a.Train) if poison & groups_of(one))
+    assert groups_of(first) - poison <= done
+
+
+def groups_of(train: a.Train) -> set[int]:
+    return {sample.trajectory.id.group for sample in train.samples}
+
+
+def test_two_kills_in_one_step_by_somebody_else_drop_nothing():
+    world = scene()
+    step = world.machine.training.step + 1
     die_in(world, step)
     die_in(world, step)
-    started = len(world.did(a.StartTrainer))
-    world.until(lambda: training.state is TrainerState.FAILED)
-    assert f"step {step} has ended the trainer 2 times" in training.detail
-    assert "killed" in training.detail
-    assert len(world.did(a.StartTrainer)) == started
+    world.steps_on(3)
+    assert not dropped(world)
 
 
 def test_deaths_in_different_steps_are_no_reason_to_give_up():
@@ -33,3 +83,19 @@ def test_deaths_in_different_steps_are_no_reason_to_give_up():
     die_in(world, step)
     die_in(world, step + 1)
     world.steps_on()
+
+
+def test_a_damaged_checkpoint_ends_the_run_with_what_to_type_at_once():
+    world = scene(checkpoint_every=2)
+    training = world.machine.training
+    world.steps_on(3)
+    world.give(e.TrainerFailed(training.incarnation, "killed"))
+    world.until(lambda: training.state is TrainerState.STARTING)
+    starts = len(world.did(a.StartTrainer))
+    world.give(e.TrainerFailed(training.incarnation, "step-2 is damaged: weights.pt"))
+    world.until(lambda: world.end)
+    assert world.end is not None
+    assert world.end.state == "failed"
+    assert "step-2 is damaged" in world.end.error
+    assert "libra run RECIPE --resume RUN_DIR" in world.end.error
+    assert len(world.did(a.StartTrainer)) == starts

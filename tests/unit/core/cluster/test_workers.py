@@ -11,7 +11,7 @@ from libra_cli.core.cluster.gradient_workers import MAX_UNREACHED, GradientWorke
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.events import PublishedVersion, WorkerStarted, WorkerSynced, WorkerSyncFailed
 from libra_cli.core.notices import Result, StepOver
-from libra_cli.core.types import Baseline, Pool, Slot, Trajectory, TrajectoryId, WeightVersion
+from libra_cli.core.types import Pool, Slot, Trajectory, TrajectoryId, WeightVersion
 
 SLOT = Slot("b/0", "b", (), Pool.HYBRID)
 
@@ -28,7 +28,7 @@ def samples(count: int) -> list[TrainSample]:
             Trajectory(TrajectoryId(number, 0), token_ids=array("i", [0] * 8)),
             0,
             False,
-            Baseline(0.0, 0.0),
+            (),
         )
         for number in range(count)
     ]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra_cli.config.training import TrainingSpec
 from libra_cli.core.costs.profile import (
     MemoryModel,
     MoveCost,
@@ -16,9 +17,11 @@ from libra_cli.core.costs.profile import (
     Profile,
     ProfileError,
     TrainingCost,
+    passes_of,
 )
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.costs.workload import BatchExtras, TrajectorySample, Workload
+from libra_cli.core.planning.rollout_table import RolloutTable
 from libra_cli.core.planning.training_table import TrainingTable, together_s
 
 FACTS = MemoryModel(
@@ -55,6 +58,73 @@ def test_no_rank_has_less_than_the_longest_trajectory() -> None:
     work = workload(40_000, trajectories=2)
     many = TRAINING.compute_s(64, work)
     assert many == pytest.approx(5e-4 * 40_500 + 1e-8 * 40_500**2 / 2)
+
+
+SHARES = st.floats(0.0, 8.0)
+
+
+@given(filtered=SHARES, surplus=SHARES, replayed=SHARES, ranks=st.integers(1, 16))
+def test_what_is_not_trained_is_played_and_what_is_replayed_is_trained(
+    filtered: float, surplus: float, replayed: float, ranks: int
+) -> None:
+    plain = workload(2000, 4000)
+    played = replace(plain, extras=BatchExtras(filtered=filtered, surplus=surplus))
+    again = replace(plain, extras=BatchExtras(replayed=replayed))
+    assert TRAINING.seconds(ranks, played) == TRAINING.seconds(ranks, plain)
+    assert TRAINING.compute_s(1, again) == pytest.approx(
+        (1 + replayed) * TRAINING.compute_s(1, plain)
+    )
+    seconds = [RolloutTable(SERVERS, work, 8).equal_s(1, 4) for work in (plain, again, played)]
+    assert seconds[0] == seconds[1] <= seconds[2] * (1 + 1e-9)
+
+
+def test_a_filtered_group_is_played_before_another_and_a_surplus_member_beside_it() -> None:
+    """Where the places are those of the groups that may be open, one after the other takes as many
+    times as long as there are, and side by side as long as before."""
+    few = workload(2000, 2000, trajectories=4)
+    one, two, beside = (
+        RolloutTable({1: SERVERS[1]}, replace(few, extras=extras), 8).equal_s(1, 8)
+        for extras in (BatchExtras(), BatchExtras(filtered=1.0), BatchExtras(surplus=1.0))
+    )
+    assert two == pytest.approx(2 * one, rel=0.1)
+    assert beside == pytest.approx(one, rel=0.1)
+
+
+def test_nothing_is_filtered_less_than_not_at_all() -> None:
+    with pytest.raises(ValueError, match="less than not at all"):
+        BatchExtras(filtered=-0.1)
+
+
+@given(
+    minibatches=st.integers(1, 8),
+    epochs=st.integers(1, 8),
+    kl_coef=st.sampled_from([0.0, 0.1]),
+    loss=st.sampled_from(["dapo", "gspo"]),
+)
+def test_a_step_takes_as_long_as_its_passes(
+    minibatches: int, epochs: int, kl_coef: float, loss: str
+) -> None:
+    training = TrainingSpec(minibatches=minibatches, epochs=epochs, kl_coef=kl_coef, loss=loss)
+    several = minibatches * epochs > 1
+    passes = passes_of(training)
+    assert passes == epochs + 0.25 * (several + (kl_coef > 0))
+    work = workload(2000, 4000)
+    cost = replace(TRAINING, passes=passes, updates=training.updates)
+    assert cost.compute_s(8, work) == pytest.approx(passes * TRAINING.compute_s(8, work))
+    assert cost.seconds(8, work) >= TRAINING.seconds(8, work)
+
+
+def test_passes_of_losses_that_compare_trajectories() -> None:
+    assert passes_of(TrainingSpec(loss="tba")) == 1.5
+    assert passes_of(TrainingSpec(loss="tba", minibatches=4, epochs=2)) == 2.5 + 0.25 * 1.75
+    assert passes_of(TrainingSpec(kl_coef=0.1, kl_in_reward=True)) == 1.5
+
+
+def test_each_update_exchanges_and_fetches_moments() -> None:
+    offloads = replace(TRAINING, facts=replace(FACTS, optimizer="adamw_offload"))
+    four = replace(offloads, updates=4)
+    later = four.seconds(8, workload(2000)) - offloads.seconds(8, workload(2000))
+    assert later == pytest.approx(3 * 16 * 8e9 / 8 / 2e10)
 
 
 def test_communication_grows_with_the_ranks() -> None:

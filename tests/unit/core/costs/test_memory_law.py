@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 
 from libra_cli.config.errors import LibraError
-from libra_cli.config.recipe import LoraSpec
+from libra_cli.config.training import LoraSpec
 from libra_cli.core.costs.memory import PUBLISHED, Architecture, rank_memory, server_contexts
 from libra_cli.core.costs.mixtures import MixtureRefused
+from libra_cli.core.launch.sharding import RankConditions
+from tests import world as sample_world
 
 CONFIG = {
     "hidden_size": 2048,
@@ -95,6 +97,45 @@ def test_an_adapter_of_a_model_takes_the_model_as_it_is_computed_with_and_little
     assert use.parts["weights"] == (2 * whole.parameters + 4 * small.trained) / world
     assert use.parts["moments"] == 8 * small.trained / world
     assert use.total < 0.4 * rank_memory(whole, world=world, tokens=8192, choice="full").total
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_reference_model_is_float32_weights_and_an_adapter_has_none(ranks: int):
+    def total(shape: Architecture, *, reference: bool) -> float:
+        use = rank_memory(shape, world=ranks, tokens=8192, choice="full", reference=reference)
+        return use.total
+
+    more = total(MODEL, reference=True) - total(MODEL, reference=False)
+    gathered = 2 * MODEL.outer_parameters if ranks > 1 else 0
+    assert more == pytest.approx(4 * MODEL.parameters / ranks + gathered)
+    small = MODEL.with_adapter(LoraSpec())
+    assert total(small, reference=True) == total(small, reference=False)
+
+
+def test_muon_has_one_moment_of_a_matrix_and_two_of_the_rest():
+    moments = {
+        optimizer: rank_memory(
+            MODEL, world=1, tokens=8192, choice="full", optimizer=optimizer
+        ).parts["moments"]
+        for optimizer in ("adamw", "muon")
+    }
+    assert moments["adamw"] == 8 * MODEL.parameters
+    inside = MODEL.parameters - MODEL.outer_parameters
+    assert moments["muon"] == 4 * inside + 8 * MODEL.outer_parameters
+    small = MODEL.with_adapter(LoraSpec())
+    assert small.moment_bytes("muon") == 4 * small.trained
+
+
+def test_what_is_asked_of_the_trainer_is_what_its_ranks_are_said_to_hold():
+    def total(**training: object) -> float:
+        recipe = sample_world.recipe(training=training)
+        conditions = RankConditions.of(recipe, on_gpu=True, dtype="bfloat16")
+        return conditions.use(MODEL, 1).total
+
+    plain = total()
+    assert total(kl_coef=0.01) - plain == pytest.approx(4 * MODEL.parameters)
+    assert total(loss="tba") == total(kl_coef=0.01)
+    assert total(optimizer="muon", sharding="ddp") < plain
 
 
 def test_an_adapter_grows_with_its_rank_and_with_its_matrices():

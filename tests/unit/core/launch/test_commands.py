@@ -37,24 +37,14 @@ def processes(case: dict[str, Any]) -> list[ProcessSpec]:
     plan = initial_plan(recipe)
     slots = {slot.id: slot for slot in slots_of(recipe)}
     specs = [model_process(recipe, facts[recipe.nodes[0].name])]
-    for number, (slot, bucket) in enumerate(plan.servers):
-        node = slots[slot].node
-        specs.append(
-            server_process(
-                recipe,
-                slots[slot],
-                bucket,
-                facts[node],
-                port=21000 + number,
-                model_dir="/models/m",
-            )
-        )
+    for slot, bucket in plan.servers:
+        there = facts[slots[slot].node]
+        specs.append(server_process(recipe, slots[slot], bucket, there, model_dir="/models/m"))
     train = tuple(slots[slot] for slot in plan.train)
     launch = TrainerLaunch(
         train=train,
         facts=facts,
         run_id="r1",
-        http_port=21100,
         rendezvous_port=21101,
         model_dirs={slot.node: "/models/m" for slot in train},
         trainer_incarnation=2,
@@ -112,7 +102,7 @@ def test_sockets_are_where_the_run_ends_them_if_linux_takes_the_path(name, there
     recipe = Recipe.model_validate({"nodes": [{"host": "n1"}], "model": {"path": "/m"}})
     slot = slots_of(recipe)[0]
     facts = HostFacts("n1", "py", "/w", f"/w/runs/{name}/n1", "/dev/shm/libra-somebody", "n1")
-    spec = server_process(recipe, slot, Bucket("all", 1, 8, 512), facts, port=1, model_dir="/m")
+    spec = server_process(recipe, slot, Bucket("all", 1, 8, 512), facts, model_dir="/m")
     wanted = f"/dev/shm/libra-somebody/{name}" if there else None
     assert spec.env.get("VLLM_RPC_BASE_PATH") == wanted
 
@@ -165,8 +155,8 @@ def test_the_first_train_node_has_the_ports_the_others_meet_at() -> None:
         }
     )
     assert ports_needed(recipe, initial_plan(recipe)) == {
-        "a": ("server-0", "server-1", "weights"),
-        "b": ("trainer", "rendezvous", "weights"),
+        "a": ("weights",),
+        "b": ("rendezvous", "weights"),
         "c": ("weights",),
     }
 

@@ -8,9 +8,8 @@ import pytest
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.joined_slots import slot_named
-from libra_cli.core.cluster.placement import initial_plan, slots_of
-from libra_cli.core.launch.ports import ports_needed
-from libra_cli.core.launch.process import HostFacts, ProcessSpec, process_of, server_port
+from libra_cli.core.cluster.placement import slots_of
+from libra_cli.core.launch.process import HostFacts, ProcessSpec, process_of
 from libra_cli.core.launch.rollout_backend import server_process
 from libra_cli.core.types import Bucket
 
@@ -36,7 +35,7 @@ def server(gpus: int, name: str, degree: int) -> ProcessSpec:
     made = recipe(gpus)
     slot = slot_named(name, {slot.id: slot for slot in slots_of(made)})
     bucket = Bucket("large", degree, 16, 4096)
-    return server_process(made, slot, bucket, FACTS, port=21000, model_dir="/models/m")
+    return server_process(made, slot, bucket, FACTS, model_dir="/models/m")
 
 
 def flags(spec: ProcessSpec) -> dict[str, Any]:
@@ -57,11 +56,10 @@ def test_without_gpus_its_ranks_have_the_cores_and_the_cache_of_a_part_each():
     assert one.env["VLLM_CPU_KVCACHE_SPACE"] == joined.env["VLLM_CPU_KVCACHE_SPACE"]
 
 
-def test_it_has_a_name_of_its_own_and_the_port_and_the_seed_of_its_first_part():
+def test_it_has_a_name_and_a_socket_of_its_own_and_the_seed_of_its_first_part():
     made = recipe(0)
     slots = {slot.id: slot for slot in slots_of(made)}
     joined = slot_named("n/1+2", slots)
     assert process_of("n/1+2") == "server-1-2"
-    assert server_port(joined) == server_port(slots["n/1"]) == "server-1"
-    assert server_port(joined) in ports_needed(made, initial_plan(made))["n"]
+    assert flags(server(0, joined.id, 2))["--socket"].endswith("/sockets/server-1-2.sock")
     assert flags(server(0, "n/1+2", 2))["--seed"] == flags(server(0, "n/1", 1))["--seed"]

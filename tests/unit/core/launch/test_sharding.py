@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from libra_cli.config.recipe import Recipe, TrainingSpec
+from libra_cli.config.recipe import Recipe
+from libra_cli.config.training import TrainingSpec
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.costs.memory import PUBLISHED
 from libra_cli.core.launch.process import HostFacts, ProcessSpec
@@ -70,7 +71,6 @@ def started(recipe: dict[str, Any], gpu_gib: float, model: str = "14B") -> list[
         train=tuple(slots[slot] for slot in initial_plan(made).train),
         facts=facts,
         run_id="r",
-        http_port=21000,
         rendezvous_port=21001,
         model_dirs=dict.fromkeys(facts, "/models/m"),
         trainer_incarnation=1,

@@ -24,12 +24,13 @@ PERIOD = 10.0
 class Steps:
     """Tells the controller of a run about steps of ten seconds; its planner keeps every plan."""
 
-    def __init__(self, *, kind: str = "libra", interval: int = 1000) -> None:
+    def __init__(self, *, kind: str = "libra", interval: int = 1000, epochs: int = 1) -> None:
         self.world = scene(kind=kind)
         recipe = self.world.recipe
         planner = recipe.planner.model_copy(update={"plan_interval": interval})
+        training = recipe.training.model_copy(update={"epochs": epochs})
         self.controller = controller.PlanController(
-            recipe.model_copy(update={"planner": planner}),
+            recipe.model_copy(update={"planner": planner, "training": training}),
             self.world.machine.reconciler,
             self.world.machine.plan,
         )
@@ -130,6 +131,10 @@ def test_it_looks_every_so_many_steps_whatever_happens():
 
 def test_a_fixed_split_is_never_looked_at():
     assert set(Steps(kind="fixed", interval=2).tell_all([(0.5, 0.0)] * 10)) == {""}
+
+
+def test_no_slot_is_borrowed_for_batches_with_several_updates():
+    assert set(Steps(epochs=2, interval=2).tell_all([(0.5, 0.0)] * 10)) == {""}
 
 
 def test_a_look_that_slots_on_their_way_prevent_is_made_when_they_have_arrived():

@@ -18,7 +18,7 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import initial_plan
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.checks import CHECKS, examine
-from libra_cli.core.preflight.findings import Finding, stopping, warning
+from libra_cli.core.preflight.findings import Finding, Remedy, stopping, warning
 from libra_cli.core.preflight.host_checks import clock_skew
 from libra_cli.core.preflight.host_report import (
     AllReduce,
@@ -29,6 +29,7 @@ from libra_cli.core.preflight.host_report import (
     NetworkInterface,
     NodeFacts,
     Remains,
+    TeacherReport,
     TemplateReport,
     TorchReport,
     Transfer,
@@ -47,6 +48,11 @@ CONFIG = {
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "intermediate_size": 6144,
+    "hidden_size": 2048,
+    "head_dim": 128,
+    "num_hidden_layers": 28,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
     "max_position_embeddings": 40960,
     "torch_dtype": "bfloat16",
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000},
@@ -115,12 +121,13 @@ def test_good_hosts_have_no_finding_and_a_line_for_every_check_that_was_made():
     assert wrong(case()) == []
     made = [one.check for one in found]
     assert made == [check.name for check in CHECKS if check.name in made]
-    assert {check.name for check in CHECKS} - {*made} == {"torch", "template", "bandwidth"}
+    not_made = {"torch", "template", "teacher", "bandwidth"}
+    assert {check.name for check in CHECKS} - {*made} == not_made
 
 
 def test_a_run_makes_the_quick_checks_only():
     slow = {check.name for check in CHECKS if not check.quick}
-    assert slow == {"template", "bandwidth", "all-reduce"}
+    assert slow == {"template", "teacher", "bandwidth", "all-reduce"}
     assert not slow & {one.check for one in examine(case(), quick=True)}
 
 
@@ -482,6 +489,41 @@ def test_contexts_end_where_positions_do_unless_they_are_stretched():
     assert shaped(1, max_position_embeddings=2048, rope_scaling={"factor": 4.0}) == []
 
 
+# Qwen3-32B, by its config.json.
+LARGE = {
+    **CONFIG,
+    "num_attention_heads": 64,
+    "intermediate_size": 25600,
+    "hidden_size": 5120,
+    "num_hidden_layers": 64,
+    "tie_word_embeddings": False,
+}
+
+
+def too_large(**changes: Any) -> list[Finding]:
+    made = case(of=recipe(**changes), model=ModelFiles(MODEL.files, LARGE))
+    return [one for one in wrong(made) if one.check == "gpu memory"]
+
+
+def test_a_model_that_no_gpu_of_the_hosts_holds_is_told_for_ranks_and_for_servers():
+    ranks, *servers = too_large(rollout={"gpu_memory": 0.7})
+    assert ranks.host == "gpu-02"
+    assert "a rank of the trainer takes about" in ranks.what
+    assert "its GPU has 80" in ranks.what
+    assert len(servers) == 2
+    assert "gpu-01/0 of 80 GiB has no room for a context of 4,096 tokens" in servers[0].what
+
+
+def test_a_server_of_more_gpus_has_room_for_what_one_has_not():
+    nodes = [
+        {"host": "gpu-01", "gpus": 2, "pool": "rollout"},
+        {"host": "gpu-02", "gpus": 2, "pool": "train", "slots": 2},
+    ]
+    buckets = [{"tensor_parallel": 2, "max_num_seqs": 8}]
+    found = too_large(nodes=nodes, rollout={"gpu_memory": 0.7, "buckets": buckets})
+    assert [one.host for one in found] == ["gpu-02"], "only the trainer's ranks do not fit"
+
+
 @given(
     heads=st.integers(1, 64),
     groups=st.integers(1, 64),
@@ -508,6 +550,18 @@ def test_a_template_that_does_not_fit_stops():
     assert wrong(case(template=fine)) == []
     (told,) = template(case(template=fine))
     assert told.what.endswith("read as hermes; it drops thinking")
+
+
+def test_a_teacher_that_cannot_teach_stops():
+    report = TeacherReport("the teacher at http://t/v1 cannot be reached", "start it")
+    found = only(case(teacher=report), "teacher")
+    assert (found.severity, found.host, found.what) == ("stops", "controller", report.error)
+    assert found.remedy == Remedy("recipe", "start it")
+    fine = case(teacher=TeacherReport(model="big", compared=True))
+    assert wrong(fine) == []
+    assert "big answers, has the policy's vocabulary" in [
+        one.what for one in examine(fine, quick=False) if one.check == "teacher"
+    ]
 
 
 def test_a_template_that_hides_tools_is_warned_of():

@@ -9,6 +9,7 @@ import pytest
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.replica import ReplicaState
+from libra_cli.core.cluster.restarts import MAX_RESTARTS
 from libra_cli.core.cluster.trainer import TrainerState
 from libra_cli.core.launch.process import process_of, worker_of
 from libra_cli.core.reconcile.migration import LIFECYCLE, MigrationPhase
@@ -315,7 +316,7 @@ def test_a_slot_whose_worker_failed_may_be_asked_for_one_again():
     world = scene()
     world.order(gradient=1)
     world.arrive()
-    for _ in range(4):  # one more than it may be started again
+    for _ in range(MAX_RESTARTS + 1):
         die(world)
         world.until(lambda: world.state(B1)[1] in (S.TRAINING, S.FAILED))
     assert world.state(B1)[1] is S.FAILED
@@ -427,7 +428,7 @@ def test_when_the_only_server_cannot_be_started_again_another_slot_serves():
     world.arrive()
     (slot,) = dict(world.machine.reconciler.plan(()).servers)
     servers = world.machine.servers
-    for _ in range(4):  # one more than it may be started again
+    for _ in range(MAX_RESTARTS + 1):
         world.give(e.ServerFailed(slot, servers.replicas[slot].incarnation, "killed"))
         world.until(lambda: servers.replicas[slot].state in (S.SERVING, S.FAILED))
     assert servers.replicas[slot].state is S.FAILED

@@ -123,11 +123,12 @@ def test_agents_that_fork_train_every_generated_token_exactly_once(seed):
         packed = pack_sample(sample)
         assert len(packed["loss_mask"]) * 4 == len(packed["token_ids"])
     assert trained == generated
-    rows = {row.token_ids_json: row for row in world.trajectories if row.state == "finished"}
-    assert any(json.loads(row.branches_json) for row in rows.values())
-    for row in rows.values():
-        tokens = json.loads(row.token_ids_json)
-        for _, spans, others in json.loads(row.branches_json):
-            assert all(0 <= start <= end <= len(others) for _, start, end in spans)
-            tokens += others
-        assert row.context_tokens == len(tokens)
+    rows = [row for row in world.trajectories if row.state == "finished"]
+    assert any(json.loads(row.branches_json) for row in rows)
+    for row in rows:
+        others = json.loads(row.branches_json)
+        assert [number for number, _ in others] == [one.number for one in row.tokens[:-1]]
+        for (_, spans), branch in zip(others, row.tokens, strict=False):
+            assert spans == [[one.version, one.start, one.end] for one in branch.spans]
+            assert all(0 <= start <= end <= len(branch.token_ids) for _, start, end in spans)
+        assert row.context_tokens == sum(len(branch.token_ids) for branch in row.tokens)

@@ -38,10 +38,14 @@ def test_each_of_several_environments_has_its_reward_its_turns_and_its_share():
         "env/maths/reward": 0.5,
         "env/maths/turns": 3.0,
         "env/maths/share": 2 / 3,
+        "env/maths/truncated": 0.0,
+        "env/maths/frac_zero_std": 0.0,
         "env/maths/right": 0.5,
         "env/games/reward": 0.5,
         "env/games/turns": 1.0,
         "env/games/share": 1 / 3,
+        "env/games/truncated": 0.0,
+        "env/games/frac_zero_std": 1.0,
     }
 
 

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_cli.config.recipe import TrainingSpec
+from libra_cli.config.training import TrainingSpec
 from libra_cli.core.actions import End
+from libra_cli.core.advantages.group_baselines import grpo
+from libra_cli.core.advantages.protocol import ComparedGroup
 from libra_cli.core.records import GroupRecord, LateRecord
 from libra_cli.core.rollout.groups import Group, GroupLedger, GroupState
 from libra_cli.core.rollout.staleness import (
     StalenessRule,
-    baseline_of,
     cut,
     hold,
     late,
@@ -26,7 +27,7 @@ from libra_cli.core.rollout.staleness import (
     soft,
 )
 from libra_cli.core.run_state import Resume
-from libra_cli.core.types import Baseline, TrajectoryId, VersionSpan
+from libra_cli.core.types import Outcome, TrajectoryId, VersionSpan
 from tests.world import Faults, World, recipe
 
 RULES: list[Any] = [
@@ -38,6 +39,7 @@ RULES: list[Any] = [
     "token",
 ]
 SIZE = 4
+UNSCALED = TrainingSpec(scale_rewards="none")
 FAULTS = st.builds(
     Faults,
     server_dies=st.sampled_from([0.0, 0.005]),
@@ -146,7 +148,7 @@ def test_a_group_is_closed_at_its_last_call_and_its_rest_is_trained_when_it_come
     assert ledger.close(2) == [group]
     assert numbers(ledger.claim(2)) == [(0, [1, 3])]
     rest = ledger.rests[0]
-    assert rest.finished == (1.0, 3.0)
+    assert [one.reward for one in rest.finished] == [1.0, 3.0]
     ledger.trained(2)
     end(ledger, rest, 0, version=2)
     assert numbers(ledger.claim(3)) == [(1, [0, 1, 2, 3])], "the rest has not ended"
@@ -218,7 +220,7 @@ def test_a_checkpoint_knows_which_members_are_still_played():
     assert resumed.position(1) == ledger.position(1)
     rest = resumed.open(version=1, now=0.0)
     assert numbers([rest]) == [(0, [1, 2])]
-    assert rest.finished == (0.0, 3.0)
+    assert [one.reward for one in rest.finished] == [0.0, 3.0]
     assert resumed.open(version=1, now=0.0).id == 1
     before = book(cut(0, 0.5))
     before.restore(ledger.position(0))
@@ -352,24 +354,12 @@ def _expected_update(long: float, reward: tuple[float, float], size: int, *, who
         for is_long, mine in zip(lengths, rewards, strict=True):
             mean = fmean(rewards)
             if closed and not (is_long and whole):
-                mean = baseline_of((0.0,), before=done).mean
+                before = tuple(map(Outcome, done))
+                ((advantage,),) = grpo([ComparedGroup((Outcome(0.0),), before)], UNSCALED)[0]
+                mean = -advantage
             score = (1 - long) if is_long else -long  # d log p / d log-odds
             total += chance * (mine - mean) * score
     return total / size
-
-
-@pytest.mark.parametrize(
-    ("rewards", "before", "wanted"),
-    [
-        ((1, 0, 0, 0), (), Baseline(0.25, 0.5)),
-        ((1, 1, 1), (), Baseline(1.0, 0.0)),
-        ((0.3,), (), Baseline(0.3, 0.0)),
-        ((0,), (1, 0, 0), Baseline(1 / 3, 0.5)),
-    ],
-)
-def test_a_group_is_compared_with_its_own_mean_and_spread(rewards, before, wanted):
-    found = baseline_of(rewards, before=before)
-    assert (found.mean, found.std) == pytest.approx((wanted.mean, wanted.std))
 
 
 @pytest.mark.parametrize("long", [0.2, 0.4])

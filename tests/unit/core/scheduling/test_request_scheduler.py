@@ -1,6 +1,7 @@
 """The request scheduler, and libra's own policy."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,9 +10,12 @@ from hypothesis import strategies as st
 from libra_cli.core.scheduling.baselines import StickyLeastLoaded
 from libra_cli.core.scheduling.least_cost import LeastExpectedCost
 from libra_cli.core.scheduling.policy import POLICIES, SchedulingPolicy, make_policy
-from libra_cli.core.scheduling.request_scheduler import RequestScheduler
+from libra_cli.core.scheduling.request_scheduler import (
+    EVALUATION_PATIENCE_S,
+    RequestScheduler,
+)
 from libra_cli.core.scheduling.server_queues import Request, ServerQueue
-from libra_cli.core.types import Bucket, TrajectoryId, WeightVersion
+from libra_cli.core.types import EVALUATION_GROUPS, Bucket, TrajectoryId, WeightVersion
 from tests.sim_scene import COSTS
 
 KEY = WeightVersion(1, 0)
@@ -165,3 +169,63 @@ def test_nothing_is_lost_and_nothing_sent_twice(name: str, data: st.DataObject) 
             waiting.remove(placed.trajectory)
             inside.add(placed.trajectory)
     assert len(made) == 0
+
+
+def evaluated(number: int, **more: Any) -> Request:
+    return request(EVALUATION_GROUPS + number, **more)
+
+
+def test_an_evaluation_waits_behind_every_request_of_training() -> None:
+    made = scheduler(server("a", seats=1, kv=100_000))
+    made.submit(evaluated(1), now=0.0)
+    made.submit(request(1), now=0.0)
+    assert sent(made) == {1: "a"}
+    made.left(TrajectoryId(1, 0))
+    assert sent(made) == {EVALUATION_GROUPS + 1: "a"}
+
+
+def test_an_evaluation_that_waits_is_no_load_to_a_choice_of_training() -> None:
+    made = scheduler(server("a", seats=8, kv=100_000))
+    (queue,) = made.queues
+    before = queue.next_step_s
+    made.submit(evaluated(1), now=0.0)
+    assert (len(made), made.waiting("a"), queue.next_step_s) == (0, 0, before)
+
+
+def test_evaluations_take_a_share_of_the_seats_and_all_of_them_when_training_is_over() -> None:
+    made = scheduler(server("a", seats=8, kv=100_000))
+    for number in range(8):
+        made.submit(evaluated(number), now=0.0)
+    assert len(sent(made)) == 2 == made.evaluation_seats
+    made.training_over = True
+    made.left(TrajectoryId(EVALUATION_GROUPS, 0))
+    assert len(sent(made)) == 6
+
+
+def test_an_evaluation_that_has_waited_long_takes_the_next_seat_that_is_free() -> None:
+    made = scheduler(server("a", seats=1, kv=100_000))
+    made.submit(request(1), now=0.0)
+    sent(made)
+    made.submit(evaluated(1, waiting_since=0.0), now=0.0)
+    for number in (2, 3):
+        made.submit(request(number), now=0.0)
+    made.left(TrajectoryId(1, 0))
+    assert sent(made, now=EVALUATION_PATIENCE_S / 2) == {2: "a"}
+    made.left(TrajectoryId(2, 0))
+    assert sent(made, now=EVALUATION_PATIENCE_S) == {EVALUATION_GROUPS + 1: "a"}
+    made.left(TrajectoryId(EVALUATION_GROUPS + 1, 0))
+    assert sent(made, now=EVALUATION_PATIENCE_S) == {3: "a"}
+
+
+def test_an_evaluation_goes_back_to_the_server_that_holds_its_context() -> None:
+    made = scheduler(server("a", seats=4, kv=100_000), server("b", seats=4, kv=100_000))
+    made.submit(evaluated(1, last_slot="b", last_key=KEY), now=0.0)
+    made.submit(evaluated(2, last_slot="a", last_key=KEY), now=0.0)
+    assert sent(made) == {EVALUATION_GROUPS + 1: "b", EVALUATION_GROUPS + 2: "a"}
+
+
+def test_an_evaluation_whose_server_is_gone_goes_to_another() -> None:
+    made = scheduler(server("a"), server("b"))
+    made.submit(evaluated(1, last_slot="a", last_key=KEY), now=0.0)
+    made.refresh([server("b")], latest=KEY, now=0.0)
+    assert sent(made) == {EVALUATION_GROUPS + 1: "b"}

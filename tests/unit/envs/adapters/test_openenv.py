@@ -50,8 +50,9 @@ def test_it_is_played_by_its_name_in_a_recipe() -> None:
             opening = await episode.reset({"word": "xyzzy"}, 0, 0, 0)
             assert opening.replies
             assert not (await episode.reply("Open!")).done
-            assert (await episode.reply("xyzzy")).done
-            assert (await episode.score("xyzzy", [])).reward == 1.0
+            last = await episode.reply("xyzzy")
+            assert (last.reward, last.done) == (1.0, True)
+            assert (await episode.score("xyzzy", [])).reward == 0.0
             episode.close(CallLine())
             await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})
             await source.close()

@@ -23,11 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
 
+from libra_cli.config.training import TrainingSpec  # noqa: E402
 from libra_cli.core.costs.memory import PUBLISHED, Architecture, Choice, rank_memory  # noqa: E402
 from libra_cli.node.model.activations import checkpoint_activations  # noqa: E402
 from libra_cli.node.model.scoring import ScoringModel  # noqa: E402
 from libra_cli.node.trainer import sharding  # noqa: E402
 from libra_cli.node.trainer.batching import collate  # noqa: E402
+from libra_cli.node.trainer.optimizer import optimizer_of  # noqa: E402
 from libra_cli.node.trainer.samples import TokenSample  # noqa: E402
 
 pytestmark = [
@@ -72,9 +74,7 @@ def trajectories(tokens: int) -> list[TokenSample]:
     mask[0] = 0
     ids: NDArray[np.int32] = np.zeros(length, dtype=np.int32)
     logprobs: NDArray[np.float32] = np.zeros(length, dtype=np.float32)
-    return [
-        TokenSample(0, member, ids, logprobs, mask, 0.0, (0.0, 0.0), False) for member in range(4)
-    ]
+    return [TokenSample(0, member, ids, logprobs, mask, 0.0, False) for member in range(4)]
 
 
 @dataclass(frozen=True)
@@ -87,32 +87,49 @@ class Tracked:
     """Of the optimizer's step alone."""
 
 
-def tracked(shape: Architecture, world: int, choice: Choice, mesh: DeviceMesh | None) -> Tracked:
+def built(shape: Architecture, mesh: DeviceMesh | None) -> Any:
     model = AutoModelForCausalLM.from_config(
         config_of(shape), dtype=torch.float32, attn_implementation="sdpa"
     )
     if mesh is not None:
         sharding.shard(model, mesh, bf16=True)
+    return model
+
+
+def tracked(
+    shape: Architecture,
+    world: int,
+    choice: Choice,
+    mesh: DeviceMesh | None,
+    training: TrainingSpec,
+) -> Tracked:
+    model = built(shape, mesh)
+    # The tracker wants parameters that may have a gradient; under no_grad none is computed.
+    first = built(shape, mesh).eval() if training.kl_coef else None
     model.train()
     checkpoint_activations(model, choice, on_gpu=False)
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, foreach=True)
+    matrices = [one for one in model.model.layers.parameters() if one.ndim == 2]
+    optimizer = optimizer_of(training, parameters, matrices)
+    optimizer.param_groups[0]["foreach"] = True  # as it is on GPUs
     for one in parameters:
-        moments = {"exp_avg": torch.zeros_like(one), "exp_avg_sq": torch.zeros_like(one)}
-        optimizer.state[one] = {"step": torch.tensor(0.0), **moments}
         one.grad = torch.zeros_like(one)
     optimizer.step()  # the first time, how to shard each operation is found on whole tensors
     trackers = [MemTracker() for _ in range(2)]
     for tracker in trackers:
-        tracker.track_external(model, optimizer)
+        tracker.track_external(model, optimizer, *([first] if first is not None else []))
     with trackers[1]:
         optimizer.step()
     scoring = ScoringModel(model, model, CPU)
-    batch = collate(trajectories(TOKENS), [0.0] * 4, CPU)
+    batch = collate(trajectories(TOKENS), CPU)
     narrow = torch.autocast("cpu", torch.bfloat16) if world == 1 else contextlib.nullcontext()
+    reference = None if first is None else ScoringModel(first, first, CPU)
     with trackers[0]:
         with narrow:
-            logprobs, _ = scoring.logprobs(batch.request, temperature=1.0)
+            if reference is not None:
+                with torch.no_grad():
+                    reference.logprobs(batch.request, temperature=1.0)
+            logprobs, *_ = scoring.logprobs(batch.request, temperature=1.0)
         logprobs.sum().backward()
         del logprobs
         optimizer.step()
@@ -124,9 +141,9 @@ LAYERS = 4
 """Of true width, where whole models take minutes."""
 WHOLE: list[tuple[str, int, Choice]] = [("0.6B", 8, "full")]
 FEW: list[tuple[str, int, Choice]] = [
-    (model, world, "full") for model in MODELS for world in (1, 8, 16)
+    (model, world, "full") for model in MODELS for world in (1, 8)
 ]
-FEW += [("0.6B", 8, "none"), ("1.7B", 8, "selective")]
+FEW += [("14B", 16, "full"), ("0.6B", 8, "none"), ("1.7B", 8, "selective")]
 
 
 @pytest.mark.integration
@@ -140,10 +157,36 @@ def test_the_law_holds_for_four_layers_of_true_width(model: str, world: int, cho
     agrees(replace(MODELS[model], layers=LAYERS), world, choice)
 
 
-def agrees(shape: Architecture, world: int, choice: Choice) -> None:
+@pytest.mark.parametrize(
+    ("model", "world", "training"),
+    [
+        ("1.7B", 1, {"optimizer": "muon", "sharding": "ddp"}),
+        ("1.7B", 1, {"kl_coef": 0.1}),
+        ("8B", 8, {"kl_coef": 0.1}),
+    ],
+)
+def test_the_law_knows_what_muon_and_a_reference_model_take(
+    model: str, world: int, training: dict[str, Any]
+):
+    agrees(replace(MODELS[model], layers=LAYERS), world, "full", **training)
+
+
+def agrees(shape: Architecture, world: int, choice: Choice, **given: Any) -> None:
+    training = TrainingSpec.model_validate(given)
     with fake_world(world) as mesh:
-        counted = tracked(shape, world, choice, mesh)
-    said = rank_memory(shape, world=world, tokens=TOKENS, choice=choice)
+        counted = tracked(shape, world, choice, mesh, training)
+    reference = training.kl_coef > 0
+    said = rank_memory(
+        shape,
+        world=world,
+        tokens=TOKENS,
+        choice=choice,
+        optimizer=training.optimizer,
+        reference=reference,
+    )
     assert said.total == pytest.approx(counted.step, rel=0.15), said
-    # Weights, gradients, two moments and a square root, in float32.
-    assert 20 * shape.parameters / world == pytest.approx(counted.update, rel=0.02)
+    # Weights and gradients in float32, moments, and what the update takes beside them.
+    states = 8 * shape.parameters + shape.moment_bytes(training.optimizer)
+    beside = {"adamw": 4 * shape.parameters, "muon": 4 * shape.outer_parameters}
+    whole = states + beside[training.optimizer] + 4 * shape.parameters * reference
+    assert whole / world == pytest.approx(counted.update, rel=0.02)

@@ -41,7 +41,7 @@ def sequences(*lengths: int) -> list[TokenSample]:
         mask[0], mask[-1] = 0, 1
         token_ids = rng.integers(3, 61, length).astype(np.int32)
         logprobs: NDArray[np.float32] = np.zeros(length, dtype=np.float32)
-        made.append(TokenSample(0, member, token_ids, logprobs, mask, 0.0, (0.0, 0.0), False))
+        made.append(TokenSample(0, member, token_ids, logprobs, mask, 0.0, False))
     return made
 
 
@@ -54,9 +54,10 @@ def model_of(config: Any) -> Any:
     return model
 
 
-def alone(model: Any, batch: list[TokenSample]) -> tuple[Any, Any, Any]:
-    """Log-probabilities, entropies and the gradient, one sequence at a time, with whole logits."""
-    logprobs, entropies = [], []
+def alone(model: Any, batch: list[TokenSample]) -> tuple[Any, Any, Any, Any]:
+    """Log-probabilities, entropies, which tokens are the likeliest, and the gradient: one sequence
+    at a time, with whole logits."""
+    logprobs, entropies, greedy = [], [], []
     for sample in batch:
         token_ids = torch.from_numpy(sample.token_ids.astype(np.int64))
         logits = model(input_ids=token_ids[None], use_cache=False).logits[0]
@@ -64,7 +65,9 @@ def alone(model: Any, batch: list[TokenSample]) -> tuple[Any, Any, Any]:
         found = token_logprobs(logits[places - 1], token_ids[places], temperature=0.8)
         logprobs.append(found[0])
         entropies.append(found[1])
-    return torch.cat(logprobs), torch.cat(entropies), gradient(model, torch.cat(logprobs))
+        greedy.append(found[2])
+    got = torch.cat(logprobs)
+    return got, torch.cat(entropies), torch.cat(greedy), gradient(model, got)
 
 
 def gradient(model: Any, logprobs: Any) -> Any:
@@ -83,13 +86,14 @@ def gradient(model: Any, logprobs: Any) -> Any:
 )
 def test_packed_sequences_score_as_they_do_alone(config: Any):
     model, batch = model_of(config), sequences(9, 31, 2, 14)
-    wanted, entropies, wanted_gradient = alone(model, batch)
+    wanted, entropies, greedy, wanted_gradient = alone(model, batch)
     scoring = ScoringModel(model, model, CPU)
     assert scoring.packs
-    request = collate(batch, [0.0] * 4, CPU).request
-    got, got_entropies = scoring.logprobs(request, temperature=0.8)
+    request = collate(batch, CPU).request
+    got, got_entropies, got_greedy = scoring.logprobs(request, temperature=0.8)
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(got_entropies, entropies, atol=1e-5, rtol=1e-5)
+    assert got_greedy.tolist() == greedy.tolist()
     difference = gradient(model, got) - wanted_gradient
     assert float(difference.norm() / wanted_gradient.norm()) < 1e-5
 
@@ -119,8 +123,8 @@ def test_a_model_that_caps_its_logits_is_asked_for_them_and_says_so(
 ):
     config = Gemma2Config(**SIZES, final_logit_softcapping=2.0, attn_logit_softcapping=None)
     model, batch = model_of(config), sequences(9, 5)
-    wanted, _, _ = alone(model, batch)
+    wanted, *_ = alone(model, batch)
     scoring = ScoringModel(model, model, CPU)
     assert "kept whole" in caplog.text
-    got, _ = scoring.logprobs(collate(batch, [0.0] * 2, CPU).request, temperature=0.8)
+    got, *_ = scoring.logprobs(collate(batch, CPU).request, temperature=0.8)
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)

@@ -18,8 +18,10 @@ DEADLINE_S = 20.0
 
 
 class Client:
-    def __init__(self, port: int, first: bytes) -> None:
-        self.sock = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
+    def __init__(self, path: str, first: bytes) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(DEADLINE_S)
+        self.sock.connect(path)
         self.sock.sendall(first)
         self.unpacker = msgpack.Unpacker()
 
@@ -41,11 +43,11 @@ class Served:
     """A server and its clients."""
 
     engine: FakeEngine
-    port: int
+    path: str
     clients: list[Client] = field(default_factory=list)
 
     def client(self, first: bytes = msgpack.packb(TOKEN)) -> Client:
-        self.clients.append(Client(self.port, first))
+        self.clients.append(Client(self.path, first))
         return self.clients[-1]
 
 
@@ -141,3 +143,30 @@ def test_a_client_that_does_not_read_keeps_nobody_waiting(served):
     quick.send([1, "generate", generate(3)], [2, "check", {}])
     assert {answer[0] for answer in quick.answers(2)} == {1, 2}
     assert sorted(answer[0] for answer in slow.answers(64)) == list(range(64))
+
+
+def load(label: str, loads: int) -> dict[str, Any]:
+    return {"directory": f"/{label}", "label": label, "partly": False, "loads": loads}
+
+
+def test_a_load_that_comes_late_after_anothers_is_refused_and_changes_nothing(served):
+    late, quick = served.client(), served.client()
+    for client in (late, quick):
+        client.send([1, "prepare", {"directory": "/v"}])
+        assert client.answers(1) == [[1, "done", {"done": True, "loads": 0}]]
+    quick.send([2, "load", load("e0v6", 0)])
+    assert quick.answers(1)[0][1] == "done"
+    late.send([2, "load", load("e0v5", 0)])
+    ((_, outcome, reason),) = late.answers(1)
+    assert outcome == "refused"
+    assert "1 have begun already" in reason
+    assert served.engine.loaded == ["e0v6"]
+
+
+def test_a_load_that_failed_counts_too(served):
+    client = served.client()
+    served.engine.load = None  # a bug in the engine
+    client.send([1, "load", load("e0v1", 0)], [2, "prepare", {"directory": "/v"}])
+    failed, prepared = client.answers(2)
+    assert failed[1] in ("refused", "failed")
+    assert prepared[2]["loads"] == 1

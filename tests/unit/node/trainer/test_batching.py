@@ -50,7 +50,9 @@ def test_shares_differ_by_at_most_one_trajectory_s_tokens(lengths: list[int], sh
     assert max(tokens) - min(tokens) <= max(lengths)
 
 
-def sample(length: int, generated: list[int], *, fresh: bool = False) -> TokenSample:
+def sample(
+    length: int, generated: list[int], *advantages: tuple[int, float], fresh: bool = False
+) -> TokenSample:
     mask: NDArray[np.int8] = np.zeros(length, dtype=np.int8)
     mask[generated] = 1
     return TokenSample(
@@ -60,14 +62,14 @@ def sample(length: int, generated: list[int], *, fresh: bool = False) -> TokenSa
         logprobs=np.linspace(0, -1, length, dtype=np.float32),
         loss_mask=mask,
         reward=0.0,
-        baseline=(0.0, 0.0),
+        advantages=advantages,
         fresh=fresh,
     )
 
 
 def test_a_micro_batch_holds_exactly_the_generated_tokens():
     batch = collate(
-        [sample(6, [2, 5]), sample(3, [1], fresh=True)], [0.5, -2.0], torch.device("cpu")
+        [sample(6, [2, 5], (0, 0.5)), sample(3, [1], (0, -2.0), fresh=True)], torch.device("cpu")
     )
     request = batch.request
     assert request.token_ids.tolist() == [[10, 11, 12, 13, 14, 15, 10, 11, 12]]
@@ -83,6 +85,6 @@ def test_a_micro_batch_holds_exactly_the_generated_tokens():
 
 
 def test_an_empty_share_still_makes_a_forward_pass():
-    batch = collate([], [], torch.device("cpu"))
+    batch = collate([], torch.device("cpu"))
     assert batch.request.token_ids.shape == (1, 2)
     assert batch.request.targets.numel() == 0

@@ -32,3 +32,11 @@ def test_the_last_and_the_best_of_the_trainer_s_past_stay(scores, keep, kept):
         named[f"step-{int(step):06d}{dash}{incarnation}"] = float(score) if score else None
     wanted = {f"step-{int(at.split('-')[0]):06d}" + at[2:] for at in kept}
     assert kept_checkpoints(named, keep, newest=list(named)[-1]) == wanted
+
+
+def test_one_whose_evaluation_goes_on_stays_until_its_score_is_known():
+    scores = {"step-000010-e1": None, "step-000020-e1": 0.3, "step-000030-e1": None}
+    newest = "step-000040-e1"
+    found = {**scores, newest: None}
+    assert kept_checkpoints(found, 1, newest, pending=[10]) == set(found) - {"step-000030-e1"}
+    assert kept_checkpoints(found, 1, newest) == {"step-000020-e1", newest}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,20 +17,17 @@ from torch.distributed.checkpoint import FileSystemReader  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
 
 from libra_cli.config.errors import TrainerError  # noqa: E402
-from libra_cli.config.recipe import LoraSpec, TrainingSpec  # noqa: E402
+from libra_cli.config.training import LoraSpec  # noqa: E402
 from libra_cli.core.costs.memory import PUBLISHED  # noqa: E402
+from libra_cli.node.checkpoints.contents import COMPLETE, about_bytes, about_of  # noqa: E402
 from libra_cli.node.checkpoints.export import export  # noqa: E402
 from libra_cli.node.losses.protocol import LossInputs, loss_of  # noqa: E402
 from libra_cli.node.model.adapter import add_adapter, published_name  # noqa: E402
-from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
-from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
 from libra_cli.node.trainer import checkpoint  # noqa: E402
-from libra_cli.node.trainer.advantages import advantages_of  # noqa: E402
-from libra_cli.node.trainer.config import TrainerConfig  # noqa: E402
 from libra_cli.node.trainer.samples import TokenSample, read_samples  # noqa: E402
 from libra_cli.node.trainer.trainer import Trainer  # noqa: E402
 from libra_cli.node.weights.adapter import adapted, factors_of  # noqa: E402
-from tests.trainers import batch, training_spec  # noqa: E402
+from tests.trainers import batch, config_of  # noqa: E402
 
 pytestmark = [
     pytest.mark.vllm,
@@ -42,15 +38,6 @@ LORA = {"rank": 4, "alpha": 8}
 TEMPERATURE = 0.9
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    tokenizer = build_tokenizer()
-    new_model(tokenizer, seed=0, width=64).save_pretrained(directory)
-    save_tokenizer(tokenizer, directory, max_len=POSITIONS)
-    return directory
-
-
 @pytest.fixture
 def make(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -59,22 +46,7 @@ def make(
 
     def made(directory: str = "run", **training: Any) -> Trainer:
         home = tmp_path / directory
-        return Trainer(
-            TrainerConfig(
-                run_id="run",
-                model_dir=str(model_dir),
-                weights_dir=str(home / "weights"),
-                checkpoint_dir=str(home / "checkpoints"),
-                port=0,
-                world_size=1,
-                trainer_incarnation=0,
-                seed=0,
-                dtype="float32",
-                temperature=TEMPERATURE,
-                training=TrainingSpec.model_validate(training_spec({"lora": LORA, **training})),
-                max_len=128,
-            )
-        )
+        return Trainer(config_of(model_dir, home, {"lora": LORA, **training}))
 
     return made
 
@@ -104,8 +76,7 @@ def by_peft(model_dir: Path, trainer: Trainer, step: int) -> tuple[dict[str, Any
         for name, tensor in trainer.published().items():
             named[name].copy_(tensor)
     loss, given = loss_of(trainer.config.training), samples(step)
-    advantages = advantages_of(given, normalize_std=trainer.config.training.normalize_std)
-    for sample, advantage in zip(given, advantages, strict=True):
+    for sample in given:
         ids = torch.tensor(sample.token_ids.astype("int64"))
         places = torch.tensor(sample.loss_mask.astype(bool)).nonzero()[:, 0]
 
@@ -121,10 +92,12 @@ def by_peft(model_dir: Path, trainer: Trainer, step: int) -> tuple[dict[str, Any
                 logprobs=current,
                 proximal=current.detach(),
                 rollout=torch.tensor(sample.logprobs)[places],
-                advantages=torch.full((count,), float(advantage)),
+                advantages=torch.tensor(sample.advantage_of_tokens())[places],
                 trajectories=torch.zeros(count, dtype=torch.int64),
+                groups=torch.zeros(count, dtype=torch.int64),
                 staleness=torch.zeros(count, dtype=torch.int64),
                 over=torch.zeros(count, dtype=torch.bool),
+                max_len=128,
                 reference=reference,
             )
         ).loss.backward()
@@ -220,9 +193,9 @@ def test_a_checkpoint_of_other_parameters_is_refused_with_both(
 def test_a_checkpoint_of_another_model_is_refused(make: Callable[..., Trainer], tmp_path: Path):
     trainer = make()
     path = checkpoint.save(trainer, tmp_path / "checkpoints", ledger={}, keep=2)
-    about = json.loads((path / "checkpoint.json").read_text())
+    about = about_of((path / COMPLETE).read_bytes(), path)
     about["adapter"]["base"] = "0" * 64
-    (path / "checkpoint.json").write_text(json.dumps(about))
+    (path / COMPLETE).write_bytes(about_bytes(about))
     with pytest.raises(TrainerError, match="an adapter for another model"):
         checkpoint.load(trainer, path)
 
@@ -238,7 +211,7 @@ def test_what_is_exported_has_the_trainer_s_log_probabilities(
     order = {
         "checkpoint": str(path),
         "urls": [],
-        "token": "",
+        "credentials": {},
         "model_dir": str(model_dir),
         "dtype": "float32",
         "out": str(tmp_path / "out"),

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
-from libra_cli.config.recipe import TrainingSpec  # noqa: E402
-from libra_cli.node.losses.grpo import grpo, k3, truncated_weights  # noqa: E402
-from libra_cli.node.losses.protocol import LossInputs  # noqa: E402
+from libra_cli.config.training import TrainingSpec  # noqa: E402
+from libra_cli.node.losses.policy_gradient import dapo, kl_estimate  # noqa: E402
+from libra_cli.node.losses.protocol import LossInputs, LossOutputs, loss_of  # noqa: E402
+from libra_cli.node.losses.ratios import rollout_weights  # noqa: E402
 from libra_cli.node.model.logprobs import token_logprobs  # noqa: E402
 
 pytestmark = pytest.mark.vllm
@@ -31,11 +32,33 @@ def gradient(current: float, *, old: float, rollout: float, advantage: float) ->
         rollout=vector(rollout),
         advantages=vector(advantage),
         trajectories=torch.tensor([0]),
+        groups=torch.tensor([0]),
         staleness=torch.tensor([0]),
         over=torch.tensor([False]),
+        max_len=64,
     )
-    grpo(inputs, TrainingSpec(clip_low=0.2, clip_high=0.28, tis_cap=2.0)).loss.backward()
+    dapo(
+        inputs, TrainingSpec(clip_low=0.2, clip_high=0.28, sampler_correction="token_truncate")
+    ).loss.backward()
     return float(x.grad)
+
+
+def two_trajectories(**changes: Any) -> LossInputs:
+    """Of three tokens and of one."""
+    given = {"logprobs": [-1.0] * 4, "proximal": [-1.0] * 4, "rollout": [-1.0] * 4, **changes}
+    return LossInputs(
+        **{name: vector(*values) for name, values in given.items()},
+        advantages=vector(1.0, 1.0, 1.0, -1.0),
+        trajectories=torch.tensor([0, 0, 0, 1]),
+        groups=torch.tensor([0, 0, 0, 1]),
+        staleness=torch.zeros(4, dtype=torch.int64),
+        over=torch.tensor([False, True, False, False]),
+        max_len=50,
+    )
+
+
+def shipped(name: str, **training: Any) -> Any:
+    return loss_of(TrainingSpec(loss=name, **training))
 
 
 def test_with_one_update_the_gradient_is_minus_weight_times_advantage():
@@ -46,10 +69,18 @@ def test_with_one_update_the_gradient_is_minus_weight_times_advantage():
 
 
 def test_the_importance_weight_is_truncated_above_only():
-    assert truncated_weights(
-        vector(0.0, -3.0), vector(-5.0, -1.0), vector(2.0, 2.0)
-    ).tolist() == pytest.approx([2.0, math.exp(-2)])
+    inputs = two_trajectories(proximal=[0.0, -3.0, 0.0, 0.0], rollout=[-5.0, -1.0, 0.0, 0.0])
+    weights, bound = rollout_weights(inputs, TrainingSpec(sampler_correction="token_truncate"))
+    assert weights.tolist() == pytest.approx([2.0, math.exp(-2), 1.0, 1.0])
+    assert bound.tolist() == [True, False, False, False]
     assert gradient(-1.0, old=-1.0, rollout=-9.0, advantage=1.0) == pytest.approx(-2.0)
+
+
+def test_by_default_a_token_outside_of_the_band_is_left_out():
+    inputs = two_trajectories(proximal=[0.0, -3.0, 0.0, 0.0], rollout=[-1.5, -1.0, 0.0, -1.7])
+    weights, bound = rollout_weights(inputs, TrainingSpec())
+    assert weights.tolist() == pytest.approx([math.exp(1.5), 0.0, 1.0, 0.0])
+    assert bound.tolist() == [False, True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -80,15 +111,17 @@ def test_the_sum_does_not_depend_on_the_cut(logits: list[float], cut: int, shift
         x = vector(*logits, grad=True)
         advantages = torch.linspace(-1, 1, len(logits), dtype=torch.float64)
         losses = [
-            grpo(
+            dapo(
                 LossInputs(
                     logprobs=x[part],
                     proximal=x.detach()[part] + shift,
                     rollout=x.detach()[part] - shift,
                     advantages=advantages[part],
                     trajectories=torch.zeros(len(x[part]), dtype=torch.int64),
+                    groups=torch.zeros(len(x[part]), dtype=torch.int64),
                     staleness=torch.zeros(len(x[part]), dtype=torch.int64),
                     over=torch.zeros(len(x[part]), dtype=torch.bool),
+                    max_len=64,
                     reference=x.detach()[part] + 2 * shift,
                 ),
                 TrainingSpec(kl_coef=0.1),
@@ -107,16 +140,123 @@ def test_the_sum_does_not_depend_on_the_cut(logits: list[float], cut: int, shift
 
 @given(difference=st.floats(-5, 5))
 def test_the_kl_estimate_is_never_negative(difference: float):
-    estimate = float(k3(vector(difference), vector(0.0)))
+    estimate = float(kl_estimate(vector(difference), vector(0.0), "k3"))
     assert estimate >= -1e-12
-    assert float(k3(vector(difference), vector(difference))) == 0
+    assert float(kl_estimate(vector(difference), vector(difference), "k3")) == 0
 
 
 def test_logprobs_are_of_the_distribution_that_was_sampled_from():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(5000, 7, generator=generator)
     targets = torch.randint(0, 7, (5000,), generator=generator)
-    logprobs, entropy = token_logprobs(logits, targets, temperature=0.7)
+    logprobs, entropy, greedy = token_logprobs(logits, targets, temperature=0.7)
     expected = torch.distributions.Categorical(logits=logits / 0.7)
     torch.testing.assert_close(logprobs, expected.log_prob(targets))
     torch.testing.assert_close(entropy, expected.entropy())
+    assert greedy.tolist() == (logits.argmax(-1) == targets).float().tolist()
+
+
+# -- what the others weigh, cut and divide by ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "loss", "divisor"),
+    [
+        ("dapo", -2.0, None),  # three tokens of advantage 1 and one of -1
+        ("bnpo", -2.0, None),
+        ("grpo", 0.0, 2.0),  # two trajectories, each of the weight of its mean
+        ("gspo", 0.0, 2.0),
+        ("dr_grpo", -2.0, 100.0),
+        ("sapo", -2.0 + 2.0 / 1.05, 2.0),
+    ],
+)
+def test_a_loss_is_summed_and_divided_as_its_paper_says(
+    name: str, loss: float, divisor: float | None
+):
+    outputs: LossOutputs = shipped(name)(two_trajectories())
+    assert float(outputs.loss) == pytest.approx(loss, rel=1e-5)
+    assert (outputs.divisor is None) == (divisor is None)
+    if outputs.divisor is not None:
+        assert float(outputs.divisor) == divisor
+
+
+def test_a_correction_of_a_sequence_is_the_product_of_its_tokens():
+    inputs = two_trajectories(rollout=[-1.2, -0.9, -1.1, -1.0])
+    wide = TrainingSpec(sampler_correction="sequence_truncate", tis_cap=9.0)
+    assert rollout_weights(inputs, wide)[0].tolist() == pytest.approx([math.exp(0.2)] * 3 + [1.0])
+    narrow = TrainingSpec(sampler_correction="sequence_mask", tis_cap=1.1)
+    assert rollout_weights(inputs, narrow)[0].tolist() == pytest.approx([0.0, 0.0, 0.0, 1.0])
+
+
+def test_a_mask_leaves_out_both_sides_of_its_band():
+    inputs = two_trajectories(rollout=[-1.0, -2.0, -0.1, -1.1])
+    band = TrainingSpec(sampler_correction="token_mask", tis_floor=0.5, tis_cap=2.0)
+    weights, bound = rollout_weights(inputs, band)
+    assert weights.tolist() == pytest.approx([1.0, 0.0, 0.0, math.exp(0.1)])
+    assert bound.tolist() == [False, True, True, False]
+
+
+def test_without_a_correction_every_weight_is_one():
+    inputs = two_trajectories(rollout=[-9.0, -9.0, -0.1, -1.1])
+    weights, bound = rollout_weights(inputs, TrainingSpec(sampler_correction="none"))
+    assert weights.tolist() == [1.0] * 4
+    assert not bound.any()
+
+
+def test_a_second_bound_ends_what_a_negative_advantage_can_do():
+    far = two_trajectories(logprobs=[-1.0, -1.0, -1.0, 1.0])  # the last token is e^2 as likely
+    free = shipped("dapo")(far).loss
+    bounded = shipped("dapo", loss_args={"delta": 3.0})(far).loss
+    assert float(free) == pytest.approx(-3 + math.exp(2))
+    assert float(bounded) == pytest.approx(-3 + 3.0)
+
+
+@pytest.mark.parametrize("name", ["dapo", "bnpo", "grpo", "dr_grpo", "gspo", "cispo", "sapo"])
+def test_a_rank_without_a_trajectory_adds_nothing(name: str):
+    nothing = torch.zeros(0, dtype=torch.float64)
+    whole = torch.zeros(0, dtype=torch.int64)
+    outputs = shipped(name)(
+        LossInputs(
+            nothing, nothing, nothing, nothing, whole, whole, whole, whole.bool(), max_len=50
+        )
+    )
+    assert float(outputs.loss) == 0.0
+    assert outputs.divisor is None or float(outputs.divisor) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("estimator", "wanted"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 0.5)]
+)
+def test_kl_is_estimated_as_asked(estimator: Any, wanted: float):
+    assert float(kl_estimate(vector(-1.5), vector(-1.0), estimator)) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_gradient_of_the_kl_term_is_that_of_the_reverse_kl(estimator: Any):
+    """Exactly, by the sum over all of five tokens, each as often as the policy says."""
+    logits = torch.tensor([0.3, -1.0, 0.7, 0.0, 1.2], requires_grad=True)
+    logprobs = torch.log_softmax(logits, 0)
+    reference = torch.log_softmax(torch.tensor([1.0, 0.2, -0.5, 0.4, 0.1]), 0)
+    often = logprobs.detach().exp()
+    (wanted,) = torch.autograd.grad(
+        (logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True
+    )
+    found = torch.zeros(5)
+    for token in range(5):
+        mine = logprobs[token : token + 1]
+        inputs = LossInputs(
+            logprobs=mine,
+            proximal=mine.detach(),
+            rollout=mine.detach(),
+            advantages=torch.zeros(1),
+            trajectories=torch.zeros(1, dtype=torch.int64),
+            groups=torch.zeros(1, dtype=torch.int64),
+            staleness=torch.zeros(1, dtype=torch.int64),
+            over=torch.zeros(1, dtype=torch.bool),
+            max_len=8,
+            reference=reference[token : token + 1],
+        )
+        loss = dapo(inputs, TrainingSpec(kl_coef=1.0, kl_estimator=estimator)).loss
+        (one,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        found += often[token] * one
+    assert found.tolist() == pytest.approx(wanted.tolist(), abs=1e-6)

@@ -23,7 +23,7 @@ import pytest
 from rich.console import Console
 
 from libra_cli.config.errors import PluginError, TrainerError
-from libra_cli.config.recipe import TrainingSpec
+from libra_cli.config.training import TrainingSpec
 from libra_cli.core import events as e
 from libra_cli.core.records import Record, SampleRecord, StepRecord
 from libra_cli.report.html.run_report import write_report
@@ -41,6 +41,7 @@ from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.vllm.client import ServerClient
 from libra_cli.runtime.vllm.metrics import Page
 from tests.sample_run import run_record, step_record
+from tests.sockets import socket_path
 from tests.world import World
 
 MODULE = "of_my_own"
@@ -159,14 +160,14 @@ def test_a_metric_of_a_loss_of_ones_own_is_shown_everywhere(tmp_path: Path) -> N
     assert MODULE not in sys.modules, "the controller needs no torch to check a recipe"
     tokens, whole = torch.tensor([1.0, -2.0, 3.0]), torch.zeros(3, dtype=torch.int64)
     outputs = loss_of(training)(
-        LossInputs(tokens, tokens, tokens, tokens, whole, whole, whole.bool())
+        LossInputs(tokens, tokens, tokens, tokens, whole, whole, whole, whole.bool(), max_len=64)
     )
     assert float(outputs.loss) == -3 * (1 + 4 + 9)
     metrics = {name: float(total) / 3 for name, total in outputs.metrics.items()}
     world = TrainedWith(Random(1), metrics={**metrics, "trainer_s": 2.0}).run()
 
     seen = shown(tmp_path / "run", world.records, now=world.now)
-    assert seen.status["metrics"] == {"halved_mean": {"first": 1.0, "last": 1.0}}
+    assert seen.status["metrics"]["halved_mean"] == {"first": 1.0, "last": 1.0}
     assert "halved_mean 1" in seen.terminal
     assert "<b>halved_mean</b>" in seen.report
     assert '<th class="n">halved_mean</th>' in seen.report
@@ -191,7 +192,7 @@ def test_a_loss_cannot_take_the_name_of_a_metric_of_libras() -> None:
     from libra_cli.node.losses.protocol import LossInputs, loss_of
 
     token, whole = torch.tensor([1.0]), torch.tensor([0])
-    inputs = LossInputs(token, token, token, token, whole, whole, whole.bool())
+    inputs = LossInputs(token, token, token, token, whole, whole, whole, whole.bool(), max_len=64)
     with pytest.raises(TrainerError, match="'greedy' names a metric 'entropy', which is libra's"):
         loss_of(TrainingSpec(loss="greedy"))(inputs)
 
@@ -214,10 +215,9 @@ async def readings(pages: list[Page], slot: str, incarnation: int) -> list[e.Ser
         await writer.wait_closed()
         gone.set()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        endpoint = Endpoint("tcp", f"127.0.0.1:{port}", port)
-        client = ServerClient(slot, incarnation, endpoint, "token")
+    path = socket_path()
+    async with await asyncio.start_unix_server(serve, path):
+        client = ServerClient(slot, incarnation, Endpoint(path), "token")
         try:
             return [await client.sample() for _ in pages]
         finally:

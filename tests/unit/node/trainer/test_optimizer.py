@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
 from torch import nn  # noqa: E402
 
-from libra_cli.config.recipe import Optimizer, TrainingSpec  # noqa: E402
+from libra_cli.config.training import Optimizer, TrainingSpec  # noqa: E402
 from libra_cli.node.trainer import optimizer as module  # noqa: E402
 from libra_cli.node.trainer.optimizer import optimizer_of  # noqa: E402
 
@@ -56,3 +56,32 @@ def test_either_goes_on_from_the_other_s_state_to_the_same_bits(
     found, _ = trained(second, 6, half)
     for one, other in zip(found, wanted, strict=True):
         assert torch.equal(one, other)
+
+
+def test_muon_moves_matrices_as_torchs_own_and_the_rest_as_adamw():
+    def parameters() -> list[Any]:
+        torch.manual_seed(0)
+        return [nn.Parameter(torch.randn(*shape)) for shape in ((5, 3), (3, 4), (3,))]
+
+    def stepped(given: list[Any], *optimizers: Any) -> list[Any]:
+        for number in range(3):
+            torch.manual_seed(number)
+            for parameter in given:
+                parameter.grad = torch.randn_like(parameter)
+            for one in optimizers:
+                one.step()
+        assert all(parameter.grad is not None for parameter in given)
+        return [one.detach() for one in given]
+
+    ours, theirs = parameters(), parameters()
+    training = TrainingSpec(optimizer="muon", learning_rate=0.01)
+    made = optimizer_of(training, ours, ours[:1])
+    same: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.0}
+    wanted = stepped(
+        theirs,
+        torch.optim.Muon(theirs[:1], adjust_lr_fn="match_rms_adamw", **same),
+        torch.optim.AdamW(theirs[1:], betas=training.betas, **same),
+    )
+    for one, other in zip(stepped(ours, made), wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    assert [len(made.state[one]) for one in ours] == [2, 3, 3]

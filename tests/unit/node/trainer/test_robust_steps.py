@@ -14,25 +14,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
 from libra_cli.config.errors import TrainerError  # noqa: E402
-from libra_cli.config.recipe import TrainingSpec  # noqa: E402
 from libra_cli.node.losses.protocol import LossOutputs  # noqa: E402
-from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
-from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
-from libra_cli.node.trainer.config import TrainerConfig  # noqa: E402
 from libra_cli.node.trainer.samples import TokenSample, read_samples  # noqa: E402
 from libra_cli.node.trainer.trainer import BUDGET_FILE, Trainer  # noqa: E402
-from tests.trainers import batch, training_spec  # noqa: E402
+from tests.trainers import batch, config_of  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    tokenizer = build_tokenizer()
-    new_model(tokenizer, seed=0, width=64).save_pretrained(directory)
-    save_tokenizer(tokenizer, directory, max_len=POSITIONS)
-    return directory
 
 
 @pytest.fixture
@@ -43,22 +30,7 @@ def make(
 
     def made(directory: str = "run", **training: Any) -> Trainer:
         home = tmp_path / directory
-        return Trainer(
-            TrainerConfig(
-                run_id="run",
-                model_dir=str(model_dir),
-                weights_dir=str(home / "weights"),
-                checkpoint_dir=str(home / "checkpoints"),
-                port=0,
-                world_size=1,
-                trainer_incarnation=0,
-                seed=0,
-                dtype="float32",
-                temperature=0.9,
-                training=TrainingSpec.model_validate(training_spec(training)),
-                max_len=128,
-            )
-        )
+        return Trainer(config_of(model_dir, home, training))
 
     return made
 
@@ -99,6 +71,8 @@ def test_memory_that_runs_out_halves_micro_batches_and_changes_no_result(
         torch.testing.assert_close(weights(tight)[name], one, atol=2e-5, rtol=0)
     assert tight.micro_batch_tokens <= 70
     assert make("tight").micro_batch_tokens == tight.micro_batch_tokens
+    tight._budget_file.write_text("")  # all that a full disk took of it
+    assert make("tight").micro_batch_tokens == roomy.micro_batch_tokens
     assert (Path(tight.config.checkpoint_dir).parent / BUDGET_FILE).is_file()
 
 
@@ -141,7 +115,7 @@ def test_weight_decay_is_of_matrices_and_not_of_norms(make: Callable[..., Traine
     trainer = make(weight_decay=0.5, warmup_steps=0, learning_rate=0.1)
     before = weights(trainer)
     # No advantage, so no gradient.
-    alike = [replace(one, reward=1.0, baseline=(1.0, 0.0)) for one in samples(1)]
+    alike = [replace(one, advantages=()) for one in samples(1)]
     trainer.train(1, alike)
     for name, one in weights(trainer).items():
         factor = 0.95 if one.ndim > 1 else 1.0

@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
-from libra_cli.config.recipe import TrainingSpec  # noqa: E402
+from libra_cli.config.training import TrainingSpec  # noqa: E402
 from libra_cli.core.actions import TrainSample  # noqa: E402
-from libra_cli.core.rollout.staleness import baseline_of  # noqa: E402
-from libra_cli.core.types import Baseline, Trajectory, TrajectoryId, VersionSpan  # noqa: E402
-from libra_cli.node.losses.grpo import grpo  # noqa: E402
+from libra_cli.core.types import Trajectory, TrajectoryId, VersionSpan  # noqa: E402
+from libra_cli.node.losses.policy_gradient import dapo  # noqa: E402
 from libra_cli.node.losses.protocol import LossInputs  # noqa: E402
-from libra_cli.node.trainer.advantages import STD_FLOOR, advantages_of  # noqa: E402
 from libra_cli.node.trainer.batching import collate, deal  # noqa: E402
 from libra_cli.node.trainer.samples import TokenSample, counted, read_sample  # noqa: E402
 from libra_cli.runtime.trainer.client import pack_sample  # noqa: E402
@@ -32,7 +30,7 @@ WEIGHT = TrainingSpec.model_validate(
     {"max_staleness": 1, "staleness": {"rule": "token", "over": "weight"}}
 )
 
-EVEN = Baseline(0.5, 0.5)
+EVEN = ((0, 1.0),)
 
 
 def played(*versions: int, reward: float = 1.0, group: int = 0, member: int = 0) -> Trajectory:
@@ -56,19 +54,20 @@ def sent(sample: TrainSample) -> TokenSample:
 @given(versions=st.lists(st.integers(0, 9), min_size=1, max_size=8), held=st.integers(0, 9))
 def test_every_token_arrives_with_its_age(versions: list[int], held: int):
     sample = sent(TrainSample(played(*versions), held, False, EVEN))
-    batch = collate([sample], [0.0], CPU)
+    batch = collate([sample], CPU)
     wanted = [max(0, held - version) for version in versions for _ in range(2)]
     assert batch.ages.tolist() == wanted
     assert len(sample.behind) <= len(versions)
 
 
-def test_a_baseline_arrives_with_its_trajectory():
-    late = sent(TrainSample(played(3, reward=0.25), 5, False, Baseline(0.75, 0.5)))
-    plain = advantages_of([late], normalize_std=False)
-    assert plain == pytest.approx([-0.5])
-    scaled = advantages_of([late], normalize_std=True)
-    assert scaled == pytest.approx([-0.5 / (0.5 + STD_FLOOR)])
-    assert advantages_of([], normalize_std=True) == []
+def test_advantages_arrive_with_their_tokens():
+    runs = ((1, -0.5), (4, 2.0))
+    turns = sent(TrainSample(played(3, 3), 5, False, runs))
+    assert collate([turns], CPU).advantages.tolist() == [-0.5, -0.5, 2.0, 2.0]
+    by_token = array("f", [0, 1, 2, 0, 4, 5, 0])
+    own = sent(TrainSample(played(3, 3), 5, False, runs, token_advantages=by_token))
+    assert collate([own], CPU).advantages.tolist() == [1.0, 2.0, 4.0, 5.0]
+    assert collate([turns, own], CPU).advantages.tolist() == [-0.5, -0.5, 2, 2, 1, 2, 4, 5]
 
 
 def test_only_the_rule_that_masks_leaves_tokens_out():
@@ -84,11 +83,10 @@ def test_only_the_rule_that_masks_leaves_tokens_out():
 def loss_of(samples: list[TokenSample], spec: TrainingSpec, shares: int) -> tuple[float, int]:
     """The mean over what counts, computed by so many, each with its own cut."""
     kept = counted(samples, spec)
-    advantages = advantages_of(kept, normalize_std=False)
     total, tokens = 0.0, sum(sample.generated for sample in kept)
     for share in deal([len(one.token_ids) for one in kept], shares=shares, budget=20):
         for indices in share:
-            batch = collate([kept[i] for i in indices], [advantages[i] for i in indices], CPU)
+            batch = collate([kept[i] for i in indices], CPU)
             current = -0.01 * batch.request.targets.double()
             inputs = LossInputs(
                 logprobs=current,
@@ -96,10 +94,12 @@ def loss_of(samples: list[TokenSample], spec: TrainingSpec, shares: int) -> tupl
                 rollout=batch.rollout,
                 advantages=batch.advantages,
                 trajectories=batch.rows,
+                groups=batch.groups,
                 staleness=batch.ages,
                 over=batch.ages > spec.max_staleness,
+                max_len=64,
             )
-            total += float(grpo(inputs, spec).loss)
+            total += float(dapo(inputs, spec).loss)
     return total / max(1, tokens), tokens
 
 
@@ -112,8 +112,9 @@ def by_hand(trajectories: list[Trajectory], held: int, spec: TrainingSpec) -> tu
             for at in range(span.start, span.end):
                 if over and spec.staleness.masks:
                     continue
-                cap = 1.0 if over and spec.staleness.weighs else spec.tis_cap
-                weight = min(math.exp(-0.01 * one.token_ids[at] - one.logprobs[at]), cap)
+                weight = math.exp(-0.01 * one.token_ids[at] - one.logprobs[at])
+                weight = weight if 0.5 <= weight <= 5.0 else 0.0
+                weight = min(weight, 1.0) if over and spec.staleness.weighs else weight
                 total -= weight * ((one.reward or 0.0) - mean)
                 tokens += 1
     return total / max(1, tokens), tokens
@@ -127,8 +128,11 @@ def test_the_loss_is_what_it_is_by_hand_whoever_computes_it(spec: TrainingSpec, 
         played(*data.draw(some), reward=float(member % 3), member=member) for member in range(4)
     ]
     held = data.draw(st.integers(0, 7))
-    group = baseline_of([one.reward or 0.0 for one in trajectories])
-    samples = [sent(TrainSample(one, held, False, group)) for one in trajectories]
+    mean = sum(one.reward or 0.0 for one in trajectories) / len(trajectories)
+    samples = [
+        sent(TrainSample(one, held, False, ((0, (one.reward or 0.0) - mean),)))
+        for one in trajectories
+    ]
     expected, tokens = by_hand(trajectories, held, spec)
     for shares in (1, 2, 3):
         loss, count = loss_of(samples, spec, shares)

@@ -14,7 +14,8 @@ pytest.importorskip("torch", reason="needs the [cpu] extra")
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from libra_cli.config.recipe import TrainingSpec
+from libra_cli.config.training import TrainingSpec
+from libra_cli.node.heartbeat import Heartbeat
 from libra_cli.node.trainer.commands import CommandQueue, TrainCommand
 from libra_cli.node.trainer.config import TrainerConfig
 from libra_cli.node.trainer.main import TrainerRank
@@ -67,7 +68,7 @@ def config(base: Path) -> TrainerConfig:
         model_dir="",
         weights_dir=str(base),
         checkpoint_dir=str(base / "checkpoints"),
-        port=0,
+        socket="",
         world_size=1,
         trainer_incarnation=0,
         seed=1,
@@ -152,3 +153,21 @@ def test_a_rank_that_does_not_write_sends_its_part_for_the_first_replica_and_cop
     assert fake.sent == sent
     assert not operations.seen
     assert not list(tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("number", "phase"), [(0, "waiting for a command"), (1, "waiting for rank 0")]
+)
+def test_only_rank_0_waits_for_commands(tmp_path, number: int, phase: str):
+    class Seen(Exception):
+        pass
+
+    class Heart:
+        def enter(self, entered: str) -> None:
+            raise Seen(entered)
+
+    queue = None if number else CommandQueue(2, 0, 16)
+    fake, heart = cast("Trainer", FakeTrainer(rank=number)), cast("Heartbeat", Heart())
+    rank = TrainerRank(config(tmp_path), queue, fake, heart)
+    with pytest.raises(Seen, match=phase):
+        rank.serve()

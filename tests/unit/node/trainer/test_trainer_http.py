@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import threading
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from libra_cli.node.trainer.commands import (
     serve,
 )
 from libra_cli.node.trainer.samples import read_sample
+from tests.sockets import UnixConnection, socket_path
 
 TOKEN = "of-this-run"
 
@@ -37,7 +37,7 @@ def trajectory(**changes: Any) -> dict[str, Any]:
         "reward": 1.0,
         "fresh": 1,
         "behind": [],
-        "baseline": [0.5, 0.5],
+        "advantages": [[0, 1.0]],
     }
     return message | changes
 
@@ -156,6 +156,26 @@ def test_asking_for_a_checkpoint_waits_for_that_one(queue: CommandQueue):
     assert answers == [(HTTPStatus.OK, {"path": "step-000001-again"})]
 
 
+def test_a_checkpoint_that_cannot_be_written_is_told_and_ends_nothing(queue: CommandQueue):
+    queue.train({**step(1), "checkpoint": {"ledger": {}}})
+    queue.next(0)
+    queue.done(1, {})
+    queue.not_saved(1, "no space left")
+    told = queue.result(1, 0)[1]
+    assert (told["state"], told["checkpoint"]) == ("done", "")
+    assert told["checkpoint_error"] == "no space left"
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.append(queue.save({})), daemon=True)
+    asking.start()
+    assert isinstance(queue.next(10), CheckpointCommand)
+    queue.not_saved(1, "still none")
+    asking.join(10)
+    assert answers == [(HTTPStatus.OK, {"path": "", "error": "still none"})]
+    assert queue.health()[1]["state"] == "ready"
+    queue.train(step(2))
+    assert isinstance(queue.next(0), TrainCommand)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -165,7 +185,10 @@ def test_asking_for_a_checkpoint_waits_for_that_one(queue: CommandQueue):
         ({"loss_mask": bytes([0, 2, 0, 0])}, "other than 0 and 1"),
         ({"reward": float("nan")}, "not finite"),
         ({"behind": [[2, 1], [1, 3]]}, "ages that are not by rising token"),
-        ({"baseline": [1.0]}, "cannot be read"),
+        ({"advantages": [1.0]}, "cannot be read"),
+        ({"advantages": [[2, 1.0], [1, 0.0]]}, "not by rising token"),
+        ({"advantages": [[0, float("nan")]]}, "an advantage that is not finite"),
+        ({"token_advantages": bytes(8)}, "4 tokens, but 2 token advantages"),
         ({"logprobs": np.full(4, -np.inf, dtype="<f4").tobytes()}, "not finite"),
         (
             {
@@ -184,17 +207,17 @@ def test_a_wrong_trajectory_is_named_with_what_is_wrong(changes: dict[str, Any],
 
 
 @pytest.fixture
-def port(queue: CommandQueue) -> Iterator[int]:
-    server = serve(queue, port=0, token=TOKEN)
-    yield server.server_address[1]
+def socket(queue: CommandQueue) -> Iterator[str]:
+    server = serve(queue, path=(path := socket_path()), token=TOKEN)
+    yield path
     server.shutdown()
     server.server_close()
 
 
 def ask(
-    port: int, method: str, path: str, body: bytes = b"", token: str = TOKEN
+    socket: str, method: str, path: str, body: bytes = b"", token: str = TOKEN
 ) -> tuple[int, dict[str, Any]]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = UnixConnection(socket)
     try:
         connection.request(method, path, body, {"Authorization": f"Bearer {token}"})
         response = connection.getresponse()
@@ -207,15 +230,15 @@ def ask(
     ("method", "path"),
     [("GET", "/health"), ("GET", "/train/1"), ("POST", "/train"), ("POST", "/stop"), ("GET", "/x")],
 )
-def test_every_route_demands_the_token(queue: CommandQueue, port: int, method: str, path: str):
-    assert ask(port, method, path, token="of-another-run")[0] == HTTPStatus.UNAUTHORIZED
+def test_every_route_demands_the_token(queue: CommandQueue, socket: str, method: str, path: str):
+    assert ask(socket, method, path, token="of-another-run")[0] == HTTPStatus.UNAUTHORIZED
     assert not queue.stopping
 
 
-def test_a_step_goes_over_the_wire(queue: CommandQueue, port: int):
+def test_a_step_goes_over_the_wire(queue: CommandQueue, socket: str):
     body = msgpack.packb(step(1))
-    assert ask(port, "POST", "/train", body) == (HTTPStatus.ACCEPTED, {"state": "running"})
-    assert ask(port, "GET", "/train/1?wait_s=0")[1] == {"state": "running"}
+    assert ask(socket, "POST", "/train", body) == (HTTPStatus.ACCEPTED, {"state": "running"})
+    assert ask(socket, "GET", "/train/1?wait_s=0")[1] == {"state": "running"}
     command = queue.next(10)
     assert isinstance(command, TrainCommand)
     (sample,) = command.samples
@@ -224,6 +247,20 @@ def test_a_step_goes_over_the_wire(queue: CommandQueue, port: int):
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", msgpack.packb({"step": 1}), msgpack.packb([1])])
-def test_nonsense_is_a_bad_request_and_not_a_crash(port: int, body: bytes):
-    assert ask(port, "POST", "/train", body)[0] == HTTPStatus.BAD_REQUEST
-    assert ask(port, "GET", "/health")[1]["state"] == "ready"
+def test_nonsense_is_a_bad_request_and_not_a_crash(socket: str, body: bytes):
+    assert ask(socket, "POST", "/train", body)[0] == HTTPStatus.BAD_REQUEST
+    assert ask(socket, "GET", "/health")[1]["state"] == "ready"
+
+
+def test_a_step_or_a_part_that_comes_again_with_another_batch_is_a_conflict(queue: CommandQueue):
+    other = {"trajectories": [trajectory(reward=0.25)]}
+    assert queue.accumulate(part(1))[0] == HTTPStatus.ACCEPTED
+    assert queue.accumulate(part(1) | other)[0] == HTTPStatus.CONFLICT
+    assert queue.train(step(1) | {"parts": 1})[0] == HTTPStatus.ACCEPTED
+    status, body = queue.train(step(1) | {"parts": 1} | other)
+    assert (status, body["error"]) == (
+        HTTPStatus.CONFLICT,
+        "step 1 was taken with another batch",
+    )
+    shares = {"shares": [], "checkpoint": {"ledger": {}}}
+    assert queue.train(step(1) | {"parts": 1} | shares)[0] == HTTPStatus.ACCEPTED

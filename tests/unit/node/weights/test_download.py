@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -14,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from libra_cli.node.agent.agent_errors import AgentRefused
-from libra_cli.node.http import start
+from libra_cli.node.http import serve_hosts
 from libra_cli.node.weights import chunks, download, draft
 from libra_cli.node.weights.chunks import ManifestError, listed, read_manifest
 from libra_cli.node.weights.weight_handler import WeightHandler
 from libra_cli.node.weights.weight_server import PullResult, WeightServer
+from tests.credentials import credentials_of, url_of
 
-TOKEN = "a-token-for-tests"
 NAME = "v000001-e0"
 CHUNK = 64 * 1024
 COUNT = 40
@@ -43,8 +44,8 @@ class Place:
     """A host: its versions, and where it serves them."""
 
     def __init__(self, root: Path) -> None:
-        self.server = WeightServer(root / "run", TOKEN)
-        self.url = f"http://127.0.0.1:{self.server.serve('127.0.0.1', 0)}"
+        self.server = WeightServer(root / "run", credentials_of())
+        self.url = url_of(self.server.serve("127.0.0.1", 0))
 
     def pull(self, *sources: str, within_s: float = PULL_S) -> PullResult:
         return self.server.pull(NAME, sources, within_s)
@@ -94,16 +95,16 @@ def places(tmp_path: Path) -> Iterator[list[Place]]:
 def faulty(root: Path, fault: Callable[[Faulty], bool]) -> tuple[str, ThreadingHTTPServer]:
     """A source with the whole version that does something else with some requests."""
     publish(root)
-    server = start(
+    server = serve_hosts(
         Faulty,
         bind="127.0.0.1",
         port=0,
-        token=TOKEN,
+        credentials=credentials_of(),
         root=root,
         drafts={},
         fault=staticmethod(fault),
     )
-    return f"http://127.0.0.1:{server.server_address[1]}", server
+    return url_of(server.server_address[1]), server
 
 
 def after(count: int) -> Callable[[Faulty], bool]:
@@ -143,6 +144,7 @@ def test_hosts_that_pull_together_give_each_other_most_of_a_version(
         for one in places
     ]
     together(jobs)  # type: ignore[arg-type]
+    server.shutdown()
     server.server_close()
     assert len(results) == len(places)
     assert all(place.holds(DATA) for place in places)
@@ -161,6 +163,7 @@ def test_a_source_that_dies_in_the_middle_costs_a_retry_elsewhere(
         if len(served) <= 3:
             return False
         handler.connection.close()
+        server.shutdown()
         server.server_close()
         return True
 
@@ -183,6 +186,7 @@ def test_a_source_that_falls_silent_holds_nobody_up(
     source, server = faulty(tmp_path / "silent", silent)
     places[0].pull(source, publisher.url)
     awake.set()
+    server.shutdown()
     server.server_close()
     assert places[0].holds(DATA)
 
@@ -196,6 +200,7 @@ def test_a_damaged_chunk_is_refused_and_fetched_elsewhere(
             file.seek(index * CHUNK)
             file.write(b"XX")
     result = places[0].pull(source, publisher.url)
+    server.shutdown()
     server.server_close()
     assert places[0].holds(DATA)
     assert result.sent_by[source] > 0, "its other chunks are right"
@@ -208,11 +213,28 @@ def test_a_pull_goes_on_where_it_broke_off(
     source, server = faulty(tmp_path / "half", after(COUNT // 2))
     with pytest.raises(AgentRefused, match=r"2\d of 40 chunks are here; .*HTTP 404"):
         places[0].pull(source)
+    server.shutdown()
     server.server_close()
     assert not (places[0].server.root / NAME).exists()
     result = places[0].pull(publisher.url)
     assert places[0].holds(DATA)
     assert sum(result.sent_by.values()) <= len(DATA) - (COUNT // 2 - 1) * CHUNK
+
+
+def test_a_pull_over_a_thin_link_may_take_as_long_as_bytes_come(
+    tmp_path: Path, places: list[Place]
+) -> None:
+    def thin(handler: Faulty) -> bool:
+        time.sleep(0.1)
+        return False
+
+    source, server = faulty(tmp_path / "thin", thin)
+    began = time.monotonic()
+    places[0].pull(source, within_s=0.4)
+    assert time.monotonic() - began > 0.4
+    assert places[0].holds(DATA)
+    server.shutdown()
+    server.server_close()
 
 
 def test_what_is_left_of_a_pull_that_failed_goes_when_it_is_not_wanted_any_more(
@@ -221,6 +243,7 @@ def test_what_is_left_of_a_pull_that_failed_goes_when_it_is_not_wanted_any_more(
     source, server = faulty(tmp_path / "half", after(5))
     with pytest.raises(AgentRefused):
         places[0].pull(source, within_s=1.0)
+    server.shutdown()
     server.server_close()
     assert len(list(places[0].server.root.iterdir())) == 1
     places[0].server.forget([])
@@ -252,6 +275,7 @@ def test_a_host_passes_on_what_it_has_before_it_has_the_rest(
     assert COUNT // 2 - download.STREAMS <= got <= COUNT // 2
     rest.set()
     puller.join(PULL_S)
+    server.shutdown()
     server.server_close()
     assert first.holds(DATA)
 
@@ -264,9 +288,51 @@ def test_the_manifest_of_another_version_of_the_same_name_starts_anew(
     manifest.write_text(manifest.read_text() + " ")
     with pytest.raises(AgentRefused):
         places[0].pull(source, within_s=1.0)
+    server.shutdown()
     server.server_close()
     assert sum(places[0].pull(publisher.url).sent_by.values()) == len(DATA)
     assert places[0].holds(DATA)
+
+
+def test_a_copy_that_is_damaged_is_found_and_removed_and_then_pulled_again(
+    publisher: Place, places: list[Place]
+) -> None:
+    here = places[0]
+    here.pull(publisher.url)
+    assert here.server.damaged(NAME) == ""
+    path = here.server.root / NAME / FAULTY
+    with path.open("r+b") as file:
+        file.seek(len(DATA) // 2)
+        file.write(bytes([DATA[len(DATA) // 2] ^ 1]))
+    assert here.server.damaged(NAME) == FAULTY
+    here.pull(publisher.url)
+    assert here.holds(DATA)
+    (path.parent / chunks.MANIFEST).write_text("{")
+    assert here.server.damaged(NAME) == chunks.MANIFEST
+    assert here.server.damaged(NAME) == "", "a version that is gone is not damaged"
+
+
+def test_a_pull_that_nobody_waits_for_ends_with_its_host(
+    tmp_path: Path, places: list[Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "STALL_S", PULL_S)
+    here, stuck, rest = places[0], threading.Event(), threading.Event()
+
+    def never(handler: Faulty) -> bool:
+        stuck.set()
+        rest.wait(PULL_S)
+        return False
+
+    source, server = faulty(tmp_path / "stuck", never)
+    with ThreadPoolExecutor(1) as pool:
+        pull = pool.submit(here.pull, source, within_s=PULL_S)
+        assert stuck.wait(PULL_S)
+        here.server.close()
+        with pytest.raises(AgentRefused, match="nobody wants it any more"):
+            pull.result(PULL_S / 2)
+    rest.set()
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.mark.parametrize(

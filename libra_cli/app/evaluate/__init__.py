@@ -1,0 +1,1 @@
+"""``libra eval``: the evaluations of a recipe, on their own."""

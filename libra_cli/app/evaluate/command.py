@@ -1,0 +1,132 @@
+"""``libra eval``: finds the model, has the evaluations of a recipe played, writes what came out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra_cli import __version__
+from libra_cli.app.run import check_parts
+from libra_cli.config.errors import LibraError, RecipeError, StateError
+from libra_cli.config.recipe import Recipe
+from libra_cli.config.secrets import known_secrets, masker
+from libra_cli.core.records import EvaluationRecord, ExportRecord
+from libra_cli.report.evaluations import EvaluationPart, evaluation_parts
+from libra_cli.runtime.evaluation.standalone import StandaloneEvaluation
+from libra_cli.runtime.recipes.loader import load_recipe
+from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.schema import DATABASE
+from libra_cli.runtime.supervision.quotations import masked_errors
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """What ``libra eval`` found, and where it was written."""
+
+    model: str
+    evaluations: list[EvaluationPart]
+    path: Path
+
+
+def evaluate(
+    target: Path,
+    recipe_path: Path,
+    output: Path | None,
+    *,
+    step: int | None,
+    told: Callable[[EvaluationRecord], None],
+    note: Callable[[str], None],
+) -> EvaluationResult:
+    """Evaluate a model directory, or the model that a run has made; ``step``: of this one.
+
+    Raises:
+        RecipeError: the recipe has a problem, or no evaluation.
+        StateError: there is no such model.
+        LibraError: a host or a server failed, or it was stopped.
+    """
+    recipe = load_recipe(recipe_path)
+    if not recipe.evaluation:
+        raise RecipeError(
+            f"{recipe_path} has no evaluation", hint="add a section, as evaluation: {num_tasks: 64}"
+        )
+    model = model_of(target, step)
+    path = output or Path(f"{model.name}.evaluation-{time.strftime('%Y%m%d-%H%M%S')}.json")
+    mask = masker(known_secrets(recipe))
+    with masked_errors(mask):
+        rows = asyncio.run(_played(_with_model(recipe, model), told, lambda text: note(mask(text))))
+    parts = evaluation_parts(rows)
+    result = {
+        "libra": __version__,
+        "model": str(model),
+        "recipe": str(recipe_path),
+        "at": time.time(),
+        "evaluations": parts,
+    }
+    try:
+        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise LibraError(f"{path}: {error.strerror}", hint="name another with --output") from error
+    return EvaluationResult(str(model), parts, path)
+
+
+def model_of(target: Path, step: int | None) -> Path:
+    """The directory of the model: the one named, or of a run the best that it has made.
+
+    Raises:
+        StateError: there is none, or it is an adapter.
+    """
+    if not (target / DATABASE).is_file():
+        model = target.expanduser().absolute()
+        if not model.is_dir():
+            raise StateError(f"{target} is no directory", hint="libra export RUN_DIR makes a model")
+        return _whole(model)
+    with Reader(target) as reader:
+        made = [row for row in reader.exports() if step in (None, row.step)]
+    if not made:
+        which = "" if step is None else f" --step {step}"
+        raise StateError(
+            f"{target} has made no model{'' if step is None else f' of step {step}'}",
+            hint=f"libra export {target}{which}",
+        )
+    return _whole(Path(max(made, key=_worth).path))
+
+
+def _worth(made: ExportRecord) -> tuple[float, int]:
+    return (float("-inf") if made.score is None else made.score, made.step)
+
+
+def _whole(model: Path) -> Path:
+    """Not an adapter, as far as that can be seen from here: it may be on the hosts only."""
+    if (model / "adapter_config.json").exists() and not (model / "config.json").exists():
+        raise StateError(
+            f"{model} is an adapter, and servers are started with whole models",
+            hint="libra export RUN_DIR --merge",
+        )
+    return model
+
+
+def _with_model(recipe: Recipe, model: Path) -> Recipe:
+    """The recipe, of this model."""
+    update = {"path": str(model), "build": None}
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=update)})
+
+
+async def _played(
+    recipe: Recipe, told: Callable[[EvaluationRecord], None], note: Callable[[str], None]
+) -> list[EvaluationRecord]:
+    check_parts(recipe)
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    with tempfile.TemporaryDirectory(prefix="libra-eval-") as work:
+        try:
+            return await StandaloneEvaluation(recipe, Path(work), told=told, note=note).run()
+        except asyncio.CancelledError:
+            raise LibraError("stopped; nothing was written") from None

@@ -1,0 +1,1 @@
+"""``libra help``: the pages, drawn."""

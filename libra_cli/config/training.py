@@ -1,0 +1,278 @@
+"""The sections of a recipe about training: the loss, its batches, adapters, exports and replay."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+)
+
+from libra_cli.config.fields import STRICT, Count, Positive, as_tuple
+from libra_cli.config.on_resume import MAY_CHANGE, OnResume, fixed
+
+Optimizer: TypeAlias = Literal["adamw", "adamw_offload", "muon"]
+
+_Beta: TypeAlias = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+StalenessRule: TypeAlias = Literal["hold", "late", "soft", "cut", "token"]
+
+
+def _as_rule(value: Any) -> Any:
+    return {"rule": value} if isinstance(value, str) else value
+
+
+class StalenessSpec(BaseModel):
+    """The rule that makes a batch: a name, or the name as ``rule`` with its arguments. What each
+    guarantees is in ``core.rollout.staleness``."""
+
+    model_config = STRICT
+    on_resume: ClassVar[OnResume] = MAY_CHANGE
+
+    rule: StalenessRule | None = None
+    """hold waits for groups that would get too old, late a little later, soft and token never; cut
+    closes them with the members that are finished. token bounds the age of each token instead.
+    Null: cut, and hold where max_staleness is 0."""
+    versions: Positive | None = None
+    """late: how many versions over max_staleness a group may be. Null: 1."""
+    least: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """cut: the share of a group that must be finished before it is closed. Null: 0.5."""
+    rest: Literal["later", "drop"] | None = None
+    """cut: members that are not finished are trained later, or dropped. Null: later."""
+    over: Literal["mask", "weight"] | None = None
+    """token: leave tokens over max_staleness out of the loss, or let them weigh at most 1. Null:
+    mask."""
+
+    @property
+    def masks(self) -> bool:
+        """Whether tokens over the bound are left out of the loss."""
+        return self.rule == "token" and self.over != "weight"
+
+    @property
+    def weighs(self) -> bool:
+        """Whether tokens over the bound have an importance weight of at most 1."""
+        return self.rule == "token" and self.over == "weight"
+
+
+ExportChoice: TypeAlias = Literal["last", "best"]
+
+
+class ExportSpec(BaseModel):
+    """Which checkpoints are made Hugging Face directories, on a host that trains."""
+
+    model_config = STRICT
+    on_resume: ClassVar[OnResume] = MAY_CHANGE
+
+    at_end: Annotated[
+        tuple[ExportChoice, ...],
+        BeforeValidator(as_tuple, json_schema_input_type=ExportChoice | list[ExportChoice]),
+    ] = ("last", "best")
+    """Of a run that finishes: the last checkpoint, the best, or neither: []."""
+    every: Count = 0
+    """Checkpoints from one export to the next while the run goes on; 0 is none. All of them stay,
+    each as large as the model."""
+    merge: bool = False
+    """Of a run with training.lora: write the model with the adapter in it, not the adapter."""
+
+
+LoraTarget: TypeAlias = Literal[
+    "all-linear", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+]
+
+
+class LoraSpec(BaseModel):
+    """A low-rank adapter (arXiv 2106.09685), by PEFT; rank and alpha have TRL's defaults."""
+
+    model_config = STRICT
+    on_resume: ClassVar[OnResume] = fixed("the checkpoint holds this adapter")
+
+    rank: Annotated[int, Field(ge=1, le=512)] = 16
+    """Rows of A and columns of B, where a matrix W of the model becomes W + alpha / rank B A."""
+    alpha: Positive = 32
+    """How much the adapter weighs, divided by rank."""
+    target_modules: Annotated[
+        tuple[LoraTarget, ...],
+        BeforeValidator(as_tuple, json_schema_input_type=LoraTarget | list[LoraTarget]),
+        Field(min_length=1),
+    ] = ("all-linear",)
+    """Which matrices of every layer have one: all-linear is all but the output layer."""
+
+
+SamplerCorrection: TypeAlias = Literal[
+    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"
+]
+
+
+def _with_old_names(schema: dict[str, Any]) -> None:
+    for name, kind, told in (
+        ("algorithm", "string", "The old name of loss."),
+        ("normalize_std", "boolean", "The old name of scale_rewards: true is group, false none."),
+    ):
+        schema["properties"][name] = {"type": kind, "deprecated": True, "description": told}
+
+
+RewardScale: TypeAlias = Literal["group", "batch", "none"]
+
+
+def _as_scale(value: Any) -> Any:
+    """TRL's booleans, which were the values of the key's old name too."""
+    return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
+
+
+class TrainingSpec(BaseModel):
+    """Asynchronous policy gradients on groups (GRPO, arXiv 2402.03300)."""
+
+    model_config = ConfigDict(**STRICT, json_schema_extra=_with_old_names)
+    on_resume: ClassVar[OnResume] = MAY_CHANGE
+
+    loss: Annotated[str, Field(validation_alias=AliasChoices("loss", "algorithm"))] = "dapo"
+    """dapo, bnpo, grpo, dr_grpo, gspo, cispo or sapo, as TRL calls them; tba, trajectory balance;
+    sft, which imitates the conversations of ``demonstrations``; distill, which learns from the
+    ``teacher`` on the policy's own trajectories; an entry point of group
+    ``libra.losses``; or module:attr. What one is and where it must be installed is in
+    ``node.losses.protocol``. The key's old name is algorithm, whose grpo is dapo."""
+    loss_args: dict[str, JsonValue] = {}
+    """Keyword arguments of the loss; those below reach it too."""
+    backend: str = "accelerate"
+    """What trains: ``accelerate``, an entry point of ``libra.trainer_backends``, or module:attr."""
+    groups_per_step: Positive = 16
+    """Prompts in the global batch, each with a group of trajectories; or demonstrations."""
+    optimizer: Optimizer = "adamw"
+    """adamw, or adamw_offload: the same steps with its moments in the memory of the host, which
+    frees half of what a GPU holds for each parameter and moves 16 bytes of each every step; or
+    muon for hidden matrices and AdamW for the rest, which wants sharding: ddp."""
+    learning_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 1e-6
+    """AdamW's learning rate."""
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moments."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """AdamW's decoupled weight decay."""
+    warmup_steps: Count = 0
+    """Steps over which the learning rate rises linearly."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
+    """What the learning rate does afterwards, until the last step of the run."""
+    decay_steps: Positive | None = None
+    """Steps at the end over which warmup_stable_decay falls. Null: a tenth of the run."""
+    min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """What is left of the learning rate in the last step, of schedules that fall."""
+    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    """PPO's clip range: the probability ratio is clipped below at 1 - clip_low."""
+    clip_high: Annotated[float, Field(gt=0.0)] = 0.28
+    """The ratio is clipped above at 1 + clip_high; DAPO's "clip-higher" (arXiv 2503.14476)."""
+    sampler_correction: SamplerCorrection = "token_mask"
+    """What is done with the ratio of trainer to rollout probability, of a token or the product over
+    a trajectory: a weight of at most tis_cap (truncate); one that is 0 outside of tis_floor to
+    tis_cap (mask); none. The default was measured (libra help losses)."""
+    tis_cap: Annotated[float, Field(ge=1.0)] | None = None
+    """The greatest importance weight, the ratio of trainer to rollout probability. Null: 5 with
+    token_mask, 2 with the others."""
+    tis_floor: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    """The least weight that sampler_correction masks nothing at. Null: 0.5 with token_mask, as
+    IcePop's band, and 0 with sequence_mask."""
+    minibatches: Positive = 1
+    """Optimizer updates of a pass over a batch, each on an equal part of its groups. verl says how
+    many prompts are in one (ppo_mini_batch_size), TRL how many batches (steps_per_generation)."""
+    epochs: Positive = 1
+    """Passes over a batch, each with its groups in another order; ppo_epochs, num_iterations."""
+    entropy_coef: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Weight of the mean entropy of the policy, which is subtracted from the loss."""
+    kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of the KL term towards the first policy; 0 keeps no reference model."""
+    kl_in_reward: bool = False
+    """Take kl_coef times a trajectory's KL from the first policy (k1, summed over its tokens) from
+    its reward, and add nothing to the loss."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How the KL term is estimated at each token (Schulman 2020)."""
+    max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    """The gradient's L2 norm is clipped to this."""
+    advantage: str = "grpo"
+    """What rewards are compared with: grpo, rloo, reinforce++ or reinforce++-baseline, or for each
+    turn by itself turn or gigpo; an entry point of group ``libra.advantages``; or module:attr. What
+    each does is in ``libra help advantages``."""
+    gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """turn, gigpo: what a reward is worth one turn before it is given."""
+    scale_rewards: Annotated[
+        RewardScale | None,
+        BeforeValidator(_as_scale, json_schema_input_type=RewardScale | bool | None),
+        Field(validation_alias=AliasChoices("scale_rewards", "normalize_std")),
+    ] = None
+    """The standard deviation that advantages are divided by: of the group's rewards, the batch's,
+    or none, as Dr. GRPO (2503.20783) has it. Null: group; with rloo none, with reinforce++ batch.
+    The key's old name is normalize_std: true is group, false none."""
+    micro_batch_tokens: Positive = 8192
+    """The most tokens of one forward pass; a longer trajectory is a pass by itself."""
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    """What a backward pass computes again: nothing, what is between matrix products, or each layer.
+    auto is full on GPUs, none without."""
+    max_staleness: Count = 1
+    """Versions that a token may be behind the step that trains on it; 0 is on-policy. How strictly
+    it is kept is the matter of staleness."""
+    staleness: Annotated[
+        StalenessSpec,
+        BeforeValidator(_as_rule, json_schema_input_type=StalenessRule | StalenessSpec),
+    ] = StalenessSpec()
+    """The rule that makes a batch: hold, late, soft, cut, token, or {rule: NAME, ARGUMENT: ...}."""
+    checkpoint_every: Positive = 10
+    """Steps between checkpoints; the last step always has one."""
+    keep_checkpoints: Positive = 2
+    """How many checkpoints stay on disk, besides the best: by the recipe's first evaluation, or
+    without any by the mean reward of 10 steps."""
+    export: ExportSpec = ExportSpec()
+    """When the model is written for use elsewhere; ``libra export`` does so at any time."""
+    sharding: Literal["auto", "fsdp2", "ddp"] = "auto"
+    """auto is FSDP2 on GPUs, data parallel without."""
+    dp_shard_size: Annotated[int, Field(ge=2)] | None = None
+    """FSDP2: ranks that hold one replica of the model and its optimizer together, a host's or a
+    multiple of it or an equal part; a trainer to which it does not fit is one replica. Null: those
+    of a host, where several hosts train with as many ranks each and a host has the memory for it;
+    else all. The name is accelerate's, and dp_replicate_size is the number of replicas."""
+    worker_gradients: Literal["float32", "bfloat16"] = "float32"
+    """How gradient workers send theirs; bfloat16 is half the bytes. Sums are float32 either way."""
+    lora: Annotated[LoraSpec | None, fixed("the checkpoint holds these parameters only")] = None
+    """Train an adapter and leave the model's weights as they are: {} for one with the defaults.
+    Null: all weights are trained. An adapter wants a learning rate about 10 times as high."""
+    stream: bool = False
+    """Begin a step on the groups that are finished while others are still played."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of a step, at most: one each minibatch of each epoch."""
+        return self.minibatches * self.epochs
+
+    @property
+    def importance_bounds(self) -> tuple[float, float]:
+        """``tis_floor`` and ``tis_cap``, or what they are where the recipe does not say."""
+        floor, cap = (0.5, 5.0) if self.sampler_correction == "token_mask" else (0.0, 2.0)
+        return (
+            floor if self.tis_floor is None else self.tis_floor,
+            cap if self.tis_cap is None else self.tis_cap,
+        )
+
+    @property
+    def shares_steps(self) -> bool:
+        """Whether gradient workers can compute some trajectories of a step by themselves: not where
+        later updates need newer weights."""
+        return self.updates == 1
+
+
+class ReplaySpec(BaseModel):
+    """Groups that were trained, kept and trained again beside new ones."""
+
+    model_config = STRICT
+    on_resume: ClassVar[OnResume] = MAY_CHANGE
+
+    groups: Positive
+    """How many of them every step trains again, on top of training.groups_per_step."""
+    capacity: Positive = 64
+    """How many groups are kept. They are in the controller's memory with all their tokens, nine
+    bytes each."""
+    sampling: Literal["recent", "reward", "advantage"] = "recent"
+    """Which are drawn most: the last ones, those with the highest mean reward, or those whose
+    rewards differ most. The r-th is drawn with a probability proportional to 1 / r."""
+    most_staleness: Positive | None = None
+    """Groups whose oldest token is more versions behind are not drawn. Null: any is."""

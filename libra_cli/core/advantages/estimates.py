@@ -1,0 +1,124 @@
+"""The advantages of a batch, as the trainer is sent them and as they are told of."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from statistics import fmean
+from typing import TypeAlias
+
+from libra_cli.config.advantages import ADVANTAGES
+from libra_cli.config.environment import TeacherSpec
+from libra_cli.config.errors import PluginError
+from libra_cli.config.training import TrainingSpec
+from libra_cli.core.actions import TrainSample
+from libra_cli.core.advantages.distillation import distillation_metrics, taught_advantages
+from libra_cli.core.advantages.protocol import Estimator
+from libra_cli.core.rollout.groups import Group
+from libra_cli.core.types import Branch, Trajectory, TrajectoryId
+
+Advantages: TypeAlias = Mapping[TrajectoryId, tuple[float, ...]]
+"""Of each trajectory: one, or one for each of its turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimation:
+    """How the advantages of groups are estimated, by a recipe's ``training``."""
+
+    training: TrainingSpec
+    teacher: TeacherSpec | None = None
+
+    def by_token(self, tokens: Branch, runs: Sequence[tuple[int, float]]) -> array[float] | None:
+        """Those of each token of a branch, where a teacher has judged them."""
+        return None if self.teacher is None else taught_advantages(tokens, runs, self.teacher)
+
+    def metrics_of(self, samples: Sequence[TrainSample]) -> dict[str, float | None]:
+        """What a teacher adds to the numbers of a batch, and what it takes: where rewards have no
+        weight, a group in which all are the same teaches as others do."""
+        if self.teacher is None:
+            return {}
+        told = distillation_metrics(samples)
+        return told if self.teacher.advantage_coef else {**told, "share_without_signal": None}
+
+    def of(self, groups: Sequence[Group]) -> Advantages:
+        """Those of all members of these groups, which are compared with one another.
+
+        Raises:
+            PluginError: there is no such estimator, or what it returned is not what
+                ``core.advantages.protocol`` asks for.
+        """
+        estimator: Estimator = ADVANTAGES.find(self.training.advantage)
+        compared = [group.compared for group in groups]
+        found = [list(members) for members in estimator(compared, self.training)]
+        if [len(members) for members in found] != [len(group.members) for group in groups]:
+            raise _wrong(self.training, "did not return advantages for all members of all groups")
+        estimated = {
+            member.id: values
+            for group, members in zip(groups, found, strict=True)
+            for member, values in zip(group.members, members, strict=True)
+        }
+        _check(groups, estimated, self.training)
+        return estimated
+
+
+def _check(groups: Sequence[Group], estimated: Advantages, training: TrainingSpec) -> None:
+    for group in groups:
+        for member in group.members:
+            values, turns = estimated[member.id], len(member.turn_rewards)
+            if len(values) not in (1, turns):
+                found = f"{len(values)} advantages for trajectory {member.id} of {turns} turns"
+                raise _wrong(training, f"returned {found}: one for the whole, or one for each turn")
+            if not all(map(isfinite, values)):
+                raise _wrong(training, f"returned {values} for trajectory {member.id}")
+
+
+def _wrong(training: TrainingSpec, what: str) -> PluginError:
+    return PluginError(
+        f"advantage estimator {training.advantage!r} {what}",
+        hint="libra help advantages tells what an estimator returns",
+    )
+
+
+def runs_of(
+    trajectory: Trajectory, values: tuple[float, ...], branch: int | None = None
+) -> tuple[tuple[int, float], ...]:
+    """The advantages of a branch, as (token, value): from this token on. None: its own tokens."""
+    if len(values) == 1:
+        return ((0, values[0]),)
+    number = trajectory.number if branch is None else branch
+    return tuple(
+        (turn.start, value)
+        for turn, value in zip(trajectory.turn_rewards, values, strict=True)
+        if turn.branch == number
+    )
+
+
+def advantage_metrics(groups: Sequence[Group], advantages: Advantages) -> dict[str, float | None]:
+    """Of a batch: the standard deviation of the advantages of its generated tokens, and the share
+    of its groups of which no member has one but 0. Late members count with the first only.
+    """
+    weighed = [pair for group in groups for pair in _by_tokens(group, advantages)]
+    tokens = sum(count for count, _ in weighed)
+    mean = sum(count * value for count, value in weighed) / max(1, tokens)
+    squares = sum(count * (value - mean) ** 2 for count, value in weighed)
+    compared = [group for group in groups if len(group.members) > 1 and not group.is_rest]
+    silent = [not any(any(advantages[one.id]) for one in group.members) for group in compared]
+    return {
+        "advantage_std": sqrt(squares / max(1, tokens)),
+        "share_without_signal": fmean(silent) if silent else None,
+    }
+
+
+def _by_tokens(group: Group, advantages: Advantages) -> list[tuple[int, float]]:
+    """Each advantage of the group, with how many generated tokens have it."""
+    pairs: list[tuple[int, float]] = []
+    for member in group.members:
+        values = advantages[member.id]
+        if len(values) == 1:
+            pairs.append((member.generated, values[0]))
+        else:
+            sizes = [turn.end - turn.start for turn in member.turn_rewards]
+            pairs += zip(sizes, values, strict=True)
+    return pairs

@@ -1,0 +1,103 @@
+"""Whether what a plan starts fits the GPUs that the hosts have, by the law of ``costs.memory``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from libra_cli.config.errors import LibraError
+from libra_cli.core.cluster.joined_slots import slot_named
+from libra_cli.core.cluster.placement import slots_of
+from libra_cli.core.costs.memory import (
+    GIB,
+    SERVER_OVERHEAD_GIB,
+    USABLE_SHARE,
+    Architecture,
+    server_contexts,
+)
+from libra_cli.core.launch.memory_table import rank_gib, shard_sizes
+from libra_cli.core.preflight.case import PreflightCase
+from libra_cli.core.preflight.findings import Finding, Remedy
+from libra_cli.core.types import Slot, node_of
+
+CHECK = "gpu memory"
+
+
+def gpu_memory(case: PreflightCase) -> Iterator[Finding]:
+    """The trainer's ranks, and one context of the greatest length in each server."""
+    shape = _shape(case)
+    if shape is None:
+        return
+    known = {slot.id: slot for slot in slots_of(case.recipe)}
+    sizes = {
+        node.name: _smallest(gpus.mem_total for gpus in facts.gpus[: node.gpus])
+        for node, facts in case.looked()
+        if node.gpus
+    }
+    train = [slot_named(slot, known) for slot in case.plan.train]
+    yield from _ranks(case, shape, train, sizes)
+    for slot, _ in case.plan.servers:
+        if size := sizes.get(node_of(slot), 0.0):
+            yield from _server(case, shape, slot_named(slot, known), size)
+
+
+def _shape(case: PreflightCase) -> Architecture | None:
+    if case.model is None:
+        return None
+    try:
+        found = Architecture.from_config(case.model.config, case.recipe.model.path or "the model")
+    except LibraError:
+        return None
+    return found.with_adapter(case.recipe.training.lora)
+
+
+def _smallest(sizes: Iterable[int]) -> float:
+    """GiB of the smallest; 0 where none has told."""
+    return min(sizes, default=0) / GIB
+
+
+def _ranks(
+    case: PreflightCase, shape: Architecture, train: list[Slot], sizes: dict[str, float]
+) -> Iterator[Finding]:
+    room = min((sizes.get(slot.node, 0.0) for slot in train), default=0.0)
+    if not room:
+        return
+    # Of two ways to share a replica the one that needs less is taken where the other does not fit.
+    need = min(
+        rank_gib(case.recipe, shape, train, shards) for shards in shard_sizes(case.recipe, train)
+    )
+    if need <= USABLE_SHARE * room:
+        yield Finding(CHECK, train[0].node, "fine", f"a rank takes {need:.0f} of {room:.0f} GiB")
+        return
+    yield Finding(
+        CHECK,
+        train[0].node,
+        "warns",
+        f"a rank of the trainer takes about {need:.0f} GiB, its GPU has {room:.0f}",
+        "memory would run out in the first long step",
+        Remedy(
+            "person",
+            "train on more GPUs, lower training.micro_batch_tokens, or set "
+            "training.activation_checkpointing: full or training.lora",
+        ),
+    )
+
+
+def _server(case: PreflightCase, shape: Architecture, slot: Slot, size: float) -> Iterator[Finding]:
+    recipe = case.recipe
+    room = size * recipe.rollout.gpu_memory - SERVER_OVERHEAD_GIB
+    contexts = server_contexts(
+        shape, tensor_parallel=slot.num_devices, room=room * GIB, max_len=recipe.model.max_len
+    )
+    if contexts >= 1:
+        yield Finding(CHECK, slot.node, "fine", f"{slot.id} holds {contexts:,.0f} contexts")
+        return
+    yield Finding(
+        CHECK,
+        slot.node,
+        "warns",
+        f"{slot.id} of {size:.0f} GiB has no room for a context of {recipe.model.max_len:,} tokens",
+        "the server would not start",
+        Remedy(
+            "person", "give the slot more GPUs, raise rollout.gpu_memory, or lower model.max_len"
+        ),
+    )

@@ -1,0 +1,1 @@
+"""Which trajectories are worth training: dynamic sampling, overlong ones, a curriculum."""

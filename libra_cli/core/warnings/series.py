@@ -1,0 +1,66 @@
+"""The numbers of the newest steps, and what can be said of their change.
+
+Steps are noisy, and means over a few of them are what is compared: two windows differ where their
+means do by more than ``CERTAIN`` standard errors of the difference (Welch). Neighbouring steps are
+not independent, so this is far more than the 2 of a textbook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite, sqrt
+from statistics import fmean, variance
+from typing import TypeAlias
+
+from libra_cli.core.records import StepRecord
+
+Numbers: TypeAlias = Mapping[str, float]
+"""Of one step: name -> number; those that are not known are left out."""
+CERTAIN = 4.0
+"""Standard errors; what healthy runs were told at this bound is in ``rules``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The means over a window of steps and over the one after it."""
+
+    before: float
+    after: float
+    errors: float
+    """Their difference over its standard error; above 0 where the number rose."""
+
+    @property
+    def rose(self) -> bool:
+        """Whether that is more than chance."""
+        return self.errors > CERTAIN
+
+    @property
+    def fell(self) -> bool:
+        """Whether that is more than chance."""
+        return self.errors < -CERTAIN
+
+
+def numbers_of(step: StepRecord) -> dict[str, float]:
+    """What is known of a step, by the names of ``StepRecord``, its batch and its trainer."""
+    named: dict[str, float | None] = {"reward": step.reward, "mean_length": step.mean_length}
+    named |= step.batch | step.metrics
+    return {name: value for name, value in named.items() if value is not None and isfinite(value)}
+
+
+def newest(series: Sequence[Numbers], name: str, steps: int) -> list[float]:
+    """The number at each of the newest ``steps``; none at all if one of them does not have it."""
+    values = [numbers[name] for numbers in series[-steps:] if name in numbers]
+    return values if len(values) == steps else []
+
+
+def change(series: Sequence[Numbers], name: str, steps: int) -> Change | None:
+    """From the ``steps`` before the newest ``steps`` to these; None if a step lacks the number."""
+    values = newest(series, name, 2 * steps)
+    if not values:
+        return None
+    before, after = values[:steps], values[steps:]
+    error = sqrt((variance(before) + variance(after)) / steps)
+    difference = fmean(after) - fmean(before)
+    certain = inf if difference > 0 else -inf if difference < 0 else 0.0
+    return Change(fmean(before), fmean(after), difference / error if error else certain)

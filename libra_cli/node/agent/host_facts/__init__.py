@@ -1,0 +1,1 @@
+"""What a host tells of itself: its facts, a model's files, its network. Standard library only."""

@@ -1,0 +1,1 @@
+"""What runs of this user own on one host, and what of it is old. Standard library only."""

@@ -1,0 +1,124 @@
+"""What the evaluations of a run came to, for ``libra status`` and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypedDict
+
+from rich.table import Table
+
+from libra_cli.core.records import EvaluationRecord
+from libra_cli.report.status.parts import part_of
+
+
+class EvaluationPart(TypedDict):
+    """The evaluations of one name: the newest that has finished, and what is under way.
+
+    ``step`` is that of the weights at which it began; ``version_mean`` the mean step of those that
+    generated its tokens. ``metrics`` are by name: pass@1, pass@1/low, pass@1/high and so on, with
+    95 % intervals; ``first`` are those of the first that finished. ``playing`` is the step of the
+    one under way, ``played`` how many of its ``wanted`` trajectories are over.
+    """
+
+    name: str
+    step: int | None
+    version_mean: float | None
+    tasks: int
+    samples: int
+    failed: int
+    seconds: float | None
+    metrics: dict[str, float | None]
+    first: dict[str, float | None]
+    playing: int | None
+    played: int
+    wanted: int
+
+
+def evaluation_parts(
+    rows: Sequence[EvaluationRecord], *, live: bool = True
+) -> list[EvaluationPart]:
+    """One part a name, in the order in which they were first evaluated.
+
+    ``live``: whether the run goes on; where its controller was killed nothing is under way.
+    """
+    names = dict.fromkeys(row.name for row in rows)
+    return [_part([row for row in rows if row.name == name], live=live) for name in names]
+
+
+def _part(rows: Sequence[EvaluationRecord], *, live: bool) -> EvaluationPart:
+    done = finished(rows)
+    newest, shown = rows[-1], done[-1] if done else rows[-1]
+    running = newest if newest.state == "running" and live else None
+    return part_of(
+        EvaluationPart,
+        shown,
+        step=shown.step if done else None,
+        seconds=None if shown.ended_at is None else shown.ended_at - shown.started_at,
+        metrics=shown.metrics if done else {},
+        first=done[0].metrics if done else {},
+        playing=running.step if running else None,
+        played=running.finished + running.failed if running else 0,
+        wanted=shown.tasks * shown.samples,
+    )
+
+
+def finished(rows: Iterable[EvaluationRecord]) -> list[EvaluationRecord]:
+    """Those that have finished, in order."""
+    return [row for row in rows if row.state == "finished"]
+
+
+def evaluation_words(part: EvaluationPart) -> str:
+    """One line for people: ``held-out  step 20  pass@1 0.41 → 0.62 [0.51, 0.72]  pass@4 0.81``."""
+    words = [part["name"]]
+    if part["step"] is not None:
+        words += [f"step {part['step']}", *_estimates(part)]
+    if part["playing"] is not None:
+        words.append(f"step {part['playing']} playing: {part['played']} of {part['wanted']}")
+    return "  ".join(words)
+
+
+def _estimates(part: EvaluationPart) -> list[str]:
+    """Of one that has finished; where its environment broke every time there are none."""
+    metrics = part["metrics"]
+    passes = sorted((name for name in metrics if is_pass(name)), key=_k)
+    if not passes:
+        return [f"all {part['failed']} trajectories failed"]
+    lost = [f"{part['failed']} of {part['wanted']} trajectories failed"] if part["failed"] else []
+    most = [f"{name} {_number(metrics[name])}" for name in passes[1:][-1:]]
+    average = next(name for name in metrics if name.startswith("avg@"))
+    return [_interval("pass@1", part), *most, f"reward {_number(metrics[average])}", *lost]
+
+
+def evaluation_table(parts: Sequence[EvaluationPart]) -> Table:
+    """Every estimate with its 95 % interval."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for title in ("evaluation", "estimate", "value", "95 % interval", "tasks", "failed"):
+        table.add_column(title, justify="left" if title in ("evaluation", "estimate") else "right")
+    for part in parts:
+        named = part["metrics"]
+        for name in (one for one in named if f"{one}/low" in named):
+            low, high = _number(named[f"{name}/low"]), _number(named[f"{name}/high"])
+            tasks = f"{part['tasks']} x {part['samples']}"
+            value = _number(named[name])
+            table.add_row(part["name"], name, value, f"{low} to {high}", tasks, str(part["failed"]))
+    return table
+
+
+def _interval(name: str, part: EvaluationPart) -> str:
+    now, first = part["metrics"], part["first"]
+    low, high = _number(now.get(f"{name}/low")), _number(now.get(f"{name}/high"))
+    before = f"{_number(first.get(name))} → " if first != now else ""
+    return f"{name} {before}{_number(now.get(name))} [{low}, {high}]"
+
+
+def is_pass(name: str) -> bool:
+    """Whether it is the name of a pass@k itself, and not of an end of its interval."""
+    return name.startswith("pass@") and "/" not in name
+
+
+def _k(name: str) -> int:
+    return int(name.partition("@")[2])
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"

@@ -1,0 +1,158 @@
+"""Which trajectories a step trained, and which of them is asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Final
+
+from libra_cli.config.errors import StateError
+from libra_cli.core.records import GroupRecord, LateRecord, TrajectoryRecord
+from libra_cli.core.types import EVALUATION_GROUPS, TrajectoryId
+from libra_cli.runtime.store.reader import Reader
+
+NEWEST = 64
+"""Trajectories that are shown of a run which has not taken a step yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedTrajectory:
+    """One that has ended, in the group that it is compared with."""
+
+    row: TrajectoryRecord
+    step: int | None
+    """The step that trained it; None if none has."""
+    over_group: float
+    """Its reward less the mean of its group's, as far as they have ended."""
+
+    @property
+    def id(self) -> TrajectoryId:
+        """Its group, its place there, and which attempt it was."""
+        return TrajectoryId(self.row.group_id, self.row.member, self.row.attempt)
+
+    @property
+    def reward(self) -> float:
+        """As its environment scored it."""
+        return self.row.reward or 0.0
+
+
+Ranking = Callable[[PlayedTrajectory], float]
+RANKINGS: Final[Mapping[str, Ranking]] = {
+    "best": lambda one: one.reward,
+    "worst": lambda one: -one.reward,
+    "longest": lambda one: float(one.row.generated_tokens),
+}
+"""What the first of a step is called by: the largest; of equals the first one."""
+
+
+def step_to_show(reader: Reader, asked: int | None) -> int | None:
+    """The step that was asked for, or the newest with trajectories; None if none has any.
+
+    Raises:
+        StateError: the run has not taken the step that was asked for.
+    """
+    if asked is None:
+        newest = reader.rows(GroupRecord, "step IS NOT NULL", order="step DESC LIMIT 1")
+        return newest[0].step if newest else None
+    steps = [step.step for step in reader.steps()]
+    if asked not in steps:
+        known = f"it has taken {steps[0]} to {steps[-1]}" if steps else "it has taken none yet"
+        raise StateError(
+            f"{reader.run_dir} has no step {asked}: {known}",
+            hint=f"libra show {reader.run_dir} (the newest)",
+        )
+    return asked
+
+
+def trained_in(reader: Reader, step: int | None) -> list[PlayedTrajectory]:
+    """The trajectories that a step was trained on; without one, the newest that have ended."""
+    if step is None:
+        newest = f"state = 'finished' AND group_id < {EVALUATION_GROUPS}"
+        rows = reader.rows(TrajectoryRecord, newest, order=f"ended_at DESC LIMIT {NEWEST}")
+        return _compared(rows, {})
+    groups = "SELECT group_id FROM {} WHERE step = ?"
+    where = f"group_id IN ({groups.format('groups')} UNION {groups.format('late')})"
+    rows = reader.rows(TrajectoryRecord, f"state = 'finished' AND {where}", (step, step))
+    late = reader.rows(LateRecord, where, (step, step))
+    elsewhere = {(row.group_id, row.member): row.step for row in late}
+    trained = _steps_of(reader, rows)
+    steps = {
+        _key(row): elsewhere.get((row.group_id, row.member), trained.get(row.group_id))
+        for row in rows
+    }
+    return [one for one in _compared(rows, steps) if one.step == step]
+
+
+def find(reader: Reader, name: str) -> PlayedTrajectory:
+    """The trajectory of that name: ``17.3`` is the last attempt at member 3 of group 17.
+
+    Raises:
+        StateError: there is none, or it has not ended.
+    """
+    if not re.fullmatch(r"\d{1,18}\.\d+(\.\d+)?", name):  # SQLite has 64 bits
+        raise StateError(
+            f"{name!r} names no trajectory",
+            hint="libra show lists them; a name is like 17.3, or 17.3.1 for the second attempt",
+        )
+    group, member, *attempt = map(int, name.split("."))
+    rows = reader.rows(TrajectoryRecord, "group_id = ?", (group,))
+    asked = [row for row in rows if row.member == member and attempt in ([], [row.attempt])]
+    if not asked:
+        raise StateError(
+            f"{reader.run_dir} has no trajectory {name}", hint=f"libra show {reader.run_dir}"
+        )
+    if asked[-1].state == "running":
+        raise StateError(
+            f"trajectory {name} is still played; its tokens are written when it ends",
+            hint=f"libra show {reader.run_dir} (those of the newest step)",
+        )
+    trained = _steps_of(reader, rows)
+    late = {row.member: row.step for row in reader.rows(LateRecord, "group_id = ?", (group,))}
+    steps = {_key(row): late.get(row.member, trained.get(group)) for row in rows}
+    return next(one for one in _compared(rows, steps) if one.row == asked[-1])
+
+
+def first_by(ranking: str, played: Sequence[PlayedTrajectory]) -> PlayedTrajectory:
+    """The best, the worst or the longest of these.
+
+    Raises:
+        StateError: there are none.
+    """
+    if not played:
+        raise StateError("no trajectory of it is known", hint="libra show lists the newest step")
+    return max(played, key=RANKINGS[ranking])
+
+
+def _key(row: TrajectoryRecord) -> TrajectoryId:
+    return TrajectoryId(row.group_id, row.member, row.attempt)
+
+
+def _steps_of(reader: Reader, rows: Sequence[TrajectoryRecord]) -> dict[int, int | None]:
+    """Group -> the step that trained it."""
+    if not rows:
+        return {}
+    low, high = min(row.group_id for row in rows), max(row.group_id for row in rows)
+    groups = reader.rows(GroupRecord, "group_id BETWEEN ? AND ?", (low, high))
+    return {group.group_id: group.step for group in groups}
+
+
+def _compared(
+    rows: Sequence[TrajectoryRecord], steps: Mapping[TrajectoryId, int | None]
+) -> list[PlayedTrajectory]:
+    """Each with the mean of its group; of several attempts the last one that finished counts."""
+    last = {(row.group_id, row.member): row for row in rows if row.state == "finished"}
+    rewards: dict[int, list[float]] = {}
+    for row in last.values():
+        rewards.setdefault(row.group_id, []).append(row.reward or 0.0)
+    means = {group: fmean(values) for group, values in rewards.items()}
+    return [
+        PlayedTrajectory(
+            row,
+            steps.get(_key(row)),
+            (row.reward or 0.0) - means.get(row.group_id, row.reward or 0.0),
+        )
+        for row in rows
+        if last.get((row.group_id, row.member), row) == row or row.state != "finished"
+    ]

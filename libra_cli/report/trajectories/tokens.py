@@ -1,0 +1,99 @@
+"""The tokens of a trajectory with what is known of each: version, advantage, log-probability."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra_cli.config.errors import LibraError, StateError
+from libra_cli.core.records import CreditRecord, TrajectoryRecord
+from libra_cli.core.types import VersionSpan
+from libra_cli.runtime.monitors.samples import Decoder
+from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.run_directory import recipe_of
+
+UNFINISHED = "\ufffd"
+"""What a decoder makes of the first bytes of a character whose others are in later tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownBranch:
+    """One branch of a trajectory."""
+
+    token_ids: Sequence[int]
+    spans: Sequence[VersionSpan]
+    """The generated tokens, in order."""
+    logprobs: Sequence[float]
+    """Of the rollout policy in nats, one a token, 0 for tokens of others; empty if not kept."""
+    advantages: Sequence[tuple[int, float]]
+    """From which token on it is which; empty if the run kept none."""
+
+    def version(self, token: int) -> int | None:
+        """The version that generated the token; None of tokens of others."""
+        at = bisect_right(self.spans, token, key=lambda span: span.start) - 1
+        inside = at >= 0 and token < self.spans[at].end
+        return self.spans[at].version if inside else None
+
+    def advantage(self, token: int) -> float | None:
+        """What the token was weighed by; None if the run kept none."""
+        at = bisect_right(self.advantages, token, key=lambda entry: entry[0]) - 1
+        return self.advantages[at][1] if at >= 0 else None
+
+
+def branches_of(reader: Reader, row: TrajectoryRecord) -> list[ShownBranch]:
+    """Its branches, last that which it ended in; none while it is played.
+
+    Raises:
+        StateError: its tokens cannot be read.
+    """
+    key = (row.group_id, row.member, row.attempt)
+    kept = reader.tokens(*key)
+    credit = reader.rows(CreditRecord, "group_id = ? AND member = ? AND attempt = ?", key)
+    weighed = json.loads(credit[0].advantages_json) if credit else [()] * len(kept)
+    return [
+        ShownBranch(branch.token_ids, branch.spans, branch.logprobs, [(at, a) for at, a in one])
+        for branch, one in zip(kept, weighed, strict=True)
+        if branch.token_ids
+    ]
+
+
+def decoder_of(run_dir: Path) -> Decoder:
+    """The tokenizer of the run's model: the run's own copy, or the one beside a model on this host.
+
+    Raises:
+        StateError: there is none; the hint says where to put one.
+    """
+    candidates = [run_dir / "model"]
+    try:
+        path = recipe_of(run_dir).model.path
+        candidates += [Path(path).expanduser()] if path else []
+    except LibraError:
+        pass  # the run's own copy is enough
+    for directory in candidates:
+        if (directory / "tokenizer.json").is_file():
+            return Decoder(directory)
+    missing = " or ".join(f"{directory}/tokenizer.json" for directory in candidates)
+    raise StateError(
+        f"there is no tokenizer, which would be {missing}",
+        hint=f"copy the tokenizer.json of the run's model to {run_dir / 'model'}/",
+    )
+
+
+def token_texts(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
+    """What each token adds to the text; a character of several tokens belongs to the last of them.
+
+    A token is decoded with the one before it, since some tokenizers leave out a leading blank.
+    """
+    texts: list[str] = []
+    start = end = 0
+    for token in range(1, len(token_ids) + 1):
+        before = decode(token_ids[start:end])
+        now = decode(token_ids[start:token])
+        done = not now.endswith(UNFINISHED) or token == len(token_ids) or token - end > 8
+        texts.append(now[len(before) :] if done else "")
+        if done:
+            start, end = end, token
+    return texts

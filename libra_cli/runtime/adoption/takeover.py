@@ -1,0 +1,272 @@
+"""What the controller after a killed one does first: connect to what runs, say what does not, and
+ask again for what was asked for and has not ended.
+
+Which actions are asked again follows from the machine, after it knows what is left: one that
+nobody waits for any more is dropped. Those that are asked again may be: an agent knows the process
+it has started, a server loads a version once, the trainer knows the batch it has taken, and a turn
+whose reply went with the controller is generated once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from libra_cli.config.errors import LibraError
+from libra_cli.core import actions as a
+from libra_cli.core import events as e
+from libra_cli.core.cluster.replica import Replica, ReplicaState
+from libra_cli.core.cluster.trainer import TrainerState
+from libra_cli.core.launch.process import process_of, worker_of
+from libra_cli.core.machine import Machine
+from libra_cli.core.rollout.active import Stage
+from libra_cli.core.rollout.groups import GroupState
+from libra_cli.core.types import Seconds, Slot, SlotId
+from libra_cli.runtime.adoption.memory import RunMemory
+from libra_cli.runtime.adoption.run_log import ReplayedRun
+from libra_cli.runtime.performer import Performer
+
+_CONNECTED = (
+    ReplicaState.JOINING,
+    ReplicaState.SERVING,
+    ReplicaState.TRAINING,
+    ReplicaState.DRAINING,
+)
+"""A process that is starting is connected to by the action that starts it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """A run that was brought to where it was, and the processes of it that run, by node."""
+
+    replayed: ReplayedRun
+    running: Mapping[str, frozenset[str] | None]
+
+    @property
+    def end(self) -> a.End | None:
+        """How the run ended, if it had before its controller was killed; None while it goes on."""
+        run = self.replayed.machine.run
+        return a.End(run.outcome, run.error) if run.ended_at is not None else None
+
+    @property
+    def told(self) -> str:
+        """What is adopted, for people."""
+        machine = self.replayed.machine
+        processes = sum(len(names or ()) for names in self.running.values())
+        ready = machine.ledger.count(GroupState.READY)
+        return (
+            f"goes on where it was, after step {machine.training.step}: adopted {processes} "
+            f"processes, {len(machine.rollout.active)} trajectories in play and {ready} groups "
+            "that wait for training"
+        )
+
+
+def slots_of_machine(machine: Machine) -> dict[SlotId, Slot]:
+    """Every slot that a process of it may be on."""
+    training = machine.training
+    replicas = [*machine.servers.replicas.values(), *machine.workers.replicas.values()]
+    slots = [replica.slot for replica in (*replicas, *training.replicas)]
+    every = (*machine.reconciler.slots, *slots, *training.reserved)
+    return {slot.id: slot for slot in every}
+
+
+async def connect(machine: Machine, memory: RunMemory, performer: Performer) -> list[e.Event]:
+    """Connect to every process that worked; returns the failures of those that cannot be."""
+    failed: list[e.Event] = []
+    for replica in _connectable(machine.servers.replicas.values()):
+        slot, incarnation, bucket = replica.slot.id, replica.incarnation, replica.bucket
+        assert bucket is not None, f"{slot} serves"
+        try:
+            await performer.servers.adopt(a.StartServer(slot, incarnation, bucket))
+        except LibraError as error:
+            failed.append(e.ServerFailed(slot, incarnation, str(error)))
+    for replica in _connectable(machine.workers.replicas.values()):
+        start = a.StartWorker(replica.slot.id, replica.incarnation)
+        try:
+            await performer.workers.adopt(start, replica.verified)
+        except LibraError as error:
+            failed.append(e.WorkerFailed(start.slot, start.incarnation, str(error)))
+    return [*failed, *await _connect_trainer(machine, memory, performer)]
+
+
+def _connectable(replicas: Iterable[Replica]) -> list[Replica]:
+    return [replica for replica in replicas if replica.state in _CONNECTED]
+
+
+async def _connect_trainer(
+    machine: Machine, memory: RunMemory, performer: Performer
+) -> list[e.Event]:
+    training = machine.training
+    if training.state in (TrainerState.DOWN, TrainerState.FAILED, TrainerState.STARTING):
+        return []
+    # A checkpoint that comes with a step, or is asked for now, is waited for by that action.
+    asked = any(
+        isinstance(one.action, (a.Train, a.Checkpoint)) and one.action.ledger is not None
+        for one in memory.asked.values()
+    )
+    works = training.state is not TrainerState.STOPPING
+    writing = works and training.checkpoints.writing and not asked
+    try:
+        await performer.trainer.adopt(
+            a.StartTrainer(training.incarnation, training.slots, training.checkpoints.path),
+            version=training.step if works and training.publishing else None,
+            checkpoint=training.checkpoints.newest if writing else None,
+        )
+    except LibraError as error:
+        return [e.TrainerFailed(training.incarnation, str(error))]
+    return []
+
+
+def findings(
+    machine: Machine, memory: RunMemory, running: Mapping[str, frozenset[str] | None]
+) -> Iterator[e.Event]:
+    """What has happened to the run's processes meanwhile: ``running`` are their names, by node;
+    None where everything was stopped."""
+    trainer = _trainer_processes(machine)
+    for node, names in running.items():
+        if names is None:
+            yield e.NodeGone(node, "its lease was over before another controller came")
+        yield e.NodeBack(node, (names or frozenset()) | _starting(machine, memory, node))
+    dead = [
+        f"{process} on {node}"
+        for node, process in trainer
+        if process not in (running.get(node) or ())
+    ]
+    if dead and not _is_starting_trainer(memory):
+        why = f"{', '.join(dead)} ended while the run had no controller"
+        yield e.TrainerFailed(machine.training.incarnation, why)
+
+
+def _starting(machine: Machine, memory: RunMemory, node: str) -> set[str]:
+    """Processes there whose start was asked for: whoever asks again hears how they are."""
+    names = set()
+    for asked in memory.asked.values():
+        if isinstance(asked.action, a.StartServer):
+            names.add((asked.action.slot, process_of(asked.action.slot)))
+        elif isinstance(asked.action, a.StartWorker):
+            names.add((asked.action.slot, worker_of(asked.action.slot)))
+    slots = slots_of_machine(machine)
+    return {name for slot, name in names if slot in slots and slots[slot].node == node}
+
+
+def _is_starting_trainer(memory: RunMemory) -> bool:
+    return any(isinstance(asked.action, a.StartTrainer) for asked in memory.asked.values())
+
+
+def _trainer_processes(machine: Machine) -> list[tuple[str, str]]:
+    """Node and name of the trainer's processes, as far as it has any."""
+    training = machine.training
+    if training.state in (TrainerState.DOWN, TrainerState.FAILED, TrainerState.STOPPING):
+        return []
+    nodes = dict.fromkeys(replica.slot.node for replica in training.replicas)
+    return [(node, f"trainer-{rank}") for rank, node in enumerate(nodes)]
+
+
+def replayed_from_prompt(machine: Machine) -> list[e.EpisodeFailed]:
+    """Where agents play, nothing of an episode can be rebuilt: it begins again, at no cost. One
+    that is over and waits for a teacher needs no agent."""
+    why = "its agent went with the controller"
+    return [
+        e.EpisodeFailed(trajectory, why, counts=False)
+        for trajectory, active in machine.rollout.active.items()
+        if active.stage not in (Stage.RESETTING, Stage.TAUGHT)
+    ]
+
+
+def asked_again(
+    machine: Machine, memory: RunMemory, last: int, *, now: Seconds
+) -> list[tuple[int, a.RuntimeAction]]:
+    """What was asked for, is still waited for and has not ended, up to number ``last``.
+
+    What nobody waits for any more is forgotten.
+    """
+    again = []
+    for number, asked in list(memory.asked.items()):
+        action = asked.action
+        if number > last:
+            break
+        if not _is_wanted(machine, action):
+            del memory.asked[number]
+            continue
+        if isinstance(action, a.Wake):
+            action = replace(action, after_s=max(0.0, asked.at + action.after_s - now))
+        again.append((number, action))
+    return again
+
+
+def _is_wanted(machine: Machine, action: a.RuntimeAction) -> bool:
+    match action:
+        case a.StartServer() | a.CheckServer() | a.StopServer() | a.SyncServer():
+            return _of_replica(machine.servers.current(action.slot, action.incarnation), action)
+        case a.StartWorker() | a.StopWorker() | a.SyncWorker():
+            return _of_replica(machine.workers.current(action.slot, action.incarnation), action)
+        case a.StartTrainer() | a.StopTrainer() | a.Train() | a.Accumulate() | a.Checkpoint():
+            return _of_trainer(machine, action)
+        case (
+            a.StartEpisode()
+            | a.Generate()
+            | a.AdvanceEpisode()
+            | a.FinishEpisode()
+            | a.AskTeacher()
+        ):
+            return _of_episode(machine, action)
+        case a.AbortTurn() | a.ForgetEpisode():
+            return False  # turns and environments went with the controller
+        case a.Propose() | a.AnswerOrder() | a.Wake():
+            return True
+
+
+def _of_replica(
+    replica: Replica | None,
+    action: a.StartServer
+    | a.CheckServer
+    | a.StopServer
+    | a.SyncServer
+    | a.StartWorker
+    | a.StopWorker
+    | a.SyncWorker,
+) -> bool:
+    if replica is None:
+        return False
+    match action:
+        case a.StartServer() | a.StartWorker():
+            return replica.state is ReplicaState.STARTING
+        case a.StopServer() | a.StopWorker():
+            return replica.state is ReplicaState.STOPPING
+        case a.SyncServer() | a.SyncWorker():
+            return replica.syncing == action.published
+        case a.CheckServer():
+            return replica.suspect
+
+
+def _of_trainer(machine: Machine, action: a.TrainerAction) -> bool:
+    training = machine.training
+    if action.incarnation != training.incarnation:
+        return False
+    match action:
+        case a.StartTrainer():
+            return training.state is TrainerState.STARTING
+        case a.StopTrainer():
+            return training.state is TrainerState.STOPPING
+        case a.Train() | a.Accumulate():
+            return training.state is TrainerState.BUSY and action.step == training.step + 1
+        case a.Checkpoint():
+            return training.checkpoints.writing
+
+
+def _of_episode(
+    machine: Machine,
+    action: a.StartEpisode | a.Generate | a.AdvanceEpisode | a.FinishEpisode | a.AskTeacher,
+) -> bool:
+    active = machine.rollout.active.get(action.trajectory)
+    if active is None:
+        return False
+    match action:
+        case a.StartEpisode():
+            return active.stage is Stage.RESETTING
+        case a.Generate():
+            return active.stage is Stage.GENERATING and active.request == action.request
+        case a.AdvanceEpisode() | a.FinishEpisode():
+            return active.stage is Stage.ADVANCING
+        case a.AskTeacher():
+            return active.stage is Stage.TAUGHT

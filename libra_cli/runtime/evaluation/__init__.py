@@ -1,0 +1,1 @@
+"""Playing evaluations beside training."""

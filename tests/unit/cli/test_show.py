@@ -1,0 +1,137 @@
+"""libra show, as a user sees it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from libra_cli.cli.main import app
+from libra_cli.node.model.tokenizer import build_tokenizer, encode
+from libra_cli.report.trajectories.choice import step_to_show, trained_in
+from libra_cli.runtime.store.journal import Journal
+from libra_cli.runtime.store.reader import Reader
+from tests.played import trajectory, write_played
+from tests.sample_run import run_record
+
+OLD = Path(__file__).parents[2] / "fixtures/0.1.0"
+
+
+def libra(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["show", *arguments], env={"COLUMNS": "80", "NO_COLOR": "1"})
+    assert done.exit_code in (0, 1, 2), done.output
+    return done.output
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_played(tmp_path_factory.mktemp("show") / "runs/quickstart-1")
+
+
+def test_without_a_trajectory_those_of_the_newest_step_are_listed(run_dir: Path) -> None:
+    shown = libra(str(run_dir))
+    assert "step 41  3 trajectories" in shown
+    assert "9000.0" in shown
+    assert "9001.1" in shown, "a late one is the step's that trained it"
+    assert "9001.0" not in shown
+    assert f"libra show {run_dir} 9000.0" in shown.replace("\n", ""), "what to type next"
+
+
+def test_no_line_is_wider_than_the_terminal(run_dir: Path) -> None:
+    for more in ((), ("9000.1",), ("--longest", "--color", "version"), ("--step", "3")):
+        assert max(map(len, libra(str(run_dir), *more).splitlines())) <= 80
+
+
+def test_a_trajectory_is_shown_as_a_conversation(run_dir: Path) -> None:
+    shown = libra(str(run_dir), "9000.1")
+    lines = [line.strip() for line in shown.splitlines()]
+    assert lines.index("user") < lines.index("tool")
+    assert "look<|im_end|>" in lines
+    assert "trained in step 41" in shown
+    assert "+0.5 over its group" in shown
+
+
+def test_what_a_tool_wrote_cannot_command_the_terminal(run_dir: Path) -> None:
+    shown = libra(str(run_dir), "9000.1")
+    assert "\\x1b]0;owned\\x07\\u202e<script>" in shown
+    assert not {"\x1b", "\x07", "\u202e"} & set(shown)
+
+
+def test_the_best_worst_and_longest_of_a_step_are_found(run_dir: Path) -> None:
+    assert "trajectory 9000.0" in libra(str(run_dir), "--worst")
+    assert "trajectory 9000.1" in libra(str(run_dir), "--best")
+    assert "trajectory 9000.1" in libra(str(run_dir), "--longest", "--step", "41")
+
+
+def test_versions_stand_in_the_text_where_there_are_no_colours(run_dir: Path) -> None:
+    shown = libra(str(run_dir), "9000.0", "--color", "version")
+    assert "{v1: look<|im_end|>}" in shown
+    assert "{v3: cd<|im_end|>}" in shown
+    assert "version: {v1: ...}  {v3: ...}" in shown
+
+
+def test_tokens_are_told_apart_by_what_they_were_weighed_by(run_dir: Path) -> None:
+    shown = libra(str(run_dir), "9000.0", "--color", "advantage")
+    assert "{-0.50: look<|im_end|>}" in shown
+    assert "advantage -0.5" in shown
+
+
+def test_improbable_tokens_are_told(run_dir: Path) -> None:
+    shown = libra(str(run_dir), "9000.0", "--color", "logprob")
+    assert "{<50%: look<|im_end|>}" in shown
+    assert "{<10%: cd<|im_end|>}" in shown
+
+
+def test_the_newest_run_is_shown_where_none_is_named(run_dir: Path, monkeypatch) -> None:
+    monkeypatch.chdir(run_dir.parents[1])
+    assert "trajectory 9000.1" in libra("9000.1")
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (("12",), "names no trajectory"),
+        (("99999999999999999999.1",), "names no trajectory"),
+        (("99999.1",), "has no trajectory 99999.1"),
+        (("9000.2",), "is still played"),
+        (("--step", "99"), "has no step 99: it has taken 1 to 41"),
+        (("9000.1", "--worst"), "is named"),
+        (("--worst", "--best"), "are two trajectories"),
+        (("--color", "version"), "is for the tokens of one trajectory"),
+        (("9000.1", "--color", "advantage"), "nothing was kept of this trajectory"),
+    ],
+)
+def test_what_cannot_be_shown_is_said(run_dir: Path, asked: tuple[str, ...], told: str) -> None:
+    assert told in " ".join(libra(str(run_dir), *asked).split())
+
+
+def test_without_a_tokenizer_the_ids_are_shown_and_what_is_missing(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    copied = shutil.copytree(run_dir, tmp_path / "run")
+    (copied / "model/tokenizer.json").unlink()
+    shown = " ".join(libra(str(copied), "9000.1").split())
+    assert "there is no tokenizer" in shown
+    assert "copy the tokenizer.json of the run's model to" in shown
+    assert str(encode(build_tokenizer(), "look<|im_end|>")[0]) in shown
+
+
+def test_a_run_without_steps_shows_what_has_ended(tmp_path: Path) -> None:
+    with Journal(tmp_path / "run") as journal:
+        journal.save(run_record())
+        journal.save(trajectory(1, 0))
+    assert "not trained yet  1 trajectories" in libra(str(tmp_path / "run"))
+
+
+def test_a_run_of_the_first_version_is_shown() -> None:
+    assert "777.0" in libra(str(OLD))
+    assert "trained in step 49" in libra(str(OLD), "--worst")
+
+
+def test_every_trajectory_is_of_the_one_step_that_trained_it(run_dir: Path) -> None:
+    with Reader(run_dir) as reader:
+        assert step_to_show(reader, None) == 41
+        counted = [len(trained_in(reader, step.step)) for step in reader.steps()]
+        assert sum(counted) == reader.trajectory_counts().trained

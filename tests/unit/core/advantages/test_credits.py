@@ -1,0 +1,129 @@
+"""Rewards and advantages by turn, from the environment to the trainer and the rows of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from json import loads
+from random import Random
+from typing import Any
+
+import pytest
+
+from libra_cli.config.errors import PluginError
+from libra_cli.config.training import TrainingSpec
+from libra_cli.core import actions as a
+from libra_cli.core import events as e
+from libra_cli.core.advantages.estimates import Estimation
+from libra_cli.core.advantages.protocol import ComparedGroup, Estimate
+from libra_cli.core.records import CreditRecord
+from libra_cli.core.rollout.groups import Group
+from libra_cli.core.types import Trajectory, TrajectoryId
+from tests.world import Faults, World, recipe
+
+BROKEN = Faults(server_dies=0.005, trainer_dies=0.02, environment_breaks=0.05, forked=0.2)
+
+
+class Rewarding(World):
+    """Every turn on the way earns a quarter, which is in the last reward; batches are kept."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        self.given: list[a.TrainSample] = []
+        self.earned: Counter[TrajectoryId] = Counter()
+        super().__init__(*given, **more)
+
+    def later(self, event: Any, *times: float, **more: Any) -> None:
+        if isinstance(event, e.EpisodeAdvanced) and not event.done:
+            self.earned[event.trajectory] += 1
+            event = replace(event, turn_reward=0.25)
+        elif isinstance(event, e.EpisodeAdvanced):
+            earned = 0.25 * self.earned[event.trajectory]
+            event = replace(event, reward=(event.reward or 0.0) + earned)
+        super().later(event, *times, **more)
+
+    def _check_batch(self, samples: Any) -> None:
+        super()._check_batch(samples)
+        self.given += samples
+
+
+def rewarding(seed: int, faults: Faults = BROKEN, **training: Any) -> Rewarding:
+    given = recipe(training={"advantage": "turn", "scale_rewards": "none", **training})
+    world = Rewarding(Random(seed), recipe=given, faults=faults)
+    world.run()
+    return world
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rewards_by_turn_add_up_and_cover_every_generated_token(seed: int):
+    world = rewarding(seed)
+    assert world.given
+    for sample in world.given:
+        trajectory = sample.trajectory
+        turns = trajectory.turn_rewards
+        assert len(turns) == trajectory.turns
+        assert sum(one.reward for one in turns) == pytest.approx(trajectory.reward)
+        assert {one.reward for one in turns[:-1]} <= {0.25}
+        branches = trajectory.branches
+        for number, branch in enumerate(branches):
+            mine = [one for one in turns if one.branch == number]
+            spoken = {place for one in mine for place in range(one.start, one.end)}
+            assert spoken == {place for place, mask in enumerate(branch.loss_mask) if mask}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_writes_what_it_was_trained_with(seed: int):
+    world = rewarding(seed)
+    rows = {(row.group_id, row.member): row for row in world.rows(CreditRecord)}
+    last = {(one.trajectory.id.group, one.trajectory.id.member): one for one in world.given}
+    for who, sample in last.items():
+        row, trajectory = rows[who], sample.trajectory
+        numbers = [*sorted(trajectory.others), trajectory.number]
+        mine = numbers.index(trajectory.number if sample.branch is None else sample.branch)
+        assert loads(row.advantages_json)[mine] == [list(change) for change in sample.advantages]
+        turns = [[numbers[n], *told] for n, *told in loads(row.turns_json)]
+        wanted = [[t.branch, t.start, t.end, t.reward] for t in trajectory.turn_rewards]
+        assert turns == wanted
+
+
+def test_groups_of_a_batch_that_are_sent_alone_are_compared_with_the_whole_batch():
+    training = TrainingSpec.model_validate({"advantage": "reinforce++"})
+    groups = [grown(number, float(number)) for number in range(2)]
+    found = Estimation(training).of(groups)
+    assert sorted(values[0] for values in found.values()) == pytest.approx(
+        [-0.97, -0.97, 0.97, 0.97], abs=0.01
+    )
+    alone = Estimation(training).of(groups[:1])
+    assert set(alone.values()) == {(0.0,)}
+
+
+def grown(number: int, reward: float, turns: int = 1) -> Group:
+    members = [Trajectory(TrajectoryId(number, n)) for n in range(2)]
+    for member in members:
+        member.reward, member.turns, member.generated = reward, turns, 5
+    return Group(number, members, started_at=0.0, started_version=0)
+
+
+def too_few(groups: list[ComparedGroup], training: TrainingSpec) -> Estimate:
+    return [[(0.0,)] for _ in groups]
+
+
+def not_finite(groups: list[ComparedGroup], training: TrainingSpec) -> Estimate:
+    return [[(float("nan"),) for _ in group.members] for group in groups]
+
+
+def by_other_turns(groups: list[ComparedGroup], training: TrainingSpec) -> Estimate:
+    return [[(0.0, 1.0, 2.0) for _ in group.members] for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("too_few", "advantages for all members of all groups"),
+        ("not_finite", r"returned \(nan,\) for trajectory 0.0.0"),
+        ("by_other_turns", "3 advantages for trajectory 0.0.0 of 0 turns"),
+    ],
+)
+def test_what_an_estimator_may_not_return_is_refused_by_its_name(name: str, reason: str):
+    training = TrainingSpec.model_validate({"advantage": f"{__name__}:{name}"})
+    with pytest.raises(PluginError, match=f"{name}' .*{reason}"):
+        Estimation(training).of([grown(0, 1.0)])

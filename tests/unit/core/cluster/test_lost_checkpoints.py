@@ -1,0 +1,89 @@
+"""A checkpoint that cannot be written is told and tried again; it ends no trainer."""
+
+from __future__ import annotations
+
+from random import Random
+
+from libra_cli.core import actions as a
+from libra_cli.core import events as e
+from libra_cli.core.cluster.trainer import TrainerState
+from libra_cli.core.records import NoteRecord
+from tests.elastic import Scene, scene
+from tests.world import Faults, World
+
+FULL = "No space left on device"
+
+
+def checkpoints(world: Scene) -> list[int]:
+    """The steps whose checkpoint was asked for."""
+    steps = [train.step for train in world.did(a.Train) if train.ledger is not None]
+    return steps + [save.step for save in world.did(a.Checkpoint)]
+
+
+def notes(world: World) -> list[NoteRecord]:
+    return [note for note in world.rows(NoteRecord) if note.kind == "checkpoint"]
+
+
+def fail_next(world: Scene, every: int) -> int:
+    """The next checkpoint cannot be written; its step."""
+    world.silent = lambda event: isinstance(event, e.CheckpointSaved)
+    training = world.machine.training
+    world.until(lambda: world.kept)
+    world.silent, world.kept = (lambda event: False), []
+    step = checkpoints(world)[-1]
+    assert step % every == 0
+    world.give(e.CheckpointFailed(training.incarnation, step, FULL))
+    return step
+
+
+def test_a_checkpoint_that_fails_is_made_up_for_with_the_next_step_and_kills_nobody():
+    world = scene(checkpoint_every=4)
+    step = fail_next(world, 4)
+    assert world.machine.training.state in (TrainerState.READY, TrainerState.BUSY)
+    (told,) = notes(world)
+    assert FULL in told.text
+    assert f"step {step}" in told.text
+    assert told.resolved_at is None
+    world.until(lambda: world.machine.training.checkpoints.step > step)
+    assert world.machine.training.checkpoints.step < step + 4
+    assert notes(world)[-1].resolved_at is not None
+    assert len(world.did(a.StartTrainer)) == 1
+
+
+def test_a_run_whose_last_checkpoint_fails_twice_stops_and_says_so():
+    world = World(Random(1), Faults(checkpoint_fails=1.0)).run()
+    assert world.end is not None
+    assert world.end.state == "failed"
+    assert "the checkpoint of step 5 could not be written" in world.end.error
+    assert FULL in world.end.error
+    assert len({step.step for step in world.steps}) == 5
+
+
+def test_a_trainer_that_cannot_save_stays_where_it_is():
+    """Moving it would lose the steps since the last checkpoint."""
+    world = scene(checkpoint_every=1000)
+    world.faults.checkpoint_fails = 1.0
+    world.order(("b/1", None), train=3)
+    before = world.machine.training.slots
+    world.until(lambda: notes(world))
+    world.steps_on(4)
+    assert world.machine.training.slots == before
+    assert world.machine.training.target_slots == before
+
+
+def test_what_an_older_trainer_could_not_save_is_no_news():
+    world = scene(checkpoint_every=4)
+    world.give(e.CheckpointFailed(0, 4, FULL))
+    assert not notes(world)
+
+
+def test_a_resize_that_is_asked_for_after_that_does_not_wait_for_ever():
+    world = scene(checkpoint_every=1000)
+    world.faults.checkpoint_fails = 1.0
+    training = world.machine.training
+    before = training.slots
+    world.order(train=3)
+    world.until(lambda: training.checkpoints.given_up(training.step))
+    world.order(train=3)
+    world.steps_on(4)
+    assert training.slots == before

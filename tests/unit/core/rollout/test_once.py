@@ -1,0 +1,95 @@
+"""Journal and checkpoint prove that nothing is trained twice, and no dropped group revives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_cli.core.records import GroupRecord, StepRecord, TrajectoryRecord
+from libra_cli.core.rollout.once import check_once, dropped_in
+from libra_cli.core.run_state import Resume
+from tests.world import Faults, World
+
+FEW = settings(max_examples=settings().max_examples // 5)
+FAULTS = Faults(server_dies=0.004, trainer_dies=0.004, environment_breaks=0.03, refused=0.02)
+
+
+def last_position(world: World):
+    """What the newest checkpoint holds."""
+    return world.ledgers[world.machine.training.checkpoints.path]
+
+
+@FEW
+@given(st.integers(0, 2**32))
+def test_a_run_proves_that_everything_was_trained_once(seed):
+    world = World(Random(seed), FAULTS).run()
+    position = last_position(world) if world.machine.training.checkpoints.path else None
+    assert check_once(world.records, position) == []
+
+
+@FEW
+@given(st.integers(0, 2**32), st.integers(30, 400))
+def test_so_does_one_that_was_killed_and_goes_on_from_its_checkpoint(seed, events):
+    first = World(Random(seed), FAULTS)
+    first.play(events)
+    path = first.machine.training.checkpoints.path
+    if not path or first.end:
+        return
+    gone = dropped_in(first.records)
+    resume = Resume(path, first.ledgers[path], first.machine.training.incarnation, first.records)
+    second = World(Random(seed + 1), FAULTS, resume=resume, records=first.records)
+    second.ledgers = first.ledgers
+    second.run()
+    kept = second.machine.training.checkpoints.path
+    assert check_once(second.records, second.ledgers[kept]) == []
+    assert not gone & {group for group, _ in second.trained}
+    assert not gone & set(second.machine.ledger.queue)
+
+
+def broken(world: World, kind, **changes):
+    """The records of a run, with the last of a kind changed."""
+    *_, last = [row for row in world.records if isinstance(row, kind)]
+    return [*(row for row in world.records if row is not last), replace(last, **changes)]
+
+
+def test_a_group_in_two_steps_is_found():
+    world = World(Random(1)).run()
+    first = next(row for row in world.records if isinstance(row, StepRecord))
+    found = check_once(broken(world, StepRecord, groups_json=first.groups_json))
+    assert any("is trained in step 1 and in step 5" in line for line in found)
+
+
+def test_a_member_of_a_rest_in_two_steps_is_found():
+    world = World(Random(1)).run()
+    rows = [
+        replace(row, groups_json={4: "[[70, [0, 1]]]", 5: "[[70, [1]]]"}.get(row.step, "[]"))
+        for row in world.steps
+    ]
+    assert check_once(rows) == ["group 70 is trained in step 4 and in step 5"]
+
+
+def test_a_dropped_group_in_a_step_and_a_scored_failure_are_found():
+    world = World(Random(1)).run()
+    assert "is dropped, and trained" in check_once(broken(world, GroupRecord, state="dropped"))[0]
+    scored = broken(world, TrajectoryRecord, state="failed", reward=1.0)
+    assert "has the reward 1.0" in check_once(scored)[0]
+
+
+def test_a_checkpoint_of_another_timeline_is_found():
+    world = World(Random(1)).run()
+    position = last_position(world)
+    other = {**position, "trained": [(step, [*names, 99]) for step, names in position["trained"]]}
+    assert "the checkpoint has trained" in check_once(world.records, other)[0]
+    again = {**position, "queue": [*position["queue"], 0]}
+    assert "plays it again" in check_once(world.records, again)[0]
+
+
+def test_a_group_dropped_after_the_checkpoint_is_not_opened_again_from_the_stream():
+    ledger = World(Random(1)).machine.ledger
+    position = {"step": 3, "next_group": 9, "queue": [7, 8]}
+    ledger.restore(position, dropped={8, 9, 10})
+    opened = [ledger.open(version=3, now=0.0).id for _ in range(3)]
+    assert opened == [7, 11, 12]

@@ -1,0 +1,57 @@
+"""A run that ends waits for a step and a checkpoint, but not for ever."""
+
+from __future__ import annotations
+
+import pytest
+
+from libra_cli.core import actions as a
+from libra_cli.core import events as e
+from libra_cli.core.cluster.trainer import PATIENCE_S, TrainerState
+from tests.elastic import Scene, of, scene
+
+
+def hang(world: Scene, kind: type[e.Event]) -> float:
+    """Ask the run to stop while this does not come; when it was asked."""
+    world.silent = of(kind)
+    if kind is e.StepDone:
+        world.until(lambda: world.kept)
+    world.give(e.StopRequested(at_once=False, reason="asked"))
+    return world.now
+
+
+@pytest.mark.parametrize("kind", [e.StepDone, e.CheckpointSaved])
+def test_a_step_or_a_checkpoint_that_hangs_does_not_hold_the_end_of_a_run_for_ever(kind):
+    world = scene()
+    asked = hang(world, kind)
+    world.until(lambda: world.end)
+    assert world.end is not None
+    assert PATIENCE_S <= world.now - asked <= PATIENCE_S + 100
+    assert world.end.state == "failed"
+    what = "step" if kind is e.StepDone else "the checkpoint of step"
+    assert f"{what} " in world.end.error
+    assert "did not end within" in world.end.error
+    assert "libra run RECIPE --resume RUN_DIR" in world.end.error
+
+
+def test_a_run_whose_steps_are_slow_is_waited_for_twice_as_long_as_the_slowest():
+    world = scene()
+    training = world.machine.training
+    world.until(lambda: training.state is TrainerState.BUSY)
+    step, world.silent = training.step, of(e.StepDone)
+    world.until(lambda: world.kept)
+    world.idle(2 * PATIENCE_S)
+    world.speak()
+    assert training.step > step
+    asked = hang(world, e.StepDone)
+    world.until(lambda: world.end)
+    assert 4 * PATIENCE_S <= world.now - asked <= 4 * PATIENCE_S + 100
+
+
+def test_a_checkpoint_that_is_slow_is_written_before_the_end():
+    world = scene()
+    hang(world, e.CheckpointSaved)
+    world.until(lambda: world.kept)
+    world.idle(PATIENCE_S - 60)
+    world.speak()
+    world.until(lambda: world.end)
+    assert world.end == a.End("stopped", "asked")

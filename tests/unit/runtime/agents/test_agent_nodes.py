@@ -1,0 +1,90 @@
+"""The stream to a host that runs agents, whatever comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgpack
+import pytest
+
+from libra_cli.config.errors import AgentFailed
+from libra_cli.envs.agents.messages import message
+from libra_cli.runtime.agents import nodes
+from libra_cli.runtime.agents.nodes import AgentNodeConnection
+
+DEADLINE_S = 5
+NOBODY = 9
+"""A port where nobody listens."""
+
+
+class Stream:
+    """Says what it is given, and then nothing until it is closed."""
+
+    errors = ""
+
+    def __init__(self, *said: bytes) -> None:
+        self.said = list(said)
+        self.heard = b""
+        self.answered = asyncio.Event()
+        self.closed = asyncio.Event()
+
+    async def read(self) -> bytes:
+        if self.said:
+            return self.said.pop(0)
+        await self.closed.wait()
+        return b""
+
+    async def write(self, data: bytes) -> None:
+        self.heard += data
+        self.answered.set()
+
+    async def end_input(self) -> None:
+        self.closed.set()
+
+    async def close(self) -> None:
+        self.closed.set()
+
+    @property
+    def messages(self) -> list[list[object]]:
+        unpacker = msgpack.Unpacker()
+        unpacker.feed(self.heard)
+        return list(unpacker)
+
+
+def test_a_connection_that_sends_more_than_is_read_is_closed_and_stays_closed(monkeypatch):
+    monkeypatch.setattr(nodes, "MOST_WAITING", 1000)
+
+    async def main() -> list[list[object]]:
+        flood = b"".join(message("data", 1, b"x" * 400) for _ in range(4))
+        stream = Stream(flood, message("data", 1, b"more"))
+        connection = AgentNodeConnection("a", stream, NOBODY)  # type: ignore[arg-type]
+        await asyncio.wait_for(stream.answered.wait(), DEADLINE_S)
+        assert not connection._requests
+        await connection.close()
+        return stream.messages
+
+    assert asyncio.run(main())[:1] == [["close", 1, None]]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\xc1",
+        msgpack.packb(3),
+        msgpack.packb([1, 2]),
+        msgpack.packb(["data", [], b""]),
+        msgpack.packb(["data", 1, None]),
+        msgpack.packb({"a": {}}),
+        b"\x91" * 5000,
+    ],
+    ids=repr,
+)
+def test_nonsense_ends_the_host_for_those_who_wait(said):
+    async def main() -> None:
+        stream = Stream(said)
+        connection = AgentNodeConnection("a", stream, NOBODY)  # type: ignore[arg-type]
+        with pytest.raises(AgentFailed, match=r"cannot be read"):
+            await asyncio.wait_for(connection.run({"id": "1"}), DEADLINE_S)
+        await connection.close()
+
+    asyncio.run(main())

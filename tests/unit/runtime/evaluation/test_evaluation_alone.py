@@ -1,0 +1,114 @@
+"""``libra eval`` without a host: what is played at every seat, and which model is meant."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from libra_cli.app.evaluate import command
+from libra_cli.app.evaluate.command import model_of
+from libra_cli.config.errors import EnvironmentBroken, StateError
+from libra_cli.core.actions import Generate
+from libra_cli.core.events import TurnGenerated
+from libra_cli.core.records import EvaluationRecord
+from libra_cli.core.types import STARTED_WITH, TrajectoryId, VersionSpan
+from libra_cli.runtime.episodes.player import TurnResult
+from libra_cli.runtime.evaluation.standalone import StandaloneEvaluation
+from tests.world import recipe
+
+
+class SaysSeven:
+    """Servers that answer every turn with one token."""
+
+    most = now = 0
+
+    async def generate(self, action: Generate) -> TurnGenerated:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0)
+        self.now -= 1
+        return TurnGenerated(
+            action.request, action.trajectory, action.slot, action.incarnation, action.prompt_ids,
+            array("i", [7]), array("f", [-1.0]), (VersionSpan(0, 0, 1),), STARTED_WITH,
+            action.cache_key, "stop", 0.0,
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        pass
+
+
+class TwoTurns:
+    """Rewards the first member of each task; the environment of task 1 breaks at every start."""
+
+    def __init__(self) -> None:
+        self.turns: dict[TrajectoryId, int] = {}
+
+    async def start(self, trajectory: TrajectoryId, group: int, **seeds: int) -> array[int]:
+        if group & 0xFFFFF == 1:
+            raise EnvironmentBroken("no such task")
+        self.turns[trajectory] = 0
+        return array("i", [1, 2])
+
+    async def advance(self, trajectory: TrajectoryId, *turn: Any) -> TurnResult:
+        self.turns[trajectory] += 1
+        if self.turns[trajectory] < 2:
+            return TurnResult(array("i", [3]), (), done=False, reward=None)
+        return await self.finish(trajectory)
+
+    async def finish(self, trajectory: TrajectoryId) -> TurnResult:
+        reward = 1.0 if trajectory.member == 0 else 0.0
+        return TurnResult(array("i"), (), done=True, reward=reward)
+
+    def forget(self, trajectory: TrajectoryId) -> None:
+        self.turns.pop(trajectory, None)
+
+
+def test_every_seat_plays_and_what_breaks_is_tried_again_and_counted(tmp_path: Path) -> None:
+    told: list[EvaluationRecord] = []
+    settings = recipe(evaluation={"num_tasks": 4, "samples": 2, "at_start": False})
+    alone = StandaloneEvaluation(settings, tmp_path, told=told.append, note=lambda text: None)
+    servers, player = SaysSeven(), TwoTurns()
+    alone._servers, alone._player = cast("Any", servers), cast("Any", player)
+    asyncio.run(alone._play_all())
+    last = told[-1]
+    assert (last.state, last.finished, last.failed) == ("finished", 6, 2)
+    assert (last.metrics["pass@1"], last.metrics["pass@2"]) == (0.5, 1.0)
+    assert (last.metrics["turns"], last.generated_tokens) == (2.0, 12)
+    assert servers.most > 1
+    assert not player.turns
+
+
+def test_a_model_is_a_directory_and_no_adapter(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="no directory"):
+        model_of(tmp_path / "none", None)
+    assert model_of(tmp_path, None) == tmp_path
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(StateError, match="adapter"):
+        model_of(tmp_path, None)
+
+
+def test_what_environments_say_is_told_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(StandaloneEvaluation):
+        async def run(self) -> list[EvaluationRecord]:
+            self._note("task 0.0.0 failed too often: no answer with key very-hidden")
+            raise EnvironmentBroken("very-hidden is refused", hint="see very-hidden")
+
+    monkeypatch.setattr(command, "StandaloneEvaluation", Broken)
+    monkeypatch.setenv("JUDGE_KEY", "very-hidden")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "nodes: [{host: local, slots: 2}]\nmodel: {build: {}}\n"
+        "evaluation: {environment: {name: calculator, workers: 1, secrets: {K: '${JUDGE_KEY}'}}}\n"
+    )
+    noted: list[str] = []
+    with pytest.raises(EnvironmentBroken) as told:
+        command.evaluate(tmp_path, path, None, step=None, told=lambda row: None, note=noted.append)
+    assert noted == ["task 0.0.0 failed too often: no answer with key [masked]"]
+    assert str(told.value) == "[masked] is refused"
+    assert told.value.hint == "see [masked]"
