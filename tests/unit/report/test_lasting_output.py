@@ -111,8 +111,8 @@ SCRIPT = """
 import signal, sys, time
 from pathlib import Path
 from libra_cli.report.terminal.lasting_output import keep_output
-if sys.argv[2] == "ignored":
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+# Not what was inherited: whoever starts the tests may have done it by nohup.
+signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[2] == "ignored" else signal.SIG_DFL)
 keep_output(Path(sys.argv[1]))
 print("ready", flush=True)
 if sys.argv[2] == "goes-on":
@@ -128,12 +128,16 @@ print("and errors", file=sys.stderr)
 @pytest.mark.parametrize("how", ["heard", "ignored"])
 def test_a_process_goes_on_when_its_terminal_hangs_up(log: Path, how: str) -> None:
     master, slave = pty.openpty()
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(log), how], stdout=slave, stderr=slave
-        )
-    finally:
-        os.close(slave)
+    command = [sys.executable, "-c", SCRIPT, str(log), how]
+    with subprocess.Popen(command, stdout=slave, stderr=slave) as process:
+        try:
+            os.close(slave)
+            _hang_up(master, process, log, how)
+        finally:
+            process.kill()
+
+
+def _hang_up(master: int, process: subprocess.Popen[bytes], log: Path, how: str) -> None:
     shown = os.read(master, 100)
     assert shown.startswith(b"ready")
     process.send_signal(signal.SIGHUP)
