@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import struct
 from array import array
+from math import log, nan
 from pathlib import Path
 
 from libra_cli.core import records as r
@@ -47,6 +49,20 @@ def trajectory(group: int, member: int, **changes: object) -> r.TrajectoryRecord
     return r.TrajectoryRecord(**(values | changes))  # type: ignore[arg-type]
 
 
+RATIOS = (0.25, 1.0, 1.5, 3.0, None)
+"""Of the first generated tokens of a trajectory; the others have 1, but where there is None."""
+
+
+def credit(group: int, member: int) -> r.CreditRecord:
+    """What it was weighed by, and the ratios of its tokens."""
+    (branch,) = trajectory(group, member).tokens
+    generated = sum(branch.loss_mask)
+    nats = [nan if ratio is None else log(ratio) for ratio in RATIOS]
+    values = struct.pack(f"<{generated}e", *nats, *[0.0] * (generated - len(nats)))
+    advantages = json.dumps([[[0, -0.5]]])
+    return r.CreditRecord(group, member, 0, 41, advantages, "[]", log_ratios=(values,))
+
+
 def write_played(run_dir: Path) -> Path:
     """A run of 40 steps, and a step 41 of one group, whose tokens are known."""
     made = write_whole(run_dir)
@@ -58,7 +74,7 @@ def write_played(run_dir: Path) -> Path:
             group,
             late,
             r.LateRecord(9001, 1, 41),
-            r.CreditRecord(9000, 0, 0, 41, "[[[0, -0.5]]]", "[]"),
+            credit(9000, 0),
             *(trajectory(9000, member) for member in range(2)),
             *(trajectory(9001, member) for member in range(2)),
             trajectory(9000, 2, state="running", ended_at=None, tokens=()),

@@ -16,6 +16,7 @@ class TokenColor(StrEnum):
     """What tokens are coloured by."""
 
     ADVANTAGE = "advantage"
+    RATIO = "ratio"
     VERSION = "version"
     LOGPROB = "logprob"
 

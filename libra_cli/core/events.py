@@ -17,6 +17,7 @@ from libra_cli.core.costs.profile import Recalibration
 from libra_cli.core.explanation import Explanation
 from libra_cli.core.types import (
     BranchPoint,
+    LogRatios,
     Plan,
     Prediction,
     Role,
@@ -299,6 +300,8 @@ class StepDone:
     published: PublishedVersion | None = None
     metrics: dict[str, float | None] = field(default_factory=dict)
     shares: tuple[ShareDone, ...] = ()
+    log_ratios: LogRatios | None = None
+    """None if the trainer does not tell them."""
 
 
 @dataclass(frozen=True, slots=True)

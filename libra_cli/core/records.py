@@ -263,6 +263,13 @@ class CreditRecord:
     turns_json: str
     """``[[branch, start, end, reward], ...]``: of each turn its place among these branches, its
     tokens and what it earned."""
+    log_ratios_at: int | None = None
+    """Where the log-ratios of its tokens lie in ``tokens.bin``; None if there are none."""
+    log_ratios: tuple[bytes, ...] = field(
+        default=(), repr=False, compare=False, kw_only=True, metadata=NO_COLUMN
+    )
+    """Of each branch, as ``LogRatios.by_branch`` has them, empty where it has none; on their way to
+    the file."""
 
 
 @dataclass(frozen=True, slots=True)

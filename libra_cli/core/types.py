@@ -273,6 +273,27 @@ class BranchTokens:
     spans: tuple[VersionSpan, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LogRatios:
+    """Of the tokens that a step trained: the log-probability that the trainer's model gave each
+    before its first update, less that of the rollout policy, in nats."""
+
+    branches: array[int]
+    """Typecode ``q``, four for each branch: group, member, number, how many of ``values``."""
+    values: array[int]
+    """Typecode ``H``, one for each generated token: the bits of a float16; NaN for a token that was
+    left out of the loss."""
+
+    def by_branch(self) -> dict[tuple[int, int, int], bytes]:
+        """By group, member and number, the float16 values of a branch, little-endian."""
+        found, start, of = {}, 0, self.branches
+        for at in range(0, len(of), 4):
+            end = start + of[at + 3]
+            found[of[at], of[at + 1], of[at + 2]] = self.values[start:end].tobytes()
+            start = end
+        return found
+
+
 @dataclass(slots=True)
 class Trajectory(Branch):
     """One multi-turn episode as tokens: its own are those of the branch that goes on.

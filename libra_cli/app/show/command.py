@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra_cli.config.errors import StateError
+from libra_cli.config.errors import LibraError, StateError
+from libra_cli.config.losses import SFT
+from libra_cli.config.recipe import Recipe
 from libra_cli.report.trajectories.choice import (
     PlayedTrajectory,
     find,
@@ -15,13 +16,12 @@ from libra_cli.report.trajectories.choice import (
     trained_in,
 )
 from libra_cli.report.trajectories.conversation import PlayedConversation, conversation_of
-from libra_cli.report.trajectories.tokens import ShownBranch
 from libra_cli.runtime.store.reader import Reader
-from libra_cli.runtime.store.run_directory import newest_run
+from libra_cli.runtime.store.run_directory import newest_run, recipe_of
 
-COLORS = ("advantage", "version", "logprob")
-"""What tokens can be coloured by. A ratio would need the trainer's log-probabilities, which no run
-keeps: of the same tokens the rollout policy's are there."""
+COLORS = ("advantage", "ratio", "version", "logprob")
+"""What tokens can be coloured by."""
+_KNOWN = "--color version is always known"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,15 @@ def show(order: ShowOrder) -> StepTable | PlayedConversation:
 
 
 def _colored(reader: Reader, played: PlayedTrajectory, color: str) -> PlayedConversation:
-    told = conversation_of(reader, played, by_token=color == "logprob")
-    _refuse_unknown(color, told.tokens)
+    told = conversation_of(reader, played, by_token=color in ("logprob", "ratio"))
+    _refuse_unknown(color, told)
     return told
 
 
-def _refuse_unknown(color: str, branches: Sequence[ShownBranch]) -> None:
+def _refuse_unknown(color: str, told: PlayedConversation) -> None:
+    branches = told.tokens
+    if color == "ratio" and not any(branch.log_ratios for branch in branches):
+        raise StateError(_why_no_ratio(told), hint=_KNOWN)
     known = {
         "advantage": any(branch.advantages for branch in branches),
         "logprob": any(branch.logprobs for branch in branches),
@@ -83,6 +86,28 @@ def _refuse_unknown(color: str, branches: Sequence[ShownBranch]) -> None:
     if branches and not known.get(color, True):
         raise StateError(
             f"nothing was kept of this trajectory to colour its tokens by {color}",
-            hint="--color version is always known; an older libra kept no more, and advantages are "
-            "known once a step has trained it",
+            hint=f"{_KNOWN}; an older libra kept no more, and advantages are known once a step has "
+            "trained it",
         )
+
+
+def _why_no_ratio(told: PlayedConversation) -> str:
+    """Why no token of a trajectory has a ratio, as far as it is known."""
+    who, recipe = told.played.id, _recipe_of(told.run_dir)
+    if told.played.step is None:
+        return f"no step has trained trajectory {who}, and ratios are of tokens that a step trained"
+    if recipe is not None and recipe.training.loss == SFT:
+        return f"{told.run_dir.name} imitates demonstrations: their tokens have no rollout policy"
+    if recipe is not None and recipe.rollout.overlong.mask and told.played.row.truncated:
+        return f"trajectory {who} was left out of the loss: a limit cut it (rollout.overlong.mask)"
+    return (
+        f"{told.run_dir.name} kept no ratio of trajectory {who}: an older libra trained it, or its "
+        "trainer does not tell the log-probabilities of tokens"
+    )
+
+
+def _recipe_of(run_dir: Path) -> Recipe | None:
+    try:
+        return recipe_of(run_dir)
+    except LibraError:
+        return None

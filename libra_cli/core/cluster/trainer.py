@@ -625,15 +625,19 @@ class TrainerGroup:
         self._suspicions.cleared(self._batch)
         tokens, seconds = event.metrics.get("own_tokens"), event.metrics.get("own_s")
         over = StepOver(event.shares, tokens or 0.0, seconds or 0.0)
-        return [Save(row), *map(Save, self._credits(event.step)), over]
+        return [Save(row), *map(Save, self._credits(event)), over]
 
-    def _credits(self, step: int) -> Iterator[CreditRecord]:
-        """What each trajectory of the batch was weighed by."""
+    def _credits(self, event: StepDone) -> Iterator[CreditRecord]:
+        """What each trajectory of the batch was weighed by, and what the trainer said of it.
+
+        Not of what was trained again: its rows are of the step that trained it first.
+        """
+        log_ratios = event.log_ratios.by_branch() if event.log_ratios else {}
         for group in self._batch:
             for member in group.members:
                 branches: dict[int, Branch] = {**member.others, member.number: member}
                 runs = {number: self._told(member, number, one) for number, one in branches.items()}
-                yield credit_record(member, step, runs)
+                yield credit_record(member, event.step, runs, log_ratios)
 
     def _told(self, member: Trajectory, number: int, branch: Branch) -> Sequence[tuple[int, float]]:
         runs = runs_of(member, self._advantages[member.id], number)

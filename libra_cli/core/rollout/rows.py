@@ -86,9 +86,15 @@ def _branches_json(trajectory: Trajectory) -> str:
 
 
 def credit_record(
-    trajectory: Trajectory, step: int, runs: Mapping[int, Sequence[tuple[int, float]]]
+    trajectory: Trajectory,
+    step: int,
+    runs: Mapping[int, Sequence[tuple[int, float]]],
+    log_ratios: Mapping[tuple[int, int, int], bytes],
 ) -> CreditRecord:
-    """The row of a trajectory that a step has trained; ``runs`` are advantages by branch."""
+    """The row of a trajectory that a step has trained; ``runs`` are advantages by branch.
+
+    ``log_ratios`` are those of all of the step, as ``LogRatios.by_branch`` has them.
+    """
     branches = [*sorted(trajectory.others), trajectory.number]
     turns = [
         [branches.index(turn.branch), turn.start, turn.end, turn.reward]
@@ -101,7 +107,22 @@ def credit_record(
         step=step,
         advantages_json=dumps([runs[number] for number in branches]),
         turns_json=dumps(turns),
+        log_ratios=_log_ratios(trajectory, branches, log_ratios),
     )
+
+
+def _log_ratios(
+    trajectory: Trajectory, numbers: Sequence[int], of_step: Mapping[tuple[int, int, int], bytes]
+) -> tuple[bytes, ...]:
+    """Those of its branches, in this order; none if no branch has one for each generated token."""
+    group, member, _ = trajectory.id
+    found = []
+    for number in numbers:
+        branch = trajectory.others.get(number, trajectory)
+        values = of_step.get((group, member, number), b"")
+        tokens = sum(span.end - span.start for span in branch.spans)
+        found.append(values if len(values) == 2 * tokens else b"")
+    return tuple(found) if any(found) else ()
 
 
 def _tokens(trajectory: Trajectory) -> tuple[BranchTokens, ...]:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from libra_cli.node.credentials import Credentials, PeerConnection
 from libra_cli.node.gradient.wire import BYTES, to_float32
+from libra_cli.node.trainer.log_ratios import BranchLogRatios, read_log_ratios
 from libra_cli.node.trainer.shares import WorkerShare
 
 POLL_S = 2.0
@@ -83,15 +84,20 @@ class GradientClient:
         wanted: Mapping[str, Rows],
         credentials: Credentials,
         dtype: str = "float32",
+        log_ratios: bool = False,
     ) -> None:
         """``tokens`` is the number of generated tokens, which the worker must have counted too.
 
-        ``dtype`` is the format in which gradients come.
+        ``dtype`` is the format in which gradients come; ``log_ratios`` of the tokens, 2 bytes each,
+        are fetched by one rank.
         """
         self.share = share
         self._dtype = dtype
         self.rows: dict[str, NDArray[np.float32]] = {}
         """This rank's rows by tensor, ``[rows * width]``; complete if ``settle`` has no problem."""
+        self.log_ratios: BranchLogRatios = {}
+        """Of the share's tokens that count, if this rank wants them; as complete as the rows."""
+        self._wants_log_ratios = log_ratios
         self._step = step
         self._tokens = tokens
         self._wanted = wanted
@@ -155,7 +161,10 @@ class GradientClient:
                 if name not in self.rows:
                     self.rows[name] = self._tensor(name, tuple(shape))
             if self._answer["state"] == "done":
-                return self._check()
+                self._check()
+                if self._wants_log_ratios:
+                    self.log_ratios = read_log_ratios(self._persist("/log-ratios", {}, TIMEOUT_S))
+                return
 
     def _ask(self) -> dict[str, Any]:
         query = {"have": len(self.rows), "wait_s": POLL_S}

@@ -38,6 +38,7 @@ from libra_cli.node.gradient.server import GradientStore
 from libra_cli.node.gradient.server import serve as serve_gradients
 from libra_cli.node.heartbeat import Heartbeat, beside
 from libra_cli.node.trainer.config import WorkerConfig
+from libra_cli.node.trainer.log_ratios import BranchLogRatios, pack_log_ratios
 from libra_cli.node.trainer.rank import answering, attempt, log_ready, start_logging
 from libra_cli.node.trainer.samples import counted
 
@@ -154,8 +155,11 @@ class WorkerRank:
         began = time.monotonic()
         self.writer.begin(command.step)
         samples = counted(command.samples, self.training)
+        self.policy.log_ratios = {}
         sums = self.policy.gradients_of(samples, before=self._before)
+        log_ratios: list[BranchLogRatios] = []
         if sums is not None:
+            log_ratios = self.policy.gather(self.policy.log_ratios)
             self.writer.finish()
         if self.queue is None:
             return
@@ -164,7 +168,9 @@ class WorkerRank:
         self.queue.computed()
         if sums is not None:
             tokens = sum(sample.generated for sample in samples)
-            self.queue.store.done(command.step, sums, tokens, seconds)
+            found = {key: one for rank in log_ratios for key, one in rank.items()}
+            packed = pack_log_ratios(found)
+            self.queue.store.done(command.step, sums, tokens, seconds, packed)
             log.info("share of step %d: %d tokens, %.2f s", command.step, tokens, seconds)
 
     def _before(self, last: bool) -> bool:

@@ -5,6 +5,8 @@
          "sums", "tokens", "seconds" when done}; waits at most wait_s for more than ``have`` tensors
     GET /gradient?incarnation=&step=&version=&tensor=&start=&stop=
         rows [start, stop) in little-endian numbers of ``training.worker_gradients``
+    GET /log-ratios?incarnation=&step=&version=
+        those of the share's tokens, when it is done (``node.trainer.log_ratios``)
 
 A share of a later step may be on its way and is awaited. A request for any other incarnation, step
 or version than the one in the store is answered with 409, for a tensor that is not finished with
@@ -81,6 +83,7 @@ class GradientStore:
     error: str = "no share yet"
     _finished: dict[str, FinishedGradient] = field(default_factory=dict)
     _result: dict[str, Any] = field(default_factory=dict)
+    _log_ratios: bytes = b""
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     # The computing side.
@@ -89,7 +92,7 @@ class GradientStore:
         """Begin a share; nothing of the one before is served any more."""
         with self._changed:
             self.step, self.version, self.state, self.error = step, version, "running", ""
-            self._finished, self._result = {}, {}
+            self._finished, self._result, self._log_ratios = {}, {}, b""
             self._changed.notify_all()
 
     def finish(self, name: str, tensor: FinishedGradient) -> None:
@@ -98,14 +101,22 @@ class GradientStore:
             self._finished[name] = tensor
             self._changed.notify_all()
 
-    def done(self, step: int, sums: Mapping[str, float], tokens: int, seconds: float) -> None:
+    def done(
+        self,
+        step: int,
+        sums: Mapping[str, float],
+        tokens: int,
+        seconds: float,
+        log_ratios: bytes,
+    ) -> None:
         """Mark the share as done, unless it was dropped.
 
-        ``sums`` are over the share's generated tokens, by name; ``tokens`` counts those.
+        ``sums`` are over the share's generated tokens, by name; ``tokens`` counts those, of which
+        ``log_ratios`` are, as ``node.trainer.log_ratios`` packs them.
         """
         with self._changed:
             if self.state == "running" and self.step == step:
-                self.state = "done"
+                self.state, self._log_ratios = "done", log_ratios
                 self._result = {"sums": dict(sums), "tokens": tokens, "seconds": seconds}
             self._changed.notify_all()
 
@@ -171,6 +182,15 @@ class GradientStore:
             return refusal(HTTPStatus.CONFLICT, "the next share came while this was read")
         return HTTPStatus.OK, Blob(data)
 
+    def log_ratios(self, about: Mapping[str, str]) -> Reply:
+        """Answer those of the share's tokens."""
+        with self._changed:
+            if other := self._other(about):
+                return other
+            if self.state != "done":
+                return refusal(HTTPStatus.NOT_FOUND, f"the share is {self.state}")
+            return HTTPStatus.OK, Blob(self._log_ratios)
+
     def _other(self, about: Mapping[str, str]) -> Answer | None:
         asked = int(about["incarnation"]), int(about["step"]), about["version"]
         here = self.incarnation, self.step, self.version
@@ -206,5 +226,7 @@ class _GradientHandler(JsonHandler):
             case "/gradient":
                 first, last = int(query["start"]), int(query["stop"])
                 return self.store.gradient(query, query["tensor"], first, last)
+            case "/log-ratios":
+                return self.store.log_ratios(query)
             case _:
                 return self.no_route(path)

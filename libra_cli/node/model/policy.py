@@ -53,6 +53,7 @@ from libra_cli.node.model.scores import BranchScores, with_scores
 from libra_cli.node.model.scoring import ScoringModel, one_sequence
 from libra_cli.node.trainer.batching import MicroBatch, collate, deal
 from libra_cli.node.trainer.config import PolicyConfig
+from libra_cli.node.trainer.log_ratios import BranchLogRatios
 from libra_cli.node.trainer.samples import TokenSample
 from libra_cli.node.trainer.sharding import load_sharded, mesh_of
 from libra_cli.node.trainer.shares import rows_of
@@ -93,6 +94,8 @@ class PolicyModel:
         self._loss = loss_of(config.training)
         self._group_value = group_value_of(config.training)
         self.micro_batch_tokens = config.training.micro_batch_tokens
+        self.log_ratios: BranchLogRatios = {}
+        """Of the tokens whose gradients this rank has computed."""
         # Commands and checkpoints are agreed on over gloo: an idle rank then burns no GPU, and a
         # rank that died is noticed at once.
         self.control = (
@@ -153,7 +156,7 @@ class PolicyModel:
             here = [samples[i] for i in indices]
             batch = collate(here, self.device, scored=is_scored(samples))
             with self._sync_only(last=last):
-                sums.append(self._backward(batch))
+                sums.append(self._backward(batch, here))
         return summed(self.gather(summed(sums)))
 
     def scored(self, samples: Sequence[TokenSample]) -> list[TokenSample]:
@@ -294,7 +297,7 @@ class PolicyModel:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _backward(self, batch: MicroBatch) -> dict[str, float]:
+    def _backward(self, batch: MicroBatch, samples: Sequence[TokenSample]) -> dict[str, float]:
         bonus = self._config.training.entropy_coef > 0
         reference = self._reference_logprobs(batch) if batch.scores is None else None
         current, entropy, greedy = self._scoring.logprobs(
@@ -305,8 +308,10 @@ class PolicyModel:
         self._accelerator.backward(outputs.loss * self.world)
         gap = (inputs.proximal - batch.rollout).abs()[batch.fresh]
         divisor = len(current) if outputs.divisor is None else outputs.divisor
-        imitates = self._config.training.loss == SFT  # what no rollout policy generated
-        sums = {**({} if imitates else rollout_sums(inputs)), **outputs.metrics}
+        sums = {**outputs.metrics}
+        if self._config.training.loss != SFT:  # which imitates what no rollout policy generated
+            sums = {**rollout_sums(inputs), **sums}
+            self._keep_log_ratios(inputs, samples)
         if self._config.training.updates > 1:
             sums["ppo_kl"] = (inputs.proximal - current.detach()).sum()
         return {
@@ -317,6 +322,13 @@ class PolicyModel:
             "gap_tokens": float(len(gap)),
             **{name: float(total) for name, total in sums.items()},
         }
+
+    def _keep_log_ratios(self, inputs: LossInputs, samples: Sequence[TokenSample]) -> None:
+        """Keep those of a micro-batch. A pass that is repeated finds the same again."""
+        differences = (inputs.proximal - inputs.rollout).to(torch.float16).cpu()
+        parts = differences.split([sample.generated for sample in samples]) if samples else ()
+        for sample, part in zip(samples, parts, strict=True):
+            self.log_ratios[sample.key] = part.numpy()
 
     def _inputs(self, batch: MicroBatch, current: Tensor, reference: Tensor | None) -> LossInputs:
         """What the loss is given; of a batch without scores, current is proximal."""

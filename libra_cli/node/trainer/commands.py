@@ -5,6 +5,7 @@
                                     or another batch
     GET  /train/<step>?wait_s=20    running | done | failed; waits at most wait_s for the end
     GET  /versions/<step>?wait_s=20   the same of writing the step's version
+    GET  /log-ratios/<step>         of the newest step's tokens, msgpack; 404 of any other
     POST /accumulate                msgpack; a part of the next step, before the rest of it is there
     GET  /accumulate/<step>/<part>  running | done | failed, as above
     POST /checkpoint                {"ledger": {}} -> {"path"}, or "error": it cannot be written
@@ -34,7 +35,15 @@ import msgpack
 
 from libra_cli.config.errors import TrainerError
 from libra_cli.node.command_queue import BaseCommandQueue, IdleCommand, StopCommand
-from libra_cli.node.http import Answer, HostServer, JsonHandler, refusal, serve_controller
+from libra_cli.node.http import (
+    Answer,
+    Blob,
+    HostServer,
+    JsonHandler,
+    Reply,
+    refusal,
+    serve_controller,
+)
 from libra_cli.node.trainer.samples import TokenSample, read_samples
 from libra_cli.node.trainer.shares import WorkerShare, read_shares
 
@@ -101,6 +110,8 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
     """Why the last of them could not be; empty if it could."""
     _results: dict[int, dict[str, Any]] = field(default_factory=dict)
     _versions: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _log_ratios: bytes = b""
+    """Of the last step that is done, as ``node.trainer.log_ratios`` packs them."""
     _accumulated: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
     """By step and part, of the newest step that came in parts."""
     _taken: dict[tuple[int, int], bytes] = field(default_factory=dict)
@@ -116,10 +127,10 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
             self.published = asdict(version)
             self._changed.notify_all()
 
-    def done(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def done(self, step: int, metrics: Mapping[str, Any], log_ratios: bytes = b"") -> None:
         """Step ``step`` is taken and its weights are copied."""
         with self._changed:
-            self.step = step
+            self.step, self._log_ratios = step, log_ratios
             self._results[step] = {"state": "done", "metrics": dict(metrics), "checkpoint": ""}
             self._results.pop(step - KEPT_RESULTS, None)
             self._changed.notify_all()
@@ -270,6 +281,13 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
                 self._results, step, wait_s, lambda: step == self.accepted, f"step {step}"
             )
 
+    def log_ratios(self, step: int) -> Reply:
+        """Those of the tokens of the last step that is done."""
+        with self._changed:
+            if step != self.step or not self._log_ratios:
+                return refusal(HTTPStatus.NOT_FOUND, f"there are no log-ratios of step {step}")
+            return HTTPStatus.OK, Blob(self._log_ratios)
+
     def version_result(self, step: int, wait_s: float) -> Answer:
         """Whether a step's version is complete, waiting a while for it."""
         with self._changed:
@@ -349,7 +367,7 @@ def serve(queue: CommandQueue, *, path: str, token: str) -> HostServer:
 class _TrainerHandler(JsonHandler):
     queue: CommandQueue
 
-    def get(self, path: str, query: Mapping[str, str]) -> Answer:
+    def get(self, path: str, query: Mapping[str, str]) -> Reply:
         wait_s = float(query.get("wait_s", "0"))
         if not isfinite(wait_s):  # nobody waits until NaN
             raise ValueError(f"wait_s={wait_s}")
@@ -360,6 +378,8 @@ class _TrainerHandler(JsonHandler):
                 return self.queue.result(int(step), wait_s)
             case ["versions", step]:
                 return self.queue.version_result(int(step), wait_s)
+            case ["log-ratios", step]:
+                return self.queue.log_ratios(int(step))
             case ["accumulate", step, part]:
                 return self.queue.part_result(int(step), int(part), wait_s)
             case _:

@@ -166,7 +166,7 @@ class TrainerRank:
             return
         ended = time.monotonic()
         metrics |= {"publish_s": ended - stepped, "trainer_s": ended - started}
-        self.queue.done(command.step, metrics)
+        self.queue.done(command.step, metrics, self.trainer.packed_log_ratios)
         log.info("step %d: %s", command.step, json.dumps(metrics))
 
     def _publish(self) -> None:

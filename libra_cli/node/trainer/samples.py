@@ -57,11 +57,18 @@ class TokenSample:
     """``[T]``: in place of ``advantages``, where each token has its own."""
     scores: Scores | None = None
     """Where a step needs them before its first update."""
+    branch: int = 0
+    """Its number among the trajectory's branches."""
 
     @property
     def trajectory(self) -> tuple[int, int]:
         """The numbers of its group and of the member."""
         return self.group, self.member
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """The numbers of its group, of the member and of the branch."""
+        return self.group, self.member, self.branch
 
     @property
     def generated(self) -> int:
@@ -120,6 +127,7 @@ def read_sample(message: Mapping[str, Any], *, max_len: int) -> TokenSample:
             behind=tuple((int(start), int(age)) for start, age in message["behind"]),
             advantages=tuple((int(start), float(value)) for start, value in message["advantages"]),
             token_advantages=_floats(message.get("token_advantages")),
+            branch=int(message.get("branch", 0)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise TrainerError(f"{name} cannot be read: {error!r}") from error

@@ -51,6 +51,7 @@ from libra_cli.node.model.policy import PolicyModel, summed
 from libra_cli.node.model.scores import mean_of
 from libra_cli.node.trainer.batching import minibatches
 from libra_cli.node.trainer.config import TrainerConfig
+from libra_cli.node.trainer.log_ratios import of_all_generated, pack_log_ratios
 from libra_cli.node.trainer.optimizer import Movement, optimizer_of
 from libra_cli.node.trainer.rank import last_line
 from libra_cli.node.trainer.samples import TokenSample, counted
@@ -107,6 +108,10 @@ class Trainer(PolicyModel):
         self._sums: dict[str, float] = {}
         self._held: list[TokenSample] = []
         """Those whose gradients are in the sums."""
+        self._given: list[TokenSample] = []
+        """Those of the coming step, with the tokens that do not count too."""
+        self.packed_log_ratios = b""
+        """Of the last step, on rank 0; ``node.trainer.log_ratios``."""
         self._budget_file = Path(config.checkpoint_dir).parent / BUDGET_FILE
         self.micro_batch_tokens = min(self.gather(self._remembered_budget()))
         self._tokens_per_s = 0.0
@@ -122,6 +127,7 @@ class Trainer(PolicyModel):
         """Those with the tokens that count; what is left out is remembered for the step."""
         kept = counted(samples, self.config.training)
         self._left_out += _generated(samples) - _generated(kept)
+        self._given += samples
         return kept
 
     def train(
@@ -150,6 +156,7 @@ class Trainer(PolicyModel):
                 reports = self._settle(fetches, samples)
             updates = [self._update(step)]
         self._left_out = 0
+        self._gather_log_ratios()
         self._check_finite(step, updates)
         self.step = step
         return self._metrics(updates) | {
@@ -158,6 +165,15 @@ class Trainer(PolicyModel):
             "own_s": own_s,
             "update_s": time.monotonic() - started,
         }
+
+    def _gather_log_ratios(self) -> None:
+        """*Collective.* Bring the step's to rank 0, each rank those that it has computed."""
+        self.enter("gathering log-ratios")
+        found = {key: one for rank in self.gather(self.log_ratios) for key, one in rank.items()}
+        given, self._given, self.log_ratios = self._given, [], {}
+        if self.rank == 0:
+            kept = counted(given, self.config.training)
+            self.packed_log_ratios = pack_log_ratios(of_all_generated(given, kept, found))
 
     def _several(self, step: int, samples: Sequence[TokenSample]) -> tuple[float, list[Update]]:
         """*Collective.* The seconds that gradients took, and what came of each minibatch."""
@@ -331,6 +347,7 @@ class Trainer(PolicyModel):
                 wanted=wanted,
                 credentials=Credentials.here(),
                 dtype=self.config.training.worker_gradients,
+                log_ratios=self.rank == 0,
             )
             for share in shares
         ]
@@ -373,6 +390,7 @@ class Trainer(PolicyModel):
             else:
                 self.add_gradients(fetch.rows)
                 self._add(arrivals[0].sums, theirs)
+                self.log_ratios |= fetch.log_ratios
             reports.append(_report(fetch.share, problem, _generated(theirs), arrivals))
         self._compute(rest)
         return reports

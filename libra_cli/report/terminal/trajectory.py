@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import exp
+from math import exp, inf
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -32,6 +32,16 @@ _VERSION_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
 """In turn, the oldest version first."""
 _IMPROBABLE = ((0.01, "bold red", "<1%"), (0.1, "red", "<10%"), (0.5, "yellow", "<50%"))
 """Probability below which a token has the style and the mark."""
+_RATIOS = (
+    (0.5, "bold red", "<0.5"),
+    (0.8, "red", "<0.8"),
+    (1.25, "", ""),
+    (2.0, "cyan", ">1.25"),
+    (inf, "bold cyan", ">2"),
+)
+"""The trainer's probability over the rollout policy's up to which a token has the style and the
+mark; the ends are those of ``rollout_ratio/below_half`` and ``above_2``."""
+_UNTRAINED = "not trained"
 _ONE_LINE = 16
 """Token ids on a line."""
 
@@ -222,6 +232,7 @@ class _Marks:
         self._color = color
         turns = [m for messages in told.branches for m in messages if m.turn is not None]
         self._versions = sorted({version for message in turns for version in message.versions})
+        self._unknown = {None for m in turns for token in m.tokens if token.ratio is None}
         self._advantages = sorted({value for message in turns for value in message.advantages})
 
     def __call__(self, token: ShownToken) -> _Mark:
@@ -232,6 +243,8 @@ class _Marks:
                 return _of_advantage(token.advantage)
             case "logprob" if token.logprob is not None:
                 return _of_probability(exp(token.logprob))
+            case "ratio":
+                return _of_ratio(token.ratio)
             case _:
                 return _Mark("")
 
@@ -241,6 +254,8 @@ class _Marks:
             return [self._of_version(version) for version in self._versions]
         if self._color == "advantage":
             return list(dict.fromkeys(map(_of_advantage, self._advantages)))
+        if self._color == "ratio":
+            return list(dict.fromkeys(map(_of_ratio, (0.0, 0.5, 1.25, 2.0, *self._unknown))))
         return [_Mark(label, style) for _, style, label in _IMPROBABLE]
 
     def _of_version(self, version: int) -> _Mark:
@@ -258,3 +273,9 @@ def _of_probability(probability: float) -> _Mark:
         if probability < bound:
             return _Mark(label, style)
     return _Mark("")
+
+
+def _of_ratio(ratio: float | None) -> _Mark:
+    if ratio is None:
+        return _Mark(_UNTRAINED, "dim")
+    return next(_Mark(label, style) for most, style, label in _RATIOS if ratio < most)

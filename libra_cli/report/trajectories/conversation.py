@@ -63,6 +63,8 @@ class ShownToken:
     version: int | None = None
     advantage: float | None = None
     logprob: float | None = None
+    ratio: float | None = None
+    """Of the trainer's probability over the rollout policy's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,8 @@ def _generated(branch: ShownBranch) -> Iterator[tuple[int, int]]:
 
 def _token(branch: ShownBranch, number: int, text: str) -> ShownToken:
     logprob = branch.logprobs[number] if branch.logprobs else None
-    return ShownToken(text, branch.version(number), branch.advantage(number), logprob)
+    advantage, ratio = branch.advantage(number), branch.ratio(number)
+    return ShownToken(text, branch.version(number), advantage, logprob, ratio)
 
 
 def _context(text: str, *, first: bool) -> Iterator[ShownMessage]:

@@ -6,17 +6,21 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from math import exp, isnan, nan
 from pathlib import Path
 
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.core.records import CreditRecord, TrajectoryRecord
-from libra_cli.core.types import VersionSpan
+from libra_cli.core.types import BranchTokens, VersionSpan
 from libra_cli.runtime.monitors.samples import Decoder
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import recipe_of
 
 UNFINISHED = "\ufffd"
 """What a decoder makes of the first bytes of a character whose others are in later tokens."""
+_MOST_NATS = 700.0
+"""Over it, exp is more than a float holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,9 @@ class ShownBranch:
     """Of the rollout policy in nats, one a token, 0 for tokens of others; empty if not kept."""
     advantages: Sequence[tuple[int, float]]
     """From which token on it is which; empty if the run kept none."""
+    log_ratios: Sequence[float] = ()
+    """Of the trainer's probability over the rollout policy's (``LogRatios``), in nats, one a token,
+    NaN for tokens that no step has trained; empty if the run kept none."""
 
     def version(self, token: int) -> int | None:
         """The version that generated the token; None of tokens of others."""
@@ -42,6 +49,11 @@ class ShownBranch:
         at = bisect_right(self.advantages, token, key=lambda entry: entry[0]) - 1
         return self.advantages[at][1] if at >= 0 else None
 
+    def ratio(self, token: int) -> float | None:
+        """How much likelier the trainer's model found the token; None if it did not count."""
+        value = self.log_ratios[token] if self.log_ratios else nan
+        return None if isnan(value) else exp(min(value, _MOST_NATS))
+
 
 def branches_of(reader: Reader, row: TrajectoryRecord) -> list[ShownBranch]:
     """Its branches, last that which it ended in; none while it is played.
@@ -53,11 +65,28 @@ def branches_of(reader: Reader, row: TrajectoryRecord) -> list[ShownBranch]:
     kept = reader.tokens(*key)
     credit = reader.rows(CreditRecord, "group_id = ? AND member = ? AND attempt = ?", key)
     weighed = json.loads(credit[0].advantages_json) if credit else [()] * len(kept)
+    said = reader.log_ratios(*key) or [()] * len(kept)
     return [
-        ShownBranch(branch.token_ids, branch.spans, branch.logprobs, [(at, a) for at, a in one])
-        for branch, one in zip(kept, weighed, strict=True)
+        ShownBranch(
+            branch.token_ids,
+            branch.spans,
+            branch.logprobs,
+            [(at, a) for at, a in one],
+            _by_token(branch, ratios),
+        )
+        for branch, one, ratios in zip(kept, weighed, said, strict=True)
         if branch.token_ids
     ]
+
+
+def _by_token(branch: BranchTokens, of_generated: Sequence[float]) -> Sequence[float]:
+    """What is known of generated tokens, with NaN between; nothing if nothing is known."""
+    if not of_generated:
+        return ()
+    values, known = [nan] * len(branch.token_ids), iter(of_generated)
+    for span in branch.spans:
+        values[span.start : span.end] = islice(known, span.end - span.start)
+    return values
 
 
 def decoder_of(run_dir: Path) -> Decoder:

@@ -11,8 +11,8 @@ thread writes what has gathered every ``flush_s`` seconds in one transaction.
     limit      a controller killed outright loses at most the last ``flush_s`` seconds; a machine
                that loses power may lose a little more (WAL with ``synchronous=NORMAL``).
 
-The tokens of trajectories go to a file of their own first (``runtime.store.token_file``), and the
-row says where they lie.
+The tokens of trajectories and their log-ratios go to a file of their own first
+(``runtime.store.token_file``), and the row says where they lie.
 
 A file of an older libra is migrated when it is opened (``runtime.store.schema``), so that a run
 that is resumed goes on in one file.
@@ -33,16 +33,22 @@ import time
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from libra_cli.config.errors import StateError
 from libra_cli.config.text import encodable
-from libra_cli.core.records import Record, SlotRecord, SlotStateRecord, TrajectoryRecord
-from libra_cli.core.types import BranchTokens
+from libra_cli.core.records import (
+    CreditRecord,
+    Record,
+    SlotRecord,
+    SlotStateRecord,
+    TrajectoryRecord,
+)
 from libra_cli.runtime.store.database import fold, hint_of, only_writer, open_database
 from libra_cli.runtime.store.run_directory import make_run_dir
 from libra_cli.runtime.store.schema import COLUMNS, DATABASE, RECORDS, Value
-from libra_cli.runtime.store.token_file import TokenFile
+from libra_cli.runtime.store.token_file import TokenFile, packed, packed_log_ratios
 from libra_cli.runtime.supervision.failures import words_of
 
 _ACCEPTED: dict[type, tuple[type, ...]] = {
@@ -64,7 +70,11 @@ MOST_WAITING = 200_000
 """Rows that wait in memory while nothing can be written (about 100 MB); the oldest of more are
 lost, events first."""
 
-_TOKENS_AT = [column.name for column in COLUMNS[TrajectoryRecord]].index("tokens_at")
+_PLACES = {
+    kind.TABLE: [column.name for column in COLUMNS[kind]].index(name)
+    for kind, name in ((TrajectoryRecord, "tokens_at"), (CreditRecord, "log_ratios_at"))
+}
+"""By table, which column says where in the other file something of the row lies."""
 
 _log = logging.getLogger(__name__)
 
@@ -101,9 +111,19 @@ def _row(record: Record, mask: Callable[[str], str]) -> _Row:
     return tuple(row)
 
 
-def _at(row: _Row, place: int) -> _Row:
-    """The row of a trajectory whose tokens lie there."""
-    return (*row[:_TOKENS_AT], place, *row[_TOKENS_AT + 1 :])
+def _at(key: _Key, row: _Row, place: int) -> _Row:
+    """The row, of which the rest lies there."""
+    column = _PLACES[key[0]]
+    return (*row[:column], place, *row[column + 1 :])
+
+
+def _beside(record: Record) -> Callable[[], bytes] | None:
+    """What makes the part of a record that is kept beside the database, if it has one."""
+    if isinstance(record, TrajectoryRecord) and record.tokens:
+        return partial(packed, record.tokens)
+    if isinstance(record, CreditRecord) and record.log_ratios:
+        return partial(packed_log_ratios, record.log_ratios)
+    return None
 
 
 class Journal:
@@ -130,7 +150,7 @@ class Journal:
         self._on_error = on_error
         self._rows: dict[_Key, _Row] = {}
         #: Of rows that wait, what is kept beside the database.
-        self._tokens: dict[_Key, tuple[BranchTokens, ...]] = {}
+        self._besides: dict[_Key, Callable[[], bytes]] = {}
         self._token_file = TokenFile(run_dir)
         self._events: list[_Row] = []
         self._slots: dict[str, SlotStateRecord] = {}
@@ -175,8 +195,8 @@ class Journal:
     def _keep(self, record: Record, row: _Row) -> None:
         key = record.TABLE, tuple(getattr(record, name) for name in record.KEY)
         self._rows[key] = row
-        if isinstance(record, TrajectoryRecord) and record.tokens:
-            self._tokens[key] = record.tokens
+        if beside := _beside(record):
+            self._besides[key] = beside
 
     def _save_slot_state(self, slot: SlotRecord) -> None:
         last = self._slots.get(slot.slot)
@@ -256,22 +276,23 @@ class Journal:
         with self._mutex:
             rows, self._rows = self._rows, {}
             events, self._events = self._events, []
-            tokens, self._tokens = self._tokens, {}
+            besides, self._besides = self._besides, {}
         if not rows and not events:
             return
         try:
-            if tokens:
-                places = self._token_file.append(tokens.values())
+            if besides:
+                places = self._token_file.append(pack() for pack in besides.values())
                 rows |= {
-                    key: _at(rows[key], place) for key, place in zip(tokens, places, strict=True)
+                    key: _at(key, rows[key], place)
+                    for key, place in zip(besides, places, strict=True)
                 }
-                tokens = {}
+                besides = {}
             self._lost += _write(self._connection, rows, events)
         except Exception as error:
             with self._mutex:
                 self._rows = rows | self._rows  # what was saved meanwhile is newer
                 self._events = events + self._events
-                self._tokens = tokens | self._tokens
+                self._besides = besides | self._besides
                 self._forget_oldest()
             raise StateError(
                 f"cannot write {self.path}: {error}", hint=hint_of(error, self.path.parent)
@@ -287,7 +308,7 @@ class Journal:
         del self._events[:excess]
         for key in list(self._rows)[:from_rows]:
             del self._rows[key]
-            self._tokens.pop(key, None)
+            self._besides.pop(key, None)
 
 
 def _safe(value: object, mask: Callable[[str], str]) -> object:

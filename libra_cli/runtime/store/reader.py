@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 from libra_cli.config.errors import StateError
 from libra_cli.core.costs.workload import TrajectorySample
 from libra_cli.core.records import (
+    CreditRecord,
     EvaluationRecord,
     ExportRecord,
     MoveRecord,
@@ -52,7 +53,12 @@ from libra_cli.core.records import (
 )
 from libra_cli.core.types import EVALUATION_GROUPS, BranchTokens
 from libra_cli.runtime.store.schema import COLUMNS, DATABASE, Column, check_format, show
-from libra_cli.runtime.store.token_file import OLD_TOKENS, old_tokens, read_tokens
+from libra_cli.runtime.store.token_file import (
+    OLD_TOKENS,
+    old_tokens,
+    read_log_ratios,
+    read_tokens,
+)
 
 R = TypeVar("R", bound=Record)
 
@@ -325,6 +331,21 @@ class Reader:
             return ()
         old = self._all(f"SELECT {OLD_TOKENS} FROM main.trajectories WHERE {where}", key)
         return old_tokens(old[0][0], rows[0].branches_json, rows[0].spans_json)
+
+    def log_ratios(self, group: int, member: int, attempt: int) -> tuple[tuple[float, ...], ...]:
+        """Of each branch of ``tokens``, what ``LogRatios`` holds of its generated tokens.
+
+        NaN are those that were left out of the loss, and a branch may have none; there are none of
+        any if no step has trained the trajectory, or if what trained it did not tell.
+
+        Raises:
+            StateError: they cannot be read.
+        """
+        where, key = "group_id = ? AND member = ? AND attempt = ?", (group, member, attempt)
+        rows = self.rows(CreditRecord, where, key)
+        if not rows or rows[0].log_ratios_at is None:
+            return ()
+        return read_log_ratios(self.run_dir, rows[0].log_ratios_at)
 
     def token_ids(self, group: int, member: int, attempt: int) -> list[list[int]]:
         """Of the branches of ``tokens``, their tokens alone."""

@@ -6,9 +6,12 @@ u32), and, compressed by zlib, the msgpack array of its branches:
 
     number, [version, start, end, ...] of its spans, token ids, log-probabilities
 
-Log-probabilities are of the tokens in spans alone. Numbers are little-endian int32 and float32,
-taken apart by byte: first all lowest bytes, then the next. Most upper bytes of token ids are zero
-and most exponents alike, which is what a compressor needs side by side (byte shuffle, as in HDF5:
+Log-probabilities are of the tokens in spans alone. So are log-ratios, once a step has trained the
+trajectory: they are another frame, which the row of what it was weighed by names
+(``log_ratios_at``), an array with one vector for each branch. Numbers are little-endian int32,
+float32 and, of log-ratios, float16. They are taken apart by byte: first all lowest bytes, then the
+next. Most upper bytes of token ids are zero and most exponents alike, which is what a compressor
+needs side by side (byte shuffle, as in HDF5:
 https://docs.hdfgroup.org/documentation/hdf5/latest/group___s_h_u_f_f_l_e.html).
 
 What was written for a row that never came to the database (a controller that was killed, a disk
@@ -22,9 +25,9 @@ import os
 import struct
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 
@@ -35,6 +38,7 @@ TOKENS = "tokens.bin"
 OLD_TOKENS = "token_ids_json"
 """The column of ``trajectories`` in which an older libra kept them."""
 _FRAME = struct.Struct("<II")
+T = TypeVar("T")
 LEVEL = 1
 """Of zlib: higher ones take longer and save a few percent of bytes that hardly repeat."""
 
@@ -47,8 +51,8 @@ class TokenFile:
         self._file: int | None = None
         self._end = 0
 
-    def append(self, trajectories: Iterable[Sequence[BranchTokens]]) -> list[int]:
-        """Write some trajectories; returns where each begins. All are in the file, or none.
+    def append(self, bodies: Iterable[bytes]) -> list[int]:
+        """Write some frames; returns where each begins. All are in the file, or none.
 
         Raises:
             OSError: the file cannot be written.
@@ -58,9 +62,8 @@ class TokenFile:
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
             self._file = os.open(self._path, flags, 0o600)
             self._end = os.fstat(self._file).st_size
-        for branches in trajectories:
+        for body in bodies:
             places.append(self._end + len(data))
-            body = packed(branches)
             data += _FRAME.pack(len(body), zlib.crc32(body)) + body
         at, rest = self._end, memoryview(data)
         while rest:
@@ -77,17 +80,22 @@ class TokenFile:
 
 
 def packed(branches: Sequence[BranchTokens]) -> bytes:
-    """The body of a frame."""
+    """The body of a trajectory's frame."""
     told = [
         (
             one.number,
             [number for s in one.spans for number in (s.version, s.start, s.end)],
-            _apart(one.token_ids),
-            _apart(array("f", _in_spans(one))),
+            _apart(one.token_ids.tobytes(), 4),
+            _apart(array("f", _in_spans(one)).tobytes(), 4),
         )
         for one in branches
     ]
     return zlib.compress(msgpack.packb(told), LEVEL)
+
+
+def packed_log_ratios(branches: Sequence[bytes]) -> bytes:
+    """The body of the frame of a trajectory's log-ratios: of each branch its float16 values."""
+    return zlib.compress(msgpack.packb([_apart(values, 2) for values in branches]), LEVEL)
 
 
 def read_tokens(run_dir: Path, place: int) -> tuple[BranchTokens, ...]:
@@ -96,6 +104,26 @@ def read_tokens(run_dir: Path, place: int) -> tuple[BranchTokens, ...]:
     Raises:
         StateError: the file is damaged there.
     """
+    return _read(run_dir, place, lambda one: _branch(*one))
+
+
+def read_log_ratios(run_dir: Path, place: int) -> tuple[tuple[float, ...], ...]:
+    """The log-ratios at a place, in nats: of each branch those of its generated tokens, NaN where
+    one was left out of the loss; none if the file is not there.
+
+    Raises:
+        StateError: the file is damaged there.
+    """
+
+    def numbers(values: bytes) -> tuple[float, ...]:
+        data = _together(values, 2)
+        return struct.unpack(f"<{len(data) // 2}e", data)
+
+    return _read(run_dir, place, numbers)
+
+
+def _read(run_dir: Path, place: int, branch: Callable[[Any], T]) -> tuple[T, ...]:
+    """The branches of the frame at a place."""
     path = run_dir / TOKENS
     try:
         with path.open("rb") as file:
@@ -104,7 +132,7 @@ def read_tokens(run_dir: Path, place: int) -> tuple[BranchTokens, ...]:
             body = file.read(length)
         if zlib.crc32(body) != checksum:
             raise ValueError("its checksum differs")
-        return tuple(_branch(*one) for one in msgpack.unpackb(zlib.decompress(body)))
+        return tuple(branch(one) for one in msgpack.unpackb(zlib.decompress(body)))
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, TypeError, struct.error, zlib.error) as error:
@@ -131,7 +159,7 @@ def _in_spans(branch: BranchTokens) -> Iterable[float]:
 
 def _branch(number: int, flat: list[int], ids: bytes, said: bytes) -> BranchTokens:
     spans = tuple(VersionSpan(*flat[at : at + 3]) for at in range(0, len(flat), 3))
-    token_ids, known = _together("i", ids), _together("f", said)
+    token_ids, known = array("i", _together(ids, 4)), array("f", _together(said, 4))
     return _branch_tokens(number, token_ids, spans, known)
 
 
@@ -151,17 +179,16 @@ def _branch_tokens(
     return BranchTokens(number, token_ids, mask, logprobs, tuple(spans))
 
 
-def _apart(numbers: array[Any]) -> bytes:
-    """Bytes by their place in a number; all numbers have four."""
-    data = numbers.tobytes()
-    return b"".join(data[place::4] for place in range(4))
+def _apart(data: bytes, width: int) -> bytes:
+    """Numbers of so many bytes: the bytes by their place in a number."""
+    return b"".join(data[place::width] for place in range(width))
 
 
-def _together(typecode: str, data: bytes) -> array[Any]:
-    count, rest = divmod(len(data), 4)
+def _together(data: bytes, width: int) -> bytes:
+    count, rest = divmod(len(data), width)
     if rest:
-        raise ValueError(f"{len(data)} bytes are no numbers of 4")
+        raise ValueError(f"{len(data)} bytes are no numbers of {width}")
     numbers = bytearray(len(data))
-    for place in range(4):
-        numbers[place::4] = data[place * count : (place + 1) * count]
-    return array(typecode, bytes(numbers))
+    for place in range(width):
+        numbers[place::width] = data[place * count : (place + 1) * count]
+    return bytes(numbers)

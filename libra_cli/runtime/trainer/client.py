@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +20,7 @@ from libra_cli.config.errors import TrainerError
 from libra_cli.config.text import one_line
 from libra_cli.core.actions import Accumulate, BatchPartition, Train, TrainSample
 from libra_cli.core.events import Accumulated, PublishedVersion, ShareDone, StepDone
-from libra_cli.core.types import WeightVersion
+from libra_cli.core.types import LogRatios, WeightVersion
 from libra_cli.runtime.supervision.answers import finite, numbers_by_name, reads_answers
 from libra_cli.runtime.supervision.failures import MOST_CHARACTERS
 from libra_cli.runtime.trainer.connection import NotSaved, Unreachable
@@ -27,6 +29,10 @@ from libra_cli.runtime.trainer.rank_client import CALL_TIMEOUT_S, POLL_S, RankCl
 RETRY_S = 0.5
 LONG_POLL_S = 20
 CHECKPOINT_TIMEOUT_S = 1800.0
+LOG_RATIOS_TIMEOUT_S = 20.0
+"""Without a byte; a step waits no longer for what is only shown."""
+
+_log = logging.getLogger(__name__)
 
 
 class TrainerClient(RankClient):
@@ -72,7 +78,25 @@ class TrainerClient(RankClient):
         found = dict(answer["metrics"])
         done = tuple(_share_done(row, action.shares) for row in found.pop("shares", ()))
         metrics = numbers_by_name(found)
-        return StepDone(self.incarnation, action.step, None, metrics, done)
+        log_ratios = await self._log_ratios(action.step)
+        return StepDone(self.incarnation, action.step, None, metrics, done, log_ratios)
+
+    async def _log_ratios(self, step: int) -> LogRatios | None:
+        """Those of a step that is done; None if they do not come, for the step counts without."""
+        try:
+            return await self._read_log_ratios(step)
+        except TrainerError as error:
+            _log.warning("step %d is shown without ratios: %s", step, error)
+            return None
+
+    @reads_answers(TrainerError)
+    async def _read_log_ratios(self, step: int) -> LogRatios:
+        path = f"/log-ratios/{step}"
+        answer = msgpack.unpackb(await self._bytes("GET", path, timeout_s=LOG_RATIOS_TIMEOUT_S))
+        branches, values = array("q", answer["branches"]), array("H", answer["values"])
+        if len(branches) % 4 or sum(branches[3::4]) != len(values) or min(branches, default=0) < 0:
+            raise ValueError(f"{len(values)} log-ratios are not those of its branches")
+        return LogRatios(branches, values)
 
     @reads_answers(TrainerError)
     async def wait_published(self, step: int, *, patience_s: float) -> PublishedVersion:
@@ -204,6 +228,7 @@ def pack_sample(sample: TrainSample) -> dict[str, Any]:
     return {
         "group": trajectory.id.group,
         "member": trajectory.id.member,
+        "branch": trajectory.number if sample.branch is None else sample.branch,
         "token_ids": tokens.token_ids.tobytes(),
         "logprobs": tokens.logprobs.tobytes(),
         "loss_mask": tokens.loss_mask.tobytes(),

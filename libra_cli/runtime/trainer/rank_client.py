@@ -41,6 +41,14 @@ class RankClient:
     async def _call(
         self, method: str, path: str, body: bytes | None = None, *, timeout_s: float
     ) -> dict[str, Any]:
+        """The answer, as JSON; see ``_bytes``."""
+        raw = await self._bytes(method, path, body, timeout_s=timeout_s)
+        answer: dict[str, Any] = json.loads(raw) if raw[:1] == b"{" else {}
+        return answer
+
+    async def _bytes(
+        self, method: str, path: str, body: bytes | None = None, *, timeout_s: float
+    ) -> bytes:
         """The answer; no ``timeout_s`` may pass without a byte of the body leaving, or after it.
 
         A batch may take long over a thin link.
@@ -51,12 +59,12 @@ class RankClient:
             status, raw = await self._sent(method, path, body, timeout_s)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"{self.who}: {path}: {describe(error)}") from error
-        answer: dict[str, Any] = json.loads(raw) if raw[:1] == b"{" else {}
         if status >= 400:
-            detail = answer.get("error") or raw[:300].decode(errors="replace")
+            said = json.loads(raw) if raw[:1] == b"{" else {}
+            detail = said.get("error") or raw[:300].decode(errors="replace")
             kind = Conflict if status == 409 else TrainerError
             raise kind(f"{self.who}: {path} answered {status}: {detail}")
-        return answer
+        return raw
 
     async def _sent(
         self, method: str, path: str, body: bytes | None, timeout_s: float

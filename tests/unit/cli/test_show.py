@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,8 @@ from libra_cli.node.model.tokenizer import build_tokenizer, encode
 from libra_cli.report.trajectories.choice import step_to_show, trained_in
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.run_directory import RECIPE
+from libra_cli.runtime.store.schema import DATABASE
 from tests.played import trajectory, write_played
 from tests.sample_run import run_record
 
@@ -82,6 +87,65 @@ def test_improbable_tokens_are_told(run_dir: Path) -> None:
     shown = libra(str(run_dir), "9000.0", "--color", "logprob")
     assert "{<50%: look<|im_end|>}" in shown
     assert "{<10%: cd<|im_end|>}" in shown
+
+
+def test_tokens_are_told_apart_by_how_far_the_trainer_had_moved(run_dir: Path) -> None:
+    shown = libra(str(run_dir), "9000.0", "--color", "ratio")
+    assert "{<0.5: l}o{>1.25: o}{>2: k}{not trained: <|im_end|>}" in shown
+    assert "cd<|im_end|>" in shown.splitlines()[-2], "a ratio next to 1 has no mark"
+    legend = "ratio: {<0.5: ...} {<0.8: ...} {>1.25: ...} {>2: ...} {not trained: ...}"
+    assert legend in " ".join(shown.split())
+
+
+def without_ratios(run_dir: Path, made: Path) -> Path:
+    """The run as a libra has left it that kept none, or whose trainer told none."""
+    copied = shutil.copytree(run_dir, made)
+    with closing(sqlite3.connect(copied / DATABASE)) as connection:
+        connection.execute("ALTER TABLE credits DROP COLUMN log_ratios_at")
+        connection.commit()
+    return copied
+
+
+def test_a_run_that_kept_no_ratios_says_so_and_shows_the_rest(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    old = without_ratios(run_dir, tmp_path / "old-1")
+    told = " ".join(libra(str(old), "9000.0", "--color", "ratio").split())
+    assert "old-1 kept no ratio of trajectory 9000.0.0: an older libra trained it" in told
+    assert "--color version is always known" in told
+    assert "{-0.50: look<|im_end|>}" in libra(str(old), "9000.0", "--color", "advantage")
+    assert "an older libra trained it" in libra(str(OLD), "--worst", "--color", "ratio")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [
+        (
+            {"training": {"loss": "sft"}, "demonstrations": {"path": "d.jsonl"}, "environment": {}},
+            "imitates demonstrations",
+        ),
+        ({"rollout": {"overlong": {"mask": True}}}, "was left out of the loss: a limit cut it"),
+    ],
+)
+def test_what_has_no_ratio_by_its_recipe_is_said_so(
+    run_dir: Path, tmp_path: Path, recipe: dict[str, dict[str, object]], told: str
+) -> None:
+    other = without_ratios(run_dir, tmp_path / "run")
+    document = json.loads((other / RECIPE).read_text())
+    (other / RECIPE).write_text(json.dumps(document | recipe))
+    with closing(sqlite3.connect(other / DATABASE)) as connection:
+        connection.execute("UPDATE trajectories SET truncated = 1")
+        connection.commit()
+    shown = " ".join(libra(str(other), "9000.0", "--color", "ratio").split())
+    assert told in shown
+
+
+def test_a_trajectory_that_no_step_has_trained_has_no_ratio(tmp_path: Path) -> None:
+    made = write_played(tmp_path / "run")
+    with Journal(made) as journal:
+        journal.save(trajectory(9002, 0))
+    shown = " ".join(libra(str(made), "9002.0", "--color", "ratio").split())
+    assert "no step has trained trajectory 9002.0.0" in shown
 
 
 def test_the_newest_run_is_shown_where_none_is_named(run_dir: Path, monkeypatch) -> None:

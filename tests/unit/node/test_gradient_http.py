@@ -60,7 +60,7 @@ def test_a_share_is_taken_once_however_often_it_is_sent(queue: WorkerCommandQueu
     assert isinstance(queue.next(0), ComputeCommand)
     assert isinstance(queue.next(0), IdleCommand)
     queue.computed()
-    queue.store.done(7, {"loss": 1.0}, 1, 0.1)
+    queue.store.done(7, {"loss": 1.0}, 1, 0.1, b"")
     assert queue.share(share())[0] == HTTPStatus.ACCEPTED
     assert isinstance(queue.next(0), IdleCommand)
     assert queue.health()[1]["step"] == 7

@@ -21,6 +21,7 @@ from libra_cli.config.errors import TrainerError
 from libra_cli.node.credentials import Credentials
 from libra_cli.node.gradient.client import GradientClient, Rows
 from libra_cli.node.gradient.server import FinishedGradient, GradientStore, Piece, serve
+from libra_cli.node.trainer.log_ratios import pack_log_ratios
 from libra_cli.node.trainer.samples import read_samples
 from libra_cli.node.trainer.shares import WorkerShare, read_shares, rows_of
 from tests import credentials
@@ -29,6 +30,7 @@ from tests.credentials import TOKEN, credentials_of, url_of
 DEADLINE_S = 10.0
 ABOUT = {"incarnation": "3", "step": "7", "version": "v000006-e1"}
 VALUES: NDArray[np.float32] = np.arange(15, dtype="<f4").reshape(5, 3)
+LOG_RATIOS = {(1, 0, 0): np.linspace(-1, 1, 20, dtype=np.float16)}
 BIAS: NDArray[np.float32] = np.array(0.5, dtype="<f4")
 
 
@@ -54,7 +56,7 @@ def in_pieces(directory: Path, *, world: int) -> FinishedGradient:
 def complete(store: GradientStore, directory: Path, step: int = 7) -> None:
     BIAS.tofile(directory / "bias")
     store.finish("bias", FinishedGradient((), [Piece(directory / "bias", 0, 1)]))
-    store.done(step, {"loss": 1.0}, 20, 0.5)
+    store.done(step, {"loss": 1.0}, 20, 0.5, pack_log_ratios(LOG_RATIOS))
 
 
 @pytest.fixture
@@ -86,7 +88,7 @@ def fetch(
 GRADIENT: dict[str, Any] = {**ABOUT, "tensor": "weight", "start": 0, "stop": 5}
 
 
-@pytest.mark.parametrize("path", ["/share", "/gradient", "/health", "/x"])
+@pytest.mark.parametrize("path", ["/share", "/gradient", "/log-ratios", "/health", "/x"])
 def test_every_route_demands_the_token(port: int, path: str):
     assert ask(port, path, GRADIENT, token="of-another-run")[0] == HTTPStatus.UNAUTHORIZED
 
@@ -118,7 +120,7 @@ def test_nothing_of_a_share_is_served_once_the_next_is_taken(store: GradientStor
 
 def test_a_share_that_is_done_late_does_not_end_the_next_one(store: GradientStore):
     store.begin(8, "v000007-e1")
-    store.done(7, {"loss": 1.0}, 20, 0.5)
+    store.done(7, {"loss": 1.0}, 20, 0.5, b"")
     assert store.wanted()
 
 

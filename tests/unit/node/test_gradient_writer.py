@@ -107,7 +107,7 @@ def test_upper_layers_are_fetched_before_the_gradients_of_lower_ones_exist(
     writer.before(last=True)
     upper(Gate.apply(lower(inputs[4:]), upper_is_fetched)).sum().backward()
     writer.finish()
-    store.done(7, {"loss": 1.0}, 8, 0.1)
+    store.done(7, {"loss": 1.0}, 8, 0.1, b"")
     assert fetch.settle(time.monotonic(), DEADLINE_S).problem == ""
     assert seen == [{"upper.weight", "upper.bias"}]
     expected = torch.autograd.grad(upper(lower(inputs)).sum(), [lower.weight, upper.weight])
@@ -139,7 +139,7 @@ def test_what_is_sent_in_bfloat16_is_the_nearest_number_in_half_the_bytes(
     writer.before(last=True)
     model(torch.randn(4, 300)).square().sum().backward()
     writer.finish()
-    store.done(7, {}, 8, 0.1)
+    store.done(7, {}, 8, 0.1, b"")
     wanted = {"weight": Rows((7, 300), 2, 5), "bias": Rows((7,), 2, 5)}
     share = WorkerShare("gpu-01/0", 3, url_of(port), VERSION, frozenset({(1, 0)}))
     fetch = GradientClient(

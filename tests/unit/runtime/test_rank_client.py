@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import Awaitable, Callable
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
+import msgpack
 import pytest
 from aiohttp import web
 
 from libra_cli.config.errors import TrainerError
+from libra_cli.core.actions import Train
+from libra_cli.core.types import LogRatios, WeightVersion
 from libra_cli.runtime.hosts.transport import Endpoint
+from libra_cli.runtime.trainer.client import TrainerClient
 from libra_cli.runtime.trainer.connection import Unreachable
 from libra_cli.runtime.trainer.rank_client import RankClient
 
@@ -18,10 +24,15 @@ DEADLINE_S = 20.0
 BODY = bytes(32 << 20)
 """More than sockets keep of what nobody reads."""
 
+C = TypeVar("C", bound=RankClient)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def play(handler: Handler, scene: Callable[[RankClient], Awaitable[None]]) -> None:
+def play(
+    handler: Handler,
+    scene: Callable[[C], Awaitable[None]],
+    kind: type[C] = RankClient,  # type: ignore[assignment]
+) -> None:
     async def whole() -> None:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", handler)
@@ -29,7 +40,7 @@ def play(handler: Handler, scene: Callable[[RankClient], Awaitable[None]]) -> No
         await runner.setup()
         path = f"{directory}/rank.sock"
         await web.UnixSite(runner, path).start()
-        client = RankClient(0, Endpoint(path), "t")
+        client = kind(0, Endpoint(path), "t")
         try:
             await asyncio.wait_for(scene(client), DEADLINE_S)
         finally:
@@ -80,3 +91,58 @@ def test_an_answer_that_is_no_json_is_an_error_of_the_trainer() -> None:
             await client._call("GET", "/health", timeout_s=5.0)
 
     play(nonsense, scene)
+
+
+def log_ratios_after(answer: web.Response) -> LogRatios | None:
+    """What a step brings whose trainer answers so when it is asked for them."""
+
+    async def trainer(request: web.Request) -> web.Response:
+        if request.path == "/log-ratios/3":
+            return answer
+        return web.json_response({"state": "done", "metrics": {"loss": 0.5}})
+
+    found: list[LogRatios | None] = []
+
+    async def scene(client: TrainerClient) -> None:
+        done = await client.train(Train(0, 3, (), None, WeightVersion(0, 2)), (), patience_s=1.0)
+        assert (done.step, done.metrics) == (3, {"loss": 0.5})
+        found.append(done.log_ratios)
+
+    play(trainer, scene, TrainerClient)
+    return found[0]
+
+
+def packed(branches: list[int], *values: float) -> bytes:
+    told = {
+        "branches": struct.pack(f"<{len(branches)}q", *branches),
+        "values": struct.pack(f"<{len(values)}e", *values),
+    }
+    return bytes(msgpack.packb(told))
+
+
+def test_log_ratios_come_with_the_step() -> None:
+    told = packed([7, 1, 0, 2, 7, 1, 1, 1], 0.5, -1.0, 2.0)
+    found = log_ratios_after(web.Response(body=told))
+    assert found is not None
+    assert found.by_branch() == {
+        (7, 1, 0): struct.pack("<2e", 0.5, -1.0),
+        (7, 1, 1): struct.pack("<e", 2.0),
+    }
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        web.Response(status=404, body=b'{"error": "none of that step"}'),
+        web.Response(body=b""),
+        web.Response(body=b"\xc1"),
+        web.Response(body=msgpack.packb([1, 2])),
+        web.Response(body=msgpack.packb({"branches": "x", "values": b""})),
+        web.Response(body=packed([7, 1, 0, 3], 0.5)),
+        web.Response(body=packed([7, 1, 0, -1, 7, 1, 1, 2], 0.5)),
+        web.Response(body=packed([7, 1, 0], 0.5)),
+    ],
+    ids=range(8),
+)
+def test_a_step_is_done_whatever_is_wrong_with_its_log_ratios(answer: web.Response) -> None:
+    assert log_ratios_after(answer) is None

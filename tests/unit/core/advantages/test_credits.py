@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from json import loads
 from random import Random
@@ -18,7 +20,8 @@ from libra_cli.core.advantages.estimates import Estimation
 from libra_cli.core.advantages.protocol import ComparedGroup, Estimate
 from libra_cli.core.records import CreditRecord
 from libra_cli.core.rollout.groups import Group
-from libra_cli.core.types import Trajectory, TrajectoryId
+from libra_cli.core.rollout.rows import credit_record
+from libra_cli.core.types import LogRatios, Trajectory, TrajectoryId, VersionSpan
 from tests.world import Faults, World, recipe
 
 BROKEN = Faults(server_dies=0.005, trainer_dies=0.02, environment_breaks=0.05, forked=0.2)
@@ -39,11 +42,25 @@ class Rewarding(World):
         elif isinstance(event, e.EpisodeAdvanced):
             earned = 0.25 * self.earned[event.trajectory]
             event = replace(event, reward=(event.reward or 0.0) + earned)
+        elif isinstance(event, e.StepDone):
+            event = replace(event, log_ratios=told_of(self.given))
         super().later(event, *times, **more)
 
     def _check_batch(self, samples: Any) -> None:
         super()._check_batch(samples)
         self.given += samples
+
+
+def told_of(samples: Sequence[a.TrainSample]) -> LogRatios:
+    """Of every generated token a value that says whose it is."""
+    branches, values = array("q"), array("H")
+    for sample in samples:
+        who, tokens = sample.trajectory.id, sample.tokens
+        number = sample.trajectory.number if sample.branch is None else sample.branch
+        count = sum(tokens.loss_mask)
+        branches.extend([who.group, who.member, number, count])
+        values.extend([(7 * who.group + who.member + 31 * number) % 999] * count)
+    return LogRatios(branches, values)
 
 
 def rewarding(seed: int, faults: Faults = BROKEN, **training: Any) -> Rewarding:
@@ -83,6 +100,45 @@ def test_a_step_writes_what_it_was_trained_with(seed: int):
         turns = [[numbers[n], *told] for n, *told in loads(row.turns_json)]
         wanted = [[t.branch, t.start, t.end, t.reward] for t in trajectory.turn_rewards]
         assert turns == wanted
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_writes_what_the_trainer_says_of_each_branch(seed: int):
+    world = rewarding(seed)
+    rows = {(row.group_id, row.member): row for row in world.rows(CreditRecord)}
+    several = 0
+    for who, row in rows.items():
+        (trajectory,) = {
+            id(s.trajectory): s.trajectory for s in world.given if of(s) == who
+        }.values()
+        numbers = [*sorted(trajectory.others), trajectory.number]
+        assert len(row.log_ratios) == len(numbers)
+        several += len(numbers) > 1
+        for number, found in zip(numbers, row.log_ratios, strict=True):
+            branch = trajectory.others.get(number, trajectory)
+            mark = (7 * who[0] + who[1] + 31 * number) % 999
+            assert array("H", found).tolist() == [mark] * sum(branch.loss_mask)
+    assert several
+
+
+def of(sample: a.TrainSample) -> tuple[int, int]:
+    return sample.trajectory.id.group, sample.trajectory.id.member
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ({(7, 1, 0): b"abcd"}, (b"abcd",)),
+        ({(7, 1, 0): b"ab"}, ()),
+        ({(7, 1, 1): b"abcd", (7, 0, 0): b"abcd"}, ()),
+        ({}, ()),
+    ],
+)
+def test_log_ratios_of_other_tokens_than_were_generated_are_not_kept(
+    values: dict[tuple[int, int, int], bytes], kept: tuple[bytes, ...]
+):
+    trajectory = Trajectory(TrajectoryId(7, 1, 2), spans=[VersionSpan(3, 4, 6)])
+    assert credit_record(trajectory, 5, {0: [(4, 1.0)]}, values).log_ratios == kept
 
 
 def test_groups_of_a_batch_that_are_sent_alone_are_compared_with_the_whole_batch():

@@ -14,6 +14,7 @@ import pytest
 
 from libra_cli.config.errors import TrainerError
 from libra_cli.node.command_queue import IdleCommand, StopCommand
+from libra_cli.node.http import Blob
 from libra_cli.node.trainer.commands import (
     AccumulateCommand,
     CheckpointCommand,
@@ -154,6 +155,17 @@ def test_asking_for_a_checkpoint_waits_for_that_one(queue: CommandQueue):
     queue.saved(1, "step-000001-again")
     asking.join(10)
     assert answers == [(HTTPStatus.OK, {"path": "step-000001-again"})]
+
+
+def test_log_ratios_are_those_of_the_newest_step_alone(queue: CommandQueue):
+    assert queue.log_ratios(0)[0] == HTTPStatus.NOT_FOUND
+    for number in (1, 2):
+        queue.train(step(number))
+        queue.done(number, {}, bytes([number]))
+        assert queue.log_ratios(number) == (HTTPStatus.OK, Blob(bytes([number])))
+    assert queue.log_ratios(1)[0] == HTTPStatus.NOT_FOUND
+    assert queue.accumulate(part(1, of=3))[0] == HTTPStatus.ACCEPTED
+    assert queue.log_ratios(2)[0] == HTTPStatus.OK, "a part of the next step takes nothing away"
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told_and_ends_nothing(queue: CommandQueue):

@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_cli.core import events as e
-from libra_cli.core.types import TrajectoryId, VersionSpan, WeightVersion
+from libra_cli.core.types import (
+    EVALUATION_GROUPS,
+    LogRatios,
+    TrajectoryId,
+    VersionSpan,
+    WeightVersion,
+)
+from libra_cli.runtime.driver import describe
 from libra_cli.runtime.store.event_codec import decode, encode, event_classes, pack, unpack
 
 TURN = e.TurnGenerated(
@@ -114,3 +121,10 @@ def test_bytes_make_nothing_but_events(value):
         decode(unpack(pack(value)))
     with pytest.raises((ValueError, TypeError)):
         decode(unpack(pack(["ServerChecked", value, 1, 2])))
+
+
+def test_log_ratios_are_told_again_and_described_by_their_number():
+    told = LogRatios(array("q", [EVALUATION_GROUPS - 1, 0, 1, 3]), array("H", [0x3C00, 0, 0x7E00]))
+    done = e.StepDone(1, 2, log_ratios=told)
+    assert again(done) == done
+    assert describe(done)["log_ratios"] == {"branches": 4, "values": 3}

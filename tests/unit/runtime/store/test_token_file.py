@@ -6,10 +6,12 @@ import json
 import os
 import sqlite3
 import stat
+import struct
 import zlib
 from array import array
 from contextlib import closing
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
 from random import Random
 
@@ -18,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_cli.config.errors import StateError
-from libra_cli.core.records import TrajectoryRecord
+from libra_cli.core.records import CreditRecord, TrajectoryRecord
 from libra_cli.core.types import BranchTokens
 from libra_cli.runtime.store import journal as journals
 from libra_cli.runtime.store.journal import Journal
@@ -56,7 +58,7 @@ def test_what_is_read_equals_what_was_written(
     run_dir = tmp_path_factory.mktemp("run")
     for some in (told[:2], told[2:]):  # the second controller of the run goes on in the file
         file = TokenFile(run_dir)
-        assert [read_tokens(run_dir, place) for place in file.append(some)] == some
+        assert [read_tokens(run_dir, place) for place in file.append(map(packed, some))] == some
         file.close()
 
 
@@ -144,6 +146,54 @@ def test_tokens_that_an_older_libra_kept_in_the_row_are_read_there(tmp_path: Pat
     saved(tmp_path, TWO)  # a later libra goes on in it, and migrates it
     with Reader(tmp_path) as reader:
         assert reader.tokens(*KEY) == TWO
+
+
+CREDIT = CreditRecord(ROW.group_id, ROW.member, ROW.attempt, 3, "[]", "[]")
+RATIOS = (struct.pack("<3e", 0.5, -2.0, float("inf")), b"", struct.pack("<1e", float("nan")))
+
+
+def test_log_ratios_are_read_as_they_were_written_beside_the_tokens(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        journal.save(replace(ROW, tokens=TWO))
+        journal.save(replace(CREDIT, log_ratios=RATIOS))
+    with Reader(tmp_path) as reader:
+        first, second, (third,) = reader.log_ratios(*KEY)
+        assert (first, second) == ((0.5, -2.0, float("inf")), ())
+        assert isnan(third)
+        assert reader.tokens(*KEY) == TWO
+        assert reader.log_ratios(99, 0, 0) == ()
+
+
+def test_log_ratios_of_a_step_that_is_taken_again_stand_for_those_before(tmp_path: Path) -> None:
+    for values in (RATIOS, (struct.pack("<2e", 1.0, 2.0),)):
+        with Journal(tmp_path) as journal:
+            journal.save(replace(CREDIT, log_ratios=values))
+    with Reader(tmp_path) as reader:
+        assert reader.log_ratios(*KEY) == ((1.0, 2.0),)
+
+
+def test_an_older_libras_file_has_none_and_takes_them(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        journal.save(CREDIT)
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
+        connection.execute("ALTER TABLE credits DROP COLUMN log_ratios_at")
+        connection.commit()
+    with Reader(tmp_path) as reader:
+        assert reader.log_ratios(*KEY) == ()
+    with Journal(tmp_path) as journal:
+        journal.save(replace(CREDIT, log_ratios=RATIOS))
+    with Reader(tmp_path) as reader:
+        assert len(reader.log_ratios(*KEY)) == 3
+
+
+def test_damaged_log_ratios_are_named(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        journal.save(replace(CREDIT, log_ratios=RATIOS))
+    data = bytearray((tmp_path / TOKENS).read_bytes())
+    data[-1] ^= 1
+    (tmp_path / TOKENS).write_bytes(data)
+    with Reader(tmp_path) as reader, pytest.raises(StateError, match=r"tokens\.bin is damaged"):
+        reader.log_ratios(*KEY)
 
 
 def test_tokens_take_fewer_bytes_than_their_text() -> None:
