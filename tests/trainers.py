@@ -21,6 +21,7 @@ import numpy as np
 
 from libra_cli.config.training import TrainingSpec
 from libra_cli.node.trainer.config import TrainerConfig
+from libra_cli.node.trainer.log_ratios import BranchLogRatios, read_log_ratios
 from tests.credentials import credentials_of, url_of
 from tests.sockets import UnixConnection, socket_path
 
@@ -40,11 +41,20 @@ class World:
     marker: str
 
     def ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, dict[str, Any]]:
+        status, data = self._asked(method, path, body)
+        return status, json.loads(data)
+
+    def bytes_of(self, path: str) -> bytes:
+        status, data = self._asked("GET", path, b"")
+        assert status == 200, data
+        return data
+
+    def _asked(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         connection = UnixConnection(self.socket)
         try:
             connection.request(method, path, body, {"Authorization": f"Bearer {TOKEN}"})
             response = connection.getresponse()
-            return response.status, json.loads(response.read())
+            return response.status, response.read()
         finally:
             connection.close()
 
@@ -101,6 +111,10 @@ class Trainer(World):
         _, written = self.ask("GET", f"/versions/{number}?wait_s={STEP_S - 5}")
         assert written["state"] == "done", written
         return {**result, "version": written["version"]}
+
+    def log_ratios(self, number: int) -> BranchLogRatios:
+        """Those of the step that was taken last."""
+        return read_log_ratios(self.bytes_of(f"/log-ratios/{number}"))
 
     def accumulate(
         self, step: int, part: int, trajectories: Sequence[Mapping[str, Any]]

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
 from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
+from libra_cli.node.trainer.log_ratios import BranchLogRatios  # noqa: E402
 from tests import credentials  # noqa: E402
 from tests.credentials import url_of  # noqa: E402
 from tests.trainers import (  # noqa: E402
@@ -57,14 +59,24 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Alone:
-    """A core of one process without any worker: its parameters and losses after each step."""
+    """A core of one process without any worker: its parameters, losses and the log-ratios of its
+    tokens after each step."""
 
     parameters: list[dict[str, Any]]
     losses: list[float]
+    log_ratios: list[BranchLogRatios]
 
     def difference(self, core: Trainer, steps: Iterable[int]) -> float:
         """The largest relative difference of all parameters after one of these steps."""
         return max(relative_difference(core.parameters(n), self.parameters[n]) for n in steps)
+
+    def assert_same_ratios(self, core: Trainer, step: int) -> None:
+        """Every token of the step that was taken last has the same, whoever has computed it."""
+        here, expected = core.log_ratios(step), self.log_ratios[step]
+        assert here.keys() == expected.keys()
+        for key, values in expected.items():
+            assert np.abs(values).max() > 0.01
+            np.testing.assert_allclose(here[key], values, atol=1e-3, rtol=0)
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +84,14 @@ def alone(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     directory = tmp_path_factory.mktemp("alone") / "run"
     with trainer(directory, model_dir, keep_versions=KEEP) as core:
         core.wait_ready()
-        metrics = [core.step(number)["metrics"] for number in range(1, STEPS + 1)]
+        metrics, log_ratios = [], [BranchLogRatios()]
+        for number in range(1, STEPS + 1):
+            metrics.append(core.step(number)["metrics"])
+            log_ratios.append(core.log_ratios(number))
         assert all(one["shares"] == [] for one in metrics)
         parameters = [core.parameters(number) for number in range(STEPS + 1)]
         assert core.stop() == 0
-    return Alone(parameters, [0.0, *(one["loss"] for one in metrics)])
+    return Alone(parameters, [0.0, *(one["loss"] for one in metrics)], log_ratios)
 
 
 def hand_over(core: Trainer, helper: Worker, step: int, groups: Sequence[int]) -> None:
@@ -166,12 +181,17 @@ def test_parts_and_shares_add_up_to_the_step_whatever_the_worlds(
     ):
         assert core.wait_ready()["state"] == helper.wait_ready()["state"] == "ready"
         in_three_parts(core, 1)
+        alone.assert_same_ratios(core, 1)
         used(help_with(core, helper, 2, [0, 2]))
+        alone.assert_same_ratios(core, 2)
         part_and_share(core, helper, 3)
+        alone.assert_same_ratios(core, 3)
         refused = help_with(core, helper, 4, [0, 1, 2, 3], incarnation=2)
         assert not refused["used"]
         assert "incarnation 2, step 4" in refused["reason"]
+        alone.assert_same_ratios(core, 4)
         used(help_with(core, helper, 5, [0, 1, 2, 3]))
+        alone.assert_same_ratios(core, 5)
         losses = [core.result(number)["metrics"]["loss"] for number in range(1, 6)]
         assert losses == pytest.approx(alone.losses[1:6], rel=1e-4, abs=1e-6)
         apart = alone.difference(core, range(6))

@@ -43,7 +43,8 @@ class TrainerConnection(Protocol):
     ) -> StepDone:
         """One optimizer step on a batch; ``shares`` say where workers' gradients come from.
 
-        If its version is not published yet, ``wait_published`` is asked next.
+        If its version is not published yet, ``wait_published`` is asked next. A trainer that does
+        not tell the log-ratios of tokens leaves ``StepDone.log_ratios`` None.
         """
         ...
 

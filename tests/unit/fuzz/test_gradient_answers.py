@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_cli.node.gradient.client import GradientClient, Rows
+from libra_cli.node.trainer.log_ratios import pack_log_ratios
 from libra_cli.node.trainer.shares import WorkerShare
 from tests.credentials import credentials_of
 from tests.unit.fuzz import nonsense
@@ -27,16 +28,18 @@ DONE: dict[str, Any] = {
     "tokens": TOKENS,
     "seconds": 0.5,
 }
+RATIOS = pack_log_ratios({(1, 0, 0): np.zeros(TOKENS, dtype=np.float16)})
 ROWS = np.arange(15, dtype="<f4").tobytes()
 shares = nonsense.json_like(DONE)
+ratios_told = st.one_of(st.just(RATIOS), st.binary(max_size=80), st.just(RATIOS[:-1]))
 blocks = st.one_of(st.just(ROWS), st.binary(max_size=80), st.just(ROWS[:-1]), st.just(b""))
 
 
 class Anything:
     """A connection over which these bytes come, and after them nothing."""
 
-    def __init__(self, told: bytes, rows: bytes) -> None:
-        self._told = {"/share": [told, told], "/gradient": [rows] * 4}
+    def __init__(self, told: bytes, rows: bytes, ratios: bytes) -> None:
+        self._told = {"/share": [told, told], "/gradient": [rows] * 4, "/log-ratios": [ratios]}
 
     def ask(self, path: str, query: Mapping[str, Any], timeout_s: float) -> bytes:
         if not self._told[path]:
@@ -46,11 +49,12 @@ class Anything:
     def close(self) -> None: ...
 
 
-def settled(told: bytes, rows: bytes) -> tuple[Any, GradientClient]:
+def settled(told: bytes, rows: bytes, ratios: bytes = RATIOS) -> tuple[Any, GradientClient]:
     share = WorkerShare("gpu-01/0", 3, "https://10.0.0.1:1#n", "v000006-e1", frozenset({(1, 0)}))
     wanted = {"weight": Rows((5, 3), 0, 5)}
-    client = GradientClient(share, 7, tokens=TOKENS, wanted=wanted, credentials=credentials_of())
-    client._connection = Anything(told, rows)  # type: ignore[assignment]
+    given = {"tokens": TOKENS, "wanted": wanted, "credentials": credentials_of()}
+    client = GradientClient(share, 7, **given, log_ratios=True)  # type: ignore[arg-type]
+    client._connection = Anything(told, rows, ratios)  # type: ignore[assignment]
     client.start()
     arrival = client.settle(time.monotonic(), DEADLINE_S)
     client.abandon()
@@ -61,12 +65,15 @@ def test_a_share_as_it_should_be_is_used():
     arrival, client = settled(json.dumps(DONE).encode(), ROWS)
     assert (arrival.problem, arrival.sums, arrival.seconds) == ("", {"loss": 1.0}, 0.5)
     assert client.rows["weight"].tolist() == list(range(15))
+    assert client.log_ratios.keys() == {(1, 0, 0)}
 
 
-@given(told=shares, rows=blocks)
-def test_whatever_a_worker_says_its_share_is_whole_or_has_a_problem(told: bytes, rows: bytes):
+@given(told=shares, rows=blocks, ratios=ratios_told)
+def test_whatever_a_worker_says_its_share_is_whole_or_has_a_problem(
+    told: bytes, rows: bytes, ratios: bytes
+):
     with nonsense.thrown_at("gradients"):
-        arrival, client = settled(told, rows)
+        arrival, client = settled(told, rows, ratios)
         if arrival.problem:
             assert (arrival.sums, arrival.seconds) == ({}, None)
             return

@@ -58,7 +58,17 @@ posts = st.one_of(
     ),
 )
 paths = st.sampled_from(
-    ["/health", "/train/1", "/train/x", "/train/-1", "/versions/1", "/accumulate/1/1", "/", "//"]
+    [
+        "/health",
+        "/train/1",
+        "/train/x",
+        "/train/-1",
+        "/versions/1",
+        "/log-ratios/1",
+        "/accumulate/1/1",
+        "/",
+        "//",
+    ]
 )
 queries = st.sampled_from(["", "?wait_s=0", "?wait_s=nan", "?wait_s=x", "?wait_s=-1e999", "?%ff"])
 

@@ -221,6 +221,21 @@ def test_a_share_that_is_not_the_one_asked_for_is_not_used(
     assert re.search(reason, problem), problem
 
 
+def test_one_rank_gets_the_log_ratios_with_its_rows(
+    store: GradientStore, port: int, tmp_path: Path
+):
+    assert ask(port, "/log-ratios", ABOUT)[0] == HTTPStatus.NOT_FOUND, "it is not done"
+    complete(store, tmp_path)
+    first, second = fetch(port, log_ratios=True), fetch(port)
+    for one in (first, second):
+        assert one.settle(time.monotonic(), DEADLINE_S).problem == ""
+    assert first.log_ratios.keys() == LOG_RATIOS.keys()
+    np.testing.assert_array_equal(first.log_ratios[1, 0, 0], LOG_RATIOS[1, 0, 0])
+    assert second.log_ratios == {}
+    store.begin(8, "v000007-e1")
+    assert ask(port, "/log-ratios", ABOUT)[0] == HTTPStatus.CONFLICT
+
+
 def test_a_share_that_the_worker_has_yet_to_take_is_awaited(
     store: GradientStore, port: int, tmp_path: Path
 ):
