@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
 from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
-from libra_cli.node.trainer.log_ratios import BranchLogRatios  # noqa: E402
+from libra_cli.node.trainer.log_ratios import PER_NAT, BranchLogRatios  # noqa: E402
 from tests import credentials  # noqa: E402
 from tests.credentials import url_of  # noqa: E402
 from tests.trainers import (  # noqa: E402
@@ -76,7 +76,7 @@ class Alone:
         assert here.keys() == expected.keys()
         for key, values in expected.items():
             assert np.abs(values).max() > 0.01
-            np.testing.assert_allclose(here[key], values, atol=1e-3, rtol=0)
+            np.testing.assert_allclose(here[key], values, atol=1 / PER_NAT, rtol=0)
 
 
 @pytest.fixture(scope="module")

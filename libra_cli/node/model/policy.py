@@ -53,7 +53,7 @@ from libra_cli.node.model.scores import BranchScores, with_scores
 from libra_cli.node.model.scoring import ScoringModel, one_sequence
 from libra_cli.node.trainer.batching import MicroBatch, collate, deal
 from libra_cli.node.trainer.config import PolicyConfig
-from libra_cli.node.trainer.log_ratios import BranchLogRatios
+from libra_cli.node.trainer.log_ratios import BranchLogRatios, rounded
 from libra_cli.node.trainer.samples import TokenSample
 from libra_cli.node.trainer.sharding import load_sharded, mesh_of
 from libra_cli.node.trainer.shares import rows_of
@@ -325,10 +325,10 @@ class PolicyModel:
 
     def _keep_log_ratios(self, inputs: LossInputs, samples: Sequence[TokenSample]) -> None:
         """Keep those of a micro-batch. A pass that is repeated finds the same again."""
-        differences = (inputs.proximal - inputs.rollout).to(torch.float16).cpu()
-        parts = differences.split([sample.generated for sample in samples]) if samples else ()
-        for sample, part in zip(samples, parts, strict=True):
-            self.log_ratios[sample.key] = part.numpy()
+        values, end = rounded((inputs.proximal - inputs.rollout).float().cpu().numpy()), 0
+        for sample in samples:
+            start, end = end, end + sample.generated
+            self.log_ratios[sample.key] = values[start:end]
 
     def _inputs(self, batch: MicroBatch, current: Tensor, reference: Tensor | None) -> LossInputs:
         """What the loss is given; of a batch without scores, current is proximal."""

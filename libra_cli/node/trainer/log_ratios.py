@@ -5,8 +5,11 @@ Its exponential is the ratio of the two probabilities, which says how far off-po
 Each rank computes those of its own micro-batches, each gradient worker those of its share. Several
 updates a batch find the same ones, because the proximal policy is the same for all of them.
 
-They are kept and sent as float16, 2 bytes a token: rounded to 2^-11 of itself, a ratio between 1/8
-and 8 is off by 0.1 % at most, and one next to 1 by far less. On the wire they are msgpack::
+They are kept and sent as float16, 2 bytes a token, which hold every multiple of 1/128 nat up to 16.
+To these they are rounded: a ratio is then right to 0.4 %, enough to tell tokens apart by it, and
+the many ratios next to 1 are alike, so that the file that keeps them compresses well. Finer
+differences are those of the number format of servers and trainer, whose mean is a metric of every
+step (``logprob_gap``). On the wire they are msgpack::
 
     {"branches": int64 [4 B], of each branch its group, member, number and tokens,
      "values": float16 [sum of tokens], all little-endian}
@@ -25,6 +28,17 @@ from libra_cli.node.trainer.samples import TokenSample
 
 BranchLogRatios: TypeAlias = dict[tuple[int, int, int], NDArray[np.float16]]
 """By group, member and number of a branch, those of its generated tokens, in order."""
+
+
+PER_NAT = 128
+"""Steps of a nat that log-ratios are rounded to; chosen."""
+
+
+def rounded(log_ratios: NDArray[np.float32]) -> NDArray[np.float16]:
+    """Log-ratios as they are kept."""
+    with np.errstate(over="ignore"):  # an infinite one stays so, and one over 65,504 becomes so
+        steps = np.round(log_ratios * PER_NAT) / PER_NAT
+        return (steps + 0.0).astype(np.float16)  # there is no -0, which would be another pattern
 
 
 def pack_log_ratios(found: Mapping[tuple[int, int, int], NDArray[np.float16]]) -> bytes:

@@ -18,6 +18,7 @@ from libra_cli.node.trainer.log_ratios import (  # noqa: E402
     of_all_generated,
     pack_log_ratios,
     read_log_ratios,
+    rounded,
 )
 from libra_cli.node.trainer.samples import TokenSample, counted, read_samples  # noqa: E402
 from libra_cli.node.trainer.trainer import Trainer  # noqa: E402
@@ -59,7 +60,7 @@ def assert_told(trainer: Trainer, given: Sequence[TokenSample], expected: Sequen
     found = read_log_ratios(trainer.packed_log_ratios)
     assert found.keys() == {one.key for one in given}
     for one, ratios in zip(given, expected, strict=True):
-        np.testing.assert_allclose(np.exp(found[one.key].astype(np.float64)), ratios, rtol=2e-3)
+        np.testing.assert_allclose(np.exp(found[one.key].astype(np.float64)), ratios, rtol=4e-3)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +78,11 @@ def test_ratios_are_those_of_the_model_before_the_step(
     make: Callable[..., Trainer], training: dict[str, Any]
 ):
     trainer = make(**training)
-    for step in (1, 2):
-        given = samples(step)
-        before = [by_the_model(trainer, one) for one in given]
-        trainer.train(step, given)
-        assert_told(trainer, given, before)
+    trainer.train(1, samples(1))
+    given = samples(2)
+    before = [by_the_model(trainer, one) for one in given]
+    trainer.train(2, given)
+    assert_told(trainer, given, before)
     after = [by_the_model(trainer, one) for one in given]
     assert np.abs(np.concatenate(after) / np.concatenate(before) - 1).max() > 0.02, "it has moved"
 
@@ -173,10 +174,13 @@ def test_what_a_worker_has_counted_otherwise_is_left_out():
     assert of_all_generated(given, counted(given, training), found).keys() == {given[0].key}
 
 
-def test_half_a_float_is_enough_for_a_ratio():
-    nats = np.linspace(-np.log(8), np.log(8), 10_001)
-    off = np.exp(nats.astype(np.float16).astype(np.float64)) / np.exp(nats) - 1
-    assert np.abs(off).max() < 1e-3
+def test_ratios_are_right_to_four_in_a_thousand():
+    nats = np.linspace(-8, 8, 10_001).astype(np.float32)
+    off = np.exp(rounded(nats).astype(np.float64) - nats) - 1
+    assert np.abs(off).max() < 4e-3
+    assert not np.signbit(rounded(np.float32([-1e-4, 0.0]))).any()
+    far = rounded(np.float32([-np.inf, np.inf, 1e6, np.nan]))
+    np.testing.assert_array_equal(far, np.float16([-np.inf, np.inf, np.inf, np.nan]))
 
 
 def test_a_batch_has_its_samples_in_the_order_in_which_they_are_told():

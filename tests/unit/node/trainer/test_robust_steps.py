@@ -47,8 +47,8 @@ def with_room_for(tokens: int, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
     """Let memory run out in the backward pass, when gradients are there, above so many tokens."""
     backward = trainer._backward
 
-    def limited(micro_batch: Any) -> dict[str, float]:
-        sums = backward(micro_batch)
+    def limited(micro_batch: Any, here: Any) -> dict[str, float]:
+        sums = backward(micro_batch, here)
         if micro_batch.request.token_ids.numel() > tokens:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return sums

@@ -30,6 +30,7 @@ class FakeTrainer:
     """Steps that only change its one weight. ``rank`` 0 writes, the others of its replica send."""
 
     published_dtype = torch.float32
+    packed_log_ratios = b""
 
     def __init__(self, rank: int = 0, replica: int = 0) -> None:
         self.rank = rank
