@@ -77,7 +77,7 @@ def _colored(reader: Reader, played: PlayedTrajectory, color: str) -> PlayedConv
 
 def _refuse_unknown(color: str, told: PlayedConversation) -> None:
     branches = told.tokens
-    if color == "ratio" and not any(branch.log_ratios for branch in branches):
+    if color == "ratio" and branches and not any(branch.log_ratios for branch in branches):
         raise StateError(_why_no_ratio(told), hint=_KNOWN)
     known = {
         "advantage": any(branch.advantages for branch in branches),

@@ -56,13 +56,15 @@ class ShownBranch:
 
 
 def branches_of(reader: Reader, row: TrajectoryRecord) -> list[ShownBranch]:
-    """Its branches, last that which it ended in; none while it is played.
+    """Its branches, last that which it ended in; none while it is played, or without their file.
 
     Raises:
         StateError: its tokens cannot be read.
     """
     key = (row.group_id, row.member, row.attempt)
     kept = reader.tokens(*key)
+    if not kept:
+        return []
     credit = reader.rows(CreditRecord, "group_id = ? AND member = ? AND attempt = ?", key)
     weighed = json.loads(credit[0].advantages_json) if credit else [()] * len(kept)
     said = reader.log_ratios(*key) or [()] * len(kept)

@@ -18,6 +18,7 @@ from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import RECIPE
 from libra_cli.runtime.store.schema import DATABASE
+from libra_cli.runtime.store.token_file import TOKENS
 from tests.played import trajectory, write_played
 from tests.sample_run import run_record
 
@@ -114,7 +115,16 @@ def test_a_run_that_kept_no_ratios_says_so_and_shows_the_rest(
     assert "old-1 kept no ratio of trajectory 9000.0.0: an older libra trained it" in told
     assert "--color version is always known" in told
     assert "{-0.50: look<|im_end|>}" in libra(str(old), "9000.0", "--color", "advantage")
-    assert "an older libra trained it" in libra(str(OLD), "--worst", "--color", "ratio")
+    assert "Its tokens were not kept." in libra(str(OLD), "--worst", "--color", "ratio")
+
+
+def test_a_run_that_was_copied_without_its_tokens_says_that_they_are_not_there(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    copied = shutil.copytree(run_dir, tmp_path / "run")
+    (copied / TOKENS).unlink()
+    assert "Its tokens were not kept." in libra(str(copied), "9000.0")
+    assert "Its tokens were not kept." in libra(str(copied), "9000.0", "--color", "ratio")
 
 
 @pytest.mark.parametrize(
