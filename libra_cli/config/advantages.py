@@ -10,6 +10,8 @@ from libra_cli.config.plugins import PluginGroup
 
 _HERE = "libra_cli.core.advantages"
 
+GAE = "gae"
+"""The one that the trainer estimates, which has the critic."""
 ADVANTAGES = PluginGroup(
     "libra.advantages",
     "advantage estimator",
@@ -20,9 +22,10 @@ ADVANTAGES = PluginGroup(
         "reinforce++-baseline": f"{_HERE}.batch_baselines:reinforce_plus_plus_baseline",
         "turn": f"{_HERE}.turn_baselines:turn",
         "gigpo": f"{_HERE}.turn_baselines:gigpo",
+        GAE: f"{_HERE}.by_critic:gae",
     },
 )
-BY_TURN = frozenset({"turn", "gigpo"})
+BY_TURN = frozenset({"turn", "gigpo", GAE})
 """Those that weigh each turn, and discount."""
-WHOLE_BATCH = frozenset({"reinforce++", "reinforce++-baseline"})
+WHOLE_BATCH = frozenset({"reinforce++", "reinforce++-baseline", GAE})
 """Those that compare a trajectory with the whole batch, which must be there at once."""

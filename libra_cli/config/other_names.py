@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 OTHER_NAMES: Mapping[str, str] = {
+    "adv_estimator": "training.advantage",
     "adv_tau": "teacher.advantage_coef",
     "batch_size": "training.groups_per_step",
     "beta": "training.kl_coef",
+    "critic_lr": "training.critic.learning_rate",
     "data": "environment.tasks",
     "entropy_coeff": "training.entropy_coef",
     "gpu_memory_utilization": "rollout.gpu_memory",

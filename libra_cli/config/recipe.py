@@ -324,10 +324,9 @@ class RolloutSpec(_Model):
 
     backend: str = "vllm"
     """What serves them: ``vllm``, an entry point of ``libra.rollout_backends``, or module:attr."""
-    group_size: Annotated[
-        int, Field(ge=2), fixed("groups that were begun have so many trajectories")
-    ] = 8
-    """Trajectories of one prompt, whose rewards are compared with one another."""
+    group_size: Annotated[Positive, fixed("groups that were begun have so many trajectories")] = 8
+    """Trajectories of one prompt, whose rewards are compared with one another; 1 is for
+    training.advantage: gae, which compares them with what its critic expects."""
     oversample: Count = 0
     """Trajectories of each group that are started beyond group_size: the first that end are
     trained, the others are stopped. Batches come sooner, and the longest are trained less often."""

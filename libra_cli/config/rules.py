@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from libra_cli.config.advantages import ADVANTAGES, BY_TURN, WHOLE_BATCH
+from libra_cli.config.advantages import ADVANTAGES, BY_TURN, GAE, WHOLE_BATCH
 from libra_cli.config.errors import did_you_mean
 from libra_cli.config.losses import DISTILL, SFT
 
@@ -58,7 +58,7 @@ _PLAYED = ("environment", "agent", "evaluation", "replay", "rollout", "scheduler
 """Sections that are for what the policy plays."""
 _PLAYED_IN_TRAINING = (
     *("loss_args", "kl_coef", "kl_estimator", "entropy_coef", "stream", "staleness"),
-    *("advantage", "gamma", "scale_rewards"),
+    *("advantage", "gamma", "lam", "critic", "scale_rewards"),
     *("sampler_correction", "tis_cap", "tis_floor", "clip_low", "clip_high"),
 )
 """Keys of ``training`` that are for what is played: rewards, and ratios to who generated a token.
@@ -104,6 +104,7 @@ def problems_between_fields(recipe: Recipe) -> Iterator[Problem]:
     yield from _curriculum_problems(recipe)
     yield from _staleness_problems(recipe.training.staleness)
     yield from _advantage_problems(recipe.training)
+    yield from _critic_problems(recipe)
     yield from _lora_problems(recipe.training)
     yield from _replay_problems(recipe)
     yield from _balance_problems(recipe.training)
@@ -459,7 +460,7 @@ def _staleness_problems(staleness: StalenessSpec) -> Iterator[Problem]:
 def _advantage_problems(training: TrainingSpec) -> Iterator[Problem]:
     """Scales that an estimator does not have, and what cannot be known before a batch is whole."""
     whole, scale = training.advantage in WHOLE_BATCH, training.scale_rewards
-    if whole and scale not in (None, "batch"):
+    if whole and scale not in (None, "batch", *(("none",) if training.advantage == GAE else ())):
         yield Problem(
             ("training.scale_rewards", "training.advantage"),
             f"is {scale}, but {training.advantage} normalises over the batch: leave it out",
@@ -468,7 +469,7 @@ def _advantage_problems(training: TrainingSpec) -> Iterator[Problem]:
         yield Problem(
             ("training.gamma", "training.advantage"),
             f"is {training.gamma:g}, but advantage: {training.advantage} weighs a trajectory as a "
-            f"whole: leave it out, or name one of {' and '.join(sorted(BY_TURN))}",
+            f"whole: leave it out, or name one of {', '.join(sorted(BY_TURN))}",
         )
     if training.stream and (whole or scale == "batch"):
         key = "advantage" if whole else "scale_rewards"
@@ -476,6 +477,57 @@ def _advantage_problems(training: TrainingSpec) -> Iterator[Problem]:
             ("training.stream", f"training.{key}"),
             f"is true, but training.{key}: {getattr(training, key)} needs the whole batch before "
             "the step begins: leave one of the two out",
+        )
+
+
+def _critic_problems(recipe: Recipe) -> Iterator[Problem]:
+    """A critic's settings without one, and what none can go with."""
+    training, rollout = recipe.training, recipe.rollout
+    if recipe.demonstrations:
+        return
+    if training.advantage == GAE:
+        yield from _beside_critic(recipe)
+        return
+    for key in ("lam", "critic"):
+        if getattr(training, key) != type(training).model_fields[key].default:
+            yield Problem(
+                (f"training.{key}", "training.advantage"),
+                f"is for advantage: gae, which has a critic, and {training.advantage} has none: "
+                "leave it out",
+            )
+    if rollout.group_size == 1:
+        yield Problem(
+            ("rollout.group_size", "training.advantage"),
+            f"is 1, and advantage: {training.advantage} would have nobody to compare a trajectory "
+            "with: give 2 or more, or set training.advantage: gae, whose critic needs no group",
+        )
+
+
+_GROUP_LOSSES = {
+    "tba": "compares the trajectories of a group, and values are of each by itself",
+    DISTILL: "has the advantages of its teacher for every token",
+}
+"""Why advantages of a critic mean nothing to a loss."""
+
+
+def _beside_critic(recipe: Recipe) -> Iterator[Problem]:
+    training = recipe.training
+    if reason := _GROUP_LOSSES.get(training.loss):
+        yield Problem(
+            ("training.advantage", "training.loss"),
+            f"is gae, but the loss {training.loss} {reason}: leave it out, or take another loss",
+        )
+    if training.kl_in_reward:
+        yield Problem(
+            ("training.kl_in_reward", "training.advantage"),
+            "takes the KL of a trajectory less the mean of its group from the reward, and "
+            "advantage: gae has no group: leave it out, and kl_coef adds the KL to the loss",
+        )
+    if recipe.rollout.dynamic_sampling:
+        yield Problem(
+            ("rollout.dynamic_sampling", "training.advantage"),
+            "leaves out groups in which all rewards are the same, and with advantage: gae they "
+            "teach as others do: leave it out",
         )
 
 
@@ -566,12 +618,16 @@ def _elastic_problems(recipe: Recipe) -> Iterator[Problem]:
     training = recipe.training
     if training.shares_steps:
         return
+    keys = ["training.minibatches", "training.epochs"]
+    why = f"with {training.updates} updates"
+    if training.updates == 1:
+        keys, why = ["training.advantage"], "that a critic in the trainer weighs as a whole (gae)"
     for index, node in enumerate(recipe.nodes):
         if "hybrid" in (node.pool or ()):
             yield Problem(
-                (f"nodes[{index}].pool", "training.minibatches", "training.epochs"),
-                f"is hybrid, but gradient workers cannot help a batch with {training.updates} "
-                "updates: make it auto (its side is then chosen once), train or rollout",
+                (f"nodes[{index}].pool", *keys),
+                f"is hybrid, but gradient workers cannot help a batch {why}: make it auto (its "
+                "side is then chosen once), train or rollout",
             )
 
 

@@ -13,6 +13,7 @@ from pydantic import (
     JsonValue,
 )
 
+from libra_cli.config.advantages import GAE
 from libra_cli.config.fields import STRICT, Count, Positive, as_tuple
 from libra_cli.config.on_resume import MAY_CHANGE, OnResume, fixed
 
@@ -101,6 +102,21 @@ class LoraSpec(BaseModel):
         Field(min_length=1),
     ] = ("all-linear",)
     """Which matrices of every layer have one: all-linear is all but the output layer."""
+
+
+class CriticSpec(BaseModel):
+    """gae: a linear head on the policy's last hidden states that says what a turn is worth."""
+
+    model_config = STRICT
+    on_resume: ClassVar[OnResume] = MAY_CHANGE
+
+    learning_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
+    """AdamW's, about half of how far an update can move a value: the hidden states are scaled, so
+    it suits models of all sizes, and is far above those of critics that are whole models."""
+    epochs: Positive = 8
+    """Updates on a batch, each on all of its turns; verl's critic.ppo_epochs."""
+    cliprange_value: Annotated[float, Field(gt=0.0)] = 0.5
+    """How far from what it was a value gains by moving in one step, as in PPO and verl."""
 
 
 SamplerCorrection: TypeAlias = Literal[
@@ -192,10 +208,15 @@ class TrainingSpec(BaseModel):
     """The gradient's L2 norm is clipped to this."""
     advantage: str = "grpo"
     """What rewards are compared with: grpo, rloo, reinforce++ or reinforce++-baseline, or for each
-    turn by itself turn or gigpo; an entry point of group ``libra.advantages``; or module:attr. What
-    each does is in ``libra help advantages``."""
+    turn by itself turn or gigpo, or by a critic gae; an entry point of group ``libra.advantages``;
+    or module:attr. What each does is in ``libra help advantages``."""
     gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
-    """turn, gigpo: what a reward is worth one turn before it is given."""
+    """turn, gigpo, gae: what a reward is worth one turn before it is given."""
+    lam: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """gae: how much of what comes later is taken as it was played, and not as the critic expects
+    it; the name and the value are verl's."""
+    critic: CriticSpec = CriticSpec()
+    """gae: the critic's settings."""
     scale_rewards: Annotated[
         RewardScale | None,
         BeforeValidator(_as_scale, json_schema_input_type=RewardScale | bool | None),
@@ -256,8 +277,8 @@ class TrainingSpec(BaseModel):
     @property
     def shares_steps(self) -> bool:
         """Whether gradient workers can compute some trajectories of a step by themselves: not where
-        later updates need newer weights."""
-        return self.updates == 1
+        later updates need newer weights, or a critic weighs the whole batch."""
+        return self.updates == 1 and self.advantage != GAE
 
 
 class ReplaySpec(BaseModel):

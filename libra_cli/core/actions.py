@@ -80,7 +80,8 @@ class TrainSample:
     ``fresh``: its log-probabilities are comparable with the trainer's. ``advantages`` are (token,
     value): from this token on this advantage, 0 before the first. ``branch`` is the number; None:
     the one whose tokens are the trajectory's own. ``token_advantages``, one a token, stand in place
-    of ``advantages`` where they are given.
+    of ``advantages`` where they are given. ``turns`` are (number, token, reward), of a branch whose
+    advantages a critic in the trainer estimates.
     """
 
     trajectory: Trajectory
@@ -89,6 +90,7 @@ class TrainSample:
     advantages: tuple[tuple[int, float], ...]
     branch: int | None = None
     token_advantages: array[float] | None = None
+    turns: tuple[tuple[int, int, float], ...] = ()
 
     @property
     def tokens(self) -> Branch:
@@ -104,7 +106,7 @@ class TrainSample:
 
 def without_advantage(sample: TrainSample) -> TrainSample:
     """The same sample as one that has exactly the reward that it is compared with."""
-    return replace(sample, advantages=(), token_advantages=None)
+    return replace(sample, advantages=(), token_advantages=None, turns=())
 
 
 @dataclass(frozen=True, slots=True)

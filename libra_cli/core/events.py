@@ -291,6 +291,15 @@ class ShareDone:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnAdvantages:
+    """Of each turn of a trajectory that was trained, what it was weighed by."""
+
+    group: int
+    member: int
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
     """An optimizer step is done. ``published`` is None if its version is still being written:
     VersionPublished follows."""
@@ -302,6 +311,8 @@ class StepDone:
     shares: tuple[ShareDone, ...] = ()
     log_ratios: LogRatios | None = None
     """None if the trainer does not tell them."""
+    advantages: tuple[TurnAdvantages, ...] = ()
+    """Where a critic in the trainer has estimated them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,8 @@ train/lr | learning_rate | | AdamW's learning rate
 train/tis_mean | tis_mean | | mean truncated importance weight
 train/rollout_kl | rollout_kl | nats | of trainer and rollout policy, mean over tokens (k3)
 train/ppo_kl | ppo_kl | nats | of before the first update and now, with several updates (k1)
+critic/vf_loss | value_loss | | loss of the values of turns (gae), mean over its updates
+critic/vf_explained_var | explained_variance | share | of the returns' variance, by values (gae)
 train/ess | effective_sample_size | share | of the batch that it is worth, weighted without bounds
 rollout_ratio/below_half | rollout_ratio/below_half | share | of tokens, trainer to rollout ratio
 rollout_ratio/above_2 | rollout_ratio/above_2 | share | the same, over 2

@@ -9,11 +9,12 @@ from math import isfinite, sqrt
 from statistics import fmean
 from typing import TypeAlias
 
-from libra_cli.config.advantages import ADVANTAGES
+from libra_cli.config.advantages import ADVANTAGES, GAE
 from libra_cli.config.environment import TeacherSpec
 from libra_cli.config.errors import PluginError
 from libra_cli.config.training import TrainingSpec
 from libra_cli.core.actions import TrainSample
+from libra_cli.core.advantages.by_critic import turns_of
 from libra_cli.core.advantages.distillation import distillation_metrics, taught_advantages
 from libra_cli.core.advantages.protocol import Estimator
 from libra_cli.core.rollout.groups import Group
@@ -33,6 +34,12 @@ class Estimation:
     def by_token(self, tokens: Branch, runs: Sequence[tuple[int, float]]) -> array[float] | None:
         """Those of each token of a branch, where a teacher has judged them."""
         return None if self.teacher is None else taught_advantages(tokens, runs, self.teacher)
+
+    def turns_of(
+        self, trajectory: Trajectory, branch: int | None
+    ) -> tuple[tuple[int, int, float], ...]:
+        """The turns of a branch, where a critic in the trainer estimates the advantages."""
+        return turns_of(trajectory, branch) if self.training.advantage == GAE else ()
 
     def metrics_of(self, samples: Sequence[TrainSample]) -> dict[str, float | None]:
         """What a teacher adds to the numbers of a batch, and what it takes: where rewards have no

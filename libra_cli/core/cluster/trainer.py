@@ -563,7 +563,8 @@ class TrainerGroup:
         runs = runs_of(trajectory, self._advantages[trajectory.id], number)
         by_token = self._estimation.by_token(branch, runs)
         fresh = branch.single_version == self.held
-        return TrainSample(trajectory, self.step, fresh, runs, number, by_token)
+        turns = self._estimation.turns_of(trajectory, number)
+        return TrainSample(trajectory, self.step, fresh, runs, number, by_token, turns)
 
     def _train(self, step: int, last: list[Group], now: Seconds, *, save: bool) -> list[Result]:
         self._begin(last, now)
@@ -612,6 +613,7 @@ class TrainerGroup:
     def done(self, event: StepDone, *, now: Seconds) -> list[Result]:
         """A step is done: its row, and what the checkpoint makes forgettable."""
         self._enter(TrainerState.READY)
+        self._learn_advantages(event)
         row = self._rows[event.step] = self._step_record(event, now)
         self._rows.pop(event.step - 8, None)
         self.step, self._parts = event.step, 0
@@ -626,6 +628,15 @@ class TrainerGroup:
         tokens, seconds = event.metrics.get("own_tokens"), event.metrics.get("own_s")
         over = StepOver(event.shares, tokens or 0.0, seconds or 0.0)
         return [Save(row), *map(Save, self._credits(event)), over]
+
+    def _learn_advantages(self, event: StepDone) -> None:
+        """Those that a critic in the trainer has estimated, of what was sent to it."""
+        said = {(one.group, one.member): one.values for one in event.advantages}
+        for group in self._batch:
+            for member in group.members:
+                values = said.get((member.id.group, member.id.member), ())
+                if len(values) == len(member.turn_rewards) > 0:
+                    self._advantages[member.id] = values
 
     def _credits(self, event: StepDone) -> Iterator[CreditRecord]:
         """What each trajectory of the batch was weighed by, and what the trainer said of it.

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,7 @@ COLLECTIVE_TIMEOUT_S = 1800.0
 BUCKET_BYTES = 256 * 1024**2
 """The gradients that replicas exchange with one collective."""
 T = TypeVar("T")
+Look: TypeAlias = Callable[[Sequence[TokenSample], Tensor], None]
 
 
 def _nobody(phase: str) -> None:
@@ -159,19 +160,23 @@ class PolicyModel:
                 sums.append(self._backward(batch, here))
         return summed(self.gather(summed(sums)))
 
-    def scored(self, samples: Sequence[TokenSample]) -> list[TokenSample]:
+    def scored(self, samples: Sequence[TokenSample], look: Look | None = None) -> list[TokenSample]:
         """*Collective.* The samples with what this model says of them, in a pass without gradient.
 
         Every rank is given all of them, and has the scores of all. Those that are scored already
         keep what was said before the first update, and are compared by what the model says now.
+        ``look`` is given the samples of each of this rank's micro-batches, and the last hidden
+        states before their turns, ``[turns, width]``.
         """
         found: dict[int, BranchScores] = {}
         dealt = self._dealt(samples)
         for number, indices in enumerate(dealt, 1):
             self.enter(f"computing log-probabilities: micro-batch {number} of {len(dealt)}")
             here = [samples[i] for i in indices]
-            batch = collate(here, self.device, scored=is_scored(samples))
+            batch = collate(here, self.device, scored=is_scored(samples), turns=look is not None)
             found |= dict(zip(indices, self._scores_of(batch, here), strict=True))
+            if look is not None and self._scoring.hidden is not None:
+                look(here, self._scoring.hidden)
         of_all = {index: one for rank in self.gather(found) for index, one in rank.items()}
         leave_one_out = self._config.training.advantage == "rloo"
         return with_scores(samples, of_all, leave_one_out=leave_one_out)
@@ -201,6 +206,11 @@ class PolicyModel:
         """
         named = self.named_once()
         return {name: cast(nn.Parameter, one) for name, one in named.items() if one.requires_grad}
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a hidden state."""
+        return int(self.model.config.get_text_config().hidden_size)
 
     def hidden_matrices(self) -> list[nn.Parameter]:
         """Return the matrices between the embeddings and the output layer."""

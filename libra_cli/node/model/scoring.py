@@ -34,6 +34,9 @@ class ScoringRequest:
     packed: PackedSequences
     places: Tensor
     """``[N]``: where in the row the tokens to score are; none is the first of its sequence."""
+    turns: Tensor | None = None
+    """``[S]``: where turns begin before which the hidden state is wanted; none where a sequence
+    does."""
 
     @property
     def targets(self) -> Tensor:
@@ -52,6 +55,11 @@ class ScoringModel:
         self._head = model.get_output_embeddings()
         self._open: tuple[ScoringRequest, float, bool] | None = None
         self._answer: Tensor | None = None
+        self._turns: Tensor | None = None
+        self.hidden: Tensor | None = None
+        """``[S, width]``: the last hidden states at the tokens before the ``turns`` of the request
+        that was answered last, without gradient; None if it named none."""
+        self._head.register_forward_pre_hook(self._keep_hidden)
         self._in_blocks = type(self._head) is nn.Linear and self._head.bias is None
         if self._in_blocks:
             self._logits = self._head.forward
@@ -86,11 +94,17 @@ class ScoringModel:
         )
 
     def _run(self, request: ScoringRequest) -> Tensor:
+        self._turns, self.hidden = request.turns, None
         where: dict[str, Any] = {}
         if self.packs:
             where = {"position_ids": request.positions, "packed": request.packed}
         logits: Tensor = self._call(input_ids=request.token_ids, use_cache=False, **where).logits
         return logits
+
+    def _keep_hidden(self, head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """What the output layer is given; whatever it then does with it."""
+        if self._turns is not None:
+            self.hidden = inputs[0][0, self._turns - 1].detach()
 
     def _forward(self, hidden: Tensor) -> Tensor:
         """The output layer's, in place of its own."""

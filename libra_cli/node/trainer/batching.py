@@ -111,10 +111,12 @@ def collate(
     device: torch.device,
     *,
     scored: bool = False,
+    turns: bool = False,
 ) -> MicroBatch:
     """Put samples into one row; no samples become one of two tokens without a loss.
 
-    With ``scored``, all of them have scores.
+    With ``scored``, all of them have scores. With ``turns`` the request asks for the hidden states
+    before theirs.
     """
     lengths = [len(sample.token_ids) for sample in samples] or [2]
     token_ids = _row([sample.token_ids for sample in samples], np.int64)
@@ -138,6 +140,7 @@ def collate(
             positions=here(positions)[None],
             packed=PackedSequences(tuple(lengths), here(starts)),
             places=here(places),
+            turns=here(_turns(samples, starts)) if turns else None,
         ),
         rows=here(rows),
         groups=here(groups[rows]),
@@ -169,6 +172,13 @@ def _token_scores(
         group_mean=of_rows([one.group_mean for one in scores]),
         excess_kl=of_rows([one.excess_kl for one in scores]),
     )
+
+
+def _turns(samples: Sequence[TokenSample], starts: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Where in the row the turns of the samples begin, in order."""
+    begins = zip(starts.tolist(), samples, strict=False)  # there is one start more
+    found = [start + token for start, sample in begins for _, token, _ in sample.turns]
+    return np.asarray(found, dtype=np.int64)
 
 
 def _row(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:

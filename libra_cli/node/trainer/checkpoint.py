@@ -5,6 +5,7 @@
                             with training.lora the adapter's parameters and no others
       rng.json                random states, one for each rank
       ledger.json             what the controller gave with it: its position in the data, the score
+      critic.safetensors      with training.advantage: gae the critic and its optimizer
       checkpoint.json         step, world size and score, every file's size and checksum, of an
                               adapter the recipe's training.lora and the base model's fingerprint;
                               written last
@@ -24,6 +25,7 @@ written leaves nothing behind, and the trainer as it was.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -57,8 +59,10 @@ from libra_cli.node.weights.adapter import is_adapter
 from libra_cli.node.weights.versions import remove_unfinished, replace_directory, write_durably
 
 RANDOM = "rng.json"
+CRITIC = "critic.safetensors"
 METADATA = ".metadata"
 """Where torch says which file holds which part of which tensor; rank 0 writes it."""
+log = logging.getLogger("libra.trainer")
 
 
 class SaveFailed(TrainerError):
@@ -227,9 +231,30 @@ def load(trainer: Trainer, path: Path, urls: Sequence[str] = ()) -> None:
         optim_state_dict=state["optimizer"],
         options=StateDictOptions(strict=trainer.config.training.lora is None),
     )
+    _load_critic(trainer, files, about)
     trainer.step = int(about["step"])
     if trainer.rank < len(states):
         restore_random_state(states[trainer.rank])
+
+
+def _load_critic(trainer: Trainer, files: CheckpointFiles, about: Mapping[str, Any]) -> None:
+    """*Collective.* A checkpoint of before there was a critic leaves it as a run begins."""
+    if trainer.critic is None:
+        return
+    data: bytes | None = None
+    if CRITIC not in about.get("files", {}):
+        log.warning(
+            "the checkpoint of step %d has no critic, since training.advantage was another: it "
+            "begins with the value 0 for every turn",
+            about["step"],
+        )
+        return
+    with _agreed_to_read(trainer):
+        if trainer.rank == 0:
+            data = files.read(CRITIC)
+    data = trainer.broadcast(data)
+    with _agreed_to_read(trainer):
+        trainer.critic.head.restore(data)
 
 
 @contextmanager
@@ -280,7 +305,9 @@ def _small_files(trainer: Trainer, draft: Path, ledger: Mapping[str, Any]) -> di
     """*Collective.* What every host gets a copy of, by name."""
     states = trainer.gather(random_state())
     metadata = (draft / METADATA).read_bytes() if trainer.rank == 0 else None
+    critic = {} if trainer.critic is None else {CRITIC: trainer.critic.head.saved()}
     return {
+        **critic,
         METADATA: trainer.broadcast(metadata),
         RANDOM: json.dumps(states).encode(),
         "ledger.json": json.dumps(ledger).encode(),

@@ -167,7 +167,8 @@ class TrainerRank:
         ended = time.monotonic()
         metrics |= {"publish_s": ended - stepped, "trainer_s": ended - started}
         self.queue.done(command.step, metrics, self.trainer.packed_log_ratios)
-        log.info("step %d: %s", command.step, json.dumps(metrics))
+        told = {name: value for name, value in metrics.items() if name != "advantages"}
+        log.info("step %d: %s", command.step, json.dumps(told))
 
     def _publish(self) -> None:
         """Copy the weights to rank 0, which has them written.

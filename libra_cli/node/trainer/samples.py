@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,9 @@ class TokenSample:
     """Where a step needs them before its first update."""
     branch: int = 0
     """Its number among the trajectory's branches."""
+    turns: tuple[tuple[int, int, float], ...] = ()
+    """(number, token, reward): turn ``number`` of the trajectory begins at this token, and earned
+    this; in order, where a critic estimates the advantages (``node.critic``)."""
 
     @property
     def trajectory(self) -> tuple[int, int]:
@@ -128,6 +132,10 @@ def read_sample(message: Mapping[str, Any], *, max_len: int) -> TokenSample:
             advantages=tuple((int(start), float(value)) for start, value in message["advantages"]),
             token_advantages=_floats(message.get("token_advantages")),
             branch=int(message.get("branch", 0)),
+            turns=tuple(
+                (int(number), int(token), float(reward))
+                for number, token, reward in message.get("turns", ())
+            ),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise TrainerError(f"{name} cannot be read: {error!r}") from error
@@ -174,4 +182,16 @@ def _advantage_problem(sample: TokenSample) -> str:
         return "has advantages that are not by rising token"
     if not bool(np.isfinite(sample.advantage_of_tokens()).all()):
         return "has an advantage that is not finite"
+    return _turn_problem(sample)
+
+
+def _turn_problem(sample: TokenSample) -> str:
+    """None begins before there is a token to know anything by, nor where another does."""
+    numbers = [number for number, *_ in sample.turns]
+    begins = [token for _, token, _ in sample.turns]
+    rising = begins == sorted(set(begins)) and numbers == sorted(set(numbers))
+    if not rising or not all(1 <= token < len(sample.token_ids) for token in begins):
+        return "has turns that are not by rising number and token, or outside of its tokens"
+    if not all(isfinite(reward) for *_, reward in sample.turns):
+        return "has a turn with a reward that is not finite"
     return ""

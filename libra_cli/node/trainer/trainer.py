@@ -20,6 +20,10 @@ trajectories of a group by what the model says of them has that said anew before
 still one step: one version, one rate, and metrics that are means over all tokens, or over the
 updates.
 
+**A critic.** With ``advantage: gae`` that pass comes before a single update too: from the hidden
+states before each turn the critic says what it is worth, which gives the tokens their advantages.
+It learns when the updates of the policy are done (``node.critic``).
+
 **Without stopping.** A gradient that is not finite is dropped: the weights stay, the step counts
 and says so, and ``MAX_SKIPPED`` of them in a row are an error. A lone rank whose memory runs out
 halves its micro-batches and computes the step's gradients again. In a larger world the other ranks
@@ -43,11 +47,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from libra_cli.config.advantages import GAE
 from libra_cli.config.errors import TrainerError
 from libra_cli.node.credentials import Credentials
+from libra_cli.node.critic.critic import Critic
 from libra_cli.node.gradient.client import Arrival, GradientClient, Rows
 from libra_cli.node.losses.ratios import effective_sample_size
-from libra_cli.node.model.policy import PolicyModel, summed
+from libra_cli.node.model.policy import Look, PolicyModel, is_scored, summed
 from libra_cli.node.model.scores import mean_of
 from libra_cli.node.trainer.batching import minibatches
 from libra_cli.node.trainer.config import TrainerConfig
@@ -104,6 +110,11 @@ class Trainer(PolicyModel):
         self.optimizer = optimizer_of(
             config.training, self.parameters().values(), self.hidden_matrices()
         )
+        self.critic = (
+            Critic(self.hidden_size, config.training, self.gather)
+            if config.training.advantage == GAE
+            else None
+        )
         self._tokens = self._left_out = self._skipped = 0
         self._sums: dict[str, float] = {}
         self._held: list[TokenSample] = []
@@ -119,7 +130,7 @@ class Trainer(PolicyModel):
 
     def accumulate(self, samples: Sequence[TokenSample]) -> dict[str, Any]:
         """*Collective.* Add a part of the coming step; every rank is given all of it."""
-        samples = self._counted(samples)
+        samples = self._credited(self._counted(samples))
         seconds = self._compute(samples)
         return {"tokens": _generated(samples), "accumulate_s": seconds}
 
@@ -145,6 +156,7 @@ class Trainer(PolicyModel):
         samples = self._counted(samples)
         if self._tokens + _generated(samples) + self._left_out == 0:
             raise TrainerError(f"step {step} has no generated token to learn from")
+        samples = self._credited(samples)
         if self.config.training.updates > 1:
             own, reports = list(samples), []
             own_s, updates = self._several(step, samples)
@@ -159,7 +171,9 @@ class Trainer(PolicyModel):
         self._gather_log_ratios()
         self._check_finite(step, updates)
         self.step = step
+        learned = {} if self.critic is None else self.critic.learn()
         return self._metrics(updates) | {
+            **learned,
             "shares": reports,
             "own_tokens": _generated(own),
             "own_s": own_s,
@@ -179,7 +193,7 @@ class Trainer(PolicyModel):
         """*Collective.* The seconds that gradients took, and what came of each minibatch."""
         training = self.config.training
         began = time.monotonic()
-        known = self._score(samples)
+        known = samples if is_scored(samples) else self._score(samples)
         seconds, updates = time.monotonic() - began, list[Update]()
         for indices in minibatches(
             [sample.group for sample in known],
@@ -195,11 +209,18 @@ class Trainer(PolicyModel):
             updates.append(self._update(step))
         return seconds, updates
 
-    def _score(self, samples: Sequence[TokenSample]) -> list[TokenSample]:
+    def _score(self, samples: Sequence[TokenSample], look: Look | None = None) -> list[TokenSample]:
         """*Collective.* As ``scored``, in micro-batches that memory suffices for."""
-        while (known := self._try(samples, self.scored)) is None:
+        while (known := self._try(samples, lambda given: self.scored(given, look))) is None:
             pass
         return known
+
+    def _credited(self, samples: Sequence[TokenSample]) -> Sequence[TokenSample]:
+        """*Collective.* The samples with the advantages that a critic gives them, if there is one;
+        they are scored then."""
+        if self.critic is None or not samples:
+            return samples
+        return self.critic.credit(self._score(samples, self.critic.look))
 
     def _update(self, step: int) -> Update:
         """*Collective.* Move the weights along the gradients that were added up."""

@@ -19,7 +19,13 @@ import msgpack
 from libra_cli.config.errors import TrainerError
 from libra_cli.config.text import one_line
 from libra_cli.core.actions import Accumulate, BatchPartition, Train, TrainSample
-from libra_cli.core.events import Accumulated, PublishedVersion, ShareDone, StepDone
+from libra_cli.core.events import (
+    Accumulated,
+    PublishedVersion,
+    ShareDone,
+    StepDone,
+    TurnAdvantages,
+)
 from libra_cli.core.types import LogRatios, WeightVersion
 from libra_cli.runtime.supervision.answers import finite, numbers_by_name, reads_answers
 from libra_cli.runtime.supervision.failures import MOST_CHARACTERS
@@ -77,9 +83,12 @@ class TrainerClient(RankClient):
         answer = await self._hand_over("/train", body, result, patience_s=patience_s)
         found = dict(answer["metrics"])
         done = tuple(_share_done(row, action.shares) for row in found.pop("shares", ()))
+        advantages = tuple(map(_advantages_of, found.pop("advantages", ())))
         metrics = numbers_by_name(found)
         log_ratios = await self._log_ratios(action.step)
-        return StepDone(self.incarnation, action.step, None, metrics, done, log_ratios)
+        return StepDone(
+            self.incarnation, action.step, None, metrics, done, log_ratios, advantages
+        )
 
     async def _log_ratios(self, step: int) -> LogRatios | None:
         """Those of a step that is done; None if they do not come, for the step counts without."""
@@ -184,6 +193,11 @@ def _check_runs(answer: Mapping[str, Any], what: str) -> None:
         raise TrainerError(f"{what}: the trainer says {str(answer['state'])[:80]!r}")
 
 
+def _advantages_of(row: Sequence[Any]) -> TurnAdvantages:
+    group, member, values = row
+    return TurnAdvantages(int(group), int(member), tuple(finite(value) for value in values))
+
+
 def _share_done(row: Mapping[str, Any], shares: Sequence[BatchPartition]) -> ShareDone:
     incarnations = {share.slot: share.incarnation for share in shares}
     slot, seconds = str(row["worker"]), row["seconds"]
@@ -237,6 +251,7 @@ def pack_sample(sample: TrainSample) -> dict[str, Any]:
         "behind": _ages(sample),
         "advantages": [list(change) for change in sample.advantages],
         "token_advantages": None if by_token is None else by_token.tobytes(),
+        "turns": [list(turn) for turn in sample.turns],
     }
 
 
