@@ -11,9 +11,9 @@ with as it stood, and nothing of what might have come is in it. With lam 1 the t
 discounted return, whatever the critic says, and A is that less V; with lam below 1 later rewards
 are replaced, more and more, by what the critic expects of them.
 
-Turns and not tokens: the environment answers turns, and they are what ArCHer (arXiv 2402.19446)
-credits. All tokens of a turn have its advantage, normalised over the tokens of the batch as PPO does
-(``whitened``), or with ``scale_rewards: none`` as it is.
+Turns and not tokens: turns are what the environment answers, and what ArCHer (arXiv 2402.19446)
+credits. All tokens of a turn have its advantage, normalised over the tokens of the batch as PPO
+does (``whitened``), or with ``scale_rewards: none`` as it is.
 
 This is in ``node`` and not in ``core.advantages``, since values are known where the model is.
 """
@@ -110,8 +110,7 @@ def credited(
 
 def _sizes(sample: TokenSample) -> list[tuple[TurnKey, int]]:
     """Of each turn the tokens that count in the loss: up to where the branch's next one begins."""
-    starts = [token for _, token, _ in sample.turns]
-    ends = [*starts[1:], len(sample.loss_mask)]
+    ends = [*(token for _, token, _ in sample.turns), len(sample.loss_mask)][1:]
     return [
         ((*sample.trajectory, number), int(sample.loss_mask[start:end].sum()))
         for (number, start, _), end in zip(sample.turns, ends, strict=True)

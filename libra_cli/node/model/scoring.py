@@ -98,7 +98,12 @@ class ScoringModel:
         where: dict[str, Any] = {}
         if self.packs:
             where = {"position_ids": request.positions, "packed": request.packed}
-        logits: Tensor = self._call(input_ids=request.token_ids, use_cache=False, **where).logits
+        try:
+            logits: Tensor = self._call(
+                input_ids=request.token_ids, use_cache=False, **where
+            ).logits
+        finally:
+            self._turns = None  # the model is called by others too
         return logits
 
     def _keep_hidden(self, head: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,45 @@ def test_packed_sequences_score_as_they_do_alone(config: Any):
     assert got_greedy.tolist() == greedy.tolist()
     difference = gradient(model, got) - wanted_gradient
     assert float(difference.norm() / wanted_gradient.norm()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(Qwen3Config(**SIZES), id="in blocks"),
+        pytest.param(Gemma2Config(**SIZES, final_logit_softcapping=2.0), id="whole logits"),
+    ],
+)
+def test_hidden_states_are_those_before_the_first_token_of_each_turn(config: Any):
+    model = model_of(config)
+    batch = [
+        replace(one, turns=tuple((turn, token, 0.0) for turn, token in enumerate(begins)))
+        for one, begins in zip(sequences(9, 31, 5), [(1, 4), (7, 30), ()], strict=True)
+    ]
+    scoring = ScoringModel(model, model, CPU)
+    scoring.logprobs(collate(batch, CPU, turns=True).request, temperature=1.0)
+    wanted = []
+    for one in batch:
+        token_ids = torch.from_numpy(one.token_ids.astype(np.int64))[None]
+        told = model(input_ids=token_ids, use_cache=False, output_hidden_states=True)
+        wanted += [told.hidden_states[-1][0, token - 1] for _, token, _ in one.turns]
+    assert scoring.hidden is not None
+    assert not scoring.hidden.requires_grad
+    torch.testing.assert_close(scoring.hidden, torch.stack(wanted), atol=1e-5, rtol=1e-5)
+    scoring.logprobs(collate(batch, CPU).request, temperature=1.0)
+    assert scoring.hidden is None
+
+
+def test_what_a_turn_says_is_not_in_the_hidden_state_before_it():
+    model = model_of(Qwen3Config(**SIZES))
+    (one,) = sequences(20)
+    seen = []
+    for token_ids in (one.token_ids, np.where(np.arange(20) < 8, one.token_ids, 5)):
+        sample = replace(one, token_ids=token_ids.astype(np.int32), turns=((0, 8, 0.0),))
+        scoring = ScoringModel(model, model, CPU)
+        scoring.logprobs(collate([sample], CPU, turns=True).request, temperature=1.0)
+        seen.append(scoring.hidden)
+    torch.testing.assert_close(*seen, atol=0, rtol=0)
 
 
 def test_no_tensor_of_tokens_times_vocabulary_is_made(monkeypatch: pytest.MonkeyPatch):
