@@ -66,6 +66,19 @@ def recipe(**changes: Any) -> Recipe:
     return Recipe.model_validate(base)
 
 
+def critic_says(samples: Sequence[a.TrainSample]) -> tuple[e.TurnAdvantages, ...]:
+    """Of this world, that a turn is worth a quarter more than the one before."""
+    turns: dict[tuple[int, int], dict[int, float]] = {}
+    for sample in samples:
+        known = turns.setdefault(sample.trajectory.id[:2], {})
+        known |= {number: reward - number / 4 for number, _, reward in sample.turns}
+    return tuple(
+        e.TurnAdvantages(group, member, tuple(known[number] for number in sorted(known)))
+        for (group, member), known in turns.items()
+        if known
+    )
+
+
 OVER_THE_WIRE = (
     e.ServerStarted,
     e.ServerFailed,
@@ -579,7 +592,8 @@ class World:
         metrics: dict[str, float | None] = {"loss": 0.1, "own_tokens": 100.0, "own_s": 1.0}
         later = self.faults.written_later and self._chance("written_later")
         now = None if later else published
-        done = e.StepDone(action.incarnation, action.step, now, metrics, shares)
+        said = critic_says(samples)
+        done = e.StepDone(action.incarnation, action.step, now, metrics, shares, said)
         self.later(done, 0.01, 1.0)
         if now is None:  # it is written behind the next step
             self.later(e.VersionPublished(action.incarnation, published), 0.5, 3.0)

@@ -9,7 +9,9 @@ OTHER_NAMES: Mapping[str, str] = {
     "adv_tau": "teacher.advantage_coef",
     "batch_size": "training.groups_per_step",
     "beta": "training.kl_coef",
-    "critic_lr": "training.critic.learning_rate",
+    "critic.lr": "training.critic.learning_rate",
+    "critic.ppo_epochs": "training.critic.epochs",
+    "critic_warmup": "training.critic",
     "data": "environment.tasks",
     "entropy_coeff": "training.entropy_coef",
     "gpu_memory_utilization": "rollout.gpu_memory",
@@ -39,5 +41,6 @@ OTHER_NAMES: Mapping[str, str] = {
     "trainer": "training",
     "use_kl_in_reward": "training.kl_in_reward",
 }
-"""Their keys, and what people call them for short. Near in meaning, not in every
+"""Their keys, with their section where another has one of that name, and what people call them for
+short. Near in meaning, not in every
 detail: ``libra explain`` tells of libra's."""

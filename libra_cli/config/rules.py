@@ -459,8 +459,9 @@ def _staleness_problems(staleness: StalenessSpec) -> Iterator[Problem]:
 
 def _advantage_problems(training: TrainingSpec) -> Iterator[Problem]:
     """Scales that an estimator does not have, and what cannot be known before a batch is whole."""
-    whole, scale = training.advantage in WHOLE_BATCH, training.scale_rewards
-    if whole and scale not in (None, "batch", *(("none",) if training.advantage == GAE else ())):
+    scale = training.scale_rewards
+    whole = training.advantage in WHOLE_BATCH and (training.advantage, scale) != (GAE, "none")
+    if whole and scale not in (None, "batch"):
         yield Problem(
             ("training.scale_rewards", "training.advantage"),
             f"is {scale}, but {training.advantage} normalises over the batch: leave it out",

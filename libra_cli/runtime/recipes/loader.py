@@ -467,7 +467,8 @@ def _reason(details: ErrorDetails) -> str:
     got = "" if _is_secret(loc) else f", got {_show(details['input'])}"
     if kind == "extra_forbidden":
         key = str(loc[-1])
-        if meant := OTHER_NAMES.get(key):
+        in_section = ".".join(map(str, loc[-2:]))
+        if meant := OTHER_NAMES.get(in_section) or OTHER_NAMES.get(key):
             return f"unknown key; libra's is {meant}"
         return "unknown key" + did_you_mean(key, _fields_at(loc[:-1]))
     if kind == "literal_error":

@@ -48,6 +48,7 @@ SAMPLE = TokenSample(
     token_advantages=np.array([0, 2.5], dtype="<f4"),
     fresh=True,
     behind=((1, 2),),
+    turns=((0, 1, 0.5),),
 )
 SHARE = WorkerShare("n/0", 3, "https://h:1#x", "v000001-e0", frozenset({(1, 0), (2, 3)}))
 
@@ -62,6 +63,7 @@ def test_a_batch_arrives_with_its_arrays_and_shares() -> None:
     assert (found.step, found.ledger, found.shares) == (7, {"step": 7}, (SHARE,))
     (sample,) = found.samples
     assert (sample.trajectory, sample.advantages, sample.behind) == ((3, 1), ((0, 0.5),), ((1, 2),))
+    assert sample.turns == SAMPLE.turns
     for name in ("token_ids", "logprobs", "loss_mask", "token_advantages"):
         ours, theirs = getattr(SAMPLE, name), getattr(sample, name)
         assert (theirs.dtype, theirs.tolist()) == (ours.dtype, ours.tolist())

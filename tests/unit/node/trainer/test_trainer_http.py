@@ -201,6 +201,12 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_ends_nothing(queue: Com
         ({"advantages": [[2, 1.0], [1, 0.0]]}, "not by rising token"),
         ({"advantages": [[0, float("nan")]]}, "an advantage that is not finite"),
         ({"token_advantages": bytes(8)}, "4 tokens, but 2 token advantages"),
+        ({"turns": [[0, 2]]}, "cannot be read"),
+        ({"turns": [[0, 0, 1.0]]}, "outside of its tokens"),
+        ({"turns": [[0, 4, 1.0]]}, "outside of its tokens"),
+        ({"turns": [[0, 2, 1.0], [1, 2, 1.0]]}, "not by rising number and token"),
+        ({"turns": [[1, 1, 1.0], [0, 2, 1.0]]}, "not by rising number and token"),
+        ({"turns": [[0, 1, float("inf")]]}, "a turn with a reward that is not finite"),
         ({"logprobs": np.full(4, -np.inf, dtype="<f4").tobytes()}, "not finite"),
         (
             {
