@@ -133,7 +133,7 @@ def test_an_unknown_key_names_those_that_look_like_it():
 
 def test_the_command_prints_a_key_and_the_schema():
     shown = CliRunner().invoke(app, ["explain", "rollout.group_size"])
-    assert shown.output.startswith("rollout.group_size (recipe): integer, at least 2, 8 if left")
+    assert shown.output.startswith("rollout.group_size (recipe): integer, at least 1, 8 if left")
     assert '"$schema"' in CliRunner().invoke(app, ["explain", "--schema"]).output
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from libra_cli.config.errors import TrainerError
 from libra_cli.core.actions import Accumulate, Train
-from libra_cli.core.events import PublishedVersion, StepDone
+from libra_cli.core.events import PublishedVersion, StepDone, TurnAdvantages
 from libra_cli.core.types import WeightVersion
 from libra_cli.runtime.hosts.transport import Endpoint
 from libra_cli.runtime.trainer import client as client_module
@@ -36,7 +36,7 @@ SHARE = {
 VERSION = {"version": 1, "bytes": 10, "published_at": 1.0}
 DONE = {
     "state": "done",
-    "metrics": {"loss": 0.5, "reward": None, "shares": []},
+    "metrics": {"loss": 0.5, "reward": None, "shares": [], "advantages": [[0, 1, [0.5, -1]]]},
     "checkpoint": "/checkpoints/1",
     "version": VERSION,
 }
@@ -111,6 +111,12 @@ def test_whatever_the_trainer_says_is_read_or_its_error(call, raw, status):
         done = asyncio.run(trained(call, raw, status))
         if isinstance(done, StepDone):
             assert all(one is None or abs(one) < float("inf") for one in done.metrics.values())
+
+
+def test_what_a_critic_said_of_turns_comes_with_the_step():
+    done = asyncio.run(trained("train", nonsense.as_json(DONE), 200))
+    assert done.advantages == (TurnAdvantages(0, 1, (0.5, -1.0)),)
+    assert done.metrics == {"loss": 0.5, "reward": None}
 
 
 @given(call=st.sampled_from(["wait_ready", "load", "share"]), raw=answers, status=statuses)
