@@ -593,7 +593,7 @@ class World:
         later = self.faults.written_later and self._chance("written_later")
         now = None if later else published
         said = critic_says(samples)
-        done = e.StepDone(action.incarnation, action.step, now, metrics, shares, said)
+        done = e.StepDone(action.incarnation, action.step, now, metrics, shares, advantages=said)
         self.later(done, 0.01, 1.0)
         if now is None:  # it is written behind the next step
             self.later(e.VersionPublished(action.incarnation, published), 0.5, 3.0)

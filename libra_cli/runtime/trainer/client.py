@@ -86,9 +86,7 @@ class TrainerClient(RankClient):
         advantages = tuple(map(_advantages_of, found.pop("advantages", ())))
         metrics = numbers_by_name(found)
         log_ratios = await self._log_ratios(action.step)
-        return StepDone(
-            self.incarnation, action.step, None, metrics, done, log_ratios, advantages
-        )
+        return StepDone(self.incarnation, action.step, None, metrics, done, log_ratios, advantages)
 
     async def _log_ratios(self, step: int) -> LogRatios | None:
         """Those of a step that is done; None if they do not come, for the step counts without."""
