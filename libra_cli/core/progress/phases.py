@@ -28,6 +28,8 @@ PHASES: Mapping[str, Seconds] = {
     # As long as the trainer would take for the share itself, which it computes then.
     "fetching shares": 1800.0,
     "updating the weights": 600.0,
+    "gathering log-ratios": 600.0,
+    "updating the critic": 600.0,
     # The version before has to be written first, and a whole model to a slow disk takes long.
     "copying the weights": 1800.0,
     "writing a checkpoint": 1800.0,

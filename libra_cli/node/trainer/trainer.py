@@ -171,9 +171,8 @@ class Trainer(PolicyModel):
         self._gather_log_ratios()
         self._check_finite(step, updates)
         self.step = step
-        learned = {} if self.critic is None else self.critic.learn()
         return self._metrics(updates) | {
-            **learned,
+            **self._learn_values(),
             "shares": reports,
             "own_tokens": _generated(own),
             "own_s": own_s,
@@ -221,6 +220,13 @@ class Trainer(PolicyModel):
         if self.critic is None or not samples:
             return samples
         return self.critic.credit(self._score(samples, self.critic.look))
+
+    def _learn_values(self) -> dict[str, Any]:
+        """*Collective.* What the critic tells of the step that it learns from, if there is one."""
+        if self.critic is None:
+            return {}
+        self.enter("updating the critic")
+        return self.critic.learn()
 
     def _update(self, step: int) -> Update:
         """*Collective.* Move the weights along the gradients that were added up."""

@@ -36,7 +36,7 @@ LEDGER = {"step": 1, "score": 0.5}
 class OneRank:
     """What a checkpoint needs of a trainer that is alone in its world."""
 
-    rank, world, sharded, control = 0, 1, False, None
+    rank, world, sharded, control, critic = 0, 1, False, None, None
 
     def __init__(self, seed: int = 0, step: int = 1) -> None:
         torch.manual_seed(seed)
