@@ -72,7 +72,7 @@ heavy: $(VENV)/.stamp-test ## integration tests that want every core, one after 
 	$(BIN)/python -m pytest $(TOLD) -m "$(SLOW) and alone"
 
 again: $(VENV)/.stamp-test ## the integration tests that failed last, one after the other
-	$(BIN)/python -m pytest $(TOLD) -m "$(SLOW)" --last-failed --last-failed-no-failures none
+	$(BIN)/python -m pytest -v $(TOLD) -m "$(SLOW)" --last-failed --last-failed-no-failures none
 
 chaos: $(VENV)/.stamp-test ## as root: break a real run in every way for MINUTES (10), by SEED (0)
 	$(BIN)/python -m tests.cluster.chaos --minutes $(MINUTES) --seed $(SEED)
