@@ -41,11 +41,11 @@ quickstart: $(VENV)/.stamp-cpu ## install, then train a small agent for real on 
 gpu-check: $(VENV)/.stamp-gpu ## on a machine with a GPU: check what only one can show
 	$(BIN)/python -m tests.gpu.check
 
-test: $(VENV)/.stamp-test check ## install what is missing and run everything (25 minutes)
+test: $(VENV)/.stamp-test check ## install what is missing and run everything (an hour on 2 cores)
 	$(MAKE) light
 	$(MAKE) heavy
 
-check: $(VENV)/.stamp-dev lint unit audit ## lint, types, contracts and unit tests (under 90 seconds)
+check: $(VENV)/.stamp-dev lint unit audit ## lint, types, contracts and unit tests (3 minutes on 2 idle cores)
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
