@@ -29,8 +29,8 @@ SLOW := (integration or vllm)
 TORCH = $(shell grep -rlx "pytestmark = pytest.mark.vllm" tests/unit)
 TOLD := --durations 10 --durations-min 2
 
-.PHONY: help quickstart gpu-check test check fmt lint audit unit clients light heavy again chaos \
-  install install-dev install-test clean
+.PHONY: help quickstart gpu-check test check fmt lint audit unit clients light heavy chaos install \
+  install-dev install-test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -70,9 +70,6 @@ light: $(VENV)/.stamp-test clients ## integration tests that may run side by sid
 
 heavy: $(VENV)/.stamp-test ## integration tests that want every core, one after the other
 	$(BIN)/python -m pytest $(TOLD) -m "$(SLOW) and alone"
-
-again: $(VENV)/.stamp-test ## the integration tests that failed last, one after the other
-	$(BIN)/python -m pytest -v $(TOLD) -m "$(SLOW)" --last-failed --last-failed-no-failures none
 
 chaos: $(VENV)/.stamp-test ## as root: break a real run in every way for MINUTES (10), by SEED (0)
 	$(BIN)/python -m tests.cluster.chaos --minutes $(MINUTES) --seed $(SEED)

@@ -42,5 +42,4 @@ OTHER_NAMES: Mapping[str, str] = {
     "use_kl_in_reward": "training.kl_in_reward",
 }
 """Their keys, with their section where another has one of that name, and what people call them for
-short. Near in meaning, not in every
-detail: ``libra explain`` tells of libra's."""
+short. Near in meaning, not in every detail: ``libra explain`` tells of libra's."""
