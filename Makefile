@@ -45,7 +45,7 @@ test: $(VENV)/.stamp-test check ## install what is missing and run everything (a
 	$(MAKE) light
 	$(MAKE) heavy
 
-check: $(VENV)/.stamp-dev lint unit audit ## lint, types, contracts and unit tests (3 minutes on 2 idle cores)
+check: $(VENV)/.stamp-dev lint unit audit ## lint, types, contracts and unit tests (3 to 6 minutes on 2 cores)
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
