@@ -136,15 +136,15 @@ def expected_work(recipe: Recipe) -> tuple[tuple[TrajectorySample, ...], str]:
     Raises:
         LibraError: the recipe names a trace that cannot be read.
     """
-    spec, max_len = recipe.planner, recipe.model.max_len
+    spec = recipe.planner
     if spec.trace is not None:
         trace = load_trace(spec.trace)
-        samples, _ = recorded_samples(trace.episodes, max_len)
+        samples, _ = recorded_samples(trace.episodes, recipe.model.max_len)
         return samples, f"work: {len(samples):,} trajectories of {trace.name} (planner.trace)"
     lengths = spec.lengths or guessed_lengths(recipe)
     origin = "planner.lengths" if spec.lengths else "a guess from the limits of rollout"
     told = f"work: about {lengths.generated:,.0f} generated tokens in {lengths.turns} turns"
-    return samples_around(lengths, max_len), f"{told} ({origin})"
+    return samples_around(lengths), f"{told} ({origin})"
 
 
 def recorded_samples(

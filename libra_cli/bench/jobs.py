@@ -19,6 +19,7 @@ from libra_cli.bench.results import ResultRow, Timeline
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.training import TrainingSpec
 from libra_cli.core import actions as a
+from libra_cli.core.costs.limits import TrajectoryLimits
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.costs.workload import BatchExtras, TrajectorySample, Workload
@@ -38,6 +39,8 @@ STEPS = 5
 GROUPS, GROUP_SIZE, STALENESS = 32, 8, 4
 MAX_LEN = 131_072
 """Longer trajectories are cut there, as a run would, or where its trainer's memory ends."""
+MAX_TURNS = 1_000_000
+"""More than any recorded trajectory has."""
 TRAINED_ON = 1 / 3
 """Of the GPUs: trajectories are cut at what a trainer on so many has the memory for, so that up to
 two thirds may serve whatever is drawn. Chosen."""
@@ -100,7 +103,13 @@ class Job:
             group_size=self.group_size,
             holders=rule.holders(self.group_size),
             extras=BatchExtras(surplus=self.oversample / self.group_size),
+            limits=self.limits,
         )
+
+    @property
+    def limits(self) -> TrajectoryLimits:
+        """A run's: recorded trajectories end by themselves, or where the context is full."""
+        return TrajectoryLimits(self.max_len, MAX_TURNS, self.max_len - 1)
 
     def coming(self, step: int) -> Workload:
         """The work that may be in flight after this step, of the recorded future."""
@@ -216,8 +225,8 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
             "rollout": {
                 "group_size": job.group_size,
                 "oversample": job.oversample,
-                "max_turns": 1_000_000,
-                "max_turn_tokens": job.max_len - 1,
+                "max_turns": job.limits.max_turns,
+                "max_turn_tokens": job.limits.max_turn_tokens,
             },
             "training": {
                 "groups_per_step": job.groups_per_step,

@@ -20,6 +20,7 @@ from statistics import fmean
 from typing import TypeAlias
 
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.costs.limits import TrajectoryLimits
 from libra_cli.core.costs.observed import CostEvidence, PlayedTurn, Starts, TrainedStep
 from libra_cli.core.costs.workload import BatchExtras, TrajectorySample, Workload
 from libra_cli.core.explanation import PastPrediction, past_prediction
@@ -70,7 +71,14 @@ def workload_of(
         group_size=recipe.group_size,
         holders=rule_of(recipe.training).holders(recipe.group_size),
         extras=extras or extras_of(recipe),
+        limits=limits_of(recipe),
     )
+
+
+def limits_of(recipe: Recipe) -> TrajectoryLimits:
+    """What the recipe lets a trajectory grow to."""
+    rollout = recipe.rollout
+    return TrajectoryLimits(recipe.model.max_len, rollout.max_turns, rollout.max_turn_tokens)
 
 
 def extras_of(recipe: Recipe) -> BatchExtras:

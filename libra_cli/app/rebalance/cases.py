@@ -121,8 +121,7 @@ def _notes_of(recipe: Recipe, observation: Observation, *, live: bool) -> Sequen
         notes.append("no step but the first has ended under this plan: nothing to compare with")
     if recipe.training.max_staleness == 0:
         notes.append(
-            "training.max_staleness is 0, so the halves take turns: a step takes both together, "
-            "and a plan is chosen as if they overlapped"
+            "training.max_staleness is 0, so the halves take turns: a step takes both together"
         )
     if not live:
         notes.append("the run has ended: payback counts as if it ran again from the start")

@@ -2,7 +2,7 @@
 
 Trajectories are spread about the means by a log-normal distribution, of which ``SAMPLES`` evenly
 spaced quantiles stand for all; a long one has as many times the turns and tool returns as it has
-generated tokens. What is longer than ``model.max_len`` is cut there, as a run does.
+generated tokens. What the recipe does not allow is cut by the ``Workload`` that they become.
 
 The guess, where no lengths are given, is taken from the limits of the recipe: a trajectory
 generates ``GENERATED`` of what ``max_turns`` times ``max_turn_tokens``, within ``max_len``, allows,
@@ -13,13 +13,11 @@ libra. It is a place to start from: the first steps say what is true.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import exp
 from statistics import NormalDist, fmean
 
 from libra_cli.config.recipe import LengthsSpec, Recipe
 from libra_cli.core.costs.workload import TrajectorySample
-from libra_cli.core.types import Tokens
 
 SAMPLES = 64
 SPREAD = 0.75
@@ -47,29 +45,12 @@ def guessed_lengths(recipe: Recipe) -> LengthsSpec:
     )
 
 
-def samples_around(lengths: LengthsSpec, max_len: Tokens) -> tuple[TrajectorySample, ...]:
-    """Trajectories about these means, none longer than ``max_len``."""
+def samples_around(lengths: LengthsSpec) -> tuple[TrajectorySample, ...]:
+    """Trajectories about these means, as long as they would be without limits."""
     quantiles = [NormalDist().inv_cdf((n + 0.5) / SAMPLES) for n in range(SAMPLES)]
     factors = [exp(SPREAD * quantile) for quantile in quantiles]
     mean = fmean(factors)
-    return tuple(cut(_sample(lengths, factor / mean), max_len) for factor in factors)
-
-
-def cut(sample: TrajectorySample, max_len: Tokens) -> TrajectorySample:
-    """The same at most ``max_len`` tokens long, as if it grew evenly."""
-    if sample.context <= max_len:
-        return sample
-    prompt = min(sample.prompt, max_len - 1)
-    share = (max_len - prompt) / (sample.context - sample.prompt)
-    generated = min(max(1, int(sample.generated * share)), max_len - prompt)
-    return replace(
-        sample,
-        prompt=prompt,
-        generated=generated,
-        observed=max_len - prompt - generated,
-        turns=max(1, round(sample.turns * share)),
-        tool_s=sample.tool_s * share,
-    )
+    return tuple(_sample(lengths, factor / mean) for factor in factors)
 
 
 def _sample(lengths: LengthsSpec, factor: float) -> TrajectorySample:

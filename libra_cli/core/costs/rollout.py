@@ -11,7 +11,7 @@ that twice, by the same equation::
                                        with u = W + (P + Z) / F
 
     seats      F = n                  P, Z of all, summed       Little's law for n in play
-    longest    F = longest_steps      P, Z of the longest       a batch waits for it
+    longest    F = in_flight + late   P, Z of the longest       a batch waits for it
 
 and is the larger, at least W and an engine step for each chunk of prompts. Without tools T is
 W + P / F, and with nothing but tools Z / F. ``n`` is the least of a server's seats, the mean
@@ -19,6 +19,12 @@ contexts that the share of its KV cache meant for trajectories in play holds (bo
 group, for groups begin whole), and its part of ``open`` steps' trajectories, as far as these play:
 a group keeps its places until its last members have ended (``Workload.holders``), so of members
 with times t in play only the share E[t] / E[the longest t] does at any time.
+
+**In flight.** Of the ``overlap`` = 1 + bound steps' worth that the staleness rule admits, one is in
+training for the share of a step that training takes: F = overlap - t / T. So a longer training step
+leaves the same batch less time to be played in, and where a batch waits for its longest trajectory
+the halves do not overlap by much: T = (t + longest) / overlap. T and F follow from each other, a
+half of the way each round. At a bound of 0 they take turns, F is 1, and T is rollout's turn alone.
 
 **Computed again.** New weights empty the prefix caches once a step, and a trajectory computes its
 context again at the first turn after. By Little's law ``live`` are in play, with ``context`` tokens
@@ -41,9 +47,11 @@ from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.costs.workload import Workload
 from libra_cli.core.types import Seconds
 
-ROUNDS = 5
-"""Of finding what is computed again, which depends on the time that it lengthens; each halves the
-distance."""
+ROUNDS = 8
+"""Of finding what is computed again and what is in flight, which depend on the time that they
+change; each halves the distance."""
+TRAINING_SHARE = 0.75
+"""Share of a step that training takes, before the first round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +126,15 @@ class RolloutTime:
 class EqualServers:
     """``number`` servers of these costs with so many ``seats`` each, or an array of such numbers.
 
-    ``play_share`` is the share of a KV cache that trajectories in play may be expected to fill.
+    ``play_share`` is the share of a KV cache that trajectories in play may be expected to fill,
+    ``train_s`` how long training takes of each step, for each of the numbers.
     """
 
     cost: ServerCost
     number: Any
     seats: int
     play_share: float
+    train_s: Any = 0.0
 
     def time(self, load: RolloutLoad, workload: Workload) -> RolloutTime:
         """Of a step of this load; the equations are the module's."""
@@ -137,24 +147,30 @@ class EqualServers:
 
     def _time(self, mine: RolloutLoad, workload: Workload, playing: float | None) -> RolloutTime:
         """With so many in play on a server; None: as many as there may be."""
-        slower, again = 1.0, 0.0
-        time = self._step(mine, workload, mine.work_s, 1.0)
+        slower, again, training = 1.0, 0.0, TRAINING_SHARE * np.sign(self.train_s)
+        time = self._step(mine, workload, mine.work_s, 1.0, workload.in_flight(training))
         for _ in range(ROUNDS):
             in_play_s = np.maximum(slower * mine.engine_s + mine.tool_s, 1e-9)
             context = (slower * mine.engine_context + mine.tool_context) / in_play_s
             context = np.maximum(context, 1.0)
-            places = self._places(mine, workload, context) if playing is None else playing
+            flight = workload.in_flight(training)
+            places = playing
+            if places is None:
+                places = self._places(mine, workload, context, workload.open(flight))
             work_s = mine.work_s + self._again_s(again, context)
-            time = self._step(mine, workload, work_s, places)
+            time = self._step(mine, workload, work_s, places, flight)
             seconds = np.maximum(time.seconds if playing is None else time.seats_s, 1e-9)
             slower = 1 / np.maximum(1 - work_s / seconds, 1e-9)
             live = np.minimum(places, in_play_s / seconds)
             again = (again + _met(live * context, mine.boundaries)) / 2
-            again *= workload.overlap > 1
+            again *= not workload.takes_turns
+            training = (training + self.train_s / np.maximum(seconds, self.train_s)) / 2
         return time
 
-    def _step(self, mine: RolloutLoad, workload: Workload, work_s: Any, places: Any) -> RolloutTime:
-        longest_work_s = np.maximum(work_s, mine.longest_work_s / workload.in_flight)
+    def _step(
+        self, mine: RolloutLoad, workload: Workload, work_s: Any, places: Any, flight: Any
+    ) -> RolloutTime:
+        longest_work_s = np.maximum(work_s, mine.longest_work_s / flight)
         return RolloutTime(
             work_s=work_s,
             seats_s=_step_s(work_s, mine.engine_s, mine.tool_s, places),
@@ -162,20 +178,20 @@ class EqualServers:
                 longest_work_s,
                 mine.longest_engine_s,
                 mine.longest_tool_s,
-                workload.longest_steps,
+                flight + workload.late,
             ),
             chunks_s=mine.chunks_s,
             places=places,
         )
 
-    def _places(self, mine: RolloutLoad, workload: Workload, context: Any) -> Any:
-        """Trajectories that may be in play on one server."""
+    def _places(self, mine: RolloutLoad, workload: Workload, context: Any, steps: Any) -> Any:
+        """Trajectories that may be in play on one server, of so many steps' worth open."""
         fitting = self.play_share * self.cost.kv_tokens / context
         opened = (workload.group_size - 1) / 2 / self.number
         room = np.maximum(np.minimum(self.seats, fitting) - opened, 1.0)
         # What takes the places of filtered groups comes after them.
         at_once = mine.count * workload.extras.at_once / workload.extras.played
-        return np.minimum(room, np.maximum(workload.open * mine.playing * at_once, 1e-9))
+        return np.minimum(room, np.maximum(steps * mine.playing * at_once, 1e-9))
 
     def _again_s(self, tokens: Any, context: Any) -> Any:
         """Seconds to compute so many tokens again, in contexts of this length."""

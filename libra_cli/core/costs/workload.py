@@ -9,15 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import sqrt
 from operator import mul
+from typing import Any
 
+from libra_cli.core.costs.limits import TrajectoryLimits
 from libra_cli.core.types import Seconds, Tokens
 
-TRAINING_SHARE = 0.75
-"""Share of a step's trajectories that are in training while the next are played; measured in the
-simulator, see ``in_flight``."""
+READY_SHARE = 0.3
+"""Share of a step's trajectories that lie ready while a batch fills, on average.
 
-READY_SHARE = 0.5
-"""Share of a step's trajectories that lie ready while a batch fills, from none to all of them."""
+Fitted to 214 static plans simulated without drift (tau2bench, mint and moatless on 16 to 48 GPUs,
+three profiles, bounds 0 to 4, hold, cut and token), of 0.3, 0.4, 0.5 and 0.7."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,8 @@ class Workload:
     waits for a trajectory that would be ``late`` versions over the bound (infinity: for none).
     ``group_size`` trajectories begin together and have one prompt; their places are free once the
     longest of ``holders`` of them, drawn at random, has ended. ``extras`` is what is played without
-    being trained, and trained without being played. Raises ValueError without samples or work.
+    being trained, and trained without being played. No sample is beyond the ``limits``: it is cut
+    there, whoever made it or stretched it. Raises ValueError without samples or work.
     """
 
     samples: tuple[TrajectorySample, ...]
@@ -97,6 +99,7 @@ class Workload:
     group_size: int = 1
     holders: float = 1.0
     extras: BatchExtras = BatchExtras()
+    limits: TrajectoryLimits | None = None
     # Sums over the samples, made once: planning asks for them thousands of times.
     mean_generated: float = field(init=False, compare=False, repr=False)
     """Generated tokens of a trajectory."""
@@ -120,10 +123,12 @@ class Workload:
                 "a workload needs trajectories >= 1, overlap >= 1, late >= 0 and group_size >= 1, "
                 f"not {self.trajectories}, {self.overlap}, {self.late} and {self.group_size}"
             )
-        number = len(self.samples)
-        squares = sum(sample.context**2 for sample in self.samples) / number
         # The way to set a field of a frozen dataclass.
         put = object.__setattr__
+        if self.limits is not None:
+            put(self, "samples", tuple(map(self.limits.cut, self.samples)))
+        number = len(self.samples)
+        squares = sum(sample.context**2 for sample in self.samples) / number
         put(self, "mean_generated", sum(sample.generated for sample in self.samples) / number)
         put(self, "mean_context", sum(sample.context for sample in self.samples) / number)
         put(self, "longest", max(self.samples, key=lambda sample: sample.context))
@@ -135,19 +140,22 @@ class Workload:
         put(self, "pairs", squares / 2 * self.trajectories * self.extras.trained)
 
     @property
-    def in_flight(self) -> float:
-        """Steps' worth being played: ``overlap`` less what is in training meanwhile, at least 1.
+    def takes_turns(self) -> bool:
+        """Whether the halves never overlap: no batch may be played while another is trained."""
+        return self.overlap < 2
 
-        Where both halves are equally long a whole step's worth is in training nearly all the time.
-        ``TRAINING_SHARE`` of it is what gave plans the most throughput in the simulator (0, 0.5,
-        0.75 and 1 on four traces, 48 GPUs, a staleness bound of 1).
+    def in_flight(self, training: Any) -> Any:
+        """Steps' worth being played, where training takes this share of a step (0 to 1).
+
+        ``overlap`` steps' worth may be open, ready or in training at once, so what is in training
+        is not being played. By Little's law a batch of a step of P seconds, of which training takes
+        t, has (overlap - t / P) P = overlap P - t seconds from its first request to its last token.
         """
-        return max(1.0, self.overlap - TRAINING_SHARE)
+        return 1.0 if self.takes_turns else self.overlap - training
 
-    @property
-    def open(self) -> float:
-        """Steps' worth in groups that are still played, where training waits for them."""
-        return max(1.0, self.in_flight - READY_SHARE)
+    def open(self, in_flight: Any) -> Any:
+        """Steps' worth in groups that are still played, of so many in flight."""
+        return in_flight if self.takes_turns else in_flight - READY_SHARE
 
     @property
     def spread(self) -> float:
@@ -160,17 +168,12 @@ class Workload:
         return own / sqrt(self.trajectories / sqrt(self.group_size))
 
     def stretched(self, factor: float) -> Workload:
-        """The same with every generation so many times as long."""
+        """The same with every generation so many times as long, within the limits."""
         samples = tuple(
             replace(sample, generated=max(1, round(sample.generated * factor)))
             for sample in self.samples
         )
         return replace(self, samples=samples)
-
-    @property
-    def longest_steps(self) -> float:
-        """Steps that a trajectory may be in play before a batch waits for it."""
-        return self.in_flight + self.late
 
     @property
     def played(self) -> float:

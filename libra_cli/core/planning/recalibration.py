@@ -6,7 +6,8 @@ are measured as they are. Rollout's are all of them where training waited for at
 the time. Where it never did, the staleness bound held rollout back: fewer trajectories were in play
 than there is room for, and each was faster for it. How long they took tells the prices, and these
 how long a step takes when every place is taken (``RolloutTable.saturated_step_s``). In between it
-is a mix. The two do not agree, and a plan changes which of them is taken, and steps come in bursts
+is a mix. Where the halves take turns rollout's are those that training's are not. The two do not
+agree, and a plan changes which of them is taken, and steps come in bursts
 as long as may be in flight. So what is found is the geometric mean with what was found ``before``
 this plan, or with prices as they are, which counts as ``overlap`` steps of rollout and as one of
 training: otherwise moves chase each other.
@@ -19,7 +20,7 @@ elsewhere; prices as they are were 5 to 150 % too slow there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from libra_cli.core.costs.profile import Profile, Recalibration
@@ -64,9 +65,11 @@ def recalibrated(
         search = Search(profile, workload, gpus, settings, ended)
         return RecalibratedSearch(None, search.times(today), Recalibration(), profile, search)
     past = Search(profile, played or workload, gpus, settings)
-    priced = past.times(today)
-    shown = _stages(mean_step(measured), priced, past, today)
-    found = _recalibration(shown, priced)
+    priced, step = past.times(today), mean_step(measured)
+    shown = _stages(step, priced, past, today)
+    # Beside a training step as long as it was, which the prices of training may not know.
+    expected = replace(priced, rollout_s=past.rollout_s(today.buckets, step.train_s))
+    found = _recalibration(shown, expected)
     number = len(measured)
     found = found.blended(
         before or Recalibration(),
@@ -79,13 +82,16 @@ def recalibrated(
 
 
 def _stages(measured: MeasuredStep, priced: Times, search: Search, layout: Layout) -> Times:
-    step_s = saturated_step_s = measured.step_s
+    step_s, train_s = measured.step_s, measured.train_s
+    if search.workload.takes_turns:
+        return Times(max(step_s - train_s, 0.0), train_s, in_turn=True)
+    saturated_step_s = step_s
     if measured.in_play_s and priced.rollout_s < inf:
         saturated_step_s = search.table.saturated_step_s(
-            layout.buckets, measured.in_play_s, measured.concurrency
+            layout.buckets, measured.in_play_s, measured.concurrency, train_s
         )
     held = max(0.0, 1.0 - measured.waited_s / (IDLE * step_s))
-    return Times(step_s + held * min(0.0, saturated_step_s - step_s), measured.train_s)
+    return Times(step_s + held * min(0.0, saturated_step_s - step_s), train_s)
 
 
 def _recalibration(measured: Times, predicted: Times) -> Recalibration:

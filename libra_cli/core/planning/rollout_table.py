@@ -8,9 +8,9 @@ fastest; ``best[b][i]`` is the least time of the ``i`` shortest parts on the fir
 
     best[b][i] = min over j of max(best[b - 1][j], cost(bucket b, parts j to i))
 
-The time of a bucket is per step and in steady state: ``in_flight`` steps' trajectories are being
-played, so a server is kept full. A server whose KV cache is smaller than the longest context costs
-infinity.
+The time of a bucket is per step and in steady state: what the staleness rule admits and training
+does not hold (``train_s``, its seconds of a step) is being played. A server whose KV cache is
+smaller than the longest context costs infinity.
 
 Limit: a trajectory is taken to reach the bucket of its length without a detour, so unlike servers
 look better than they are (``search`` prices that).
@@ -83,7 +83,9 @@ class RolloutTable:
     """The table of one workload, for equal servers on up to ``gpus``.
 
     ``play_share`` is the share of the KV caches that the scheduler lets trajectories in play fill.
-    Raises NothingFits if the longest trajectory fits no server, or no server the budget.
+    ``left_s`` says how long a step's training takes on the GPUs that do not serve, by their number
+    from 0 on; empty: no time. Raises NothingFits if the longest trajectory fits no server, or no
+    server the budget.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class RolloutTable:
         max_num_seqs: int = DEFAULT_SEATS,
         groups: int = 64,
         play_share: float = PLAY_SHARE,
+        left_s: Sequence[Seconds] = (),
     ) -> None:
         _check_room(servers, workload, gpus)
         self.workload = workload
@@ -108,6 +111,7 @@ class RolloutTable:
             degree: self._parts.too_long(cost) for degree, cost in self._servers.items()
         }
         self._matrix = lru_cache(maxsize=256)(self._cost)
+        self._left_s: Any = np.array(left_s or [0.0] * (gpus + 1))
         self._equal = {degree: self._equal_s(degree) for degree in self._servers}
 
     @property
@@ -115,39 +119,42 @@ class RolloutTable:
         """Shapes there are."""
         return tuple(self._servers)
 
-    def buckets_s(self, buckets: tuple[PlannedBucket, ...]) -> Seconds:
+    def buckets_s(self, buckets: tuple[PlannedBucket, ...], train_s: Seconds = 0.0) -> Seconds:
         """Seconds of a step on these servers, with the best boundaries for this workload."""
-        return float(self._prefixes(buckets)[-1][-1])
+        return float(self._prefixes(buckets, train_s)[-1][-1])
 
     def equal_s(self, degree: int, servers: int) -> Seconds:
-        """Seconds of a step on so many servers of one shape."""
+        """Seconds of a step on so many servers of one shape, where all other GPUs train."""
         return float(self._equal[degree][servers - 1])
 
     def _equal_s(self, degree: int) -> Any:
         """Of one server, of two, and so on, as many as there are GPUs for."""
         load = self._loads[degree].at((0, len(self._parts)))
         numbers = np.arange(1, max(1, self.gpus // degree) + 1)
-        equal = self._servers_of(degree, numbers, self._seats)
+        left_s = self._left_s[np.maximum(self.gpus - degree * numbers, 0)]
+        equal = self._servers_of(degree, numbers, self._seats, left_s)
         refused = self._refused[degree][0, len(self._parts)]
         return np.where(refused, np.inf, equal.time(load, self.workload).seconds)
 
-    def boundaries(self, buckets: tuple[PlannedBucket, ...]) -> tuple[PlannedBucket, ...]:
+    def boundaries(
+        self, buckets: tuple[PlannedBucket, ...], train_s: Seconds = 0.0
+    ) -> tuple[PlannedBucket, ...]:
         """The same servers with the best ``up_to_tokens`` for this workload."""
-        prefixes, end = self._prefixes(buckets), len(self._parts)
+        prefixes, end = self._prefixes(buckets, train_s), len(self._parts)
         placed: list[PlannedBucket] = []
         for index in range(len(buckets) - 1, -1, -1):
             bucket = buckets[index]
             longest = int(self._parts.generated[max(end - 1, 0)])
             placed.append(replace(bucket, up_to_tokens=longest))
             if prefixes[index + 1][end] != prefixes[index][end]:
-                options = self._options(prefixes[index], bucket)[:, end]
+                options = self._options(prefixes[index], bucket, train_s)[:, end]
                 end = int(np.argmin(options))
         return tuple(reversed(placed))
 
-    def binding(self, buckets: tuple[PlannedBucket, ...]) -> Binding:
+    def binding(self, buckets: tuple[PlannedBucket, ...], train_s: Seconds = 0.0) -> Binding:
         """What the slowest of these buckets waits for."""
         slowest, found = -1.0, Binding(Constraint.KV_CACHE, "no server holds the trajectories")
-        for servers, load in self._filled(buckets):
+        for servers, load in self._filled(buckets, train_s):
             time = servers.time(load, self.workload)
             if time.seconds > slowest:
                 slowest = float(time.seconds)
@@ -157,7 +164,11 @@ class RolloutTable:
         return found
 
     def saturated_step_s(
-        self, buckets: tuple[PlannedBucket, ...], in_play_s: Seconds, beside: float
+        self,
+        buckets: tuple[PlannedBucket, ...],
+        in_play_s: Seconds,
+        beside: float,
+        train_s: Seconds = 0.0,
     ) -> Seconds:
         """Seconds of a step if every place on the servers were taken, from a step's that were not.
 
@@ -166,7 +177,7 @@ class RolloutTable:
         factor between the two is that between measured and predicted prices; with it the same
         follows for full servers, and by Little's law the time of a step.
         """
-        filled = list(self._filled(buckets))
+        filled = list(self._filled(buckets, train_s))
         times = [(each, each[0].time(each[1], self.workload)) for each in filled]
         room = sum(float(time.places * servers.number) for (servers, _), time in times)
         slower = in_play_s / self._in_play_s(filled, min(beside, room))
@@ -181,24 +192,24 @@ class RolloutTable:
         )
 
     def _shares(
-        self, buckets: tuple[PlannedBucket, ...]
+        self, buckets: tuple[PlannedBucket, ...], train_s: Seconds
     ) -> Iterator[tuple[PlannedBucket, int, int]]:
         """Those that get any trajectories, with the first of their parts and the one after."""
         start = 0
-        for bucket in self.boundaries(buckets):
+        for bucket in self.boundaries(buckets, train_s):
             end = int(np.searchsorted(self._parts.generated, bucket.up_to_tokens, side="right"))
             if end > start:
                 yield bucket, start, end
                 start = end
 
-    def _filled(self, buckets: tuple[PlannedBucket, ...]) -> Iterator[_Loads]:
-        for bucket, start, end in self._shares(buckets):
+    def _filled(self, buckets: tuple[PlannedBucket, ...], train_s: Seconds) -> Iterator[_Loads]:
+        for bucket, start, end in self._shares(buckets, train_s):
             load = self._loads[bucket.tensor_parallel].at((start, end))
             degree, seats = bucket.tensor_parallel, bucket.max_num_seqs
-            yield self._servers_of(degree, bucket.servers, seats), load
+            yield self._servers_of(degree, bucket.servers, seats, train_s), load
 
-    def _servers_of(self, degree: int, number: Any, seats: int) -> EqualServers:
-        return EqualServers(self._servers[degree], number, seats, self._play_share)
+    def _servers_of(self, degree: int, number: Any, seats: int, train_s: Any) -> EqualServers:
+        return EqualServers(self._servers[degree], number, seats, self._play_share, train_s)
 
     def _constraint(
         self, servers: EqualServers, load: RolloutLoad, time: RolloutTime
@@ -210,23 +221,26 @@ class RolloutTable:
             return Constraint.LONGEST_TRAJECTORY
         if time.seconds > time.seats_s:
             return Constraint.PROMPTS
-        flying = self.workload.open * float(load.playing * load.count) / servers.number
+        training = servers.train_s / max(float(time.seconds), servers.train_s, 1e-9)
+        open_steps = float(self.workload.open(self.workload.in_flight(training)))
+        flying = open_steps * float(load.playing * load.count) / servers.number
         if time.places >= 0.99 * flying:
             return Constraint.STALENESS
         few = time.places >= 0.9 * servers.seats - self.workload.group_size
         return Constraint.SEATS if few else Constraint.KV_CACHE
 
-    def _cost(self, degree: int, servers: Any, seats: int) -> Any:
+    def _cost(self, degree: int, servers: Any, seats: int, train_s: Seconds) -> Any:
         """Seconds of parts j to i - 1 on ``servers`` of this degree, [j, i]."""
-        time = self._servers_of(degree, servers, seats).time(self._loads[degree], self.workload)
+        equal = self._servers_of(degree, servers, seats, train_s)
+        time = equal.time(self._loads[degree], self.workload)
         return np.where(self._refused[degree], np.inf, time.seconds)
 
-    def _options(self, before: Any, bucket: PlannedBucket) -> Any:
+    def _options(self, before: Any, bucket: PlannedBucket, train_s: Seconds) -> Any:
         """[j, i]: the first j parts as before, the parts up to i on this bucket."""
-        cost = self._matrix(bucket.tensor_parallel, bucket.servers, bucket.max_num_seqs)
+        cost = self._matrix(bucket.tensor_parallel, bucket.servers, bucket.max_num_seqs, train_s)
         return np.maximum(before[:, None], cost)
 
-    def _prefixes(self, buckets: tuple[PlannedBucket, ...]) -> list[Any]:
+    def _prefixes(self, buckets: tuple[PlannedBucket, ...], train_s: Seconds) -> list[Any]:
         """Least time of the first parts on the first buckets; a bucket may stay empty."""
         prefixes = [np.full(len(self._parts) + 1, np.inf)]
         prefixes[0][0] = 0.0
@@ -234,7 +248,7 @@ class RolloutTable:
             if bucket.tensor_parallel not in self._servers:
                 prefixes.append(prefixes[-1])
                 continue
-            options = self._options(prefixes[-1], bucket)
+            options = self._options(prefixes[-1], bucket, train_s)
             prefixes.append(np.minimum(prefixes[-1], options.min(axis=0)))
         return prefixes
 

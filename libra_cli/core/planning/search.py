@@ -1,10 +1,16 @@
 """How many GPUs each half should have, and in what servers: the least of the longer half.
 
 The law: over every split of the budget the longer of ``T_rollout`` and ``T_train``, a little more
-where they are alike (``TURNS``), is least. Both are seconds *per step* of a run in which the halves
-overlap: ``T_rollout`` is how long the servers need for one step's trajectories when they are kept
-full (``rollout_table``), ``T_train`` how long an optimizer step takes (``training_table``). Both
+where they are alike (``TURNS``), is least. Both are seconds *per step*: ``T_train`` is how long an
+optimizer step takes (``training_table``), ``T_rollout`` how long the servers need for one step's
+trajectories with what the staleness rule admits beside a training step as long as that
+(``rollout_table``). At ``max_staleness: 0`` the halves take turns, and a step is their sum. Both
 tables are made once for all splits, so trying every shape of server on every split is a scan.
+
+How well it orders plans: of 215 static plans simulated on traces and profiles that nothing was
+fitted on (41 comparisons of four to six, bounds 0 to 4, hold, cut and token), the one that it finds
+best had 0.7 % less throughput than the best in the mean and 8.4 % at most; as the 8-norm of halves
+that always overlap it was 2.1 and 17.5 %. It is 6 % off in the mean, 12 % so.
 
 A plan has servers of one shape. The published planner (Libra, arXiv 2606.03077) searches mixtures
 with a dynamic program. Here, on 24 GPUs, runs that began with the best mixture by such a table had
@@ -21,7 +27,7 @@ knows no nodes, only that shapes are powers of two, which pack into nodes of eig
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from libra_cli.core.costs.profile import NothingFits, Profile
@@ -73,18 +79,24 @@ either half (tau2 and mint, 24 GPUs), and where one half had a fifth of slack le
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds per step of the two halves; ``step_s`` of both together."""
+    """Seconds per step of the two halves; ``step_s`` of both together.
+
+    ``in_turn``: each begins when the other has ended, as on the same GPUs or at a bound of 0.
+    """
 
     rollout_s: Seconds
     train_s: Seconds
+    in_turn: bool = False
 
     @property
     def step_s(self) -> Seconds:
-        """The longer half, for they overlap, and more the more equal they are: see ``TURNS``."""
+        """The longer half where they overlap, and more the more equal they are (``TURNS``); the
+        sum where they take turns."""
         longer, shorter = max(self.rollout_s, self.train_s), min(self.rollout_s, self.train_s)
         if not 0 < longer < inf:
             return longer
-        return float(longer * (1 + (shorter / longer) ** TURNS) ** (1 / TURNS))
+        exponent = 1.0 if self.in_turn else TURNS
+        return float(longer * (1 + (shorter / longer) ** exponent) ** (1 / exponent))
 
     def __str__(self) -> str:
         return f"rollout {self.rollout_s:.1f} s, training {self.train_s:.1f} s a step"
@@ -172,14 +184,16 @@ class Search:
             for degree, cost in profile.servers.items()
             if degree in settings.shapes and profile.serves(degree)
         }
+        self.training = TrainingTable(profile.training, ended or workload, gpus)
+        left = [self.training.best(spare) for spare in range(gpus + 1)]
         self.table = RolloutTable(
             servers,
             workload,
             gpus,
             max_num_seqs=settings.max_num_seqs,
             groups=settings.groups,
+            left_s=[0.0 if plan is None else plan.seconds for plan in left],
         )
-        self.training = TrainingTable(profile.training, ended or workload, gpus)
         self._order = self._scan()
 
     def best(self) -> Proposal:
@@ -198,16 +212,24 @@ class Search:
                 if (training := self.training.best(spare)) is not None:
                     rollout_s = self.table.equal_s(degree, servers)
                     layout = Layout((self._bucket(degree, servers),), training.ranks)
-                    yield layout, Times(rollout_s, training.seconds)
+                    yield layout, self._times(rollout_s, training.seconds)
 
     def times(self, layout: Layout) -> Times:
         """Of any layout; infinity where a half does not fit."""
-        fits = self.training.fits(layout.training_gpus)
-        train_s = self.training.seconds(layout.training_gpus, layout.workers) if fits else inf
-        rollout_s = self._rollout_s(layout.buckets)
-        if layout.colocated:
-            return Times(rollout_s + train_s, 0.0)
-        return Times(rollout_s, train_s)
+        if not self.training.fits(layout.training_gpus):
+            return self._times(self.rollout_s(layout.buckets, 0.0), inf)
+        train_s = self.training.seconds(layout.training_gpus, layout.workers)
+        times = self._times(self.rollout_s(layout.buckets, train_s), train_s)
+        return replace(times, in_turn=times.in_turn or layout.colocated)
+
+    def rollout_s(self, buckets: tuple[PlannedBucket, ...], train_s: Seconds) -> Seconds:
+        """Of a step, beside so long a training step: what the table says, and for several shapes
+        what a scheduler will miss of it."""
+        shapes = {bucket.tensor_parallel for bucket in buckets}
+        return self.table.buckets_s(buckets, train_s) * (1 + MISSED * (len(shapes) > 1))
+
+    def _times(self, rollout_s: Seconds, train_s: Seconds) -> Times:
+        return Times(rollout_s, train_s, in_turn=self.workload.takes_turns)
 
     def binding(self, layout: Layout) -> Binding:
         """The one constraint without which a step on this layout would be shorter."""
@@ -216,7 +238,7 @@ class Search:
             words = f"each of {layout.training_gpus} ranks would need {plan.memory_gib:.0f} GiB"
             return Binding(Constraint.TRAINER_MEMORY, words)
         train_s = self.training.seconds(layout.training_gpus, layout.workers)
-        if self._rollout_s(layout.buckets) >= train_s:
+        if self.rollout_s(layout.buckets, train_s) >= train_s:
             return self._binding_of_rollout(layout)
         base = layout.training_gpus - sum(layout.workers)
         if layout.workers and (why := self.training.unpaid(base)):
@@ -231,11 +253,6 @@ class Search:
 
     def _bucket(self, degree: int, servers: int) -> PlannedBucket:
         return PlannedBucket(degree, servers, self._longest, self._settings.max_num_seqs)
-
-    def _rollout_s(self, buckets: tuple[PlannedBucket, ...]) -> Seconds:
-        """What the table says, and for several shapes what a scheduler will miss of it."""
-        shapes = {bucket.tensor_parallel for bucket in buckets}
-        return self.table.buckets_s(buckets) * (1 + MISSED * (len(shapes) > 1))
 
     def _scan(self) -> list[tuple[Layout, Times]]:
         """The best layout of every split, best first, after the one to propose; of equals the one
@@ -264,7 +281,8 @@ class Search:
 
     def _binding_of_rollout(self, layout: Layout) -> Binding:
         """More GPUs would help, unless one trajectory or the rule binds; training may need all."""
-        found = self.table.binding(layout.buckets)
+        train_s = self.training.seconds(layout.training_gpus, layout.workers)
+        found = self.table.binding(layout.buckets, train_s)
         fewer = layout.training_gpus - 1
         if (
             found.constraint in (Constraint.LONGEST_TRAJECTORY, Constraint.STALENESS)

@@ -228,7 +228,7 @@ def decided(recipe: Recipe, placed: Placed, lengths: dict[str, Any], **seen: Any
     spec = recipe.planner.model_copy(update={"lengths": None}).model_dump() | {"lengths": lengths}
     other = Recipe.model_validate(recipe.model_dump() | {"planner": spec})
     assert other.planner.lengths is not None
-    samples = samples_around(other.planner.lengths, recipe.model.max_len)
+    samples = samples_around(other.planner.lengths)
     now = Observation(5, placed[0], placed[1], workload_of(recipe, samples), **seen)
     decision = live_planner(recipe, A800).decide(now)
     return decision.proposed, decision.slots
@@ -286,7 +286,7 @@ def test_an_order_by_hand_counts_the_slots_that_the_plan_has() -> None:
 
 def test_a_guess_stays_within_the_limits_of_the_recipe() -> None:
     recipe = recipe_of(8)
-    samples = samples_around(guessed_lengths(recipe), recipe.model.max_len)
+    samples = workload_of(recipe, samples_around(guessed_lengths(recipe))).samples
     assert max(sample.context for sample in samples) <= recipe.model.max_len
     mean = sum(sample.generated for sample in samples) / len(samples)
     assert mean == pytest.approx(guessed_lengths(recipe).generated, rel=0.15)

@@ -17,7 +17,6 @@ from libra_cli.cli.main import app
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import records as r
-from libra_cli.core.costs import expected
 from libra_cli.core.costs.profile import NothingFits, ProfileError
 from libra_cli.core.costs.workload import TrajectorySample
 from libra_cli.report.status.rebalance import RebalanceResult
@@ -301,13 +300,6 @@ def test_trajectories_beyond_max_len_are_cut_as_a_run_would(tmp_path: Path) -> N
     told = rebalance.explain(path, trace="tau2bench", profile=PROFILE)
     assert told["workload"]["longest_context"] == 1024
     assert any("longer than model.max_len 1,024" in note for note in told["notes"])
-
-
-@pytest.mark.parametrize("max_len", [1, 2, 10, 60, 99, 100, 5000])
-def test_a_cut_trajectory_has_at_most_max_len_tokens_and_generates_one(max_len: int) -> None:
-    cut = expected.cut(TrajectorySample(50, 30, 20, turns=4, tool_s=2.0), max_len)
-    assert cut.context <= max(max_len, 1)
-    assert cut.generated >= 1
 
 
 def test_a_recipe_needs_a_named_profile_and_lists_those_of_its_model(tmp_path: Path) -> None:

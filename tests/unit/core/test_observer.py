@@ -28,6 +28,13 @@ def play(observer: RunObserver, group: int, tool_s: float) -> None:
         observer.saw(row)
 
 
+ROOM = {
+    "model": {"path": "/model", "max_len": 400},
+    "rollout": {"max_turns": 8, "max_turn_tokens": 40},
+}
+"""Of a recipe that allows ``ENDED``."""
+
+
 def tool_seconds(observer: RunObserver) -> set[float]:
     """Of all trajectories that stand for the work to come."""
     assert observer.workload is not None
@@ -35,7 +42,7 @@ def tool_seconds(observer: RunObserver) -> set[float]:
 
 
 def test_tools_that_take_longer_now_are_seen_before_their_trajectories_end() -> None:
-    observer = RunObserver(world.recipe())
+    observer = RunObserver(world.recipe(**ROOM))
     assert observer.signs == {}
     for group in range(64):
         play(observer, group, 2.0)
@@ -49,7 +56,7 @@ def test_tools_that_take_longer_now_are_seen_before_their_trajectories_end() -> 
 
 
 def test_tools_that_take_longer_by_chance_change_nothing() -> None:
-    observer = RunObserver(world.recipe())
+    observer = RunObserver(world.recipe(**ROOM))
     for group in range(64):
         play(observer, group, 2.0 if group % 8 else 20.0)
         observer.saw(replace(ENDED, group_id=group))

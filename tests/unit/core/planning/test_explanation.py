@@ -108,7 +108,7 @@ def search(gpus: int, **changes: Any) -> Search:
 def test_the_half_that_is_longer_binds() -> None:
     found = search(24)
     few = Layout((PlannedBucket(1, 2, 4000, 64),), 20)
-    many = Layout((PlannedBucket(1, 16, 4000, 64),), 8)
+    many = Layout((PlannedBucket(1, 20, 4000, 64),), 4)
     assert found.binding(many).constraint is Constraint.TRAINING
     assert found.binding(few).constraint not in (Constraint.TRAINING, Constraint.TRAINER_MEMORY)
 
@@ -134,7 +134,7 @@ def test_rollout_that_can_get_no_gpu_of_the_trainer_is_bound_by_the_trainers_mem
 
 def test_a_version_that_takes_longer_than_a_step_binds_it() -> None:
     found = search(24)
-    layout = Layout((PlannedBucket(1, 16, 4000, 64),), 8)
+    layout = Layout((PlannedBucket(1, 20, 4000, 64),), 4)
     now = Observation(1, initial_plan(RECIPE), (), work(100))
     step_s = found.times(layout).step_s
     for sync_s, constraint in (

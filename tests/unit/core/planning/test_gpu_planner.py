@@ -46,7 +46,7 @@ MOVING = [name for name in PLANNERS if name not in STATIC]
 
 
 @cache
-def work(mean: float, overlap: float = 1.0) -> Workload:
+def work(mean: float, overlap: float = 4.0) -> Workload:
     random = Random(1)
     lengths = (int(mean * random.lognormvariate(-0.3, 0.8)) for _ in range(128))
     return Workload(

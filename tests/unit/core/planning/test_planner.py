@@ -47,7 +47,7 @@ def test_the_split_equals_exhaustive_search(mean: float, gpus: int, seed: int) -
     for split in range(1, gpus):
         training = search.training.best(gpus - split)
         if training is not None:
-            equal_s = search.table.buckets_s(search.uniform(split))
+            equal_s = search.table.buckets_s(search.uniform(split), training.seconds)
             every.append(Times(equal_s, training.seconds).step_s)
     assert min(every) * (1 - 1e-9) <= search.best().step_s <= min(every) * (1 + ALIKE)
 
@@ -70,7 +70,7 @@ def test_unlike_servers_are_priced_above_their_table() -> None:
     search = Search(PROFILE, heavy_tailed(2000), 16, PlannerSettings())
     unlike = (PlannedBucket(1, 4, 2000, 128), PlannedBucket(4, 1, 38_000, 128))
     layout = replace(search.best().layout, buckets=unlike)
-    table_s = search.table.buckets_s(unlike)
+    table_s = search.table.buckets_s(unlike, search.times(layout).train_s)
     assert search.times(layout).rollout_s == pytest.approx(table_s * (1 + MISSED))
 
 
