@@ -25,7 +25,7 @@ from libra_cli.core.costs.expected import guessed_lengths, samples_around
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.costs.workload import TrajectorySample
 from libra_cli.core.observation import Observation
-from libra_cli.core.observer import workload_of
+from libra_cli.core.observer import limits_of, workload_of
 from libra_cli.core.planning.admission import Admission
 from libra_cli.core.planning.planner import FirstPlan
 from libra_cli.core.planning.recipe_placement import fixed_slots
@@ -141,7 +141,7 @@ def expected_work(recipe: Recipe) -> tuple[tuple[TrajectorySample, ...], str]:
         trace = load_trace(spec.trace)
         samples, _ = recorded_samples(trace.episodes, recipe.model.max_len)
         return samples, f"work: {len(samples):,} trajectories of {trace.name} (planner.trace)"
-    lengths = spec.lengths or guessed_lengths(recipe)
+    lengths = spec.lengths or guessed_lengths(limits_of(recipe))
     origin = "planner.lengths" if spec.lengths else "a guess from the limits of rollout"
     told = f"work: about {lengths.generated:,.0f} generated tokens in {lengths.turns} turns"
     return samples_around(lengths), f"{told} ({origin})"

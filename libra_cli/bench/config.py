@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from libra_cli.bench.contenders import ABLATIONS, POLICIES
-from libra_cli.bench.jobs import MAX_LEN, longest_of, playable
+from libra_cli.bench.jobs import MAX_LEN, NETWORK, STALENESS, Job, longest_of, playable
 from libra_cli.config.errors import LibraError, did_you_mean
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.planning.baselines import PLANNERS
+from libra_cli.core.rollout.staleness import default_rule
 from libra_cli.core.types import Tokens
 from libra_cli.sim.drift import KINDS, NO_DRIFT, Drift
 from libra_cli.sim.profiles import load_profile
-from libra_cli.sim.traces import DEFAULT_TRACE, Trace, load_trace
+from libra_cli.sim.traces import DEFAULT_TRACE, Trace, load_trace, shipped_traces
 
 DEFAULT_DRIFT = "1,4"
+
+RULES: Mapping[str, str | Mapping[str, object]] = {
+    "hold": "hold",
+    "late-1": {"rule": "late", "versions": 1},
+    "late-2": {"rule": "late", "versions": 2},
+    "soft": "soft",
+    "cut": "cut",
+    "cut-drop": {"rule": "cut", "rest": "drop"},
+    "token": "token",
+}
+"""Rules that make a batch, as ``training.staleness`` of a recipe."""
 
 _NAMED = tuple(dict.fromkeys((*POLICIES, *ABLATIONS)))
 """Policies that are compared if they are asked for by name."""
@@ -38,7 +50,9 @@ class ExperimentConfig:
 
     ``policies`` and ``planners`` are the contenders; ``policy`` is the one that planners are
     compared under. ``drifts`` are what changes over a run, one comparison each. ``seeds`` is the
-    number of workloads.
+    number of workloads. ``bound`` is training.max_staleness, ``rule`` one of ``RULES`` (empty: the
+    recipe's default), ``stream`` training.stream; ``network`` is in gigabits a second between
+    hosts, and the prices have it already. ``most_tokens`` cuts trajectories earlier than memory.
     """
 
     traces: tuple[Trace, ...]
@@ -49,6 +63,11 @@ class ExperimentConfig:
     planners: tuple[str, ...]
     policy: str
     drifts: tuple[Drift, ...]
+    bound: int = STALENESS
+    rule: str = ""
+    network: float = NETWORK
+    stream: bool = False
+    most_tokens: Tokens = MAX_LEN
 
     @classmethod
     def parse(
@@ -62,17 +81,22 @@ class ExperimentConfig:
         planners: str,
         policy: str,
         drift: str,
+        bound: int = STALENESS,
+        rule: str = "",
+        network: float = NETWORK,
+        stream: bool = False,
+        max_len: Tokens = MAX_LEN,
     ) -> ExperimentConfig:
         """From the arguments. Lists are separated by commas, drifts by spaces; empty means all
         there are, and no drift.
 
         Raises:
-            BenchError: an unknown policy or planner, or a drift that is none.
+            BenchError: an unknown policy, planner or rule, or a drift that is none.
             TraceError: a trace that cannot be read, with file and line.
             ProfileError: a profile that is none.
         """
-        prices = load_profile(profile)
-        longest = longest_of(prices, gpus)
+        prices = load_profile(profile).on_network(network)
+        longest = min(max_len, longest_of(prices, gpus))
         drifts = [parse_drift(one, longest) for one in drift.replace(", ", ",").split()]
         return cls(
             traces=tuple(load_trace(name) for name in traces or (DEFAULT_TRACE,)),
@@ -83,12 +107,44 @@ class ExperimentConfig:
             planners=parse_names("planner", planners, PLANNERS),
             policy=parse_names("policy", policy, POLICIES)[0],
             drifts=tuple(drifts) or (NO_DRIFT,),
+            bound=bound,
+            rule=parse_names("rule", rule, tuple(RULES))[0] if rule else "",
+            network=network,
+            stream=stream,
+            most_tokens=max_len,
+        )
+
+    def job(self, trace: Trace, *, steps: int) -> Job:
+        """libra on this trace under these conditions, seed 0."""
+        return Job(
+            trace,
+            self.profile,
+            self.profile,
+            self.gpus,
+            self.policy,
+            "libra",
+            0,
+            steps=steps,
+            bound=self.bound,
+            staleness=RULES[self.rule] if self.rule else {},
+            stream=self.stream,
+            most_tokens=self.most_tokens,
+        )
+
+    @property
+    def conditions(self) -> str:
+        """Under which everything is compared, in words."""
+        made = self.rule or f"{default_rule(self.bound)} (the default)"
+        stream = ", streamed" if self.stream else ""
+        return (
+            f"max_staleness {self.bound}, rule {made}{stream}, {self.network:g} Gb/s a host, "
+            f"trajectories of up to {self.max_len:,} tokens"
         )
 
     @property
     def max_len(self) -> Tokens:
         """At how many tokens trajectories are cut."""
-        return longest_of(self.profile, self.gpus)
+        return min(self.most_tokens, longest_of(self.profile, self.gpus))
 
     @property
     def warnings(self) -> list[str]:
@@ -103,6 +159,11 @@ class ExperimentConfig:
             line = "one seed gives no intervals, and nothing to tell luck by: --seeds 3 or more"
             lines.append(line)
         return lines
+
+
+def traces_of(names: Sequence[str]) -> tuple[Trace, ...]:
+    """The traces of these names, or all that are shipped. Raises TraceError."""
+    return tuple(load_trace(name) for name in names or shipped_traces())
 
 
 def parse_names(kind: str, wanted: str, known: Sequence[str]) -> tuple[str, ...]:

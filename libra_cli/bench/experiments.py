@@ -128,7 +128,7 @@ def sensitivities(config: ExperimentConfig, progress: Progress) -> ExperimentRes
 
 def _job(config: ExperimentConfig, trace: Trace) -> Job:
     """libra on this trace, seed 0."""
-    return Job(trace, config.profile, config.profile, config.gpus, "libra", "libra", 0, steps=STEPS)
+    return replace(config.job(trace, steps=STEPS), policy="libra")
 
 
 def _drifting(config: ExperimentConfig, trace: Trace, drift: Drift) -> Job:
@@ -143,7 +143,8 @@ def _with_policies(job: Job, policies: Sequence[str], seeds: int) -> list[Job]:
 def _playable(config: ExperimentConfig) -> tuple[list[Trace], list[str]]:
     """The traces without what no run could play, and notes that say so."""
     found = [playable(trace, config.max_len) for trace in config.traces]
-    return [trace for trace, _ in found], [note for _, notes in found for note in notes]
+    notes = [note for _, notes in found for note in notes]
+    return [trace for trace, _ in found], [config.conditions, *notes]
 
 
 def _run(title: str, jobs: Sequence[Job], notes: list[str], progress: Progress) -> ExperimentResult:

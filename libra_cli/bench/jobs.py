@@ -8,7 +8,7 @@ trajectories; what was played and thrown away does not count.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
@@ -19,10 +19,10 @@ from libra_cli.bench.results import ResultRow, Timeline
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.training import TrainingSpec
 from libra_cli.core import actions as a
-from libra_cli.core.costs.limits import TrajectoryLimits
+from libra_cli.core.costs.expected import guessed_lengths, samples_around
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.costs.workload import BatchExtras, TrajectorySample, Workload
+from libra_cli.core.costs.workload import BatchExtras, TrajectoryLimits, TrajectorySample, Workload
 from libra_cli.core.planning.baselines import STATIC, first_layout, planner_of
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.planner import DecisionMaker
@@ -36,7 +36,10 @@ from libra_cli.sim.world import SimConfig, World
 
 STEPS = 5
 """Optimizer steps of a run."""
-GROUPS, GROUP_SIZE, STALENESS = 32, 8, 4
+GROUPS, GROUP_SIZE, STALENESS = 32, 8, 1
+"""Of a run; the staleness bound is the default of a recipe."""
+NETWORK = 200.0
+"""Gigabits a second between hosts, as in the evaluation of Libra (arXiv 2606.03077)."""
 MAX_LEN = 131_072
 """Longer trajectories are cut there, as a run would, or where its trainer's memory ends."""
 MAX_TURNS = 1_000_000
@@ -55,8 +58,9 @@ class Job:
 
     ``layout`` stays as it is for the whole run; ``start`` is what a planner that moves begins with,
     its own first plan without. ``script`` are layouts for equal parts of the run, one after the
-    other, for the clairvoyant planner. ``bound`` is training.max_staleness and
-    ``staleness`` its rule, as in a recipe.
+    other, for the clairvoyant planner. ``bound`` is training.max_staleness, ``staleness`` its rule
+    (empty: the recipe's default) and ``stream`` training.stream, as in a recipe. ``most_tokens``
+    cuts trajectories earlier than memory does.
     """
 
     trace: Trace
@@ -76,12 +80,14 @@ class Job:
     group_size: int = GROUP_SIZE
     oversample: int = 0
     bound: int = STALENESS
-    staleness: str | Mapping[str, object] = "hold"
+    staleness: str | Mapping[str, object] = field(default_factory=dict)
+    stream: bool = False
+    most_tokens: Tokens = MAX_LEN
 
     @property
     def max_len(self) -> Tokens:
-        """At how many tokens trajectories are cut."""
-        return longest_of(self.profile, self.gpus)
+        """At how many tokens trajectories are cut: model.max_len of the recipe."""
+        return min(self.most_tokens, longest_of(self.profile, self.gpus))
 
     @property
     def workload(self) -> Workload:
@@ -93,13 +99,24 @@ class Job:
     def work_of(self, groups: Iterable[Sequence[RecordedEpisode]]) -> Workload:
         """These groups, as the work of a step that a planner plans for."""
         longest = self.max_len
-        samples = tuple(episode.sample(longest) for group in groups for episode in group)
-        spec = {"max_staleness": self.bound, "staleness": self.staleness}
+        return self._work(tuple(each.sample(longest) for group in groups for each in group))
+
+    @property
+    def guessed(self) -> Workload:
+        """What a recipe without lengths goes by: a guess from its limits, which allow the most
+        turns of the trace, and the most tokens of one."""
+        turns = [episode.turns for episode in self.trace.episodes]
+        most = max(turn.generated for each in turns for turn in each)
+        limits = TrajectoryLimits(self.max_len, max(map(len, turns)), most)
+        return self._work(samples_around(guessed_lengths(limits)))
+
+    def _work(self, samples: tuple[TrajectorySample, ...]) -> Workload:
+        rule = rule_of(TrainingSpec.model_validate(_batches(self)))
         return Workload(
             samples,
             self.groups_per_step * self.group_size,
             overlap=self.overlap,
-            late=(rule := rule_of(TrainingSpec.model_validate(spec))).late,
+            late=rule.late,
             group_size=self.group_size,
             holders=rule.holders(self.group_size),
             extras=BatchExtras(surplus=self.oversample / self.group_size),
@@ -131,6 +148,10 @@ class Job:
         number = self.steps * self.groups_per_step
         name = f"run/{self.seed}"
         return self.drift.groups(self.trace, name, size=self.members, number=number)
+
+
+def _batches(job: Job) -> dict[str, object]:
+    return {"max_staleness": job.bound, "staleness": job.staleness}
 
 
 def longest_of(profile: Profile, gpus: int) -> Tokens:
@@ -186,9 +207,7 @@ def world_of(job: Job) -> World:
     layout = job.layout or job.start or first_layout_of(job, workload)
     moves = job.layout is None and job.planner not in STATIC
     trainers = TrainingTable(job.believed.training, workload, job.gpus)
-    space = GpuPlacement.around(
-        layout, job.gpus, max_len=job.max_len, least=trainers.least() or job.gpus, moves=moves
-    )
+    space = GpuPlacement.around(layout, trainers, max_len=job.max_len, moves=moves)
     if job.script:
         space = replace(space, base_gpus=min(each.training_gpus for each in job.script))
     future = Future()
@@ -232,6 +251,7 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
                 "groups_per_step": job.groups_per_step,
                 "max_staleness": bound,
                 "staleness": job.staleness,
+                "stream": job.stream,
                 "micro_batch_tokens": job.max_len,
                 "checkpoint_every": 1_000_000,
             },
@@ -253,6 +273,7 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
         sync_s=around.sync_s,
         stall_s=around.stall_s,
         turn_s=around.turn_s,
+        gradient_s=job.profile.training.transfer_s,
     )
 
 
@@ -309,7 +330,8 @@ def _row(job: Job, world: World) -> ResultRow:
 def _bound_s(job: Job, world: World) -> Seconds | None:
     """The least makespan of what was trained, under a plan that stays and a rule that trains whole
     groups, all whose members are known before."""
-    if job.layout is None or job.staleness != "hold" or job.oversample:
+    training = TrainingSpec.model_validate(_batches(job))
+    if job.layout is None or rule_of(training).least is not None or job.oversample:
         return None
     shapes = [
         ServerShape(job.profile.servers[b.tensor_parallel], b.servers, b.max_num_seqs)

@@ -5,7 +5,8 @@
                               the best static one where that did better
     clairvoyant, free moves   the same where servers and gradient workers start at once
     libra, work told          libra's planner, told the work to come and not the work that was
-    libra                     from its own first plan, from half of the GPUs, from the worst split
+    libra                     from its own first plan, from that of a recipe without lengths, from
+                              half of the GPUs, from the worst split
     uniform                   half of the GPUs to each side; nothing moves
 
 The best static plan is looked for by simulating equal servers of every degree that fits on a
@@ -15,12 +16,11 @@ longest trajectory of the run. That is on the first seed; its ``FINALISTS``, and
 best of every part, are simulated on the others. The worst start is the worst of the first ones.
 
 Regret is ``1 - libra / best static`` by throughput, seed by seed. A plan that may move pays for it
-where it stays, too: its training GPUs are a base group and gradient workers, which are dealt whole
-groups, and a static plan's are one group. The same plan, never moved, has 2 to 7 % less throughput
-so (mint, tau2, taubench, 24 GPUs of which 12 or 16 train). Limit: no row bounds what is possible.
-They are the best of the plans that were simulated, a clairvoyant moves between parts only, and
-libra, which moves when it likes, may do better. A static plan must hold the longest trajectory of
-the whole run, and libra's the longest that it has seen.
+where it stays, too: its training GPUs are a base group and gradient workers, which load versions
+and send gradients over the network, and a static plan's are one group. Limit: no row bounds what is
+possible. They are the best of the plans that were simulated, a clairvoyant moves between parts
+only, and libra, which moves when it likes, may do better. A static plan must hold the longest
+trajectory of the whole run, and libra's the longest that it has seen.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ FINEST = 1 / 12
 """Of the GPUs: static plans nearer to each other than that differ by luck. Chosen."""
 FINALISTS = 4
 """Of the static plans on the first seed, that are simulated on every other one."""
-STARTS = ("", "half", "worst")
-"""What libra begins with: its own first plan, half of the GPUs, the worst plan tried first."""
+STARTS = ("", "guess", "half", "worst")
+"""What libra begins with: its own first plan, that of a recipe which says nothing of lengths, half
+of the GPUs, the worst plan tried first."""
 TRADITIONAL, LIBRA = "uniform", "libra"
 
 _Shape: TypeAlias = tuple[int, int]
@@ -82,7 +83,7 @@ _Runs: TypeAlias = dict[Layout, _Static]
 def regret(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
     """libra from several starts, and the bounds, for every trace and drift."""
     found = [playable(trace, config.max_len) for trace in config.traces]
-    notes = [note for _, told in found for note in told]
+    notes = [config.conditions, *(note for _, told in found for note in told)]
     cases = [
         _Case(_job(config, trace, drift), config.seeds)
         for trace, _ in found
@@ -104,18 +105,11 @@ def regret(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
 
 def _job(config: ExperimentConfig, trace: Trace, drift: Drift) -> Job:
     """What every run of a trace and drift has in common."""
-    return Job(
-        trace,
-        config.profile,
-        config.profile,
-        config.gpus,
-        config.policy,
-        "fixed",
-        0,
+    return replace(
+        config.job(trace, steps=STEPS),
+        planner="fixed",
         variant=str(drift),
         drift=drift,
-        staleness={},  # as of a recipe that names no rule
-        steps=STEPS,
         groups_per_step=max(1, config.gpus // GPUS_A_GROUP),
     )
 
@@ -275,6 +269,8 @@ class _Case:
     def _start(self, start: str) -> Layout | None:
         if start == "half":
             return first_layout_of(replace(self.job, planner=TRADITIONAL), self.job.workload)
+        if start == "guess":
+            return first_layout_of(replace(self.job, planner=LIBRA), self.job.guessed)
         first = list(self.ranking.items())[: self._first]
         return min(first, key=lambda pair: pair[1])[0] if start else None
 

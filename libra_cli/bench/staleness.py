@@ -11,12 +11,12 @@ leaves the tokens over the bound out of the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from libra_cli.bench.config import BenchError, Progress, parse_drift, parse_names
-from libra_cli.bench.jobs import Job, longest_of, playable, world_of
+from libra_cli.bench.config import RULES, BenchError, Progress, parse_drift, parse_names
+from libra_cli.bench.jobs import NETWORK, Job, longest_of, playable, world_of
 from libra_cli.bench.parallel import simulated
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.types import Tokens, TrajectoryId
@@ -24,15 +24,6 @@ from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import Trace, load_trace
 from libra_cli.sim.world import World
 
-RULES: Mapping[str, str | Mapping[str, object]] = {
-    "hold": "hold",
-    "late-1": {"rule": "late", "versions": 1},
-    "late-2": {"rule": "late", "versions": 2},
-    "soft": "soft",
-    "cut": "cut",
-    "cut-drop": {"rule": "cut", "rest": "drop"},
-}
-"""What can be compared, as ``training.staleness`` of a recipe."""
 LONGEST = 0.1
 """The share of all trajectories that is called the longest."""
 
@@ -80,7 +71,10 @@ def staleness(
         BenchError: an unknown rule, or a bound that is no number.
         TraceError: a trace that cannot be read.
     """
-    prices, names = load_profile(profile), parse_names("rule", rules, tuple(RULES))
+    prices, names = (
+        load_profile(profile).on_network(NETWORK),
+        parse_names("rule", rules, tuple(RULES)),
+    )
     jobs = [
         replace(job, staleness=RULES[name], variant=name)
         for trace in traces

@@ -48,7 +48,30 @@ Drift = Annotated[
         "several, with spaces between, are compared one by one."
     ),
 ]
+Bound = Annotated[int, typer.Option("--bound", min=0, help="training.max_staleness of the runs.")]
+Rule = Annotated[
+    str, typer.Option("--rule", help="training.staleness of the runs, instead of its default.")
+]
+Network = Annotated[
+    float, typer.Option("--network", min=0.1, help="Gigabits a second between two hosts.")
+]
+Stream = Annotated[
+    bool, typer.Option("--stream", help="training.stream: steps begin on what is ready.")
+]
+MaxLen = Annotated[
+    int,
+    typer.Option(
+        "--max-len", min=2, help="model.max_len: trajectories are cut there, or where memory ends."
+    ),
+]
 Seeds = Annotated[int, typer.Option(min=1, help="Workloads; every contender gets the same ones.")]
+Random = Annotated[
+    int,
+    typer.Option(
+        "--random", min=0, help="Instead: libra in so many circumstances, drawn at random."
+    ),
+]
+First = Annotated[int, typer.Option("--first", min=0, help="The number of the first of them.")]
 Out = Annotated[
     Path | None, typer.Option("--out", help="Where bench.html goes, instead of under runs/.")
 ]
@@ -63,6 +86,7 @@ Calibrate = Annotated[
 Json = Annotated[Path | None, typer.Option("--json", help="One JSON object; - prints only that.")]
 
 GPUS, PROFILE, SEEDS, POLICY, DRIFT = 48, "a800-qwen3-14b", 3, "libra", "1,4"
+BOUND, RULE, NETWORK, MAX_LEN = 1, "", 200.0, 131_072
 REGRET_GPUS, REGRET_DRIFTS = 24, "1,4 tools:1,20 task:mint"
 REGRET_TRACES = ["tau2bench", "moatless"]
 QUICK = "least-loaded,sticky-least-loaded,libra,known-lengths"
@@ -79,6 +103,11 @@ def _default(
     planners: Planners = "",
     policy: PolicyName = POLICY,
     drift: Drift = DRIFT,
+    bound: Bound = BOUND,
+    rule: Rule = RULE,
+    network: Network = NETWORK,
+    stream: Stream = False,
+    max_len: MaxLen = MAX_LEN,
     seeds: Seeds = SEEDS,
     out_dir: Out = None,
     json_file: Json = None,
@@ -113,6 +142,11 @@ def schedule(
     gpus: Gpus = GPUS,
     profile: ProfileName = PROFILE,
     policies: Policies = "",
+    bound: Bound = BOUND,
+    rule: Rule = RULE,
+    network: Network = NETWORK,
+    stream: Stream = False,
+    max_len: MaxLen = MAX_LEN,
     seeds: Seeds = SEEDS,
     out_dir: Out = None,
     json_file: Json = None,
@@ -132,13 +166,23 @@ def plan(
     planners: Planners = "",
     policy: PolicyName = POLICY,
     drift: Drift = DRIFT,
+    bound: Bound = BOUND,
+    rule: Rule = RULE,
+    network: Network = NETWORK,
+    stream: Stream = False,
+    max_len: MaxLen = MAX_LEN,
     seeds: Seeds = SEEDS,
+    random: Random = 0,
+    first: First = 0,
     out_dir: Out = None,
     json_file: Json = None,
 ) -> None:
-    """Planners on a fixed policy, while the workload drifts."""
+    """Planners on a fixed policy, while the workload drifts; or libra where --random takes it."""
     from libra_cli.bench import experiments
 
+    if random:
+        _tournament(context, random, first)
+        return
     _run([experiments.plan], context.params)
 
 
@@ -150,6 +194,11 @@ def regret(
     profile: ProfileName = PROFILE,
     policy: PolicyName = POLICY,
     drift: Drift = REGRET_DRIFTS,
+    bound: Bound = BOUND,
+    rule: Rule = RULE,
+    network: Network = NETWORK,
+    stream: Stream = False,
+    max_len: MaxLen = MAX_LEN,
     seeds: Seeds = SEEDS,
     out_dir: Out = None,
     json_file: Json = None,
@@ -167,6 +216,11 @@ def ablation(
     gpus: Gpus = GPUS,
     profile: ProfileName = PROFILE,
     drift: Drift = DRIFT,
+    bound: Bound = BOUND,
+    rule: Rule = RULE,
+    network: Network = NETWORK,
+    stream: Stream = False,
+    max_len: MaxLen = MAX_LEN,
     seeds: Seeds = SEEDS,
     out_dir: Out = None,
     json_file: Json = None,
@@ -184,6 +238,11 @@ def sensitivities(
     gpus: Gpus = GPUS,
     profile: ProfileName = PROFILE,
     policies: Policies = "",
+    bound: Bound = BOUND,
+    rule: Rule = RULE,
+    network: Network = NETWORK,
+    stream: Stream = False,
+    max_len: MaxLen = MAX_LEN,
     seeds: Seeds = SEEDS,
     out_dir: Out = None,
     json_file: Json = None,
@@ -303,7 +362,7 @@ def staleness(
 @bench.command()
 def publication(profile: ProfileName = PROFILE, json_file: Json = None) -> None:
     """With which constants the cost model says what was published."""
-    from libra_cli.bench.publication import publication as compare
+    from libra_cli.bench.fidelity.publication import publication as compare
     from libra_cli.bench.report.sheets import publication_report
     from libra_cli.sim.profiles import load_profile
 
@@ -346,6 +405,36 @@ def peers(
                 progress=progress,
             )
         _show_report(peers_report(found), json_file)
+
+
+_DRAWN = {
+    *("gpus", "profile", "planners", "drift", "bound", "rule", "stream", "max_len"),
+    *("seeds", "out_dir"),
+}
+"""Options that mean nothing beside ``--random``, which draws them."""
+
+
+def _tournament(context: typer.Context, number: int, first: int) -> None:
+    from libra_cli.bench.config import traces_of
+    from libra_cli.bench.report.tournament import tournament_report
+    from libra_cli.bench.tournament import tournament
+
+    if foreign := sorted(_given(context) & _DRAWN):
+        flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+        raise typer.BadParameter(f"--random draws what {flags[foreign[0]]} says: leave it out")
+    params = context.params
+    with errors_told():
+        traces = traces_of(params["trace"] or ())
+        with _working() as progress:
+            bouts = tournament(
+                traces,
+                number,
+                progress,
+                first=first,
+                network=params["network"],
+                policy=params["policy"],
+            )
+        _show_report(tournament_report(bouts), params["json_file"])
 
 
 def _calibrate(
@@ -409,7 +498,14 @@ def _warn_of_traces(names: Sequence[str]) -> None:
 
 def _arguments(params: dict[str, Any]) -> dict[str, Any]:
     """What ``ExperimentConfig.parse`` takes; for what the experiment has no option, its default."""
-    defaults = {"policies": "", "planners": "", "policy": POLICY, "drift": DRIFT}
+    defaults: dict[str, Any] = {"policies": "", "planners": "", "policy": POLICY, "drift": DRIFT}
+    defaults |= {
+        "bound": BOUND,
+        "rule": RULE,
+        "network": NETWORK,
+        "stream": False,
+        "max_len": MAX_LEN,
+    }
     named = {name: params.get(name, default) for name, default in defaults.items()}
     same = {name: params[name] for name in ("gpus", "profile", "seeds")}
     return {"traces": params["trace"] or (), **same, **named}

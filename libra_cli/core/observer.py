@@ -20,9 +20,8 @@ from statistics import fmean
 from typing import TypeAlias
 
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.costs.limits import TrajectoryLimits
 from libra_cli.core.costs.observed import CostEvidence, PlayedTurn, Starts, TrainedStep
-from libra_cli.core.costs.workload import BatchExtras, TrajectorySample, Workload
+from libra_cli.core.costs.workload import BatchExtras, TrajectoryLimits, TrajectorySample, Workload
 from libra_cli.core.explanation import PastPrediction, past_prediction
 from libra_cli.core.observation import InPlay, MeasuredStep
 from libra_cli.core.planning.admission import RECENT

@@ -1,8 +1,9 @@
 """The trainer and its gradient workers in virtual time: how long each optimizer step takes.
 
 A step ends when the slowest of those that compute a part of it has: the base group its own groups,
-each gradient worker its partition. Where servers share cores with the trainer, a step passes more
-slowly while any server has work.
+each gradient worker its partition, once it has loaded the newest version, and sent its gradients,
+as many bytes however small its partition is. Where servers share cores with the trainer, a step
+passes more slowly while any server has work.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ class _Partition:
 
     given: a.BatchPartition
     samples: tuple[a.TrainSample, ...]
+    busy_s: Seconds
+    """Of computing."""
     seconds: Seconds
+    """From the beginning of the step until the trainer has its gradients."""
     lost: str = ""
 
     @property
@@ -57,7 +61,8 @@ class _Step:
 class SimTrainer:
     """One trainer. ``later`` puts an event on the heap; ``clock`` tells the virtual time.
 
-    ``slowdown`` is how many times as long a step takes while a server has work.
+    ``slowdown`` is how many times as long a step takes while a server has work; ``gradient_s`` how
+    long a worker's gradients travel.
     """
 
     slots: Mapping[SlotId, Slot]
@@ -65,9 +70,12 @@ class SimTrainer:
     slowdown: float
     later: Callable[[e.Event, Seconds], None]
     clock: Callable[[], Seconds]
+    gradient_s: Seconds = 0.0
     base: tuple[SlotId, ...] = ()
     #: When each step began and ended.
     trained: list[tuple[Seconds, Seconds]] = field(default_factory=list)
+    #: When the workers have loaded the newest version.
+    loaded_at: dict[SlotId, Seconds] = field(default_factory=dict)
     _step: _Step | None = None
     _due: e.StepDone | None = None
     _done: int = 0
@@ -147,12 +155,27 @@ class SimTrainer:
             number,
             self._published(incarnation, number, self.clock() + took),
             {"own_tokens": float(_tokens(step.own)), "own_s": step.own_s},
-            tuple(_share_done(part, step) for part in step.partitions),
+            tuple(self._share_done(part, step) for part in step.partitions),
         )
         self.later(self._due, took)
 
+    def _share_done(self, part: _Partition, step: _Step) -> e.ShareDone:
+        return e.ShareDone(
+            slot=part.given.slot,
+            incarnation=part.given.incarnation,
+            used=not part.lost,
+            reason=part.lost,
+            tokens=part.tokens,
+            seconds=None if part.lost else part.busy_s,
+            waited_s=0.0 if part.lost else max(0.0, part.seconds - step.own_s),
+            bytes=0,
+            transfer_s=0.0 if part.lost else self.gradient_s,
+        )
+
     def _partition(self, given: a.BatchPartition, samples: tuple[a.TrainSample, ...]) -> _Partition:
-        return _Partition(given, samples, self._seconds(samples, (given.slot,)))
+        busy_s = self._seconds(samples, (given.slot,))
+        loading_s = max(0.0, self.loaded_at.get(given.slot, 0.0) - self.clock())
+        return _Partition(given, samples, busy_s, loading_s + busy_s + self.gradient_s)
 
     def _seconds(self, samples: tuple[a.TrainSample, ...], slots: Sequence[SlotId]) -> Seconds:
         return self.step_s(samples, self._gpus(slots)) if samples else 0.0
@@ -162,20 +185,6 @@ class SimTrainer:
 
     def _published(self, incarnation: int, step: int, at: Seconds) -> e.PublishedVersion:
         return e.PublishedVersion(WeightVersion(incarnation, step), 0, at)
-
-
-def _share_done(part: _Partition, step: _Step) -> e.ShareDone:
-    return e.ShareDone(
-        slot=part.given.slot,
-        incarnation=part.given.incarnation,
-        used=not part.lost,
-        reason=part.lost,
-        tokens=part.tokens,
-        seconds=None if part.lost else part.seconds,
-        waited_s=0.0 if part.lost else max(0.0, part.seconds - step.own_s),
-        bytes=0,
-        transfer_s=0.0,
-    )
 
 
 def _tokens(samples: Sequence[a.TrainSample]) -> Tokens:

@@ -131,7 +131,8 @@ class SimConfig:
     ``train_s`` prices one optimizer step on so many GPUs; ``sync_s`` is the time from a version's
     publication to a server that has proved it, ``stall_s`` how long its engine stands still
     meanwhile; ``start_s`` that of starting a server of a shape after the first plan,
-    ``to_training_s`` that of starting a gradient worker, ``resize_s`` that of restarting the
+    ``to_training_s`` that of starting a gradient worker, ``gradient_s`` how long its gradients of a
+    step travel, ``resize_s`` that of restarting the
     trainer with other slots; ``turn_s``
     what a turn spends outside engine and tool. Where servers share cores with the trainer,
     ``beside_of`` is what they cost while it works, and its step takes ``training_slowdown`` times
@@ -150,6 +151,7 @@ class SimConfig:
     resize_s: Seconds = 60.0
     stall_s: Seconds = 0.0
     turn_s: Seconds = 0.0
+    gradient_s: Seconds = 0.0
     beside_of: Callable[[Bucket], ServerCost] | None = None
     training_slowdown: float = 1.0
 
@@ -259,6 +261,7 @@ class World:
             scene.training_slowdown,
             self._later,
             lambda: self.now,
+            scene.gradient_s,
             trained=self.recording.trained,
         )
 
@@ -527,10 +530,12 @@ class World:
         self._later(event, took)
 
     def _sync_worker(self, action: a.SyncWorker) -> None:
+        took = self.scene.sync_s if action.published.version.step else 0.0
+        at = self._trainer.loaded_at[action.slot] = self.now + took
         synced = e.WorkerSynced(
-            action.slot, action.incarnation, action.published, 0.0, 0.0, 0.0, self.now
+            action.slot, action.incarnation, action.published, 0.0, took, 0.0, at
         )
-        self._later(synced, 0.0)
+        self._later(synced, took)
 
     def _propose(self, action: a.Propose) -> None:
         if self._planner is None:

@@ -59,7 +59,7 @@ def write_report(
     from libra_cli.bench.report.html import bench_page
 
     seeds = "1 seed" if config.seeds == 1 else f"{config.seeds} seeds"
-    parts = (f"{config.gpus} {config.profile.gpu}", config.profile.model, seeds)
+    parts = (f"{config.gpus} {config.profile.gpu}", config.profile.model, seeds, config.conditions)
     about = " · ".join((*parts, *(trace.name for trace in config.traces)))
     page = bench_page(results, about=about, command=command, warnings=config.warnings)
     return write((directory or RUNS / time.strftime("bench-%Y%m%d-%H%M%S")) / REPORT, page)

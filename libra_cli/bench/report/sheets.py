@@ -8,6 +8,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from libra_cli.bench.fidelity.publication import (
+    LONG_RATIO,
+    ROLLOUT_GROWTH,
+    SHORT_RATIO,
+    TRAINING_GROWTH,
+    PublicationResult,
+    PublicationRow,
+)
 from libra_cli.bench.fidelity.run import WANTED_ERROR as WANTED_STEP_ERROR
 from libra_cli.bench.fidelity.run import LiveFidelity
 from libra_cli.bench.fidelity.server import (
@@ -23,14 +31,6 @@ from libra_cli.bench.peers import (
     PeerDifference,
     PeerRow,
     differences,
-)
-from libra_cli.bench.publication import (
-    LONG_RATIO,
-    ROLLOUT_GROWTH,
-    SHORT_RATIO,
-    TRAINING_GROWTH,
-    PublicationResult,
-    PublicationRow,
 )
 from libra_cli.bench.report.terminal import Sheet, amount, share
 from libra_cli.bench.results import LEAST_GAIN, Interval, Regret
@@ -142,10 +142,10 @@ def regret_sheet(found: Sequence[Regret]) -> Sheet:
         (
             f"{one.trace.partition('_')[0]}, {one.variant}",
             one.start,
-            f"{_percents(one.regret)}{_half(one.ci95)} %",
-            f"{_percents(one.steady_regret)} %",
+            f"{percents(one.regret)}{half_interval(one.ci95)} %",
+            f"{percents(one.steady_regret)} %",
             share(one.share_of_clairvoyant, None),
-            f"{_percents(one.over_uniform)} %",
+            f"{percents(one.over_uniform)} %",
             amount(round(one.moves)),
         )
         for one in found
@@ -155,7 +155,7 @@ def regret_sheet(found: Sequence[Regret]) -> Sheet:
     where = f"{worst.trace}, {worst.variant}, {worst.start} start"
     nothing = f"a dash where {LEAST_GAIN:.0%} or less is to be gained"
     notes = (
-        f"mean regret {_percents(mean)} %, at most {_percents(worst.regret)} % ({where})",
+        f"mean regret {percents(mean)} %, at most {percents(worst.regret)} % ({where})",
         "regret: by how much the best static plan in hindsight has the greater throughput",
         "steady: the same without the filling of the pipeline at the start of the run",
         f"of the gain: libra's part of the clairvoyant's over it; {nothing}",
@@ -165,11 +165,13 @@ def regret_sheet(found: Sequence[Regret]) -> Sheet:
     return Sheet(f"regret{about}", columns, rows, notes)
 
 
-def _percents(part: float) -> str:
+def percents(part: float) -> str:
+    """A share with its sign: +1.2."""
     return f"{part * 100:+.1f}"
 
 
-def _half(spread: Interval | None) -> str:
+def half_interval(spread: Interval | None) -> str:
+    """Half the width of an interval of shares, after its mean; empty if there is none."""
     return "" if spread is None else f" ± {(spread[1] - spread[0]) * 50:.1f}"
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 from math import exp
 from statistics import NormalDist, fmean
 
-from libra_cli.config.recipe import LengthsSpec, Recipe
-from libra_cli.core.costs.workload import TrajectorySample
+from libra_cli.config.recipe import LengthsSpec
+from libra_cli.core.costs.workload import TrajectoryLimits, TrajectorySample
 
 SAMPLES = 64
 SPREAD = 0.75
@@ -30,15 +30,14 @@ PROMPT = 1 / 16
 TOOL_S = 1.0
 
 
-def guessed_lengths(recipe: Recipe) -> LengthsSpec:
-    """What trajectories may be like, by the limits of the recipe."""
-    rollout, longest = recipe.rollout, recipe.model.max_len
-    allowed = min(rollout.max_turns * rollout.max_turn_tokens, longest)
+def guessed_lengths(limits: TrajectoryLimits) -> LengthsSpec:
+    """What trajectories may be like, by the limits of a recipe."""
+    allowed = min(limits.max_turns * limits.max_turn_tokens, limits.max_len)
     generated = max(1, round(GENERATED * allowed))
-    turns = max(1, round(TURNS * rollout.max_turns))
+    turns = max(1, round(TURNS * limits.max_turns))
     return LengthsSpec(
         generated=generated,
-        prompt=round(PROMPT * longest),
+        prompt=round(PROMPT * limits.max_len),
         observed=generated if turns > 1 else 0,
         turns=turns,
         tool_s=TOOL_S if turns > 1 else 0.0,

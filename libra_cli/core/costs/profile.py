@@ -139,6 +139,10 @@ class MemoryModel:
         return self.weights_gib(tensor_parallel) + kv + self.server_overhead_gib
 
 
+CHANGED = 0.02
+"""Of a version in bf16, what is sent: twice what was at the default learning rate (1e-6)."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingCost:
     """Seconds of a training step; the formula is the module's.
@@ -168,6 +172,8 @@ class TrainingCost:
     link_bandwidth: float = 0.0
     """Bytes a second from a gradient worker to the trainer; 0 until something has come over the
     network, and then transfer counts nothing."""
+    reload_s: Seconds = 0.0
+    """From the end of a step until a gradient worker has loaded its version."""
 
     def seconds(self, ranks: int, workload: Workload) -> Seconds:
         """Seconds of a step on this workload."""
@@ -185,6 +191,11 @@ class TrainingCost:
         if not self.link_bandwidth:
             return 0.0
         return self.gradient_bytes * self.facts.trained / self.link_bandwidth
+
+    @property
+    def lag_s(self) -> Seconds:
+        """Seconds of a step in which a worker computes nothing, where the next begins at once."""
+        return self.reload_s + self.transfer_s
 
     def compute_s(self, ranks: int, workload: Workload) -> Seconds:
         """Seconds of arithmetic of a step: shared evenly, but a trajectory stays on one rank."""
@@ -373,6 +384,15 @@ class Profile:
             for degree, cost in self.servers.items()
         }
         return replace(self, servers=servers)
+
+    def on_network(self, gigabits: float) -> Profile:
+        """The same where a host's link carries so many gigabits a second: the gradients of a
+        worker, and what a new version changes of the weights in bf16, take as long as that."""
+        bandwidth = gigabits * 1e9 / 8
+        version_s = CHANGED * 2 * self.facts.parameters / bandwidth
+        around = replace(self.surroundings, sync_s=self.surroundings.sync_s + version_s)
+        training = replace(self.training, link_bandwidth=bandwidth, reload_s=around.sync_s)
+        return replace(self, training=training, surroundings=around)
 
     def to_json(self) -> str:
         """The profile as one JSON object, in seconds, bytes, GiB and tokens."""

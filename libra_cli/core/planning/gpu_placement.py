@@ -24,22 +24,25 @@ from libra_cli.core.observation import Observation
 from libra_cli.core.planning.planner import Candidate, SlotMove, roles_of
 from libra_cli.core.planning.rollout_table import PlannedBucket, planned_buckets
 from libra_cli.core.planning.search import Layout, Search
+from libra_cli.core.planning.training_table import TrainingTable
 from libra_cli.core.planning.transition import moves_between, moves_cost_s
 from libra_cli.core.types import Bucket, Plan, Pool, Role, Seconds, Slot, SlotId, Tokens
 
 NODE_GPUS = 8
-OFFERED = 8
-"""Candidates on open nodes at least, so that there is a runner-up to tell of."""
+OFFERED = 32
+"""Candidates at least: a plan whose steps are longer may pay, for it moves less. Chosen."""
 COLOCATED: SlotId = "colocated/0"
 """The trainer's slot where every GPU serves and then trains, in turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerNeeds:
-    """The fewest ranks whose memory holds the trainer's base group, and a gradient worker."""
+    """The fewest ranks whose memory holds the trainer's base group, and a gradient worker;
+    ``table`` tells what a base group is worth, where prices do."""
 
     base: int = 1
     worker: int = 1
+    table: TrainingTable | None = None
     unpaid: str = ""
     """Why none is to be had, if its gradients travel too long."""
 
@@ -80,15 +83,17 @@ class GpuPlacement:
 
     @classmethod
     def around(
-        cls, layout: Layout, gpus: int, *, max_len: Tokens, least: int, moves: bool
+        cls, layout: Layout, training: TrainingTable, *, max_len: Tokens, moves: bool
     ) -> GpuPlacement:
-        """The space of a run that begins with this layout.
+        """The space of a run that begins with this layout, on nodes of eight.
 
-        ``least`` is the smallest number of GPUs that training fits on. Where nothing ever
-        ``moves``, the base group is all that trains; else a node, so that the rest may move.
+        Where nothing ever ``moves``, the base group is all that trains; else as small as pays, a
+        node at least, so that the rest may move.
         """
+        gpus = training.gpus
         spare = gpus - layout.rollout_gpus
-        base = min(spare, max(least, NODE_GPUS)) if moves else spare
+        least = max(training.least() or gpus, NODE_GPUS)
+        base = training.base_group(spare, least, NODE_GPUS) if moves else spare
         return cls(gpus, base, max_len)
 
     @classmethod
@@ -106,21 +111,16 @@ class GpuPlacement:
         sizes = {slot.id: len(slot.gpus) for slot in slots}
         workers = tuple(sizes[slot] for slot in plan.gradient if slot in sizes)
         ranks = sum(sizes.get(slot, 0) for slot in plan.train) + sum(workers)
-        # A bench without nodes does not say which GPUs of a layout would be workers.
-        told = workers if self.nodes is not None and plan.train else ()
-        return Layout(planned_buckets(plan), max(1, ranks), workers=told)
+        return Layout(planned_buckets(plan), max(1, ranks), workers=workers if plan.train else ())
 
     def candidates(self, search: Search, now: Observation) -> Iterator[Candidate]:
-        """Equal servers of every shape in every number, on open nodes in the order of their time.
+        """Equal servers of every shape in every number, in the order of their best times.
 
         Raises:
             NothingFits: none of them stands on the nodes.
         """
         today = self.layout_of(now.plan, now.slots)
         found = [layout for layout, _ in search.layouts()]
-        if self.nodes is None:
-            yield from self._anywhere(search, now, today, found)
-            return
         offered = list(self._on_nodes(search, now, today, (today, *found)))
         if not offered:
             raise NothingFits(
@@ -130,20 +130,10 @@ class GpuPlacement:
             )
         yield from offered
 
-    def _anywhere(
-        self, search: Search, now: Observation, today: Layout, layouts: Sequence[Layout]
-    ) -> Iterator[Candidate]:
-        """On nodes of eight: every power of two stands, beside a base group that stays."""
-        for layout in layouts:
-            if self.gpus - layout.rollout_gpus >= self.base_gpus:
-                moves = moves_between(today, layout)
-                place = partial(self.place, layout, now.slots)
-                yield Candidate(layout, search.times(layout), (moves.gpus, moves.number), place)
-
     def _on_nodes(
         self, search: Search, now: Observation, today: Layout, layouts: Sequence[Layout]
     ) -> Iterator[Candidate]:
-        """What stands on the recipe's own nodes, as it really comes out there.
+        """What stands on the nodes, as it really comes out there, with its gradient workers.
 
         Tried in the order of their best times, until no better one can come: what a node has no
         room for never trains faster.
@@ -155,17 +145,17 @@ class GpuPlacement:
             best_s = search.times(layout).step_s
             if offered >= OFFERED and best_s > least_s * (1 + self.tolerance):
                 return
-            placed = self._stand(layout, before, PinnedSlots.of(now), needs)
-            if placed is None or not _keeps(now, placed[0]):
-                continue
-            plan, slots = placed
-            real = self.layout_of(plan, slots)
-            times, moves = search.times(real), moves_between(today, real)
-            least_s, offered = min(least_s, times.step_s), offered + 1
-            far = (moves.gpus, moves.number) if self.elastic else ()
-            reasons = self._reasons(real, needs.unpaid)
-            place = partial(_placed, replace(plan, reasons=reasons), slots)
-            yield Candidate(real, times, far, place)
+            for plan, slots in self._placements(layout, before, PinnedSlots.of(now), needs):
+                if not _keeps(now, plan):
+                    continue
+                real = self.layout_of(plan, slots)
+                times, moves = search.times(real), moves_between(today, real)
+                least_s, offered = min(least_s, times.step_s), offered + 1
+                resized = plan.train != now.plan.train
+                far = (resized, moves.gpus, moves.number) if self.elastic else ()
+                reasons = self._reasons(real, needs.unpaid)
+                place = partial(_placed, replace(plan, reasons=reasons), slots)
+                yield Candidate(real, times, far, place)
 
     def _by_best_time(self, search: Search, layouts: Sequence[Layout]) -> list[Layout]:
         """Layouts with other servers each, those with the shortest steps first."""
@@ -181,7 +171,7 @@ class GpuPlacement:
             base = search.training.least() or 1
             why = search.training.unpaid(base)
             worker = self.gpus + 1 if why else search.training.least_worker() or 1
-            return TrainerNeeds(base, worker, why)
+            return TrainerNeeds(base, worker, search.training, why)
         ranks = sum(len(slot.gpus) for slot in now.slots if slot.id in now.plan.train)
         return TrainerNeeds(ranks, -(-ranks // 2))  # half the bytes, see WORKER_BYTES
 
@@ -201,24 +191,25 @@ class GpuPlacement:
         """
         if layout.colocated:
             return self._colocated(layout)
-        placed = self._stand(layout, before, PinnedSlots(), needs or TrainerNeeds())
-        if placed is None:
-            raise NothingFits("nodes", f"the nodes have no room for {layout}")
-        return placed
+        placed = self._placements(layout, before, PinnedSlots(), needs or TrainerNeeds())
+        for plan, slots in placed:
+            return plan, slots
+        raise NothingFits("nodes", f"the nodes have no room for {layout}")
 
-    def _stand(
+    def _placements(
         self,
         layout: Layout,
         before: Sequence[Slot],
         pinned: PinnedSlots,
         needs: TrainerNeeds,
-    ) -> tuple[Plan, tuple[Slot, ...]] | None:
-        """The plan and its slots, with the base group that leaves the fewest GPUs without work;
-        None where they do not stand."""
-        bases = self._bases(before, self.gpus - layout.rollout_gpus, needs)
-        found = [self._beside(base, layout, before, pinned, needs) for base in bases]
-        stand = [placed for placed in found if placed is not None]
-        return max(stand, key=lambda placed: sum(len(s.gpus) for s in placed[1]), default=None)
+    ) -> Iterator[tuple[Plan, tuple[Slot, ...]]]:
+        """Ways to place the layout: of the base groups of a kind, the one that leaves the fewest
+        GPUs without work. None where it does not stand."""
+        for bases in self._bases(before, self.gpus - layout.rollout_gpus, needs):
+            found = [self._beside(base, layout, before, pinned, needs) for base in bases]
+            stand = [placed for placed in found if placed is not None]
+            if stand:
+                yield max(stand, key=lambda placed: sum(len(slot.gpus) for slot in placed[1]))
 
     def _beside(
         self,
@@ -254,18 +245,38 @@ class GpuPlacement:
 
     def _bases(
         self, before: Sequence[Slot], spare: int, needs: TrainerNeeds
-    ) -> Iterator[Sequence[Slot]]:
-        """Base groups to have where ``spare`` GPUs do not serve, the one to prefer first."""
+    ) -> Iterator[Sequence[Sequence[Slot]]]:
+        """Base groups to have where ``spare`` GPUs do not serve, by kind: that which there is, or
+        the one to begin with; and one as large as pays, at the price of a restart."""
         held = [slot for slot in before if slot.pool is Pool.TRAIN]
-        if self.nodes is None:
-            yield held or self._grid.last(self.base_gpus)
-        elif held and sum(len(slot.gpus) for slot in held) <= spare:
-            yield held
-        else:
-            head = min(spare, dict(self.nodes.nodes)[self.nodes.head])
-            sizes = (needs.base, max(needs.base, head))
-            for least in sizes if held else reversed(sizes):
-                yield from self.nodes.bases(least, spare)
+        size = sum(len(slot.gpus) for slot in held)
+        if held and size <= spare:
+            yield [held]
+        elif self.nodes is None and self.base_gpus <= spare:
+            yield [self._grid.last(self.base_gpus)]
+        elif self.nodes is not None:
+            yield list(self._small_bases(self.nodes, spare, needs, held=bool(held)))
+        worth = self._worth(spare, needs)
+        if worth and (worth != size if held else self.nodes is not None):
+            grid = self._grid
+            yield [grid.last(worth)] if self.nodes is None else list(grid.bases(worth, spare))
+
+    def _small_bases(
+        self, nodes: GpuNodes, spare: int, needs: TrainerNeeds, *, held: bool
+    ) -> Iterator[Sequence[Slot]]:
+        """As many ranks as memory needs, or the head node if that is more, which is preferred
+        where there is no base group yet."""
+        head = min(spare, dict(nodes.nodes)[nodes.head])
+        sizes = (needs.base, max(needs.base, head))
+        for least in sizes if held else reversed(sizes):
+            yield from nodes.bases(least, spare)
+
+    def _worth(self, spare: int, needs: TrainerNeeds) -> int:
+        """Ranks of a base group that are worth not being able to change sides; 0: not known."""
+        if needs.table is None or spare < needs.base:
+            return 0
+        head = dict(self._grid.nodes)[self._grid.head]
+        return needs.table.base_group(spare, max(needs.base, min(head, spare)), head)
 
     def moves(
         self, now: Observation, then: Plan, slots: Sequence[Slot], profile: Profile

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import inf
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -121,7 +122,17 @@ class RolloutTable:
 
     def buckets_s(self, buckets: tuple[PlannedBucket, ...], train_s: Seconds = 0.0) -> Seconds:
         """Seconds of a step on these servers, with the best boundaries for this workload."""
+        if len(buckets) == 1 and buckets[0].tensor_parallel in self._servers:
+            return self._alone_s(buckets[0], train_s)
         return float(self._prefixes(buckets, train_s)[-1][-1])
+
+    def _alone_s(self, bucket: PlannedBucket, train_s: Seconds) -> Seconds:
+        """Of a bucket that gets everything: there is nothing to divide."""
+        degree, every = bucket.tensor_parallel, (0, len(self._parts))
+        if self._refused[degree][every]:
+            return inf
+        servers = self._servers_of(degree, bucket.servers, bucket.max_num_seqs, train_s)
+        return float(servers.time(self._loads[degree].at(every), self.workload).seconds)
 
     def equal_s(self, degree: int, servers: int) -> Seconds:
         """Seconds of a step on so many servers of one shape, where all other GPUs train."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from libra_cli.core.costs.memory import GIB
 from libra_cli.core.costs.observed import UNCHECKED_GIB
@@ -20,7 +21,8 @@ from libra_cli.core.types import Seconds
 
 def together_s(alone_s: Seconds, workers: Iterable[tuple[Seconds, Seconds]]) -> Seconds:
     """Seconds until a step is computed that takes the trainer ``alone_s``, with workers: of each
-    those in which its gradients travel, and those it would take to compute all of the step."""
+    those in which its version is loaded and its gradients travel, and those it would take to
+    compute all of the step."""
     work, rate = 1.0, 1 / alone_s
     for transfer_s, worker_s in sorted(workers):
         if transfer_s >= work / rate:
@@ -44,6 +46,9 @@ class TrainingPlan:
 WORKER_BYTES = 8
 """Bytes of a parameter in a gradient worker: float32 weight and gradient (as in
 ``node.model.policy``)."""
+SMALLER = 0.02
+"""By how much longer a step may be for a base group that leaves more GPUs free to change sides. As
+much as plans may differ and count as equal (``Admission.tolerance``)."""
 LARGEST = 256
 """GPUs up to which the least world that fits is looked for when none does."""
 
@@ -55,6 +60,7 @@ class TrainingTable:
         self._cost = cost
         self._workload = workload
         self._longest = workload.longest.context
+        self.gpus = gpus
         self._best = self._solve(gpus)
 
     def best(self, gpus: int) -> TrainingPlan | None:
@@ -80,9 +86,25 @@ class TrainingTable:
         alone_s = self._cost.seconds(base, self._workload)
         if not workers:
             return alone_s
-        busy_s, transfer_s = self._cost.busy_s(base, self._workload), self._cost.transfer_s
+        busy_s, lag_s = self._cost.busy_s(base, self._workload), self._cost.lag_s
         each = [self._cost.busy_s(ranks, self._workload) for ranks in workers]
-        return alone_s - busy_s + together_s(busy_s, [(transfer_s, one) for one in each])
+        return alone_s - busy_s + together_s(busy_s, [(lag_s, one) for one in each])
+
+    def base_group(self, gpus: int, least: int, node: int) -> int:
+        """Ranks of the base group to begin with where ``gpus`` train on nodes of ``node``.
+
+        What is not in it can change sides at once, so it is the smallest of ``least`` or more ranks
+        and of whole nodes with which a step is no more than ``SMALLER`` longer than with the best:
+        workers send their gradients over the network, which the base group need not.
+        """
+        sizes: list[int] = sorted({min(gpus, least), *range(node, gpus, node), gpus})
+        steps = {
+            base: self.seconds(gpus, [min(node, gpus - at) for at in range(base, gpus, node)])
+            for base in sizes
+            if base >= min(gpus, least)
+        }
+        limit_s = min(steps.values()) * (1 + SMALLER)
+        return next(base for base in sizes if steps.get(base, inf) <= limit_s)
 
     def unpaid(self, base: int) -> str:
         """Why no gradient worker can help so many ranks; empty if one can."""

@@ -116,7 +116,7 @@ def cut(bound: int, least: float = LEAST, *, keeps_rest: bool = True) -> Stalene
 def rule_of(training: TrainingSpec) -> StalenessRule:
     """The rule that a recipe names."""
     spec, bound = training.staleness, training.max_staleness
-    match spec.rule or _default(bound):
+    match spec.rule or default_rule(bound):
         case "hold":
             return hold(bound)
         case "late":
@@ -127,7 +127,10 @@ def rule_of(training: TrainingSpec) -> StalenessRule:
             return soft(bound)
 
 
-def _default(bound: int) -> Literal["hold", "cut"]:
-    """``cut`` was quicker than ``hold`` in simulation and live, and learned as well (``libra
-    help staleness``). Who asks for a bound of 0 wants no token over it."""
+def default_rule(bound: int) -> Literal["hold", "cut"]:
+    """The rule of a recipe that names none.
+
+    ``cut`` was quicker than ``hold`` in simulation and live, and learned as well (``libra help
+    staleness``). Who asks for a bound of 0 wants no token over it.
+    """
     return "cut" if bound else "hold"

@@ -22,7 +22,7 @@ from libra_cli.core.launch.ports import ports_needed
 from libra_cli.core.launch.process import worker_ports
 from libra_cli.core.launch.trainer_backend import ranks_per_node, trainer_backend
 from libra_cli.core.observation import Observation
-from libra_cli.core.observer import workload_of
+from libra_cli.core.observer import limits_of, workload_of
 from libra_cli.core.reconcile.manual_plan import ordered_plan
 from libra_cli.core.types import Role, Slot, node_of
 
@@ -286,10 +286,10 @@ def test_an_order_by_hand_counts_the_slots_that_the_plan_has() -> None:
 
 def test_a_guess_stays_within_the_limits_of_the_recipe() -> None:
     recipe = recipe_of(8)
-    samples = workload_of(recipe, samples_around(guessed_lengths(recipe))).samples
+    samples = workload_of(recipe, samples_around(guessed_lengths(limits_of(recipe)))).samples
     assert max(sample.context for sample in samples) <= recipe.model.max_len
     mean = sum(sample.generated for sample in samples) / len(samples)
-    assert mean == pytest.approx(guessed_lengths(recipe).generated, rel=0.15)
+    assert mean == pytest.approx(guessed_lengths(limits_of(recipe)).generated, rel=0.15)
     assert all(isinstance(slot, Slot) for slot in first_plan(recipe)[1])
 
 

@@ -357,7 +357,7 @@ def test_a_run_without_its_description_asks_for_it(tmp_path: Path) -> None:
 
 
 def test_the_publication_is_beside_what_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    from libra_cli.bench import publication
+    from libra_cli.bench.fidelity import publication
 
     monkeypatch.setattr(publication, "STEPS_S", (0.0, 0.004))
     monkeypatch.setattr(publication, "SEQUENCES_S", (0.0,))

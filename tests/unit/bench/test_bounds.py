@@ -41,6 +41,8 @@ def played(trace: Trace, policy: str) -> tuple[float, float]:
         steps=3,
         groups_per_step=2,
         group_size=2,
+        bound=4,
+        staleness="hold",
     )
     row, _ = run_job(job)
     assert row.bound_s is not None

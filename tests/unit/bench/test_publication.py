@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from libra_cli.bench import publication
-from libra_cli.bench.publication import (
+from libra_cli.bench.fidelity import publication
+from libra_cli.bench.fidelity.publication import (
     Constants,
     publication_row,
     publication_table,

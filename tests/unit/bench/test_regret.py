@@ -156,6 +156,7 @@ def test_regret_is_what_the_best_static_plan_has_more() -> None:
         CLAIRVOYANT: 80.0,
         "uniform": 125.0,
         "libra": 100.0,
+        "libra, guess start": 100.0,
         "libra, half start": 90.0,
         "libra, worst start": 200.0,
     }
@@ -164,7 +165,7 @@ def test_regret_is_what_the_best_static_plan_has_more() -> None:
         for seed in range(2)
         for name, makespan_s in makespans.items()
     ]
-    own, half, worst = regrets(rows)
+    own, _, half, worst = regrets(rows)
     assert (own.start, half.start, worst.start) == ("own", "half", "worst")
     assert own.regret == own.share_of_clairvoyant == 0.0
     assert worst.regret == pytest.approx(0.5, abs=0.01)
@@ -184,6 +185,7 @@ def test_a_share_of_next_to_nothing_is_not_told() -> None:
             CLAIRVOYANT: 99.5,
             "uniform": 125.0,
             "libra": 100.0,
+            "libra, guess start": 100.0,
             "libra, half start": 90.0,
             "libra, worst start": 200.0,
         }.items()
@@ -228,9 +230,9 @@ def test_every_contender_plays_every_seed_and_the_report_tells_the_regret(
     for drift in ("drift x1 x4", "drift turns x1 x2"):
         rows = [one for one in told["rows"] if one["variant"] == drift]
         assert {one["planner"] for one in rows} >= names
-        assert len(rows) == 2 * 8
+        assert len(rows) == 2 * 9
         starts = [one["start"] for one in told["regret"] if one["variant"] == drift]
-        assert starts == ["own", "half", "worst"]
+        assert starts == ["own", "guess", "half", "worst"]
     assert "turns x1 x2 worst" in done.output.replace("  ", " ")
     assert "regret" in Path("bench.html").read_text()
     on_second = [job for job in invented.jobs if job.seed == 1 and job.layout]

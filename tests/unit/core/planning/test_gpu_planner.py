@@ -64,9 +64,8 @@ class Run:
 
     def __init__(self, name: str, first: Workload, profile: Profile = PROFILE) -> None:
         self.layout = first_layout(name, PROFILE, first, GPUS, SETTINGS)
-        least = search_of(first).training.least() or GPUS
         self.space = GpuPlacement.around(
-            self.layout, GPUS, max_len=131_072, least=least, moves=name not in STATIC
+            self.layout, search_of(first).training, max_len=131_072, moves=name not in STATIC
         )
         self.planner: DecisionMaker = planner_of(name, profile, self.space, SETTINGS)
         self.plan, self.slots = self.space.place(self.layout)
