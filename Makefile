@@ -21,6 +21,8 @@ JOBS ?= 2
 # Of make chaos.
 MINUTES ?= 10
 SEED ?= 0
+# Of make nightly.
+CIRCUMSTANCES ?= 40
 
 # Real vLLM and accelerate take seconds to import and minutes to start.
 FAST := not integration and not vllm
@@ -29,8 +31,8 @@ SLOW := (integration or vllm)
 TORCH = $(shell grep -rlx "pytestmark = pytest.mark.vllm" tests/unit)
 TOLD := --durations 10 --durations-min 2
 
-.PHONY: help quickstart gpu-check test check fmt lint audit unit clients light heavy chaos install \
-  install-dev install-test clean
+.PHONY: help quickstart gpu-check test check fmt lint audit unit clients light heavy chaos nightly \
+  install install-dev install-test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -73,6 +75,9 @@ heavy: $(VENV)/.stamp-test ## integration tests that want every core, one after 
 
 chaos: $(VENV)/.stamp-test ## as root: break a real run in every way for MINUTES (10), by SEED (0)
 	$(BIN)/python -m tests.cluster.chaos --minutes $(MINUTES) --seed $(SEED)
+
+nightly: $(VENV)/.stamp-dev ## the planner in CIRCUMSTANCES (40) that nobody chose (20 minutes on 2 cores)
+	$(BIN)/libra bench plan --random $(CIRCUMSTANCES)
 
 fmt: $(VENV)/.stamp-dev ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .

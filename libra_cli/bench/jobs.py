@@ -274,6 +274,7 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
         stall_s=around.stall_s,
         turn_s=around.turn_s,
         gradient_s=job.profile.training.transfer_s,
+        fixed_s=job.profile.training.step_s,
     )
 
 

@@ -2,7 +2,8 @@
 
 A step ends when the slowest of those that compute a part of it has: the base group its own groups,
 each gradient worker its partition, once it has loaded the newest version, and sent its gradients,
-as many bytes however small its partition is. Where servers share cores with the trainer, a step
+as many bytes however small its partition is. What a step costs whatever is in it comes after that,
+once, on the base group. Where servers share cores with the trainer, a step
 passes more slowly while any server has work.
 """
 
@@ -46,6 +47,7 @@ class _Step:
     at: Seconds
     own: tuple[a.TrainSample, ...]
     own_s: Seconds
+    fixed_s: Seconds
     partitions: list[_Partition]
     left: Seconds = 0.0
     rate: float = 1.0
@@ -54,7 +56,7 @@ class _Step:
     def seconds(self) -> Seconds:
         """Until the slowest is done, at full speed."""
         working = [part.seconds for part in self.partitions if not part.lost]
-        return max([self.own_s, *working])
+        return self.fixed_s + max([self.own_s, *working])
 
 
 @dataclass(slots=True)
@@ -62,7 +64,7 @@ class SimTrainer:
     """One trainer. ``later`` puts an event on the heap; ``clock`` tells the virtual time.
 
     ``slowdown`` is how many times as long a step takes while a server has work; ``gradient_s`` how
-    long a worker's gradients travel.
+    long a worker's gradients travel, ``fixed_s`` what a step costs whatever is in it.
     """
 
     slots: Mapping[SlotId, Slot]
@@ -71,6 +73,7 @@ class SimTrainer:
     later: Callable[[e.Event, Seconds], None]
     clock: Callable[[], Seconds]
     gradient_s: Seconds = 0.0
+    fixed_s: Seconds = 0.0
     base: tuple[SlotId, ...] = ()
     #: When each step began and ended.
     trained: list[tuple[Seconds, Seconds]] = field(default_factory=list)
@@ -90,7 +93,7 @@ class SimTrainer:
     def accumulate(self, action: a.Accumulate) -> None:
         """A part of the next step's batch, on the base group."""
         done = e.Accumulated(action.incarnation, action.step, action.part)
-        self.later(done, self.step_s(action.samples, self._gpus(self.base)))
+        self.later(done, self._seconds(action.samples, self.base))
 
     def train(self, action: a.Train) -> None:
         """Begin a step."""
@@ -104,7 +107,7 @@ class SimTrainer:
         ]
         now = self.clock()
         own_s = self._seconds(own, self.base)
-        self._step = step = _Step(action, now, now, own, own_s, partitions)
+        self._step = step = _Step(action, now, now, own, own_s, self.fixed_s, partitions)
         step.left = step.seconds
         self._schedule(step)
 
@@ -178,7 +181,9 @@ class SimTrainer:
         return _Partition(given, samples, busy_s, loading_s + busy_s + self.gradient_s)
 
     def _seconds(self, samples: tuple[a.TrainSample, ...], slots: Sequence[SlotId]) -> Seconds:
-        return self.step_s(samples, self._gpus(slots)) if samples else 0.0
+        if not samples:
+            return 0.0
+        return max(0.0, self.step_s(samples, self._gpus(slots)) - self.fixed_s)
 
     def _gpus(self, slots: Sequence[SlotId]) -> int:
         return sum(self.slots[slot].num_devices for slot in slots)

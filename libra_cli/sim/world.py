@@ -132,11 +132,10 @@ class SimConfig:
     publication to a server that has proved it, ``stall_s`` how long its engine stands still
     meanwhile; ``start_s`` that of starting a server of a shape after the first plan,
     ``to_training_s`` that of starting a gradient worker, ``gradient_s`` how long its gradients of a
-    step travel, ``resize_s`` that of restarting the
-    trainer with other slots; ``turn_s``
-    what a turn spends outside engine and tool. Where servers share cores with the trainer,
-    ``beside_of`` is what they cost while it works, and its step takes ``training_slowdown`` times
-    as long while any of them does.
+    step travel, ``fixed_s`` what of an optimizer step only the base group has, ``resize_s`` that of
+    restarting the trainer with other slots; ``turn_s`` what a turn spends outside engine and tool.
+    Where servers share cores with the trainer, ``beside_of`` is what they cost while it works, and
+    its step takes ``training_slowdown`` times as long while any of them does.
     """
 
     recipe: Recipe
@@ -152,6 +151,7 @@ class SimConfig:
     stall_s: Seconds = 0.0
     turn_s: Seconds = 0.0
     gradient_s: Seconds = 0.0
+    fixed_s: Seconds = 0.0
     beside_of: Callable[[Bucket], ServerCost] | None = None
     training_slowdown: float = 1.0
 
@@ -262,6 +262,7 @@ class World:
             self._later,
             lambda: self.now,
             scene.gradient_s,
+            scene.fixed_s,
             trained=self.recording.trained,
         )
 

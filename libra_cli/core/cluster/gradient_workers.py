@@ -177,7 +177,7 @@ class GradientWorkers(ReplicaSet):
         for share in step.shares:
             replica = self.current(share.slot, share.incarnation)
             if replica is not None:
-                results += self._judge(replica, share, now)
+                results += self._judge(replica, share, step.seconds, now)
         for replica in self.replicas.values():
             if replica.state is ReplicaState.DRAINING:
                 results += self.take_out(replica, replica.detail, now=now)
@@ -193,12 +193,16 @@ class GradientWorkers(ReplicaSet):
         replica.detail = why
         return [ReplicaChanged(replica)]
 
-    def _judge(self, replica: Replica, share: ShareDone, now: Seconds) -> list[Result]:
+    def _judge(
+        self, replica: Replica, share: ShareDone, own_s: Seconds, now: Seconds
+    ) -> list[Result]:
         slot = share.slot
         if share.seconds:
             self._speeds.worker(slot, share.tokens, share.seconds)
         if share.used:
             self._speeds.fetched(slot, share.transfer_s)
+            busy_s = (share.seconds or own_s) + share.transfer_s
+            self._speeds.took(slot, busy_s, own_s, share.waited_s)
             self.used.add(slot)
             self._missed[slot] = 0
             return []

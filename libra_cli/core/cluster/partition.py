@@ -9,9 +9,10 @@ a GPU counts as much as another. The trainer group takes its part first where al
 what it computes needs no transfer.
 
 A worker's gradients are as many bytes however small its share is, so the trainer has them
-``transfer_s`` later than they are computed, and a worker with which a trajectory would be done
-later than with everybody else has no share. Until a share was fetched, what counts is how long its
-host took to fetch a weight version, times the bytes of gradients over those of a version.
+``transfer_s`` later than they are computed, and one that is still loading its version when a step
+begins computes later by as much as it was seen to be. A worker with which a trajectory would be
+done later than with everybody else has no share. Until a share was fetched, what counts is how long
+its host took to fetch a weight version, times the bytes of gradients over those of a version.
 
 Guarantee: every trajectory is dealt exactly once, and the sum of gradients is the same however
 they are dealt.
@@ -42,6 +43,7 @@ class Speeds:
         self._workers: dict[SlotId, float] = {}
         self._fetched: dict[SlotId, Seconds] = {}
         self._guessed: dict[SlotId, Seconds] = {}
+        self._late: dict[SlotId, Seconds] = {}
 
     def trainer(self, tokens: float, seconds: Seconds) -> None:
         """The trainer group computed its own part."""
@@ -57,6 +59,21 @@ class Speeds:
         """The trainer group fetched a share's gradients from a worker."""
         if transfer_s > 0:
             self._fetched[slot] = _blend(self._fetched.get(slot), transfer_s)
+
+    def took(self, slot: SlotId, busy_s: Seconds, own_s: Seconds, waited_s: Seconds) -> None:
+        """A worker computed and sent its share in ``busy_s``, the trainer its own part in ``own_s``
+        and waited so long for it then: what is left is how late the worker began, at most."""
+        most = max(0.0, own_s + waited_s - busy_s)
+        known = self._late.get(slot)
+        if waited_s > 0:
+            self._late[slot] = _blend(known, most)
+        elif known is not None:
+            self._late[slot] = min(known, most)
+
+    def lag_s(self, slot: SlotId) -> Seconds:
+        """Of a step in which a worker computes nothing: before it begins, and while its gradients
+        travel."""
+        return self._late.get(slot, 0.0) + self.transfer_s(slot)
 
     def would_fetch(self, slot: SlotId, transfer_s: Seconds) -> None:
         """By what else has gone over its network, that would take so long; the least counts."""
@@ -88,7 +105,7 @@ def deal_shares(
     """The shares of the workers; a worker that would get nothing has none."""
     ready = list(workers)
     pace = [speeds.of_trainer(), *(speeds.of(replica) for replica in ready)]
-    begin = [0.0, *(speeds.transfer_s(replica.slot.id) for replica in ready)]
+    begin = [0.0, *(speeds.lag_s(replica.slot.id) for replica in ready)]
     load = [0.0] * len(pace)
     dealt: list[list[TrajectoryId]] = [[] for _ in pace]
     tokens_of = {sample.trajectory.id: sample.trajectory.all_tokens for sample in samples}
