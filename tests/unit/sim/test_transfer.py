@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
+from random import Random
 
 import pytest
 
 from libra_cli.bench.jobs import Job, playable, world_of
 from libra_cli.core.costs.profile import CHANGED, Profile
 from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout
 from libra_cli.core.planning.training_table import SMALLER, TrainingTable
@@ -62,6 +65,21 @@ def test_a_step_with_a_worker_is_as_much_longer_as_its_gradients_travel() -> Non
     assert steps[1e6] < steps[200.0] < steps[20.0]
     longer_s = PROFILE.on_network(20.0).training.transfer_s
     assert steps[20.0] - steps[1e6] == pytest.approx(longer_s, rel=0.05), "dealt as if it were none"
+
+
+@pytest.mark.parametrize("gigabits", [1e6, 200.0])
+def test_a_simulated_step_takes_what_the_law_says_of_workers(gigabits: float) -> None:
+    """Each computes its part at once; what a step costs whatever is in it is paid once."""
+    profile = PROFILE.on_network(gigabits)
+    run = world(profile, 8)
+    plan, slots = run.machine.plan, tuple(run.scene.slots)
+    layout = GpuPlacement(24, 8, 20_000).layout_of(plan, slots)
+    assert layout.workers == (8,)
+    began, ended = run.run().trained[-1]
+    groups = islice(TRACE.groups(Random("run/0"), 4), 24)
+    work = Workload(tuple(one.sample(20_000) for group in groups for one in group), 32)
+    table = TrainingTable(profile.training, work, 24)
+    assert ended - began == pytest.approx(table.seconds(16, layout.workers), rel=0.05)
 
 
 def test_the_base_group_is_as_large_as_what_travels_makes_worth() -> None:

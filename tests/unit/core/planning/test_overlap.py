@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 from math import inf
+from statistics import geometric_mean
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -88,39 +90,62 @@ def test_turns_are_told_from_one_another_by_what_was_measured() -> None:
     assert found.recalibration.rollout == pytest.approx(2**0.5), "one step weighs as the prices do"
 
 
+def test_rollouts_prices_are_told_apart_from_what_training_took() -> None:
+    """Training takes three times what its prices say, and rollout what its own do beside that."""
+    samples = tuple(TrajectorySample(500, 300 * n, 200, 4, 4.0) for n in range(1, 17))
+    work = Workload(samples, 64, overlap=2.0)
+    today = Layout((PlannedBucket(2, 2, 9000, 128),), 28)
+    search = Search(PROFILE, work, 32, PlannerSettings())
+    train_s = 3 * search.times(today).train_s
+    step_s = search.rollout_s(today.buckets, train_s)
+    assert step_s > 1.1 * search.times(today).rollout_s
+    measured = MeasuredStep(step_s, train_s, step_s - train_s, in_play_s=0.0, concurrency=0.0)
+    found = recalibrated(PROFILE, work, 32, PlannerSettings(), today=today, measured=[measured])
+    assert found.recalibration.rollout == pytest.approx(1.0)
+    assert found.recalibration.training == pytest.approx(3**0.5)
+
+
 ORDERS = {
     "bound 0": {"trace": "moatless", "bound": 0, "staleness": {"rule": "hold"}},
     "hold at 1": {"trace": "tau2bench", "bound": 1, "staleness": {"rule": "hold"}},
 }
 
 
+def test_the_law_is_right_in_the_mean_where_nobody_is_waited_for() -> None:
+    """A step as predicted over one as simulated, under two rules on three traces."""
+    ratios = []
+    for trace in ("tau2bench", "moatless", "mint"):
+        for rule in ("token", "cut"):
+            job = job_on(trace, bound=1, staleness={"rule": rule}, steps=10)
+            layout = StaticPlans(job).layout((4, 3))
+            assert layout is not None
+            _, ended = static_run(replace(job, layout=layout))
+            predicted = search_of(job).times(layout).step_s
+            ratios.append(predicted / ((ended[-1] - ended[2]) / 7))
+    assert 0.92 < geometric_mean(ratios) < 1.08
+
+
 @pytest.mark.parametrize("case", ORDERS)
 def test_the_order_of_static_plans_is_that_of_their_runs(case: str) -> None:
     """Simulated side by side: servers of four GPUs on 8, 12 and 16 of 24."""
     spec = dict(ORDERS[case])
-    trace, _ = playable(load_trace(str(spec.pop("trace"))), 40_000)
-    job = Job(
-        trace,
-        PROFILE,
-        PROFILE,
-        24,
-        "libra",
-        "fixed",
-        0,
-        steps=6,
-        groups_per_step=6,
-        group_size=4,
-        **spec,  # type: ignore[arg-type]
-    )
-    plans = StaticPlans(job)
+    job = job_on(str(spec.pop("trace")), steps=6, **spec)
+    plans, search = StaticPlans(job), search_of(job)
     layouts = [layout for n in (2, 3, 4) if (layout := plans.layout((4, n))) is not None]
-    search = Search(
-        PROFILE,
-        job.work_of(islice(job.groups(), job.steps * job.groups_per_step)),
-        24,
-        PlannerSettings(),
-    )
     simulated = [static_run(replace(job, layout=layout))[0].makespan_s for layout in layouts]
     predicted = [search.times(layout).step_s for layout in layouts]
     assert len(layouts) == 3
     assert predicted.index(min(predicted)) == simulated.index(min(simulated))
+
+
+def job_on(trace: str, **changes: Any) -> Job:
+    """A short run on 24 GPUs."""
+    recorded, _ = playable(load_trace(trace), 40_000)
+    job = Job(recorded, PROFILE, PROFILE, 24, "libra", "fixed", 0, groups_per_step=6, group_size=4)
+    return replace(job, **changes)
+
+
+def search_of(job: Job) -> Search:
+    """What is predicted of everything that the run plays."""
+    played = islice(job.groups(), job.steps * job.groups_per_step)
+    return Search(PROFILE, job.work_of(played), 24, PlannerSettings())

@@ -1,0 +1,38 @@
+"""A worker that begins late has a smaller share, once the trainer has waited for it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_cli.core.cluster.partition import KEEP, Speeds
+
+SECONDS = st.floats(0.0, 100.0)
+
+
+def test_what_the_trainer_waited_says_how_late_a_worker_began() -> None:
+    speeds = Speeds(8)
+    speeds.trainer(1000.0, 10.0)
+    speeds.fetched("a", 2.0)
+    assert speeds.lag_s("a") == 2.0
+    speeds.took("a", 12.0, 10.0, 5.0)
+    assert speeds.lag_s("a") == 2.0 + 3.0
+    speeds.took("a", 12.0, 10.0, 3.0)
+    assert speeds.lag_s("a") == pytest.approx(2.0 + KEEP * 3.0 + (1 - KEEP) * 1.0)
+
+
+def test_a_worker_that_was_not_waited_for_is_late_by_what_was_left_at_most() -> None:
+    speeds = Speeds(8)
+    speeds.took("a", 8.0, 10.0, 0.0)
+    assert speeds.lag_s("a") == 0.0, "nobody knows"
+    speeds.took("a", 10.0, 10.0, 4.0)
+    speeds.took("a", 9.0, 10.0, 0.0)
+    assert speeds.lag_s("a") == 1.0
+
+
+@given(busy_s=SECONDS, own_s=SECONDS, waited_s=SECONDS)
+def test_nobody_begins_before_the_step(busy_s: float, own_s: float, waited_s: float) -> None:
+    speeds = Speeds(8)
+    speeds.took("a", busy_s, own_s, waited_s)
+    assert 0.0 <= speeds.lag_s("a") <= own_s + waited_s
