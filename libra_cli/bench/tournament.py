@@ -71,7 +71,7 @@ class Circumstance:
     def kind(self) -> str:
         """What changes over the run."""
         drift = self.job.drift
-        return f"drift of {drift.kind}" if drift.factors or drift.task else "no drift"
+        return drift.kind if drift.factors or drift.task else "no drift"
 
     @property
     def rule(self) -> str:
@@ -249,8 +249,11 @@ def _half(job: Job) -> Layout:
 
 
 def _check(job: Job) -> None:
-    """Raise NothingFits where a server of the first plan cannot hold the longest trajectory."""
+    """Raise NothingFits where a server cannot hold the longest trajectory, or where the trainer of
+    who halves the GPUs cannot: libra's own says itself what it needs."""
     layout = job.start or first_layout_of(job, job.workload)
     costs = [job.profile.servers[bucket.tensor_parallel] for bucket in layout.buckets]
-    if any(cost.kv_tokens < job.max_len for cost in costs):
+    halved = job.start is not None or job.planner == "uniform"
+    trained = job.profile.training.longest_context(layout.training_gpus) if halved else job.max_len
+    if trained < job.max_len or any(cost.kv_tokens < job.max_len for cost in costs):
         raise NothingFits("trajectories", f"{layout} does not hold {job.max_len:,} tokens")

@@ -87,7 +87,7 @@ Json = Annotated[Path | None, typer.Option("--json", help="One JSON object; - pr
 
 GPUS, PROFILE, SEEDS, POLICY, DRIFT = 48, "a800-qwen3-14b", 3, "libra", "1,4"
 BOUND, RULE, NETWORK, MAX_LEN = 1, "", 200.0, 131_072
-REGRET_GPUS, REGRET_DRIFTS = 24, "1,4 tools:1,20 task:mint"
+REGRET_GPUS, REGRET_DRIFTS = 24, "1,4 4,1 tools:1,20 task:mint"
 REGRET_TRACES = ["tau2bench", "moatless"]
 QUICK = "least-loaded,sticky-least-loaded,libra,known-lengths"
 """The policies of a bare ``libra bench`` and of ``sensitivities``, unless others are named."""

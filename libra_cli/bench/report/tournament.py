@@ -25,17 +25,7 @@ def tournament_report(bouts: Sequence[Bout]) -> Report:
 
 
 def _means(found: Sequence[Standing]) -> Sheet:
-    columns = (
-        "",
-        "number",
-        "over uniform",
-        "worst",
-        "behind",
-        "over kept",
-        "worst",
-        "best",
-        "half",
-    )
+    columns = ("", "number", "over uniform", "worst", "behind", "over kept", "half over\nuniform")
     rows = [
         (
             one.of,
@@ -44,8 +34,6 @@ def _means(found: Sequence[Standing]) -> Sheet:
             f"{percents(one.worst)} %",
             str(one.behind),
             f"{percents(one.over_kept)}{half_interval(one.over_kept_ci95)} %",
-            f"{percents(one.worst_kept)} %",
-            f"{percents(one.best_kept)} %",
             f"{percents(one.half_over_uniform)} %",
         )
         for one in found
@@ -55,20 +43,18 @@ def _means(found: Sequence[Standing]) -> Sheet:
         "over uniform: beside half of the GPUs a side that stays",
         "over kept: beside its own first plan that stays, which is what planning again earned",
         f"behind: in how many it had {BEHIND:.0%} less than uniform, or lost more",
-        "half: the mean over uniform of libra's planner that begins with half a side",
+        "half: libra's planner where it begins with half a side",
     )
     return Sheet("libra in random circumstances", columns, rows, notes)
 
 
 def _worst(bouts: Sequence[Bout]) -> Sheet:
-    columns = ("", "circumstance", "over\nuniform", "over\nkept", "half over\nuniform", "moves")
+    columns = ("circumstance", "over\nuniform", "over\nkept", "moves")
     rows = [
         (
-            str(one.circumstance.number),
-            str(one.circumstance),
+            f"{one.circumstance.number}: {one.circumstance}",
             f"{percents(one.over_uniform)} %",
             f"{percents(one.over_kept)} %",
-            f"{percents(one.half_over_uniform)} %",
             str(one.moves),
         )
         for one in sorted(bouts, key=lambda one: one.over_uniform)[:SHOWN]

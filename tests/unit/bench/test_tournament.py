@@ -40,12 +40,15 @@ def test_a_number_stands_for_one_circumstance() -> None:
     assert all(each.job.profile.training.transfer_s > 0 for each in drawn)
 
 
-def test_every_contender_has_servers_that_hold_the_longest_trajectory() -> None:
+def test_every_contender_holds_the_longest_trajectory() -> None:
     for number in range(10):
         for job in bench._contenders(circumstance(TRACES, number).job):
             layout = job.start or first_layout_of(job, job.workload)
             for bucket in layout.buckets:
                 assert job.profile.servers[bucket.tensor_parallel].kv_tokens >= job.max_len
+            if job.planner == "uniform":
+                holds = job.profile.training.longest_context(layout.training_gpus)
+                assert holds >= job.max_len
 
 
 def test_a_circumstance_is_played_four_times_with_the_same_groups() -> None:
