@@ -1,11 +1,12 @@
 """The placements that GPUs allow: servers of any shape on their nodes, and what is left trains.
 
 Where servers and gradient workers stand is for ``cluster.gpu_nodes`` to say. A bench has nodes of
-eight GPUs, of which the last ``base_gpus`` are the trainer's base group for the whole run. The open
-nodes of a recipe have names and sizes of their own (``nodes``). Their base group is small, so that
-the rest can change sides: the head node, or as many GPUs as the trainer's memory needs, the same
-number on each node. Where a plan has too few GPUs left for it, it is made anew with as few as its
-memory allows, at the price of a restart.
+eight GPUs, of which the last ``base_gpus`` are the trainer's base group at first. The open nodes of
+a recipe have names and sizes of their own (``nodes``). Their base group is small, so that the rest
+can change sides: the head node, or as many GPUs as the trainer's memory needs, the same number on
+each node; or as many as pay, since a gradient worker has versions to load and gradients to send
+(``TrainingTable.base_group``). Where a plan has too few GPUs left for it, or a larger one pays its
+restart, it is made anew.
 
 Guarantee: no GPU has two tenants; servers that keep their shape stay, and pinned slots keep their
 roles. On open nodes every trainer and worker has the memory that the prices ask for. Limit:
