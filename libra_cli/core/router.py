@@ -69,7 +69,8 @@ class NoticeRouter:
             case n.ServerProved() | n.GraceOver() | n.GroupClosed() | n.ServerAnswered():
                 return self._tell_rollout(notice, now)
             case n.StepClaimed(train):
-                return [replace(train, shares=self.workers.shares(train.samples))]
+                gpus = sum(rank.slot.num_devices for rank in self.training.replicas)
+                return [replace(train, shares=self.workers.shares(train.samples, gpus))]
             case n.StepOver():
                 return self.workers.step_over(notice, now=now)
             case n.ResizeRefused(why):

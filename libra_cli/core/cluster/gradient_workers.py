@@ -45,10 +45,12 @@ MAX_UNREACHED = 3
 
 
 class GradientWorkers(ReplicaSet):
-    """Every slot that is, or was, a gradient worker. ``trainer_gpus``: of the trainer group;
-    ``gradient_ratio``: bytes of the gradients that a worker sends, over those of a version;
-    ``shares_steps``: whether a step can be shared with workers at all; ``whole_groups``: whether
-    all of a group goes to one of them."""
+    """Every slot that is, or was, a gradient worker.
+
+    ``trainer_gpus``: of the trainer group at first; ``gradient_ratio``: bytes of the gradients that
+    a worker sends, over those of a version; ``shares_steps``: whether a step can be shared with
+    workers at all; ``whole_groups``: whether all of a group goes to one of them.
+    """
 
     role = Role.GRADIENT
     working = ReplicaState.TRAINING
@@ -140,8 +142,12 @@ class GradientWorkers(ReplicaSet):
 
     # -- shares ---------------------------------------------------------------------------------
 
-    def shares(self, samples: Sequence[TrainSample]) -> tuple[BatchPartition, ...]:
-        """What each worker that is ready computes of a step; the trainer does the rest."""
+    def shares(
+        self, samples: Sequence[TrainSample], trainer_gpus: int
+    ) -> tuple[BatchPartition, ...]:
+        """What each worker that is ready computes of a step; the trainer, on so many GPUs, does the
+        rest."""
+        self._speeds.resized(trainer_gpus)
         ready = [replica for replica in self.replicas.values() if self._is_ready(replica)]
         if not self._shares_steps:
             why = "no share: a batch with several updates has none"

@@ -50,6 +50,13 @@ class Speeds:
         if tokens > 0 and seconds > 0:
             self._trainer = _blend(self._trainer, tokens / seconds)
 
+    def resized(self, trainer_gpus: int) -> None:
+        """The trainer group has so many GPUs now, and is faster or slower by as much."""
+        gpus = max(1, trainer_gpus)
+        if self._trainer is not None:
+            self._trainer *= gpus / self._trainer_gpus
+        self._trainer_gpus = gpus
+
     def worker(self, slot: SlotId, tokens: Tokens, seconds: Seconds) -> None:
         """A worker computed a share."""
         if tokens > 0 and seconds > 0:

@@ -1,4 +1,4 @@
-"""A worker that begins late has a smaller share, once the trainer has waited for it."""
+"""Who began late, or has other GPUs than before, has as much more or less to do."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_cli.core.cluster.partition import KEEP, Speeds
+
+
+def test_a_trainer_that_was_resized_is_as_much_slower_at_once() -> None:
+    speeds = Speeds(16)
+    speeds.resized(16)
+    speeds.trainer(1600.0, 10.0)
+    speeds.resized(8)
+    assert speeds.of_trainer() == 80.0
+    speeds.resized(8)
+    assert speeds.of_trainer() == 80.0
+    unknown = Speeds(16)
+    unknown.resized(4)
+    assert unknown.of_trainer() == 4.0
+
 
 SECONDS = st.floats(0.0, 100.0)
 
