@@ -76,7 +76,7 @@ heavy: $(VENV)/.stamp-test ## integration tests that want every core, one after 
 chaos: $(VENV)/.stamp-test ## as root: break a real run in every way for MINUTES (10), by SEED (0)
 	$(BIN)/python -m tests.cluster.chaos --minutes $(MINUTES) --seed $(SEED)
 
-nightly: $(VENV)/.stamp-dev ## the planner in CIRCUMSTANCES (40) that nobody chose (20 minutes on 2 cores)
+nightly: $(VENV)/.stamp-dev ## the planner in CIRCUMSTANCES (40) that nobody chose
 	$(BIN)/libra bench plan --random $(CIRCUMSTANCES)
 
 fmt: $(VENV)/.stamp-dev ## format and fix what can be fixed

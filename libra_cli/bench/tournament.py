@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from random import Random
 from statistics import fmean
 
@@ -56,6 +55,9 @@ OVERSAMPLED = (0, 0, 2)
 MAX_LENS = (MAX_LEN, MAX_LEN, 16_384, 32_768)
 """Tokens at which trajectories are cut, or where memory ends."""
 DRIFTS = ("none", "1,4", "4,1", "1,4,1", "turns:1,3", "tools:1,20", "task")
+DRAWS = 100
+"""Of one circumstance, until one can be played: of traces of which none can, not for ever.
+Chosen."""
 BEHIND = 0.01
 """Of uniform's throughput; less is luck."""
 
@@ -179,17 +181,24 @@ def tournament(
 def circumstance(
     traces: Sequence[Trace], number: int, network: float = NETWORK, policy: str = "libra"
 ) -> Circumstance:
-    """The circumstance of this number: the same for the same traces."""
-    for attempt in count():
+    """The circumstance of this number: the same for the same traces.
+
+    Raises:
+        NothingFits: none of ``DRAWS`` draws can be played; says why the last one cannot.
+        TraceError: the same, for the prompts of the trace that was drawn last.
+    """
+    for attempt in range(DRAWS):
         random = Random(f"circumstance/{number}/{attempt}")
         try:
             job = _drawn(random, traces, number, network, policy)
             for each in _contenders(job):
                 _check(each)
         except (NothingFits, TraceError):
+            if attempt + 1 == DRAWS:
+                raise
             continue
         return Circumstance(number, job)
-    raise AssertionError("count() ends")
+    raise AssertionError("the last draw is returned or raises")
 
 
 def standings(bouts: Sequence[Bout]) -> Iterator[Standing]:

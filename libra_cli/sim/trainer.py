@@ -3,8 +3,8 @@
 A step ends when the slowest of those that compute a part of it has: the base group its own groups,
 each gradient worker its partition, once it has loaded the newest version, and sent its gradients,
 as many bytes however small its partition is. What a step costs whatever is in it comes after that,
-once, on the base group. Where servers share cores with the trainer, a step
-passes more slowly while any server has work.
+once, on the base group. Where servers share cores with the trainer, a step passes more slowly while
+any server has work.
 """
 
 from __future__ import annotations

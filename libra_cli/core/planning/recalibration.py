@@ -7,10 +7,10 @@ the time. Where it never did, the staleness bound held rollout back: fewer traje
 than there is room for, and each was faster for it. How long they took tells the prices, and these
 how long a step takes when every place is taken (``RolloutTable.saturated_step_s``). In between it
 is a mix. Where the halves take turns rollout's are those that training's are not. The two do not
-agree, and a plan changes which of them is taken, and steps come in bursts
-as long as may be in flight. So what is found is the geometric mean with what was found ``before``
-this plan, or with prices as they are, which counts as ``overlap`` steps of rollout and as one of
-training: otherwise moves chase each other.
+agree, and a plan changes which of them is taken, and steps come in bursts as long as may be in
+flight. So what is found is the geometric mean with what was found ``before`` this plan, or with
+prices as they are, which counts as ``overlap`` steps of rollout and as one of training: otherwise
+moves chase each other.
 
 Limit: held back, nothing shows how unevenly a rollout would end, nor what its caches would save.
 Simulated on four traces it was told 22 % too fast where stragglers rule and 27 to 75 % too slow

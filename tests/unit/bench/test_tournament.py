@@ -15,7 +15,7 @@ from libra_cli.bench import tournament as bench
 from libra_cli.bench.jobs import Job, first_layout_of, run_job
 from libra_cli.bench.tournament import BEHIND, Bout, Standing, circumstance, standings
 from libra_cli.cli.main import app
-from libra_cli.sim.traces import load_trace
+from libra_cli.sim.traces import TraceError, load_trace
 from tests.sample_bench import row
 
 TRACES = (load_trace("mint"), load_trace("taubench"))
@@ -38,6 +38,13 @@ def test_a_number_stands_for_one_circumstance() -> None:
     assert {each.job.bound for each in drawn} == set(bench.BOUNDS)
     assert {each.rule for each in drawn} == set(bench.DRAWN_RULES)
     assert all(each.job.profile.training.transfer_s > 0 for each in drawn)
+
+
+def test_traces_that_no_run_can_play_are_refused_and_not_drawn_for_ever() -> None:
+    mint = TRACES[0]
+    endless = tuple(replace(one, prompt=1_000_000) for one in mint.episodes[:4])
+    with pytest.raises(TraceError, match="every prompt has"):
+        circumstance([replace(mint, episodes=endless)], 0)
 
 
 def test_every_contender_holds_the_longest_trajectory() -> None:
