@@ -8,38 +8,20 @@ import re
 import typing
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
 from libra_cli.config import environment, recipe
+from tests import package_graph
+from tests.package_graph import modules
 
-ROOT = Path(__file__).parents[3]
-PACKAGE = ROOT / "libra_cli"
+PACKAGE = package_graph.ROOT / package_graph.PACKAGE
 FOLDERS = sorted({path.parent for path in PACKAGE.rglob("*.py")})
-MOST_MODULES = 13
 MOST_LINES = 60
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@dataclass(frozen=True)
-class Module:
-    path: Path
-    tree: ast.Module
-
-    def __str__(self) -> str:
-        return str(self.path.relative_to(PACKAGE))
-
-
-@pytest.fixture(scope="module")
-def modules() -> list[Module]:
-    return [
-        Module(path, ast.parse(path.read_text(encoding="utf-8")))
-        for path in sorted(PACKAGE.rglob("*.py"))
-    ]
 
 
 def public(body: list[ast.stmt]) -> Iterator[Definition]:
@@ -54,23 +36,25 @@ def assert_none(offenders: list[str]) -> None:
     assert not offenders, "\n".join(["", *offenders])
 
 
-def test_every_module_states_its_contract(modules: list[Module]) -> None:
-    assert_none([str(one) for one in modules if one.tree.body and not ast.get_docstring(one.tree)])
+def test_every_module_states_its_contract() -> None:
+    assert_none(
+        [str(one) for one in modules() if one.tree.body and not ast.get_docstring(one.tree)]
+    )
 
 
-def test_every_public_class_and_function_has_a_docstring(modules: list[Module]) -> None:
+def test_every_public_class_and_function_has_a_docstring() -> None:
     offenders = [
         f"{module}:{node.lineno}: {node.name}"
-        for module in modules
+        for module in modules()
         for node in public(module.tree.body)
         if not ast.get_docstring(node)
     ]
     assert_none(offenders)
 
 
-def test_every_docstring_begins_with_a_sentence(modules: list[Module]) -> None:
+def test_every_docstring_begins_with_a_sentence() -> None:
     offenders = []
-    for module in modules:
+    for module in modules():
         for node in (module.tree, *public(module.tree.body)):
             first = (ast.get_docstring(node) or ".").partition("\n\n")[0]
             if not first.rstrip().endswith((".", ":", "::", "?", "``")):
@@ -78,9 +62,9 @@ def test_every_docstring_begins_with_a_sentence(modules: list[Module]) -> None:
     assert_none(offenders)
 
 
-def test_every_class_name_exists_once(modules: list[Module]) -> None:
+def test_every_class_name_exists_once() -> None:
     places = defaultdict(list)
-    for module in modules:
+    for module in modules():
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{module}:{node.lineno}")
@@ -88,21 +72,8 @@ def test_every_class_name_exists_once(modules: list[Module]) -> None:
     assert_none(offenders)
 
 
-def test_no_function_is_longer_than_a_screen(modules: list[Module]) -> None:
-    offenders = [
-        f"{module}:{node.lineno}: {node.name} has {lines} lines"
-        for module in modules
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (lines := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES
-    ]
-    assert_none(offenders)
-
-
-def test_no_folder_has_more_modules_than_a_glance_takes_in() -> None:
-    counts = {folder: len(list(folder.glob("[!_]*.py"))) for folder in FOLDERS}
-    offenders = [f"{path.name}: {count}" for path, count in counts.items() if count > MOST_MODULES]
-    assert_none(offenders)
+def test_no_function_is_longer_than_a_screen() -> None:
+    assert_none(package_graph.functions_longer_than(MOST_LINES))
 
 
 def test_every_module_is_in_a_folder() -> None:
@@ -114,13 +85,13 @@ def test_every_folder_says_what_it_holds() -> None:
     assert_none(offenders)
 
 
-def test_docstrings_name_only_modules_that_exist(modules: list[Module]) -> None:
+def test_docstrings_name_only_modules_that_exist() -> None:
     """A name in double backticks that begins with a folder of the package is a module of it."""
     zones = {folder.name for folder in FOLDERS if folder.parent == PACKAGE}
     offenders = []
-    for module in modules:
-        text = module.path.read_text(encoding="utf-8")
-        for match in re.finditer(r"``(?:libra_cli\.)?([a-z_]+(?:\.(?!json|html)[a-z_]+)+)``", text):
+    for module in modules():
+        name = r"``(?:libra_cli\.)?([a-z_]+(?:\.(?!json|html)[a-z_]+)+)``"
+        for match in re.finditer(name, module.text):
             zone, *_ = parts = match[1].split(".")
             place = PACKAGE.joinpath(*parts)
             if zone in zones and not (place.is_dir() or place.with_suffix(".py").is_file()):
