@@ -9,8 +9,8 @@ from contextlib import closing, contextmanager, suppress
 from functools import cache
 
 from libra_cli.node.credentials import Credentials, PeerConnection
-from libra_cli.runtime import credentials
-from libra_cli.runtime.credentials import Authority, certified_name
+from libra_cli.runtime.credentials import authority
+from libra_cli.runtime.credentials.authority import Authority, certified_name
 
 TOKEN = "a-token-for-tests"
 LOCAL = "127.0.0.1"
@@ -34,7 +34,7 @@ def told(node: str = "here", *, run: str = "run") -> dict[str, str]:
 
 def url_of(port: int, node: str = "here") -> str:
     """Where a node of tests listens."""
-    return credentials.peer_url(LOCAL, port, node)
+    return authority.peer_url(LOCAL, port, node)
 
 
 def ask(

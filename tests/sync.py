@@ -31,7 +31,7 @@ import torch
 from libra_cli.node.credentials import Credentials
 from libra_cli.node.weights.versions import ProbeResult, publish
 from libra_cli.node.weights.weight_server import WeightServer
-from libra_cli.runtime.credentials import Authority, peer_url
+from libra_cli.runtime.credentials.authority import Authority, peer_url
 from tests.netns import Network, SshHost, network
 
 TOKEN = "a-token-for-measurements"

@@ -14,11 +14,11 @@ from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.launch.process import PeerAddress
 from libra_cli.core.records import ExportRecord
 from libra_cli.report.model_card import model_card
+from libra_cli.runtime.credentials.run_secrets import RunSecrets
 from libra_cli.runtime.hosts.cluster import host_of
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import newest_run, recipe_of
-from libra_cli.runtime.store.run_secrets import RunSecrets
 from libra_cli.runtime.trainer.checkpoints import (
     FoundCheckpoint,
     best_of,

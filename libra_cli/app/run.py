@@ -34,6 +34,7 @@ from libra_cli.envs.registry import ENVIRONMENTS
 from libra_cli.report.html.run_report import write_report
 from libra_cli.runtime.adoption.run_log import ReplayedRun, replay
 from libra_cli.runtime.agents.runners import find_function
+from libra_cli.runtime.credentials.run_secrets import RunSecrets
 from libra_cli.runtime.demonstrations.reader import check_demonstrations
 from libra_cli.runtime.episodes.places import EnvironmentFactory
 from libra_cli.runtime.monitors.dispatch import Monitors
@@ -45,7 +46,6 @@ from libra_cli.runtime.store.event_log import EVENTS
 from libra_cli.runtime.store.follower import NOTE
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.run_directory import keep_recipe
-from libra_cli.runtime.store.run_secrets import RunSecrets
 from libra_cli.runtime.supervision.controller_log import controller_log
 from libra_cli.runtime.supervision.quotations import masked_errors
 from libra_cli.runtime.tasks.digests import keep_tasks

@@ -21,7 +21,7 @@ from libra_cli.runtime.rollout.servers import Servers
 from libra_cli.runtime.supervision.background import Background
 from libra_cli.runtime.trainer.processes import TrainerProcesses
 from libra_cli.runtime.trainer.worker_processes import WorkerProcesses
-from libra_cli.runtime.weights import Weights
+from libra_cli.runtime.weights.versions import Weights
 
 if TYPE_CHECKING:
     from libra_cli.runtime.hosts.cluster import Cluster

@@ -18,7 +18,7 @@ from libra_cli.runtime.rollout.servers import Servers
 from libra_cli.runtime.teacher import Teacher
 from libra_cli.runtime.trainer.processes import TrainerProcesses
 from libra_cli.runtime.trainer.worker_processes import WorkerProcesses
-from libra_cli.runtime.weights import Weights
+from libra_cli.runtime.weights.versions import Weights
 
 
 class EpisodeSource(Protocol):

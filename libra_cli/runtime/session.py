@@ -44,6 +44,7 @@ from libra_cli.runtime.adoption.takeover import (
     slots_of_machine,
 )
 from libra_cli.runtime.agents.episodes import AgentEpisodes
+from libra_cli.runtime.credentials.run_secrets import RunSecrets
 from libra_cli.runtime.demonstrations.reader import Demonstrations
 from libra_cli.runtime.driver import QUIET, Driver, describe
 from libra_cli.runtime.episodes.performer import EpisodePerformer, EpisodePlayer
@@ -63,7 +64,6 @@ from libra_cli.runtime.rollout.servers import Servers
 from libra_cli.runtime.store.event_log import EventLog
 from libra_cli.runtime.store.follower import ADOPTED
 from libra_cli.runtime.store.journal import Journal
-from libra_cli.runtime.store.run_secrets import RunSecrets
 from libra_cli.runtime.supervision.background import Background
 from libra_cli.runtime.supervision.controller_log import log_of_loop
 from libra_cli.runtime.supervision.quotations import quoted
@@ -74,7 +74,7 @@ from libra_cli.runtime.trainer.processes import TrainerProcesses
 from libra_cli.runtime.trainer.run_exports import RunExports
 from libra_cli.runtime.trainer.whole_checkpoints import newest_whole
 from libra_cli.runtime.trainer.worker_processes import WorkerProcesses
-from libra_cli.runtime.weights import weights_of
+from libra_cli.runtime.weights.versions import weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +394,13 @@ class Session:
             return ended
 
         async def take_over(performer: Performer) -> list[events.Event]:
-            failed = await connect(machine, memory, performer)
+            failed = await connect(
+                machine,
+                memory,
+                servers=performer.servers,
+                workers=performer.workers,
+                trainer=performer.trainer,
+            )
             checkpoint = machine.training.checkpoints
             if checkpoint.path:  # its model may not have been made
                 saved = machine.training.incarnation, checkpoint.step, checkpoint.path

@@ -29,7 +29,7 @@ from libra_cli.config.errors import NONSENSE, TeacherError
 from libra_cli.core.actions import AskTeacher
 from libra_cli.core.events import TeacherAnswered, TeacherFailed
 from libra_cli.runtime.episodes.renderer import Renderer
-from libra_cli.runtime.http import describe
+from libra_cli.runtime.processes.http import describe
 
 TRIES = 3
 PAUSE_S = 0.5

@@ -14,7 +14,12 @@ from typing import Any
 
 from aiohttp import web
 
-from libra_cli.runtime.agents.conversation import AgentReply, AgentRequest, BadRequest, ReplyCall
+from libra_cli.runtime.agents.dialects.conversation import (
+    AgentReply,
+    AgentRequest,
+    BadRequest,
+    ReplyCall,
+)
 from libra_cli.runtime.agents.dialects.paths import dialect_of, models
 from libra_cli.runtime.agents.matching import Conversations, Match, Rule
 

@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 
-from libra_cli.runtime.agents.conversation import AgentReply, AgentRequest, DialectName, ReplyCall
+from libra_cli.runtime.agents.dialects.conversation import (
+    AgentReply,
+    AgentRequest,
+    DialectName,
+    ReplyCall,
+)
 from libra_cli.runtime.agents.dialects.paths import dialect_of
 from tests.clients.catalogue import AGENTS, prepare
 

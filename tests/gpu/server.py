@@ -18,7 +18,7 @@ from libra_cli.core.events import TurnGenerated
 from libra_cli.core.types import TrajectoryId, WeightVersion
 from libra_cli.node.weights.chunks import MANIFEST
 from libra_cli.runtime.rollout.connection import Sampling
-from libra_cli.runtime.weights import probe_gap
+from libra_cli.runtime.weights.probe_bounds import probe_gap
 from tests.gpu.model import Size
 from tests.vllm_server import Bench, bench_of, published
 

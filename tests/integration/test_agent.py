@@ -43,7 +43,7 @@ from libra_cli.runtime.hosts.agent_messages import (
 )
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.local import LocalTransport, ProcessStream
-from libra_cli.runtime.weights import Weights
+from libra_cli.runtime.weights.versions import Weights
 from tests import credentials
 from tests.credentials import LOCAL, TOKEN, credentials_of, told, url_of
 from tests.netns import marked

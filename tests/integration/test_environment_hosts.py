@@ -16,10 +16,10 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.placement import initial_plan
 from libra_cli.core.types import ToolOutcome, TrajectoryId
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
+from libra_cli.runtime.credentials.run_secrets import RunSecrets
 from libra_cli.runtime.episodes.player import Episodes
 from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.hosts.cluster import Cluster
-from libra_cli.runtime.store.run_secrets import RunSecrets
 from tests.integration.test_hosts import PULSE_S, net, opened, run_id
 from tests.netns import missing
 

@@ -21,7 +21,7 @@ import pytest
 
 from libra_cli.config.errors import HostError, HostKeyError
 from libra_cli.node.weights.chunks import listed
-from libra_cli.runtime.credentials import peer_url
+from libra_cli.runtime.credentials.authority import peer_url
 from libra_cli.runtime.hosts.agent_messages import (
     ConnectionLost,
     Exited,

@@ -26,7 +26,7 @@ from libra_cli.node.trainer.samples import TokenSample
 from libra_cli.node.trainer.trainer import Trainer
 from libra_cli.node.weights.chunks import MANIFEST
 from libra_cli.node.weights.versions import publish
-from libra_cli.runtime.weights import probe_gap
+from libra_cli.runtime.weights.probe_bounds import probe_gap
 from tests.gpu.model import REHEARSED, build
 from tests.gpu.trainer import config_of
 from tests.vllm_server import bench_of, published

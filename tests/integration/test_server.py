@@ -21,7 +21,7 @@ from libra_cli.core.events import ServerSampled, TurnFailed, TurnGenerated
 from libra_cli.core.types import TrajectoryId, VersionSpan, WeightVersion
 from libra_cli.runtime.rollout.connection import Sampling, ServerUnreachable
 from libra_cli.runtime.vllm.client import ServerClient
-from libra_cli.runtime.weights import probe_gap
+from libra_cli.runtime.weights.probe_bounds import probe_gap
 from tests.vllm_server import bench_of, published
 
 pytestmark = [pytest.mark.integration, pytest.mark.vllm, pytest.mark.timeout(300)]

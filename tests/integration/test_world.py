@@ -16,9 +16,9 @@ from libra_cli.core.actions import StartTrainer, StopTrainer, Train, TrainSample
 from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.records import Record
 from libra_cli.core.types import Trajectory, TrajectoryId, VersionSpan
+from libra_cli.runtime.credentials.run_secrets import RunSecrets
 from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.hosts.cluster import Cluster
-from libra_cli.runtime.store.run_secrets import RunSecrets
 from libra_cli.runtime.trainer.checkpoints import find_checkpoints
 from libra_cli.runtime.trainer.model_export import ModelExports, fetch_model
 from libra_cli.runtime.trainer.processes import TrainerProcesses

@@ -41,14 +41,14 @@ from libra_cli.core.events import (
 )
 from libra_cli.core.records import NodeRecord, Record
 from libra_cli.core.types import Bucket, Seconds, Slot, SlotId, Tokens, TrajectoryId
+from libra_cli.runtime.credentials.run_secrets import RunSecrets
 from libra_cli.runtime.hosts.agent_messages import Exited, HostEvent, LeaseExpired
 from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.hosts.threads import Threads
 from libra_cli.runtime.rollout.connection import Sampling, ServerFacts
 from libra_cli.runtime.rollout.servers import Servers
-from libra_cli.runtime.store.run_secrets import RunSecrets
 from libra_cli.runtime.trainer.processes import TrainerProcesses
-from libra_cli.runtime.weights import weights_of
+from libra_cli.runtime.weights.versions import weights_of
 
 INCARNATION = 1
 """The incarnation of every server and of the trainer: each is started once."""

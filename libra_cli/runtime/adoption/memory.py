@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from libra_cli.core.actions import AdvanceEpisode, ForgetEpisode, RuntimeAction, StartEpisode
 from libra_cli.core.events import EpisodeAdvanced, EpisodeStarted, Event
 from libra_cli.core.types import Seconds, TrajectoryId
+from libra_cli.runtime.episodes.history import EpisodeHistory, RecordedTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,23 +21,6 @@ class AskedAction:
 
     at: Seconds
     action: RuntimeAction
-
-
-class RecordedTurn(NamedTuple):
-    """A turn that an environment was given, and the tokens of its answer; None before that."""
-
-    turn: AdvanceEpisode
-    observation_ids: array[int] | None = None
-
-
-@dataclass(slots=True)
-class EpisodeHistory:
-    """What an environment has seen of an episode that goes on, and what it has said."""
-
-    prompt_ids: array[int]
-    turns: list[RecordedTurn] = field(default_factory=list)
-    task: int | None = None
-    """As ``StartEpisode`` has it."""
 
 
 @dataclass(slots=True)

@@ -2,9 +2,9 @@
 
 The machine is pure Python objects that share one another, which is what pickle keeps. It is read
 back only from a record that this run's token signs (``runtime.store.event_log``), and then makes
-only what a machine is made of: classes and functions of ``libra_cli.core``, what is in ``MEMORY``,
-and a few containers. The recipe is no part of it, since it may hold secrets: whoever reads a
-snapshot has it already.
+only what a machine is made of: classes and functions of ``libra_cli.core``, what is in
+``MEMORIES``, and a few containers. The recipe is no part of it, since it may hold secrets: whoever
+reads a snapshot has it already.
 
 The event loop stands still meanwhile. So what there is most of is reduced by functions for its type
 alone: ``persistent_id`` would be called for every integer, too.
@@ -25,9 +25,11 @@ from libra_cli.core.machine import Machine
 from libra_cli.core.types import VersionSpan
 from libra_cli.runtime.adoption import memory
 from libra_cli.runtime.adoption.memory import RunMemory
+from libra_cli.runtime.episodes import history
 
 CORE = "libra_cli.core."
-MEMORY = memory.__name__
+MEMORIES = (memory.__name__, history.__name__)
+"""The modules of what the controller remembers beside its machine."""
 CONTAINERS = frozenset(
     {
         ("array", "_array_reconstructor"),
@@ -113,7 +115,7 @@ class _MachineUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == _SECTION:
             return self._sections.__getitem__
-        ours = module.startswith(CORE) or module == MEMORY
+        ours = module.startswith(CORE) or module in MEMORIES
         if ours and "." not in name:
             return _own(super().find_class(module, name), module)
         if (module, name) in CONTAINERS:

@@ -24,7 +24,9 @@ from libra_cli.core.rollout.groups import GroupState
 from libra_cli.core.types import Seconds, Slot, SlotId
 from libra_cli.runtime.adoption.memory import RunMemory
 from libra_cli.runtime.adoption.run_log import ReplayedRun
-from libra_cli.runtime.performer import Performer
+from libra_cli.runtime.rollout.servers import Servers
+from libra_cli.runtime.trainer.processes import TrainerProcesses
+from libra_cli.runtime.trainer.worker_processes import WorkerProcesses
 
 _CONNECTED = (
     ReplicaState.JOINING,
@@ -70,23 +72,30 @@ def slots_of_machine(machine: Machine) -> dict[SlotId, Slot]:
     return {slot.id: slot for slot in every}
 
 
-async def connect(machine: Machine, memory: RunMemory, performer: Performer) -> list[e.Event]:
+async def connect(
+    machine: Machine,
+    memory: RunMemory,
+    *,
+    servers: Servers,
+    workers: WorkerProcesses,
+    trainer: TrainerProcesses,
+) -> list[e.Event]:
     """Connect to every process that worked; returns the failures of those that cannot be."""
     failed: list[e.Event] = []
     for replica in _connectable(machine.servers.replicas.values()):
         slot, incarnation, bucket = replica.slot.id, replica.incarnation, replica.bucket
         assert bucket is not None, f"{slot} serves"
         try:
-            await performer.servers.adopt(a.StartServer(slot, incarnation, bucket))
+            await servers.adopt(a.StartServer(slot, incarnation, bucket))
         except LibraError as error:
             failed.append(e.ServerFailed(slot, incarnation, str(error)))
     for replica in _connectable(machine.workers.replicas.values()):
         start = a.StartWorker(replica.slot.id, replica.incarnation)
         try:
-            await performer.workers.adopt(start, replica.verified)
+            await workers.adopt(start, replica.verified)
         except LibraError as error:
             failed.append(e.WorkerFailed(start.slot, start.incarnation, str(error)))
-    return [*failed, *await _connect_trainer(machine, memory, performer)]
+    return [*failed, *await _connect_trainer(machine, memory, trainer)]
 
 
 def _connectable(replicas: Iterable[Replica]) -> list[Replica]:
@@ -94,7 +103,7 @@ def _connectable(replicas: Iterable[Replica]) -> list[Replica]:
 
 
 async def _connect_trainer(
-    machine: Machine, memory: RunMemory, performer: Performer
+    machine: Machine, memory: RunMemory, trainer: TrainerProcesses
 ) -> list[e.Event]:
     training = machine.training
     if training.state in (TrainerState.DOWN, TrainerState.FAILED, TrainerState.STARTING):
@@ -107,7 +116,7 @@ async def _connect_trainer(
     works = training.state is not TrainerState.STOPPING
     writing = works and training.checkpoints.writing and not asked
     try:
-        await performer.trainer.adopt(
+        await trainer.adopt(
             a.StartTrainer(training.incarnation, training.slots, training.checkpoints.path),
             version=training.step if works and training.publishing else None,
             checkpoint=training.checkpoints.newest if writing else None,

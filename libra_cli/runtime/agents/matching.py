@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from libra_cli.envs.protocol import Message, ToolCall, ToolSchema
-from libra_cli.runtime.agents.conversation import AgentReply, AgentRequest, BadRequest
+from libra_cli.runtime.agents.dialects.conversation import AgentReply, AgentRequest, BadRequest
 
 Rule: TypeAlias = Literal["strict", "position"]
 

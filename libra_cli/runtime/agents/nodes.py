@@ -22,7 +22,7 @@ from libra_cli.envs.agents.command import CommandEnd
 from libra_cli.envs.agents.messages import MessageReader, Say, message, packed_files
 from libra_cli.runtime.episodes.workers import OpenOnNode
 from libra_cli.runtime.hosts.transport import ByteStream
-from libra_cli.runtime.outbox import Outbox
+from libra_cli.runtime.processes.outbox import Outbox
 from libra_cli.runtime.supervision.background import Background
 from libra_cli.runtime.supervision.failures import words_of
 

@@ -26,7 +26,7 @@ from typing import cast
 from libra_cli.config.errors import AgentFailed, LibraError
 from libra_cli.core.types import BranchPoint, Seconds, Tokens, ToolOutcome, ToolReturn
 from libra_cli.envs.protocol import Message, ToolCall
-from libra_cli.runtime.agents.conversation import (
+from libra_cli.runtime.agents.dialects.conversation import (
     AgentReply,
     AgentRequest,
     BadRequest,

@@ -34,7 +34,7 @@ from aiohttp import web
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.text import one_line
 from libra_cli.envs.returns import whole_text
-from libra_cli.runtime.agents.conversation import AgentRequest, BadRequest, Dialect, Json
+from libra_cli.runtime.agents.dialects.conversation import AgentRequest, BadRequest, Dialect, Json
 from libra_cli.runtime.agents.dialects.paths import dialect_of, models
 from libra_cli.runtime.agents.play import ENDED, AgentEnd, AgentPlay
 from libra_cli.runtime.agents.runners import AgentJob, AgentRunner, ExternalRunner, to_json

@@ -11,9 +11,9 @@ from libra_cli.core.types import TrajectoryId
 from libra_cli.envs.protocol import Message
 from libra_cli.envs.session import Opening, Scored
 from libra_cli.runtime.episodes.calls import CallLine
-from libra_cli.runtime.episodes.mixture import Mixture
 from libra_cli.runtime.episodes.places import EnvironmentSource, EpisodeEnvironment
 from libra_cli.runtime.episodes.workers import OpenOnNode, no_nodes
+from libra_cli.runtime.tasks.weighted_turns import Mixture
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from typing import Any
 
 from libra_cli.config.errors import LibraError
 from libra_cli.envs.protocol import Message, ToolSchema
-from libra_cli.runtime.agents.conversation import BadRequest
 from libra_cli.runtime.agents.dialects.chat import read_messages, read_tools
+from libra_cli.runtime.agents.dialects.conversation import BadRequest
 
 _SPEAKERS = {
     "human": "user",

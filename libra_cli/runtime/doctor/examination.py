@@ -32,10 +32,10 @@ from libra_cli.core.preflight.host_report import (
 )
 from libra_cli.core.preflight.probes import ALL_REDUCE_BYTES, all_reduce_probe
 from libra_cli.core.types import Plan, node_of
-from libra_cli.runtime.credentials import peer_url
+from libra_cli.runtime.credentials.authority import peer_url
+from libra_cli.runtime.credentials.run_secrets import RunSecrets
 from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.hosts.cluster import Cluster, error_in
-from libra_cli.runtime.store.run_secrets import RunSecrets
 from libra_cli.runtime.teacher import Teacher
 
 SEND_S = 0.5

@@ -22,7 +22,7 @@ from libra_cli.core.actions import (
 )
 from libra_cli.core.events import EpisodeAdvanced, EpisodeFailed, EpisodeStarted, Event
 from libra_cli.core.types import TrajectoryId
-from libra_cli.runtime.adoption.memory import EpisodeHistory
+from libra_cli.runtime.episodes.history import EpisodeHistory
 from libra_cli.runtime.episodes.player import TurnResult
 
 

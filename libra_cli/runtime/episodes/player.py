@@ -41,11 +41,11 @@ from libra_cli.envs.protocol import Message, ToolCall, ToolSchema
 from libra_cli.envs.session import ToolAnswer
 from libra_cli.envs.tools import Malformed, objection
 from libra_cli.runtime.episodes.calls import CallLine
-from libra_cli.runtime.episodes.mixture import Mixture
 from libra_cli.runtime.episodes.places import EnvironmentSource, EpisodeEnvironment
 from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.episodes.tool_formats.formats import GeneratedTurn
 from libra_cli.runtime.episodes.workers import OpenOnNode, no_nodes
+from libra_cli.runtime.tasks.weighted_turns import Mixture
 
 _TIMED_OUT = "tool timed out"
 

@@ -27,7 +27,7 @@ from libra_cli.envs.workers.wire import Frames, Kind
 from libra_cli.runtime.episodes.calls import CallLine
 from libra_cli.runtime.hosts.local import LocalTransport
 from libra_cli.runtime.hosts.transport import ByteStream
-from libra_cli.runtime.outbox import Outbox
+from libra_cli.runtime.processes.outbox import Outbox
 from libra_cli.runtime.supervision.answers import finite, understood
 from libra_cli.runtime.supervision.background import Background
 from libra_cli.runtime.supervision.failures import words_of

@@ -25,6 +25,7 @@ from libra_cli.core.rollout.groups import new_trajectory
 from libra_cli.core.rollout.turns import append_turn, extend_masked, go_on_at
 from libra_cli.core.types import STARTED_WITH, Bucket, SlotId, Trajectory, node_of
 from libra_cli.runtime.agents.episodes import AgentEpisodes
+from libra_cli.runtime.credentials.run_secrets import RunSecrets
 from libra_cli.runtime.episodes.performer import EpisodePlayer, episode_seed
 from libra_cli.runtime.episodes.player import Episodes
 from libra_cli.runtime.episodes.renderer import Renderer
@@ -32,8 +33,7 @@ from libra_cli.runtime.evaluation.players import EvaluatedEpisodes, SamplingOf, 
 from libra_cli.runtime.hosts.agent_messages import Exited, HostEvent, LeaseExpired
 from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.rollout.servers import Servers
-from libra_cli.runtime.store.run_secrets import RunSecrets
-from libra_cli.runtime.weights import weights_of
+from libra_cli.runtime.weights.versions import weights_of
 
 INCARNATION = 1
 

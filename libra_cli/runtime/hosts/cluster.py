@@ -36,6 +36,7 @@ from libra_cli.core.preflight.host_report import HostReport, TorchReport
 from libra_cli.core.preflight.probes import torch_probe
 from libra_cli.core.records import NodeRecord, ProcessRecord, Record
 from libra_cli.core.types import Plan, Seconds, node_of
+from libra_cli.runtime.credentials.run_secrets import RunSecrets
 from libra_cli.runtime.hosts.agent_messages import (
     ConnectionLost,
     Exited,
@@ -51,7 +52,6 @@ from libra_cli.runtime.hosts.remote_files import fetch_tokenizer, names_in
 from libra_cli.runtime.hosts.ssh import SshTransport
 from libra_cli.runtime.hosts.ssh_target import HostBusy
 from libra_cli.runtime.hosts.transport import ByteStream, Endpoint, Transport
-from libra_cli.runtime.store.run_secrets import RunSecrets
 from libra_cli.runtime.supervision.answers import understood
 
 STOP_GRACE_S = 10.0

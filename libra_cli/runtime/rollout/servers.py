@@ -44,7 +44,7 @@ from libra_cli.core.progress.watch import ProgressWatch
 from libra_cli.core.types import GroupId, Slot, SlotId, node_of
 from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
-from libra_cli.runtime.process_tasks import ProcessTasks
+from libra_cli.runtime.processes.tasks import ProcessTasks
 from libra_cli.runtime.rollout.connection import (
     Sampling,
     ServerConnection,
@@ -54,7 +54,8 @@ from libra_cli.runtime.rollout.connection import (
     turn_failed,
 )
 from libra_cli.runtime.rollout.server_probes import PROBE_S, ServerProbes
-from libra_cli.runtime.weights import ProbeBounds, Weights, probe_gap
+from libra_cli.runtime.weights.probe_bounds import ProbeBounds, probe_gap
+from libra_cli.runtime.weights.versions import Weights
 
 STARTUP_TIMEOUT_S = 1800.0
 """A large model on a cold file system; a server that dies is noticed at once whatever this is."""

@@ -3,8 +3,8 @@
 Both are functions of the group's number and the run's seed alone, so that a run that goes on, or
 another process, gives a group the same task.
 
-**Sources.** They are dealt out as several environments are (``runtime.episodes.mixture``): after n
-groups each has had its share of them, to within one group.
+**Sources.** They are dealt out as several environments are (``runtime.tasks.weighted_turns``):
+after n groups each has had its share of them, to within one group.
 
 **Rows.** A source's rows are used up before one comes again. With ``shuffle`` each round has an
 order of its own, drawn by the seed, and ``limit`` rows are a sample drawn by the seed once.
@@ -21,8 +21,8 @@ from math import ceil
 from typing import Any
 
 from libra_cli.config.environment import EnvironmentSpec, TaskSourceSpec
-from libra_cli.runtime.episodes.mixture import Mixture
 from libra_cli.runtime.tasks.files import Row, read_rows
+from libra_cli.runtime.tasks.weighted_turns import Mixture
 
 
 class Tasks:

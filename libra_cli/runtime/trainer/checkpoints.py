@@ -21,11 +21,11 @@ from libra_cli.config.errors import HostError, LibraError, StateError
 from libra_cli.config.recipe import NodeSpec
 from libra_cli.core.launch.process import PeerAddress
 from libra_cli.core.records import EvaluationRecord
-from libra_cli.runtime.credentials import peer_url
+from libra_cli.runtime.credentials.authority import peer_url
+from libra_cli.runtime.credentials.run_secrets import RunSecrets
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.remote_files import names_in
 from libra_cli.runtime.hosts.transport import ByteStream
-from libra_cli.runtime.store.run_secrets import RunSecrets
 from libra_cli.runtime.supervision.answers import finite, understood
 
 COMMAND_S = 30.0

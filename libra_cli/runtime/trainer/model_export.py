@@ -19,9 +19,9 @@ from libra_cli.config.errors import ProcessError
 from libra_cli.config.recipe import NodeSpec
 from libra_cli.core.launch.process import PeerAddress
 from libra_cli.core.records import ExportRecord
+from libra_cli.runtime.credentials.run_secrets import RunSecrets
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.remote_files import names_in
-from libra_cli.runtime.store.run_secrets import RunSecrets
 from libra_cli.runtime.trainer.checkpoints import (
     FoundCheckpoint,
     answer_of,

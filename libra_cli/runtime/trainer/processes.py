@@ -29,7 +29,7 @@ from libra_cli.core.launch.trainer_backend import TrainerLaunch, trainer_process
 from libra_cli.core.types import Slot, SlotId
 from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
-from libra_cli.runtime.process_tasks import ProcessTasks
+from libra_cli.runtime.processes.tasks import ProcessTasks
 from libra_cli.runtime.supervision.background import Background
 from libra_cli.runtime.supervision.failures import words_of
 from libra_cli.runtime.trainer.checkpoints import checkpoint_name, directory_of, given_by

@@ -12,7 +12,7 @@ import aiohttp
 
 from libra_cli.config.errors import TrainerError
 from libra_cli.runtime.hosts.transport import Endpoint
-from libra_cli.runtime.http import describe, open_session
+from libra_cli.runtime.processes.http import describe, open_session
 from libra_cli.runtime.supervision.answers import reads_answers
 from libra_cli.runtime.trainer.connection import Conflict, Unreachable
 

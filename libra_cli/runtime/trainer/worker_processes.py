@@ -37,14 +37,15 @@ from libra_cli.core.events import (
 from libra_cli.core.launch.process import ProcessSpec, worker_of, worker_ports
 from libra_cli.core.launch.trainer_backend import WorkerLaunch, worker_process
 from libra_cli.core.types import Slot, SlotId, WeightVersion
-from libra_cli.runtime.credentials import peer_url
+from libra_cli.runtime.credentials.authority import peer_url
 from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
-from libra_cli.runtime.process_tasks import ProcessTasks
+from libra_cli.runtime.processes.tasks import ProcessTasks
 from libra_cli.runtime.supervision.background import Background
 from libra_cli.runtime.trainer.connection import Unreachable, WorkerConnection, connect_worker_with
 from libra_cli.runtime.trainer.rank_watch import RankWatch
-from libra_cli.runtime.weights import ProbeBounds, Weights
+from libra_cli.runtime.weights.probe_bounds import ProbeBounds
+from libra_cli.runtime.weights.versions import Weights
 
 _log = logging.getLogger(__name__)
 

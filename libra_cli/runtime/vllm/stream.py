@@ -15,7 +15,7 @@ import msgpack
 from libra_cli.config.errors import NONSENSE, ServerError
 from libra_cli.config.text import one_line
 from libra_cli.runtime.hosts.transport import Endpoint
-from libra_cli.runtime.http import describe
+from libra_cli.runtime.processes.http import describe
 from libra_cli.runtime.rollout.connection import RequestRefused, ServerUnreachable
 from libra_cli.runtime.supervision.failures import MOST_CHARACTERS, words_of
 

@@ -22,7 +22,7 @@ from libra_cli.runtime.hosts.upload import check_python
 from libra_cli.runtime.supervision.answers import built, understood
 from libra_cli.runtime.trainer.checkpoints import find_checkpoints
 from libra_cli.runtime.trainer.whole_checkpoints import WholeCheckpoint, newest_whole
-from libra_cli.runtime.weights import Weights
+from libra_cli.runtime.weights.versions import Weights
 from tests.unit.fuzz import nonsense
 
 ABOUT = {"step": 3, "world_size": 1, "score": 0.5}

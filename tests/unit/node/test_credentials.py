@@ -12,7 +12,7 @@ import pytest
 
 from libra_cli.node.credentials import Credentials
 from libra_cli.node.http import HostServer, JsonHandler, own_address, serve_hosts
-from libra_cli.runtime.credentials import certified_name
+from libra_cli.runtime.credentials.authority import certified_name
 from tests import credentials
 from tests.credentials import LOCAL, TOKEN, ask, credentials_of, url_of
 

@@ -15,6 +15,7 @@ from libra_cli.core.cluster.placement import initial_plan
 from libra_cli.core.launch.accelerate import RENDEZVOUS
 from libra_cli.core.launch.process import ProcessSpec
 from libra_cli.core.preflight.findings import ALL, Finding, Remedy
+from libra_cli.runtime.credentials.run_secrets import RunSecrets
 from libra_cli.runtime.hosts.agent_messages import (
     ConnectionLost,
     LeaseExpired,
@@ -23,7 +24,6 @@ from libra_cli.runtime.hosts.agent_messages import (
 )
 from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.hosts.host import Host
-from libra_cli.runtime.store.run_secrets import RunSecrets
 
 RECIPE = Recipe.model_validate(
     {"nodes": [{"host": "n1"}, {"host": "n2"}], "model": {"path": "/m"}, "run": {"lease_s": 20}}

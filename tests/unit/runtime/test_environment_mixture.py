@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.runtime.episodes.mixture import Mixture
+from libra_cli.runtime.tasks.weighted_turns import Mixture
 
 WEIGHTS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=5)
 

@@ -30,7 +30,7 @@ from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.rollout import server_probes, servers
 from libra_cli.runtime.rollout.connection import Sampling
 from libra_cli.runtime.rollout.servers import Servers
-from libra_cli.runtime.weights import VersionLocation, Weights
+from libra_cli.runtime.weights.versions import VersionLocation, Weights
 
 DEADLINE_S = 10.0
 SPEED = 400.0

@@ -12,8 +12,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from libra_cli.envs.protocol import Message, ToolCall, ToolSchema
-from libra_cli.runtime.agents.conversation import AgentReply, AgentRequest, BadRequest, Json
 from libra_cli.runtime.agents.dialects import reading
+from libra_cli.runtime.agents.dialects.conversation import (
+    AgentReply,
+    AgentRequest,
+    BadRequest,
+    Json,
+)
 
 _BILLING = "x-anthropic-billing-header:"
 _KINDS = {

@@ -12,8 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from libra_cli.envs.protocol import Message, ToolSchema
-from libra_cli.runtime.agents.conversation import AgentReply, AgentRequest, BadRequest, Json
 from libra_cli.runtime.agents.dialects import reading
+from libra_cli.runtime.agents.dialects.conversation import (
+    AgentReply,
+    AgentRequest,
+    BadRequest,
+    Json,
+)
 
 _MOST_REPLIES = 64
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from libra_cli.runtime.agents.conversation import BadRequest, Dialect, Json
 from libra_cli.runtime.agents.dialects.anthropic import AnthropicMessages
 from libra_cli.runtime.agents.dialects.chat import ChatCompletions
+from libra_cli.runtime.agents.dialects.conversation import BadRequest, Dialect, Json
 from libra_cli.runtime.agents.dialects.responses import Responses
 
 _DIALECTS: tuple[tuple[str, Dialect], ...] = (

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from libra_cli.envs.protocol import Message, ToolCall, ToolSchema
-from libra_cli.runtime.agents.conversation import BadRequest, Json
+from libra_cli.runtime.agents.dialects.conversation import BadRequest, Json
 
 SAMPLING = (
     "temperature",

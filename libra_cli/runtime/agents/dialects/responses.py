@@ -11,9 +11,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from libra_cli.envs.protocol import Message, ToolSchema
-from libra_cli.runtime.agents.conversation import AgentReply, AgentRequest, BadRequest, Json
 from libra_cli.runtime.agents.dialects import reading
 from libra_cli.runtime.agents.dialects.chat import ChatCompletions
+from libra_cli.runtime.agents.dialects.conversation import (
+    AgentReply,
+    AgentRequest,
+    BadRequest,
+    Json,
+)
 
 _REFUSED = ("background", "conversation", "prompt")
 

@@ -21,7 +21,6 @@ from libra_cli.runtime.adoption.memory import RunMemory
 from libra_cli.runtime.adoption.run_log import RunLog, replay
 from libra_cli.runtime.adoption.takeover import Adoption, asked_again, connect, findings
 from libra_cli.runtime.hosts.cluster import KeptCluster
-from libra_cli.runtime.performer import Performer
 from libra_cli.runtime.session import Session
 from libra_cli.runtime.store.event_log import EventLog
 from tests.world import Faults, World, recipe, taught
@@ -118,9 +117,16 @@ class KilledWorld(World):
         self.machine, self.memory = found.machine, found.memory
         self.machine.check()
         self._open_log()
-        performer = cast("Performer", FakePerformer(self))
+        owners: Any = FakeOwners(self)
         last = self.memory.number
-        failed = asyncio.run(connect(self.machine, self.memory, performer))
+        connecting = connect(
+            self.machine,
+            self.memory,
+            servers=owners.servers,
+            workers=owners.workers,
+            trainer=owners.trainer,
+        )
+        failed = asyncio.run(connecting)
         assert failed == []
         for event in list(findings(self.machine, self.memory, self._alive())):
             self.give(event)
@@ -150,7 +156,7 @@ def _up(replicas: Any) -> list[Replica]:
     return [replica for replica in replicas if replica.up]
 
 
-class FakePerformer:
+class FakeOwners:
     """Connects to everything. What the trainer still writes comes."""
 
     def __init__(self, world: KilledWorld) -> None:

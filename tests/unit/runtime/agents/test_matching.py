@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_cli.envs.protocol import Message, ToolCall, ToolSchema, function
-from libra_cli.runtime.agents.conversation import AgentReply, AgentRequest, BadRequest, ReplyCall
+from libra_cli.runtime.agents.dialects.conversation import (
+    AgentReply,
+    AgentRequest,
+    BadRequest,
+    ReplyCall,
+)
 from libra_cli.runtime.agents.matching import Conversations, Match, Node, Rule
 
 GET = function("get", "Look up.", {"key": {"type": "string"}})

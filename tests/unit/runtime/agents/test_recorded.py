@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from libra_cli.runtime.agents.conversation import AgentReply, AgentRequest, ReplyCall
+from libra_cli.runtime.agents.dialects.conversation import AgentReply, AgentRequest, ReplyCall
 from libra_cli.runtime.agents.dialects.paths import dialect_of
 from libra_cli.runtime.agents.matching import Conversations, Match, Rule
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from libra_cli.envs.protocol import ToolCall
-from libra_cli.runtime.agents.conversation import AgentReply, AgentRequest, BadRequest
 from libra_cli.runtime.agents.dialects.anthropic import AnthropicMessages
+from libra_cli.runtime.agents.dialects.conversation import AgentReply, AgentRequest, BadRequest
 
 PATH = "/v1/messages"
 USER = {"role": "user", "content": "q"}

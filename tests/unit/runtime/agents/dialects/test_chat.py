@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 
 from libra_cli.envs.protocol import ToolCall
-from libra_cli.runtime.agents.conversation import AgentReply, AgentRequest, BadRequest, ReplyCall
 from libra_cli.runtime.agents.dialects.chat import ChatCompletions
+from libra_cli.runtime.agents.dialects.conversation import (
+    AgentReply,
+    AgentRequest,
+    BadRequest,
+    ReplyCall,
+)
 
 USER = {"role": "user", "content": "q"}
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.runtime.agents.conversation import (
+from libra_cli.runtime.agents.dialects.conversation import (
     AgentReply,
     AgentRequest,
     BadRequest,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from libra_cli.envs.protocol import ToolCall
-from libra_cli.runtime.agents.conversation import AgentReply, AgentRequest, BadRequest
+from libra_cli.runtime.agents.dialects.conversation import AgentReply, AgentRequest, BadRequest
 from libra_cli.runtime.agents.dialects.responses import Responses
 
 

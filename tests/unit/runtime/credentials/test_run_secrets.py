@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from libra_cli.config.errors import StateError
+from libra_cli.runtime.credentials.run_secrets import SECRETS, RunSecrets
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.run_directory import make_run_dir, write_private
-from libra_cli.runtime.store.run_secrets import SECRETS, RunSecrets
 from tests import sample_run
 
 

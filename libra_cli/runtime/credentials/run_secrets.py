@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from libra_cli.config.errors import StateError
-from libra_cli.runtime.credentials import Authority
+from libra_cli.runtime.credentials.authority import Authority
 from libra_cli.runtime.store.run_directory import make_run_dir, write_private
 
 SECRETS = "secrets.json"

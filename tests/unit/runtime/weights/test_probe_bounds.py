@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from libra_cli.runtime.weights import GAP_FACTOR, LEAST_GAP, WRONG_GAP, ProbeBounds
+from libra_cli.runtime.weights.probe_bounds import GAP_FACTOR, LEAST_GAP, WRONG_GAP, ProbeBounds
 
 
 def test_the_first_gap_sets_the_bound_of_the_later_ones():

@@ -1,11 +1,11 @@
 """Brings published weight versions to the hosts that need them.
 
 The trainer publishes a version as a directory on its own host. The other hosts pull it over mutual
-TLS (``runtime.credentials``) from the trainer's host and from each other: every host passes on the
-chunks that it has, so that the trainer's link is not the only one that works. Every chunk is
-checked against the manifest, since a host may pass on what its own disk has damaged, and the
-directory gets its name when all are there. Each host pulls a version once, however many servers it
-has. A host that has the version before pulls only the difference.
+TLS (``runtime.credentials.authority``) from the trainer's host and from each other: every host
+passes on the chunks that it has, so that the trainer's link is not the only one that works. Every
+chunk is checked against the manifest, since a host may pass on what its own disk has damaged, and
+the directory gets its name when all are there. Each host pulls a version once, however many servers
+it has. A host that has the version before pulls only the difference.
 """
 
 from __future__ import annotations
@@ -15,28 +15,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import index
-from typing import TYPE_CHECKING
 
 from libra_cli.config.errors import LibraError, WeightsError
 from libra_cli.core.events import PublishedVersion
 from libra_cli.core.launch.process import PeerAddress
-from libra_cli.core.types import SlotId, WeightVersion
-from libra_cli.runtime.credentials import peer_url
+from libra_cli.core.types import WeightVersion
+from libra_cli.runtime.credentials.authority import peer_url
 from libra_cli.runtime.hosts.agent_messages import PulledVersion
+from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.supervision.answers import finite, understood
 
-if TYPE_CHECKING:
-    from libra_cli.runtime.hosts.cluster import Cluster
-
-WRONG_GAP = 1.0
-"""Mean |difference| of log-probabilities, in nats, that no two right computations have. In bfloat16
-vLLM and transformers differ by about 0.05 on the same weights (standard deviation on sampled
-tokens, TRL issue 6789); kernels that compute something else are off by several nats."""
-GAP_FACTOR = 5.0
-"""How many times the gap at a process's first version a later one may have."""
-LEAST_GAP = 1e-3
-"""A bound in nats that no calibration goes below: in float32 gaps are near 1e-6, and vary."""
 RENEWAL_S = 1.0
 """Seconds between two attempts to pull a version that the trainer writes again."""
 
@@ -244,35 +233,6 @@ class Weights:
         return self._urls[node]
 
 
-class ProbeBounds:
-    """What the probe's gap may be: a check against kernels that compute something else.
-
-    Which version a server holds is proved by checksums. At the first version that a process proves,
-    the gap is that of two computations with the same weights; later ones may be a few times as
-    large. In bfloat16 that is more than a step changes, so the probe cannot tell versions apart.
-    """
-
-    def __init__(self, tolerance: float | None) -> None:
-        """``tolerance``: the bound in nats, if it is not to be measured."""
-        self._tolerance = tolerance
-        self._first: dict[SlotId, tuple[int, float]] = {}
-
-    def reason(self, slot: SlotId, incarnation: int, gap: float) -> str:
-        """Why a gap is too large; empty if it is not, and then it counts as measured."""
-        seen, first = self._first.get(slot, (incarnation, None))
-        bound = self._bound(first if seen == incarnation else None)
-        if gap > bound or gap != gap:  # NaN is not above anything
-            return f"the probe differs by {gap:.2g} nats a token, allowed is {bound:.2g}"
-        if first is None or seen != incarnation:
-            self._first[slot] = (incarnation, gap)
-        return ""
-
-    def _bound(self, first: float | None) -> float:
-        if self._tolerance is not None:
-            return self._tolerance
-        return WRONG_GAP if first is None else min(WRONG_GAP, max(LEAST_GAP, GAP_FACTOR * first))
-
-
 def weights_of(cluster: Cluster, *, origin: str) -> Weights:
     """Return the weight versions of an open cluster, whose trainer publishes on ``origin``."""
     facts, spec = cluster.facts, cluster.recipe.weight_sync
@@ -285,14 +245,3 @@ def weights_of(cluster: Cluster, *, origin: str) -> Weights:
         keep=spec.keep_versions,
         timeout_s=spec.timeout_s,
     )
-
-
-def probe_gap(expected: tuple[float, ...], measured: list[float]) -> float:
-    """Return the mean absolute difference of log-probabilities, in nats.
-
-    Raises:
-        WeightsError: the two have different lengths, or none.
-    """
-    if len(expected) != len(measured) or not expected:
-        raise WeightsError(f"the probe has {len(expected)} tokens, the answer {len(measured)}")
-    return sum(abs(a - b) for a, b in zip(expected, measured, strict=True)) / len(expected)

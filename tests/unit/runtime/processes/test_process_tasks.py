@@ -9,7 +9,7 @@ import pytest
 
 from libra_cli.config.errors import LibraError
 from libra_cli.core.events import Event, WorkerFailed, WorkerStarted
-from libra_cli.runtime.process_tasks import ProcessTasks
+from libra_cli.runtime.processes.tasks import ProcessTasks
 
 failed = partial(WorkerFailed, "n1/0", 3)
 DONE = WorkerStarted("n1/0", 3)

@@ -12,10 +12,10 @@ from libra_cli.config.errors import HostError, WeightsError
 from libra_cli.core.events import PublishedVersion
 from libra_cli.core.launch.process import HostFacts
 from libra_cli.core.types import WeightVersion
-from libra_cli.runtime import weights as module
-from libra_cli.runtime.credentials import peer_url
+from libra_cli.runtime.credentials.authority import peer_url
 from libra_cli.runtime.hosts.agent_messages import PulledVersion
-from libra_cli.runtime.weights import Weights, weights_of
+from libra_cli.runtime.weights import versions as module
+from libra_cli.runtime.weights.versions import Weights, weights_of
 
 
 class FakeHost:
