@@ -31,7 +31,7 @@ from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.launch.process import process_of, worker_of
 from libra_cli.core.records import GroupRecord, Record, TrajectoryRecord
-from libra_cli.core.run_state import Resume
+from libra_cli.core.run.state import Resume
 from libra_cli.core.types import TrajectoryId, node_of
 from tests.world import Faults, World, recipe
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import events as e
-from libra_cli.core.costs.profile import Recalibration
 from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.evidence import Recalibration
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.planner import Decision, DecisionMaker
 from libra_cli.core.planning.recalibration import RecalibratedSearch

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.events import PublishedVersion
+from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.launch.process import HostFacts
 from libra_cli.core.launch.rollout_backend import server_process
 from libra_cli.core.types import WeightVersion

@@ -18,12 +18,12 @@ from typing import Any
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.cluster.joined_slots import slot_named
-from libra_cli.core.cluster.placement import initial_plan, slots_of
-from libra_cli.core.machine import Machine
+from libra_cli.core.launch.joined_slots import slot_named
+from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.records import Record, StepRecord, TrajectoryRecord
 from libra_cli.core.rollout.staleness import rule_of
-from libra_cli.core.run_state import Phase, Resume, RunIdentity
+from libra_cli.core.run.machine import Machine
+from libra_cli.core.run.state import Phase, Resume, RunIdentity
 from libra_cli.core.types import (
     BranchPoint,
     Plan,

@@ -15,9 +15,10 @@ from pathlib import Path
 from libra_cli.config.errors import LibraError
 from libra_cli.config.losses import keeps_reference
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.placement import open_nodes, seats_of, shapes_of
-from libra_cli.core.costs.observed import UNCHECKED_GIB, CostEvidence, ObservedCosts
+from libra_cli.core.costs.observed import UNCHECKED_GIB, ObservedCosts
 from libra_cli.core.costs.profile import Profile, ProfileError, passes_of
+from libra_cli.core.evidence import CostEvidence
+from libra_cli.core.launch.placement import open_nodes, seats_of, shapes_of
 from libra_cli.core.launch.process import NUMBER_BYTES
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.planner import CostSource, Planner

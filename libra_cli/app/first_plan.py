@@ -20,16 +20,16 @@ from typing import TypeAlias
 from libra_cli.app.costs import recipe_planner, require_hosts, shipped_for, shipped_of
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.costs.expected import guessed_lengths, samples_around
 from libra_cli.core.costs.profile import Profile
-from libra_cli.core.costs.workload import TrajectorySample
+from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.observation import Observation
-from libra_cli.core.observer import limits_of, workload_of
 from libra_cli.core.planning.admission import Admission
 from libra_cli.core.planning.planner import FirstPlan
 from libra_cli.core.planning.recipe_placement import fixed_slots
+from libra_cli.core.run.observer import limits_of, workload_of
 from libra_cli.core.types import Plan, Pool, Slot
+from libra_cli.core.workload import TrajectorySample
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import RecordedEpisode, load_trace
 

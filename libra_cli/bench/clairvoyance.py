@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from libra_cli.core.costs.profile import Profile
-from libra_cli.core.costs.workload import Workload
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.baselines import decided
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.planner import Decision, DecisionMaker
 from libra_cli.core.planning.search import Layout, Search
+from libra_cli.core.workload import Workload
 
 TOLD = "told"
 """As a planner's name: libra's, told the work to come."""

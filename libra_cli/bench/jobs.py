@@ -22,7 +22,6 @@ from libra_cli.core import actions as a
 from libra_cli.core.costs.expected import guessed_lengths, samples_around
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.costs.workload import BatchExtras, TrajectoryLimits, TrajectorySample, Workload
 from libra_cli.core.planning.baselines import STATIC, first_layout, planner_of
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.planner import DecisionMaker
@@ -30,6 +29,7 @@ from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.planning.training_table import TrainingTable
 from libra_cli.core.rollout.staleness import rule_of
 from libra_cli.core.types import Bucket, Seconds, Tokens, TrajectoryId
+from libra_cli.core.workload import BatchExtras, TrajectoryLimits, TrajectorySample, Workload
 from libra_cli.sim.drift import NO_DRIFT, Drift
 from libra_cli.sim.traces import RecordedEpisode, Trace, TraceError
 from libra_cli.sim.world import SimConfig, World

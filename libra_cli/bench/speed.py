@@ -14,7 +14,6 @@ from libra_cli.bench.jobs import Job, longest_of, world_of
 from libra_cli.bench.parallel import simulated
 from libra_cli.bench.results import SpeedRow
 from libra_cli.core.costs.profile import Profile
-from libra_cli.core.costs.workload import Workload
 from libra_cli.core.planning.search import propose
 from libra_cli.core.scheduling.least_cost import LeastExpectedCost
 from libra_cli.core.scheduling.request_scheduler import RequestScheduler
@@ -25,6 +24,7 @@ from libra_cli.core.types import (
     TrajectoryId,
     WeightVersion,
 )
+from libra_cli.core.workload import Workload
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import DEFAULT_TRACE, RecordedEpisode, Trace, load_trace
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from libra_cli.core.costs.profile import Recalibration
+from libra_cli.core.evidence import Recalibration
 from libra_cli.core.explanation import Explanation
 from libra_cli.core.types import (
     BranchPoint,

@@ -8,13 +8,15 @@ dask's worker state machine does with its recommendations).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from libra_cli.core.actions import Action, Train
-from libra_cli.core.cluster.replica import Replica
 from libra_cli.core.events import ShareDone
-from libra_cli.core.rollout.groups import Group
 from libra_cli.core.types import GroupId, Seconds, SlotId
+
+if TYPE_CHECKING:
+    from libra_cli.core.cluster.replica import Replica
+    from libra_cli.core.rollout.groups import Group
 
 
 class NoticeBase:

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from libra_cli.core.costs.observed import CostEvidence
-from libra_cli.core.costs.profile import Recalibration
-from libra_cli.core.costs.workload import Workload
+from libra_cli.core.evidence import CostEvidence, Recalibration
 from libra_cli.core.explanation import PastPrediction
 from libra_cli.core.types import Plan, Role, Seconds, Slot, SlotId
+from libra_cli.core.workload import Workload
 
 STARVED = 0.05
 """Share of a step that training waits, from which on rollout is the longer half. Chosen."""

@@ -24,8 +24,8 @@ from typing import Any, TypeAlias
 from libra_cli.config.errors import LibraError
 from libra_cli.core.actions import End, RuntimeAction, Save
 from libra_cli.core.events import Event, ServerSampled
-from libra_cli.core.machine import Machine
 from libra_cli.core.records import Record
+from libra_cli.core.run.machine import Machine
 from libra_cli.core.types import Seconds, TrajectoryId
 from libra_cli.runtime.adoption.run_log import RunLog
 from libra_cli.runtime.supervision.background import is_cancelled

@@ -26,12 +26,12 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.config.secrets import known_secrets, masker
 from libra_cli.core import events
 from libra_cli.core.actions import End
-from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.explanation import Explanation
-from libra_cli.core.machine import Machine
+from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.planning.planner import DecisionMaker, FirstPlan
 from libra_cli.core.records import EvaluationRecord, Record, RunRecord
-from libra_cli.core.run_state import Resume, RunIdentity
+from libra_cli.core.run.machine import Machine
+from libra_cli.core.run.state import Resume, RunIdentity
 from libra_cli.core.types import Slot, SlotId, node_of
 from libra_cli.runtime.adoption.memory import RunMemory
 from libra_cli.runtime.adoption.run_log import ReplayedRun, RunLog

@@ -27,8 +27,8 @@ from random import Random
 from typing import IO, Any, NoReturn
 
 from libra_cli.config.errors import LibraError, did_you_mean
-from libra_cli.core.costs.workload import TrajectorySample
 from libra_cli.core.types import Seconds, Tokens, ToolOutcome
+from libra_cli.core.workload import TrajectorySample
 
 DEFAULT_TRACE = "tau2bench"
 _SUFFIXES = (".jsonl.gz", ".jsonl")

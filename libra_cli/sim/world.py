@@ -1,6 +1,6 @@
 """The outside of a machine, in virtual time: servers, tools and a trainer that cost what they cost.
 
-    sim.world                                     core.machine
+    sim.world                                     core.run.machine
     heap: the next thing to happen  --event-->    handle(event, now)
           ^                                             |
           +-- how long it takes <-- engine, trace, <--actions
@@ -29,7 +29,6 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.machine import Machine
 from libra_cli.core.planning.planner import DecisionMaker, answer
 from libra_cli.core.records import (
     GroupRecord,
@@ -42,7 +41,8 @@ from libra_cli.core.records import (
     TurnRecord,
 )
 from libra_cli.core.rollout.turns import ABORTED
-from libra_cli.core.run_state import RunIdentity
+from libra_cli.core.run.machine import Machine
+from libra_cli.core.run.state import RunIdentity
 from libra_cli.core.scheduling.policy import SchedulingPolicy
 from libra_cli.core.types import (
     Bucket,

@@ -13,7 +13,7 @@ import pytest
 from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.placement import initial_plan
+from libra_cli.core.launch.placement import initial_plan
 from libra_cli.core.types import ToolOutcome, TrajectoryId
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
 from libra_cli.runtime.credentials.run_secrets import RunSecrets

@@ -13,7 +13,7 @@ import pytest
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import events as e
 from libra_cli.core.actions import StartTrainer, StopTrainer, Train, TrainSample
-from libra_cli.core.cluster.placement import initial_plan, slots_of
+from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.records import Record
 from libra_cli.core.types import Trajectory, TrajectoryId, VersionSpan
 from libra_cli.runtime.credentials.run_secrets import RunSecrets

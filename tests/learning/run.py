@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import Save, Train
-from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.events import PublishedVersion, StepDone, TrainerStarted
-from libra_cli.core.machine import Machine
+from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.notices import StepClaimed
 from libra_cli.core.records import StepRecord
 from libra_cli.core.rollout.groups import new_trajectory
-from libra_cli.core.run_state import RunIdentity
+from libra_cli.core.run.machine import Machine
+from libra_cli.core.run.state import RunIdentity
 from libra_cli.core.types import TrajectoryId, WeightVersion
 from libra_cli.node.model.build import provide
 from libra_cli.node.trainer.config import TrainerConfig

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from libra_cli.config.errors import StateError
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.placement import initial_plan
-from libra_cli.core.costs.profile import Recalibration
+from libra_cli.core.evidence import Recalibration
+from libra_cli.core.launch.placement import initial_plan
 from libra_cli.core.observation import Observation
-from libra_cli.core.observer import RunObserver
 from libra_cli.core.planning.controller import plan_of_record
 from libra_cli.core.records import DecisionRecord, PlanRecord
+from libra_cli.core.run.observer import RunObserver
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.replay import records_in_order, slots_of_plan
 

@@ -26,7 +26,6 @@ from libra_cli.core.actions import (
     Train,
     TrainSample,
 )
-from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.events import (
     Event,
     PublishedVersion,
@@ -39,6 +38,7 @@ from libra_cli.core.events import (
     TurnGenerated,
     VersionPublished,
 )
+from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.records import NodeRecord, Record
 from libra_cli.core.types import Bucket, Seconds, Slot, SlotId, Tokens, TrajectoryId
 from libra_cli.runtime.credentials.run_secrets import RunSecrets

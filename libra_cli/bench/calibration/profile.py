@@ -12,7 +12,6 @@ from statistics import fmean, median
 from libra_cli.bench.calibration.survey import CalibrationMeasurement, Effort, measure
 from libra_cli.bench.config import Progress
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.placement import slots_of
 from libra_cli.core.costs.fitting import Fit
 from libra_cli.core.costs.loads import ServerFit, fit_server, fit_training
 from libra_cli.core.costs.memory import GIB
@@ -24,6 +23,7 @@ from libra_cli.core.costs.profile import (
     Profile,
     TrainingCost,
 )
+from libra_cli.core.launch.placement import slots_of
 from libra_cli.core.launch.process import NUMBER_BYTES, dtype_of
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.sim.profiles import require_dense

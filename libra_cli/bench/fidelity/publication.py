@@ -19,8 +19,8 @@ from itertools import product
 from math import log
 
 from libra_cli.core.costs.profile import Profile
-from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.planning.rollout_table import DEFAULT_SEATS, PlannedBucket, RolloutTable
+from libra_cli.core.workload import TrajectorySample, Workload
 
 GPUS, BATCH, PROMPT = 8, 512, 512
 SHORT, LONG = (0, 2048), (16384, 32768)

@@ -30,14 +30,14 @@ from libra_cli.bench.config import Progress
 from libra_cli.bench.fidelity.server import RunError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import TrainSample
-from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.costs.profile import Profile, ProfileError
 from libra_cli.core.costs.server import ServerCost, guessed_cost
-from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.planning.controller import plan_of_record
 from libra_cli.core.records import StepRecord, TrajectoryRecord, TurnRecord
 from libra_cli.core.scheduling.policy import make_policy
 from libra_cli.core.types import Bucket, Plan, Seconds, Slot, ToolOutcome, TrajectoryId
+from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.replay import slots_of_plan
 from libra_cli.runtime.store.run_directory import recipe_of

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from statistics import fmean
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from libra_cli.config.advantages import ADVANTAGES, GAE
 from libra_cli.config.environment import TeacherSpec
@@ -17,8 +17,10 @@ from libra_cli.core.actions import TrainSample
 from libra_cli.core.advantages.by_critic import turns_of
 from libra_cli.core.advantages.distillation import distillation_metrics, taught_advantages
 from libra_cli.core.advantages.protocol import Estimator
-from libra_cli.core.rollout.groups import Group
 from libra_cli.core.types import Branch, Trajectory, TrajectoryId
+
+if TYPE_CHECKING:
+    from libra_cli.core.rollout.groups import Group
 
 Advantages: TypeAlias = Mapping[TrajectoryId, tuple[float, ...]]
 """Of each trajectory: one, or one for each of its turns."""

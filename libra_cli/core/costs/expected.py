@@ -17,7 +17,7 @@ from math import exp
 from statistics import NormalDist, fmean
 
 from libra_cli.config.recipe import LengthsSpec
-from libra_cli.core.costs.workload import TrajectoryLimits, TrajectorySample
+from libra_cli.core.workload import TrajectoryLimits, TrajectorySample
 
 SAMPLES = 64
 SPREAD = 0.75

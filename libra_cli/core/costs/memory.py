@@ -59,6 +59,9 @@ BLOCK_LOGITS = 2**25
 """Logits of a block of the output layer, as in ``node.model.logprobs``."""
 BLOCK_BYTES = 10
 """Of a logit of a block at its worst: two in float32, or one and its gradient, and one in c."""
+CHECKPOINT_BYTES = 12
+"""Of a parameter in a checkpoint: float32 weight and two moments (Kingma and Ba, arXiv 1412.6980).
+"""
 SERVER_OVERHEAD_GIB = 1.85
 """GiB a server takes on each GPU for CUDA graphs, activations and communication buffers."""
 TRAINER_OVERHEAD_GIB = 6.0

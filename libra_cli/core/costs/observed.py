@@ -26,6 +26,7 @@ from libra_cli.config.errors import StateError
 from libra_cli.core.costs.online import FadingLine
 from libra_cli.core.costs.profile import MemoryModel, MoveCost, Profile, TrainingCost
 from libra_cli.core.costs.server import ServerCost, guessed_cost
+from libra_cli.core.evidence import CostEvidence, PlayedTurn, Starts, TrainedStep
 from libra_cli.core.types import Plan, Seconds, SlotId, Tokens
 
 UNCHECKED_GIB = 1e9
@@ -36,57 +37,6 @@ CORRELATED = 1e-2
 """What the prior's proportions weigh, in turns for each turn: turns side by side tell the same."""
 MOVE_S: Seconds = 60.0
 """A server or a trainer started, where none has been seen to."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlayedTurn:
-    """One turn on one server. ``fresh`` are the tokens of its prompt that were not cached."""
-
-    slot: SlotId
-    began: Seconds
-    ended: Seconds
-    prompt: Tokens
-    fresh: Tokens
-    generated: Tokens
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedStep:
-    """One optimizer step. ``pairs``: of a token and one it attends to."""
-
-    seconds: Seconds
-    tokens: float
-    pairs: float
-
-
-@dataclass(frozen=True, slots=True)
-class Starts:
-    """How long servers and trainers took to be ready, as seen; None for never.
-
-    ``to_training_s`` and ``to_rollout_s`` are the seconds in which a slot that moved did nothing.
-    """
-
-    server_s: Seconds | None = None
-    trainer_s: Seconds | None = None
-    to_training_s: Seconds | None = None
-    to_rollout_s: Seconds | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CostEvidence:
-    """What a run has shown of its own costs.
-
-    ``steps`` are the newest ones under one plan with all its slots in place, and ``ranks`` is the
-    number of GPUs that trained under it. ``version_bytes`` is the size of a weight version;
-    ``link_bandwidth`` the most bytes a second at which one came to another host, 0 if none did.
-    """
-
-    turns: tuple[PlayedTurn, ...] = ()
-    steps: tuple[TrainedStep, ...] = ()
-    ranks: int = 1
-    starts: Starts = Starts()
-    version_bytes: int = 0
-    link_bandwidth: float = 0.0
 
 
 def server_cost(turns: Sequence[PlayedTurn], prior: ServerCost) -> ServerCost:

@@ -50,8 +50,9 @@ from libra_cli.core.costs.memory import (
 )
 from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.costs.workload import Workload
+from libra_cli.core.evidence import Recalibration
 from libra_cli.core.types import Seconds, Tokens
+from libra_cli.core.workload import Workload
 
 HOST_BANDWIDTH = 2e10
 """Bytes a second between a GPU and its host's page-locked memory: PCIe 4.0 x16 has 3.2e10."""
@@ -365,6 +366,11 @@ class Profile:
             servers={degree: _slower(cost, factor) for degree, cost in self.servers.items()},
         )
 
+    def recalibrated(self, factors: Recalibration) -> Profile:
+        """These costs times the factors, each half its own."""
+        slower = self.scaled(factors.rollout)
+        return replace(slower, training=slower.training.scaled(factors.training))
+
     def with_overhead(self, seconds: Seconds) -> Profile:
         """``seconds`` more on every engine step."""
         servers = {
@@ -427,26 +433,6 @@ class Profile:
             found = _section(body, "surroundings")
             given["surroundings"] = _part(Contention, found, "surroundings")
         return _part(cls, given, "profile")
-
-
-@dataclass(frozen=True, slots=True)
-class Recalibration:
-    """The factors by which measured seconds of a step differ from predicted ones, for each half."""
-
-    rollout: float = 1.0
-    training: float = 1.0
-
-    def of(self, profile: Profile) -> Profile:
-        """These costs times the factors."""
-        slower = profile.scaled(self.rollout)
-        return replace(slower, training=profile.training.scaled(self.training))
-
-    def blended(self, before: Recalibration, *, rollout: float, training: float) -> Recalibration:
-        """The geometric mean with one that was found before; these have so much weight, 0 to 1."""
-        return Recalibration(
-            rollout=self.rollout**rollout * before.rollout ** (1 - rollout),
-            training=self.training**training * before.training ** (1 - training),
-        )
 
 
 def _slower(cost: ServerCost, factor: float) -> ServerCost:

@@ -20,7 +20,7 @@ import numpy as np
 
 from libra_cli.core.costs.rollout import RolloutLoad
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.costs.workload import Workload
+from libra_cli.core.workload import Workload
 
 SINGLES = 16
 

@@ -44,8 +44,8 @@ from typing import Any
 import numpy as np
 
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.costs.workload import Workload
 from libra_cli.core.types import Seconds
+from libra_cli.core.workload import Workload
 
 ROUNDS = 8
 """Of finding what is computed again and what is in flight, which depend on the time that they

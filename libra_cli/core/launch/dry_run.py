@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from libra_cli.config.recipe import NodeSpec, Recipe, WeightSyncSpec
 from libra_cli.config.rules import SECRET_NAME
-from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.launch.model import model_process
+from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.launch.ports import ports_needed
 from libra_cli.core.launch.process import HostFacts, ProcessSpec
 from libra_cli.core.launch.rollout_backend import server_process

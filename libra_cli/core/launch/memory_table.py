@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.memory import (
+    CHECKPOINT_BYTES,
     GIB,
     SERVER_OVERHEAD_GIB,
     TRAINER_OVERHEAD_GIB,
@@ -18,7 +19,6 @@ from libra_cli.core.costs.memory import (
 from libra_cli.core.launch.process import NUMBER_BYTES, dtype_of
 from libra_cli.core.launch.sharding import RankConditions, dp_shard_size, is_sharded
 from libra_cli.core.launch.trainer_backend import ranks_per_node
-from libra_cli.core.preflight.needs import CHECKPOINT_BYTES
 from libra_cli.core.types import Plan, Slot
 
 USUAL_GIB = (24, 40, 48, 80, 94, 141, 180)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.placement import slots_of
+from libra_cli.core.launch.placement import slots_of
 from libra_cli.core.launch.process import HostFacts, ProcessSpec, common_env
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.placement import slots_of
+from libra_cli.core.launch.placement import slots_of
 from libra_cli.core.launch.process import worker_ports
 from libra_cli.core.types import Plan, Pool, Slot, node_of
 

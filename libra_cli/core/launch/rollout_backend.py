@@ -20,8 +20,8 @@ from typing import Protocol
 
 from libra_cli.config.plugins import PluginGroup
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.joined_slots import part_slots
-from libra_cli.core.cluster.placement import slots_of
+from libra_cli.core.launch.joined_slots import part_slots
+from libra_cli.core.launch.placement import slots_of
 from libra_cli.core.launch.process import HostFacts, ProcessSpec, process_of
 from libra_cli.core.types import Bucket, Slot
 

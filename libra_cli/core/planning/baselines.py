@@ -22,8 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from libra_cli.config.errors import LibraError
-from libra_cli.core.costs.profile import Profile, Recalibration
-from libra_cli.core.costs.workload import Workload
+from libra_cli.core.costs.profile import Profile
+from libra_cli.core.evidence import Recalibration
 from libra_cli.core.observation import MeasuredStep, Observation, mean_step
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.planner import Candidate, Decision, DecisionMaker, Planner
@@ -32,6 +32,7 @@ from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.planning.triggers import cooldown
 from libra_cli.core.types import Seconds
+from libra_cli.core.workload import Workload
 
 PLANNERS = ("colocated", "uniform", "static-best", "greedy", "streamrl", "dynarl", "libra")
 STATIC = ("colocated", "uniform", "static-best")

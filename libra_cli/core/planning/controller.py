@@ -24,8 +24,8 @@ from statistics import fmean
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import AnswerOrder, Propose, Save
-from libra_cli.core.costs.profile import Recalibration
 from libra_cli.core.events import PlanChosen, PlanKept, PlanOrdered
+from libra_cli.core.evidence import Recalibration
 from libra_cli.core.explanation import STEPS, Explanation
 from libra_cli.core.notices import Result
 from libra_cli.core.observation import STARVED, Observation

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from libra_cli.core.cluster.gpu_nodes import GpuNodes, is_worker
 from libra_cli.core.costs.profile import NothingFits, Profile
+from libra_cli.core.launch.gpu_nodes import GpuNodes, is_worker
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.planner import Candidate, SlotMove, roles_of
 from libra_cli.core.planning.rollout_table import PlannedBucket, planned_buckets

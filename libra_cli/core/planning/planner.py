@@ -26,10 +26,9 @@ from typing import Protocol, TypeAlias
 
 from libra_cli.config.errors import LibraError
 from libra_cli.core.actions import Propose
-from libra_cli.core.costs.observed import CostEvidence
-from libra_cli.core.costs.profile import NothingFits, Profile, Recalibration
-from libra_cli.core.costs.workload import Workload
+from libra_cli.core.costs.profile import NothingFits, Profile
 from libra_cli.core.events import PlanChosen, PlanKept
+from libra_cli.core.evidence import CostEvidence, Recalibration
 from libra_cli.core.explanation import (
     Binding,
     Constraint,
@@ -44,6 +43,7 @@ from libra_cli.core.planning.recalibration import RecalibratedSearch, recalibrat
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search, Times
 from libra_cli.core.planning.transition import moves_cost_s
 from libra_cli.core.types import Plan, Prediction, Seconds, Slot, SlotId
+from libra_cli.core.workload import Workload
 
 NEAR = "today's plan is within the tolerance of the best"
 

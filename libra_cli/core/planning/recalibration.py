@@ -23,12 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from libra_cli.core.costs.profile import Profile, Recalibration
-from libra_cli.core.costs.workload import Workload
+from libra_cli.core.costs.profile import Profile
+from libra_cli.core.evidence import Recalibration
 from libra_cli.core.observation import MeasuredStep, mean_step
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search, Times
 from libra_cli.core.planning.triggers import IDLE
 from libra_cli.core.types import Seconds
+from libra_cli.core.workload import Workload
 
 MOST = 4.0
 
@@ -76,7 +77,7 @@ def recalibrated(
         rollout=number / (number + workload.overlap),
         training=number / (number + 1),
     )
-    profile = found.of(profile)
+    profile = profile.recalibrated(found)
     search = Search(profile, workload, gpus, settings, ended)
     return RecalibratedSearch(shown, priced, found, profile, search)
 

@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.joined_slots import reshaped
-from libra_cli.core.cluster.placement import PlanError, plan_with, slots_of
 from libra_cli.core.costs.profile import NothingFits, Profile, ProfileError
+from libra_cli.core.launch.joined_slots import reshaped
+from libra_cli.core.launch.placement import PlanError, plan_with, slots_of
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.planner import Candidate, SlotMove, roles_of
 from libra_cli.core.planning.rollout_table import planned_buckets

@@ -31,10 +31,10 @@ from libra_cli.core.costs.profile import NothingFits
 from libra_cli.core.costs.ranges import SortedParts
 from libra_cli.core.costs.rollout import EqualServers, RolloutLoad, RolloutTime
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.costs.workload import Workload
 from libra_cli.core.explanation import Binding, Constraint
 from libra_cli.core.scheduling.least_cost import PLAY_SHARE
 from libra_cli.core.types import Plan, Seconds, Tokens
+from libra_cli.core.workload import Workload
 
 DEFAULT_SEATS = 128
 _Loads: TypeAlias = tuple[EqualServers, RolloutLoad]

@@ -31,11 +31,11 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from libra_cli.core.costs.profile import NothingFits, Profile
-from libra_cli.core.costs.workload import Workload
 from libra_cli.core.explanation import Binding, Constraint
 from libra_cli.core.planning.rollout_table import DEFAULT_SEATS, PlannedBucket, RolloutTable
 from libra_cli.core.planning.training_table import TrainingPlan, TrainingTable
 from libra_cli.core.types import Seconds
+from libra_cli.core.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from math import inf
 from libra_cli.core.costs.memory import GIB
 from libra_cli.core.costs.observed import UNCHECKED_GIB
 from libra_cli.core.costs.profile import NothingFits, TrainingCost
-from libra_cli.core.costs.workload import Workload
 from libra_cli.core.types import Seconds
+from libra_cli.core.workload import Workload
 
 
 def together_s(alone_s: Seconds, workers: Iterable[tuple[Seconds, Seconds]]) -> Seconds:

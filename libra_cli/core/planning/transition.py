@@ -21,10 +21,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from libra_cli.core.costs.profile import Profile
-from libra_cli.core.costs.workload import Workload
 from libra_cli.core.planning.search import Layout
 from libra_cli.core.reconcile.reconciler import GRACE_S
 from libra_cli.core.types import Seconds
+from libra_cli.core.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from libra_cli.config.errors import LibraError
-from libra_cli.core.cluster.joined_slots import slot_named
-from libra_cli.core.cluster.placement import slots_of
 from libra_cli.core.costs.memory import (
     GIB,
     SERVER_OVERHEAD_GIB,
@@ -14,7 +12,9 @@ from libra_cli.core.costs.memory import (
     Architecture,
     server_contexts,
 )
+from libra_cli.core.launch.joined_slots import slot_named
 from libra_cli.core.launch.memory_table import rank_gib, shard_sizes
+from libra_cli.core.launch.placement import slots_of
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.findings import Finding, Remedy
 from libra_cli.core.types import Slot, node_of

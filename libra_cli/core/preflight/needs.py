@@ -21,13 +21,11 @@ from dataclasses import dataclass
 
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import NodeSpec, Recipe
-from libra_cli.core.costs.memory import Architecture
+from libra_cli.core.costs.memory import CHECKPOINT_BYTES, Architecture
 from libra_cli.core.preflight.host_report import ModelFiles
 from libra_cli.core.types import Plan, node_of
 
 MIB, GIB = 2**20, 2**30
-CHECKPOINT_BYTES = 12
-"""Of a parameter: float32 weight and two moments (Kingma and Ba, arXiv 1412.6980)."""
 MOMENT_BYTES = 8
 """Of a parameter in the memory of a host that has a replica, with ``adamw_offload``."""
 TRAINED_BYTES = 16

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.placement import PlanError, plan_with
+from libra_cli.core.launch.placement import PlanError, plan_with
 from libra_cli.core.types import Plan, Pool, Role, Slot, SlotId, node_of
 
 ROLES = (Role.TRAIN, Role.GRADIENT, Role.ROLLOUT)

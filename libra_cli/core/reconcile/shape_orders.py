@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from libra_cli.config.recipe import BucketSpec, Recipe
-from libra_cli.core.cluster.joined_slots import part_slots, slot_named, with_slots
-from libra_cli.core.cluster.placement import PlanError, bucket_of_size, slots_of
+from libra_cli.core.launch.joined_slots import part_slots, slot_named, with_slots
+from libra_cli.core.launch.placement import PlanError, bucket_of_size, slots_of
 from libra_cli.core.reconcile.manual_plan import OrderRefused
 from libra_cli.core.types import Bucket, Plan, Role, Slot, SlotId, parts_of
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from libra_cli.core.actions import (
     AbortTurn,
@@ -42,7 +42,6 @@ from libra_cli.core.actions import (
     Save,
     StartEpisode,
 )
-from libra_cli.core.cluster.rollout_servers import RolloutServers
 from libra_cli.core.evaluation.ledger import Evaluation, EvaluationLedger
 from libra_cli.core.events import (
     DemonstrationRead,
@@ -93,6 +92,9 @@ from libra_cli.core.types import (
     WeightVersion,
     is_evaluation,
 )
+
+if TYPE_CHECKING:
+    from libra_cli.core.cluster.rollout_servers import RolloutServers
 
 DEMONSTRATED = 1.0
 """The reward of a demonstration; all have the same, and ``sft`` does not look at it."""

@@ -19,8 +19,8 @@ from libra_cli.config.errors import StateError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import Accumulate, Checkpoint, End, RuntimeAction, Save, Train
 from libra_cli.core.events import CheckpointSaved, Event, NodeBack, StepDone
-from libra_cli.core.machine import Machine
 from libra_cli.core.records import Record
+from libra_cli.core.run.machine import Machine
 from libra_cli.core.types import Seconds
 from libra_cli.runtime.adoption.memory import RunMemory
 from libra_cli.runtime.adoption.snapshot import load_machine, save_machine

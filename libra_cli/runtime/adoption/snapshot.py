@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from libra_cli.config.errors import StateError
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.machine import Machine
+from libra_cli.core.run.machine import Machine
 from libra_cli.core.types import VersionSpan
 from libra_cli.runtime.adoption import memory
 from libra_cli.runtime.adoption.memory import RunMemory

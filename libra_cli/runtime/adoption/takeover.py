@@ -18,9 +18,9 @@ from libra_cli.core import events as e
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.cluster.trainer import TrainerState
 from libra_cli.core.launch.process import process_of, worker_of
-from libra_cli.core.machine import Machine
 from libra_cli.core.rollout.active import Stage
 from libra_cli.core.rollout.groups import GroupState
+from libra_cli.core.run.machine import Machine
 from libra_cli.core.types import Seconds, Slot, SlotId
 from libra_cli.runtime.adoption.memory import RunMemory
 from libra_cli.runtime.adoption.run_log import ReplayedRun

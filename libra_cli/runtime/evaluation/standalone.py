@@ -17,9 +17,9 @@ from pathlib import Path
 from libra_cli.config.errors import LibraError, ProcessError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import Generate, StartServer
-from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.evaluation.ledger import EvaluationLedger, evaluation_plans
 from libra_cli.core.events import Event, ServerFailed, ServerStarted, TurnGenerated
+from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.records import EvaluationRecord, Record
 from libra_cli.core.rollout.groups import new_trajectory
 from libra_cli.core.rollout.turns import append_turn, extend_masked, go_on_at

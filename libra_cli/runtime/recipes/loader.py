@@ -37,7 +37,7 @@ from libra_cli.config.other_names import OTHER_NAMES
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.rules import Problem, RuleError, expand_range
 from libra_cli.config.secrets import holds_token
-from libra_cli.core.cluster.placement import PlanError, initial_plan
+from libra_cli.core.launch.placement import PlanError, initial_plan
 from libra_cli.core.launch.rollout_backend import ROLLOUT_BACKENDS
 from libra_cli.core.launch.trainer_backend import TRAINER_BACKENDS
 from libra_cli.core.scheduling.policy import POLICIES

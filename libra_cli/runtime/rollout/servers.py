@@ -24,7 +24,6 @@ from libra_cli.core.actions import (
     StopServer,
     SyncServer,
 )
-from libra_cli.core.cluster.joined_slots import slot_named
 from libra_cli.core.events import (
     Event,
     PublishedVersion,
@@ -38,6 +37,7 @@ from libra_cli.core.events import (
     TurnFailed,
     TurnGenerated,
 )
+from libra_cli.core.launch.joined_slots import slot_named
 from libra_cli.core.launch.process import ProcessSpec, process_of
 from libra_cli.core.launch.rollout_backend import server_process
 from libra_cli.core.progress.watch import ProgressWatch

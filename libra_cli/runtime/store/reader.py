@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from libra_cli.config.errors import StateError
-from libra_cli.core.costs.workload import TrajectorySample
 from libra_cli.core.records import (
     CreditRecord,
     EvaluationRecord,
@@ -52,6 +51,7 @@ from libra_cli.core.records import (
     VersionRecord,
 )
 from libra_cli.core.types import EVALUATION_GROUPS, BranchTokens
+from libra_cli.core.workload import TrajectorySample
 from libra_cli.runtime.store.schema import COLUMNS, DATABASE, Column, check_format, show
 from libra_cli.runtime.store.token_file import (
     OLD_TOKENS,

@@ -16,9 +16,8 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.joined_slots import slots_in
-from libra_cli.core.cluster.placement import slots_of
-from libra_cli.core.observer import RECENT_STEPS
+from libra_cli.core.launch.joined_slots import slots_in
+from libra_cli.core.launch.placement import slots_of
 from libra_cli.core.records import (
     DecisionRecord,
     GroupRecord,
@@ -31,6 +30,7 @@ from libra_cli.core.records import (
     TurnRecord,
     VersionRecord,
 )
+from libra_cli.core.run.observer import RECENT_STEPS
 from libra_cli.core.types import Plan, Pool, Slot
 from libra_cli.runtime.store.reader import Reader
 

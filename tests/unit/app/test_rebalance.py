@@ -18,7 +18,7 @@ from libra_cli.config.errors import LibraError, StateError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import records as r
 from libra_cli.core.costs.profile import NothingFits, ProfileError
-from libra_cli.core.costs.workload import TrajectorySample
+from libra_cli.core.workload import TrajectorySample
 from libra_cli.report.status.rebalance import RebalanceResult
 from libra_cli.report.terminal.rebalance import rebalance_view
 from libra_cli.runtime.store.journal import Journal

@@ -20,10 +20,10 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core import events as e
 from libra_cli.core.actions import Save
 from libra_cli.core.cluster.replica import ReplicaState
-from libra_cli.core.machine import Machine
 from libra_cli.core.planning.planner import FirstPlan
 from libra_cli.core.records import MoveRecord, PlanRecord, Record, RunRecord
-from libra_cli.core.run_state import Resume, RunIdentity
+from libra_cli.core.run.machine import Machine
+from libra_cli.core.run.state import Resume, RunIdentity
 from libra_cli.core.types import Plan
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader

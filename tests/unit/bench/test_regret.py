@@ -20,8 +20,8 @@ from libra_cli.bench.regret import StaticPlans, best_script, part_seconds, regre
 from libra_cli.bench.report.sheets import regret_sheet
 from libra_cli.bench.results import BEST_STATIC, CLAIRVOYANT, FREE_CLAIRVOYANT, LIBRA_TOLD
 from libra_cli.cli.main import app
-from libra_cli.core.costs.workload import BatchExtras
 from libra_cli.core.planning.search import Layout
+from libra_cli.core.workload import BatchExtras
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import load_trace
 from tests.sample_bench import row

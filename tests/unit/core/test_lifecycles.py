@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from libra_cli.config.errors import IllegalMove
-from libra_cli.core import run_state
 from libra_cli.core.cluster import replica, trainer
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.rollout import active, groups
 from libra_cli.core.rollout.active import ActiveTrajectory, Stage
 from libra_cli.core.rollout.groups import GroupLedger
 from libra_cli.core.rollout.staleness import hold
-from libra_cli.core.run_state import Phase, RunIdentity, RunState
+from libra_cli.core.run import state as run_state
+from libra_cli.core.run.state import Phase, RunIdentity, RunState
 from libra_cli.core.types import Pool, Slot, Trajectory, TrajectoryId
 
 TABLES: dict[str, Mapping[Any, Mapping[Any, str]]] = {

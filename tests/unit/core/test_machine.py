@@ -15,7 +15,7 @@ from libra_cli.core.records import GroupRecord, SlotRecord, SyncRecord
 from libra_cli.core.rollout import groups
 from libra_cli.core.rollout.groups import GroupLedger
 from libra_cli.core.rollout.staleness import hold
-from libra_cli.core.run_state import Phase, Resume
+from libra_cli.core.run.state import Phase, Resume
 from tests.world import Faults, World, recipe
 
 CHANCES = st.sampled_from([0.0, 0.0, 0.02, 0.1])

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.cluster.joined_slots import slot_named
 from libra_cli.core.cluster.replica import ReplicaState
+from libra_cli.core.launch.joined_slots import slot_named
 from libra_cli.core.records import GroupRecord, MoveRecord
 from libra_cli.core.rollout.active import Stage
-from libra_cli.core.run_state import Phase
+from libra_cli.core.run.state import Phase
 from libra_cli.core.types import Role, SlotId, TrajectoryId
 from tests.world import Faults, World, recipe
 

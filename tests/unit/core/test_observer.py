@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from libra_cli.core.costs.workload import BatchExtras
-from libra_cli.core.observer import RunObserver
 from libra_cli.core.planning.controller import record_of_plan
 from libra_cli.core.records import TrajectoryRecord, TurnRecord
+from libra_cli.core.run.observer import RunObserver
 from libra_cli.core.types import Plan
+from libra_cli.core.workload import BatchExtras
 from tests import sample_run, world
 
 TURN = TurnRecord(0, 0, 0, 0, "a/0", 1, 0.0, 0.0, 1.0, 100, 10, "stop", "", "[]")

@@ -17,18 +17,19 @@ from libra_cli.app.rebalance.replay import observation_of_run
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.cluster.placement import initial_plan, slots_of
-from libra_cli.core.costs.profile import Profile, Recalibration
-from libra_cli.core.costs.workload import TrajectorySample, Workload
-from libra_cli.core.machine import Machine
+from libra_cli.core.costs.profile import Profile
+from libra_cli.core.evidence import Recalibration
+from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.observation import MeasuredStep, Observation
-from libra_cli.core.observer import RunObserver
 from libra_cli.core.planning.controller import record_of_plan
 from libra_cli.core.planning.planner import Planner
 from libra_cli.core.records import PlanRecord
-from libra_cli.core.run_state import Resume, RunIdentity
+from libra_cli.core.run.machine import Machine
+from libra_cli.core.run.observer import RunObserver
+from libra_cli.core.run.state import Resume, RunIdentity
 from libra_cli.core.scheduling.policy import make_policy
 from libra_cli.core.types import Plan, Role
+from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.runtime.performer import Performer
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader

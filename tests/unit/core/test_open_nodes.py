@@ -14,10 +14,10 @@ from libra_cli.app.rebalance.replay import observation_of_run
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.planning.planner import roles_of
 from libra_cli.core.scheduling.policy import make_policy
 from libra_cli.core.types import Plan, Trajectory, node_of
+from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.report.status.summary import summary
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader

@@ -11,8 +11,8 @@ import pytest
 
 from libra_cli.config.errors import HostError, HostLost
 from libra_cli.config.recipe import NodeSpec, Recipe
-from libra_cli.core.cluster.placement import initial_plan
 from libra_cli.core.launch.accelerate import RENDEZVOUS
+from libra_cli.core.launch.placement import initial_plan
 from libra_cli.core.launch.process import ProcessSpec
 from libra_cli.core.preflight.findings import ALL, Finding, Remedy
 from libra_cli.runtime.credentials.run_secrets import RunSecrets

@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 
 from libra_cli.core import actions as a
-from libra_cli.core.machine import Machine
 from libra_cli.core.reconcile.reconciler import GRACE_S
+from libra_cli.core.run.machine import Machine
 from libra_cli.core.scheduling.policy import POLICIES, make_policy
 from libra_cli.core.types import Plan, Pool, Slot, TrajectoryId
 from libra_cli.sim.world import World

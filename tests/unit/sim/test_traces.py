@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from libra_cli.bench.config import ExperimentConfig
-from libra_cli.core.costs.workload import TrajectorySample
+from libra_cli.core.workload import TrajectorySample
 from libra_cli.sim.traces import RecordedEpisode, TraceError, Turn, load_trace
 
 

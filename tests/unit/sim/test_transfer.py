@@ -10,11 +10,11 @@ import pytest
 
 from libra_cli.bench.jobs import Job, playable, world_of
 from libra_cli.core.costs.profile import CHANGED, Profile
-from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout
 from libra_cli.core.planning.training_table import SMALLER, TrainingTable
+from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import load_trace
 from libra_cli.sim.world import World

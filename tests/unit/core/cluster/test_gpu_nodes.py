@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.core.cluster.gpu_nodes import GpuNodes, gpus_of
+from libra_cli.core.launch.gpu_nodes import GpuNodes, gpus_of
 from libra_cli.core.types import Slot
 
 SIZES = st.lists(st.integers(1, 10), min_size=1, max_size=5)

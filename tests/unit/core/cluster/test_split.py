@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.placement import PlanError, initial_plan, slots_of
+from libra_cli.core.launch.placement import PlanError, initial_plan, slots_of
 from libra_cli.core.launch.trainer_backend import ranks_per_node
 from libra_cli.core.types import Pool, Slot
 

@@ -20,9 +20,9 @@ from libra_cli.core.costs.profile import (
     passes_of,
 )
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.costs.workload import BatchExtras, TrajectorySample, Workload
 from libra_cli.core.planning.rollout_table import RolloutTable
 from libra_cli.core.planning.training_table import TrainingTable, together_s
+from libra_cli.core.workload import BatchExtras, TrajectorySample, Workload
 
 FACTS = MemoryModel(
     parameters=8e9, layers=32, hidden=4096, vocabulary=150_000, kv_bytes=131_072, gpu_gib=74.5

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from libra_cli.core.costs.workload import TrajectoryLimits, TrajectorySample, Workload
+from libra_cli.core.workload import TrajectoryLimits, TrajectorySample, Workload
 
 LIMITS = st.builds(
     TrajectoryLimits,

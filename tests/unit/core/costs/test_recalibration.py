@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.core.costs.profile import Recalibration
-from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.evidence import Recalibration
 from libra_cli.core.observation import InPlay, MeasuredStep, mean_step
 from libra_cli.core.planning.recalibration import MOST, recalibrated
 from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.planning.triggers import IDLE
+from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
 
 PROFILE = load_profile("a800-qwen3-14b")

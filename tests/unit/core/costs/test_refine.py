@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 
 from libra_cli.core import events as e
 from libra_cli.core.costs.observed import (
-    PlayedTurn,
-    Starts,
-    TrainedStep,
     measured_profile,
     server_cost,
     training_cost,
@@ -22,6 +19,7 @@ from libra_cli.core.costs.observed import (
 )
 from libra_cli.core.costs.online import FadingLine, LearnedCosts, Refiner
 from libra_cli.core.costs.server import ServerCost, guessed_cost
+from libra_cli.core.evidence import PlayedTurn, Starts, TrainedStep
 from libra_cli.core.types import Bucket
 from tests.world import World
 

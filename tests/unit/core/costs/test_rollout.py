@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from libra_cli.core.costs.ranges import SortedParts
 from libra_cli.core.costs.rollout import EqualServers, RolloutTime
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.workload import TrajectorySample, Workload
 
 SERVER = ServerCost(1, 0.02, 5e-5, 1e-7, 1e-4, 0.0, kv_tokens=10**9)
 #: Nothing to do but engine steps.

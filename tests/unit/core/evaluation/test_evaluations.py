@@ -20,7 +20,6 @@ from libra_cli.core.evaluation.ledger import (
     EvaluationLedger,
     EvaluationPlan,
 )
-from libra_cli.core.machine import STALLED_S
 from libra_cli.core.records import (
     EvaluationRecord,
     GroupRecord,
@@ -29,7 +28,8 @@ from libra_cli.core.records import (
     VersionRecord,
 )
 from libra_cli.core.rollout.groups import new_trajectory
-from libra_cli.core.run_state import Resume
+from libra_cli.core.run.machine import STALLED_S
+from libra_cli.core.run.state import Resume
 from libra_cli.core.scheduling.request_scheduler import EVALUATION_SHARE
 from libra_cli.core.types import TrajectoryId, WeightVersion, is_evaluation
 from tests.world import Faults, World, recipe

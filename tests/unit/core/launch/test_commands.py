@@ -15,9 +15,9 @@ import pytest
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.rules import RESERVED_VLLM_FLAGS
-from libra_cli.core.cluster.placement import initial_plan, slots_of
 from libra_cli.core.launch.dry_run import dry_run, masked
 from libra_cli.core.launch.model import model_process
+from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.launch.ports import ports_needed
 from libra_cli.core.launch.process import HostFacts, ProcessSpec, process_of
 from libra_cli.core.launch.rollout_backend import server_process

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.joined_slots import slot_named
-from libra_cli.core.cluster.placement import slots_of
+from libra_cli.core.launch.joined_slots import slot_named
+from libra_cli.core.launch.placement import slots_of
 from libra_cli.core.launch.process import HostFacts, ProcessSpec, process_of
 from libra_cli.core.launch.rollout_backend import server_process
 from libra_cli.core.types import Bucket

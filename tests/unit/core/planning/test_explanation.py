@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from libra_cli.core.cluster.placement import initial_plan, slots_of
-from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.events import PlanChosen, PlanKept
 from libra_cli.core.explanation import (
     KEPT_ERROR,
@@ -26,12 +24,14 @@ from libra_cli.core.explanation import (
     past_prediction,
     predicted_step,
 )
+from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.observation import MeasuredStep, Observation
 from libra_cli.core.planning.admission import Admission
 from libra_cli.core.planning.planner import Decision, Planner, binding
 from libra_cli.core.planning.recipe_placement import RecipePlacement
 from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
+from libra_cli.core.workload import TrajectorySample, Workload
 from tests import sample_run
 from tests.unit.core.planning.test_recipe_placement import PROFILE, recipe_of, work
 

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_cli.core.cluster.gpu_nodes import gpus_of
 from libra_cli.core.costs.profile import Profile
-from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.launch.gpu_nodes import gpus_of
 from libra_cli.core.observation import MeasuredStep, Observation
 from libra_cli.core.planning.admission import Admission
 from libra_cli.core.planning.baselines import (
@@ -33,6 +32,7 @@ from libra_cli.core.planning.transition import moves_between, moves_cost_s
 from libra_cli.core.planning.triggers import COOLDOWN
 from libra_cli.core.reconcile.reconciler import GRACE_S
 from libra_cli.core.types import Plan, Slot
+from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
 
 A800 = load_profile("a800-qwen3-14b")

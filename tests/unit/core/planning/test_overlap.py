@@ -17,11 +17,11 @@ from libra_cli.bench.regret import StaticPlans
 from libra_cli.core.costs.ranges import SortedParts
 from libra_cli.core.costs.rollout import EqualServers
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.observation import MeasuredStep
 from libra_cli.core.planning.recalibration import recalibrated
 from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
+from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import load_trace
 

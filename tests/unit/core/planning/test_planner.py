@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_cli.core.costs.profile import NothingFits
-from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import (
     ALIKE,
@@ -21,6 +20,7 @@ from libra_cli.core.planning.search import (
     Times,
     propose,
 )
+from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
 
 A800 = load_profile("a800-qwen3-14b")

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.joined_slots import part_slots
-from libra_cli.core.cluster.placement import initial_plan, plan_with, seats_of, slots_of
 from libra_cli.core.costs.profile import NothingFits, Profile
-from libra_cli.core.costs.workload import TrajectorySample, Workload
+from libra_cli.core.launch.joined_slots import part_slots
+from libra_cli.core.launch.placement import initial_plan, plan_with, seats_of, slots_of
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.planner import Decision, Planner
 from libra_cli.core.planning.recipe_placement import RecipePlacement
 from libra_cli.core.planning.search import Layout, PlannerSettings
 from libra_cli.core.types import Plan, Role, Slot
+from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
 
 PROFILE = load_profile("a800-qwen3-8b")

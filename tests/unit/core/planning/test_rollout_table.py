@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from libra_cli.core.costs.profile import NothingFits
 from libra_cli.core.costs.rollout import EqualServers, RolloutLoad
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.costs.workload import TrajectorySample, Workload
 from libra_cli.core.explanation import Constraint
 from libra_cli.core.planning.rollout_table import PlannedBucket, RolloutTable
 from libra_cli.core.scheduling.least_cost import PLAY_SHARE
+from libra_cli.core.workload import TrajectorySample, Workload
 
 SEATS = 8
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.cluster.placement import initial_plan
+from libra_cli.core.launch.placement import initial_plan
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.checks import CHECKS, examine
 from libra_cli.core.preflight.findings import Finding, Remedy, stopping, warning

@@ -9,16 +9,16 @@ import pytest
 
 from libra_cli.config.environment import EnvironmentSpec, TeacherSpec
 from libra_cli.config.recipe import RunSpec, WeightSyncSpec
-from libra_cli.core import run_state
 from libra_cli.core.cluster import replica, trainer
-from libra_cli.core.progress import deadlines
-from libra_cli.core.progress.deadlines import WAITS, Wait
 from libra_cli.core.reconcile import migration
 from libra_cli.core.rollout import active, groups
+from libra_cli.core.run import state as run_state
 from libra_cli.runtime.hosts import cluster
 from libra_cli.runtime.rollout import servers
 from libra_cli.runtime.trainer import processes, worker_processes
 from libra_cli.runtime.vllm import client
+from tests.unit.core.progress import deadlines
+from tests.unit.core.progress.deadlines import WAITS, Wait
 
 TABLES: dict[str, Mapping[Any, object]] = {
     "replica": replica.TRANSITIONS,

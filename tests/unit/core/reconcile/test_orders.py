@@ -6,7 +6,7 @@ import pytest
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.cluster.placement import slots_of
+from libra_cli.core.launch.placement import slots_of
 from libra_cli.core.reconcile.manual_plan import OrderRefused, ordered_plan
 from libra_cli.core.types import Plan, Prediction, Role
 from tests.elastic import scene

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.cluster.placement import initial_plan, slots_of
+from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.records import StepRecord, TrajectoryRecord
 from libra_cli.core.types import Pool
 from tests.world import Faults, World

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from libra_cli.core.records import GroupRecord, StepRecord, TrajectoryRecord
 from libra_cli.core.rollout.once import check_once, dropped_in
-from libra_cli.core.run_state import Resume
+from libra_cli.core.run.state import Resume
 from tests.world import Faults, World
 
 FEW = settings(max_examples=settings().max_examples // 5)

@@ -26,7 +26,7 @@ from libra_cli.core.rollout.staleness import (
     rule_of,
     soft,
 )
-from libra_cli.core.run_state import Resume
+from libra_cli.core.run.state import Resume
 from libra_cli.core.types import Outcome, TrajectoryId, VersionSpan
 from tests.world import Faults, World, recipe
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.records import GroupRecord
-from libra_cli.core.run_state import Resume
+from libra_cli.core.run.state import Resume
 from libra_cli.core.sampling.curriculum import Curriculum
 from tests.world import Faults, World, recipe
 

@@ -17,7 +17,7 @@ from libra_cli.core.records import GroupRecord, NoteRecord
 from libra_cli.core.rollout.groups import GroupLedger
 from libra_cli.core.rollout.once import check_once, dropped_in
 from libra_cli.core.rollout.staleness import cut, hold
-from libra_cli.core.run_state import Resume
+from libra_cli.core.run.state import Resume
 from libra_cli.core.sampling.dynamic import FilteredGroups, has_signal
 from libra_cli.core.types import Outcome, TurnReward
 from tests.world import Faults, World, recipe

@@ -13,7 +13,7 @@ from libra_cli.core.records import GroupRecord
 from libra_cli.core.rollout.groups import GroupLedger
 from libra_cli.core.rollout.once import check_once
 from libra_cli.core.rollout.staleness import cut, hold
-from libra_cli.core.run_state import Resume
+from libra_cli.core.run.state import Resume
 from tests.world import Faults, World, recipe
 
 FEWER = settings(max_examples=settings().max_examples // 10)

@@ -20,8 +20,7 @@ from statistics import fmean
 from typing import TypeAlias
 
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.costs.observed import CostEvidence, PlayedTurn, Starts, TrainedStep
-from libra_cli.core.costs.workload import BatchExtras, TrajectoryLimits, TrajectorySample, Workload
+from libra_cli.core.evidence import CostEvidence, PlayedTurn, Starts, TrainedStep
 from libra_cli.core.explanation import PastPrediction, past_prediction
 from libra_cli.core.observation import InPlay, MeasuredStep
 from libra_cli.core.planning.admission import RECENT
@@ -41,6 +40,7 @@ from libra_cli.core.records import (
 )
 from libra_cli.core.rollout.staleness import rule_of
 from libra_cli.core.types import Seconds, SlotId, Tokens, is_evaluation
+from libra_cli.core.workload import BatchExtras, TrajectoryLimits, TrajectorySample, Workload
 
 LEAST_SAMPLES = 256
 """Newest finished trajectories that stand for the work to come, where two steps have fewer."""

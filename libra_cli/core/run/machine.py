@@ -56,7 +56,6 @@ from libra_cli.core.evaluation.ledger import (
 from libra_cli.core.explanation import Explanation
 from libra_cli.core.launch.process import NUMBER_BYTES, dtype_of
 from libra_cli.core.observation import Observation
-from libra_cli.core.observer import RunObserver
 from libra_cli.core.planning.controller import PlanController
 from libra_cli.core.reconcile import migration, reconciler
 from libra_cli.core.reconcile.reconciler import Reconciler
@@ -77,8 +76,9 @@ from libra_cli.core.rollout.rows import group_record, group_records
 from libra_cli.core.rollout.staleness import rule_of
 from libra_cli.core.rollout.teaching import TeacherQueue
 from libra_cli.core.rollout.trajectories import Trajectories
-from libra_cli.core.router import NoticeRouter
-from libra_cli.core.run_state import Phase, Resume, RunIdentity, RunState
+from libra_cli.core.run.observer import RunObserver
+from libra_cli.core.run.router import NoticeRouter
+from libra_cli.core.run.state import Phase, Resume, RunIdentity, RunState
 from libra_cli.core.sampling.curriculum import Curriculum
 from libra_cli.core.sampling.dynamic import FilteredGroups
 from libra_cli.core.scheduling.policy import SchedulingPolicy, make_policy

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 from libra_cli.core.cluster.replica import ReplicaState
 from libra_cli.core.cluster.trainer import TrainerState
-from libra_cli.core.machine import DRAIN_S
 from libra_cli.core.progress.phases import LONGEST_S
 from libra_cli.core.progress.watch import FOUND_S
 from libra_cli.core.reconcile.migration import LIFECYCLE, MigrationPhase
 from libra_cli.core.rollout.active import Stage
 from libra_cli.core.rollout.groups import GroupState
-from libra_cli.core.run_state import Phase
+from libra_cli.core.run.machine import DRAIN_S
+from libra_cli.core.run.state import Phase
 from libra_cli.core.types import Seconds
 
 START_S: Seconds = 1800.0

@@ -1,0 +1,1 @@
+"""The top of the core: the machine, and what only it knows."""
