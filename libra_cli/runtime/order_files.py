@@ -76,7 +76,7 @@ class Orders:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 
-    async def answer(self, action: AnswerOrder) -> None:
+    async def perform(self, action: AnswerOrder) -> None:
         """Write the answer for whoever gave the order, or as soon as it can be written."""
         self._answers[action.order] = {"accepted": action.accepted, "text": action.text}
         self._write_answers()

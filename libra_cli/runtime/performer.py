@@ -56,7 +56,7 @@ class Performer:
             ):
                 return await self.servers.perform(action)
             case a.StartTrainer() | a.StopTrainer() | a.Train() | a.Accumulate() | a.Checkpoint():
-                return await self._train(action)
+                return await self.trainer.perform(action)
             case a.StartWorker() | a.SyncWorker() | a.StopWorker():
                 return await self.workers.perform(action)
             case a.StartEpisode() | a.AdvanceEpisode() | a.FinishEpisode() | a.ForgetEpisode():
@@ -69,28 +69,12 @@ class Performer:
             case _:
                 assert_never(action)
 
-    async def _train(self, action: a.TrainerAction) -> Event | None:
-        match action:
-            case a.StartTrainer():
-                return await self.trainer.start(action)
-            case a.StopTrainer():
-                return await self.trainer.stop(action)
-            case a.Train():
-                async with self.workers.handing_out(action) as shares:
-                    return await self.trainer.train(action, shares)
-            case a.Accumulate():
-                return await self.trainer.accumulate(action)
-            case a.Checkpoint():
-                return await self.trainer.checkpoint(action)
-            case _:
-                assert_never(action)
-
     async def _steer(self, action: a.Propose | a.AnswerOrder | a.Wake) -> Event | None:
         match action:
             case a.Propose():
                 return await asyncio.to_thread(answer, self.planner, action)
             case a.AnswerOrder():
-                await self.orders.answer(action)
+                await self.orders.perform(action)
                 return None
             case a.Wake():
                 await asyncio.sleep(action.after_s)

@@ -500,10 +500,13 @@ class Session:
         sampling = SamplingOf(
             self._recipe, tuple(renderer.stop_token_ids), vocabulary=renderer.vocabulary
         )
+        workers = WorkerProcesses(cluster, weights, slots, post=post)
         return Performer(
             servers=Servers(cluster, weights, slots, sampling, post=post),
-            trainer=TrainerProcesses(cluster, slots, head=head, post=post),
-            workers=WorkerProcesses(cluster, weights, slots, post=post),
+            trainer=TrainerProcesses(
+                cluster, slots, head=head, shares=workers.handing_out, post=post
+            ),
+            workers=workers,
             episodes=self._source(episodes, memory),
             orders=Orders(self._run_dir, post=post),
             weights=weights,

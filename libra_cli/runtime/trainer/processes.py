@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, assert_never
 
 from libra_cli.config.errors import LibraError
-from libra_cli.core.actions import Accumulate, Checkpoint, StartTrainer, StopTrainer, Train
+from libra_cli.core.actions import (
+    Accumulate,
+    Checkpoint,
+    StartTrainer,
+    StopTrainer,
+    Train,
+    TrainerAction,
+)
 from libra_cli.core.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -44,6 +52,15 @@ STARTUP_TIMEOUT_S = 1800.0
 TRAINER = "trainer"
 """The name of the work on it: its ranks start and end together."""
 
+Shares: TypeAlias = Sequence[Mapping[str, object]]
+"""What the trainer must know to fetch the gradients of each worker's share of a step."""
+
+
+@asynccontextmanager
+async def no_shares(action: Train) -> AsyncIterator[Shares]:
+    """Of a trainer that computes every step alone."""
+    yield ()
+
 
 class TrainerProcesses:
     """The trainer's processes, one launcher a node, and the first rank's HTTP endpoint."""
@@ -54,12 +71,15 @@ class TrainerProcesses:
         slots: Mapping[SlotId, Slot],
         *,
         head: str,
+        shares: Callable[[Train], AbstractAsyncContextManager[Shares]] = no_shares,
         post: Callable[[Event], None],
     ) -> None:
-        """``head`` is the node of rank 0, which publishes weight versions."""
+        """``head`` is the node of rank 0, which publishes weight versions; ``shares`` gives the
+        gradient workers theirs of a step, for as long as it takes."""
         self._cluster = cluster
         self._slots = slots
         self.head = head
+        self._shares = shares
         self._post = post
         self._connect = connect_trainer_with(cluster.recipe.training.backend)
         self._patience_s = cluster.recipe.run.lease_s
@@ -69,6 +89,22 @@ class TrainerProcesses:
         self._tasks = ProcessTasks()
         self._background = Background()
         self._watching: asyncio.Task[None] | None = None
+
+    async def perform(self, action: TrainerAction) -> Event | None:
+        """Carry out whatever the machine wants of the trainer."""
+        match action:
+            case StartTrainer():
+                return await self.start(action)
+            case StopTrainer():
+                return await self.stop(action)
+            case Train():
+                return await self.train(action)
+            case Accumulate():
+                return await self.accumulate(action)
+            case Checkpoint():
+                return await self.checkpoint(action)
+            case _:
+                assert_never(action)
 
     async def start(self, action: StartTrainer) -> Event | None:
         """Start every rank and wait until the world is whole."""
@@ -199,17 +235,16 @@ class TrainerProcesses:
         work = self._trainer.accumulate(action, patience_s=self._patience_s)
         return await self._while_alive(action.incarnation, work)
 
-    async def train(
-        self, action: Train, shares: Sequence[Mapping[str, object]] = ()
-    ) -> Event | None:
-        """One optimizer step; ``shares`` say where the workers' gradients come from.
+    async def train(self, action: Train) -> Event | None:
+        """One optimizer step, with the gradients of the workers' shares.
 
         Its version, and its checkpoint if it has one, are events of their own, later.
         """
         if self._trainer is None:
             return TrainerFailed(action.incarnation, "the trainer is not connected")
-        work = self._trainer.train(action, shares, patience_s=self._patience_s)
-        done = await self._while_alive(action.incarnation, work)
+        async with self._shares(action) as shares:
+            work = self._trainer.train(action, shares, patience_s=self._patience_s)
+            done = await self._while_alive(action.incarnation, work)
         if isinstance(done, StepDone):
             if done.published is None:
                 self._report(action.incarnation, self._published(action.incarnation, action.step))

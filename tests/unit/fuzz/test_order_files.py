@@ -60,7 +60,7 @@ def test_an_answer_that_cannot_be_written_is_written_later(orders, tmp_path, mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(order_files, "_put", full)
-    asyncio.run(orders.answer(AnswerOrder("1", accepted=True, text="done")))
+    asyncio.run(orders.perform(AnswerOrder("1", accepted=True, text="done")))
     assert "No space left" in caplog.text
     monkeypatch.setattr(order_files, "_put", put)
     orders._write_answers()

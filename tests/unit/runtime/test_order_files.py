@@ -27,7 +27,7 @@ async def between(run_dir: Path, act: Callable[[], object]) -> list[PlanOrdered]
     def post(event: PlanOrdered) -> None:
         heard.append(event)
         accepted = not event.to
-        task = asyncio.create_task(orders.answer(AnswerOrder(event.order, accepted, "heard")))
+        task = asyncio.create_task(orders.perform(AnswerOrder(event.order, accepted, "heard")))
         tasks.add(task)
 
     orders = Orders(run_dir, post=post)
