@@ -24,6 +24,8 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.changed = threading.Event()
         self.loaded: list[str] = []
+        #: What the next load cannot prove, and why.
+        self.unproved: dict[str, list[str]] = {"different": [], "untraced": []}
 
     @property
     def busy(self) -> bool:
@@ -55,7 +57,7 @@ class FakeEngine:
 
     def load(self, directory: str, label: str, *, partly: bool) -> tuple[dict[str, Any], list[Any]]:
         self.loaded.append(label)
-        return {"paused_s": 0.1, "different": [], "untraced": []}, []
+        return {"paused_s": 0.1, **self.unproved}, []
 
     def counters(self) -> dict[str, float]:
         raise RuntimeError("a bug")

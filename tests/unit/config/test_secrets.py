@@ -64,6 +64,11 @@ def test_a_known_secret_is_masked_wherever_it_stands():
     assert mask("it said hunter2! twice: hunter2!abc") == f"it said {MASK} twice: {MASK}abc"
 
 
+@pytest.mark.parametrize("known", [["hunter2!", "hunter2!again"], ["hunter2!again", "hunter2!"]])
+def test_of_two_known_secrets_that_begin_alike_the_longer_one_is_masked_whole(known):
+    assert masker(known)("hunter2!again, hunter2!") == f"{MASK}, {MASK}"
+
+
 def test_a_long_word_costs_no_more_than_its_length():
     assert MASKED("a" * 500_000 + " token" * 50_000).startswith("aaa")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from libra_cli.node.rollout.proof import prove, prove_loaded
 
 TENSORS: dict[str, dict[str, Any]] = {
@@ -38,8 +40,9 @@ def test_a_part_that_differs_is_named():
     assert said == "q is not the one that was published (m)"
 
 
-def test_ranks_that_hold_different_copies_are_not_believed():
-    other = part("norm", [0, 1, 0, 6], 7)
+@pytest.mark.parametrize("wrong", [7, 2**64 - 1], ids=["below", "above"])
+def test_ranks_that_hold_different_copies_are_not_believed(wrong):
+    other = part("norm", [0, 1, 0, 6], wrong)
     (said,) = prove(TENSORS, [[UPPER, NORM], [LOWER, other]]).different
     assert said.startswith("norm ")
 

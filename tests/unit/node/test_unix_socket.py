@@ -33,9 +33,10 @@ def test_nobody_else_can_enter_the_directory_of_a_socket() -> None:
     assert directory.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_directory_that_others_may_enter_gets_no_socket() -> None:
+@pytest.mark.parametrize("mode", [0o711, 0o701, 0o710, 0o720, 0o750, 0o770], ids=oct)
+def test_a_directory_that_others_may_enter_gets_no_socket(mode: int) -> None:
     path = socket_path()
-    Path(path).parent.chmod(0o711)
+    Path(path).parent.chmod(mode)
     with pytest.raises(OSError, match="others may enter it"):
         bind_unix(path)
 

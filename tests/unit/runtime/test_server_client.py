@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from libra_cli.core.actions import Generate
-from libra_cli.core.events import TurnFailed, TurnGenerated
+from libra_cli.core.events import PublishedVersion, TurnFailed, TurnGenerated
 from libra_cli.core.types import TrajectoryId, VersionSpan, WeightVersion
 from libra_cli.runtime.hosts.transport import Endpoint
-from libra_cli.runtime.rollout.connection import Sampling, ServerUnreachable
+from libra_cli.runtime.rollout.connection import Sampling, ServerError, ServerUnreachable
 from libra_cli.runtime.vllm.client import ServerClient
 from tests.fake_engine import TOKEN, FakeEngine, serve
 
@@ -115,6 +115,31 @@ def test_a_wrong_token_and_a_closed_client_are_unreachable_servers():
 
     play(refused, token="another")
     play(closed)
+
+
+@pytest.mark.parametrize(
+    ("unproved", "partly", "said"),
+    [
+        ({}, False, None),
+        ({"different": ["q is another"]}, False, "q is another"),
+        ({"different": ["q is another"]}, True, "q is another"),
+        ({"untraced": ["q was not found"]}, False, "cannot prove what it holds"),
+        ({"untraced": ["q was not found"]}, True, None),
+    ],
+)
+def test_the_probe_decides_for_what_is_not_traced_and_never_for_what_differs(
+    unproved, partly, said
+):
+    async def scene(client: ServerClient, engine: FakeEngine) -> float:
+        engine.unproved |= unproved
+        published = PublishedVersion(WeightVersion(1, 1), bytes=0, at=0.0)
+        return await client.load("/v", published, timeout_s=5.0, partly=partly)
+
+    if said is None:
+        assert play(scene) == 0.1
+    else:
+        with pytest.raises(ServerError, match=said):
+            play(scene)
 
 
 def test_a_refusal_is_told_from_a_failure():

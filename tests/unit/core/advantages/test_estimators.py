@@ -115,6 +115,8 @@ def test_late_members_are_compared_with_those_that_were_finished():
     late = group(1.0, before=(0.0, 1.0, 0.0, 0.0))
     assert flat(grpo([late], UNSCALED)) == [0.75]
     assert flat(rloo([late], UNSCALED)) == [0.75], "it is none of those it is compared with"
+    two = group(1.0, 0.0, before=(0.0, 1.0, 0.0, 0.0))
+    assert flat(rloo([two], UNSCALED)) == [0.75, -0.25], "nor are two that are late together"
 
 
 @given(data=st.data(), batch=BATCH)

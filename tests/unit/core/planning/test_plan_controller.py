@@ -12,7 +12,7 @@ import pytest
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.planning import controller
-from libra_cli.core.planning.triggers import COOLDOWN
+from libra_cli.core.planning.triggers import COOLDOWN, ReplanTriggers
 from libra_cli.core.records import DecisionRecord, PlanRecord, StepRecord
 from libra_cli.core.types import Prediction
 from tests import sample_run
@@ -107,6 +107,17 @@ def test_a_half_that_waits_for_most_of_two_steps_is_looked_at_at_once_and_after_
 
 def test_one_step_that_training_waits_for_is_no_reason_to_hurry():
     assert Steps().tell_all([(0.9, 0.0), (0.05, 0.0)]) == ["", ""]
+
+
+def test_steps_waited_for_before_a_move_do_not_count_after_it():
+    triggers = ReplanTriggers(period=1000, overlap=1.0)
+    assert triggers.due({}, {}) == "the run has begun"
+    looks = []
+    for moved in (False, True, False):
+        if moved:
+            triggers.rest()
+        looks.append(triggers.due({"training": 0.6}, {}))
+    assert looks == ["", "", "training waited for 60% of a step"]
 
 
 def test_turns_that_have_become_more_start_a_look():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_cli.core.scheduling.baselines import StickyLeastLoaded
-from libra_cli.core.scheduling.least_cost import LeastExpectedCost
+from libra_cli.core.scheduling.least_cost import KV_SHARE, LeastExpectedCost
 from libra_cli.core.scheduling.policy import POLICIES, SchedulingPolicy, make_policy
 from libra_cli.core.scheduling.request_scheduler import (
     EVALUATION_PATIENCE_S,
@@ -78,6 +78,33 @@ def test_what_would_outgrow_a_server_goes_where_it_fits() -> None:
     made = scheduler(server("small", 4, kv=1_000), server("large", 1, kv=50_000))
     made.submit(request(1, turn=900, context=800), now=0.0)
     assert sent(made) == {1: "large"}
+
+
+@pytest.mark.parametrize("others", [0, 3])
+def test_a_prefill_is_charged_for_each_request_that_it_delays(others: int) -> None:
+    queue, policy = server("a", seats=9), LeastExpectedCost()
+    for number in range(others):
+        queue.enter(request(number))
+    cached = request(9, last_slot="a", last_key=KEY)
+    prefill_s = policy.cost(request(9), queue) - policy.cost(cached, queue)
+    assert prefill_s == pytest.approx((1 + others) * queue.cost.prefill_s(500, 0))
+
+
+@pytest.mark.parametrize(("turn", "fits"), [(100, True), (101, False)])
+def test_a_server_admits_what_it_has_room_for_after_the_next_turn(turn: int, fits: bool) -> None:
+    queue = server("a", kv=round(1_100 / KV_SHARE))
+    queue.enter(request(1, context=500))
+    assert LeastExpectedCost().admits(request(2, turn=turn, context=500), queue) is fits
+
+
+def test_a_queue_that_a_request_was_taken_from_is_priced_as_before() -> None:
+    queue = server("a")
+    queue.enter(request(1))
+    before = (queue.num_requests, queue.next_step_s, queue.load)
+    queue.enqueue(request(2), rank=2.0, order=1)
+    assert (queue.num_requests, queue.load) == (2, 1.0)
+    queue.dequeue(TrajectoryId(2, 0))
+    assert (queue.num_requests, queue.next_step_s, queue.load) == before
 
 
 def test_admission_stops_at_the_seats_and_at_the_kv_budget() -> None:

@@ -179,8 +179,12 @@ def test_a_reward_may_be_posted(play):
 def test_an_agent_elsewhere_fetches_a_task_plays_it_and_ends_it_with_its_reward(play, tmp_path):
     async def elsewhere():
         told = json.loads((tmp_path / "agents.json").read_text())
-        with pytest.raises(Refused, match="401"):
-            await post(f"{told['url']}/tasks", None, key="wrong")
+        url = f"{told['url']}/tasks"
+        async with aiohttp.ClientSession() as session, session.post(url) as unnamed:
+            assert unnamed.status == 401
+        for key in ("", "wrong", told["token"][:-1], told["token"] + "x"):
+            with pytest.raises(Refused, match="401"):
+                await post(url, None, key=key)
         job = await post(f"{told['url']}/tasks?wait_s=5", None, key=told["token"])
         talk = Chat(job["base_url"], job["api_key"], job["task"]["messages"])
         await talk.ask()

@@ -113,6 +113,25 @@ def test_what_waits_is_bounded_and_what_was_lost_is_told(tmp_path, failing, monk
         assert reader.run().step == 7
 
 
+def test_a_row_that_is_saved_while_an_older_one_cannot_be_written_stays_the_newer(
+    tmp_path, monkeypatch
+):
+    journal = Journal(tmp_path, flush_s=60.0)
+
+    def write(*_: object) -> int:
+        monkeypatch.undo()
+        journal.save(sample_run.run_record(step=8))
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(journal_module, "_write", write)
+    journal.save(sample_run.run_record(step=7))
+    with pytest.raises(StateError):
+        journal.flush()
+    journal.close()
+    with Reader(tmp_path) as reader:
+        assert reader.run().step == 8
+
+
 def test_pauses_between_tries_grow(tmp_path, failing, monkeypatch):
     pauses: list[float] = []
     journal = Journal(tmp_path, flush_s=0.001)

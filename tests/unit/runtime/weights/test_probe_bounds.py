@@ -24,6 +24,14 @@ def test_a_gap_that_is_tiny_at_first_may_be_small_later():
     assert bounds.reason("a/0", 0, 2 * LEAST_GAP)
 
 
+@pytest.mark.parametrize("first", [WRONG_GAP / 2, WRONG_GAP])
+def test_a_large_first_gap_allows_no_wrong_one_later(first):
+    bounds = ProbeBounds(None)
+    assert not bounds.reason("a/0", 0, first)
+    assert not bounds.reason("a/0", 0, WRONG_GAP)
+    assert bounds.reason("a/0", 0, 1.01 * WRONG_GAP)
+
+
 @pytest.mark.parametrize("gap", [1.1 * WRONG_GAP, math.inf, math.nan])
 def test_what_no_right_computation_gives_calibrates_nothing(gap):
     bounds = ProbeBounds(None)
