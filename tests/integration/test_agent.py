@@ -28,7 +28,7 @@ from libra_cli.core.launch.process import PeerAddress
 from libra_cli.core.types import WeightVersion
 from libra_cli.node.agent import proc
 from libra_cli.node.agent.host_facts import facts
-from libra_cli.node.agent.proc import Marker, ProcessIdentity
+from libra_cli.node.agent.proc import Marker
 from libra_cli.node.agent.remains import LOCK
 from libra_cli.node.weights import patch
 from libra_cli.node.weights.chunks import listed
@@ -391,32 +391,6 @@ def test_nothing_without_the_marker_is_ever_signalled(tmp_path, run_id) -> None:
         for stranger in strangers:
             stranger.kill()
             stranger.wait()
-
-
-def test_a_signal_to_a_recycled_pid_goes_nowhere() -> None:
-    with subprocess.Popen(["sleep", "100"]) as process:
-        status = proc.status(process.pid)
-        assert status is not None
-        earlier = ProcessIdentity(process.pid, status.identity.started - 1)
-        proc.send(earlier, signal.SIGKILL)
-        assert not earlier.alive
-        assert process.poll() is None
-        proc.send(status.identity, signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-
-
-def test_a_command_with_blanks_and_parentheses_does_not_confuse_the_reader(tmp_path) -> None:
-    odd = tmp_path / "a) R 1 (b"
-    odd.symlink_to("/bin/sleep")
-    with subprocess.Popen([str(odd), "100"]) as process:
-        status = proc.status(process.pid)
-        process.kill()
-    assert status is not None
-    assert status.identity.pid == process.pid
-    assert status.session == os.getsid(0)
-    uptime = float(Path("/proc/uptime").read_text().split()[0])
-    age_s = uptime - status.identity.started / os.sysconf("SC_CLK_TCK")
-    assert -1 < age_s < DEADLINE_S
 
 
 # -- the lease and the line ----------------------------------------------------------------------

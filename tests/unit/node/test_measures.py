@@ -116,3 +116,15 @@ def test_only_dead_runs_of_this_work_directory_have_left_something(tmp_path):
         finally:
             child.kill()
     assert {one.name for one in weights.iterdir()} == {*everybody} - {"dead"}
+
+
+@pytest.mark.parametrize("living", ["n1", "n2"])
+def test_a_run_lives_while_the_agent_of_any_of_its_nodes_does(tmp_path, living):
+    locks = {name: tmp_path / "run" / name / remains.LOCK for name in ("n1", "n2")}
+    for lock in locks.values():
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    assert remains.is_dead(tmp_path / "run")
+    with locks[living].open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert not remains.is_dead(tmp_path / "run")

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from libra_cli.config.errors import ServerError
 from libra_cli.core.actions import Generate
 from libra_cli.core.events import PublishedVersion, TurnFailed, TurnGenerated
 from libra_cli.core.types import TrajectoryId, VersionSpan, WeightVersion
 from libra_cli.runtime.hosts.transport import Endpoint
-from libra_cli.runtime.rollout.connection import Sampling, ServerError, ServerUnreachable
+from libra_cli.runtime.rollout.connection import Sampling, ServerUnreachable
 from libra_cli.runtime.vllm.client import ServerClient
 from tests.fake_engine import TOKEN, FakeEngine, serve
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from libra_cli.config.errors import TrainerError
-from libra_cli.node.agent import log_rotation, main
+from libra_cli.node.agent import log_rotation, main, proc
 from libra_cli.node.agent.agent_errors import AgentRefused
 from libra_cli.node.agent.main import Agent
 from libra_cli.node.agent.private_files import write_private
 from libra_cli.node.agent.proc import Marker, boot_id
-from libra_cli.node.agent.supervisor import RECORD, Supervisor
+from libra_cli.node.agent.supervisor import RECORD, Child, Supervisor
 from libra_cli.node.http import carries_token, read_token
 
 
@@ -138,6 +138,25 @@ def test_a_damaged_record_of_processes_loses_none(run_dir, record) -> None:
         asyncio.run(scene())
         (row,) = made.describe()
         assert (row["process"], row["pid"], row["state"]) == ("server-0", pid, "running")
+
+
+@pytest.mark.parametrize("reaped", [False, True])
+def test_a_session_is_ours_until_its_leader_is_reaped(run_dir, reaped) -> None:
+    """From then on the kernel may give the leader's pid to one of another session."""
+    with (
+        subprocess.Popen(["true"]) as ended,
+        subprocess.Popen(["sleep", "100"], start_new_session=True) as leader,
+    ):
+        try:
+            ended.wait()
+            status = proc.status(leader.pid)
+            assert status is not None
+            popen = ended if reaped else leader
+            child = Child("server-0", status.identity, run_dir / "log", 0, "", popen)
+            asyncio.run(supervisor(run_dir)._stop_child(child, 5.0))
+            assert status.identity.alive is reaped
+        finally:
+            leader.kill()
 
 
 def test_processes_of_another_boot_are_nobodys(run_dir) -> None:

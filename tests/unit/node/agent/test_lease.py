@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import pytest
 from libra_cli.node.agent import proc
 from libra_cli.node.agent.lease import link as links
 from libra_cli.node.agent.lease.guard import AGENT_S, Guard
+from libra_cli.node.agent.lease.holder import Lease
 from libra_cli.node.agent.lease.link import SILENCE_S, LeaseLink
 from libra_cli.node.agent.proc import Marker
 from tests.netns import marked
@@ -58,6 +60,20 @@ class Scene:
     def stop(self) -> bool:
         self.stops += 1
         return True
+
+
+def test_a_lease_that_is_renewed_ends_with_the_new_one_and_not_with_the_old() -> None:
+    async def scene() -> None:
+        over = asyncio.Event()
+        lease = Lease(Path("/r"), None, over.set)
+        lease.renew(0.02)
+        lease.renew(60.0)
+        await asyncio.sleep(0.1)
+        assert not over.is_set()
+        lease.renew(0.02)
+        await asyncio.wait_for(over.wait(), DEADLINE_S)
+
+    asyncio.run(scene())
 
 
 def test_a_guard_starts_an_agent_that_died_with_the_lease_it_had_left() -> None:
