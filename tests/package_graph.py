@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -47,8 +47,9 @@ class Module:
     def lines(self) -> int:
         return self.text.count("\n")
 
-    def functions(self) -> Iterator[Function]:
-        return (node for node in ast.walk(self.tree) if isinstance(node, Function))
+    @cached_property
+    def functions(self) -> list[Function]:
+        return [node for node in ast.walk(self.tree) if isinstance(node, Function)]
 
     def __str__(self) -> str:
         return str(self.path)
@@ -103,7 +104,7 @@ def functions_that_take(name: str, root: Path = ROOT) -> Counter[str]:
     return Counter(
         module.folder.partition("/")[0]
         for module in modules(root)
-        for function in module.functions()
+        for function in module.functions
         if any(_mentions(parameter.annotation, name) for parameter in _parameters(function))
     )
 
@@ -122,7 +123,7 @@ def functions_longer_than(lines: int, root: Path = ROOT) -> list[str]:
     return [
         f"{module}:{function.lineno}: {function.name} has {length(function)} lines"
         for module in modules(root)
-        for function in module.functions()
+        for function in module.functions
         if length(function) > lines
     ]
 
@@ -135,7 +136,7 @@ def figures(root: Path = ROOT) -> dict[str, int]:
         "files": len(modules(root)),
         "lines": sum(one.lines for one in modules(root)),
         "files over 500 lines": sum(one.lines > 500 for one in modules(root)),
-        "functions": sum(1 for one in modules(root) for _ in one.functions()),
+        "functions": sum(len(one.functions) for one in modules(root)),
         "functions over 50 lines": len(functions_longer_than(50, root)),
         "folders": len(folder_imports(root)),
         "knots of folders": len(tied),
