@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.types import Seconds, Tokens
 from libra_cli.sim.traces import RecordedEpisode
 
@@ -38,7 +38,7 @@ from libra_cli.sim.traces import RecordedEpisode
 class ServerShape:
     """``servers`` of one shape, each with so many seats."""
 
-    cost: ServerCost
+    cost: ServerLaw
     servers: int
     seats: int
 
@@ -86,7 +86,7 @@ def work_of(groups: Iterable[Sequence[RecordedEpisode]], *, max_len: Tokens) -> 
     return Work(tokens, kv, prompt)
 
 
-def path_s(costs: Sequence[ServerCost], episode: RecordedEpisode, *, max_len: Tokens) -> Seconds:
+def path_s(costs: Sequence[ServerLaw], episode: RecordedEpisode, *, max_len: Tokens) -> Seconds:
     """Seconds of a trajectory alone, each turn on the server that is fastest for it."""
     turns = _turns(episode, max_len)
     return sum(
@@ -95,10 +95,12 @@ def path_s(costs: Sequence[ServerCost], episode: RecordedEpisode, *, max_len: To
     )
 
 
-def _turn_s(costs: Sequence[ServerCost], context: Tokens, generated: Tokens) -> Seconds:
+def _turn_s(costs: Sequence[ServerLaw], context: Tokens, generated: Tokens) -> Seconds:
     """Its first token comes out of the step that computes the end of its prompt."""
     kv = context + generated / 2
-    return min(cost.step_s + (generated - 1) * cost.decode_step_s(1, kv) for cost in costs)
+    return min(
+        cost.decode_step_s(0, 0) + (generated - 1) * cost.decode_step_s(1, kv) for cost in costs
+    )
 
 
 def _turns(episode: RecordedEpisode, max_len: Tokens) -> list[tuple[Tokens, Tokens]]:
@@ -120,7 +122,7 @@ def capacity_s(shapes: Sequence[ServerShape], work: Work) -> Seconds:
     size = 5 * len(shapes) + 1
     upper, equal = [], np.zeros((3, size))
     for at, shape in enumerate(shapes):
-        cost, own = shape.cost, np.zeros((4, size))
+        cost, own = shape.cost.linear(), np.zeros((4, size))
         steps, tokens, kv, prompt, paid = range(5 * at, 5 * at + 5)
         own[0, [tokens, steps]] = 1.0, -shape.seats
         own[1, [kv, steps]] = 1.0, -cost.kv_tokens

@@ -20,8 +20,8 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.config.training import TrainingSpec
 from libra_cli.core import actions as a
 from libra_cli.core.costs.expected import guessed_lengths, samples_around
+from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.costs.profile import Profile
-from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.planning.baselines import STATIC, first_layout, planner_of
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.planner import DecisionMaker
@@ -285,7 +285,7 @@ def _planner_spec(job: Job) -> dict[str, object]:
     return {} if job.planner in ("libra", TOLD) else {"plan_interval": 1}
 
 
-def _cost(profile: Profile, bucket: Bucket) -> ServerCost:
+def _cost(profile: Profile, bucket: Bucket) -> ServerLaw:
     return profile.servers[bucket.tensor_parallel]
 
 

@@ -28,7 +28,7 @@ from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.planning.planner import DecisionMaker, answer
 from libra_cli.core.records import (
     GroupRecord,
@@ -141,8 +141,8 @@ class SimConfig:
     recipe: Recipe
     plan: Plan
     slots: tuple[Slot, ...]
-    cost_of: Callable[[Bucket], ServerCost]
-    guess_of: Callable[[Bucket], ServerCost]
+    cost_of: Callable[[Bucket], ServerLaw]
+    guess_of: Callable[[Bucket], ServerLaw]
     train_s: Callable[[tuple[a.TrainSample, ...], int], Seconds]
     start_s: Callable[[Bucket], Seconds]
     sync_s: Seconds = 1.0
@@ -152,7 +152,7 @@ class SimConfig:
     turn_s: Seconds = 0.0
     gradient_s: Seconds = 0.0
     fixed_s: Seconds = 0.0
-    beside_of: Callable[[Bucket], ServerCost] | None = None
+    beside_of: Callable[[Bucket], ServerLaw] | None = None
     training_slowdown: float = 1.0
 
 
@@ -547,7 +547,7 @@ class World:
             self._slots.update({slot.id: slot for slot in event.slots})
         self._later(event, 0.0)
 
-    def _reprice(self, cost_of: Callable[[Bucket], ServerCost]) -> None:
+    def _reprice(self, cost_of: Callable[[Bucket], ServerLaw]) -> None:
         """Servers cost something else from now on."""
         for slot, bucket in self.machine.plan.servers:
             engine = self.engines.get(slot)

@@ -65,7 +65,7 @@ def left_over(work: Path) -> list[str]:
 
 def predicted_s(profile: Profile, load: ServerLoad) -> float:
     """Seconds of a turn under this load."""
-    cost = profile.servers[1]
+    cost = profile.servers[1].linear()
     prices = (
         cost.step_s,
         cost.sequence_s,

@@ -137,7 +137,7 @@ def _profile(case: Case) -> ProfileResult:
         model=profile.model,
         source=case.source,
         provenance=dict(profile.provenance),
-        servers=[asdict(profile.servers[degree]) for degree in sorted(used)],
+        servers=[asdict(profile.servers[degree].linear()) for degree in sorted(used)],
         training={
             "token_s": training.token_s,
             "pair_s": training.pair_s,

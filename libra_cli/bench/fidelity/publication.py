@@ -44,7 +44,7 @@ class Constants:
         """The profile with these instead of its own."""
         bare = profile.kernel_only().with_overhead(self.step_s).with_kv_share(self.kv_share)
         servers = {
-            degree: replace(cost, sequence_s=cost.sequence_s + self.sequence_s)
+            degree: replace(cost.linear(), sequence_s=cost.sequence_s + self.sequence_s)
             for degree, cost in bare.servers.items()
         }
         return replace(bare, servers=servers)

@@ -30,8 +30,9 @@ from libra_cli.bench.config import Progress
 from libra_cli.bench.fidelity.server import RunError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import TrainSample
+from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.costs.profile import Profile, ProfileError
-from libra_cli.core.costs.server import ServerCost, guessed_cost
+from libra_cli.core.costs.server import guessed_cost
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.planning.controller import plan_of_record
 from libra_cli.core.records import StepRecord, TrajectoryRecord, TurnRecord
@@ -207,7 +208,7 @@ def _numbered(slots: Iterable[Slot]) -> tuple[Slot, ...]:
     return tuple(slot if slot.gpus else replace(slot, gpus=(next(numbers),)) for slot in slots)
 
 
-def _cost(profile: Profile, bucket: Bucket) -> ServerCost:
+def _cost(profile: Profile, bucket: Bucket) -> ServerLaw:
     return profile.servers[bucket.tensor_parallel]
 
 

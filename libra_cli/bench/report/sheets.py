@@ -280,7 +280,7 @@ def calibration_report(profile: Profile, path: Path) -> Report:
 
 
 def _server_prices(profile: Profile, degree: int) -> list[tuple[str, str, str]]:
-    cost = profile.servers[degree]
+    cost = profile.servers[degree].linear()
     return [
         (f"TP{degree}: a step", amount(cost.step_s * 1e3), "ms"),
         ("  a sequence in it", amount(cost.sequence_s * 1e6), "us"),

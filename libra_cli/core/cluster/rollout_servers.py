@@ -21,8 +21,8 @@ from libra_cli.core.actions import (
 )
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.cluster.replica_set import GONE_S, ReplicaSet
+from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.costs.online import LearnedCosts
-from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.events import (
     PublishedVersion,
     ServerChecked,
@@ -72,7 +72,7 @@ class RolloutServers(ReplicaSet):
     working = ReplicaState.SERVING
 
     def __init__(
-        self, plan: Plan, slots: Iterable[Slot], cost_of: Callable[[Bucket], ServerCost]
+        self, plan: Plan, slots: Iterable[Slot], cost_of: Callable[[Bucket], ServerLaw]
     ) -> None:
         super().__init__()
         by_id = {slot.id: slot for slot in slots}

@@ -26,11 +26,10 @@ observations is followed late.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import exp, log
 
 from libra_cli.core.costs.fitting import non_negative_least_squares
-from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.types import Bucket, Seconds
 
 MEMORY = 500.0
@@ -111,9 +110,9 @@ class FadingLine:
 class Refiner:
     """One server shape's decode prices. Those of prefill keep their proportion to them."""
 
-    def __init__(self, prior: ServerCost) -> None:
+    def __init__(self, prior: ServerLaw) -> None:
         self._prior = prior
-        self._line = FadingLine((prior.step_s, prior.sequence_s, prior.kv_token_s))
+        self._line = FadingLine(prior.decode_prices)
 
     @property
     def seen(self) -> int:
@@ -122,36 +121,28 @@ class Refiner:
 
     def observe(self, running: float, kv_tokens: float, step_s: Seconds) -> None:
         """Take in a step of ``step_s`` that decoded ``running`` sequences with ``kv_tokens``."""
-        self._line.observe((1.0, running, kv_tokens), step_s, by_time=True)
+        self._line.observe(self._prior.decode_amounts(running, kv_tokens), step_s, by_time=True)
 
-    def cost(self) -> ServerCost:
+    def cost(self) -> ServerLaw:
         """The prior with the prices learned so far."""
         return self.applied_to(self._prior)
 
-    def applied_to(self, cost: ServerCost) -> ServerCost:
+    def applied_to(self, cost: ServerLaw) -> ServerLaw:
         """``cost`` with the prices learned so far; it has the same shape and another KV cache."""
         if not self._line.seen:
             return cost
-        step_s, sequence_s, kv_token_s = self._line.prices()
-        return replace(
-            cost,
-            step_s=step_s,
-            sequence_s=sequence_s,
-            kv_token_s=kv_token_s,
-            prefill_token_s=self._prior.prefill_token_s * self._line.level,
-            prefill_pair_s=self._prior.prefill_pair_s * self._line.level,
-            request_s=self._prior.request_s * self._line.level,
-        )
+        learned = self._prior.repriced(self._line.prices(), self._line.level)
+        return learned.with_kv_tokens(cost.kv_tokens)
 
 
 class LearnedCosts:
     """What each shape of a run costs, as far as is known. ``cost_of`` gives the priors."""
 
-    def __init__(self, cost_of: Callable[[Bucket], ServerCost]) -> None:
+    def __init__(self, cost_of: Callable[[Bucket], ServerLaw]) -> None:
         self._cost_of = cost_of
         self._refiners: dict[int, Refiner] = {}
 
-    def of(self, bucket: Bucket) -> ServerCost:
+    def of(self, bucket: Bucket) -> ServerLaw:
         """The prices of one server of this bucket."""
         refiner = self._refiners.get(bucket.tensor_parallel)
         cost = self._cost_of(bucket)

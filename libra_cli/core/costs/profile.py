@@ -39,6 +39,7 @@ from typing import Any, TypeVar
 from libra_cli.config.errors import LibraError
 from libra_cli.config.losses import keeps_reference
 from libra_cli.config.training import LoraSpec, Optimizer, TrainingSpec
+from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.costs.memory import (
     GIB,
     SERVER_OVERHEAD_GIB,
@@ -339,7 +340,7 @@ class Profile:
     name: str
     gpu: str
     model: str
-    servers: Mapping[int, ServerCost]
+    servers: Mapping[int, ServerLaw]
     training: TrainingCost
     moves: MoveCost
     overhead_s: Seconds
@@ -363,7 +364,7 @@ class Profile:
         return replace(
             self,
             overhead_s=self.overhead_s * factor,
-            servers={degree: _slower(cost, factor) for degree, cost in self.servers.items()},
+            servers={degree: cost.scaled(factor) for degree, cost in self.servers.items()},
         )
 
     def recalibrated(self, factors: Recalibration) -> Profile:
@@ -373,10 +374,7 @@ class Profile:
 
     def with_overhead(self, seconds: Seconds) -> Profile:
         """``seconds`` more on every engine step."""
-        servers = {
-            degree: replace(cost, step_s=cost.step_s + seconds)
-            for degree, cost in self.servers.items()
-        }
+        servers = {degree: cost.with_overhead(seconds) for degree, cost in self.servers.items()}
         return replace(self, servers=servers, overhead_s=self.overhead_s + seconds)
 
     def kernel_only(self) -> Profile:
@@ -386,7 +384,7 @@ class Profile:
     def with_kv_share(self, share: float) -> Profile:
         """The same with ``share`` of every server's KV cache."""
         servers = {
-            degree: replace(cost, kv_tokens=max(1, int(cost.kv_tokens * share)))
+            degree: cost.with_kv_tokens(max(1, int(cost.kv_tokens * share)))
             for degree, cost in self.servers.items()
         }
         return replace(self, servers=servers)
@@ -403,7 +401,7 @@ class Profile:
     def to_json(self) -> str:
         """The profile as one JSON object, in seconds, bytes, GiB and tokens."""
         body = asdict(self)
-        body["servers"] = [asdict(cost) for _, cost in sorted(self.servers.items())]
+        body["servers"] = [asdict(cost.linear()) for _, cost in sorted(self.servers.items())]
         body["moves"]["start_s"] = {str(k): v for k, v in self.moves.start_s.items()}
         return json.dumps(body, indent=1, sort_keys=True) + "\n"
 
@@ -433,18 +431,6 @@ class Profile:
             found = _section(body, "surroundings")
             given["surroundings"] = _part(Contention, found, "surroundings")
         return _part(cls, given, "profile")
-
-
-def _slower(cost: ServerCost, factor: float) -> ServerCost:
-    return replace(
-        cost,
-        step_s=cost.step_s * factor,
-        sequence_s=cost.sequence_s * factor,
-        kv_token_s=cost.kv_token_s * factor,
-        prefill_token_s=cost.prefill_token_s * factor,
-        prefill_pair_s=cost.prefill_pair_s * factor,
-        request_s=cost.request_s * factor,
-    )
 
 
 def _object(text: str) -> dict[str, Any]:

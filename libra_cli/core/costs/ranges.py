@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.costs.rollout import RolloutLoad
-from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.workload import Workload
 
 SINGLES = 16
@@ -46,18 +46,17 @@ class SortedParts:
     def __len__(self) -> int:
         return len(self._starts)
 
-    def too_long(self, cost: ServerCost) -> Any:
+    def too_long(self, cost: ServerLaw) -> Any:
         """Where the parts hold a context that this server does not, or there are no parts."""
         matrix = _maxima(self.contexts) > cost.kv_tokens
         return matrix | np.tri(len(self) + 1, dtype=bool)
 
-    def load(self, cost: ServerCost) -> RolloutLoad:
+    def load(self, cost: ServerLaw) -> RolloutLoad:
         """What they are for these servers."""
         prompt, generated, observed, context, turns, tool_s, _ = self._columns
-        engine_s = cost.step_s * (generated + (prompt + observed) / cost.chunk_tokens)
-        prompt_s = (cost.prefill_token_s + cost.prefill_pair_s * prompt / 2) * prompt
-        work_s = (cost.sequence_s + cost.kv_token_s * context) * generated + cost.request_s * turns
-        work_s += (cost.prefill_token_s + cost.prefill_pair_s * context) * observed
+        work_s, prompt_s, engine_s, chunks_s = cost.trajectory_work(
+            prompt=prompt, generated=generated, observed=observed, context=context, turns=turns
+        )
         longest = self._longest(engine_s + tool_s, (work_s + prompt_s, engine_s, tool_s))
         share = _mean_over_longest(engine_s + tool_s, self._holders)
         return RolloutLoad(
@@ -70,7 +69,7 @@ class SortedParts:
             engine_context=self._sums(engine_s * context),
             tool_context=self._sums(tool_s * context),
             boundaries=self._sums(np.maximum(turns - 1, 0) * context),
-            chunks_s=self._sums(cost.step_s * (prompt + observed) / cost.chunk_tokens),
+            chunks_s=self._sums(chunks_s),
             longest_work_s=longest[0],
             longest_engine_s=longest[1],
             longest_tool_s=longest[2],

@@ -43,7 +43,7 @@ from typing import Any
 
 import numpy as np
 
-from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.types import Seconds
 from libra_cli.core.workload import Workload
 
@@ -130,7 +130,7 @@ class EqualServers:
     ``train_s`` how long training takes of each step, for each of the numbers.
     """
 
-    cost: ServerCost
+    cost: ServerLaw
     number: Any
     seats: int
     play_share: float
@@ -157,7 +157,7 @@ class EqualServers:
             places = playing
             if places is None:
                 places = self._places(mine, workload, context, workload.open(flight))
-            work_s = mine.work_s + self._again_s(again, context)
+            work_s = mine.work_s + self.cost.recompute_s(again, context)
             time = self._step(mine, workload, work_s, places, flight)
             seconds = np.maximum(time.seconds if playing is None else time.seats_s, 1e-9)
             slower = 1 / np.maximum(1 - work_s / seconds, 1e-9)
@@ -192,10 +192,6 @@ class EqualServers:
         # What takes the places of filtered groups comes after them.
         at_once = mine.count * workload.extras.at_once / workload.extras.played
         return np.minimum(room, np.maximum(steps * mine.playing * at_once, 1e-9))
-
-    def _again_s(self, tokens: Any, context: Any) -> Any:
-        """Seconds to compute so many tokens again, in contexts of this length."""
-        return tokens * (self.cost.prefill_token_s + self.cost.prefill_pair_s * context / 2)
 
 
 def _step_s(work_s: Any, engine_s: Any, tool_s: Any, steps: Any) -> Any:

@@ -25,9 +25,11 @@ is not in here either: ``sim.layer_times`` has both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from libra_cli.core.types import Bucket
+from libra_cli.core.costs.law import TrajectoryWork
+from libra_cli.core.types import Bucket, Seconds, Tokens
 
 ENDLESS = 1 << 62
 """More steps than any request has."""
@@ -80,6 +82,10 @@ class ServerCost:
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, not {size}")
 
+    def context_s(self, context: Tokens) -> Seconds:
+        """What a decoding step takes to read the KV cache of so many tokens."""
+        return self.kv_token_s * context
+
     def decode_step_s(self, batch: float, kv_tokens: float) -> float:
         """Seconds of one step that decodes ``batch`` sequences holding ``kv_tokens`` in all."""
         return self.step_s + self.sequence_s * batch + self.kv_token_s * kv_tokens
@@ -111,6 +117,62 @@ class ServerCost:
         attention = self.prefill_pair_s * chunk * (chunk_context + chunk / 2)
         decode = self.decode_step_s(batch, kv_tokens)
         return decode + self._chunk_s(chunk, batch) + attention + self.request_s * requests
+
+    def recompute_s(self, tokens: Any, context: Any) -> Any:
+        """Seconds to compute so many tokens again beside others, in contexts of that length."""
+        return tokens * (self.prefill_token_s + self.prefill_pair_s * context / 2)
+
+    def trajectory_work(
+        self, *, prompt: Any, generated: Any, observed: Any, context: Any, turns: Any
+    ) -> TrajectoryWork:
+        """What trajectories of these tokens take, with a mean ``context`` at their turns."""
+        chunks = (prompt + observed) / self.chunk_tokens
+        decode_s = (self.sequence_s + self.kv_token_s * context) * generated
+        observed_s = (self.prefill_token_s + self.prefill_pair_s * context) * observed
+        return TrajectoryWork(
+            work_s=decode_s + self.request_s * turns + observed_s,
+            prompt_s=self.recompute_s(prompt, prompt),
+            engine_s=self.step_s * (generated + chunks),
+            chunks_s=self.step_s * chunks,
+        )
+
+    def decode_amounts(self, running: float, kv_tokens: float) -> tuple[float, ...]:
+        """How much of each of ``decode_prices`` a step has."""
+        return (1.0, running, kv_tokens)
+
+    @property
+    def decode_prices(self) -> tuple[Seconds, ...]:
+        """a, b and c."""
+        return (self.step_s, self.sequence_s, self.kv_token_s)
+
+    def repriced(self, decode_prices: tuple[Seconds, ...], level: float) -> ServerCost:
+        """The same with these decode prices, and everything else ``level`` times as long."""
+        step_s, sequence_s, kv_token_s = decode_prices
+        return replace(
+            self,
+            step_s=step_s,
+            sequence_s=sequence_s,
+            kv_token_s=kv_token_s,
+            prefill_token_s=self.prefill_token_s * level,
+            prefill_pair_s=self.prefill_pair_s * level,
+            request_s=self.request_s * level,
+        )
+
+    def scaled(self, factor: float) -> ServerCost:
+        """The same with every second ``factor`` times as long."""
+        return self.repriced(tuple(price * factor for price in self.decode_prices), factor)
+
+    def with_overhead(self, seconds: Seconds) -> ServerCost:
+        """The same with so many seconds more on every engine step."""
+        return replace(self, step_s=self.step_s + seconds)
+
+    def with_kv_tokens(self, tokens: Tokens) -> ServerCost:
+        """The same with a KV cache of so many tokens."""
+        return replace(self, kv_tokens=tokens)
+
+    def linear(self) -> ServerCost:
+        """Itself."""
+        return self
 
     def _chunk_s(self, chunk: int, batch: float) -> float:
         free = self.free_tokens - batch

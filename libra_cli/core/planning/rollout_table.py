@@ -27,10 +27,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.costs.profile import NothingFits
 from libra_cli.core.costs.ranges import SortedParts
 from libra_cli.core.costs.rollout import EqualServers, RolloutLoad, RolloutTime
-from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.explanation import Binding, Constraint
 from libra_cli.core.scheduling.least_cost import PLAY_SHARE
 from libra_cli.core.types import Plan, Seconds, Tokens
@@ -91,7 +91,7 @@ class RolloutTable:
 
     def __init__(
         self,
-        servers: Mapping[int, ServerCost],
+        servers: Mapping[int, ServerLaw],
         workload: Workload,
         gpus: int,
         *,
@@ -264,7 +264,7 @@ class RolloutTable:
         return prefixes
 
 
-def _check_room(servers: Mapping[int, ServerCost], workload: Workload, gpus: int) -> None:
+def _check_room(servers: Mapping[int, ServerLaw], workload: Workload, gpus: int) -> None:
     if not servers:
         raise NothingFits("server memory", "no server of any shape holds the model's weights")
     longest = max(range(len(workload.samples)), key=lambda i: workload.samples[i].context)

@@ -93,9 +93,9 @@ def _prefill_again_s(
         return 0.0
     in_flight = workload.trajectories * stopped / max(1, today.rollout_gpus)
     tokens = in_flight * workload.mean_context / 2
-    rates = [
-        bucket.servers / max(profile.servers[bucket.tensor_parallel].prefill_token_s, 1e-12)
-        for bucket in then.buckets
-        if bucket.tensor_parallel in profile.servers
-    ]
-    return tokens / sum(rates)
+    rate = 0.0
+    for bucket in then.buckets:
+        law = profile.servers.get(bucket.tensor_parallel)
+        if law is not None:
+            rate += bucket.servers / max(float(law.recompute_s(1, 0)), 1e-12)
+    return tokens / rate

@@ -47,7 +47,8 @@ from libra_cli.core.cluster.gradient_workers import GradientWorkers
 from libra_cli.core.cluster.replica import Replica
 from libra_cli.core.cluster.rollout_servers import RolloutServers
 from libra_cli.core.cluster.trainer import TIMER, TrainerGroup, TrainerState
-from libra_cli.core.costs.server import ServerCost, guessed_cost
+from libra_cli.core.costs.law import ServerLaw
+from libra_cli.core.costs.server import guessed_cost
 from libra_cli.core.evaluation.ledger import (
     EvaluationLedger,
     EvaluationState,
@@ -160,7 +161,7 @@ class Machine:
         resume: Resume | None = None,
         explanation: Explanation | None = None,
         policy: SchedulingPolicy | None = None,
-        cost_of: Callable[[Bucket], ServerCost] | None = None,
+        cost_of: Callable[[Bucket], ServerLaw] | None = None,
         make: Callable[[TrajectoryId, Seconds], Trajectory] = new_trajectory,
         tasks: int = 0,
     ) -> None:

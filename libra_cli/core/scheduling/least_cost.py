@@ -76,7 +76,7 @@ class LeastExpectedCost:
         """Seconds the request takes on this server, from itself and from the others there."""
         price, num_requests = queue.cost, queue.num_requests
         ahead = self.horizon(request)
-        context_s = price.kv_token_s * request.context
+        context_s = price.context_s(request.context)
         added_s = price.sequence_s + context_s
         cost = ahead * (queue.next_step_s + context_s + num_requests * added_s)
         if not queue.holds_prefix_of(request):

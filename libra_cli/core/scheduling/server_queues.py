@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.types import Bucket, Seconds, SlotId, Tokens, TrajectoryId, WeightVersion
 
 
@@ -41,7 +41,7 @@ class ServerQueue:
 
     slot: SlotId
     bucket: Bucket
-    cost: ServerCost
+    cost: ServerLaw
     key: WeightVersion
     #: Requests inside the server, with the context each went in with.
     inside: dict[TrajectoryId, Tokens] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class ServerQueue:
     def __post_init__(self) -> None:
         self._settle()
 
-    def reprice(self, cost: ServerCost) -> None:
+    def reprice(self, cost: ServerLaw) -> None:
         """More is known of what it costs now."""
         self.cost = cost
         self._settle()

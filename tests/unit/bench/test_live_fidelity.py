@@ -183,7 +183,7 @@ def test_a_run_without_trajectories_is_refused():
 
 
 def test_a_profile_without_the_shape_is_refused():
-    servers = {2: replace(PROFILE.servers[1], tensor_parallel=2)}
+    servers = {2: replace(PROFILE.servers[1].linear(), tensor_parallel=2)}
     with pytest.raises(ProfileError, match="no server of 1 GPU"):
         compared(a_run(), replace(PROFILE, servers=servers))
 

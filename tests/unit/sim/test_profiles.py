@@ -23,7 +23,7 @@ def test_a_shipped_profile_is_sound(name: str) -> None:
     profile = load_profile(name)
     assert profile.name == name
     assert {"servers", "training", "moves", "overhead_s"} <= set(profile.provenance)
-    steps = [cost.step_s for _, cost in sorted(profile.servers.items())]
+    steps = [cost.decode_step_s(0, 0) for _, cost in sorted(profile.servers.items())]
     assert steps == sorted(steps, reverse=True), "more GPUs make a step shorter"
     for degree, cost in profile.servers.items():
         assert cost.tensor_parallel == degree
@@ -37,7 +37,7 @@ def test_a_model_without_room_for_a_cache_is_not_served_by_one_gpu() -> None:
 
 
 def test_the_numbers_are_those_of_the_calibration_with_the_overhead_on_top() -> None:
-    cost = load_profile("a100-qwen3-14b").servers[8]
+    cost = load_profile("a100-qwen3-14b").servers[8].linear()
     assert cost.step_s == pytest.approx(0.0050345 + 0.004, rel=1e-4)
     assert cost.kv_token_s == pytest.approx(12.96e-9, rel=1e-3)
 

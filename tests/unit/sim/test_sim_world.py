@@ -88,7 +88,7 @@ def test_servers_move_while_the_others_go_on() -> None:
 
 def test_turns_longer_than_a_drain_go_on_elsewhere_with_what_they_had() -> None:
     quick = sim_scene.scene(steps=6)
-    scene = replace(quick, cost_of=lambda bucket: replace(quick.cost_of(bucket), step_s=1.0))
+    scene = replace(quick, cost_of=lambda bucket: quick.cost_of(bucket).with_overhead(1.0))
     *rest, (leaving, _) = scene.plan.servers
     left = tuple(slot for slot in scene.slots if slot.id != leaving)
     plan = Plan(tuple(rest), scene.plan.train)

@@ -39,7 +39,7 @@ def refined(number: int, *, noise: float = 0.0, seed: int = 0) -> ServerCost:
     for batch, kv in loads(random, number):
         step_s = TRUE.decode_step_s(batch, kv) * random.lognormvariate(-(noise**2) / 2, noise)
         refiner.observe(batch, kv, step_s)
-    return refiner.cost()
+    return refiner.cost().linear()
 
 
 def test_before_anything_is_seen_the_prior_holds() -> None:
@@ -56,7 +56,7 @@ def test_a_prior_wrong_by_one_factor_is_mended_by_a_few_readings() -> None:
     refiner = Refiner(PRIOR)
     for batch, kv in loads(Random(1), 20):
         refiner.observe(batch, kv, PRIOR.decode_step_s(batch, kv) / 10)
-    cost = refiner.cost()
+    cost = refiner.cost().linear()
     assert cost.step_s == pytest.approx(PRIOR.step_s / 10, rel=0.05)
     assert cost.prefill_token_s == pytest.approx(PRIOR.prefill_token_s / 10, rel=0.15)
 
@@ -65,7 +65,7 @@ def test_a_load_that_never_changes_keeps_the_proportions_of_the_prior() -> None:
     refiner = Refiner(PRIOR)
     for _ in range(300):
         refiner.observe(30, 6000, PRIOR.decode_step_s(30, 6000) * 3)
-    cost = refiner.cost()
+    cost = refiner.cost().linear()
     assert cost.decode_step_s(30, 6000) == pytest.approx(
         3 * PRIOR.decode_step_s(30, 6000), rel=0.01
     )
@@ -77,7 +77,7 @@ def test_what_has_changed_is_followed() -> None:
     for factor in (1.0, 4.0):
         for batch, kv in loads(Random(2), 2500):
             refiner.observe(batch, kv, factor * TRUE.decode_step_s(batch, kv))
-    cost = refiner.cost()
+    cost = refiner.cost().linear()
     assert cost.decode_step_s(32, 6400) == pytest.approx(4 * TRUE.decode_step_s(32, 6400), rel=0.1)
 
 
@@ -85,9 +85,9 @@ def test_one_hang_does_not_spoil_the_prices() -> None:
     refiner = Refiner(PRIOR)
     for batch, kv in loads(Random(3), 300):
         refiner.observe(batch, kv, TRUE.decode_step_s(batch, kv))
-    calm = refiner.cost().decode_step_s(32, 6400)
+    calm = refiner.cost().linear().decode_step_s(32, 6400)
     refiner.observe(32, 6400, 600.0)
-    assert refiner.cost().decode_step_s(32, 6400) == pytest.approx(calm, rel=0.05)
+    assert refiner.cost().linear().decode_step_s(32, 6400) == pytest.approx(calm, rel=0.05)
 
 
 def test_a_reading_weighs_by_the_steps_that_are_in_it() -> None:
@@ -95,7 +95,7 @@ def test_a_reading_weighs_by_the_steps_that_are_in_it() -> None:
     refiner = Refiner(PRIOR)
     for step_s in (0.010, 0.040) * 200:
         refiner.observe(20, 4000, step_s)
-    assert refiner.cost().decode_step_s(20, 4000) == pytest.approx(0.016, rel=0.03)
+    assert refiner.cost().linear().decode_step_s(20, 4000) == pytest.approx(0.016, rel=0.03)
 
 
 @given(
@@ -112,7 +112,7 @@ def test_no_reading_makes_a_price_negative_or_endless(readings) -> None:
     refiner = Refiner(PRIOR)
     for running, kv, step_s in readings:
         refiner.observe(running, kv, step_s)
-    cost = refiner.cost()
+    cost = refiner.cost().linear()
     for price in (cost.step_s, cost.sequence_s, cost.kv_token_s, cost.prefill_token_s):
         assert 0 <= price < float("inf")
 
@@ -129,10 +129,10 @@ def test_shapes_learn_apart_and_keep_their_own_cache() -> None:
     small, large = Bucket("s", 1, 8, 100), Bucket("l", 4, 8, 900)
     for _ in range(50):
         costs.observe(small, running=8, kv_tokens=400, step_s=0.1)
-    assert costs.of(small).step_s > 2 * PRIOR.step_s
+    assert costs.of(small).linear().step_s > 2 * PRIOR.step_s
     assert costs.of(large) == guessed_cost(large)
     wide = replace(small, up_to_tokens=1000)
-    assert costs.of(wide).step_s == costs.of(small).step_s
+    assert costs.of(wide).linear().step_s == costs.of(small).linear().step_s
     assert costs.of(wide).kv_tokens == guessed_cost(wide).kv_tokens
 
 
@@ -147,7 +147,7 @@ def test_a_run_teaches_its_lanes_what_its_servers_do() -> None:
             tokens[slot] += 50
             reading = e.ServerSampled(slot, status.incarnation, 1, 0, 0.1, None, 0, tokens[slot])
             world.give(reading)
-        prices = {queue.cost.step_s for queue in world.machine.scheduler.queues}
+        prices = {queue.cost.linear().step_s for queue in world.machine.scheduler.queues}
         learned = max((price for price in prices if price != PRIOR.step_s), default=0.0)
     assert 0 < learned < PRIOR.step_s, "50 tokens between two events is faster than the guess"
 

@@ -194,7 +194,7 @@ def test_a_move_costs_its_half_gpu_time_and_what_is_prefilled_again() -> None:
     then = Layout((PlannedBucket(1, 8, 1000, 64),), 24)
     load = work(1000)
     cost_s = moves_cost_s(PROFILE, load, today, then)
-    again_s = 256 / 2 * load.mean_context / 2 * PROFILE.servers[1].prefill_token_s / 8
+    again_s = 256 / 2 * load.mean_context / 2 * PROFILE.servers[1].linear().prefill_token_s / 8
     assert cost_s == pytest.approx(8 * PROFILE.moves.to_training_s / 24 + again_s)
 
 
@@ -211,7 +211,7 @@ def test_where_every_server_is_replaced_rollout_stands_still_until_they_have_sta
     today = Layout((PlannedBucket(4, 2, 1000, 64),), 24)
     then = Layout((PlannedBucket(8, 1, 1000, 64),), 24)
     load = work(1000)
-    again_s = 256 * load.mean_context / 2 * PROFILE.servers[8].prefill_token_s
+    again_s = 256 * load.mean_context / 2 * PROFILE.servers[8].linear().prefill_token_s
     still_s = GRACE_S + PROFILE.moves.start(8)
     assert moves_cost_s(PROFILE, load, today, then) == pytest.approx(still_s + again_s)
 

@@ -1,0 +1,107 @@
+"""What a law of a rollout server's time has to say, whatever model the server runs.
+
+The scheduler, the planner and the simulator ask a law for seconds and never for its coefficients,
+so a model whose steps follow another law (a mixture of experts, which reads more weights the larger
+the batch) is one more file beside ``costs.server``, which holds the linear law of dense models.
+
+Seconds are those of one server. Arguments that say ``Any`` may be numbers or numpy arrays of equal
+shape, and the result is of that shape.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from libra_cli.core.types import Seconds, Tokens
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from libra_cli.core.costs.server import ServerCost
+
+
+class TrajectoryWork(NamedTuple):
+    """What trajectories take of a server, as numbers or arrays, in seconds.
+
+    ``work_s`` passes the slower the more others there are, and ``prompt_s`` likewise where a prompt
+    is not cached. ``engine_s`` passes whoever else is there: a step for each generated token and
+    for each chunk of prompt, of which ``chunks_s`` are the chunks'.
+    """
+
+    work_s: Any
+    prompt_s: Any
+    engine_s: Any
+    chunks_s: Any
+
+
+class ServerLaw(Protocol):
+    """Seconds of the engine steps of one server of a (model, GPU, tensor-parallel) shape.
+
+    Every law grows with each of its arguments and is never negative.
+    """
+
+    @property
+    def tensor_parallel(self) -> int:
+        """GPUs of the server."""
+
+    @property
+    def kv_tokens(self) -> Tokens:
+        """Tokens that its KV cache holds."""
+
+    @property
+    def chunk_tokens(self) -> Tokens:
+        """The most tokens that a step computes (vLLM's ``max_num_batched_tokens``)."""
+
+    @property
+    def sequence_s(self) -> Seconds:
+        """What one more sequence adds to a decoding step, beside the reading of its context."""
+
+    def context_s(self, context: Tokens) -> Seconds:
+        """What a decoding step takes to read the KV cache of so many tokens."""
+
+    def decode_step_s(self, batch: float, kv_tokens: float) -> Seconds:
+        """Seconds of one step that decodes ``batch`` sequences holding ``kv_tokens`` in all."""
+
+    def decode_line(self, batch: int, kv_tokens: int) -> tuple[Seconds, Seconds, int]:
+        """Time of the next decode step, its growth a step, and for how many steps that holds."""
+
+    def prefill_s(self, tokens: Tokens, context: Tokens) -> Seconds:
+        """Seconds to compute ``tokens`` prompt tokens on top of ``context`` cached ones, alone."""
+
+    def mixed_step_s(
+        self, batch: float, kv_tokens: float, chunk: int, chunk_context: float, requests: int = 0
+    ) -> Seconds:
+        """Seconds of one step: a decode batch, and ``chunk`` tokens after ``chunk_context``.
+
+        ``requests`` are those that the chunk is the first of.
+        """
+
+    def recompute_s(self, tokens: Any, context: Any) -> Any:
+        """Seconds to compute so many tokens again beside others, in contexts of that length."""
+
+    def trajectory_work(
+        self, *, prompt: Any, generated: Any, observed: Any, context: Any, turns: Any
+    ) -> TrajectoryWork:
+        """What trajectories of these tokens take, with a mean ``context`` at their turns."""
+
+    def decode_amounts(self, running: float, kv_tokens: float) -> tuple[float, ...]:
+        """How much of each of ``decode_prices`` a step has."""
+
+    @property
+    def decode_prices(self) -> tuple[Seconds, ...]:
+        """The prices that are learned from steps as they are seen (``costs.online``)."""
+
+    def repriced(self, decode_prices: tuple[Seconds, ...], level: float) -> Self:
+        """The same with these decode prices, and everything else ``level`` times as long."""
+
+    def scaled(self, factor: float) -> Self:
+        """The same with every second ``factor`` times as long."""
+
+    def with_overhead(self, seconds: Seconds) -> Self:
+        """The same with so many seconds more on every engine step."""
+
+    def with_kv_tokens(self, tokens: Tokens) -> Self:
+        """The same with a KV cache of so many tokens."""
+
+    def linear(self) -> ServerCost:
+        """The straight lines nearest to it, for bounds by linear programs and for tables."""
