@@ -1,12 +1,17 @@
-"""What the runtime is to do, in the imperative. Every action ends in the event it names, if any."""
+"""What the runtime is to do, in the imperative. Every action ends in the event it names, if any.
+
+An action that could not be carried out, because something raised that nobody expected, ends in what
+its ``failed`` gives: the failure of one server, turn, episode or worker, or of the trainer. The
+machine then does what it does when one of these fails in an expected way, and the run goes on.
+"""
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
-from libra_cli.core.events import PublishedVersion
+from libra_cli.core import events as e
 from libra_cli.core.observation import Observation
 from libra_cli.core.records import Record
 from libra_cli.core.types import (
@@ -22,53 +27,85 @@ from libra_cli.core.types import (
 )
 
 
+class ActionBase:
+    """What all actions have in common."""
+
+    __slots__ = ()
+
+    must_end: ClassVar[bool] = False
+    """Whether the machine waits for its end and there is no failure to end in, as where a process
+    is either gone or not: such an action is carried out again."""
+
+    def failed(self, reason: str) -> e.Event | None:
+        """The failure that it ends in; None where nobody waits for its end."""
+        return None
+
+
 @dataclass(frozen=True, slots=True)
-class StartServer:
+class StartServer(ActionBase):
     """Ends in ServerStarted or ServerFailed."""
 
     slot: SlotId
     incarnation: int
     bucket: Bucket
 
+    def failed(self, reason: str) -> e.ServerFailed:
+        """The server counts as failed."""
+        return e.ServerFailed(self.slot, self.incarnation, reason)
+
 
 @dataclass(frozen=True, slots=True)
-class CheckServer:
+class CheckServer(ActionBase):
     """Something failed: does it still answer? Ends in ServerChecked or ServerFailed."""
 
     slot: SlotId
     incarnation: int
 
+    def failed(self, reason: str) -> e.ServerFailed:
+        """The server counts as failed."""
+        return e.ServerFailed(self.slot, self.incarnation, reason)
+
 
 @dataclass(frozen=True, slots=True)
-class StopServer:
+class StopServer(ActionBase):
     """Ends in ServerStopped, when no process of it is left."""
 
+    must_end: ClassVar[bool] = True
     slot: SlotId
     incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
-class SyncServer:
+class SyncServer(ActionBase):
     """Fetch, load in place, label, resume, verify. Ends in ServerSynced or SyncFailed."""
 
     slot: SlotId
     incarnation: int
-    published: PublishedVersion
+    published: e.PublishedVersion
+
+    def failed(self, reason: str) -> e.SyncFailed:
+        """As if the server itself had said so: it is tried once more, then in a new process."""
+        return e.SyncFailed(self.slot, self.incarnation, self.published, reason, answered=True)
 
 
 @dataclass(frozen=True, slots=True)
-class StartTrainer:
+class StartTrainer(ActionBase):
     """Start every rank; ``resume`` is a checkpoint, or empty. Ends in TrainerStarted or -Failed."""
 
     incarnation: int
     train: tuple[SlotId, ...]
     resume: str
 
+    def failed(self, reason: str) -> e.TrainerFailed:
+        """The trainer counts as failed."""
+        return e.TrainerFailed(self.incarnation, reason)
+
 
 @dataclass(frozen=True, slots=True)
-class StopTrainer:
+class StopTrainer(ActionBase):
     """Ends in TrainerStopped."""
 
+    must_end: ClassVar[bool] = True
     incarnation: int
     train: tuple[SlotId, ...]
 
@@ -119,7 +156,7 @@ class BatchPartition:
 
 
 @dataclass(frozen=True, slots=True)
-class Train:
+class Train(ActionBase):
     """One optimizer step on a batch. ``ledger`` asks for a checkpoint after it.
 
     ``samples`` are those not accumulated before in ``parts`` parts; ``shares`` are of these, and
@@ -136,9 +173,13 @@ class Train:
     parts: int = 0
     shares: tuple[BatchPartition, ...] = ()
 
+    def failed(self, reason: str) -> e.TrainerFailed:
+        """The trainer counts as failed."""
+        return e.TrainerFailed(self.incarnation, reason)
+
 
 @dataclass(frozen=True, slots=True)
-class Accumulate:
+class Accumulate(ActionBase):
     """Gradients of a part (from 1) of a step's batch. Ends in Accumulated or TrainerFailed."""
 
     incarnation: int
@@ -146,34 +187,47 @@ class Accumulate:
     part: int
     samples: tuple[TrainSample, ...]
 
+    def failed(self, reason: str) -> e.TrainerFailed:
+        """The trainer counts as failed."""
+        return e.TrainerFailed(self.incarnation, reason)
+
 
 @dataclass(frozen=True, slots=True)
-class StartWorker:
+class StartWorker(ActionBase):
     """A gradient worker on the slot. Ends in WorkerStarted or WorkerFailed."""
 
     slot: SlotId
     incarnation: int
 
+    def failed(self, reason: str) -> e.WorkerFailed:
+        """The worker counts as failed."""
+        return e.WorkerFailed(self.slot, self.incarnation, reason)
+
 
 @dataclass(frozen=True, slots=True)
-class SyncWorker:
+class SyncWorker(ActionBase):
     """Fetch, load, verify. Ends in WorkerSynced, WorkerSyncFailed or WorkerFailed."""
 
     slot: SlotId
     incarnation: int
-    published: PublishedVersion
+    published: e.PublishedVersion
+
+    def failed(self, reason: str) -> e.WorkerFailed:
+        """The worker counts as failed."""
+        return e.WorkerFailed(self.slot, self.incarnation, reason)
 
 
 @dataclass(frozen=True, slots=True)
-class StopWorker:
+class StopWorker(ActionBase):
     """Ends in WorkerStopped, when no process of it is left."""
 
+    must_end: ClassVar[bool] = True
     slot: SlotId
     incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
-class AbortTurn:
+class AbortTurn(ActionBase):
     """End a generation now; its reply comes with what it has (finish reason ``abort``)."""
 
     request: int
@@ -182,16 +236,20 @@ class AbortTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class Propose:
+class Propose(ActionBase):
     """What plan should this run have? ``planner.answer`` says; ends in PlanChosen or PlanKept."""
 
     why: str
     observation: Observation
     order: str = ""
 
+    def failed(self, reason: str) -> e.PlanKept:
+        """Today's plan stays."""
+        return e.PlanKept(f"the planner failed: {reason}", self.order)
+
 
 @dataclass(frozen=True, slots=True)
-class AnswerOrder:
+class AnswerOrder(ActionBase):
     """Tell whoever gave the order what became of it."""
 
     order: str
@@ -200,25 +258,33 @@ class AnswerOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(ActionBase):
     """Ends in CheckpointSaved, CheckpointFailed or TrainerFailed."""
 
     incarnation: int
     step: int
     ledger: dict[str, Any]
 
+    def failed(self, reason: str) -> e.CheckpointFailed:
+        """The checkpoint has not been written."""
+        return e.CheckpointFailed(self.incarnation, self.step, reason)
+
 
 @dataclass(frozen=True, slots=True)
-class StartEpisode:
+class StartEpisode(ActionBase):
     """Ends in EpisodeStarted, DemonstrationRead or EpisodeFailed. ``task`` is the task's place in
     the prompt stream; None: the group's number."""
 
     trajectory: TrajectoryId
     task: int | None = None
 
+    def failed(self, reason: str) -> e.EpisodeFailed:
+        """The environment counts as broken."""
+        return e.EpisodeFailed(self.trajectory, reason)
+
 
 @dataclass(frozen=True, slots=True)
-class Generate:
+class Generate(ActionBase):
     """Ends in TurnGenerated or TurnFailed. Lower ``priority`` goes first in the server's queue."""
 
     request: int
@@ -231,9 +297,13 @@ class Generate:
     cache_key: WeightVersion
     priority: int
 
+    def failed(self, reason: str) -> e.TurnFailed:
+        """The generation has not come back."""
+        return e.TurnFailed(self.request, self.trajectory, self.slot, self.incarnation, reason)
+
 
 @dataclass(frozen=True, slots=True)
-class AdvanceEpisode:
+class AdvanceEpisode(ActionBase):
     """Give the environment the generated turn. Ends in EpisodeAdvanced or EpisodeFailed."""
 
     trajectory: TrajectoryId
@@ -241,59 +311,74 @@ class AdvanceEpisode:
     finish_reason: str
     logprobs: array[float]
 
+    def failed(self, reason: str) -> e.EpisodeFailed:
+        """The environment counts as broken."""
+        return e.EpisodeFailed(self.trajectory, reason)
+
 
 @dataclass(frozen=True, slots=True)
-class FinishEpisode:
+class FinishEpisode(ActionBase):
     """A limit is reached: score what there is. Ends in EpisodeAdvanced (done) or EpisodeFailed."""
 
     trajectory: TrajectoryId
 
+    def failed(self, reason: str) -> e.EpisodeFailed:
+        """The environment counts as broken."""
+        return e.EpisodeFailed(self.trajectory, reason)
+
 
 @dataclass(frozen=True, slots=True)
-class AskTeacher:
+class AskTeacher(ActionBase):
     """How likely does it find these tokens, of each branch that has generated some? Ends in
     TeacherAnswered or TeacherFailed."""
 
     trajectory: TrajectoryId
     sequences: tuple[array[int], ...]
 
+    def failed(self, reason: str) -> e.TeacherFailed:
+        """The teacher has not answered."""
+        return e.TeacherFailed(self.trajectory, reason)
+
 
 @dataclass(frozen=True, slots=True)
-class ForgetEpisode:
+class ForgetEpisode(ActionBase):
     """The environment of this trajectory is no longer needed."""
 
     trajectory: TrajectoryId
 
 
 @dataclass(frozen=True, slots=True)
-class Wake:
+class Wake(ActionBase):
     """Send TimerFired(name) after ``after_s``."""
 
+    must_end: ClassVar[bool] = True
     name: str
     after_s: Seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class Save(ActionBase):
     """Write a record to the journal."""
 
     record: Record
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class End(ActionBase):
     """The run is over and nothing is left running. The last action of a machine."""
 
     state: str
     error: str
 
 
-ServerAction: TypeAlias = StartServer | CheckServer | StopServer | SyncServer | Generate | AbortTurn
+ServerAction: TypeAlias = StartServer | CheckServer | StopServer | SyncServer
+TurnAction: TypeAlias = Generate | AbortTurn
 TrainerAction: TypeAlias = StartTrainer | StopTrainer | Train | Accumulate | Checkpoint
 WorkerAction: TypeAlias = StartWorker | SyncWorker | StopWorker
 EpisodeAction: TypeAlias = StartEpisode | AdvanceEpisode | FinishEpisode | ForgetEpisode
 RuntimeAction: TypeAlias = (
     ServerAction
+    | TurnAction
     | TrainerAction
     | WorkerAction
     | EpisodeAction

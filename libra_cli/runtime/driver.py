@@ -4,9 +4,9 @@
 
 The driver is the only one that looks at the clock for the machine, and the only caller of
 ``handle``. It decides nothing. Whatever an action raises becomes the failure that the action may
-end in (``runtime.supervision.failures``), and is logged and told. What ends in no failure, such as
-the proof that a process is gone, is carried out again. Only an exception of the machine itself ends
-the run: what it believes can no longer be trusted.
+end in (``core.actions``), and is logged and told. What ends in no failure, such as the proof that a
+process is gone, is carried out again. Only an exception of the machine itself ends the run: what it
+believes can no longer be trusted.
 
 With a ``log`` every event is written before it is handled, and every action has a number, so that
 another controller can go on where this one was killed.
@@ -29,7 +29,7 @@ from libra_cli.core.run.machine import Machine
 from libra_cli.core.types import Seconds, TrajectoryId
 from libra_cli.runtime.adoption.run_log import RunLog
 from libra_cli.runtime.supervision.background import is_cancelled
-from libra_cli.runtime.supervision.failures import failure_of, must_end, words_of
+from libra_cli.runtime.supervision.failures import words_of
 from libra_cli.runtime.supervision.quotations import with_quotations
 
 Perform: TypeAlias = Callable[[RuntimeAction], Coroutine[Any, Any, Event | None]]
@@ -150,9 +150,9 @@ class Driver:
             event, error = await _tried(action, perform)
             if error is None:
                 break
-            if not must_end(action):
+            if not action.must_end:
                 await asyncio.sleep(FAILED_PAUSE_S)
-                event = failure_of(action, error)
+                event = action.failed(words_of(error))
                 break
             failures += 1
             if failures == TRIES:

@@ -23,6 +23,7 @@ from libra_cli.core.actions import (
     StartServer,
     StopServer,
     SyncServer,
+    TurnAction,
 )
 from libra_cli.core.events import (
     Event,
@@ -98,7 +99,7 @@ class Servers:
         """What the server of a slot says of itself. Raises ServerError."""
         return await self._servers[slot].facts()
 
-    async def perform(self, action: ServerAction) -> Event | None:
+    async def perform(self, action: ServerAction | TurnAction) -> Event | None:
         """Carry out whatever the machine wants of a server."""
         match action:
             case StartServer():
