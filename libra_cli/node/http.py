@@ -214,7 +214,7 @@ def serve_hosts(
     """Answer other hosts of the run with a handler that has these class attributes.
 
     ``bind`` is the address or name of this host that the others know. Port 0 picks a free one, one
-    that ``is_reserved`` is held by this host's agent (``node.agent.ports``).
+    that ``is_reserved`` is held by this host's agent (``node.processes.ports``).
 
     Raises:
         OSError: somebody else listens there, or ``bind`` is no address of this host.

@@ -26,10 +26,10 @@ from libra_cli.config.errors import HostError, HostLost, ProcessError, WeightsEr
 from libra_cli.core.events import PublishedVersion
 from libra_cli.core.launch.process import PeerAddress
 from libra_cli.core.types import WeightVersion
-from libra_cli.node.agent import proc
 from libra_cli.node.agent.host_facts import facts
-from libra_cli.node.agent.proc import Marker
-from libra_cli.node.agent.remains import LOCK
+from libra_cli.node.processes import proc
+from libra_cli.node.processes.proc import Marker
+from libra_cli.node.processes.remains import LOCK
 from libra_cli.node.weights import patch
 from libra_cli.node.weights.chunks import listed
 from libra_cli.node.weights.weight_server import WeightServer

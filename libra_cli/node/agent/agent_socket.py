@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from libra_cli.node.agent.lease.link import start_ours
-from libra_cli.node.agent.stop import SOCKET
+from libra_cli.node.processes.stop import SOCKET
 
 START_S = 25.0
 """More than an agent takes to end (``stop.LAST_GRACE_S``), and less than a controller waits."""

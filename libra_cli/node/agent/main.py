@@ -37,19 +37,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from libra_cli.node.agent import remains
-from libra_cli.node.agent.agent_errors import AgentRefused
-from libra_cli.node.agent.agent_log import LOG, log
 from libra_cli.node.agent.agent_socket import bridge, connect, spawn
 from libra_cli.node.agent.host_facts import bandwidth
 from libra_cli.node.agent.host_facts.facts import facts
 from libra_cli.node.agent.host_facts.model_files import fingerprints
 from libra_cli.node.agent.lease.holder import Lease
 from libra_cli.node.agent.lease.link import LeaseLink
-from libra_cli.node.agent.log_rotation import EVERY_S
-from libra_cli.node.agent.private_files import make_private, private, write_private
-from libra_cli.node.agent.proc import Marker, boot_id
-from libra_cli.node.agent.stop import (
+from libra_cli.node.agent_errors import AgentRefused
+from libra_cli.node.credentials import CREDENTIALS, Credentials
+from libra_cli.node.inventory.collection import remove_old_code
+from libra_cli.node.processes import remains
+from libra_cli.node.processes.agent_log import LOG, log
+from libra_cli.node.processes.log_rotation import EVERY_S
+from libra_cli.node.processes.private_files import make_private, private, write_private
+from libra_cli.node.processes.proc import Marker, boot_id
+from libra_cli.node.processes.stop import (
     LAST_GRACE_S,
     LIFE,
     SOCKET,
@@ -58,9 +60,7 @@ from libra_cli.node.agent.stop import (
     remove_traces,
     stop_everything,
 )
-from libra_cli.node.agent.supervisor import Supervisor, tail
-from libra_cli.node.credentials import CREDENTIALS, Credentials
-from libra_cli.node.inventory.collection import remove_old_code
+from libra_cli.node.processes.supervisor import Supervisor, tail
 from libra_cli.node.weights.weight_server import WeightServer
 
 ASKED_S = 60.0

@@ -22,8 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from libra_cli.node.agent import proc
-from libra_cli.node.agent.remains import is_dead
+from libra_cli.node.processes import proc
+from libra_cli.node.processes.remains import is_dead
 
 DAYS = 14.0
 DAY_S = 86400.0

@@ -17,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from libra_cli.node.agent import proc
 from libra_cli.node.agent.host_facts.facts import NVIDIA_SMI_TIMEOUT_S, holder
-from libra_cli.node.agent.stop import SOCKET
+from libra_cli.node.processes import proc
+from libra_cli.node.processes.stop import SOCKET
 
 ANSWER_S = 3.0
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
-from libra_cli.node.agent.agent_errors import AgentRefused
+from libra_cli.node.agent_errors import AgentRefused
 from libra_cli.node.credentials import Credentials, PeerConnection
 from libra_cli.node.weights.chunks import CHUNK_BYTES, ListedFile
 from libra_cli.node.weights.draft import COMING, HERE, Draft

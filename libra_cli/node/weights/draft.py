@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from libra_cli.node.agent.agent_errors import AgentRefused
+from libra_cli.node.agent_errors import AgentRefused
 from libra_cli.node.weights.chunks import (
     CHUNK_BYTES,
     MANIFEST,

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from libra_cli.node.agent.agent_errors import AgentRefused
+from libra_cli.node.agent_errors import AgentRefused
 from libra_cli.node.credentials import Credentials
 from libra_cli.node.http import HostServer, serve_hosts
 from libra_cli.node.weights.chunks import (

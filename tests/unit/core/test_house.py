@@ -49,7 +49,6 @@ KNOTS = [
         "core/scheduling",
         "core/warnings",
     },
-    {"node/agent", "node/agent/host_facts", "node/agent/lease", "node/inventory", "node/weights"},
     {"node/checkpoints", "node/critic", "node/gradient", "node/model", "node/trainer"},
     {"report", "report/status"},
     {

@@ -74,7 +74,7 @@ def test_what_is_loaded_of_torch_numpy_and_yaml_is_data(trees: dict[str, ast.Mod
 
 
 def test_nothing_listens_on_every_interface(trees: dict[str, ast.Module]) -> None:
-    allowed = {"node/agent/ports.py": "it holds ports and listens on none"}
+    allowed = {"node/processes/ports.py": "it holds ports and listens on none"}
     places = {
         path
         for path, tree in trees.items()

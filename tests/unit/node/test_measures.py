@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from libra_cli.node.agent import remains
-from libra_cli.node.agent.agent_errors import AgentRefused
 from libra_cli.node.agent.host_facts import bandwidth
 from libra_cli.node.agent.host_facts.model_files import WHOLE, fingerprints
-from libra_cli.node.agent.ports import Ports
+from libra_cli.node.agent_errors import AgentRefused
+from libra_cli.node.processes import remains
+from libra_cli.node.processes.ports import Ports
 from tests.credentials import LOCAL, credentials_of, url_of
 
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="needs the [cpu] extra")
 
-from libra_cli.node.agent.ports import Ports
+from libra_cli.node.processes.ports import Ports
 from libra_cli.node.rendezvous import store_at
 from tests.trainers import free_port
 

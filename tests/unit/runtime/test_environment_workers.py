@@ -19,8 +19,8 @@ from libra_cli.core.types import ToolOutcome, TrajectoryId
 from libra_cli.envs.returns import LONGEST_OBSERVATION
 from libra_cli.envs.workers import fork_server, wire
 from libra_cli.envs.workers.wire import Frames, Kind
-from libra_cli.node.agent import proc
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
+from libra_cli.node.processes import proc
 from libra_cli.runtime.episodes import workers
 from libra_cli.runtime.episodes.player import Episodes
 from libra_cli.runtime.episodes.renderer import Renderer

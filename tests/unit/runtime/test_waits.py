@@ -48,8 +48,8 @@ ALLOWED: dict[str, str] = {
     "runtime/monitors/dispatch.py:_work": "a thread that waits for calls; closing wakes it",
     # Parts of something that has a deadline as a whole.
     "node/agent/host_facts/bandwidth.py": "sockets have a timeout of their own",
-    "node/agent/supervisor.py:_reap": "of a process that has exited",
-    "node/agent/supervisor.py:stop": "of a process that was verified to be gone",
+    "node/processes/supervisor.py:_reap": "of a process that has exited",
+    "node/processes/supervisor.py:stop": "of a process that was verified to be gone",
     "runtime/agents/episodes.py:_next": "it begins when another play ends, each within its own",
     "runtime/agents/play.py:_turn": "the machine answers every turn or fails it",
     "runtime/agents/runners.py": "AgentEpisodes._next gives the agent up, which kills it",

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from libra_cli.node.agent import proc, remains
+from libra_cli.node.processes import proc, remains
 
 NVIDIA_SMI_TIMEOUT_S = 20.0
 GPU_COLUMNS = ("index", "uuid", "name", "memory.total", "memory.free")

@@ -12,7 +12,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from libra_cli.node.agent.agent_errors import AgentRefused
+from libra_cli.node.agent_errors import AgentRefused
 
 WHOLE = 32 * 1024**2
 """Bytes up to which a file counts as small: a tokenizer is, a shard is not."""

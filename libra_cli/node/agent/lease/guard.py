@@ -24,10 +24,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from libra_cli.node.agent import proc
-from libra_cli.node.agent.agent_log import log
 from libra_cli.node.agent.lease.link import BEAT_S, LeaseLink, start_partner
-from libra_cli.node.agent.stop import stop_everything
+from libra_cli.node.processes import proc
+from libra_cli.node.processes.agent_log import log
+from libra_cli.node.processes.stop import stop_everything
 
 AGENT_S = 30.0
 """What an agent may take after the lease to stop everything itself, which needs at most twenty."""

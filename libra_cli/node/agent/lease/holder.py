@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from libra_cli.node.agent import proc
-from libra_cli.node.agent.agent_log import log
 from libra_cli.node.agent.lease.link import BEAT_S, LeaseLink, start_partner
-from libra_cli.node.agent.proc import Marker
+from libra_cli.node.processes import proc
+from libra_cli.node.processes.agent_log import log
+from libra_cli.node.processes.proc import Marker
 
 FIRST_LEASE_S = 60.0
 """The lease until a controller has said how long it wants."""

@@ -18,9 +18,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from libra_cli.node.agent import proc
-from libra_cli.node.agent.agent_log import open_log
-from libra_cli.node.agent.proc import Marker, ProcessIdentity
+from libra_cli.node.processes import proc
+from libra_cli.node.processes.agent_log import open_log
+from libra_cli.node.processes.proc import Marker, ProcessIdentity
 
 BEAT_S = 1.0
 """How often each tells the other."""

@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 
 from libra_cli.config.errors import TrainerError
-from libra_cli.node.agent import log_rotation, main, proc
-from libra_cli.node.agent.agent_errors import AgentRefused
+from libra_cli.node.agent import main
 from libra_cli.node.agent.main import Agent
-from libra_cli.node.agent.private_files import write_private
-from libra_cli.node.agent.proc import Marker, boot_id
-from libra_cli.node.agent.supervisor import RECORD, Child, Supervisor
+from libra_cli.node.agent_errors import AgentRefused
 from libra_cli.node.http import carries_token, read_token
+from libra_cli.node.processes import log_rotation, proc
+from libra_cli.node.processes.private_files import write_private
+from libra_cli.node.processes.proc import Marker, boot_id
+from libra_cli.node.processes.supervisor import RECORD, Child, Supervisor
 
 
 @pytest.fixture
@@ -200,7 +201,7 @@ def test_the_agent_answers_while_a_long_log_is_copied(run_dir, monkeypatch) -> N
         assert copied.wait(10.0), "the loop went on meanwhile"
         return []
 
-    monkeypatch.setattr("libra_cli.node.agent.supervisor.rotate", slowly)
+    monkeypatch.setattr("libra_cli.node.processes.supervisor.rotate", slowly)
 
     async def scene() -> None:
         rotating = asyncio.create_task(supervisor(run_dir).rotate_logs())

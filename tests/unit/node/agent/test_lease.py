@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from libra_cli.node.agent import proc
 from libra_cli.node.agent.lease import link as links
 from libra_cli.node.agent.lease.guard import AGENT_S, Guard
 from libra_cli.node.agent.lease.holder import Lease
 from libra_cli.node.agent.lease.link import SILENCE_S, LeaseLink
-from libra_cli.node.agent.proc import Marker
+from libra_cli.node.processes import proc
+from libra_cli.node.processes.proc import Marker
 from tests.netns import marked
 
 DEADLINE_S = 20.0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_cli.node.agent.agent_errors import AgentRefused
+from libra_cli.node.agent_errors import AgentRefused
 from libra_cli.node.http import serve_hosts
 from libra_cli.node.weights import chunks, download, draft
 from libra_cli.node.weights.chunks import ManifestError, listed, read_manifest

@@ -14,7 +14,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from libra_cli.node.agent.private_files import private
+from libra_cli.node.processes.private_files import private
 
 MOST_BYTES = 64 * 1024**2
 EVERY_S = 15.0

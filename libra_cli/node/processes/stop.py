@@ -8,10 +8,10 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from libra_cli.node.agent import temporary
-from libra_cli.node.agent.proc import Marker
-from libra_cli.node.agent.supervisor import StopResult, Supervisor
 from libra_cli.node.credentials import CREDENTIALS
+from libra_cli.node.processes import temporary
+from libra_cli.node.processes.proc import Marker
+from libra_cli.node.processes.supervisor import StopResult, Supervisor
 
 LAST_GRACE_S = 10.0
 SOCKET = "agent.sock"

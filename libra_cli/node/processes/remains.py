@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from libra_cli.node.agent import proc
+from libra_cli.node.processes import proc
 
 LOCK = "agent.lock"
 

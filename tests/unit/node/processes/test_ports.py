@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from libra_cli.node.agent.ports import Ports
+from libra_cli.node.processes.ports import Ports
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_cli.node.agent.log_rotation import rotate
+from libra_cli.node.processes.log_rotation import rotate
 
 
 @pytest.fixture

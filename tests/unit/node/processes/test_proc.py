@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from libra_cli.node.agent import proc
-from libra_cli.node.agent.proc import Marker, ProcessIdentity
+from libra_cli.node.processes import proc
+from libra_cli.node.processes.proc import Marker, ProcessIdentity
 
 DEADLINE_S = 10.0
 

@@ -21,9 +21,9 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from libra_cli.node.agent.agent_errors import AgentRefused
-from libra_cli.node.agent.private_files import write_private
-from libra_cli.node.agent.proc import boot_id
+from libra_cli.node.agent_errors import AgentRefused
+from libra_cli.node.processes.private_files import write_private
+from libra_cli.node.processes.proc import boot_id
 
 
 class Ports:

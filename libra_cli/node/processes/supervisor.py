@@ -32,14 +32,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from libra_cli.config.errors import NONSENSE
-from libra_cli.node.agent import proc
-from libra_cli.node.agent.agent_errors import AgentRefused
-from libra_cli.node.agent.agent_log import LOG
-from libra_cli.node.agent.log_rotation import rotate
-from libra_cli.node.agent.ports import Ports
-from libra_cli.node.agent.private_files import private, write_private
-from libra_cli.node.agent.proc import Marker, ProcessIdentity, boot_id
+from libra_cli.node.agent_errors import AgentRefused
 from libra_cli.node.credentials import CREDENTIALS
+from libra_cli.node.processes import proc
+from libra_cli.node.processes.agent_log import LOG
+from libra_cli.node.processes.log_rotation import rotate
+from libra_cli.node.processes.ports import Ports
+from libra_cli.node.processes.private_files import private, write_private
+from libra_cli.node.processes.proc import Marker, ProcessIdentity, boot_id
 
 POLL_S = 0.05
 ORPHANS_GRACE_S = 2.0

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from libra_cli.node.agent import temporary
-from libra_cli.node.agent.agent_errors import AgentRefused
-from libra_cli.node.agent.private_files import make_private
+from libra_cli.node.agent_errors import AgentRefused
+from libra_cli.node.processes import temporary
+from libra_cli.node.processes.private_files import make_private
 from libra_cli.node.weights.weight_server import WeightServer
 
 
