@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from libra_cli.config.errors import LibraError
-from libra_cli.config.losses import keeps_reference
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.observed import UNCHECKED_GIB, ObservedCosts
 from libra_cli.core.costs.profile import Profile, ProfileError, passes_of
@@ -143,7 +142,7 @@ def _as_the_recipe_trains(recipe: Recipe, costs: CostSource) -> CostSource:
         facts = replace(
             profile.facts,
             optimizer=given.optimizer,
-            reference=keeps_reference(given.loss, given.kl_coef),
+            reference=given.needs.reference,
         )
         if facts.gpu_gib < UNCHECKED_GIB:
             # Elsewhere its parameters are those of the versions, and its steps are the run's own,

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from libra_cli.config.advantages import ADVANTAGES, BY_TURN, GAE, WHOLE_BATCH
+from libra_cli.config.algorithms import advantages_with
 from libra_cli.config.errors import did_you_mean
-from libra_cli.config.losses import DISTILL, SFT
 
 if TYPE_CHECKING:
     from libra_cli.config.environment import AgentSpec
     from libra_cli.config.recipe import NodeSpec, Recipe, RolloutSpec
     from libra_cli.config.training import StalenessSpec, TrainingSpec
 
-_UNDISCOUNTED = ADVANTAGES.shipped.keys() - BY_TURN
+_UNDISCOUNTED = frozenset(advantages_with(turns=False))
 """Estimators that have no use for ``training.gamma``; one of a user's may have."""
 
 MAX_RANGE = 4096
@@ -120,7 +119,7 @@ def problems_between_fields(recipe: Recipe) -> Iterator[Problem]:
 def _imitation_problems(recipe: Recipe) -> Iterator[Problem]:
     """Demonstrations without their loss, and keys that mean nothing beside them."""
     loss, imitates = recipe.training.loss, bool(recipe.demonstrations)
-    if imitates != (loss == SFT):
+    if imitates != recipe.training.needs.demonstrations:
         given = "is given" if imitates else "names no file"
         yield Problem(
             ("training.loss", "demonstrations"),
@@ -147,7 +146,7 @@ def _imitation_problems(recipe: Recipe) -> Iterator[Problem]:
 def _teacher_problems(recipe: Recipe) -> Iterator[Problem]:
     """A teacher without its loss, and what tokens that it has judged cannot go with."""
     teacher, training, rollout = recipe.teacher, recipe.training, recipe.rollout
-    if (teacher is not None) != (training.loss == DISTILL) and not recipe.demonstrations:
+    if (teacher is not None) != training.needs.teacher and not recipe.demonstrations:
         given = "is given" if teacher is not None else "is missing"
         yield Problem(
             ("training.loss", "teacher"),
@@ -460,7 +459,7 @@ def _staleness_problems(staleness: StalenessSpec) -> Iterator[Problem]:
 def _advantage_problems(training: TrainingSpec) -> Iterator[Problem]:
     """Scales that an estimator does not have, and what cannot be known before a batch is whole."""
     scale = training.scale_rewards
-    whole = training.advantage in WHOLE_BATCH and (training.advantage, scale) != (GAE, "none")
+    whole = training.needs.whole_batch and (not training.needs.critic or scale != "none")
     if whole and scale not in (None, "batch"):
         yield Problem(
             ("training.scale_rewards", "training.advantage"),
@@ -470,7 +469,7 @@ def _advantage_problems(training: TrainingSpec) -> Iterator[Problem]:
         yield Problem(
             ("training.gamma", "training.advantage"),
             f"is {training.gamma:g}, but advantage: {training.advantage} weighs a trajectory as a "
-            f"whole: leave it out, or name one of {', '.join(sorted(BY_TURN))}",
+            f"whole: leave it out, or name one of {', '.join(advantages_with(turns=True))}",
         )
     if training.stream and (whole or scale == "batch"):
         key = "advantage" if whole else "scale_rewards"
@@ -486,7 +485,7 @@ def _critic_problems(recipe: Recipe) -> Iterator[Problem]:
     training, rollout = recipe.training, recipe.rollout
     if recipe.demonstrations:
         return
-    if training.advantage == GAE:
+    if training.needs.critic:
         yield from _beside_critic(recipe)
         return
     for key in ("lam", "critic"):
@@ -506,7 +505,7 @@ def _critic_problems(recipe: Recipe) -> Iterator[Problem]:
 
 _GROUP_LOSSES = {
     "tba": "compares the trajectories of a group, and values are of each by itself",
-    DISTILL: "has the advantages of its teacher for every token",
+    "distill": "has the advantages of its teacher for every token",
 }
 """Why advantages of a critic mean nothing to a loss."""
 

@@ -13,7 +13,7 @@ from pydantic import (
     JsonValue,
 )
 
-from libra_cli.config.advantages import GAE
+from libra_cli.config.algorithms import Needs, needs_of
 from libra_cli.config.fields import STRICT, Count, Positive, as_tuple
 from libra_cli.config.on_resume import MAY_CHANGE, OnResume, fixed
 
@@ -261,6 +261,12 @@ class TrainingSpec(BaseModel):
     """Begin a step on the groups that are finished while others are still played."""
 
     @property
+    def needs(self) -> Needs:
+        """What the loss and the advantage need, and the KL term."""
+        of_kl = Needs(reference=self.kl_coef > 0, whole_groups=self.kl_in_reward)
+        return needs_of(self.advantage, self.loss) | of_kl
+
+    @property
     def updates(self) -> int:
         """Optimizer updates of a step, at most: one each minibatch of each epoch."""
         return self.minibatches * self.epochs
@@ -278,7 +284,7 @@ class TrainingSpec(BaseModel):
     def shares_steps(self) -> bool:
         """Whether gradient workers can compute some trajectories of a step by themselves: not where
         later updates need newer weights, or a critic weighs the whole batch."""
-        return self.updates == 1 and self.advantage != GAE
+        return self.updates == 1 and not self.needs.critic
 
 
 class ReplaySpec(BaseModel):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra_cli.config.errors import LibraError, StateError
-from libra_cli.config.losses import SFT
 from libra_cli.config.recipe import Recipe
 from libra_cli.report.trajectories.choice import (
     PlayedTrajectory,
@@ -96,7 +95,7 @@ def _why_no_ratio(told: PlayedConversation) -> str:
     who, recipe = told.played.id, _recipe_of(told.run_dir)
     if told.played.step is None:
         return f"no step has trained trajectory {who}, and ratios are of tokens that a step trained"
-    if recipe is not None and recipe.training.loss == SFT:
+    if recipe is not None and recipe.training.needs.demonstrations:
         return f"{told.run_dir.name} imitates demonstrations: their tokens have no rollout policy"
     if recipe is not None and recipe.rollout.overlong.mask and told.played.row.truncated:
         return f"trajectory {who} was left out of the loss: a limit cut it (rollout.overlong.mask)"

@@ -9,7 +9,7 @@ from math import isfinite, sqrt
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeAlias
 
-from libra_cli.config.advantages import ADVANTAGES, GAE
+from libra_cli.config.algorithms import ADVANTAGES
 from libra_cli.config.environment import TeacherSpec
 from libra_cli.config.errors import PluginError
 from libra_cli.config.training import TrainingSpec
@@ -41,7 +41,7 @@ class Estimation:
         self, trajectory: Trajectory, branch: int | None
     ) -> tuple[tuple[int, int, float], ...]:
         """The turns of a branch, where a critic in the trainer estimates the advantages."""
-        return turns_of(trajectory, branch) if self.training.advantage == GAE else ()
+        return turns_of(trajectory, branch) if self.training.needs.critic else ()
 
     def metrics_of(self, samples: Sequence[TrainSample]) -> dict[str, float | None]:
         """What a teacher adds to the numbers of a batch, and what it takes: where rewards have no

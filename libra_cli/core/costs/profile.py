@@ -37,7 +37,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
 from libra_cli.config.errors import LibraError
-from libra_cli.config.losses import keeps_reference
 from libra_cli.config.training import LoraSpec, Optimizer, TrainingSpec
 from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.costs.memory import (
@@ -277,12 +276,12 @@ def passes_of(training: TrainingSpec) -> float:
 
     Of a pass that is measured, ``FORWARD`` is that without gradient. One more of these says what
     the policy thinks before several updates, or where trajectories of a group are compared, one
-    what the first policy does, and one before each update but the first what ``tba`` compares.
+    what the first policy does, and one before each update but the first what a loss compares.
     """
-    several, compares = training.updates > 1, training.loss == "tba"
-    before = several or compares or training.kl_in_reward
-    without = before + keeps_reference(training.loss, training.kl_coef)
-    again = training.epochs - 1 / training.minibatches if compares else 0.0
+    needs = training.needs
+    before = training.updates > 1 or needs.group_values or training.kl_in_reward
+    without = before + needs.reference
+    again = training.epochs - 1 / training.minibatches if needs.group_values else 0.0
     return training.epochs + FORWARD * (without + again)
 
 

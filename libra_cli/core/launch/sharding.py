@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from libra_cli.config.losses import keeps_reference
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.training import Optimizer, TrainingSpec
 from libra_cli.core.costs.memory import (
@@ -49,7 +48,7 @@ class RankConditions:
             choice=_choice(training.activation_checkpointing, on_gpu=on_gpu),
             width=2 if dtype == "bfloat16" else 4,
             optimizer=training.optimizer,
-            reference=keeps_reference(training.loss, training.kl_coef),
+            reference=training.needs.reference,
         )
 
     def use(self, shape: Architecture, shards: int) -> MemoryUse:

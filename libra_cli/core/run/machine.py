@@ -36,7 +36,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import assert_never
 
 from libra_cli.config.environment import TeacherSpec
-from libra_cli.config.losses import compares_trajectories
 from libra_cli.config.recipe import CurriculumSpec, Recipe
 from libra_cli.core import events as e
 from libra_cli.core import notices as n
@@ -144,7 +143,7 @@ def _workers(recipe: Recipe, train: Sequence[Slot]) -> GradientWorkers:
         sum(slot.num_devices for slot in train),
         NUMBER_BYTES[training.worker_gradients] / NUMBER_BYTES[dtype_of(recipe.model, train)],
         shares_steps=training.shares_steps,
-        whole_groups=training.kl_in_reward or compares_trajectories(training.loss),
+        whole_groups=training.needs.whole_groups,
     )
 
 

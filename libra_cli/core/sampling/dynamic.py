@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from libra_cli.config.advantages import ADVANTAGES, BY_TURN
+from libra_cli.config.algorithms import ADVANTAGES
 from libra_cli.config.training import TrainingSpec
 from libra_cli.core.advantages.protocol import ComparedGroup
 from libra_cli.core.types import Tokens
@@ -54,7 +54,7 @@ class FilteredGroups:
         if has_signal([one.reward for one in group.everyone]):
             return True
         training = self.training
-        if training is None or training.advantage not in BY_TURN:
+        if training is None or not training.needs.turns:
             return False
         return any(map(any, ADVANTAGES.find(training.advantage)([group], training)[0]))
 

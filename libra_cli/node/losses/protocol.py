@@ -48,8 +48,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from libra_cli.config.algorithms import LOSSES
 from libra_cli.config.errors import TrainerError
-from libra_cli.config.losses import LOSSES
 from libra_cli.config.training import TrainingSpec
 
 RESERVED = frozenset(

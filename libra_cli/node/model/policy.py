@@ -38,7 +38,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from libra_cli.config.errors import TrainerError
-from libra_cli.config.losses import SFT
 from libra_cli.node.losses.protocol import (
     LossInputs,
     group_value_of,
@@ -178,8 +177,8 @@ class PolicyModel:
             if look is not None and self._scoring.hidden is not None:
                 look(here, self._scoring.hidden)
         of_all = {index: one for rank in self.gather(found) for index, one in rank.items()}
-        leave_one_out = self._config.training.advantage == "rloo"
-        return with_scores(samples, of_all, leave_one_out=leave_one_out)
+        needs = self._config.training.needs
+        return with_scores(samples, of_all, leave_one_out=needs.leave_one_out)
 
     def _dealt(self, samples: Sequence[TokenSample]) -> list[list[int]]:
         """This rank's micro-batches of the samples."""
@@ -319,7 +318,7 @@ class PolicyModel:
         gap = (inputs.proximal - batch.rollout).abs()[batch.fresh]
         divisor = len(current) if outputs.divisor is None else outputs.divisor
         sums = {**outputs.metrics}
-        if self._config.training.loss != SFT:  # which imitates what no rollout policy generated
+        if not self._config.training.needs.demonstrations:  # which no rollout policy generated
             sums = {**rollout_sums(inputs), **sums}
             self._keep_log_ratios(inputs, samples)
         if self._config.training.updates > 1:

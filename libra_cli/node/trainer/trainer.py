@@ -47,7 +47,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from libra_cli.config.advantages import GAE
 from libra_cli.config.errors import TrainerError
 from libra_cli.node.credentials import Credentials
 from libra_cli.node.critic.critic import Critic
@@ -112,7 +111,7 @@ class Trainer(PolicyModel):
         )
         self.critic = (
             Critic(self.hidden_size, config.training, self.gather)
-            if config.training.advantage == GAE
+            if config.training.needs.critic
             else None
         )
         self._tokens = self._left_out = self._skipped = 0

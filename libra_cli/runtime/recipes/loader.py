@@ -30,9 +30,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 import libra_cli
-from libra_cli.config.advantages import ADVANTAGES
+from libra_cli.config.algorithms import ADVANTAGES, LOSSES
 from libra_cli.config.errors import PluginError, RecipeError, did_you_mean
-from libra_cli.config.losses import LOSSES
 from libra_cli.config.other_names import OTHER_NAMES
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.rules import Problem, RuleError, expand_range

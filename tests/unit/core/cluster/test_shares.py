@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.config.losses import compares_trajectories
+from libra_cli.config.training import TrainingSpec
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.gradient_workers import MAX_MISSED, GradientWorkers
@@ -78,9 +78,9 @@ def test_a_loss_that_compares_trajectories_has_whole_groups_in_a_share(sizes, wo
 
 
 def test_a_loss_of_a_user_may_compare_trajectories():
-    assert compares_trajectories("tba")
-    assert compares_trajectories("my_package.losses:mine")
-    assert not compares_trajectories("dapo")
+    assert TrainingSpec(loss="tba").needs.whole_groups
+    assert TrainingSpec(loss="my_package.losses:mine").needs.whole_groups
+    assert not TrainingSpec(loss="dapo").needs.whole_groups
 
 
 def test_unknown_speeds_count_gpus_and_the_core_goes_first():

@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from libra_cli.config.algorithms import LOSSES  # noqa: E402
 from libra_cli.config.errors import TrainerError  # noqa: E402
-from libra_cli.config.losses import LOSSES, keeps_reference  # noqa: E402
 from libra_cli.config.training import TrainingSpec  # noqa: E402
 from libra_cli.node.losses.protocol import (  # noqa: E402
     LossInputs,
@@ -173,7 +173,7 @@ def test_a_rank_without_tokens_has_a_loss_of_0():
 @pytest.mark.parametrize("loss", sorted(LOSSES.shipped))
 def test_the_controller_knows_which_losses_keep_the_first_policy(loss: str, kl_coef: float):
     training = TrainingSpec(loss=loss, kl_coef=kl_coef)
-    assert keeps_reference(loss, kl_coef) == needs_reference(training)
+    assert training.needs.reference == needs_reference(training)
 
 
 @pytest.fixture

@@ -1,0 +1,111 @@
+"""The algorithms that ``training.advantage`` and ``training.loss`` can name, and what each needs.
+
+A run learns by the pair of an advantage and a loss. This is the one table of both: where their code
+is, and what they need of the rest of libra. Nothing else compares their names. It is here because
+the controller and the hosts both read it, and neither imports the other: a loss needs torch.
+
+What the controller computes for an algorithm is in ``core.advantages``; what the ranks compute is
+in ``node.losses``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from libra_cli.config.plugins import PluginGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What an algorithm needs beside trajectories, their rewards and their log-probabilities."""
+
+    turns: bool = False
+    """It weighs each turn by itself, and discounts what comes later by ``training.gamma``."""
+    leave_one_out: bool = False
+    """It compares a member with the others of its group, and not with the mean of all."""
+    whole_batch: bool = False
+    """It compares a trajectory with the whole batch, which must be there at once."""
+    whole_groups: bool = False
+    """The loss compares the trajectories of a group, so that one process computes all of them."""
+    group_values: bool = False
+    """The loss compares them by what the model says of them, which is a pass before each update."""
+    reference: bool = False
+    """The first policy is kept beside the one that is trained."""
+    critic: bool = False
+    """The trainer has a critic, which learns from every step."""
+    teacher: bool = False
+    """A teacher judges every token before a trajectory ends."""
+    demonstrations: bool = False
+    """It imitates conversations of others: nothing is played, and there are no rewards."""
+
+    def __or__(self, other: Needs) -> Needs:
+        names = [one.name for one in fields(self)]
+        return Needs(**{name: getattr(self, name) or getattr(other, name) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class Shipped:
+    """An algorithm that ships with libra: the import path of its code, and its needs."""
+
+    code: str
+    needs: Needs = Needs()
+
+
+_CORE = "libra_cli.core.advantages"
+_NODE = "libra_cli.node.losses"
+
+_ADVANTAGES: Mapping[str, Shipped] = {
+    "grpo": Shipped(f"{_CORE}.group_baselines:grpo"),
+    "rloo": Shipped(f"{_CORE}.group_baselines:rloo", Needs(leave_one_out=True)),
+    "reinforce++": Shipped(f"{_CORE}.batch_baselines:reinforce_plus_plus", Needs(whole_batch=True)),
+    "reinforce++-baseline": Shipped(
+        f"{_CORE}.batch_baselines:reinforce_plus_plus_baseline", Needs(whole_batch=True)
+    ),
+    "turn": Shipped(f"{_CORE}.turn_baselines:turn", Needs(turns=True)),
+    "gigpo": Shipped(f"{_CORE}.turn_baselines:gigpo", Needs(turns=True)),
+    "gae": Shipped(f"{_CORE}.by_critic:gae", Needs(turns=True, whole_batch=True, critic=True)),
+}
+_LOSSES: Mapping[str, Shipped] = {
+    "dapo": Shipped(f"{_NODE}.policy_gradient:dapo"),
+    "bnpo": Shipped(f"{_NODE}.policy_gradient:dapo"),
+    "grpo": Shipped(f"{_NODE}.policy_gradient:grpo"),
+    "dr_grpo": Shipped(f"{_NODE}.policy_gradient:dr_grpo"),
+    "gspo": Shipped(f"{_NODE}.policy_gradient:gspo"),
+    "cispo": Shipped(f"{_NODE}.policy_gradient:cispo"),
+    "sapo": Shipped(f"{_NODE}.policy_gradient:sapo"),
+    "distill": Shipped(f"{_NODE}.policy_gradient:dapo", Needs(teacher=True)),
+    "tba": Shipped(
+        f"{_NODE}.trajectory_balance:tba",
+        Needs(reference=True, whole_groups=True, group_values=True),
+    ),
+    "sft": Shipped(f"{_NODE}.imitation:sft", Needs(demonstrations=True)),
+}
+_FOREIGN_ADVANTAGE = Shipped("")
+_FOREIGN_LOSS = Shipped("", Needs(whole_groups=True))
+"""Of a loss that does not ship with libra: it may compare the trajectories of a group. That it
+keeps the first policy only the hosts can tell (``node.losses.protocol``)."""
+
+ADVANTAGES = PluginGroup(
+    "libra.advantages",
+    "advantage estimator",
+    {name: one.code for name, one in _ADVANTAGES.items()},
+)
+"""``core.advantages.protocol`` says what an estimator is."""
+LOSSES = PluginGroup("libra.losses", "loss", {name: one.code for name, one in _LOSSES.items()})
+"""``node.losses.protocol`` says what a loss is."""
+
+
+def needs_of(advantage: str, loss: str) -> Needs:
+    """What a pair needs; of one that does not ship with libra, as far as it can be told here."""
+    estimator = _ADVANTAGES.get(advantage, _FOREIGN_ADVANTAGE)
+    return estimator.needs | _LOSSES.get(loss, _FOREIGN_LOSS).needs
+
+
+def advantages_with(**needs: bool) -> list[str]:
+    """The names of the shipped advantages that have these needs, in order."""
+    return sorted(
+        name
+        for name, one in _ADVANTAGES.items()
+        if all(getattr(one.needs, need) == value for need, value in needs.items())
+    )
