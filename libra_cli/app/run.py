@@ -25,7 +25,7 @@ from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.secrets import known_secrets, masker
-from libra_cli.core.costs.memory import PUBLISHED, Architecture
+from libra_cli.core.costs.architecture import PUBLISHED, architecture_of
 from libra_cli.core.launch.dry_run import HostPlan, dry_run
 from libra_cli.core.launch.memory_table import memory_table
 from libra_cli.core.records import Record, RunRecord
@@ -105,7 +105,7 @@ def _memory_of(recipe: Recipe, plan: Plan, slots: tuple[Slot, ...]) -> tuple[str
     file = Path(recipe.model.path).expanduser() / "config.json"
     name = Path(recipe.model.path).name
     try:
-        shape = Architecture.from_config(json.loads(file.read_bytes()), str(file))
+        shape = architecture_of(json.loads(file.read_bytes()), str(file))
         source = f"by {file}"
     except (OSError, ValueError, LibraError) as error:
         problem = (

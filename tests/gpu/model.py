@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from libra_cli.core.costs.memory import PUBLISHED, Architecture
+from libra_cli.core.costs.architecture import PUBLISHED, DenseTransformer
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
 from libra_cli.node.trainer.samples import TokenSample
 
 HEAD = 128
 REAL = PUBLISHED["Qwen3-0.6B"]
-SMALL = Architecture(4, 256, 256, 128, 512, 1003, tied=True)
+SMALL = DenseTransformer(4, 256, 256, 128, 512, 1003, tied=True)
 """Its vocabulary is no multiple of what vLLM pads to."""
 
 
@@ -23,7 +23,7 @@ SMALL = Architecture(4, 256, 256, 128, 512, 1003, tied=True)
 class Size:
     """What the checks are made with: on a GPU, or small enough for two cores."""
 
-    shape: Architecture
+    shape: DenseTransformer
     tokens: int
     """Of a micro-batch."""
     head: int = HEAD

@@ -18,12 +18,8 @@ from typing import Any
 from libra_cli.app.first_plan import explained_first_plan
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.costs.memory import (
-    GIB,
-    SERVER_OVERHEAD_GIB,
-    Architecture,
-    server_contexts,
-)
+from libra_cli.core.costs.architecture import Architecture, architecture_of
+from libra_cli.core.costs.memory import GIB, SERVER_OVERHEAD_GIB, server_contexts
 from libra_cli.core.costs.mixtures import MixtureRefused
 from libra_cli.core.launch.process import dtype_of
 from libra_cli.core.launch.sharding import RankConditions, dp_shard_size
@@ -86,7 +82,7 @@ def model_of(path: str, config: Mapping[str, Any], notes: Sequence[str]) -> Foun
     context = inside.get("max_position_embeddings")
     shape, said = None, tuple(" ".join(note.split()) for note in notes)
     try:
-        shape = Architecture.from_config(config, path)
+        shape = architecture_of(config, path)
         said = (f"{shape.parameters / 1e9:.1f} billion parameters", *said)
     except MixtureRefused:
         raise

@@ -45,13 +45,10 @@ held while a part is computed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass
 
-from libra_cli.config.errors import LibraError
-from libra_cli.config.training import LoraSpec, Optimizer
-from libra_cli.core.costs.mixtures import refuse_mixture
+from libra_cli.config.training import Optimizer
+from libra_cli.core.costs.architecture import Architecture, Checkpointing
 from libra_cli.core.types import Tokens
 
 GIB = 2.0**30
@@ -68,137 +65,6 @@ TRAINER_OVERHEAD_GIB = 6.0
 """GiB a rank takes for the CUDA context, communication buffers and fragmentation."""
 USABLE_SHARE = 0.9
 """Share of a GPU's memory that an engine or a trainer may take; vLLM's default."""
-Choice: TypeAlias = Literal["none", "selective", "full"]
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """What a dense decoder-only transformer's memory follows from; sizes are numbers of units."""
-
-    layers: int
-    hidden: int
-    query: int
-    """Of all query heads together."""
-    key: int
-    """Of all key heads together, and as many of values."""
-    inner: int
-    vocabulary: int
-    tied: bool
-    """Whether the output layer is the embedding."""
-    adapter: int | None = None
-    """Parameters of the adapter that is trained in place of all; None if there is none."""
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], model: str) -> Architecture:
-        """The shape that a ``config.json`` describes; ``model`` is told to people.
-
-        Raises:
-            MixtureRefused: it is a mixture of experts.
-            LibraError: it lacks a size.
-        """
-        refuse_mixture(model, config)
-        inside = config.get("text_config") or config
-        try:
-            heads, hidden = int(inside["num_attention_heads"]), int(inside["hidden_size"])
-            head = int(inside.get("head_dim") or hidden // heads)
-            return cls(
-                layers=int(inside["num_hidden_layers"]),
-                hidden=hidden,
-                query=heads * head,
-                key=int(inside.get("num_key_value_heads") or heads) * head,
-                inner=int(inside["intermediate_size"]),
-                vocabulary=int(inside["vocab_size"]),
-                tied=bool(config.get("tie_word_embeddings", False)),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise LibraError(
-                f"the config.json of {model} has no usable {error}",
-                hint="what memory goes to is known for dense decoder-only transformers",
-            ) from error
-
-    def with_adapter(self, lora: LoraSpec | None) -> Architecture:
-        """The same model of which such an adapter is trained.
-
-        A matrix of m by n has rank x (m + n) parameters of it (arXiv 2106.09685).
-        """
-        return self if lora is None else replace(self, adapter=self._adapter_parameters(lora))
-
-    def _adapter_parameters(self, lora: LoraSpec) -> int:
-        hidden, query, key, inner = self.hidden, self.query, self.key, self.inner
-        sides = {
-            "q_proj": hidden + query,
-            "k_proj": hidden + key,
-            "v_proj": hidden + key,
-            "o_proj": query + hidden,
-            "gate_proj": hidden + inner,
-            "up_proj": hidden + inner,
-            "down_proj": inner + hidden,
-        }
-        everything = "all-linear" in lora.target_modules
-        targets = sides if everything else lora.target_modules
-        return self.layers * lora.rank * sum(sides[name] for name in targets)
-
-    @property
-    def trained(self) -> int:
-        """Parameters that have a gradient and moments."""
-        return self.parameters if self.adapter is None else self.adapter
-
-    @property
-    def matrices(self) -> int:
-        """Of them those that Muon moves: of the layers, or of the adapter."""
-        return self.layers * self.layer_parameters if self.adapter is None else self.adapter
-
-    def moment_bytes(self, optimizer: Optimizer) -> float:
-        """Bytes of the optimizer's moments, wherever they are: two in float32 of each parameter
-        that is trained, and one of a matrix that Muon moves."""
-        return 8.0 * self.trained - (4.0 * self.matrices if optimizer == "muon" else 0.0)
-
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of one layer."""
-        return self.hidden * (2 * self.query + 2 * self.key + 3 * self.inner)
-
-    @property
-    def outer_parameters(self) -> int:
-        """Parameters of the embedding and the output layer."""
-        return self.vocabulary * self.hidden * (1 if self.tied else 2)
-
-    @property
-    def parameters(self) -> int:
-        """All of them, but for norms."""
-        return self.layers * self.layer_parameters + self.outer_parameters
-
-    def kv_bytes(self, width: int = 2) -> int:
-        """Bytes of KV cache of a token, over all layers and GPUs; ``width`` of a number."""
-        return 2 * width * self.layers * self.key
-
-    def layer_bytes(self, width: int = 2) -> int:
-        """Bytes that autograd keeps of a token in a layer, of which nothing is computed again."""
-        norms = 2 * (4 + 2 * width) * self.hidden + (4 + width) * (self.query + self.key)
-        attention = width * (3 * self.query + 2 * self.key)
-        return norms + attention + 4 * width * self.inner
-
-    def kept_bytes(self, choice: Choice, width: int = 2) -> int:
-        """Bytes that are kept of a token in a layer, by ``training.activation_checkpointing``."""
-        if choice == "none":
-            return self.layer_bytes(width)
-        if choice == "full":
-            return width * self.hidden
-        products = self.query + 2 * self.key + 2 * self.hidden + 2 * self.inner
-        return width * (products + self.query + self.hidden)
-
-
-PUBLISHED: Mapping[str, Architecture] = MappingProxyType(
-    {
-        "Qwen3-0.6B": Architecture(28, 1024, 2048, 1024, 3072, 151936, tied=True),
-        "Qwen3-1.7B": Architecture(28, 2048, 2048, 1024, 6144, 151936, tied=True),
-        "Qwen3-4B": Architecture(36, 2560, 4096, 1024, 9728, 151936, tied=True),
-        "Qwen3-8B": Architecture(36, 4096, 4096, 1024, 12288, 151936, tied=False),
-        "Qwen3-14B": Architecture(40, 5120, 5120, 1024, 17408, 151936, tied=False),
-        "Qwen3-32B": Architecture(64, 5120, 8192, 1024, 25600, 151936, tied=False),
-    }
-)
-"""Sizes of the config.json that is published under a name, for where no file is at hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +85,7 @@ def rank_memory(
     *,
     world: int,
     tokens: Tokens,
-    choice: Choice,
+    choice: Checkpointing,
     width: int = 2,
     optimizer: Optimizer = "adamw",
     reference: bool = False,
@@ -247,10 +113,11 @@ def rank_memory(
 def _update(shape: Architecture, optimizer: Optimizer) -> float:
     """Bytes of the optimizer's own step, beside the states."""
     if optimizer == "adamw_offload":
-        return 12.0 * min(max(shape.vocabulary, shape.inner) * shape.hidden, shape.trained)
+        few, many = shape.largest_matrix
+        return 12.0 * min(max(shape.vocabulary * shape.hidden, few * many), shape.trained)
     if optimizer == "adamw":
         return 4.0 * shape.trained
-    few, many = sorted((shape.hidden, max(shape.inner, shape.query)))
+    few, many = shape.largest_matrix
     matrix = 10.0 * few * many + 4.0 * few * few if shape.adapter is None else 0.0
     return max(4.0 * (shape.trained - shape.matrices), matrix)
 
@@ -279,7 +146,7 @@ def server_contexts(
 
 
 def _activations(
-    shape: Architecture, world: int, tokens: Tokens, choice: Choice, width: int
+    shape: Architecture, world: int, tokens: Tokens, choice: Checkpointing, width: int
 ) -> float:
     kept = shape.kept_bytes(choice, width)
     copies = 0
@@ -290,7 +157,7 @@ def _activations(
 
 
 def _head(
-    shape: Architecture, world: int, tokens: Tokens, choice: Choice, width: int
+    shape: Architecture, world: int, tokens: Tokens, choice: Checkpointing, width: int
 ) -> dict[str, float]:
     matrix = shape.vocabulary * shape.hidden
     own = width if world > 1 else 4
@@ -304,13 +171,13 @@ def _head(
 
 
 def _layer(
-    shape: Architecture, world: int, tokens: Tokens, choice: Choice, width: int
+    shape: Architecture, world: int, tokens: Tokens, choice: Checkpointing, width: int
 ) -> dict[str, float]:
     matrix = shape.vocabulary * shape.hidden
     own = width if world > 1 else 4
     again = 0 if choice == "none" else shape.layer_bytes(width)
-    passing = 3 * width * shape.inner + width * shape.hidden
-    held = _activations(shape, world, tokens, choice, width) + float(tokens * (again + passing))
+    computed = float(tokens * (again + shape.passing_bytes(width)))
+    held = _activations(shape, world, tokens, choice, width) + computed
     gathered = width * (shape.outer_parameters + 2 * shape.layer_parameters) if world > 1 else 0
     reduced = (own + 4 if world > 1 else own) * (
         shape.layer_parameters if shape.adapter is None else shape.adapter / shape.layers

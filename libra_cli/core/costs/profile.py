@@ -38,13 +38,13 @@ from typing import Any, TypeVar
 
 from libra_cli.config.errors import LibraError
 from libra_cli.config.training import LoraSpec, Optimizer, TrainingSpec
+from libra_cli.core.costs.architecture import Architecture, DenseTransformer
 from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.costs.memory import (
     GIB,
     SERVER_OVERHEAD_GIB,
     TRAINER_OVERHEAD_GIB,
     USABLE_SHARE,
-    Architecture,
     rank_memory,
     shards_of,
 )
@@ -114,7 +114,7 @@ class MemoryModel:
         key = self.kv_bytes / (2 * 2 * self.layers)
         layer = (self.parameters - 2 * self.vocabulary * self.hidden) / self.layers / self.hidden
         inner = (layer - 2 * self.hidden - 2 * key) / 3
-        return Architecture(
+        return DenseTransformer(
             layers=self.layers,
             hidden=self.hidden,
             query=self.hidden,

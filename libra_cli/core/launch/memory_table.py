@@ -7,13 +7,13 @@ the hosts are asked; without it each line tells the smallest usual size on which
 from __future__ import annotations
 
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.costs.architecture import Architecture
 from libra_cli.core.costs.memory import (
     CHECKPOINT_BYTES,
     GIB,
     SERVER_OVERHEAD_GIB,
     TRAINER_OVERHEAD_GIB,
     USABLE_SHARE,
-    Architecture,
     server_contexts,
 )
 from libra_cli.core.launch.process import NUMBER_BYTES, dtype_of

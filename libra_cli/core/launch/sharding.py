@@ -14,12 +14,11 @@ from dataclasses import dataclass
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.training import Optimizer, TrainingSpec
+from libra_cli.core.costs.architecture import Architecture, Checkpointing
 from libra_cli.core.costs.memory import (
     GIB,
     TRAINER_OVERHEAD_GIB,
     USABLE_SHARE,
-    Architecture,
-    Choice,
     MemoryUse,
     rank_memory,
     shards_of,
@@ -32,7 +31,7 @@ class RankConditions:
 
     tokens: int
     """Of the largest micro-batch."""
-    choice: Choice
+    choice: Checkpointing
     width: int
     """Bytes of a number that is computed with."""
     optimizer: Optimizer
@@ -88,7 +87,7 @@ def dp_shard_size(training: TrainingSpec, ranks: Mapping[str, int], *, host_fits
     return shards_of(world, here if even else world, host_fits=host_fits)
 
 
-def _choice(given: str, *, on_gpu: bool) -> Choice:
+def _choice(given: str, *, on_gpu: bool) -> Checkpointing:
     match given:
         case "none" | "selective" | "full":
             return given

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from libra_cli.config.plugins import PluginGroup
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.costs.memory import Architecture
+from libra_cli.core.costs.architecture import Architecture
 from libra_cli.core.launch.process import HostFacts, ProcessSpec
 from libra_cli.core.types import Slot
 

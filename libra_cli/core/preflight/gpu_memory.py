@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from libra_cli.config.errors import LibraError
-from libra_cli.core.costs.memory import (
-    GIB,
-    SERVER_OVERHEAD_GIB,
-    USABLE_SHARE,
-    Architecture,
-    server_contexts,
-)
+from libra_cli.core.costs.architecture import Architecture, architecture_of
+from libra_cli.core.costs.memory import GIB, SERVER_OVERHEAD_GIB, USABLE_SHARE, server_contexts
 from libra_cli.core.launch.joined_slots import slot_named
 from libra_cli.core.launch.memory_table import rank_gib, shard_sizes
 from libra_cli.core.launch.placement import slots_of
@@ -44,7 +39,7 @@ def _shape(case: PreflightCase) -> Architecture | None:
     if case.model is None:
         return None
     try:
-        found = Architecture.from_config(case.model.config, case.recipe.model.path or "the model")
+        found = architecture_of(case.model.config, case.recipe.model.path or "the model")
     except LibraError:
         return None
     return found.with_adapter(case.recipe.training.lora)

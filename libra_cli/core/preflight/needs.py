@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import NodeSpec, Recipe
-from libra_cli.core.costs.memory import CHECKPOINT_BYTES, Architecture
+from libra_cli.core.costs.architecture import architecture_of
+from libra_cli.core.costs.memory import CHECKPOINT_BYTES
 from libra_cli.core.preflight.host_report import ModelFiles
 from libra_cli.core.types import Plan, node_of
 
@@ -65,7 +66,7 @@ def _trained_of(recipe: Recipe, model: ModelFiles | None, parameters: float) -> 
     if model is None or recipe.training.lora is None:
         return parameters
     try:
-        shape = Architecture.from_config(model.config, recipe.model.path or "the model")
+        shape = architecture_of(model.config, recipe.model.path or "the model")
     except LibraError:
         return parameters
     return shape.with_adapter(recipe.training.lora).trained

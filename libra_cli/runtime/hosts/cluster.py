@@ -24,7 +24,8 @@ from typing import Any, TypeVar
 
 from libra_cli.config.errors import NONSENSE, HostError, HostLost, LibraError, ProcessError
 from libra_cli.config.recipe import NodeSpec, Recipe
-from libra_cli.core.costs.memory import GIB, Architecture
+from libra_cli.core.costs.architecture import Architecture, architecture_of
+from libra_cli.core.costs.memory import GIB
 from libra_cli.core.launch.accelerate import RENDEZVOUS
 from libra_cli.core.launch.model import model_process
 from libra_cli.core.launch.ports import ports_needed
@@ -420,7 +421,7 @@ class Cluster:
         """The sizes of the model as its directory on a node says; None if it does not."""
         try:
             found = await self.hosts[node].transport.get(f"{self.model_dirs[node]}/config.json")
-            shape = Architecture.from_config(json.loads(found), self.model_dirs[node])
+            shape = architecture_of(json.loads(found), self.model_dirs[node])
             return shape.with_adapter(self.recipe.training.lora)
         except (LibraError, *NONSENSE):
             return None

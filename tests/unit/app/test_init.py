@@ -14,7 +14,7 @@ from libra_cli.app.init.choices import SizeChoice, model_of, sizes_for
 from libra_cli.cli.main import app
 from libra_cli.config.errors import HostError
 from libra_cli.config.recipe import NodeSpec, Recipe
-from libra_cli.core.costs.memory import PUBLISHED
+from libra_cli.core.costs.architecture import PUBLISHED
 from libra_cli.runtime.doctor import discovery
 from libra_cli.runtime.doctor.discovery import PACKAGES, read_report
 from libra_cli.runtime.hosts.local import LocalTransport

@@ -8,7 +8,8 @@ import pytest
 
 from libra_cli.config.errors import LibraError
 from libra_cli.config.training import LoraSpec
-from libra_cli.core.costs.memory import PUBLISHED, Architecture, rank_memory, server_contexts
+from libra_cli.core.costs.architecture import PUBLISHED, Architecture, architecture_of
+from libra_cli.core.costs.memory import rank_memory, server_contexts
 from libra_cli.core.costs.mixtures import MixtureRefused
 from libra_cli.core.launch.sharding import RankConditions
 from tests import world as sample_world
@@ -27,8 +28,8 @@ MODEL = PUBLISHED["Qwen3-1.7B"]
 
 
 def test_a_config_json_gives_the_sizes_that_are_published():
-    assert Architecture.from_config(CONFIG, "m") == MODEL
-    assert Architecture.from_config({"text_config": CONFIG, **CONFIG}, "m") == MODEL
+    assert architecture_of(CONFIG, "m") == MODEL
+    assert architecture_of({"text_config": CONFIG, **CONFIG}, "m") == MODEL
     assert MODEL.parameters == pytest.approx(1.72e9, rel=0.01)
     assert PUBLISHED["Qwen3-32B"].parameters == pytest.approx(32.76e9, rel=0.01)
 
@@ -42,9 +43,9 @@ def test_an_adapter_has_a_row_and_a_column_for_each_of_its_rank():
 def test_a_config_json_that_says_too_little_is_named_with_what_it_lacks():
     lacking = {key: value for key, value in CONFIG.items() if key != "vocab_size"}
     with pytest.raises(LibraError, match=r"config\.json of m has no usable 'vocab_size'"):
-        Architecture.from_config(lacking, "m")
+        architecture_of(lacking, "m")
     with pytest.raises(MixtureRefused):
-        Architecture.from_config({**CONFIG, "num_experts": 128}, "m")
+        architecture_of({**CONFIG, "num_experts": 128}, "m")
 
 
 @pytest.mark.parametrize("world", [1, 8])

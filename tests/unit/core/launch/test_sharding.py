@@ -9,7 +9,7 @@ import pytest
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.training import TrainingSpec
-from libra_cli.core.costs.memory import PUBLISHED
+from libra_cli.core.costs.architecture import PUBLISHED
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.launch.process import HostFacts, ProcessSpec
 from libra_cli.core.launch.sharding import dp_shard_size

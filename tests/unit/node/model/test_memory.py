@@ -24,7 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
 
 from libra_cli.config.training import TrainingSpec  # noqa: E402
-from libra_cli.core.costs.memory import PUBLISHED, Architecture, Choice, rank_memory  # noqa: E402
+from libra_cli.core.costs.architecture import PUBLISHED, Checkpointing, DenseTransformer  # noqa: E402
+from libra_cli.core.costs.memory import rank_memory  # noqa: E402
 from libra_cli.node.model.activations import checkpoint_activations  # noqa: E402
 from libra_cli.node.model.scoring import ScoringModel  # noqa: E402
 from libra_cli.node.trainer import sharding  # noqa: E402
@@ -42,7 +43,7 @@ TOKENS = 8192
 MODELS = {name: PUBLISHED[f"Qwen3-{name}"] for name in ("0.6B", "1.7B", "8B", "14B", "32B")}
 
 
-def config_of(shape: Architecture) -> Any:
+def config_of(shape: DenseTransformer) -> Any:
     return Qwen3Config(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -87,7 +88,7 @@ class Tracked:
     """Of the optimizer's step alone."""
 
 
-def built(shape: Architecture, mesh: DeviceMesh | None) -> Any:
+def built(shape: DenseTransformer, mesh: DeviceMesh | None) -> Any:
     model = AutoModelForCausalLM.from_config(
         config_of(shape), dtype=torch.float32, attn_implementation="sdpa"
     )
@@ -97,9 +98,9 @@ def built(shape: Architecture, mesh: DeviceMesh | None) -> Any:
 
 
 def tracked(
-    shape: Architecture,
+    shape: DenseTransformer,
     world: int,
-    choice: Choice,
+    choice: Checkpointing,
     mesh: DeviceMesh | None,
     training: TrainingSpec,
 ) -> Tracked:
@@ -139,8 +140,8 @@ def tracked(
 
 LAYERS = 4
 """Of true width, where whole models take minutes."""
-WHOLE: list[tuple[str, int, Choice]] = [("0.6B", 8, "full")]
-FEW: list[tuple[str, int, Choice]] = [
+WHOLE: list[tuple[str, int, Checkpointing]] = [("0.6B", 8, "full")]
+FEW: list[tuple[str, int, Checkpointing]] = [
     (model, world, "full") for model in MODELS for world in (1, 8)
 ]
 FEW += [("14B", 16, "full"), ("0.6B", 8, "none"), ("1.7B", 8, "selective")]
@@ -148,12 +149,14 @@ FEW += [("14B", 16, "full"), ("0.6B", 8, "none"), ("1.7B", 8, "selective")]
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("model", "world", "choice"), WHOLE)
-def test_the_law_is_within_15_percent_of_what_torch_counts(model: str, world: int, choice: Choice):
+def test_the_law_is_within_15_percent_of_what_torch_counts(
+    model: str, world: int, choice: Checkpointing
+):
     agrees(MODELS[model], world, choice)
 
 
 @pytest.mark.parametrize(("model", "world", "choice"), FEW)
-def test_the_law_holds_for_four_layers_of_true_width(model: str, world: int, choice: Choice):
+def test_the_law_holds_for_four_layers_of_true_width(model: str, world: int, choice: Checkpointing):
     agrees(replace(MODELS[model], layers=LAYERS), world, choice)
 
 
@@ -171,7 +174,7 @@ def test_the_law_knows_what_muon_and_a_reference_model_take(
     agrees(replace(MODELS[model], layers=LAYERS), world, "full", **training)
 
 
-def agrees(shape: Architecture, world: int, choice: Choice, **given: Any) -> None:
+def agrees(shape: DenseTransformer, world: int, choice: Checkpointing, **given: Any) -> None:
     training = TrainingSpec.model_validate(given)
     with fake_world(world) as mesh:
         counted = tracked(shape, world, choice, mesh, training)

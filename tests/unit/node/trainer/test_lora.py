@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
 
 from libra_cli.config.errors import TrainerError  # noqa: E402
 from libra_cli.config.training import LoraSpec  # noqa: E402
-from libra_cli.core.costs.memory import PUBLISHED  # noqa: E402
+from libra_cli.core.costs.architecture import PUBLISHED  # noqa: E402
 from libra_cli.node.checkpoints.contents import COMPLETE, about_bytes, about_of  # noqa: E402
 from libra_cli.node.checkpoints.export import export  # noqa: E402
 from libra_cli.node.losses.protocol import LossInputs, loss_of  # noqa: E402
