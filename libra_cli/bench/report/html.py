@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 from libra_cli import __version__
 from libra_cli.bench.report import sheets, terminal
+from libra_cli.report.html.charts import TimelineRow, timeline
+from libra_cli.report.html.drawing import BOTTOM, RIGHT, TOP, Drawing, label_width
 from libra_cli.report.html.run_report import Chart
+from libra_cli.report.html.scales import Scale, powers, round_numbers
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from libra_cli.bench.results import (
         Comparison,
         ComparisonSummary,
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
         Interval,
         Timeline,
     )
-    from libra_cli.report.html.charts import TimelineRow as SlotRow
-
 _TEMPLATE = "bench.html.j2"
 _BINS = 240
 _MAX_SLOTS = 48
@@ -72,7 +71,7 @@ def bench_page(
         command=command,
         warnings=warnings,
         tiles=_tiles(results),
-        sections=[_section(number, result) for number, result in enumerate(results)],
+        sections=[_section(result) for result in results],
         slots=_slot_charts(timelines),
         charts=_lengths(timelines),
         version=__version__,
@@ -111,7 +110,7 @@ def _ours(comparison: Comparison) -> ComparisonSummary | None:
     return next((summary for name, summary in pairs if name == terminal.OURS), None)
 
 
-def _section(number: int, result: ExperimentResult) -> dict[str, object]:
+def _section(result: ExperimentResult) -> dict[str, object]:
     return {
         "title": result.title,
         "notes": result.notes,
@@ -119,13 +118,13 @@ def _section(number: int, result: ExperimentResult) -> dict[str, object]:
         "comparisons": [
             {
                 "subject": terminal.subject(comparison),
-                "chart": _contenders(f"contenders-{number}-{index}", comparison),
+                "chart": _contenders(comparison),
                 "rows": _table(comparison),
                 "last": "of the bound" if terminal.has_share(comparison) else "against",
                 "legend": terminal.legend(comparison),
                 "verdicts": terminal.verdicts(comparison),
             }
-            for index, comparison in enumerate(result.comparisons)
+            for comparison in result.comparisons
         ],
     }
 
@@ -146,33 +145,12 @@ def _table(comparison: Comparison) -> list[dict[str, object]]:
 # -- contenders ------------------------------------------------------------------------------------
 
 
-def _contenders(name: str, comparison: Comparison) -> Chart:
+def _contenders(comparison: Comparison) -> Chart:
     """A dot a contender, with the interval of its difference to the baseline around it."""
-    from libra_cli.report.html.charts import drawing
-
     summaries, metric = comparison.summaries, comparison.summaries[0].judged_by
     base = next((s for s in summaries if s.baseline is None), summaries[0])
-    zero = base.mean[metric]
-
-    def paint(axes: Axes) -> None:
-        axes.axvline(zero, color=_colour("muted"), linewidth=1.0, dashes=(4, 3))
-        for index, summary in enumerate(reversed(summaries)):
-            colour = _colour(_dot_colour(comparison, summary))
-            span = _paired(summary, zero)
-            if span is not None:
-                axes.plot(span, (index, index), color=colour, linewidth=2.2, alpha=0.6)
-            axes.plot(summary.mean[metric], index, "o", color=colour, markersize=6.5)
-        axes.set_yticks(range(len(summaries)))
-        axes.set_yticklabels(list(reversed(comparison.names)))
-        axes.set_ylim(-0.6, len(summaries) - 0.4)
-        axes.margins(x=0.05)
-        axes.xaxis.set_major_formatter(lambda value, _: terminal.amount(value))
-        axes.grid(axis="x")
-
-    left = 24 + 6 * max(map(len, comparison.names))
-    height = 22 * len(summaries) + 36
-    svg = drawing(name, paint, width=1080, height=height, left=left)
     base_name = comparison.names[summaries.index(base)]
+    spans = [_paired(summary, base.mean[metric]) for summary in summaries]
     colours = {_dot_colour(comparison, summary) for summary in summaries}
     meanings = (
         ("a", "dot", "libra"),
@@ -182,9 +160,44 @@ def _contenders(name: str, comparison: Comparison) -> Chart:
     keys = [key for key in meanings if key[0] in colours] + [("muted", "dash", base_name)]
     title = "Makespan" if metric == "makespan_s" else "Throughput"
     unit = _METRIC_UNITS[metric]
-    if any(_paired(summary, zero) for summary in summaries):
+    if any(spans):
         unit += f"; bars: 95 % interval of the difference to {base_name}, seed by seed"
+    svg = _dots_and_spans(comparison, base.mean[metric], spans)
     return Chart(title, unit, svg, keys, wide=True)
+
+
+def _dots_and_spans(comparison: Comparison, zero: float, spans: Sequence[Interval | None]) -> str:
+    """Draw a row for each contender, and the baseline's mean ``zero`` through all of them."""
+    summaries = comparison.summaries
+    means = [summary.mean[summary.judged_by] for summary in summaries]
+    low, high = _reach(means, spans)
+    height = 22 * len(summaries) + 36
+    drawing = Drawing(
+        Scale(low, high, label_width(comparison.names), 1080 - RIGHT),
+        Scale(-0.6, len(summaries) - 0.4, height - BOTTOM, TOP),
+        width=1080,
+        height=height,
+    )
+    ticks = round_numbers(low, high, count=10)
+    for tick in ticks:
+        drawing.upright(tick, "grid")
+    drawing.x_axis(ticks, [terminal.amount(tick) for tick in ticks])
+    places = range(len(summaries) - 1, -1, -1)
+    drawing.y_axis(places, comparison.names)
+    drawing.upright(zero, "muted", width=1.0, dashes="4 3")
+    for place, summary, mean, span in zip(places, summaries, means, spans, strict=True):
+        colour = _dot_colour(comparison, summary)
+        if span is not None:
+            drawing.line(span, (place, place), colour, width=2.2, opacity=0.6)
+        drawing.dots([mean], [place], colour, diameter=6.5, opacity=1.0)
+    return drawing.svg()
+
+
+def _reach(means: Sequence[float], spans: Iterable[Interval | None]) -> tuple[float, float]:
+    """Return the ends of an axis that shows all means and spans with room beside them."""
+    values = [*means, *(end for span in spans if span for end in span)]
+    room = (max(values) - min(values)) / 20 or abs(values[0]) / 20 or 1.0
+    return min(values) - room, max(values) + room
 
 
 def _paired(summary: ComparisonSummary, zero: float) -> Interval | None:
@@ -201,19 +214,11 @@ def _dot_colour(comparison: Comparison, summary: ComparisonSummary) -> str:
     return "ink" if summary.causal else "good"
 
 
-def _colour(variable: str) -> str:
-    from libra_cli.report.html.charts import COLOURS as MARKERS
-
-    return MARKERS[variable]
-
-
 # -- slots over time -------------------------------------------------------------------------------
 
 
 def _slot_charts(timelines: Sequence[Timeline]) -> list[Chart]:
     """The first few, those of one trace on the same scale."""
-    from libra_cli.report.html.charts import timeline
-
     shown = [run for run in timelines if run.spans][:_MAX_TIMELINES]
     keys = (
         ("a", "box", "serving"),
@@ -221,7 +226,7 @@ def _slot_charts(timelines: Sequence[Timeline]) -> list[Chart]:
         ("warn", "box", "draining, starting, syncing"),
     )
     charts = []
-    for number, run in enumerate(shown):
+    for run in shown:
         seconds = max(
             span[3] for other in shown if other.trace == run.trace for span in other.spans
         )
@@ -231,7 +236,6 @@ def _slot_charts(timelines: Sequence[Timeline]) -> list[Chart]:
         if left_out:
             unit += f"; {len(rows)} of {len(rows) + left_out} slots"
         svg = timeline(
-            f"slots-{number}",
             rows,
             seconds=seconds,
             row_height=max(9, min(26, 420 // max(1, len(rows)))),
@@ -242,17 +246,15 @@ def _slot_charts(timelines: Sequence[Timeline]) -> list[Chart]:
     return charts
 
 
-def _slot_rows(run: Timeline, seconds: float) -> tuple[list[SlotRow], int]:
+def _slot_rows(run: Timeline, seconds: float) -> tuple[list[TimelineRow], int]:
     """The rows to draw, evenly spread over the slots, and how many were left out."""
-    from libra_cli.report.html.charts import TimelineRow as SlotRow
-
     slots: dict[str, list[tuple[str, float, float]]] = {}
     for slot, state, start, end in run.spans:
         slots.setdefault(slot, []).append((state, start, end))
     names = sorted(slots, key=_natural)
     every = math.ceil(len(names) / _MAX_SLOTS)
     chosen = names[::every] if names else []
-    rows = [SlotRow(name, _binned(slots[name], seconds)) for name in chosen]
+    rows = [TimelineRow(name, _binned(slots[name], seconds)) for name in chosen]
     return rows, len(names) - len(chosen)
 
 
@@ -301,23 +303,10 @@ def _who(run: Timeline) -> str:
 
 def _lengths(timelines: Sequence[Timeline]) -> list[Chart]:
     """One a trace and variant: all contenders of a seed play the same trajectories."""
-    from libra_cli.report.html.charts import drawing
-
     firsts = {(s.trace, s.variant): s for s in reversed(timelines) if len(s.lengths) > 1}
     charts = []
-    for number, run in enumerate(list(reversed(firsts.values()))[:_MAX_SMALL]):
+    for run in list(reversed(firsts.values()))[:_MAX_SMALL]:
         lengths = sorted(run.lengths)
-
-        def paint(axes: Axes, lengths: Sequence[int] = lengths) -> None:
-            xs, trajectories, tokens = _survival(lengths)
-            axes.plot(xs, trajectories, color=_colour("a"), linewidth=2.0)
-            axes.plot(xs, tokens, color=_colour("b"), linewidth=2.0)
-            axes.set_xscale("log")
-            axes.set_ylim(0, 1.02)
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-            axes.xaxis.set_major_formatter(lambda value, _: terminal.amount(value))
-            axes.grid(axis="y")
-
         mean = terminal.amount(round(sum(lengths) / len(lengths)))
         p99 = terminal.amount(lengths[math.ceil(0.99 * len(lengths)) - 1])
         unit = f"{run.trace}: generated tokens, mean {mean}, P99 {p99}"
@@ -325,9 +314,28 @@ def _lengths(timelines: Sequence[Timeline]) -> list[Chart]:
             ("a", "line", "trajectories longer than this"),
             ("b", "line", "tokens in them"),
         )
-        svg = drawing(f"lengths-{number}", paint, width=520, height=230)
-        charts.append(Chart("Lengths", unit, svg, keys))
+        charts.append(Chart("Lengths", unit, _survival_curves(lengths), keys))
     return charts
+
+
+def _survival_curves(lengths: Sequence[int]) -> str:
+    """Draw the shares of trajectories and tokens over the length; ``lengths`` ascend."""
+    xs, trajectories, tokens = _survival(lengths)
+    drawing = Drawing(
+        Scale(xs[0], xs[-1], 46, 520 - RIGHT, log=True),
+        Scale(0, 1.02, 230 - BOTTOM, TOP),
+        width=520,
+        height=230,
+    )
+    shares = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    for share in shares:
+        drawing.level(share, "grid")
+    drawing.y_axis(shares, [f"{share:.0%}" for share in shares])
+    ticks = powers(xs[0], xs[-1])
+    drawing.x_axis(ticks, [terminal.amount(tick) for tick in ticks])
+    drawing.line(xs, trajectories, "a")
+    drawing.line(xs, tokens, "b")
+    return drawing.svg()
 
 
 def _survival(lengths: Sequence[int]) -> tuple[list[float], list[float], list[float]]:

@@ -15,12 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from libra_cli import __version__
 from libra_cli.config.errors import StateError
 from libra_cli.core.records import EvaluationRecord, StepRecord, SyncRecord
 from libra_cli.report.evaluations import finished
+from libra_cli.report.html.charts import Band, Series, over_steps, timeline
 from libra_cli.report.html.slot_rows import SHADES, slot_rows
 from libra_cli.report.html.templates import template
 from libra_cli.report.status.metrics import of_servers, of_steps
@@ -39,9 +40,6 @@ from libra_cli.report.status.syncs import sync_times
 from libra_cli.report.terminal.console import duration, number, shorter, took
 from libra_cli.report.trajectories.sample import by_turn_count, filters_of, sample, shortened
 from libra_cli.runtime.store.reader import Reader
-
-if TYPE_CHECKING:
-    from libra_cli.report.html.charts import Band
 
 REPORT = "report.html"
 _TEMPLATE = "report.html.j2"
@@ -182,10 +180,8 @@ def _charts(
         *_evaluation_charts(steps, reader.evaluations()),
         *_decision_chart(steps, status["decisions"]),
         *_sync_chart(reader.syncs()),
-        *_metric_charts("metric", "of a step", steps, of_steps(steps)),
-        *_metric_charts(
-            "server-metric", "mean of the servers", steps, of_servers(reader.samples(), steps)
-        ),
+        *_metric_charts("of a step", steps, of_steps(steps)),
+        *_metric_charts("mean of the servers", steps, of_servers(reader.samples(), steps)),
         *_slot_chart(reader, status, steps),
     ]
 
@@ -194,12 +190,10 @@ def _evaluation_charts(
     steps: Sequence[StepRecord], rows: Sequence[EvaluationRecord]
 ) -> list[Chart]:
     """Of each name the chart of pass@1 and of the largest k, beside the training reward."""
-    from libra_cli.report.html.charts import Series, over_steps
-
     names = dict.fromkeys(row.name for row in finished(rows))
     rewards = Series([float(step.step) for step in steps], smooth([s.reward for s in steps]), "b")
     charts = []
-    for place, name in enumerate(names):
+    for name in names:
         done = [row for row in finished(rows) if row.name == name]
         xs = [float(row.step) for row in done]
 
@@ -209,7 +203,7 @@ def _evaluation_charts(
         ends = [Series(xs, of(f"pass@1/{end}"), "a", "dashes") for end in ("low", "high")]
         values = of("pass@1")
         series = [rewards, *ends, Series(xs, values, "a"), Series(xs, values, "a", "points")]
-        svg = over_steps(f"evaluation-{place}", series, width=1080, height=270)
+        svg = over_steps(series, width=1080, height=270)
         keys = (
             ("a", "line", "pass@1, with its 95 % interval"),
             ("b", "line", "training reward, smoothed"),
@@ -224,13 +218,10 @@ def _slot_chart(reader: Reader, status: RunSummary, steps: Sequence[StepRecord])
     rows = slot_rows(reader, steps, began=began, seconds=seconds)
     if not rows:
         return []
-    from libra_cli.report.html.charts import timeline
-
     seen = {state for row in rows for _, _, state in row.states}
     keys = [(name, "box", meaning) for name, meaning in SHADES.items() if name in seen]
     marks = [(plan["at"] - began, str(plan["plan"])) for plan in status["plans"][1:]]
     svg = timeline(
-        "slots",
         rows,
         seconds=seconds,
         colours={name: name for name in SHADES},
@@ -257,8 +248,6 @@ def _phases(moves: Sequence[MovePart]) -> list[str]:
 
 
 def _step_charts(steps: Sequence[StepRecord], tolerance: float | None) -> list[Chart]:
-    from libra_cli.report.html.charts import Series, over_steps
-
     xs = [float(step.step) for step in steps]
 
     def both(values: Sequence[float], colour: str = "a") -> list[Series]:
@@ -274,32 +263,32 @@ def _step_charts(steps: Sequence[StepRecord], tolerance: float | None) -> list[C
         Chart(
             judged.name.capitalize(),
             judged.unit or "mean over the trajectories of a step",
-            over_steps(judged.name, both(judged.values), width=1080, height=270),
+            over_steps(both(judged.values), width=1080, height=270),
             SMOOTHED,
             wide=True,
         ),
         Chart(
             "Trajectory length",
             "generated tokens",
-            over_steps("length", [*both(means), Series(xs, smooth(p99s), "b")], floor=1.0),
+            over_steps([*both(means), Series(xs, smooth(p99s), "b")], floor=1.0),
             (("a", "line", "mean"), ("b", "line", "99th percentile")),
         ),
         Chart(
             "Speed",
             "generated tokens per second",
-            over_steps("speed", both(speeds), floor=1.0),
+            over_steps(both(speeds), floor=1.0),
             SMOOTHED,
         ),
         Chart(
             "Staleness",
             "versions behind the trainer",
-            over_steps("staleness", [*both(stale), Series(xs, oldest, "b", "dashes")], floor=1.2),
+            over_steps([*both(stale), Series(xs, oldest, "b", "dashes")], floor=1.2),
             (("a", "line", "mean"), ("b", "dash", "largest")),
         ),
         Chart(
             "Time of a step",
             "seconds",
-            over_steps("time", [*both(works), *both(waits, "b")], floor=0.1),
+            over_steps([*both(works), *both(waits, "b")], floor=0.1),
             (("a", "line", "the trainer works"), ("b", "line", "the trainer waits")),
         ),
     ]
@@ -308,15 +297,13 @@ def _step_charts(steps: Sequence[StepRecord], tolerance: float | None) -> list[C
 
 def _batch_charts(steps: Sequence[StepRecord]) -> list[Chart]:
     """What the rule that makes batches did, where it did anything."""
-    from libra_cli.report.html.charts import Series, over_steps
-
     known = [(float(step.step), step.mean_length, step.batch) for step in steps if step.batch]
     over = [100 * (batch["share_over_bound"] or 0.0) for _, _, batch in known]
     charts = []
     if any(over):
         xs = [step for step, _, _ in known]
         series = [Series(xs, over, "a", "points"), Series(xs, smooth(over), "a")]
-        svg = over_steps("over", series, floor=1.0)
+        svg = over_steps(series, floor=1.0)
         charts.append(Chart("Over the staleness bound", "% of generated tokens", svg, SMOOTHED))
     if any(batch["groups_closed"] for _, _, batch in known):
         both = [(x, mean, batch["played_length"]) for x, mean, batch in known]
@@ -326,7 +313,7 @@ def _batch_charts(steps: Sequence[StepRecord]) -> list[Chart]:
             Series(xs, smooth([played for _, _, played in ends]), "b"),
             Series(xs, trained, "a"),
         ]
-        svg = over_steps("played", series, floor=1.0)
+        svg = over_steps(series, floor=1.0)
         keys = (("a", "line", "trained"), ("b", "line", "played"))
         charts.append(Chart("Length played and trained", "generated tokens", svg, keys))
     return charts
@@ -334,22 +321,18 @@ def _batch_charts(steps: Sequence[StepRecord]) -> list[Chart]:
 
 def _decision_chart(steps: Sequence[StepRecord], decisions: Sequence[DecisionPart]) -> list[Chart]:
     """What each decision predicted of the steps after it, and these steps."""
-    from libra_cli.report.html.charts import Series, over_steps
-
     bands = list(_bands(steps, decisions))
     if not bands:
         return []
     xs, periods = [float(step.step) for step in steps], [period_s(step) for step in steps]
     series = [Series(xs, periods, "a", "points"), Series(xs, smooth(periods), "a")]
-    svg = over_steps("decisions", series, bands=bands, floor=0.1, width=1080, height=230)
+    svg = over_steps(series, bands=bands, floor=0.1, width=1080, height=230)
     keys = (*SMOOTHED, ("b", "line", "predicted"), ("b", "box", "four means of five"))
     return [Chart("Predicted and observed steps", "seconds", svg, keys, wide=True)]
 
 
 def _bands(steps: Sequence[StepRecord], decisions: Sequence[DecisionPart]) -> Iterator[Band]:
     """One a decision, from its step to the next one's, or to the last step."""
-    from libra_cli.report.html.charts import Band
-
     ends = [*(decision["step"] for decision in decisions[1:]), steps[-1].step]
     for decision, end in zip(decisions, ends, strict=False):
         told = decision["explanation"]
@@ -360,21 +343,17 @@ def _bands(steps: Sequence[StepRecord], decisions: Sequence[DecisionPart]) -> It
 
 
 def _gap_chart(steps: Sequence[StepRecord], tolerance: float | None) -> list[Chart]:
-    from libra_cli.report.html.charts import Series, over_steps
-
     gaps = [(float(step.step), step.logprob_gap) for step in steps if step.logprob_gap]
     if not gaps:
         return []
     xs, ys = [step for step, _ in gaps], [gap for _, gap in gaps]
     series = [Series(xs, ys, "a", "points"), Series(xs, smooth(ys), "a")]
-    svg = over_steps("gap", series, log=True, limit=tolerance)
+    svg = over_steps(series, log=True, limit=tolerance)
     keys = (*SMOOTHED, ("bad", "dash", f"tolerance {tolerance:g}")) if tolerance else SMOOTHED
     return [Chart("Log-probability gap", "mean |rollout - trainer|", svg, keys)]
 
 
 def _sync_chart(syncs: Sequence[SyncRecord]) -> list[Chart]:
-    from libra_cli.report.html.charts import Series, over_steps
-
     times = sync_times(syncs)
     if not times:
         return []
@@ -382,21 +361,19 @@ def _sync_chart(syncs: Sequence[SyncRecord]) -> list[Chart]:
     series = [Series(xs, ys, "a", "points"), Series(xs, smooth(ys), "a")]
     unit = "seconds until the last server has it"
     keys = (("a", "dot", "one version"), ("a", "line", "smoothed"))
-    return [Chart("Weight sync", unit, over_steps("sync", series, floor=0.1), keys)]
+    return [Chart("Weight sync", unit, over_steps(series, floor=0.1), keys)]
 
 
 def _metric_charts(
-    kind: str, unit: str, steps: Sequence[StepRecord], metrics: Mapping[str, Sequence[float]]
+    unit: str, steps: Sequence[StepRecord], metrics: Mapping[str, Sequence[float]]
 ) -> list[Chart]:
     """One for each of the metrics that have a value anywhere."""
-    from libra_cli.report.html.charts import Series, over_steps
-
     xs = [float(step.step) for step in steps]
     charts = []
-    for index, (name, values) in enumerate(metrics.items()):
+    for name, values in metrics.items():
         if any(map(math.isfinite, values)):
             series = [Series(xs, values, "a", "points"), Series(xs, smooth(values), "a")]
-            charts.append(Chart(name, unit, over_steps(f"{kind}-{index}", series), SMOOTHED))
+            charts.append(Chart(name, unit, over_steps(series), SMOOTHED))
     return charts
 
 

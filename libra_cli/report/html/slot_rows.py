@@ -11,13 +11,10 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from libra_cli.core.records import SampleRecord, SlotStateRecord, StepRecord
+from libra_cli.report.html.charts import TimelineRow
 from libra_cli.runtime.store.reader import Reader
-
-if TYPE_CHECKING:
-    from libra_cli.report.html.charts import TimelineRow
 
 SHADES = {
     "serving": "serving",
@@ -44,11 +41,9 @@ def slot_rows(
 
     Its states are keys of ``SHADES``.
     """
-    from libra_cli.report.html.charts import TimelineRow  # here, since it imports matplotlib
-
     if seconds <= 0:
         return []
-    edges = [seconds * index / _BINS for index in range(_BINS)]
+    edges = [seconds * index / _BINS for index in range(_BINS + 1)]
     samples: dict[str, list[SampleRecord]] = {}
     for sample in reader.samples():
         samples.setdefault(sample.slot, []).append(sample)
