@@ -1,4 +1,5 @@
-"""A server that does not prove a version is asked again, then replaced, and only then given up."""
+"""A server that does not prove a version is asked again, then replaced, and only then given up.
+So is one that breaks requests off."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ import pytest
 from libra_cli.core.actions import StartServer, StopServer, SyncServer
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.cluster.restarts import MAX_RESTARTS
-from libra_cli.core.cluster.rollout_servers import RolloutServers
+from libra_cli.core.cluster.rollout_servers import MAX_FAILURES, RolloutServers
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.events import (
     PublishedVersion,
+    ServerChecked,
     ServerStarted,
     ServerStopped,
     ServerSynced,
@@ -56,6 +58,19 @@ class Servers(RolloutServers):
             SLOT.id, self.one.incarnation, self.latest, 1e-6, 0.0, 0.0, 2.0, 0, "local"
         )
         self.synced(proved, now=2.0)
+
+    def break_off(self) -> list[type]:
+        """A request breaks off, and the server is asked whether it works: it says so."""
+        self.request_sent(SLOT.id, now=2.0)
+        broken = kinds(self.request_broke(SLOT.id, "reset", 7, now=2.0))
+        self.request_ended(SLOT.id, answered=False, now=2.0)
+        self.checked(ServerChecked(SLOT.id, self.one.incarnation))
+        return broken
+
+    def answer(self) -> None:
+        """A request is answered."""
+        self.request_sent(SLOT.id, now=2.0)
+        self.request_ended(SLOT.id, answered=True, now=2.0)
 
     def end(self) -> list[type]:
         """No process is left."""
@@ -136,3 +151,17 @@ def test_a_process_that_never_started_is_not_started_again():
     servers.one.state = ReplicaState.STARTING
     servers.take_out(servers.one, "no memory", now=1.0)
     assert servers.end() == []
+
+
+def test_a_server_that_breaks_off_every_request_is_replaced(servers):
+    servers.prove()
+    assert [servers.break_off() for _ in range(MAX_FAILURES)] == [[]] * MAX_FAILURES
+    assert servers.break_off() == [StopServer]
+
+
+def test_what_broke_off_before_an_answer_is_forgiven(servers):
+    servers.prove()
+    for _ in range(3):
+        assert [servers.break_off() for _ in range(MAX_FAILURES)] == [[]] * MAX_FAILURES
+        servers.answer()
+    assert servers.one.state is ReplicaState.SERVING

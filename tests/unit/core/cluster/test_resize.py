@@ -91,6 +91,25 @@ def test_a_new_core_that_fails_to_start_brings_the_old_one_back():
     world.steps_on()
 
 
+def test_a_move_to_a_core_that_is_being_stopped_keeps_the_slots_that_have_worked():
+    world = scene()
+    world.silent = of(e.TrainerStarted)
+    assert world.order(train=3).accepted
+    world.until(lambda: world.kept)
+    training = world.machine.training
+    (new,) = set(training.slots) - {"c/0", A0}
+    world.silent = of(e.TrainerStopped)
+    world.give(e.TrainerFailed(training.incarnation, "out of memory"))
+    assert training.state is TrainerState.STOPPING
+    world.time_is_up(new)
+    assert world.moved(new).state == "failed"
+    assert world.machine.reconciler.plan(()).train == ("c/0", A0)
+    world.speak()
+    world.steps_on()
+    assert training.slots == ("c/0", A0)
+    assert world.state(new)[0] is ReplicaState.SERVING
+
+
 def test_a_resize_in_mid_stream_gives_the_parts_to_the_new_core_again():
     world = scene(stream=True)
     world.until(lambda: world.machine.training.streaming)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ from libra_cli.core.cluster.restarts import (
     RestartBudget,
 )
 from libra_cli.core.cluster.rollout_servers import MAX_BROKEN_SYNCS
-from libra_cli.core.cluster.trainer import TrainerState
+from libra_cli.core.cluster.trainer import RESTART_EVERY_S, TIMER, TrainerState
 from libra_cli.core.records import NoteRecord
 from tests.elastic import Scene, of, scene
 
@@ -134,6 +135,25 @@ def test_no_server_is_left_only_when_all_are_given_up_and_then_it_says_what_to_d
     assert world.end.state == "failed"
     assert "no server is left" in world.end.error
     assert "libra run RECIPE --resume RUN_DIR" in world.end.error
+
+
+@pytest.mark.parametrize(
+    ("lived_s", "wait_s"),
+    [(5.0, FIRST_WAIT_S), (59.0, FIRST_WAIT_S), (61.0, FIRST_WAIT_S), (HOUR, 0.0)],
+)
+def test_a_trainer_is_started_again_a_minute_after_the_last_start_at_the_earliest(lived_s, wait_s):
+    world = scene()
+    training = world.machine.training
+    world.give(e.TrainerFailed(training.incarnation, "killed"))
+    world.until(lambda: training.state is TrainerState.STARTING)
+    started = world.now
+    world.until(lambda: training.state is TrainerState.READY)
+    world.idle(started + lived_s - world.now)
+    world.give(e.TrainerFailed(training.incarnation, "killed"))
+    world.until(lambda: training.state is TrainerState.DOWN)
+    wake = [wake for wake in world.did(a.Wake) if wake.name == TIMER][-1]
+    wanted = max(wait_s, started + RESTART_EVERY_S - world.now)
+    assert wake.after_s == pytest.approx(wanted)
 
 
 def test_ten_kills_of_the_trainer_an_hour_apart_end_nothing():

@@ -136,6 +136,16 @@ def test_a_finished_group_over_what_the_rule_trains_is_played_again(rule, oldest
         assert ledger.claim(behind + 1) == ([] if again else [group])
 
 
+def test_a_batch_is_of_the_oldest_tokens_and_not_of_the_first_numbers():
+    """A low number that was played again is younger than what was opened after it."""
+    ledger = book(hold(1), groups=2)
+    again, second, third = (ledger.open(version=0, now=0.0) for _ in range(3))
+    end(ledger, again, *range(SIZE), version=3)
+    end(ledger, second, *range(SIZE), version=2)
+    end(ledger, third, *range(SIZE), version=2)
+    assert ledger.claim(4) == [second, third]
+
+
 def test_a_group_is_closed_at_its_last_call_and_its_rest_is_trained_when_it_comes():
     ledger = book(cut(1, 0.5))
     group, other = ledger.open(version=0, now=0.0), ledger.open(version=0, now=0.0)
