@@ -151,7 +151,7 @@ class Faults:
     written_later: float = 0.0
     """A version is complete some time after its step, or before the step's own news."""
     kills_servers: int = 0
-    """Every so manieth group has a prompt that ends the server it is sent to; 0 for none."""
+    """One group in so many has a prompt that ends the server it is sent to; 0 for none."""
     breaks_off: int = 0
     """So many have one that every server answers with an error."""
     kills_trainer: int = 0
@@ -163,7 +163,7 @@ class Faults:
 
 
 def is_one_of(group: int, every: int) -> bool:
-    """Whether a fault that concerns every so manieth group concerns this one."""
+    """Whether a fault that concerns one group in so many concerns this one."""
     return every > 0 and group % every == every // 2
 
 

@@ -1,7 +1,7 @@
 """Planners that know more than a planner can: the bounds of ``libra bench regret``.
 
-    Scripted   carries out layouts that were chosen in hindsight, one for each part of the run
-    Told       libra's own, which is told the work to come in place of the work that was
+    ScheduledLayouts  carries out layouts chosen in hindsight, one for each part of the run
+    OraclePlanner     libra's own, which is told the work to come in place of the work that was
 
 Limit: a script changes at the borders of equal parts, and is as good as the layouts that were
 simulated for it; neither is the best that there is.
@@ -25,7 +25,7 @@ TOLD = "told"
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class OraclePlanner:
     """A planner that is told the work of the steps from the present one on."""
 
     planner: DecisionMaker
@@ -37,7 +37,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Scripted:
+class ScheduledLayouts:
     """The layouts of equal parts of a run of so many steps, each adopted when its part begins."""
 
     layouts: tuple[Layout, ...]

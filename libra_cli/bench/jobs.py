@@ -13,7 +13,7 @@ from functools import partial
 from itertools import islice
 
 from libra_cli.bench.bounds import ServerShape, least_makespan
-from libra_cli.bench.clairvoyance import TOLD, Scripted, Told
+from libra_cli.bench.clairvoyance import TOLD, OraclePlanner, ScheduledLayouts
 from libra_cli.bench.contenders import Future, contender
 from libra_cli.bench.results import ResultRow, Timeline
 from libra_cli.config.recipe import Recipe
@@ -29,7 +29,7 @@ from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.planning.training_table import TrainingTable
 from libra_cli.core.rollout.staleness import rule_of
 from libra_cli.core.types import Bucket, Seconds, Tokens, TrajectoryId
-from libra_cli.core.workload import BatchExtras, TrajectoryLimits, TrajectorySample, Workload
+from libra_cli.core.workload import BatchOverhead, TrajectoryLimits, TrajectorySample, Workload
 from libra_cli.sim.drift import NO_DRIFT, Drift
 from libra_cli.sim.traces import RecordedEpisode, Trace, TraceError
 from libra_cli.sim.world import SimConfig, World
@@ -119,7 +119,7 @@ class Job:
             late=rule.late,
             group_size=self.group_size,
             holders=rule.holders(self.group_size),
-            extras=BatchExtras(surplus=self.oversample / self.group_size),
+            extras=BatchOverhead(surplus=self.oversample / self.group_size),
             limits=self.limits,
         )
 
@@ -227,10 +227,10 @@ def first_layout_of(job: Job, workload: Workload) -> Layout:
 def _planner(job: Job, space: GpuPlacement) -> DecisionMaker:
     if job.script:
         search = Search(job.believed, job.workload, job.gpus, PlannerSettings())
-        return Scripted(job.script, job.steps, space, search, job.believed)
+        return ScheduledLayouts(job.script, job.steps, space, search, job.believed)
     name = "libra" if job.planner == TOLD else job.planner
     planner = planner_of(name, job.believed, space, PlannerSettings())
-    return Told(planner, job.coming) if job.planner == TOLD else planner
+    return OraclePlanner(planner, job.coming) if job.planner == TOLD else planner
 
 
 def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:

@@ -309,7 +309,7 @@ class CurriculumSpec(_Model):
     high: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """A task at which it was at least this good is too easy for now."""
     revisit: Annotated[int, Field(ge=2)] = 4
-    """A task that is too hard or too easy is played in every so manieth round."""
+    """A task that is too hard or too easy is played once in this many rounds."""
     tasks: Annotated[
         Positive | None, fixed("what is known of each task is known by its place among them")
     ] = None

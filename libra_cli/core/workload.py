@@ -98,7 +98,7 @@ class TrajectoryLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchExtras:
+class BatchOverhead:
     """What is played and trained beside a batch: generated tokens for each one that it trains.
 
     ``filtered`` are of groups that dynamic sampling left out, whose places others took;
@@ -149,7 +149,7 @@ class Workload:
     late: float = 0.0
     group_size: int = 1
     holders: float = 1.0
-    extras: BatchExtras = BatchExtras()
+    extras: BatchOverhead = BatchOverhead()
     limits: TrajectoryLimits | None = None
     # Sums over the samples, made once: planning asks for them thousands of times.
     mean_generated: float = field(init=False, compare=False, repr=False)

@@ -137,7 +137,7 @@ class Kind:
     after: Act = _nothing
     """What is undone once the run has recovered, or has not in time."""
     every: int = 1
-    """It comes in every so manieth round: those that take long are rarer."""
+    """It comes once in this many rounds: those that take long are rarer."""
     deadline_s: float = RECOVER_S
 
 

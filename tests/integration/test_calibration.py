@@ -13,7 +13,7 @@ import yaml
 
 from libra_cli.bench.calibration import survey as calibration
 from libra_cli.bench.calibration.profile import profile_of
-from libra_cli.bench.calibration.survey import Effort, measure
+from libra_cli.bench.calibration.survey import MeasurementBudget, measure
 from libra_cli.config.errors import LibraError
 from libra_cli.core.costs.loads import ServerLoad
 from libra_cli.core.costs.profile import Profile
@@ -31,7 +31,7 @@ require("vllm")
 
 UNSEEN = ServerLoad(players=6, cached=96, fresh=16, generate=12)
 """Between the sizes that are measured, none of them."""
-QUICK = Effort(window_s=0.5, rounds=1, every=3)
+QUICK = MeasurementBudget(window_s=0.5, rounds=1, every=3)
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ _Part = TypeVar("_Part")
 
 
 @dataclass(frozen=True, slots=True)
-class Synced:
+class SyncTiming:
     """How long a version took to be served, and how long the engine stood still for it."""
 
     seconds: Seconds
@@ -239,15 +239,15 @@ class MeasurementHarness:
         self.published = self._expect(VersionPublished, await self._told.get()).published
         return time.monotonic() - began
 
-    async def sync(self) -> list[Synced]:
+    async def sync(self) -> list[SyncTiming]:
         """Load the newest version on every server and prove it."""
         synced = list(await asyncio.gather(*(self._sync(slot) for slot in self.buckets)))
         self._serving = self.published
         return synced
 
-    async def _sync(self, slot: SlotId) -> Synced:
+    async def _sync(self, slot: SlotId) -> SyncTiming:
         assert self.published is not None
         began = time.monotonic()
         action = SyncServer(slot, INCARNATION, self.published)
         synced = self._expect(ServerSynced, await self._up(self._servers).sync(action))
-        return Synced(time.monotonic() - began, synced.load_s)
+        return SyncTiming(time.monotonic() - began, synced.load_s)

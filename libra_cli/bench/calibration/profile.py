@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 
-from libra_cli.bench.calibration.survey import CalibrationMeasurement, Effort, measure
+from libra_cli.bench.calibration.survey import CalibrationMeasurement, MeasurementBudget, measure
 from libra_cli.bench.config import Progress
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.fitting import Fit
@@ -44,7 +44,7 @@ def calibrate(
     recipe = load_recipe(recipe_path)
     if recipe.model.path:
         require_dense(recipe.model.path)  # before anything is started; the model may be elsewhere
-    measured = measure(recipe, Effort(), note=progress)
+    measured = measure(recipe, MeasurementBudget(), note=progress)
     profile = profile_of(measured)
     path = profile_path or Path(f"{profile.name}.json")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ from pathlib import Path
 from random import Random
 from statistics import fmean, median
 
-from libra_cli.bench.calibration.harness import MeasurementHarness, Synced
+from libra_cli.bench.calibration.harness import MeasurementHarness, SyncTiming
 from libra_cli.bench.calibration.players import Players, playing, random_tokens
 from libra_cli.bench.config import Progress
 from libra_cli.config.errors import LibraError
@@ -62,7 +62,7 @@ BESIDE_STEPS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class MeasurementBudget:
     """How much to measure: seconds a load, rounds over all of them, and every how many-th load."""
 
     window_s: Seconds = WINDOW_S
@@ -71,7 +71,7 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class ContentionMeasurement:
     """A load, and a training step, alone and while the other works."""
 
     load: ServerLoad
@@ -100,8 +100,8 @@ class CalibrationMeasurement:
     shapes: tuple[ShapeMeasured, ...]
     batches: tuple[tuple[Batch, Seconds], ...]
     ranks: int
-    syncs: tuple[Synced, ...]
-    sharing: tuple[Sharing, ...]
+    syncs: tuple[SyncTiming, ...]
+    sharing: tuple[ContentionMeasurement, ...]
     trainer_start_s: Seconds
     stop_s: Seconds
     #: Facts of every host, by node; the model's config.json; the bytes of a published version.
@@ -112,16 +112,18 @@ class CalibrationMeasurement:
     at: Seconds
 
 
-def measure(recipe: Recipe, effort: Effort, *, note: Progress) -> CalibrationMeasurement:
+def measure(recipe: Recipe, budget: MeasurementBudget, *, note: Progress) -> CalibrationMeasurement:
     """Bring everything up, measure, and take it down again.
 
     Raises:
         LibraError: a host, a server or the trainer failed; nothing of it is left.
     """
-    return asyncio.run(_measure(recipe, effort, note))
+    return asyncio.run(_measure(recipe, budget, note))
 
 
-async def _measure(recipe: Recipe, effort: Effort, note: Progress) -> CalibrationMeasurement:
+async def _measure(
+    recipe: Recipe, budget: MeasurementBudget, note: Progress
+) -> CalibrationMeasurement:
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
@@ -131,7 +133,7 @@ async def _measure(recipe: Recipe, effort: Effort, note: Progress) -> Calibratio
         harness = MeasurementHarness(recipe, Path(work), note=note)
         try:
             await harness.open()
-            measured = await _Survey(harness, effort, note).all()
+            measured = await _Survey(harness, budget, note).all()
         except asyncio.CancelledError:
             raise LibraError("stopped; nothing was written") from None
         finally:
@@ -144,9 +146,11 @@ async def _measure(recipe: Recipe, effort: Effort, note: Progress) -> Calibratio
 class _Survey:
     """The measurements, in order."""
 
-    def __init__(self, harness: MeasurementHarness, effort: Effort, note: Progress) -> None:
+    def __init__(
+        self, harness: MeasurementHarness, budget: MeasurementBudget, note: Progress
+    ) -> None:
         self._harness = harness
-        self._effort = effort
+        self._budget = budget
         self._note = note
         self._random = Random(0)
         model = json.loads((harness.model_files / "config.json").read_text())
@@ -191,11 +195,11 @@ class _Survey:
         harness, seats = self._harness, self._seats(degree)
         facts = await harness.facts(next(iter(seats)))
         most, max_len = max(seats.values()), harness.recipe.model.max_len
-        loads = list(server_loads(most, max_len, facts.kv_tokens))[:: self._effort.every]
+        loads = list(server_loads(most, max_len, facts.kv_tokens))[:: self._budget.every]
         rounds: dict[ServerLoad, list[tuple[ServerLoad, Seconds]]] = {load: [] for load in loads}
-        for number in range(self._effort.rounds):
+        for number in range(self._budget.rounds):
             for at, load in enumerate(loads if number % 2 == 0 else loads[::-1], 1):
-                where = f"round {number + 1} of {self._effort.rounds}, {at} of {len(loads)}"
+                where = f"round {number + 1} of {self._budget.rounds}, {at} of {len(loads)}"
                 self._note(f"serving ({where}): {load}")
                 rounds[load].append(await self._steady(degree, load))
         turns = [_median(found) for found in rounds.values()]
@@ -227,7 +231,7 @@ class _Survey:
             )
             for slot, room in seats.items()
         }
-        window_s = max(window_s, self._effort.window_s)
+        window_s = max(window_s, self._budget.window_s)
         async with playing(groups.values()):
             await asyncio.gather(*(players.warm() for players in groups.values()))
             full = [players for players in groups.values() if players.load.players == load.players]
@@ -237,13 +241,13 @@ class _Survey:
 
     # -- training -------------------------------------------------------------------------------
 
-    async def _training(self) -> tuple[list[tuple[Batch, Seconds]], list[Synced]]:
+    async def _training(self) -> tuple[list[tuple[Batch, Seconds]], list[SyncTiming]]:
         harness, recipe = self._harness, self._harness.recipe
         batches = list(training_batches(recipe.trajectories_per_step, recipe.model.max_len))
         await harness.train(self._samples(batches[-1]))  # the first one is always slow
         found: dict[Batch, list[Seconds]] = {batch: [] for batch in batches}
-        syncs: list[Synced] = []
-        for number in range(self._effort.rounds):
+        syncs: list[SyncTiming] = []
+        for number in range(self._budget.rounds):
             for batch in batches if number % 2 == 0 else batches[::-1]:
                 self._note(f"training: {batch}")
                 found[batch].append(await harness.train(self._samples(batch)))
@@ -269,7 +273,7 @@ class _Survey:
 
     async def _sharing(
         self, degree: int, batches: Sequence[tuple[Batch, Seconds]]
-    ) -> list[Sharing]:
+    ) -> list[ContentionMeasurement]:
         """Each load with the trainer idle, and with it at work on a usual batch all the while."""
         most = max(self._seats(degree).values())
         batch = sorted({b for b, _ in batches}, key=lambda b: (b.trajectories, -b.length))[-1]
@@ -278,20 +282,20 @@ class _Survey:
         rounds: dict[ServerLoad, list[tuple[Seconds, Seconds, Seconds]]] = {
             load: [] for load in loads
         }
-        for load in loads * self._effort.rounds:
+        for load in loads * self._budget.rounds:
             self._note(f"serving and training: {load}, {batch}")
             rounds[load].append(await self._beside(degree, load, batch))
         shared = []
         for load, found in rounds.items():
             turn_alone_s, turn_beside_s, step_s = map(median, zip(*found, strict=True))
-            shared.append(Sharing(load, turn_alone_s, turn_beside_s, alone_s, step_s))
+            shared.append(ContentionMeasurement(load, turn_alone_s, turn_beside_s, alone_s, step_s))
         return shared
 
     async def _beside(
         self, degree: int, load: ServerLoad, batch: Batch
     ) -> tuple[Seconds, Seconds, Seconds]:
         """Seconds of a turn alone and beside training, and of a training step beside the load."""
-        window_s = 2 * self._effort.window_s
+        window_s = 2 * self._budget.window_s
         _, before_s = await self._steady(degree, load, window_s=window_s)
         steps: list[Seconds] = []
         training = asyncio.create_task(self._train_on(batch, steps))

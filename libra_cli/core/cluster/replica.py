@@ -150,8 +150,8 @@ class Replica:
         self.role, self.has_worked, self.restarts_unproved = Role.IDLE, False, False
         self.budget.refill()
 
-    def forgive(self, *, now: Seconds) -> None:
-        """Its node is as good as new: whatever ended there before counts no more."""
+    def clear_failures(self, *, now: Seconds) -> None:
+        """Forget every failure, since the node came back."""
         if self.state is S.FAILED:
             self.reset(now=now)
         self.resting = False

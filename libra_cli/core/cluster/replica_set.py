@@ -263,7 +263,7 @@ class ReplicaSet(ABC):
             if replica.slot.node != node:
                 continue
             if forgiven:
-                replica.forgive(now=now)
+                replica.clear_failures(now=now)
             dead = replica.up and self._process_of(replica.slot.id) not in alive
             why = "died while unreachable"
             results += self.take_out(replica, why, now=now) if dead else self._sync(replica)

@@ -46,7 +46,7 @@ class RestartBudget:
         self._works_since = now
 
     def wait_s(self, most: int = MAX_RESTARTS) -> Seconds | None:
-        """It has died: how long until it may be started again; None if it is given up.
+        """Take in a death and return the seconds until the next start; None if the budget is spent.
 
         ``most``: deaths that may count together.
         """

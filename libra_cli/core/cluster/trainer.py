@@ -41,11 +41,11 @@ from libra_cli.core.actions import (
 from libra_cli.core.advantages.distillation import token_runs
 from libra_cli.core.advantages.estimates import Estimation, advantage_metrics, runs_of
 from libra_cli.core.cluster.checkpoints import Checkpoints
+from libra_cli.core.cluster.fatal_groups import FatalGroupDetector
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.cluster.replica_set import GONE_S
 from libra_cli.core.cluster.restarts import RestartBudget
 from libra_cli.core.cluster.step_record import StepPeriod, mean_reward, step_record
-from libra_cli.core.cluster.suspicions import Suspicions
 from libra_cli.core.events import (
     Accumulated,
     CheckpointFailed,
@@ -169,7 +169,7 @@ class TrainerGroup:
         self._damaged = False
         self._restarts = 0
         self._budget = RestartBudget()
-        self._suspicions = Suspicions()
+        self._fatal_groups = FatalGroupDetector()
         #: Groups of the last message; groups of the batch that are yet to be sent alone.
         self._sent: list[Group] = []
         self._apart: list[Group] = []
@@ -331,7 +331,7 @@ class TrainerGroup:
             return self.stop(reason, now=now)
         if self._replay is not None:
             self._replay.discard(self.replayed)
-        guilty = self._suspicions.died_with(self._sent)
+        guilty = self._fatal_groups.died_with(self._sent)
         return [*self._drop(guilty, reason, now), *self.stop(reason, now=now)]
 
     def _drop(self, guilty: list[Group], reason: str, now: Seconds) -> list[Result]:
@@ -451,14 +451,14 @@ class TrainerGroup:
             self._full_since = min(self._full_since, now)
         closed = [GroupClosed(group) for group in self._ledger.close(step)]
         last = self._claimed(self._ledger.claim(step))
-        if last and self._suspicions.include(last):
+        if last and self._fatal_groups.include(last):
             self._apart = last
             return [*closed, *self._send_alone(step, now, target)]
         if last:
             save = self.checkpoints.is_due(step, target)
             told = self._tell_signal(step, last, now)
             return [*closed, *told, *self._train(step, last, now, save=save)]
-        return self._stream_part(step, now) if self._stream and not self._suspicions else []
+        return self._stream_part(step, now) if self._stream and not self._fatal_groups else []
 
     def _tell_signal(self, step: int, last: list[Group], now: Seconds) -> list[Result]:
         """Whether dynamic sampling had to let groups without signal into the batch."""
@@ -586,7 +586,7 @@ class TrainerGroup:
 
     def _drawn(self, step: int) -> list[Group]:
         """What the step trains again; nothing while the trainer is watched dying of a group."""
-        if self._replay is None or self._suspicions:
+        if self._replay is None or self._fatal_groups:
             return []
         return self._replay.draw(step, self.step, self._batch)
 
@@ -624,7 +624,7 @@ class TrainerGroup:
         self._ledger.trained(event.step)
         if self._replay is not None:
             self._replay.add(self._batch, event.step)
-        self._suspicions.cleared(self._batch)
+        self._fatal_groups.cleared(self._batch)
         tokens, seconds = event.metrics.get("own_tokens"), event.metrics.get("own_s")
         over = StepOver(event.shares, tokens or 0.0, seconds or 0.0)
         return [Save(row), *map(Save, self._credits(event)), over]

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from libra_cli.config.errors import StateError
-from libra_cli.core.costs.online import FadingLine
+from libra_cli.core.costs.online import ForgettingLeastSquares
 from libra_cli.core.costs.profile import MemoryModel, MoveCost, Profile, TrainingCost
 from libra_cli.core.costs.server import ServerCost, guessed_cost
 from libra_cli.core.evidence import CostEvidence, PlayedTurn, Starts, TrainedStep
@@ -41,7 +41,7 @@ MOVE_S: Seconds = 60.0
 
 def server_cost(turns: Sequence[PlayedTurn], prior: ServerCost) -> ServerCost:
     """Prices of the servers that played these turns; the prior without any."""
-    line = FadingLine(
+    line = ForgettingLeastSquares(
         (prior.step_s, prior.sequence_s, prior.kv_token_s, prior.prefill_token_s),
         memory=max(1.0, len(turns)),
         trust=len(turns) * CORRELATED,
@@ -78,7 +78,7 @@ def training_cost(
     pairs = max(1.0, sum(step.pairs for step in steps) / len(steps))
     # Proportions to hold to where steps are too much alike: mostly the tokens.
     prior = (0.15 * mean_s, 0.8 * mean_s / tokens, 0.05 * mean_s / pairs)
-    line = FadingLine(prior, memory=max(20.0, len(steps)))
+    line = ForgettingLeastSquares(prior, memory=max(20.0, len(steps)))
     for step in steps:
         line.observe((1.0, step.tokens, step.pairs), step.seconds)
     step_s, token_s, pair_s = line.prices()

@@ -42,7 +42,7 @@ SETTLED = 8
 """Observations before one can be an outlier; chosen, not measured."""
 
 
-class FadingLine:
+class ForgettingLeastSquares:
     """Non-negative prices of a linear law, in seconds a unit, learned from (amounts, seconds)."""
 
     def __init__(
@@ -107,12 +107,12 @@ class FadingLine:
         return non_negative_least_squares(lower.T, np.linalg.solve(lower, right))
 
 
-class Refiner:
+class OnlineServerCost:
     """One server shape's decode prices. Those of prefill keep their proportion to them."""
 
     def __init__(self, prior: ServerLaw) -> None:
         self._prior = prior
-        self._line = FadingLine(prior.decode_prices)
+        self._line = ForgettingLeastSquares(prior.decode_prices)
 
     @property
     def seen(self) -> int:
@@ -140,7 +140,7 @@ class LearnedCosts:
 
     def __init__(self, cost_of: Callable[[Bucket], ServerLaw]) -> None:
         self._cost_of = cost_of
-        self._refiners: dict[int, Refiner] = {}
+        self._refiners: dict[int, OnlineServerCost] = {}
 
     def of(self, bucket: Bucket) -> ServerLaw:
         """The prices of one server of this bucket."""
@@ -152,5 +152,5 @@ class LearnedCosts:
         """Take in that a server of the bucket took ``step_s`` a token at that load."""
         degree = bucket.tensor_parallel
         if degree not in self._refiners:
-            self._refiners[degree] = Refiner(self._cost_of(bucket))
+            self._refiners[degree] = OnlineServerCost(self._cost_of(bucket))
         self._refiners[degree].observe(running, kv_tokens, step_s)

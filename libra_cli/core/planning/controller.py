@@ -40,7 +40,7 @@ WINDOW = STEPS
 
 
 class PlanController:
-    """The plan of a run, and the eyes on it."""
+    """Decides when to plan again, adopts plans, and records what each one was worth."""
 
     def __init__(self, recipe: Recipe, reconciler: Reconciler, plan: Plan) -> None:
         self._recipe = recipe

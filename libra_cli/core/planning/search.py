@@ -53,7 +53,7 @@ class Layout:
 
     @property
     def rollout_gpus(self) -> int:
-        """That serve."""
+        """GPUs of all rollout servers."""
         return sum(bucket.gpus for bucket in self.buckets)
 
     @property
@@ -127,17 +127,17 @@ class Proposal:
 
     @property
     def rollout_s(self) -> Seconds:
-        """Of a step, predicted."""
+        """Predicted seconds of rollout a step."""
         return self.times.rollout_s
 
     @property
     def train_s(self) -> Seconds:
-        """Of a step, predicted."""
+        """Predicted seconds of training a step."""
         return self.times.train_s
 
     @property
     def step_s(self) -> Seconds:
-        """Of a step, predicted."""
+        """Predicted seconds a step."""
         return self.times.step_s
 
 

@@ -38,7 +38,7 @@ class Moves:
 
     @property
     def gpus(self) -> int:
-        """That do nothing for a while."""
+        """GPUs that are idle during the moves, at most."""
         stopped = sum(degree * number for degree, number in self.stopped.items())
         started = sum(degree * number for degree, number in self.started.items())
         return max(stopped, started, self.to_training, self.to_rollout)

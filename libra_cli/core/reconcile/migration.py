@@ -36,7 +36,7 @@ class MigrationPhase(StrEnum):
     JOIN = "join"
 
 
-class Edge(NamedTuple):
+class PhaseRule(NamedTuple):
     """How a phase ends: well by ``cause``, within ``deadline_s``, else ``otherwise``."""
 
     cause: str
@@ -46,34 +46,34 @@ class Edge(NamedTuple):
 
 P = MigrationPhase
 
-LIFECYCLE: dict[MigrationPhase, Edge] = {
-    P.DRAIN: Edge(
+LIFECYCLE: dict[MigrationPhase, PhaseRule] = {
+    P.DRAIN: PhaseRule(
         "the last turn or share of the old process has ended",
         150.0,
         "turns are aborted and go on elsewhere from their tokens; the trainer computes the share",
     ),
-    P.STOP: Edge(
+    P.STOP: PhaseRule(
         "no process of the old one is left on the node",
         600.0,
         "the move fails; nothing starts on the slot before its host has said that all is gone",
     ),
-    P.START: Edge(
+    P.START: PhaseRule(
         "the new process is healthy",
         1800.0,
         "the new process is stopped; the slot is given back",
     ),
-    P.SYNC: Edge(
+    P.SYNC: PhaseRule(
         "it has loaded the newest version",
         600.0,
         "the new process is stopped; the slot is given back",
     ),
     # Told after the fact, by the reply that ends ``sync`` too, whose deadline counts for both.
-    P.VERIFY: Edge(
+    P.VERIFY: PhaseRule(
         "it agrees with the trainer on the probe",
         600.0,
         "the new process is stopped; the slot is given back",
     ),
-    P.JOIN: Edge(
+    P.JOIN: PhaseRule(
         "it has its first request or its first share has been used",
         60.0,
         "the move is done all the same: there is no work for it now",

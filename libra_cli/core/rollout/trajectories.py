@@ -57,6 +57,7 @@ from libra_cli.core.events import (
 from libra_cli.core.notices import RequestBroke, RequestEnded, RequestSent, Result
 from libra_cli.core.records import NoteRecord
 from libra_cli.core.rollout.active import ActiveTrajectory, Limits, Stage
+from libra_cli.core.rollout.fatal_prompts import FatalPromptDetector
 from libra_cli.core.rollout.groups import Group, GroupLedger
 from libra_cli.core.rollout.rows import (
     dropped_record,
@@ -65,7 +66,6 @@ from libra_cli.core.rollout.rows import (
     trajectory_record,
     turn_record,
 )
-from libra_cli.core.rollout.suspects import Suspects
 from libra_cli.core.rollout.teaching import TeacherQueue, take_logprobs, taught_branches
 from libra_cli.core.rollout.turns import (
     ABORTED,
@@ -146,7 +146,7 @@ class Trajectories:
         self.active: dict[TrajectoryId, ActiveTrajectory] = {}
         self._parked: dict[SlotId, dict[int, TurnGenerated]] = {}
         self._requests = 0
-        self._suspects = Suspects()
+        self._fatal_prompts = FatalPromptDetector()
         #: Those of them that wait until they may be queued.
         self._held: set[TrajectoryId] = set()
         #: Tokens of all trajectories in play; and of one, at a random moment.
@@ -254,7 +254,7 @@ class Trajectories:
     def _wait(self, active: ActiveTrajectory, now: Seconds) -> None:
         active.enter(Stage.WAITING)
         active.queued_at = now
-        if self._suspects and self._suspects.is_suspect(active.trajectory.id):
+        if self._fatal_prompts and self._fatal_prompts.is_suspect(active.trajectory.id):
             self._held.add(active.trajectory.id)
         else:
             self._submit(active, now)
@@ -420,7 +420,7 @@ class Trajectories:
     def _forget(self, trajectory: Trajectory) -> None:
         active = self.active.pop(trajectory.id)
         self._held.discard(trajectory.id)
-        self._suspects.cleared(trajectory.id)
+        self._fatal_prompts.cleared(trajectory.id)
         if self.teacher is not None:
             self.teacher.forget(trajectory.id)
         if active.stage is not Stage.TAUGHT:
@@ -516,8 +516,8 @@ class Trajectories:
         if is_evaluation(event.trajectory.group):
             self._evaluations.went_on_at = now
         active.broke_at.clear()
-        if self._suspects:
-            self._suspects.cleared(active.trajectory.id)
+        if self._fatal_prompts:
+            self._fatal_prompts.cleared(active.trajectory.id)
         append_turn(active.trajectory, event)
         self._context_tokens += len(event.token_ids)
         active.turn_key = event.cache_key
@@ -579,7 +579,7 @@ class Trajectories:
         group = event.trajectory.group
         broke = RequestBroke(event.slot, event.reason, group)
         alone = self._servers.replicas[event.slot].broken <= {group}
-        breaks = self._suspects.broke(event.trajectory) if alone else 0
+        breaks = self._fatal_prompts.broke(event.trajectory) if alone else 0
         if breaks < MAX_BREAKS:
             return [*self._again(active, now), broke]
         why = f"broke off {breaks} times where all others were answered: {event.reason}"
@@ -618,19 +618,19 @@ class Trajectories:
             for who, active in self.active.items()
             if slot in active.broke_at or (active.stage is Stage.GENERATING and active.slot == slot)
         ]
-        return self._suspects.died(inside)
+        return self._fatal_prompts.died(inside)
 
     def _convict(self, who: TrajectoryId, now: Seconds) -> list[Result]:
         active = self.active.get(who)
         if active is None:
             return []  # its group is gone already
-        deaths = self._suspects.deaths_of(who)
+        deaths = self._fatal_prompts.deaths_of(who)
         why = f"was in {deaths} servers when they died, in the last without other suspects"
         return self._drop(active, why, now)
 
     def _release(self, now: Seconds) -> None:
         """Queue as many suspects as may be inside servers together: the worst first."""
-        suspects = self._suspects
+        suspects = self._fatal_prompts
         out = [who for who in self.active if suspects.is_suspect(who) and who not in self._held]
         for who in sorted(self._held, key=lambda who: (-suspects.deaths_of(who), who)):
             if not suspects.has_room(who, out):

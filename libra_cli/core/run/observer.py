@@ -40,7 +40,7 @@ from libra_cli.core.records import (
 )
 from libra_cli.core.rollout.staleness import rule_of
 from libra_cli.core.types import Seconds, SlotId, Tokens, is_evaluation
-from libra_cli.core.workload import BatchExtras, TrajectoryLimits, TrajectorySample, Workload
+from libra_cli.core.workload import BatchOverhead, TrajectoryLimits, TrajectorySample, Workload
 
 LEAST_SAMPLES = 256
 """Newest finished trajectories that stand for the work to come, where two steps have fewer."""
@@ -58,7 +58,7 @@ Member: TypeAlias = tuple[int, int, int]
 
 
 def workload_of(
-    recipe: Recipe, samples: tuple[TrajectorySample, ...], extras: BatchExtras | None = None
+    recipe: Recipe, samples: tuple[TrajectorySample, ...], extras: BatchOverhead | None = None
 ) -> Workload:
     """The work of a recipe's step, if it is like these trajectories; extras where none were seen
     are those that the recipe asks for."""
@@ -80,10 +80,10 @@ def limits_of(recipe: Recipe) -> TrajectoryLimits:
     return TrajectoryLimits(recipe.model.max_len, rollout.max_turns, rollout.max_turn_tokens)
 
 
-def extras_of(recipe: Recipe) -> BatchExtras:
+def extras_of(recipe: Recipe) -> BatchOverhead:
     """At most, of what the recipe says; which groups will have no signal nobody knows."""
     replayed = recipe.replay.groups / recipe.training.groups_per_step if recipe.replay else 0.0
-    return BatchExtras(
+    return BatchOverhead(
         surplus=recipe.rollout.oversample / recipe.group_size,
         replayed=replayed,
     )
@@ -363,7 +363,7 @@ class _Extras:
         #: Of each step: tokens of its batch, filtered, surplus and replayed ones.
         self._tokens: deque[tuple[float, ...]] = deque(maxlen=RECENT)
 
-    def step(self, row: StepRecord) -> BatchExtras:
+    def step(self, row: StepRecord) -> BatchOverhead:
         """Those of a step that is done."""
         names = ("filtered_tokens", "surplus_tokens", "replayed_tokens")
         found = (float(row.generated_tokens), *(row.batch.get(name) or 0.0 for name in names))
@@ -371,14 +371,14 @@ class _Extras:
         return _extras(found)
 
     @property
-    def mean(self) -> BatchExtras | None:
+    def mean(self) -> BatchOverhead | None:
         """By their tokens; None before the first step."""
         return _extras(tuple(map(sum, zip(*self._tokens, strict=True)))) if self._tokens else None
 
 
-def _extras(tokens: tuple[float, ...]) -> BatchExtras:
+def _extras(tokens: tuple[float, ...]) -> BatchOverhead:
     batch, *others = tokens
-    return BatchExtras(*(other / max(1.0, batch) for other in others))
+    return BatchOverhead(*(other / max(1.0, batch) for other in others))
 
 
 @dataclass(slots=True)

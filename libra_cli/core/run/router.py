@@ -54,10 +54,10 @@ class NoticeRouter:
         for result in results:
             if not isinstance(result, n.NoticeBase):
                 actions.append(result)
-            elif more := self._heed(result, now):
+            elif more := self._deliver(result, now):
                 self.route(more, actions, now)
 
-    def _heed(self, notice: n.Notice, now: Seconds) -> Iterable[n.Result]:
+    def _deliver(self, notice: n.Notice, now: Seconds) -> Iterable[n.Result]:
         """What another part does about it."""
         match notice:
             case n.RequestSent(slot):
@@ -76,7 +76,7 @@ class NoticeRouter:
             case n.ResizeRefused(why):
                 return self.reconciler.resize_refused(why)
             case n.ReplicaChanged() | n.RoutingChanged() | n.ServerLost() | n.PlanMended():
-                self._put_down(notice)
+                self._defer(notice)
             case _:
                 assert_never(notice)
         return ()
@@ -96,7 +96,7 @@ class NoticeRouter:
             case _:
                 assert_never(notice)
 
-    def _put_down(
+    def _defer(
         self, notice: n.ReplicaChanged | n.RoutingChanged | n.ServerLost | n.PlanMended
     ) -> None:
         """It is seen to when the machine settles."""

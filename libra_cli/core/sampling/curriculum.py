@@ -27,7 +27,7 @@ class Curriculum:
     low: float
     high: float
     revisit: int
-    """A task outside of these bounds is played in every so manieth round."""
+    """A task outside of these bounds is played once in this many rounds."""
     visits: int = 0
     """Tasks that were looked at, over all rounds."""
     success: dict[int, float] = field(default_factory=dict)

@@ -34,7 +34,7 @@ KEPT = ("checkpoints", "agent.lock")
 
 
 @dataclass(frozen=True, slots=True)
-class OldThing:
+class StaleArtifact:
     """Something that may be removed, and by which rule."""
 
     path: str
@@ -46,7 +46,7 @@ class OldThing:
 
 def old_things(
     work: Path, *, days: float = DAYS, run: str = "", everything: bool = False
-) -> list[OldThing]:
+) -> list[StaleArtifact]:
     """What the rules remove in a work directory; only of one ``run``, if it is named."""
     before = time.time() - days * DAY_S
     found = [] if run else [*_old_code(work / "code", before)]
@@ -58,12 +58,12 @@ def old_things(
     return found
 
 
-def remove_old_code(work: Path) -> list[OldThing]:
+def remove_old_code(work: Path) -> list[StaleArtifact]:
     """Remove code that nobody has used for ``DAYS``: the bound that every run keeps."""
     return remove([*_old_code(work / "code", time.time() - DAYS * DAY_S)])
 
 
-def remove(things: list[OldThing]) -> list[OldThing]:
+def remove(things: list[StaleArtifact]) -> list[StaleArtifact]:
     """Remove these; returns those that are gone.
 
     Terabytes take a while, in which a run may have been resumed and code been used again: that is
@@ -80,13 +80,13 @@ def remove(things: list[OldThing]) -> list[OldThing]:
     return gone
 
 
-def _is_wanted(thing: OldThing) -> bool:
+def _is_wanted(thing: StaleArtifact) -> bool:
     if thing.run:
         return not is_dead(Path(thing.run))
     return os.path.realpath(thing.path) in _code_in_use()
 
 
-def _old_run(directory: Path, before: float, *, everything: bool) -> Iterator[OldThing]:
+def _old_run(directory: Path, before: float, *, everything: bool) -> Iterator[StaleArtifact]:
     if _newest(directory) > before:
         return
     kept = [one for one in directory.glob("*/checkpoints/*") if CHECKPOINT.fullmatch(one.name)]
@@ -105,7 +105,7 @@ def _old_run(directory: Path, before: float, *, everything: bool) -> Iterator[Ol
             yield _thing(node, "of a dead run")
 
 
-def _old_code(code: Path, before: float) -> Iterator[OldThing]:
+def _old_code(code: Path, before: float) -> Iterator[StaleArtifact]:
     used = _code_in_use()
     for one in sorted(code.glob("*")):
         if not _is_ours(one) or os.path.realpath(one) in used:
@@ -143,6 +143,6 @@ def _is_ours(directory: Path) -> bool:
     return not directory.is_symlink() and directory.lstat().st_uid == os.getuid()
 
 
-def _thing(path: Path, why: str) -> OldThing:
+def _thing(path: Path, why: str) -> StaleArtifact:
     sizes = (one.lstat().st_size for one in path.rglob("*")) if path.is_dir() else ()
-    return OldThing(str(path), why, sum(sizes) or path.lstat().st_size)
+    return StaleArtifact(str(path), why, sum(sizes) or path.lstat().st_size)

@@ -12,7 +12,7 @@ from typing import TypedDict
 from libra_cli.core.records import SampleRecord, SlotRecord
 from libra_cli.core.types import Bucket
 from libra_cli.report.status.steps import mean
-from libra_cli.runtime.store.reader import Reader, Way
+from libra_cli.runtime.store.reader import Reader, TurnPlacement
 
 
 class BucketPart(TypedDict):
@@ -48,7 +48,7 @@ def planned(reader: Reader) -> dict[str, Bucket]:
 def buckets(
     shapes: Mapping[str, Bucket],
     slots: Sequence[SlotRecord],
-    ways: Sequence[Way],
+    ways: Sequence[TurnPlacement],
     samples: Sequence[SampleRecord],
 ) -> list[BucketPart]:
     """One entry a bucket, short trajectories first."""
@@ -60,7 +60,7 @@ def _bucket(
     bucket: Bucket,
     shapes: Mapping[str, Bucket],
     slots: Sequence[SlotRecord],
-    ways: Sequence[Way],
+    ways: Sequence[TurnPlacement],
     samples: Sequence[SampleRecord],
 ) -> BucketPart:
     mine = {slot for slot, other in shapes.items() if other == bucket}
@@ -80,11 +80,11 @@ def _bucket(
     }
 
 
-def placement(ways: Sequence[Way]) -> Placement:
+def placement(ways: Sequence[TurnPlacement]) -> Placement:
     """How many turns went on at another server."""
     turns, moved = _turns(w for w in ways if not w.first), _turns(w for w in ways if w.moved_from)
     return {"turns": turns, "moved": moved, "moved_share": moved / turns if turns else None}
 
 
-def _turns(ways: Iterable[Way]) -> int:
+def _turns(ways: Iterable[TurnPlacement]) -> int:
     return sum(way.turns for way in ways)

@@ -54,7 +54,7 @@ class LastingFile(io.RawIOBase):
             self.give_up()
 
     def writable(self) -> bool:
-        """It is."""
+        """Always true: output that cannot be written is dropped."""
         return True
 
     def write(self, buffer: ReadableBuffer, /) -> int:

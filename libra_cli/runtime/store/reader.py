@@ -85,9 +85,11 @@ class Length:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """``turns`` on ``slot`` whose trajectory came from ``moved_from``; empty if it had been there,
-    or had been nowhere (``first``)."""
+class TurnPlacement:
+    """Number of turns on ``slot`` by the slot of the trajectory's turn before.
+
+    ``moved_from`` is empty where that was the same slot, or where it was its ``first`` turn.
+    """
 
     slot: str
     moved_from: str
@@ -360,13 +362,15 @@ class Reader:
         )
         return {str(outcome): count for outcome, count in rows}
 
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[TurnPlacement]:
         """All turns by where they were played and where their trajectory had been before."""
         rows = self._all(
             "SELECT slot, moved_from, turn = 0, count(*) FROM turns GROUP BY 1, 2, 3"
             " ORDER BY 1, 2, 3"
         )
-        return [Way(slot, before, bool(first), turns) for slot, before, first, turns in rows]
+        return [
+            TurnPlacement(slot, before, bool(first), turns) for slot, before, first, turns in rows
+        ]
 
     def in_play(self, since: float, until: float) -> list[tuple[float, float]]:
         """When the trajectories that were in play at any moment of that time began and ended."""

@@ -21,7 +21,7 @@ from libra_cli.bench.report.sheets import regret_sheet
 from libra_cli.bench.results import BEST_STATIC, CLAIRVOYANT, FREE_CLAIRVOYANT, LIBRA_TOLD
 from libra_cli.cli.main import app
 from libra_cli.core.planning.search import Layout
-from libra_cli.core.workload import BatchExtras
+from libra_cli.core.workload import BatchOverhead
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import load_trace
 from tests.sample_bench import row
@@ -61,7 +61,7 @@ def test_oversampled_members_are_played_and_the_first_that_end_are_trained() -> 
 
 
 def test_the_work_of_oversampled_groups_is_theirs() -> None:
-    assert replace(JOB, oversample=2).workload.extras == BatchExtras(surplus=0.5)
+    assert replace(JOB, oversample=2).workload.extras == BatchOverhead(surplus=0.5)
     assert replace(JOB, oversample=2).workload.trajectories == 8
 
 

@@ -11,7 +11,7 @@ from libra_cli.core.planning.controller import record_of_plan
 from libra_cli.core.records import TrajectoryRecord, TurnRecord
 from libra_cli.core.run.observer import RunObserver
 from libra_cli.core.types import Plan
-from libra_cli.core.workload import BatchExtras
+from libra_cli.core.workload import BatchOverhead
 from tests import sample_run, world
 
 TURN = TurnRecord(0, 0, 0, 0, "a/0", 1, 0.0, 0.0, 1.0, 100, 10, "stop", "", "[]")
@@ -89,12 +89,12 @@ def test_what_is_filtered_stopped_and_replayed_is_seen_and_before_that_what_the_
     play(observer, 0, 2.0)
     observer.saw(replace(ENDED, group_id=0))
     assert observer.workload is not None
-    assert observer.workload.extras == BatchExtras(surplus=0.25, replayed=0.25)
+    assert observer.workload.extras == BatchOverhead(surplus=0.25, replayed=0.25)
     observer.saw(record_of_plan(0, Plan((), ("a/0",)), 0.0, "start", None))
     told = [{}, {"filtered_tokens": 100, "surplus_tokens": 20, "replayed_tokens": 40}]
     for step, batch in enumerate(told, 1):
         row = sample_run.step_record(step, step * 10.0, started_at=step * 10.0 - 4)
         row = replace(row, generated_tokens=100, context_tokens=1000, batch_json=json.dumps(batch))
         observer.saw(row)
-    assert observer.workload.extras == BatchExtras(filtered=0.5, surplus=0.1, replayed=0.2)
+    assert observer.workload.extras == BatchOverhead(filtered=0.5, surplus=0.1, replayed=0.2)
     assert [step.tokens for step in observer.evidence.steps] == [1000, 1400]

@@ -22,7 +22,7 @@ from libra_cli.core.costs.profile import (
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.planning.rollout_table import RolloutTable
 from libra_cli.core.planning.training_table import TrainingTable, together_s
-from libra_cli.core.workload import BatchExtras, TrajectorySample, Workload
+from libra_cli.core.workload import BatchOverhead, TrajectorySample, Workload
 
 FACTS = MemoryModel(
     parameters=8e9, layers=32, hidden=4096, vocabulary=150_000, kv_bytes=131_072, gpu_gib=74.5
@@ -68,8 +68,8 @@ def test_what_is_not_trained_is_played_and_what_is_replayed_is_trained(
     filtered: float, surplus: float, replayed: float, ranks: int
 ) -> None:
     plain = workload(2000, 4000)
-    played = replace(plain, extras=BatchExtras(filtered=filtered, surplus=surplus))
-    again = replace(plain, extras=BatchExtras(replayed=replayed))
+    played = replace(plain, extras=BatchOverhead(filtered=filtered, surplus=surplus))
+    again = replace(plain, extras=BatchOverhead(replayed=replayed))
     assert TRAINING.seconds(ranks, played) == TRAINING.seconds(ranks, plain)
     assert TRAINING.compute_s(1, again) == pytest.approx(
         (1 + replayed) * TRAINING.compute_s(1, plain)
@@ -84,7 +84,7 @@ def test_a_filtered_group_is_played_before_another_and_a_surplus_member_beside_i
     few = workload(2000, 2000, trajectories=4)
     one, two, beside = (
         RolloutTable({1: SERVERS[1]}, replace(few, extras=extras), 8).equal_s(1, 8)
-        for extras in (BatchExtras(), BatchExtras(filtered=1.0), BatchExtras(surplus=1.0))
+        for extras in (BatchOverhead(), BatchOverhead(filtered=1.0), BatchOverhead(surplus=1.0))
     )
     assert two == pytest.approx(2 * one, rel=0.1)
     assert beside == pytest.approx(one, rel=0.1)
@@ -92,7 +92,7 @@ def test_a_filtered_group_is_played_before_another_and_a_surplus_member_beside_i
 
 def test_nothing_is_filtered_less_than_not_at_all() -> None:
     with pytest.raises(ValueError, match="less than not at all"):
-        BatchExtras(filtered=-0.1)
+        BatchOverhead(filtered=-0.1)
 
 
 @given(

@@ -17,7 +17,7 @@ from libra_cli.core.costs.observed import (
     training_cost,
     unchecked_facts,
 )
-from libra_cli.core.costs.online import FadingLine, LearnedCosts, Refiner
+from libra_cli.core.costs.online import ForgettingLeastSquares, LearnedCosts, OnlineServerCost
 from libra_cli.core.costs.server import ServerCost, guessed_cost
 from libra_cli.core.evidence import PlayedTurn, Starts, TrainedStep
 from libra_cli.core.types import Bucket
@@ -35,7 +35,7 @@ def loads(random: Random, number: int) -> list[tuple[int, int]]:
 
 
 def refined(number: int, *, noise: float = 0.0, seed: int = 0) -> ServerCost:
-    random, refiner = Random(seed), Refiner(PRIOR)
+    random, refiner = Random(seed), OnlineServerCost(PRIOR)
     for batch, kv in loads(random, number):
         step_s = TRUE.decode_step_s(batch, kv) * random.lognormvariate(-(noise**2) / 2, noise)
         refiner.observe(batch, kv, step_s)
@@ -43,7 +43,7 @@ def refined(number: int, *, noise: float = 0.0, seed: int = 0) -> ServerCost:
 
 
 def test_before_anything_is_seen_the_prior_holds() -> None:
-    assert Refiner(PRIOR).cost() == PRIOR
+    assert OnlineServerCost(PRIOR).cost() == PRIOR
 
 
 @pytest.mark.parametrize("batch", [1, 16, 64])
@@ -53,7 +53,7 @@ def test_varied_loads_teach_the_true_step_time(batch: int) -> None:
 
 
 def test_a_prior_wrong_by_one_factor_is_mended_by_a_few_readings() -> None:
-    refiner = Refiner(PRIOR)
+    refiner = OnlineServerCost(PRIOR)
     for batch, kv in loads(Random(1), 20):
         refiner.observe(batch, kv, PRIOR.decode_step_s(batch, kv) / 10)
     cost = refiner.cost().linear()
@@ -62,7 +62,7 @@ def test_a_prior_wrong_by_one_factor_is_mended_by_a_few_readings() -> None:
 
 
 def test_a_load_that_never_changes_keeps_the_proportions_of_the_prior() -> None:
-    refiner = Refiner(PRIOR)
+    refiner = OnlineServerCost(PRIOR)
     for _ in range(300):
         refiner.observe(30, 6000, PRIOR.decode_step_s(30, 6000) * 3)
     cost = refiner.cost().linear()
@@ -73,7 +73,7 @@ def test_a_load_that_never_changes_keeps_the_proportions_of_the_prior() -> None:
 
 
 def test_what_has_changed_is_followed() -> None:
-    refiner = Refiner(PRIOR)
+    refiner = OnlineServerCost(PRIOR)
     for factor in (1.0, 4.0):
         for batch, kv in loads(Random(2), 2500):
             refiner.observe(batch, kv, factor * TRUE.decode_step_s(batch, kv))
@@ -82,7 +82,7 @@ def test_what_has_changed_is_followed() -> None:
 
 
 def test_one_hang_does_not_spoil_the_prices() -> None:
-    refiner = Refiner(PRIOR)
+    refiner = OnlineServerCost(PRIOR)
     for batch, kv in loads(Random(3), 300):
         refiner.observe(batch, kv, TRUE.decode_step_s(batch, kv))
     calm = refiner.cost().linear().decode_step_s(32, 6400)
@@ -92,7 +92,7 @@ def test_one_hang_does_not_spoil_the_prices() -> None:
 
 def test_a_reading_weighs_by_the_steps_that_are_in_it() -> None:
     """Half of the time steps of 10 ms, half of it steps of 40 ms: 16 ms a step, not 25."""
-    refiner = Refiner(PRIOR)
+    refiner = OnlineServerCost(PRIOR)
     for step_s in (0.010, 0.040) * 200:
         refiner.observe(20, 4000, step_s)
     assert refiner.cost().linear().decode_step_s(20, 4000) == pytest.approx(0.016, rel=0.03)
@@ -109,7 +109,7 @@ def test_a_reading_weighs_by_the_steps_that_are_in_it() -> None:
     )
 )
 def test_no_reading_makes_a_price_negative_or_endless(readings) -> None:
-    refiner = Refiner(PRIOR)
+    refiner = OnlineServerCost(PRIOR)
     for running, kv, step_s in readings:
         refiner.observe(running, kv, step_s)
     cost = refiner.cost().linear()
@@ -118,7 +118,7 @@ def test_no_reading_makes_a_price_negative_or_endless(readings) -> None:
 
 
 def test_a_price_the_prior_has_at_nothing_stays_nothing() -> None:
-    line = FadingLine((1.0, 0.0))
+    line = ForgettingLeastSquares((1.0, 0.0))
     for amount in range(1, 50):
         line.observe((1.0, float(amount)), 1.0 + amount)
     assert line.prices()[1] == 0.0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.records import GroupRecord, NoteRecord
-from libra_cli.core.rollout.suspects import ALONE
+from libra_cli.core.rollout.fatal_prompts import ALONE
 from libra_cli.core.rollout.trajectories import MAX_BREAKS
 from tests.elastic import scene
 from tests.world import Faults, World, is_one_of, recipe

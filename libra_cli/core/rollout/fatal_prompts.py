@@ -23,7 +23,7 @@ TOGETHER = 8
 server's restarts (``core.cluster.restarts``)."""
 
 
-class Suspects:
+class FatalPromptDetector:
     """The deaths of servers, by the turns that were inside and have not come back."""
 
     def __init__(self) -> None:

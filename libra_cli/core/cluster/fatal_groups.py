@@ -12,7 +12,7 @@ MAX_DEATHS = 2
 happen to any batch."""
 
 
-class Suspicions:
+class FatalGroupDetector:
     """Deaths by group, of those that no step has been done with since."""
 
     def __init__(self) -> None:
