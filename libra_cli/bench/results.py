@@ -168,24 +168,6 @@ class ExperimentResult:
 
 
 @dataclass(frozen=True, slots=True)
-class SpeedRow:
-    """One measured speed. ``wanted`` is a limit from above, or from below if not ``at_most``."""
-
-    what: str
-    number: float
-    unit: str
-    wanted: float | None = None
-    at_most: bool = True
-
-    @property
-    def reached(self) -> bool | None:
-        """Whether it is as wanted; None where nothing is wanted."""
-        if self.wanted is None:
-            return None
-        return self.number <= self.wanted if self.at_most else self.number >= self.wanted
-
-
-@dataclass(frozen=True, slots=True)
 class Difference:
     """One contender minus another, by seed, as shares of the other's mean (-0.1: a tenth less).
 

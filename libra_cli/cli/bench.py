@@ -8,23 +8,18 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 from typer.core import TyperGroup
 
+from libra_cli.cli.reports import Json, ProfileName, only_json, show_report, working, write_json
 from libra_cli.cli.terminal import err, errors_told, out
-from libra_cli.config.errors import LibraError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from libra_cli.bench.config import ExperimentConfig, Progress
-    from libra_cli.bench.report.sheets import Report
     from libra_cli.bench.results import ExperimentResult
 
 bench = typer.Typer(
@@ -37,7 +32,6 @@ Traces = Annotated[
     typer.Option("--trace", help="A file, or a shipped trace by the beginning of its name."),
 ]
 Gpus = Annotated[int, typer.Option(min=1, help="The budget.")]
-ProfileName = Annotated[str, typer.Option("--profile", help="Costs of a GPU and model, or a file.")]
 Policies = Annotated[str, typer.Option(help="Only these, separated by commas.")]
 Planners = Annotated[str, typer.Option(help="Only these, separated by commas.")]
 PolicyName = Annotated[str, typer.Option("--policy", help="Under which planners are compared.")]
@@ -83,7 +77,6 @@ Calibrate = Annotated[
         help="Start its servers and trainer, measure them, write a profile to --out.",
     ),
 ]
-Json = Annotated[Path | None, typer.Option("--json", help="One JSON object; - prints only that.")]
 
 GPUS, PROFILE, SEEDS, POLICY, DRIFT = 48, "a800-qwen3-14b", 3, "libra", "1,4"
 BOUND, RULE, NETWORK, MAX_LEN = 1, "", 200.0, 131_072
@@ -254,76 +247,6 @@ def sensitivities(
 
 
 @bench.command()
-def speed(json_file: Json = None) -> None:
-    """Decisions a second, plan times, turns a second of the simulator."""
-    from dataclasses import asdict
-
-    from libra_cli.bench.report.terminal import speed_view
-    from libra_cli.bench.speed import speed as measure
-
-    with errors_told():
-        with _working() as progress:
-            rows = measure(progress)
-        body = {"speed": [{**asdict(row), "reached": row.reached} for row in rows]}
-        _show(speed_view(rows), body, json_file)
-
-
-@bench.command()
-def fidelity(
-    context: typer.Context,
-    run: Annotated[
-        Path | None,
-        typer.Option("--run", help="A recorded run of a real server: its requests, JSON lines."),
-    ] = None,
-    run_dirs: Annotated[
-        list[Path] | None,
-        typer.Option("--run-dir", help="A finished run of libra's; more than one may be given."),
-    ] = None,
-    meta: Annotated[
-        Path | None, typer.Option("--meta", help="Its meta.json, if it is not beside it.")
-    ] = None,
-    profile: ProfileName = PROFILE,
-    layers: Annotated[
-        Path | None,
-        typer.Option("--layers", help="Per-layer measurements of that GPU, instead of a profile."),
-    ] = None,
-    gpu: Annotated[
-        str, typer.Option("--gpu", help="Its name there; else the run's file name says it.")
-    ] = "",
-    interconnect: Annotated[
-        str,
-        typer.Option(
-            help="Between the GPUs of a server, with --layers: pcie, pcie-peer (ACS, IOMMU off) "
-            "or nvlink."
-        ),
-    ] = "pcie",
-    json_file: Json = None,
-) -> None:
-    """The simulator beside what was recorded: a server's requests, or whole runs of libra's."""
-    from libra_cli.bench.fidelity import run as runs
-    from libra_cli.bench.fidelity import server
-    from libra_cli.bench.report import sheets
-    from libra_cli.sim.profiles import load_profile
-
-    if (run is None) == (not run_dirs):
-        raise typer.BadParameter("give either --run or --run-dir")
-    if run_dirs and "profile" not in _given(context):
-        raise typer.BadParameter("--run-dir needs --profile, of the hosts the run was on")
-    with errors_told():
-        with _working() as progress:
-            if run is not None:
-                compared = server.compare_server(
-                    run, meta, profile=profile, layers=layers, gpu=gpu, interconnect=interconnect
-                )
-                report = sheets.server_report(compared)
-            else:
-                prices = load_profile(profile)
-                found = runs.compare_runs(run_dirs or [], prices, progress=progress)
-                report = sheets.runs_report(found, prices)
-        _show_report(report, json_file)
-
-
-@bench.command()
 def staleness(
     trace: Traces = None,
     gpus: Gpus = GPUS,
@@ -344,7 +267,7 @@ def staleness(
 
     with errors_told():
         _warn_of_traces(trace or ())
-        with _working() as progress:
+        with working() as progress:
             rows = compare(
                 trace or (DEFAULT_TRACE,),
                 rules,
@@ -356,55 +279,7 @@ def staleness(
                 drift=drift,
                 progress=progress,
             )
-        _show_report(staleness_report(rows), json_file)
-
-
-@bench.command()
-def publication(profile: ProfileName = PROFILE, json_file: Json = None) -> None:
-    """With which constants the cost model says what was published."""
-    from libra_cli.bench.fidelity.publication import publication as compare
-    from libra_cli.bench.report.sheets import publication_report
-    from libra_cli.sim.profiles import load_profile
-
-    with errors_told():
-        with _working():
-            found = compare(load_profile(profile))
-        _show_report(publication_report(found), json_file)
-
-
-@bench.command()
-def peers(
-    recipe: Annotated[Path, typer.Argument(help="One that plays pointer-chase here.")],
-    latencies: Annotated[
-        str, typer.Option(help="Seconds that a tool call takes, separated by commas.")
-    ] = "0",
-    steps: Annotated[int, typer.Option(min=5, help="Optimizer steps of a run.")] = 40,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each.")] = 1,
-    first_seed: Annotated[int, typer.Option(min=0, help="The seed of the first run.")] = 0,
-    contenders: Annotated[str, typer.Option(help="Who runs, separated by commas.")] = "libra,trl",
-    json_file: Json = None,
-) -> None:
-    """libra and TRL's GRPOTrainer for real, one after the other: leave the machine to them."""
-    from libra_cli.bench.peers import peers as compare
-    from libra_cli.bench.report.sheets import peers_report
-
-    with errors_told():
-        try:
-            waits = [float(text) for text in latencies.split(",")]
-        except ValueError as error:
-            raise LibraError(
-                f"--latencies: {latencies!r} is no list of seconds", hint="--latencies 0,0.02"
-            ) from error
-        with _working() as progress:
-            found = compare(
-                recipe,
-                latencies=waits,
-                seeds=range(first_seed, first_seed + seeds),
-                steps=steps,
-                contenders=contenders.split(","),
-                progress=progress,
-            )
-        _show_report(peers_report(found), json_file)
+        show_report(staleness_report(rows), json_file)
 
 
 _DRAWN = {
@@ -425,7 +300,7 @@ def _tournament(context: typer.Context, number: int, first: int) -> None:
     params = context.params
     with errors_told():
         traces = traces_of(params["trace"] or ())
-        with _working() as progress:
+        with working() as progress:
             bouts = tournament(
                 traces,
                 number,
@@ -434,7 +309,7 @@ def _tournament(context: typer.Context, number: int, first: int) -> None:
                 network=params["network"],
                 policy=params["policy"],
             )
-        _show_report(tournament_report(bouts), params["json_file"])
+        show_report(tournament_report(bouts), params["json_file"])
 
 
 def _calibrate(
@@ -446,11 +321,11 @@ def _calibrate(
     if foreign:
         raise typer.BadParameter("--calibrate goes with --out and --json only")
     with errors_told():
-        with _working() as progress:
+        with working() as progress:
             # It takes minutes: where no line can be drawn over, lines are written.
             note = progress if err.is_terminal else err.print
             found, path = calibrate(recipe, profile, progress=note)
-        _show_report(calibration_report(found, path), json_file)
+        show_report(calibration_report(found, path), json_file)
 
 
 # -- running and printing --------------------------------------------------------------------------
@@ -465,17 +340,17 @@ def _run(
     from libra_cli.bench.results import to_json
 
     began, json_file = time.monotonic(), params["json_file"]
-    quiet = _only_json(json_file)
+    quiet = only_json(json_file)
     with errors_told():
         config = ExperimentConfig.parse(**_arguments(params))
         _warn(config.warnings)
-        with _working() as progress:
+        with working() as progress:
             results = [experiment(config, progress) for experiment in experiments]
         # First what took long to find out, then the report, which could fail.
-        _write_json(json_file, to_json(results))
+        write_json(json_file, to_json(results))
         if not quiet:
             _print(results)
-        with _working() as progress:
+        with working() as progress:
             progress("drawing the report")
             command = f"libra {shlex.join(sys.argv[1:])}"
             report = files.write_report(params["out_dir"], results, config, command)
@@ -525,43 +400,6 @@ def _print(results: Sequence[ExperimentResult]) -> None:
         if result.notes:
             out.print(notes_view(result.notes))
             out.print()
-
-
-def _show_report(report: Report, json_file: Path | None) -> None:
-    from libra_cli.bench.report.terminal import sheets_view
-
-    _show(sheets_view(report.sheets), report.body, json_file)
-
-
-def _show(view: RenderableType, body: dict[str, Any], json_file: Path | None) -> None:
-    from libra_cli.bench.results import FORMAT
-
-    _write_json(json_file, {"format": FORMAT, **body})
-    if not _only_json(json_file):
-        out.print(view)
-
-
-@contextmanager
-def _working() -> Iterator[Progress]:
-    """A line on the terminal that says what is going on, gone at the end."""
-    with err.status("reading") as status:
-        yield lambda text: status.update(escape(text))
-
-
-def _write_json(path: Path | None, body: dict[str, Any]) -> None:
-    from libra_cli.bench.report import files
-
-    if path is None:
-        return
-    text = files.json_text(body)
-    if _only_json(path):
-        typer.echo(text, nl=False)
-    else:
-        files.write(path, text)
-
-
-def _only_json(path: Path | None) -> bool:
-    return path is not None and str(path) == "-"
 
 
 # -- options before the experiment's name ----------------------------------------------------------

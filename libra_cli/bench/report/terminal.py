@@ -17,13 +17,7 @@ from rich.text import Text
 from libra_cli.report.terminal.plots import Portable
 
 if TYPE_CHECKING:
-    from libra_cli.bench.results import (
-        Comparison,
-        ComparisonSummary,
-        Difference,
-        Interval,
-        SpeedRow,
-    )
+    from libra_cli.bench.results import Comparison, ComparisonSummary, Difference, Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +56,6 @@ def notes_view(notes: Sequence[str]) -> RenderableType:
 def sheets_view(sheets: Sequence[Sheet]) -> RenderableType:
     """Title, table and notes of each."""
     return Portable(Group(*(part for sheet in sheets for part in _sheet(sheet))))
-
-
-def speed_view(rows: Sequence[SpeedRow]) -> RenderableType:
-    """Measured speeds beside the wanted ones."""
-    table = _bare()
-    table.add_column("what", overflow="fold")
-    for name in ("measured", "wanted"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for row in rows:
-        wanted, mark = "", Text("")
-        if row.wanted is not None:
-            wanted = f"{'≤' if row.at_most else '≥'} {amount(row.wanted)} {row.unit}"
-            mark = Text("✓", style="green") if row.reached else Text("✗", style="bold red")
-        table.add_row(row.what, f"{amount(row.number)} {row.unit}", wanted, mark)
-    return Portable(Padding(table, (0, 0, 0, 1)))
 
 
 # -- words, shared with the report -----------------------------------------------------------------

@@ -19,8 +19,8 @@ arXiv 2311.18677).
 Guarantee: every price is non-negative, and grows with every argument. Limit: straight lines through
 measurements that have steps in them: for dense models 1 to 4 % off the kernel data on average, 14 %
 at worst; for mixtures of experts, which read more weights the larger the batch, no law at all (24
-to 29 % off on average). That a prompt chunk slows the attention of the sequences decoding beside it
-is not in here either: ``sim.layer_times`` has both.
+to 29 % off on average). Nor is in here that a prompt chunk slows the attention of the
+sequences decoding beside it.
 """
 
 from __future__ import annotations

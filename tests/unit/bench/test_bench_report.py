@@ -15,12 +15,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import libra_cli
-from libra_cli.bench import experiments, speed
+from libra_cli.bench import experiments
 from libra_cli.bench.config import parse_names
 from libra_cli.bench.contenders import POLICIES
 from libra_cli.bench.report.html import bench_page
-from libra_cli.bench.report.terminal import amount, change, comparison_view, speed_view
-from libra_cli.bench.results import SpeedRow, compare
+from libra_cli.bench.report.terminal import amount, change, comparison_view
+from libra_cli.bench.results import compare
 from libra_cli.cli.main import app
 from libra_cli.sim.traces import load_trace, shipped_traces
 from tests.sample_bench import MAKESPANS, PLANNERS, Runs, result, rows, timeline
@@ -99,12 +99,6 @@ def test_the_verdict_says_when_libra_is_no_better() -> None:
 
 def test_a_baseline_has_no_difference_to_itself() -> None:
     assert change(None) == "–"
-
-
-def test_speeds_are_shown_beside_the_wanted_ones() -> None:
-    text = shown(speed_view([SpeedRow("plan", 0.2, "s", 0.1), SpeedRow("run", 3.0, "s")]))
-    assert "≤ 0.1 s ✗" in text
-    assert "✓" not in text
 
 
 # -- the page --------------------------------------------------------------------------------------
@@ -250,13 +244,6 @@ def test_json_to_standard_output_is_nothing_but_json(runs: Runs) -> None:
     assert json.loads(done.stdout)["format"] == 2
 
 
-def test_speed_has_a_table_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Invented speeds: measuring real ones takes most of a minute."""
-    monkeypatch.setattr(speed, "speed", lambda progress: [SpeedRow("a plan", 0.05, "s", 0.1)])
-    assert "a plan" in libra("speed").output
-    assert json.loads(libra("speed", "--json", "-").stdout)["speed"][0]["reached"] is True
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -297,75 +284,6 @@ def test_what_a_trace_lacks_and_too_few_seeds_are_told_in_a_line_each(runs: Runs
     assert done.exit_code == 0
     assert "has no tool outcomes, no rewards, no siblings" in done.stderr
     assert "one seed gives no intervals" in done.stderr
-
-
-# -- checks ----------------------------------------------------------------------------------------
-
-
-def recorded(directory: Path, *, model: str = "Qwen/Qwen3-14B", tensor_parallel: int = 1) -> Path:
-    """Ten requests that a server worked off one after the other."""
-    engine = {"tensor_parallel_size": tensor_parallel, "max_num_seqs": 8}
-    about = {"model": model, "engine_kwargs": {**engine, "max_num_batched_tokens": 2048}}
-    (directory / "some_meta.json").write_text(json.dumps(about))
-    lines = [
-        {
-            "input_toks": 100,
-            "output_toks": 50,
-            "queued_ts": at,
-            "scheduled_ts": at,
-            "first_token_ts": at + 0.05,
-            "last_token_ts": at + 1.0 + at / 100,
-        }
-        for at in map(float, range(10))
-    ]
-    path = directory / "some_requests.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def test_a_recorded_run_is_compared_with_a_profile(tmp_path: Path) -> None:
-    run = str(recorded(tmp_path))
-    done = libra("fidelity", "--run", run)
-    assert done.exit_code == 0, done.output
-    assert "10 requests" in done.output
-    assert "mean latency" in done.output
-    told = json.loads(libra("fidelity", "--run", run, "--json", "-").stdout)
-    assert told["fidelity"]["requests"] == 10
-
-
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
-        ({"model": "meta-llama/Llama-3.1-8B"}, "is of Qwen3-14B, and the run of Llama-3.1-8B"),
-        ({"tensor_parallel": 64}, "has no server of 64 GPUs"),
-    ],
-)
-def test_a_profile_that_is_not_of_the_run_is_refused(
-    tmp_path: Path, made: dict[str, Any], words: str
-) -> None:
-    done = libra("fidelity", "--run", str(recorded(tmp_path, **made)))
-    assert done.exit_code == 2
-    assert words in done.output
-    assert "next:" in done.output
-
-
-def test_a_run_without_its_description_asks_for_it(tmp_path: Path) -> None:
-    run = recorded(tmp_path)
-    run.with_name("some_meta.json").unlink()
-    assert "--meta" in libra("fidelity", "--run", str(run)).output
-    assert "no such file" in libra("fidelity", "--run", str(tmp_path / "none.jsonl")).output
-
-
-def test_the_publication_is_beside_what_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    from libra_cli.bench.fidelity import publication
-
-    monkeypatch.setattr(publication, "STEPS_S", (0.0, 0.004))
-    monkeypatch.setattr(publication, "SEQUENCES_S", (0.0,))
-    monkeypatch.setattr(publication, "SEATS", (32,))
-    text = libra("publication").output
-    for words in ("published", "3.10", "2.80", "as shipped", "nearest"):
-        assert words in text
-    assert max(map(len, text.splitlines())) <= 80
 
 
 # -- the shipped traces ----------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from libra_cli.bench.results import (
     ComparisonSummary,
     ExperimentResult,
     ResultRow,
-    SpeedRow,
     compare,
     interval,
     to_json,
@@ -209,9 +208,3 @@ def test_a_contender_that_did_nothing_breaks_nothing() -> None:
     nothing = replace(row("least-loaded"), makespan_s=0.0, throughput_tok_s=0.0)
     rows: list[ResultRow] = [nothing, row("libra")]
     assert [s.baseline for s in summarise(rows)] == [None, None]
-
-
-def test_a_speed_is_judged_from_the_right_side() -> None:
-    assert SpeedRow("plan", 0.09, "s", 0.1).reached
-    assert SpeedRow("decisions", 9.0, "/s", 10.0, at_most=False).reached is False
-    assert SpeedRow("told", 9.0, "/s").reached is None

@@ -5,14 +5,6 @@ from random import Random
 
 import pytest
 
-from libra_cli.bench.fidelity.run import (
-    Recorded,
-    _groups,
-    compared,
-    episodes,
-    replayed,
-)
-from libra_cli.bench.fidelity.server import RunError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.profile import (
     Contention,
@@ -25,6 +17,14 @@ from libra_cli.core.costs.profile import (
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.types import ToolOutcome, TrajectoryId
 from libra_cli.sim.traces import RecordedEpisode, Turn
+from tests.research.fidelity.run import (
+    Recorded,
+    _groups,
+    compared,
+    episodes,
+    replayed,
+)
+from tests.research.fidelity.server import RunError
 
 PROFILE = Profile(
     name="cpu-tiny",

@@ -1,6 +1,6 @@
 """Tokens a second of a training step, beside TRL's GRPOTrainer, on the same batch and model.
 
-    python -m tests.training_speed --layers 8 --width 512 --trajectories 48 --rounds 3
+    python -m tests.research.training_speed --layers 8 --width 512 --trajectories 48 --rounds 3
 
 The batch is random: lengths are heavy-tailed (log-normal, cut at ``--longest``), a tenth is prompt
 and a twentieth tools' returns, so 85 % are generated. Both take forward, backward, clipping and

@@ -1,6 +1,6 @@
 """How fast a version of random weights reaches hosts with links of their own.
 
-    python -m tests.sync --bytes 1e9 --hosts 1 2 3 --rates 0 1 10      Gb/s, 0: as it comes
+    python -m tests.research.sync --bytes 1e9 --hosts 1 2 3 --rates 0 1 10      Gb/s, 0: as it comes
 
 prints a line for every number of hosts and rate: megabytes a second of the host that was done
 first, and of all of them together, by libra and by plain sockets from the host that publishes,
@@ -123,7 +123,13 @@ class _Role:
 
 @contextmanager
 def _role(host: SshHost, root: Path, told: str) -> Iterator[_Role]:
-    argv = [sys.executable, "-c", "from tests.sync import host; host()", str(root), host.address]
+    argv = [
+        sys.executable,
+        "-c",
+        "from tests.research.sync import host; host()",
+        str(root),
+        host.address,
+    ]
     with subprocess.Popen(
         ["ip", "netns", "exec", host.namespace, *argv],
         stdin=subprocess.PIPE,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from libra_cli.bench.fidelity import publication
-from libra_cli.bench.fidelity.publication import (
+from libra_cli.sim.profiles import load_profile
+from tests.research import published_ratios
+from tests.research.published_ratios import (
     Constants,
     publication_row,
     publication_table,
     shipped_row,
     training_growth,
 )
-from libra_cli.sim.profiles import load_profile
 
 PROFILE = load_profile("a800-qwen3-14b")
 
@@ -53,7 +53,7 @@ def test_training_grows_with_its_tokens_unless_a_step_is_mostly_fixed() -> None:
 
 def test_the_table_is_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, values in (("STEPS_S", (0.0, 0.004)), ("SEQUENCES_S", (0.0,)), ("SEATS", (16, 64))):
-        monkeypatch.setattr(publication, name, values)  # the whole grid takes half a minute
+        monkeypatch.setattr(published_ratios, name, values)  # the whole grid takes half a minute
     errors = [row.error for row in publication_table(PROFILE)]
-    assert len(errors) == 2 * 1 * 2 * len(publication.KV_SHARES)
+    assert len(errors) == 2 * 1 * 2 * len(published_ratios.KV_SHARES)
     assert errors == sorted(errors)

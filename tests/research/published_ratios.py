@@ -1,5 +1,7 @@
 """With which constants the cost model says what was published, and how far the shipped ones are.
 
+    python -m tests.research.published_ratios [--profile NAME] [--json FILE]
+
 Published for Libra (arXiv 2606.03077) on 8 A800, with Qwen3-14B and 512 trajectories a batch: at 0
 to 2K generated tokens 8 servers of one GPU give 3.1 times the tokens a second of one server of 8,
 at 16 to 32K one of 8 gives 2.8 times those of 8; from 1K to 32K tokens rollout time grows 95 times
@@ -14,13 +16,21 @@ It is a check of the law and not a fit: the shipped constants are not taken from
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import log
 
+import typer
+
+from libra_cli.bench.report.sheets import Report
+from libra_cli.bench.report.terminal import Sheet, amount
+from libra_cli.cli.reports import Json, ProfileName, show_report, working
+from libra_cli.cli.terminal import errors_told
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.planning.rollout_table import DEFAULT_SEATS, PlannedBucket, RolloutTable
 from libra_cli.core.workload import TrajectorySample, Workload
+from libra_cli.sim.profiles import load_profile
 
 GPUS, BATCH, PROMPT = 8, 512, 512
 SHORT, LONG = (0, 2048), (16384, 32768)
@@ -29,6 +39,8 @@ STEPS_S = (0.0, 0.002, 0.004, 0.008, 0.012, 0.02, 0.04)
 SEQUENCES_S = (0.0, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3)
 SEATS = (16, 32, 64, 128, 256)
 KV_SHARES = (1.0, 0.5, 0.33, 0.25, 0.2, 0.15)
+NEAREST = 8
+"""Rows of the sweep that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +102,7 @@ class PublicationResult:
     needed_step_s: float
 
 
-def publication(profile: Profile) -> PublicationResult:
+def published_ratios(profile: Profile) -> PublicationResult:
     """With which constants the cost model says what was published, and what it says as shipped."""
     shipped, rows = shipped_row(profile), publication_table(profile)
     return PublicationResult(profile.name, shipped, rows, *training_growth(profile))
@@ -154,3 +166,57 @@ def _throughputs(profile: Profile, workload: Workload, seats: int) -> tuple[floa
     tokens = workload.mean_generated * workload.trajectories
     one, eight = _seconds(profile, workload, seats)
     return tokens / one, tokens / eight
+
+
+def publication_report(found: PublicationResult) -> Report:
+    """The published ratios beside those of the shipped constants and of the nearest ones."""
+    ratios = (SHORT_RATIO, LONG_RATIO, ROLLOUT_GROWTH)
+    nearest, published = found.rows[:NEAREST], TRAINING_GROWTH
+    table = [
+        ("published", "", "", "", "", *_ratios(*ratios)),
+        _publication_row("as shipped", found.shipped),
+        *(_publication_row("" if at else "nearest", row) for at, row in enumerate(nearest)),
+    ]
+    notes = [
+        "short: tokens/s of 8 servers of one GPU over one of 8, at 0 to 2K tokens",
+        "long: the reverse, at 16K to 32K; growth: rollout time from 1K to 32K",
+        "8 GPUs, a batch of 512 trajectories",
+        f"training grows {found.training_growth:.1f} times from 1K to 32K, published {published}",
+        f"that would take {amount(found.needed_step_s)} s a step, whatever is in it",
+    ]
+    columns = ("", "step\nms", "sequence\nus", "seats", "KV\nshare", "short", "long", "growth")
+    sheet = Sheet(f"the published ratios, {found.profile}", columns, table, notes)
+    body = {
+        "published": dict(zip(("short", "long", "growth"), ratios, strict=True)),
+        "shipped": asdict(found.shipped),
+        "nearest": [asdict(row) for row in nearest],
+        "training_growth": found.training_growth,
+    }
+    return Report((sheet,), body)
+
+
+def _publication_row(title: str, row: PublicationRow) -> Sequence[str]:
+    given = row.constants
+    constants = (
+        f"{given.step_s * 1e3:g}",
+        f"{given.sequence_s * 1e6:g}",
+        str(given.max_num_seqs),
+        f"{given.kv_share:g}",
+    )
+    return title, *constants, *_ratios(row.short_ratio, row.long_ratio, row.growth)
+
+
+def _ratios(short: float, long: float, growth: float) -> Iterable[str]:
+    return f"{short:.2f}", f"{long:.2f}", f"{growth:.0f}"
+
+
+def main(profile: ProfileName = "a800-qwen3-14b", json_file: Json = None) -> None:
+    """With which constants the cost model says what was published."""
+    with errors_told():
+        with working():
+            found = published_ratios(load_profile(profile))
+        show_report(publication_report(found), json_file)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,8 +1,8 @@
 # ruff: noqa: T201
 """What evaluations cost the training beside them.
 
-    python -m tests.evaluation_cost RUN_DIR...     by the figures of one run
-    python -m tests.evaluation_cost --simulated    in the simulator, against runs without
+    python -m tests.research.evaluation_cost RUN_DIR...     by the figures of one run
+    python -m tests.research.evaluation_cost --simulated    in the simulator, against runs without
 
 Of each run it compares the steps during which an evaluation was played for half of their time or
 more with the others: seconds from the end of one step to the end of the next, and trained tokens a

@@ -1,6 +1,6 @@
 """How many turns a second the agents' endpoint takes, and what it adds to each of them.
 
-    python -m tests.proxy --agents 1 64 512 --turns 8
+    python -m tests.research.proxy --agents 1 64 512 --turns 8
 
 Agents run in a process of their own, fetch their tasks as agents elsewhere do, and ask turn after
 turn over Chat Completions, each with its whole conversation and 400 characters of a tool's text
@@ -52,7 +52,7 @@ async def _serve(agents: int, turns: int, think_s: float, directory: Path) -> di
     said = array("i", [*renderer.encode(call_text("ab")), renderer.end_of_turn])
     numbers = ["--agents", str(agents), "--turns", str(turns), "--think-s", str(think_s)]
     client = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.proxy", "--client", str(directory), *numbers),
+        *(sys.executable, "-m", "tests.research.proxy", "--client", str(directory), *numbers),
         stdout=asyncio.subprocess.PIPE,
     )
     try:

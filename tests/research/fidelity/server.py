@@ -24,8 +24,8 @@ from libra_cli.config.errors import LibraError
 from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.types import Seconds, Tokens
 from libra_cli.sim.engine import Engine, EngineRequest, FinishedRequest, StepTimes
-from libra_cli.sim.layer_times import DEFAULT_INTERCONNECT, layer_times
 from libra_cli.sim.profiles import load_profile
+from tests.research.fidelity.layer_times import DEFAULT_INTERCONNECT, layer_times
 
 REQUESTS, META = "requests.jsonl", "meta.json"
 WANTED_ERROR, WANTED_CORRELATION = 0.1, 0.98

@@ -1,8 +1,8 @@
 """How fast environments are played in the controller and in workers, and what the loop notices.
 
-``python -m tests.environment_speed [EPISODES]`` prints a table. An episode is a reset, eight tool
-calls and a score; all are played at once. ``instant`` answers at once, ``computing`` keeps a core
-busy for 20 ms a call. Lag is how late a task that sleeps for a millisecond wakes up.
+``python -m tests.research.environment_speed [EPISODES]`` prints a table. An episode is a reset,
+eight tool calls and a score; all are played at once. ``instant`` answers at once, ``computing``
+keeps a core busy for 20 ms a call. Lag is how late a task that sleeps for a millisecond wakes up.
 """
 
 from __future__ import annotations

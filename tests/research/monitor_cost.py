@@ -1,7 +1,7 @@
 # ruff: noqa: T201
 """What monitors cost the controller: CPU seconds a step, by monitor, beside none.
 
-    python -m tests.monitor_cost [STEPS [MONITOR ...]]
+    python -m tests.research.monitor_cost [STEPS [MONITOR ...]]
 
 Each is told, in a process of its own, the records of a run of 128 trajectories and some 330 turns a
 step, a step every half second, after some steps to warm up. ``loop`` is the CPU of the thread that
@@ -136,7 +136,7 @@ def main() -> None:
             }
             with Collecting() as port:
                 code = (
-                    "from tests.monitor_cost import *;"
+                    "from tests.research.monitor_cost import *;"
                     f"print(measure({choice!r}, {steps}, Path({place!r}) / 'run', {port}))"
                 )
                 command = [sys.executable, "-c", code]

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer with its own tool loop, on the environment ``pointer-chase``.
 
-    python -m libra_cli.node.peers.trl_grpo ORDER
+    python -m tests.research.peers.trl_grpo ORDER
 
 ``ORDER`` is a JSON object: ``model_dir``, ``steps``, ``seed``, ``latency_s``, ``groups``,
 ``group_size``, ``max_turns``, ``max_turn_tokens``, ``max_len`` (tokens of a trajectory, generated

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from libra_cli.bench import peers
-from libra_cli.bench.report.sheets import peers_report
 from libra_cli.config.errors import LibraError
+from tests.research.peers import runs as peers
+from tests.research.peers.report import peers_report
 
 
 def played(rewards: list[float]) -> peers._Played:

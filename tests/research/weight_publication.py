@@ -1,9 +1,10 @@
 """How long a trainer stands still for a version of Qwen3-1.7B: its shapes, random, in bfloat16.
 
-    python -m tests.publication 28 /dev/shm/measured      layers, and where versions are written
+    python -m tests.research.weight_publication 28 /dev/shm/measured
 
-prints the seconds until a trainer may go on: when it casts, writes, hashes and compares by itself
-(as before), and when it copies and leaves the rest to a thread.
+publishes so many layers in that directory, and prints the seconds until a trainer may go on: when
+it casts, writes, hashes and compares by itself (as before), and when it copies and leaves the rest
+to a thread.
 """
 
 from __future__ import annotations

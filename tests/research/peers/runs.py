@@ -5,7 +5,7 @@ one after the other, each in processes of its own with all cores of the machine,
 should. Its batch rule, its scheduler and its own way to serve the policy are a contender's own:
 libra trains behind rollout (``training.max_staleness``), TRL in turns with it.
 
-TRL's half is ``libra_cli.node.peers.trl_grpo``. It needs ``trl``, which the extra ``test`` has.
+TRL's half is ``tests.research.peers.trl_grpo``. It needs ``trl``, which the extra ``test`` has.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def peers(
     if plan.environment_labels != ("pointer-chase",) or plan.model.build is None:
         raise LibraError(
             f"{recipe}: both must play pointer-chase with a model that is built",
-            hint="libra bench peers recipes/quickstart.yaml",
+            hint="python -m tests.research.peers recipes/quickstart.yaml",
         )
     rows = []
     with tempfile.TemporaryDirectory(prefix="libra-peers-") as name:
@@ -202,7 +202,7 @@ def _trl(
         "betas": plan.training.betas,
         "out": str(out),
     }
-    program = [sys.executable, "-m", "libra_cli.node.peers.trl_grpo", json.dumps(order)]
+    program = [sys.executable, "-m", "tests.research.peers.trl_grpo", json.dumps(order)]
     began = _run(program, place)
     lines: Iterable[dict[str, float]] = map(json.loads, out.read_text().splitlines())
     return _Played(began, [(line["at"], line["reward"]) for line in lines])

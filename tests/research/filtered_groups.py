@@ -1,6 +1,6 @@
 """What dynamic sampling costs in virtual time, beside runs without it on the same trajectories.
 
-    python -m tests.filtered_groups --trace tau2 --seeds 3 --mean 0.5 0.9
+    python -m tests.research.filtered_groups --trace tau2 --seeds 3 --mean 0.5 0.9
 
 Lengths and tool times are played as recorded, on GPUs of a shipped profile with the roles that the
 uniform split gives them. Rewards are drawn: each group has a success rate from a beta distribution

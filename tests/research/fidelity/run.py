@@ -27,7 +27,6 @@ from pathlib import Path
 from statistics import fmean
 
 from libra_cli.bench.config import Progress
-from libra_cli.bench.fidelity.server import RunError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import TrainSample
 from libra_cli.core.costs.law import ServerLaw
@@ -44,6 +43,7 @@ from libra_cli.runtime.store.replay import slots_of_plan
 from libra_cli.runtime.store.run_directory import recipe_of
 from libra_cli.sim.traces import RecordedEpisode, Turn
 from libra_cli.sim.world import Recording, SimConfig, World
+from tests.research.fidelity.server import RunError
 
 LEAST_STEPS = 3
 """Steps of a run that say anything about the time of a step."""

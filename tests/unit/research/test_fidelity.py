@@ -12,19 +12,10 @@ from typing import Any
 
 import pytest
 
-from libra_cli.bench.fidelity.server import (
-    RecordedRequest,
-    RunError,
-    compare_server,
-    correlation,
-    fidelity,
-    read_run,
-    replay,
-)
 from libra_cli.core.costs.mixtures import MixtureRefused
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.sim.engine import Engine, EngineRequest
-from libra_cli.sim.layer_times import (
+from tests.research.fidelity.layer_times import (
     GAP_S,
     INTERCONNECTS,
     MODELS,
@@ -35,6 +26,15 @@ from libra_cli.sim.layer_times import (
     ModelShape,
     layer_times,
     read_layers,
+)
+from tests.research.fidelity.server import (
+    RecordedRequest,
+    RunError,
+    compare_server,
+    correlation,
+    fidelity,
+    read_run,
+    replay,
 )
 
 COST = ServerCost(1, 0.02, 5e-5, 1e-7, 1e-4, 4e-9, 100_000, 512)

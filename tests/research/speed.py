@@ -1,18 +1,27 @@
-"""How fast the deciding parts are, by the clock: on one core each, and the simulator on all."""
+"""How fast the deciding parts are, by the clock: on one core each, and the simulator on all.
+
+python -m tests.research.speed [--json FILE]
+"""
 
 from __future__ import annotations
 
 import os
 import resource
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import count, cycle
 from random import Random
+
+import typer
 
 from libra_cli.bench.config import Progress
 from libra_cli.bench.jobs import Job, longest_of, world_of
 from libra_cli.bench.parallel import simulated
-from libra_cli.bench.results import SpeedRow
+from libra_cli.bench.report.sheets import Report
+from libra_cli.bench.report.terminal import Sheet, amount
+from libra_cli.cli.reports import Json, show_report, working
+from libra_cli.cli.terminal import errors_told
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.planning.search import propose
 from libra_cli.core.scheduling.least_cost import LeastExpectedCost
@@ -36,6 +45,24 @@ IN_FLIGHT = 100_000
 SERVERS = 256
 DECISIONS = 20_000
 GROUP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedRow:
+    """One measured speed. ``wanted`` is a limit from above, or from below if not ``at_most``."""
+
+    what: str
+    number: float
+    unit: str
+    wanted: float | None = None
+    at_most: bool = True
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether it is as wanted; None where nothing is wanted."""
+        if self.wanted is None:
+            return None
+        return self.number <= self.wanted if self.at_most else self.number >= self.wanted
 
 
 def speed(progress: Progress) -> list[SpeedRow]:
@@ -169,3 +196,30 @@ def _played(job: Job) -> tuple[int, Seconds]:
 
 def _resident_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def speed_report(rows: Sequence[SpeedRow]) -> Report:
+    """Measured speeds beside the wanted ones."""
+    columns = ("what", "measured", "wanted", "")
+    sheet = Sheet("speed", columns, [_told(row) for row in rows])
+    return Report((sheet,), {"speed": [{**asdict(row), "reached": row.reached} for row in rows]})
+
+
+def _told(row: SpeedRow) -> tuple[str, str, str, str]:
+    measured = f"{amount(row.number)} {row.unit}"
+    if row.wanted is None:
+        return row.what, measured, "", ""
+    wanted = f"{'≤' if row.at_most else '≥'} {amount(row.wanted)} {row.unit}"
+    return row.what, measured, wanted, "✓" if row.reached else "✗"
+
+
+def main(json_file: Json = None) -> None:
+    """Decisions a second, plan times, turns a second of the simulator."""
+    with errors_told():
+        with working() as progress:
+            rows = speed(progress)
+        show_report(speed_report(rows), json_file)
+
+
+if __name__ == "__main__":
+    typer.run(main)

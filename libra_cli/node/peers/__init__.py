@@ -1,1 +1,0 @@
-"""Trainers that others would pick instead, on the same task: what ``libra bench peers`` runs."""
