@@ -87,6 +87,8 @@ def test_commands_play_on_hosts_and_a_host_that_is_lost_costs_its_own(
         rollout={"max_turns": 100},
     )
 
+    failures: list[str] = []
+
     async def four(episodes: AgentEpisodes, cut: Cut, first: int) -> list[float]:
         machines = [FakeMachine(episodes, renderer, 100) for _ in range(4)]
         playing = (
@@ -96,6 +98,8 @@ def test_commands_play_on_hosts_and_a_host_that_is_lost_costs_its_own(
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, AgentFailed):
                 raise result
+            if isinstance(result, AgentFailed):
+                failures.append(str(result))
         return sorted(0.0 if isinstance(r, BaseException) else r.reward or 0.0 for r in results)
 
     async def scene() -> None:
@@ -109,9 +113,9 @@ def test_commands_play_on_hosts_and_a_host_that_is_lost_costs_its_own(
             )
             try:
                 assert await episodes.check(seed=0) > 0
-                assert await four(episodes, Cut(lambda: None), 0) == [1.0, 1.0, 2.0, 2.0]
+                assert await four(episodes, Cut(lambda: None), 0) == [1.0, 1.0, 2.0, 2.0], failures
                 cut = Cut(lambda: net.cut(net.hosts[0]))
-                assert await four(episodes, cut, 4) == [0.0, 0.0, 2.0, 2.0]
+                assert await four(episodes, cut, 4) == [0.0, 0.0, 2.0, 2.0], failures
                 net.heal(net.hosts[0])
             finally:
                 net.heal(net.hosts[0])

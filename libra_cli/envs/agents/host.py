@@ -34,18 +34,18 @@ class AgentHost:
         self._running: dict[int, StoppableJob] = {}
         self._connections: dict[int, asyncio.StreamWriter] = {}
         self._opened = 0
-        self._server: asyncio.Server | None = None
 
     async def serve(self, orders: asyncio.StreamReader) -> None:
         """Do what the controller says until it says no more."""
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        self._url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self._url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         reader = MessageReader()
         try:
             while data := await orders.read(_CHUNK):
                 for say, number, body in reader.feed(data):
                     self._take(say, number, body)
         finally:
+            server.close()
             for running in self._running.values():
                 running.kill()
 
@@ -111,15 +111,25 @@ class AgentHost:
     # -- their requests ---------------------------------------------------------------------------
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._opened = number = self._opened + 1
-        self._connections[number] = writer
+        number = 0
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(_CHUNK):
+                # Not numbered before it speaks: the controller takes a number below one that it
+                # has seen for a connection that is over.
+                number = number or self._numbered(writer)
                 self._tell("data", number, data)
                 await self._output.drain()
+        if not number:
+            writer.close()
+            return
         self._tell("close", number)
         if self._connections.pop(number, None) is not None:
             writer.close()
+
+    def _numbered(self, writer: asyncio.StreamWriter) -> int:
+        self._opened += 1
+        self._connections[self._opened] = writer
+        return self._opened
 
 
 async def _serve() -> None:

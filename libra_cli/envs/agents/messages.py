@@ -8,6 +8,8 @@
     both ways       data     bytes of an HTTP connection by number; the first opens it
                     close    it is over
 
+Connections are numbered in the order of their first bytes.
+
 A connection to the port that the host listens on for its agents is carried over the same stream to
 the controller's endpoint: nothing else has to be open between the two, and all of it ends with the
 stream.
