@@ -10,9 +10,12 @@ gradient worker for a while and comes back.
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import random
+import shutil
+import tempfile
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -156,7 +159,8 @@ def moving() -> tuple[tuple[float, r.Record], ...]:
 
 def write(run_dir: Path, *, seed: int = 1, steps: int = STEPS) -> Path:
     """The run as a closed database under ``run_dir``."""
-    return _written(run_dir, records(seed, steps))
+    shutil.copytree(_written(records(seed, steps)), run_dir, dirs_exist_ok=True)
+    return run_dir
 
 
 def write_whole(run_dir: Path) -> Path:
@@ -171,10 +175,15 @@ def write_whole(run_dir: Path) -> Path:
 
 def write_moving(run_dir: Path) -> Path:
     """The run with moves as a closed database under ``run_dir``."""
-    return _written(run_dir, moving())
+    shutil.copytree(_written(moving()), run_dir, dirs_exist_ok=True)
+    return run_dir
 
 
-def _written(run_dir: Path, life: Iterable[tuple[float, r.Record]]) -> Path:
+@cache
+def _written(life: tuple[tuple[float, r.Record], ...]) -> Path:
+    """A directory with the run. Each process of tests writes it once, since most tests read it."""
+    run_dir = Path(tempfile.mkdtemp(prefix="libra-sample-run-"))
+    atexit.register(shutil.rmtree, run_dir)
     with Journal(run_dir) as journal:
         for at, record in life:
             journal.save(record)
