@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import io
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,8 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-import libra_cli
 from libra_cli.cli.terminal import PrintingConsole
+from tests.package_graph import modules
 
 OBEYED = "\x1b]52;c;aGk=\x07 \x9b31m \u202egnp.exe \x08\x7f"
 
@@ -53,11 +52,10 @@ def test_rich_itself_still_has_its_colours():
 
 
 def test_no_other_console_is_made():
-    folder = Path(libra_cli.__file__).parent
     makers = {
-        str(path.relative_to(folder))
-        for path in folder.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        str(module)
+        for module in modules()
+        for node in ast.walk(module.tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "Console"

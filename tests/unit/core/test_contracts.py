@@ -8,17 +8,18 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from tests.package_graph import modules
+
 ROOT = Path(__file__).parents[3]
-PACKAGE = ROOT / "libra_cli"
 
 
 def project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def imports_of(path: Path) -> set[str]:
+def imports_of(tree: ast.Module) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -28,30 +29,32 @@ def imports_of(path: Path) -> set[str]:
 
 def test_paramiko_is_imported_by_the_ssh_transport_only() -> None:
     importers = {
-        str(path.relative_to(PACKAGE))
-        for path in PACKAGE.rglob("*.py")
-        if "paramiko" in path.read_text(encoding="utf-8")
-        and any(name.split(".")[0] == "paramiko" for name in imports_of(path))
+        str(module)
+        for module in modules()
+        if any(name.split(".")[0] == "paramiko" for name in imports_of(module.tree))
     }
     assert all(name.startswith("runtime/hosts/ssh") for name in importers), importers
 
 
 def test_the_agent_needs_the_standard_library_only() -> None:
     """It runs on a host before anything of ours is installed there."""
+    trees = {f"libra_cli.{_dotted(module.path)}": module.tree for module in modules()}
     seen: set[str] = set()
     todo = {"libra_cli.node.agent.main"}
     while todo:
         module = todo.pop()
         seen.add(module)
-        path = ROOT / (module.replace(".", "/") + ".py")
-        for name in imports_of(path):
+        for name in imports_of(trees[module]):
             top = name.split(".")[0]
             if top == "libra_cli":
                 assert name.startswith("libra_cli.node") or name == "libra_cli.config.errors", name
-                if (ROOT / (name.replace(".", "/") + ".py")).exists():
-                    todo |= {name} - seen
+                todo |= {name} & trees.keys() - seen
             else:
                 assert top in sys.stdlib_module_names, f"{module} imports {name}"
+
+
+def _dotted(path: Path) -> str:
+    return path.with_suffix("").as_posix().replace("/", ".")
 
 
 def test_every_recipe_and_template_is_in_the_wheel() -> None:

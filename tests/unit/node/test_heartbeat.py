@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-import libra_cli.node
 from libra_cli.core.progress.phases import LONGEST_S, PHASES, phase_limit_s
 from libra_cli.node import heartbeat
 from libra_cli.node.heartbeat import Heartbeat, beside
 from libra_cli.runtime.trainer import rank_watch
 from libra_cli.runtime.trainer.rank_watch import RankRecord, read_records
+from tests.package_graph import modules
 
 
 def test_ranks_of_a_host_share_a_file_and_the_controller_reads_all_of_this_incarnation(
@@ -60,11 +60,11 @@ def test_a_file_that_is_damaged_tells_of_no_rank(data: bytes) -> None:
 
 
 def test_every_phase_that_a_rank_enters_has_a_deadline() -> None:
-    (root,) = libra_cli.node.__path__
     entered = {
         match[1]
-        for path in Path(root).rglob("*.py")
-        for match in re.finditer(r'enter\(f?"([^":]+)', path.read_text(encoding="utf-8"))
+        for module in modules()
+        if module.path.parts[0] == "node"
+        for match in re.finditer(r'enter\(f?"([^":]+)', module.text)
     }
     assert entered | {"starting"} == set(PHASES)
     assert phase_limit_s("computing gradients: micro-batch 2 of 7") == PHASES["computing gradients"]

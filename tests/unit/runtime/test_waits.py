@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-import libra_cli
+from tests.package_graph import modules
 
-ROOT = Path(libra_cli.__file__).parent
 PLACES = ("runtime", "node")
 
 WITHOUT_ARGUMENTS = {"wait", "get", "join", "result", "acquire", "communicate"}
@@ -75,14 +73,13 @@ ALLOWED: dict[str, str] = {
 """A function or a whole file, and what ends the waits in it."""
 
 
-def waits_in(path: Path, root: Path) -> Iterator[str]:
-    """The waits without a deadline, as ``path:function:what``."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+def waits_in(tree: ast.Module) -> Iterator[str]:
+    """The waits without a deadline, as ``function:what``."""
     above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     for node in ast.walk(tree):
         what = _what(node, above)
         if what and not _has_deadline(node, above):
-            yield f"{path.relative_to(root)}:{_function(node, above)}:{what}"
+            yield f"{_function(node, above)}:{what}"
 
 
 def _what(node: ast.AST, above: dict[ast.AST, ast.AST]) -> str:
@@ -93,10 +90,9 @@ def _what(node: ast.AST, above: dict[ast.AST, ast.AST]) -> str:
     if any("timeout" in (one.arg or "") for one in node.keywords):
         return ""
     name, awaited = node.func.attr, isinstance(above.get(node), ast.Await)
-    owner = ast.unparse(node.func.value)
     found = (
         (name in WITHOUT_ARGUMENTS and not node.args and not node.keywords)
-        or (name == "wait" and owner == "asyncio")
+        or (name == "wait" and ast.unparse(node.func.value) == "asyncio")
         or (name in AWAITED and awaited)
         or name in SOCKETS
     )
@@ -121,8 +117,8 @@ def _function(node: ast.AST, above: dict[ast.AST, ast.AST]) -> str:
 
 
 def test_every_wait_has_a_deadline_or_a_reason_for_none() -> None:
-    paths = [path for place in PLACES for path in sorted((ROOT / place).rglob("*.py"))]
-    found = {wait for path in paths for wait in waits_in(path, ROOT)}
+    looked_at = [one for one in modules() if one.path.parts[0] in PLACES]
+    found = {f"{one}:{wait}" for one in looked_at for wait in waits_in(one.tree)}
     new = sorted(wait for wait in found if not reasons_for(wait))
     assert not new, "give these a deadline, or name here what ends them:\n" + "\n".join(new)
     used = {place for wait in found for place in reasons_for(wait)}
@@ -147,16 +143,12 @@ def reasons_for(wait: str) -> set[str]:
     ],
 )
 def test_a_wait_without_a_deadline_is_found_and_one_inside_of_one_is_not(
-    tmp_path: Path, line: str
+    line: str,
 ) -> None:
-    path = tmp_path / "one.py"
-    path.write_text(f"async def wait_here():\n    {line}\n")
-    (found,) = waits_in(path, tmp_path)
-    assert found.startswith("one.py:wait_here:")
-    path.write_text(
-        f"async def wait_here():\n    async with asyncio.timeout(1.0):\n        {line}\n"
-    )
-    assert list(waits_in(path, tmp_path)) == []
+    (found,) = waits_in(ast.parse(f"async def wait_here():\n    {line}\n"))
+    assert found.startswith("wait_here:")
+    within = f"async def wait_here():\n    async with asyncio.timeout(1.0):\n        {line}\n"
+    assert list(waits_in(ast.parse(within))) == []
 
 
 @pytest.mark.parametrize(
@@ -169,9 +161,5 @@ def test_a_wait_without_a_deadline_is_found_and_one_inside_of_one_is_not(
         "await connection.ask('pull', timeout_s=3.0)",
     ],
 )
-def test_what_has_a_deadline_of_its_own_or_does_not_wait_is_no_wait(
-    tmp_path: Path, line: str
-) -> None:
-    path = tmp_path / "one.py"
-    path.write_text(f"async def wait_here():\n    {line}\n")
-    assert list(waits_in(path, tmp_path)) == []
+def test_what_has_a_deadline_of_its_own_or_does_not_wait_is_no_wait(line: str) -> None:
+    assert list(waits_in(ast.parse(f"async def wait_here():\n    {line}\n"))) == []

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 import asyncio
-from pathlib import Path
 
-from libra_cli import runtime
 from libra_cli.runtime.supervision.background import Background
+from tests.package_graph import modules
 
 DEADLINE_S = 5
 
@@ -68,21 +67,21 @@ LOOKED_AT = {
     "hosts/host.py": "kept connected until it is closed",
     "hosts/local.py": "awaited when the process ends",
     "hosts/ssh.py": "awaited where it is made",
-    "process_tasks.py": "awaited where it is made",
+    "processes/tasks.py": "awaited where it is made",
     "session.py": "awaited where it is made",
     "supervision/background.py": "catches everything",
     "trainer/rank_watch.py": "awaited at this look or a later one, which takes what it raised",
-    "weights.py": "awaited by everybody who wants the version",
+    "weights/versions.py": "awaited by everybody who wants the version",
 }
 """Modules that make tasks of asyncio by themselves, and who sees their exceptions."""
 
 
 def test_no_task_is_made_whose_exception_nobody_sees():
-    folder = Path(runtime.__file__).parent
     making = {
-        str(path.relative_to(folder))
-        for path in folder.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        str(module.path.relative_to("runtime"))
+        for module in modules()
+        if module.path.parts[0] == "runtime"
+        for node in ast.walk(module.tree)
         if isinstance(node, ast.Attribute) and node.attr in ("create_task", "ensure_future")
     }
     assert making == set(LOOKED_AT)
