@@ -29,9 +29,8 @@ from libra_cli.config.errors import LibraError, PluginError
 class PluginGroup:
     """One seam: the group of its entry points, and what one of them is called in an error.
 
-    ``shipped`` maps the names of libra's own to their import paths. They are entry points in
-    ``pyproject.toml`` too (a test compares them), but a checkout that is only on PYTHONPATH has no
-    entry points.
+    ``shipped`` maps the names of libra's own to their import paths. They are no entry points, which
+    a checkout that is only on PYTHONPATH does not have; a package cannot take their names.
     """
 
     name: str
