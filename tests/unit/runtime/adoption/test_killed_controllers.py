@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -17,12 +18,14 @@ from libra_cli.core import events as e
 from libra_cli.core.cluster.replica import Replica
 from libra_cli.core.cluster.trainer import TrainerState
 from libra_cli.core.launch.process import process_of, worker_of
+from libra_cli.core.rollout.active import Stage
 from libra_cli.runtime.adoption.memory import RunMemory
 from libra_cli.runtime.adoption.run_log import RunLog, replay
 from libra_cli.runtime.adoption.takeover import Adoption, asked_again, connect, findings
 from libra_cli.runtime.hosts.cluster import KeptCluster
 from libra_cli.runtime.session import Session
 from libra_cli.runtime.store.event_log import EventLog
+from tests.elastic import scene
 from tests.world import Faults, World, recipe, taught
 
 TOKEN = "of-this-run"
@@ -256,3 +259,33 @@ def test_a_run_that_had_ended_when_its_controller_was_killed_ends_with_the_next(
     assert end == world.end == a.End("finished", "")
     assert [(row.state, row.step) for row in rows] == [("finished", world.machine.training.step)]
     assert not session._attaching
+
+
+@pytest.mark.parametrize(
+    ("later_s", "left_s"), [(0.0, 60.0), (20.0, 40.0), (60.0, 0.0), (90.0, 0.0)]
+)
+def test_a_timer_goes_on_with_what_it_had_left(later_s, left_s):
+    machine, memory = scene().machine, RunMemory()
+    number = memory.ask(a.Wake("restart trainer", 60.0), now=100.0)
+    again = asked_again(machine, memory, number, now=100.0 + later_s)
+    assert again == [(number, a.Wake("restart trainer", left_s))]
+
+
+def test_of_two_requests_of_a_trajectory_only_the_one_that_it_waits_for_is_made_again():
+    world, memory = scene(), RunMemory()
+    active = world.machine.rollout.active
+    world.until(lambda: any(one.stage is Stage.GENERATING for one in active.values()))
+    waited_for = next(one.request for one in active.values() if one.stage is Stage.GENERATING)
+    asked = next(one for one in world.did(a.Generate) if one.request == waited_for)
+    memory.ask(replace(asked, request=waited_for - 1), now=world.now)
+    number = memory.ask(asked, now=world.now)
+    assert asked_again(world.machine, memory, number, now=world.now) == [(number, asked)]
+    assert list(memory.asked) == [number], "what nobody waits for is forgotten"
+
+
+def test_what_the_next_controller_has_asked_itself_is_not_asked_twice():
+    machine, memory = scene().machine, RunMemory()
+    last = memory.ask(a.Wake("one", 60.0), now=0.0)
+    memory.ask(a.Wake("two", 60.0), now=0.0)
+    (again,) = asked_again(machine, memory, last, now=0.0)
+    assert again[0] == last
