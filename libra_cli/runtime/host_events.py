@@ -46,9 +46,8 @@ class HostEvents:
     ) -> None:
         self._cluster = cluster
         self._weights = weights
-        self._servers = servers
         self._trainer = trainer
-        self._workers = workers
+        self._processes = (servers.processes, trainer.processes, workers.processes)
         self._post = post
         self._background = Background()
         #: The hosts that were given up and are not ready yet, and the work on those that answer.
@@ -58,9 +57,8 @@ class HostEvents:
         """A host reports something. Call it from the loop's own thread."""
         match event:
             case Exited():
-                self._servers.exited(event)
-                self._trainer.exited(event)
-                self._workers.exited(event)
+                for processes in self._processes:
+                    processes.exited(event)
             case LeaseExpired(node, reason):
                 self._given_up(node, reason)
             case Rejoined(node):
@@ -81,14 +79,14 @@ class HostEvents:
         except LibraError:
             return  # lost again; there will be another Reconnected, or a LeaseExpired
         alive = frozenset(s.process for s in states if s.state == "running")
-        self._trainer.returned(node, alive)
+        self._trainer.processes.returned(node, alive)
         self._post(NodeBack(node, alive))
 
     def _given_up(self, node: str, reason: str) -> None:
         if (work := self._gone.get(node)) is not None:
             work.cancel()
         if node not in self._gone:  # else the machine waits for it already
-            self._trainer.returned(node, frozenset())
+            self._trainer.processes.returned(node, frozenset())
             self._post(NodeGone(node, reason))
         self._gone[node] = None
 

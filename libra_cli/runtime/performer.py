@@ -84,8 +84,8 @@ class Performer:
 
     async def close(self) -> None:
         """Drop every connection to a server, a gradient worker, the trainer or the teacher."""
-        await self.servers.close()
-        await self.workers.close()
+        await self.servers.processes.close()
+        await self.workers.processes.close()
         await self.trainer.close()
         if self.teacher is not None:
             await self.teacher.close()

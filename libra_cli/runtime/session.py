@@ -134,7 +134,9 @@ class Session:
         # Monotonic, so that no clock adjustment can turn a duration negative, yet readable.
         self._offset = time.time() - time.monotonic()
         self._driver: Driver | None = None
-        self._exports = RunExports(self._cluster, run_dir, card_of, save=self._save, note=note)
+        self._exports = RunExports(
+            recipe, self._cluster, run_dir, card_of, save=self._save, note=note
+        )
         self._log = EventLog(
             run_dir,
             secrets.token,
@@ -494,17 +496,17 @@ class Session:
         post: Callable[[events.Event], None],
         memory: RunMemory,
     ) -> Performer:
-        cluster, slots = self._cluster, self._slots
+        recipe, cluster, slots = self._recipe, self._cluster, self._slots
         head = node_of(self._plan.train[0])
-        weights = weights_of(cluster, origin=head)
+        weights = weights_of(cluster, recipe.weight_sync, origin=head)
         sampling = SamplingOf(
             self._recipe, tuple(renderer.stop_token_ids), vocabulary=renderer.vocabulary
         )
-        workers = WorkerProcesses(cluster, weights, slots, post=post)
+        workers = WorkerProcesses(recipe, cluster, weights, slots, post=post)
         return Performer(
-            servers=Servers(cluster, weights, slots, sampling, post=post),
+            servers=Servers(recipe, cluster, weights, slots, sampling, post=post),
             trainer=TrainerProcesses(
-                cluster, slots, head=head, shares=workers.handing_out, post=post
+                recipe, cluster, slots, head=head, shares=workers.handing_out, post=post
             ),
             workers=workers,
             episodes=self._source(episodes, memory),

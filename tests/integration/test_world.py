@@ -108,15 +108,17 @@ async def _scene(wanted: Recipe, base: Path) -> None:
     try:
         await cluster.open(base / "model")
         ranks = TrainerProcesses(
-            cluster, slots, head=slots[plan.train[0]].node, post=posted.put_nowait
+            wanted, cluster, slots, head=slots[plan.train[0]].node, post=posted.put_nowait
         )
-        cluster.on_event = lambda event: ranks.exited(event) if isinstance(event, Exited) else None
+        cluster.on_event = lambda event: (
+            ranks.processes.exited(event) if isinstance(event, Exited) else None
+        )
 
-        started = await ranks.start(StartTrainer(1, plan.train, ""))
+        started = await ranks.perform(StartTrainer(1, plan.train, ""))
         assert isinstance(started, e.TrainerStarted), started
         assert started.published.version.step == 0
 
-        done = await ranks.train(Train(1, 1, batch(), {"step": 1}, started.published.version))
+        done = await ranks.perform(Train(1, 1, batch(), {"step": 1}, started.published.version))
         assert isinstance(done, e.StepDone), done
         told = [await posted.get() for _ in range(2)]  # in any order
         (version,) = [event for event in told if isinstance(event, e.VersionPublished)]
@@ -126,20 +128,20 @@ async def _scene(wanted: Recipe, base: Path) -> None:
 
         second = plan.train[1].rpartition("/")[0]
         await cluster.hosts[second].stop("trainer-1", grace_s=0.1)
-        again = await ranks.train(Train(1, 2, batch(), None, version.published.version))
+        again = await ranks.perform(Train(1, 2, batch(), None, version.published.version))
         failed = again or await posted.get()
         assert isinstance(failed, e.TrainerFailed), failed
 
-        assert await ranks.stop(StopTrainer(1, plan.train)) == e.TrainerStopped(1)
+        assert await ranks.perform(StopTrainer(1, plan.train)) == e.TrainerStopped(1)
 
         # The third host has no part of the checkpoint, and the second is no longer in the world.
         elsewhere = (plan.train[0], next(slot for slot in slots if slot not in plan.train))
-        began = await ranks.start(StartTrainer(2, elsewhere, saved_at.path))
+        began = await ranks.perform(StartTrainer(2, elsewhere, saved_at.path))
         assert isinstance(began, e.TrainerStarted), began
         assert began.published.version.step == 1
-        on = await ranks.train(Train(2, 2, batch(), {"step": 2}, began.published.version))
+        on = await ranks.perform(Train(2, 2, batch(), {"step": 2}, began.published.version))
         assert isinstance(on, e.StepDone), on
-        assert await ranks.stop(StopTrainer(2, elsewhere)) == e.TrainerStopped(2)
+        assert await ranks.perform(StopTrainer(2, elsewhere)) == e.TrainerStopped(2)
         await ranks.close()
         await _export(cluster, base / "mine")
     finally:

@@ -125,11 +125,12 @@ class MeasurementHarness:
         self._note("connecting to the hosts, making the model")
         await cluster.open(self.model_files)
         self._ranks = ranks = TrainerProcesses(
-            cluster, self._slots, head=self.train_slots[0].node, post=self._post
+            self.recipe, cluster, self._slots, head=self.train_slots[0].node, post=self._post
         )
         self._servers = Servers(
+            self.recipe,
             cluster,
-            weights_of(cluster, origin=ranks.head),
+            weights_of(cluster, self.recipe.weight_sync, origin=ranks.head),
             self._slots,
             lambda group: self._sampling,
             post=self._post,
@@ -140,7 +141,7 @@ class MeasurementHarness:
         self._note("starting the trainer")
         began = time.monotonic()
         ids = tuple(slot.id for slot in self.train_slots)
-        event = await ranks.start(StartTrainer(INCARNATION, ids, ""))
+        event = await ranks.perform(StartTrainer(INCARNATION, ids, ""))
         started = self._expect(TrainerStarted, event)
         self.trainer_start_s = time.monotonic() - began
         self.published = started.published
@@ -157,7 +158,7 @@ class MeasurementHarness:
         self._threads.close()
         self._cluster.on_event = lambda event: None
         if self._servers is not None:
-            await self._servers.close()
+            await self._servers.processes.close()
         if self._ranks is not None:
             await self._ranks.close()
         for line in await self._cluster.close():
@@ -165,8 +166,8 @@ class MeasurementHarness:
 
     def _happened(self, event: HostEvent) -> None:
         if isinstance(event, Exited):
-            self._up(self._servers).exited(event)
-            self._up(self._ranks).exited(event)
+            self._up(self._servers).processes.exited(event)
+            self._up(self._ranks).processes.exited(event)
         elif isinstance(event, LeaseExpired):
             self._failure = ProcessError(f"{event.node}: {event.reason}")
 
@@ -235,7 +236,7 @@ class MeasurementHarness:
         began = time.monotonic()
         held = self._newest.version
         action = Train(INCARNATION, self._step, tuple(samples), None, held=held)
-        self._expect(StepDone, await self._up(self._ranks).train(action))
+        self._expect(StepDone, await self._up(self._ranks).perform(action))
         self.published = self._expect(VersionPublished, await self._told.get()).published
         return time.monotonic() - began
 

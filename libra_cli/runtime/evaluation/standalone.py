@@ -116,8 +116,11 @@ class StandaloneEvaluation:
     async def _serve(self, sampling: SamplingOf) -> None:
         self._note("starting the servers")
         self._servers = Servers(
+            self._recipe,
             self._cluster,
-            weights_of(self._cluster, origin=node_of(self._plan.train[0])),
+            weights_of(
+                self._cluster, self._recipe.weight_sync, origin=node_of(self._plan.train[0])
+            ),
             {slot.id: slot for slot in slots_of(self._recipe)},
             sampling,
             post=self._post,
@@ -136,7 +139,7 @@ class StandaloneEvaluation:
 
     def _happened(self, event: HostEvent) -> None:
         if isinstance(event, Exited):
-            self._servers.exited(event)
+            self._servers.processes.exited(event)
         elif isinstance(event, LeaseExpired):
             self._failure = ProcessError(f"{event.node}: {event.reason}")
 
@@ -154,7 +157,7 @@ class StandaloneEvaluation:
         except* LibraError as errors:
             raise errors.exceptions[0] from None
         finally:
-            await self._servers.close()
+            await self._servers.processes.close()
 
     async def _play_at(self, slot: SlotId) -> None:
         """A seat of a server: one trajectory after the other."""

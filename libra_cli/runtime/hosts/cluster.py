@@ -147,7 +147,7 @@ class Cluster:
         recipe_path: str = "RECIPE",
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.recipe = recipe
+        self._recipe = recipe
         self.recipe_path = recipe_path
         self.plan = plan
         self.run_id = run_id
@@ -221,7 +221,7 @@ class Cluster:
         return KeptCluster(self.ports, self.model_dirs, lives)
 
     async def _on_all(self, phase: Callable[[NodeSpec], Coroutine[Any, Any, None]]) -> None:
-        nodes = self.recipe.nodes
+        nodes = self._recipe.nodes
         results = await asyncio.gather(*(phase(node) for node in nodes), return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
         for failure in failures:
@@ -258,8 +258,8 @@ class Cluster:
             self.run_id,
             token=self.token,
             credentials=self.secrets.credentials_of(node.name),
-            lease_s=self.recipe.run.lease_s,
-            weights_dir=self.recipe.weight_sync.directory or "",
+            lease_s=self._recipe.run.lease_s,
+            weights_dir=self._recipe.weight_sync.directory or "",
             on_event=self._happened,
         )
 
@@ -277,12 +277,12 @@ class Cluster:
     def reached(self) -> dict[str, tuple[Host, NodeSpec]]:
         """The hosts that answer now, by node, each with what the recipe says of it."""
         away = self.lost | self._gone
-        return {n: (host, self.recipe.node(n)) for n, host in self.hosts.items() if n not in away}
+        return {n: (host, self._recipe.node(n)) for n, host in self.hosts.items() if n not in away}
 
     @property
     def gpu_names(self) -> frozenset[str]:
         """Names of the GPUs that the recipe uses, as the open hosts gave them."""
-        used = {node.name: node.gpus for node in self.recipe.nodes}
+        used = {node.name: node.gpus for node in self._recipe.nodes}
         return frozenset(
             gpu.name
             for node, report in self.reports.items()
@@ -297,7 +297,7 @@ class Cluster:
             HostError: it does not answer.
         """
         host = self.hosts[node.name]
-        report = self.reports[node.name] = await look(host, self.recipe, node)
+        report = self.reports[node.name] = await look(host, self._recipe, node)
         seen = report.facts
         assert seen is not None, "a host that answered has told"
         self.facts[node.name] = HostFacts(
@@ -334,7 +334,7 @@ class Cluster:
     def case(self) -> PreflightCase:
         """What the checks look at, as far as it is known."""
         return PreflightCase(
-            self.recipe,
+            self._recipe,
             self.plan,
             self.reports,
             recipe_path=self.recipe_path,
@@ -346,7 +346,7 @@ class Cluster:
         for one in warning(findings):
             self._note(f"{one.line} ({one.why})")
         stops = stopping(findings)
-        for node in self.recipe.nodes:
+        for node in self._recipe.nodes:
             mine = "; ".join(one.what for one in stops if one.host in (node.name, ALL))
             self._save_node(node.name, "failed" if mine else "ready", detail=mine)
         if stops:
@@ -357,7 +357,7 @@ class Cluster:
             raise HostError("\n".join(lines), hint=f"libra doctor {self.recipe_path}")
 
     async def _reserve(self, node: NodeSpec) -> None:
-        names = ports_needed(self.recipe, self.plan).get(node.name, ())
+        names = ports_needed(self._recipe, self.plan).get(node.name, ())
         first, last = node.port_range
         ports = await self.hosts[node.name].ports(first, last, len(names))
         self.ports[node.name] = dict(zip(names, ports, strict=True))
@@ -365,7 +365,7 @@ class Cluster:
     # -- the model ------------------------------------------------------------------------------
 
     async def _place_model(self) -> None:
-        path = self.recipe.model.path
+        path = self._recipe.model.path
         if path is not None:
             self.model_dirs = self.expanded(path)
             return
@@ -380,7 +380,7 @@ class Cluster:
         return node_of(self.plan.train[0])
 
     async def _build_model(self) -> None:
-        spec = model_process(self.recipe, self.facts[self.head])
+        spec = model_process(self._recipe, self.facts[self.head])
         await self.run_to_end(spec, timeout_s=MODEL_TIMEOUT_S)
         host = self.hosts[self.head]
         said = await host.transport.get(f"{host.run_dir}/model.json")
@@ -402,17 +402,17 @@ class Cluster:
         Raises:
             LibraError: it lacks something, or does not answer any more.
         """
-        await self.look(self.recipe.node(node), imports=None)
-        await self._reserve(self.recipe.node(node))
+        await self.look(self._recipe.node(node), imports=None)
+        await self._reserve(self._recipe.node(node))
         if await self.architecture(node) is None:  # its disk is another one now
             await self._place_model_again(node)
         self._gone.discard(node)
         self._save_node(node, "ready", detail="with a new agent")
 
     async def _place_model_again(self, node: str) -> None:
-        if self.recipe.model.path is not None:
+        if self._recipe.model.path is not None:
             raise HostError(
-                f"{node}: {self.recipe.model.path} holds no model any more",
+                f"{node}: {self._recipe.model.path} holds no model any more",
                 hint=f"libra doctor {self.recipe_path}",
             )
         await (self._build_model() if node == self.head else self._copy_model([node]))
@@ -422,7 +422,7 @@ class Cluster:
         try:
             found = await self.hosts[node].transport.get(f"{self.model_dirs[node]}/config.json")
             shape = architecture_of(json.loads(found), self.model_dirs[node])
-            return shape.with_adapter(self.recipe.training.lora)
+            return shape.with_adapter(self._recipe.training.lora)
         except (LibraError, *NONSENSE):
             return None
 
@@ -496,7 +496,7 @@ class Cluster:
         SIGKILL (a process in the kernel, waiting for a disk or a driver) is waited for as long, and
         told.
         """
-        give_up = time.monotonic() + self.recipe.run.lease_s + STOP_GRACE_S
+        give_up = time.monotonic() + self._recipe.run.lease_s + STOP_GRACE_S
         told = False
         while time.monotonic() < give_up and node not in self._gone:
             with suppress(HostError):
@@ -516,7 +516,7 @@ class Cluster:
         Raises:
             HostError: the host cannot be reached.
         """
-        host, (spec,) = self.hosts[node], [one for one in self.recipe.nodes if one.name == node]
+        host, (spec,) = self.hosts[node], [one for one in self._recipe.nodes if one.name == node]
         marks = {"LIBRA_RUN": self.run_id, "LIBRA_NODE": node, "LIBRA_PROCESS": process}
         return await host.transport.open_stream(host.module_argv(module, {**spec.env, **marks}))
 
@@ -577,7 +577,7 @@ class Cluster:
         self._save(
             NodeRecord(
                 node=name,
-                host=self.recipe.node(name).reach,
+                host=self._recipe.node(name).reach,
                 state=state,
                 since=self.clock(),
                 facts_json=json.dumps(asdict(seen)) if seen else "",
@@ -588,7 +588,7 @@ class Cluster:
     async def until_back(self, node: str) -> None:
         """Wait while the node does not answer, at most until its lease is over."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(self.recipe.run.lease_s + STOP_GRACE_S):
+            async with asyncio.timeout(self._recipe.run.lease_s + STOP_GRACE_S):
                 while node in self.lost:
                     await self._changed.wait()
 

@@ -41,10 +41,6 @@ class ProcessTasks:
         finally:
             self._work[name].discard(task)
 
-    def is_busy(self, name: str) -> bool:
-        """Whether any work on that process is under way."""
-        return bool(self._work[name])
-
     def end(self, name: str) -> None:
         """Cancel the work on a process that has ended, or is about to."""
         for task in self._work[name]:

@@ -47,15 +47,23 @@ class _Watched:
 class ServerProbes:
     """The probes of the running servers of a run."""
 
-    def __init__(self, cluster: Cluster, *, post: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        on_gpus: Callable[[str], bool],
+        post: Callable[[Event], None],
+    ) -> None:
+        """``on_gpus`` says whether the servers of a node are on GPUs."""
         self._cluster = cluster
+        self._on_gpus = on_gpus
         self._post = post
         self._watched: dict[ServerConnection, _Watched] = {}
 
     def add(self, slot: SlotId, server: ServerConnection) -> None:
         """A server runs: look at it from now on."""
-        on_gpus = self._cluster.recipe.node(node_of(slot)).gpus > 0
-        self._watched[server] = _Watched(slot, ProgressWatch(FIRST_USE_S if on_gpus else LEAST_S))
+        silent_s = FIRST_USE_S if self._on_gpus(node_of(slot)) else LEAST_S
+        self._watched[server] = _Watched(slot, ProgressWatch(silent_s))
 
     def forget(self, server: ServerConnection) -> None:
         """It is stopped."""

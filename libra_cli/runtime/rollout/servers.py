@@ -1,8 +1,7 @@
 """Carries out what the machine wants of the rollout servers, on their hosts.
 
 Every method answers with an event and none raises for something a host, a server or a network may
-do. A server is known from the moment its process starts, so that an exit report that comes while it
-is still loading ends the wait at once.
+do.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import assert_never
 
 from libra_cli.config.errors import HostError, LibraError, WeightsError
+from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import (
     AbortTurn,
     CheckServer,
@@ -43,9 +42,8 @@ from libra_cli.core.launch.process import ProcessSpec, process_of
 from libra_cli.core.launch.rollout_backend import server_process
 from libra_cli.core.progress.watch import ProgressWatch
 from libra_cli.core.types import GroupId, Slot, SlotId, node_of
-from libra_cli.runtime.hosts.agent_messages import Exited
-from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
-from libra_cli.runtime.processes.tasks import ProcessTasks
+from libra_cli.runtime.hosts.cluster import Cluster
+from libra_cli.runtime.processes.owner import STARTUP_TIMEOUT_S, NotConnected, ProcessOwner
 from libra_cli.runtime.rollout.connection import (
     Sampling,
     ServerConnection,
@@ -58,8 +56,6 @@ from libra_cli.runtime.rollout.server_probes import PROBE_S, ServerProbes
 from libra_cli.runtime.weights.probe_bounds import ProbeBounds, probe_gap
 from libra_cli.runtime.weights.versions import Weights
 
-STARTUP_TIMEOUT_S = 1800.0
-"""A large model on a cold file system; a server that dies is noticed at once whatever this is."""
 CHECK_EVERY_S = 0.5
 LOAD_BYTES_S = 100e6
 """What a server loads at least in a second of a version that its workers have in memory already; a
@@ -73,6 +69,7 @@ class Servers:
 
     def __init__(
         self,
+        recipe: Recipe,
         cluster: Cluster,
         weights: Weights,
         slots: Mapping[SlotId, Slot],
@@ -81,23 +78,24 @@ class Servers:
         post: Callable[[Event], None],
     ) -> None:
         """``sampling`` says how the turns of a group are sampled."""
+        self._recipe = recipe
         self._cluster = cluster
         self._weights = weights
         self._slots = slots
         self._sampling = sampling
         self._post = post
-        self._spec = cluster.recipe.weight_sync
+        self._spec = recipe.weight_sync
         self._bounds = ProbeBounds(self._spec.tolerance)
-        self._connect = connect_with(cluster.recipe.rollout.backend)
-        self._servers: dict[SlotId, ServerConnection] = {}
-        #: The incarnation of the process on each slot, from before it starts until it is stopped.
-        self._incarnations: dict[SlotId, int] = {}
-        self._probes = ServerProbes(cluster, post=post)
-        self._tasks = ProcessTasks()
+        self.processes: ProcessOwner[ServerConnection] = ProcessOwner(
+            cluster, connect=connect_with(recipe.rollout.backend), failed=ServerFailed, post=post
+        )
+        self._probes = ServerProbes(
+            cluster, on_gpus=lambda node: recipe.node(node).gpus > 0, post=post
+        )
 
     async def facts(self, slot: SlotId) -> ServerFacts:
-        """What the server of a slot says of itself. Raises ServerError."""
-        return await self._servers[slot].facts()
+        """What the server of a slot says of itself. Raises LibraError."""
+        return await self.processes.connection(slot).facts()
 
     async def perform(self, action: ServerAction | TurnAction) -> Event | None:
         """Carry out whatever the machine wants of a server."""
@@ -120,70 +118,44 @@ class Servers:
 
     async def start(self, action: StartServer) -> Event | None:
         """Start the process and wait until it generates."""
-        self._incarnations[action.slot] = action.incarnation
-        failed = partial(ServerFailed, action.slot, action.incarnation)
-        return await self._tasks.during(action.slot, self._start(action), failed)
+        return await self.processes.during(action.slot, action.incarnation, self._start(action))
 
     async def _start(self, action: StartServer) -> Event:
-        await self._cluster.start(self._process(action))
-        server = await self._connected(action)
+        slot, incarnation = action.slot, action.incarnation
+        server = await self.processes.start(slot, incarnation, [self._process(action)])
         await server.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
-        self._probes.add(action.slot, server)
-        return ServerStarted(action.slot, action.incarnation)
+        self._probes.add(slot, server)
+        return ServerStarted(slot, incarnation)
 
     def _process(self, action: StartServer) -> ProcessSpec:
         slot, cluster = slot_named(action.slot, self._slots), self._cluster
         return server_process(
-            cluster.recipe,
+            self._recipe,
             slot,
             action.bucket,
             cluster.facts[slot.node],
             model_dir=cluster.model_dirs[slot.node],
         )
 
-    async def adopt(self, action: StartServer) -> ServerConnection:
+    async def adopt(self, action: StartServer) -> None:
         """Connect to the process that was started so, by whomever. Raises HostError."""
-        self._incarnations[action.slot] = action.incarnation
-        server = await self._connected(action)
-        self._probes.add(action.slot, server)
-        return server
-
-    async def _connected(self, action: StartServer) -> ServerConnection:
-        endpoint = await self._cluster.dial(self._process(action))
-        await self._forget(action.slot)
-        server = self._connect(action.slot, action.incarnation, endpoint, self._cluster.token)
-        self._servers[action.slot] = server
-        return server
+        slot, incarnation = action.slot, action.incarnation
+        server = await self.processes.adopt(slot, incarnation, [self._process(action)])
+        self._probes.add(slot, server)
 
     async def stop(self, action: StopServer) -> Event:
         """Stop the process and everything it started."""
-        self._tasks.end(action.slot)
-        self._incarnations.pop(action.slot, None)
-        await self._forget(action.slot)
-        await self._cluster.stop(node_of(action.slot), process_of(action.slot))
-        return ServerStopped(action.slot, action.incarnation)
-
-    async def _forget(self, slot: SlotId) -> None:
-        server = self._servers.pop(slot, None)
-        if server is not None:
+        if (server := self.processes.get(action.slot)) is not None:
             self._probes.forget(server)
-            await server.close()
-
-    def exited(self, event: Exited) -> None:
-        """The agent reports that a server's process is gone, however far its start has come."""
-        for slot, incarnation in self._incarnations.items():
-            if node_of(slot) == event.node and process_of(slot) == event.process:
-                if event.requested:
-                    continue
-                self._tasks.end(slot)
-                self._post(ServerFailed(slot, incarnation, f"its process {how_it_ended(event)}"))
+        await self.processes.stop(action.slot, (node_of(action.slot), process_of(action.slot)))
+        return ServerStopped(action.slot, action.incarnation)
 
     async def sync(self, action: SyncServer) -> Event:
         """Fetch, load in flight, have it proved, and compare the probe with the trainer's own."""
         gap: float | None = None
         answered = True
         try:
-            server = self._servers[action.slot]
+            server = self.processes.connection(action.slot)
             node = node_of(action.slot)
             place = await self._weights.on(node, action.published)
             load_s = await self._load(server, place.directory, action.published)
@@ -204,7 +176,7 @@ class Servers:
                     sent_bytes=place.sent_bytes,
                     kind=place.kind,
                 )
-        except KeyError:
+        except NotConnected:
             reason = "the server was stopped meanwhile"
         except (ServerUnreachable, HostError, WeightsError) as error:
             # A network, a disk or the publishing host: not the server's own answer. Not at once
@@ -238,7 +210,7 @@ class Servers:
         load_s = published.bytes / LOAD_BYTES_S
         limit_s = self._spec.timeout_s + load_s
         # An adapter is merged into a base whose size is not known here.
-        silent_s = limit_s if self._cluster.recipe.training.lora else load_s
+        silent_s = limit_s if self._recipe.training.lora else load_s
         with self._probes.loading(server, silent_s):
             return await server.load(
                 directory,
@@ -250,7 +222,7 @@ class Servers:
     async def check(self, action: CheckServer) -> Event | None:
         """Ask until it answers; time counts only while its host can be reached."""
         watch, node = ProgressWatch(), node_of(action.slot)
-        while (server := self._current(action.slot, action.incarnation)) is not None:
+        while (server := self.processes.get(action.slot, action.incarnation)) is not None:
             with contextlib.suppress(LibraError, TimeoutError):
                 async with asyncio.timeout(PROBE_S):
                     await server.check()
@@ -262,13 +234,9 @@ class Servers:
             await asyncio.sleep(CHECK_EVERY_S)
         return None
 
-    def _current(self, slot: SlotId, incarnation: int) -> ServerConnection | None:
-        server = self._servers.get(slot)
-        return server if server is not None and server.incarnation == incarnation else None
-
     async def generate(self, action: Generate) -> TurnGenerated | TurnFailed:
         """One turn on the server the machine chose."""
-        server = self._servers.get(action.slot)
+        server = self.processes.get(action.slot)
         if server is None:
             return turn_failed(action, "the server was stopped meanwhile")
         with self._probes.turn(server):
@@ -276,7 +244,7 @@ class Servers:
 
     async def abort(self, action: AbortTurn) -> None:
         """End a generation; its own reply comes with what there is."""
-        server = self._current(action.slot, action.incarnation)
+        server = self.processes.get(action.slot, action.incarnation)
         if server is None:
             return
         try:
@@ -288,8 +256,3 @@ class Servers:
     async def sample(self) -> None:
         """Read every running server's counters, for ever, and tell which has stalled."""
         await self._probes.run()
-
-    async def close(self) -> None:
-        """Drop every connection."""
-        for slot in list(self._servers):
-            await self._forget(slot)

@@ -6,14 +6,12 @@ end of its log.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, TypeAlias, assert_never
 
-from libra_cli.config.errors import LibraError
+from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import (
     Accumulate,
     Checkpoint,
@@ -35,9 +33,8 @@ from libra_cli.core.events import (
 from libra_cli.core.launch.process import ProcessSpec
 from libra_cli.core.launch.trainer_backend import TrainerLaunch, trainer_processes
 from libra_cli.core.types import Slot, SlotId
-from libra_cli.runtime.hosts.agent_messages import Exited
-from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
-from libra_cli.runtime.processes.tasks import ProcessTasks
+from libra_cli.runtime.hosts.cluster import Cluster
+from libra_cli.runtime.processes.owner import STARTUP_TIMEOUT_S, ProcessOwner
 from libra_cli.runtime.supervision.background import Background
 from libra_cli.runtime.supervision.failures import words_of
 from libra_cli.runtime.trainer.checkpoints import checkpoint_name, directory_of, given_by
@@ -46,9 +43,8 @@ from libra_cli.runtime.trainer.connection import (
     TrainerConnection,
     connect_trainer_with,
 )
-from libra_cli.runtime.trainer.rank_watch import RankWatch
+from libra_cli.runtime.trainer.rank_watch import stalled_rank
 
-STARTUP_TIMEOUT_S = 1800.0
 TRAINER = "trainer"
 """The name of the work on it: its ranks start and end together."""
 
@@ -67,6 +63,7 @@ class TrainerProcesses:
 
     def __init__(
         self,
+        recipe: Recipe,
         cluster: Cluster,
         slots: Mapping[SlotId, Slot],
         *,
@@ -76,40 +73,61 @@ class TrainerProcesses:
     ) -> None:
         """``head`` is the node of rank 0, which publishes weight versions; ``shares`` gives the
         gradient workers theirs of a step, for as long as it takes."""
+        self._recipe = recipe
         self._cluster = cluster
         self._slots = slots
         self.head = head
         self._shares = shares
         self._post = post
-        self._connect = connect_trainer_with(cluster.recipe.training.backend)
-        self._patience_s = cluster.recipe.run.lease_s
-        self._trainer: TrainerConnection | None = None
-        self._incarnation = 0
-        self._running: dict[str, str] = {}
-        self._tasks = ProcessTasks()
+        self._patience_s = recipe.run.lease_s
+        connect = connect_trainer_with(recipe.training.backend)
+        self.processes: ProcessOwner[TrainerConnection] = ProcessOwner(
+            cluster,
+            connect=lambda name, *reached: connect(*reached),
+            failed=lambda name, incarnation, reason: TrainerFailed(incarnation, reason),
+            stalled=partial(stalled_rank, cluster),
+            post=post,
+        )
         self._background = Background()
-        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def _trainer(self) -> TrainerConnection:
+        """The connection to rank 0. Raises NotConnected."""
+        return self.processes.connection(TRAINER)
 
     async def perform(self, action: TrainerAction) -> Event | None:
-        """Carry out whatever the machine wants of the trainer."""
+        """Carry out whatever the machine wants of the trainer; None if it ends meanwhile.
+
+        A step's version, and its checkpoint if it has one, are events of their own, later.
+        """
+        if isinstance(action, StopTrainer):
+            await self.processes.stop(TRAINER, leave=lambda trainer: trainer.stop())
+            return TrainerStopped(action.incarnation)
+        done = await self._while_alive(action.incarnation, self._perform(action))
+        if isinstance(action, Train) and isinstance(done, StepDone):
+            self._await_what_is_written(action, done)
+        return done
+
+    async def _perform(self, action: StartTrainer | Train | Accumulate | Checkpoint) -> Event:
         match action:
             case StartTrainer():
-                return await self.start(action)
-            case StopTrainer():
-                return await self.stop(action)
+                return await self._start(action)
             case Train():
-                return await self.train(action)
+                return await self._train(action)
             case Accumulate():
-                return await self.accumulate(action)
+                return await self._trainer.accumulate(action, patience_s=self._patience_s)
             case Checkpoint():
-                return await self.checkpoint(action)
+                waiting = self._trainer.checkpoint(action.ledger)
+                return await saved_or_not(action.incarnation, action.step, waiting)
             case _:
                 assert_never(action)
 
-    async def start(self, action: StartTrainer) -> Event | None:
-        """Start every rank and wait until the world is whole."""
-        self._incarnation = action.incarnation
-        return await self._while_alive(action.incarnation, self._start(action))
+    async def _while_alive(
+        self, incarnation: int, work: Coroutine[Any, Any, Event]
+    ) -> Event | None:
+        return await self.processes.during(TRAINER, incarnation, work)
+
+    # -- coming ---------------------------------------------------------------------------------
 
     async def _start(self, action: StartTrainer) -> Event:
         if not action.resume:
@@ -121,16 +139,12 @@ class TrainerProcesses:
 
     async def _start_with(self, urls: tuple[str, ...], action: StartTrainer) -> Event:
         """Start, with what hosts lack of the checkpoint for as long as it takes at ``urls``."""
-        specs = await self._processes(urls, action)
-        for spec in specs:
-            self._running[spec.node] = spec.process
-            await self._cluster.start(spec)
-        self._watch(specs, action.incarnation)
-        trainer = await self._connected(specs[0], action.incarnation)
+        specs = await self._launchers(urls, action)
+        trainer = await self.processes.start(TRAINER, action.incarnation, specs)
         published = await trainer.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
         return TrainerStarted(action.incarnation, published)
 
-    async def _processes(
+    async def _launchers(
         self, urls: tuple[str, ...], action: StartTrainer
     ) -> tuple[ProcessSpec, ...]:
         cluster = self._cluster
@@ -150,13 +164,7 @@ class TrainerProcesses:
             shape=await cluster.architecture(self.head) if len(nodes) > 1 else None,
             checkpoint_urls=urls,
         )
-        return trainer_processes(cluster.recipe, launch)
-
-    async def _connected(self, first: ProcessSpec, incarnation: int) -> TrainerConnection:
-        endpoint = await self._cluster.dial(first)
-        await self._disconnect()
-        self._trainer = self._connect(incarnation, endpoint, self._cluster.token)
-        return self._trainer
+        return trainer_processes(self._recipe, launch)
 
     async def adopt(
         self, action: StartTrainer, *, version: int | None = None, checkpoint: int | None = None
@@ -166,91 +174,25 @@ class TrainerProcesses:
         Raises:
             HostError: its host cannot be reached.
         """
-        self._incarnation = action.incarnation
-        specs = await self._processes((), action)
-        self._running = {spec.node: spec.process for spec in specs}
-        self._watch(specs, action.incarnation)
-        await self._connected(specs[0], action.incarnation)
+        specs = await self._launchers((), action)
+        await self.processes.adopt(TRAINER, action.incarnation, specs)
         if version is not None:
             self._report(action.incarnation, self._published(action.incarnation, version))
         if checkpoint is not None:
             self._report(action.incarnation, self._written(action.incarnation, checkpoint))
 
-    def _watch(self, specs: Sequence[ProcessSpec], incarnation: int) -> None:
-        """Find a rank that stops or does not go on, from now until the trainer is stopped."""
-        self._watch_no_more()
-        self._watching = self._background.keep(
-            "watching the trainer's ranks", lambda: self._until_stalled(specs, incarnation)
-        )
+    # -- steps ----------------------------------------------------------------------------------
 
-    async def _until_stalled(self, specs: Sequence[ProcessSpec], incarnation: int) -> None:
-        reason = await RankWatch(self._cluster, specs, incarnation).until_stalled()
-        self._tasks.end(TRAINER)
-        self._post(TrainerFailed(incarnation, reason))
-
-    def _watch_no_more(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            self._watching = None
-
-    async def _while_alive(
-        self, incarnation: int, work: Coroutine[Any, Any, Event]
-    ) -> Event | None:
-        return await self._tasks.during(TRAINER, work, partial(TrainerFailed, incarnation))
-
-    async def stop(self, action: StopTrainer) -> Event:
-        """Ask the ranks to leave, then make sure."""
-        self._watch_no_more()
-        self._tasks.end(TRAINER)
-        if self._trainer is not None:
-            with contextlib.suppress(LibraError):  # it may be gone already; the agents find out
-                await self._trainer.stop()
-        await self._disconnect()
-        stops = [self._cluster.stop(node, name) for node, name in self._running.items()]
-        await asyncio.gather(*stops)
-        self._running.clear()
-        return TrainerStopped(action.incarnation)
-
-    def exited(self, event: Exited) -> None:
-        """A launcher ended; if nobody asked for that, the trainer has failed."""
-        if self._running.get(event.node) != event.process or event.requested:
-            return
-        self._tasks.end(TRAINER)
-        reason = f"{event.process} on {event.node} {how_it_ended(event)}"
-        self._post(TrainerFailed(self._incarnation, reason))
-
-    def returned(self, node: str, alive: frozenset[str]) -> None:
-        """A lost node answers again, or is given up; a rank that died there was never reported."""
-        process = self._running.get(node)
-        if process is not None and process not in alive:
-            self._tasks.end(TRAINER)
-            self._post(
-                TrainerFailed(self._incarnation, f"{process} on {node} died while unreachable")
-            )
-
-    async def accumulate(self, action: Accumulate) -> Event | None:
-        """The gradients of a part of a step's batch."""
-        if self._trainer is None:
-            return TrainerFailed(action.incarnation, "the trainer is not connected")
-        work = self._trainer.accumulate(action, patience_s=self._patience_s)
-        return await self._while_alive(action.incarnation, work)
-
-    async def train(self, action: Train) -> Event | None:
-        """One optimizer step, with the gradients of the workers' shares.
-
-        Its version, and its checkpoint if it has one, are events of their own, later.
-        """
-        if self._trainer is None:
-            return TrainerFailed(action.incarnation, "the trainer is not connected")
+    async def _train(self, action: Train) -> Event:
+        trainer = self._trainer
         async with self._shares(action) as shares:
-            work = self._trainer.train(action, shares, patience_s=self._patience_s)
-            done = await self._while_alive(action.incarnation, work)
-        if isinstance(done, StepDone):
-            if done.published is None:
-                self._report(action.incarnation, self._published(action.incarnation, action.step))
-            if action.ledger is not None:
-                self._report(action.incarnation, self._written(action.incarnation, action.step))
-        return done
+            return await trainer.train(action, shares, patience_s=self._patience_s)
+
+    def _await_what_is_written(self, action: Train, done: StepDone) -> None:
+        if done.published is None:
+            self._report(action.incarnation, self._published(action.incarnation, action.step))
+        if action.ledger is not None:
+            self._report(action.incarnation, self._written(action.incarnation, action.step))
 
     def _report(self, incarnation: int, news: Coroutine[Any, Any, Event]) -> None:
         """Post an event when it comes."""
@@ -266,36 +208,17 @@ class TrainerProcesses:
             self._post(event)
 
     async def _published(self, incarnation: int, step: int) -> Event:
-        if self._trainer is None:
-            return TrainerFailed(incarnation, "the trainer is not connected")
         published = await self._trainer.wait_published(step, patience_s=self._patience_s)
         return VersionPublished(incarnation, published)
 
     async def _written(self, incarnation: int, step: int) -> Event:
-        if self._trainer is None:
-            return TrainerFailed(incarnation, "the trainer is not connected")
         waiting = self._trainer.wait_checkpoint(step, patience_s=self._patience_s)
         return await saved_or_not(incarnation, step, waiting)
-
-    async def checkpoint(self, action: Checkpoint) -> Event | None:
-        """Write a checkpoint between two steps."""
-        return await self._while_alive(action.incarnation, self._checkpoint(action))
-
-    async def _checkpoint(self, action: Checkpoint) -> Event:
-        if self._trainer is None:
-            return TrainerFailed(action.incarnation, "the trainer is not connected")
-        waiting = self._trainer.checkpoint(action.ledger)
-        return await saved_or_not(action.incarnation, action.step, waiting)
-
-    async def _disconnect(self) -> None:
-        if self._trainer is not None:
-            await self._trainer.close()
-            self._trainer = None
 
     async def close(self) -> None:
         """Drop the connection."""
         await self._background.close()
-        await self._disconnect()
+        await self.processes.close()
 
 
 async def saved_or_not(incarnation: int, step: int, path: Awaitable[str]) -> Event:

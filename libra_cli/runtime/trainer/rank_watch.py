@@ -131,6 +131,11 @@ class RankWatch:
         return list(read_records(data, self._incarnation))
 
 
+async def stalled_rank(cluster: Cluster, processes: Sequence[ProcessSpec], incarnation: int) -> str:
+    """Look until a rank of these processes has stalled; returns what to tell of it."""
+    return await RankWatch(cluster, processes, incarnation).until_stalled()
+
+
 def _file_of(spec: ProcessSpec) -> str:
     """Beside the configuration of its ranks, below the run directory."""
     (config,) = [name for name in spec.files if name.endswith(".json")] or [""]

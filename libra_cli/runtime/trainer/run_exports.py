@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from libra_cli.config.errors import LibraError
+from libra_cli.config.recipe import Recipe
 from libra_cli.core.events import CheckpointSaved
 from libra_cli.core.records import EvaluationRecord, Record
 from libra_cli.runtime.hosts.cluster import Cluster
@@ -27,6 +28,7 @@ class RunExports:
 
     def __init__(
         self,
+        recipe: Recipe,
         cluster: Cluster,
         run_dir: Path,
         card_of: CardOf,
@@ -34,8 +36,8 @@ class RunExports:
         save: Callable[[Record], None],
         note: Callable[[str], None],
     ) -> None:
+        self._recipe = recipe
         self._cluster = cluster
-        self._training = cluster.recipe.training
         self._run_dir = run_dir
         self._card_of = card_of
         self._save = save
@@ -48,8 +50,8 @@ class RunExports:
 
     def saved(self, event: CheckpointSaved) -> None:
         """A checkpoint is written: begin with its model, if it is that one's turn."""
-        number, rest = divmod(event.step, self._training.checkpoint_every)
-        every = self._training.export.every
+        number, rest = divmod(event.step, self._recipe.training.checkpoint_every)
+        every = self._recipe.training.export.every
         if every and not rest and number % every == 0:
             name = checkpoint_name(event.path)
             self._making.start(f"writing the model of {name}", self._make_named(name))
@@ -66,9 +68,11 @@ class RunExports:
         """
         await self._making.wait()
         found = await self._found()
-        rewarded = () if self._cluster.recipe.demonstrations else found
+        rewarded = () if self._recipe.demonstrations else found
         wanted = {"last": found[-1] if found else None, "best": best_of(rewarded)}
-        chosen = {one.name: one for kind in self._training.export.at_end if (one := wanted[kind])}
+        chosen = {
+            one.name: one for kind in self._recipe.training.export.at_end if (one := wanted[kind])
+        }
         for checkpoint in chosen.values():
             self._note(f"writing the model of step {checkpoint.step} on {checkpoint.nodes[0]}")
             await self._make(checkpoint)
@@ -82,7 +86,7 @@ class RunExports:
         with Reader(self._run_dir) as reader:  # what was evaluated before the run went on, too
             told = {row.evaluation: row for row in reader.evaluations()} | self._evaluations
         rows = [told[number] for number in sorted(told)]
-        names = self._cluster.recipe.evaluation_names
+        names = self._recipe.evaluation_names
         return scored_by(await find_checkpoints(hosts), rows, names)
 
     async def _make_named(self, name: str) -> None:
@@ -98,5 +102,5 @@ class RunExports:
         addresses = {node: fact.peer_address for node, fact in cluster.facts.items()}
         exports = ModelExports(cluster.reached, addresses, self._card_of, cluster.secrets)
         async with self._one:
-            made = await exports.make(checkpoint, merge=self._training.export.merge)
+            made = await exports.make(checkpoint, merge=self._recipe.training.export.merge)
             self._save(made)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from operator import index
 
 from libra_cli.config.errors import LibraError, WeightsError
+from libra_cli.config.recipe import WeightSyncSpec
 from libra_cli.core.events import PublishedVersion
 from libra_cli.core.launch.process import PeerAddress
 from libra_cli.core.types import WeightVersion
@@ -233,9 +234,9 @@ class Weights:
         return self._urls[node]
 
 
-def weights_of(cluster: Cluster, *, origin: str) -> Weights:
+def weights_of(cluster: Cluster, spec: WeightSyncSpec, *, origin: str) -> Weights:
     """Return the weight versions of an open cluster, whose trainer publishes on ``origin``."""
-    facts, spec = cluster.facts, cluster.recipe.weight_sync
+    facts = cluster.facts
     return Weights(
         cluster.hosts,
         {name: fact.peer_address for name, fact in facts.items()},

@@ -17,8 +17,19 @@ from libra_cli.runtime.hosts.agent_messages import (
 )
 
 
+class Trainer:
+    """The owner of the trainer's processes."""
+
+    def __init__(self, told: list[object]) -> None:
+        self.processes = self
+        self.told = told
+
+    def returned(self, node: str, alive: frozenset[str]) -> None:
+        self.told.append(("trainer", node, alive))
+
+
 class Parts:
-    """A cluster, weights and a trainer, which note what they are told."""
+    """A cluster and weights, which note what they are told, as their trainer does."""
 
     def __init__(self) -> None:
         self.told: list[object] = []
@@ -27,6 +38,7 @@ class Parts:
         self.ports = {"n1": {"weights": 21000}}
         self.facts = {"n1": self}
         self.peer_address = "10.0.0.1"
+        self.trainer = Trainer(self.told)
 
     async def restore(self, node: str) -> None:
         if self.faults:
@@ -35,9 +47,6 @@ class Parts:
 
     def rejoined(self, node: str, address: str, port: int) -> None:
         self.told.append(("weights", node, address, port))
-
-    def returned(self, node: str, alive: frozenset[str]) -> None:
-        self.told.append(("trainer", node, alive))
 
     async def processes(self) -> list[Any]:
         return []
@@ -57,8 +66,8 @@ def test_a_node_is_told_back_once_it_is_ready_again(monkeypatch) -> None:
             if isinstance(event, NodeBack):
                 back.set()
 
-        fake = cast("Any", parts)
-        told = HostEvents(fake, fake, fake, fake, fake, post=post)
+        fake, trainer = cast("Any", parts), cast("Any", parts.trainer)
+        told = HostEvents(fake, fake, trainer, trainer, trainer, post=post)
         told.happened(ConnectionLost("n1", "cut"))
         told.happened(LeaseExpired("n1", "gone"))
         told.happened(LeaseExpired("n1", "and again"))

@@ -107,6 +107,10 @@ class FakeHost:
         return f"last words of {process}"
 
 
+def process(recipe: Any, slot: Slot, *rest: Any, **named: Any) -> Any:
+    return SimpleNamespace(node=slot.node, process=process_of(slot.id))
+
+
 class Scene:
     """Servers on one host, with a clock that runs ``SPEED`` times as fast."""
 
@@ -116,7 +120,8 @@ class Scene:
             (server_probes, "SAMPLE_EVERY_S", 2.0 / SPEED),
             (servers, "PROBE_S", 5.0 / SPEED),
             (servers, "CHECK_EVERY_S", 0.5 / SPEED),
-            (servers, "server_process", lambda *a, **k: SimpleNamespace(node="n")),
+            (servers, "server_process", process),
+            (servers, "connect_with", lambda backend: self._connect),
         ):
             monkeypatch.setattr(module, name, value)
         self.events: list[Event] = []
@@ -132,22 +137,21 @@ class Scene:
             token="t",
             start=self._start,
             dial=self.host.dial,
-            recipe=SimpleNamespace(
-                weight_sync=SimpleNamespace(timeout_s=120.0, tolerance=None),
-                rollout=SimpleNamespace(backend="vllm"),
-                training=SimpleNamespace(lora=None),
-                node=lambda name: SimpleNamespace(gpus=self.gpus),
-            ),
+        )
+        recipe: Any = SimpleNamespace(
+            weight_sync=SimpleNamespace(timeout_s=120.0, tolerance=None),
+            rollout=SimpleNamespace(backend="vllm"),
+            training=SimpleNamespace(lora=None),
+            node=lambda name: SimpleNamespace(gpus=self.gpus),
         )
         self.slots = {f"n/{i}": Slot(f"n/{i}", "n", (), Pool.ROLLOUT) for i in range(slots)}
         known: Any = self.cluster
         self.weights = FakeWeights()
         weights, sampling = cast("Weights", self.weights), Sampling(1.0, 1.0, ())
         self.servers = Servers(
-            known, weights, self.slots, lambda group: sampling, post=self.events.append
+            recipe, known, weights, self.slots, lambda group: sampling, post=self.events.append
         )
         self.fakes: dict[str, FakeServer] = {}
-        self.servers._connect = self._connect  # type: ignore[assignment]
 
     async def _start(self, spec: Any) -> None:
         pass
@@ -179,7 +183,7 @@ def play(
         finally:
             looking.cancel()
             await asyncio.gather(looking, return_exceptions=True)
-            await scene.servers.close()
+            await scene.servers.processes.close()
 
     asyncio.run(whole())
 
@@ -335,11 +339,11 @@ def test_an_exit_before_the_server_was_ever_reached_ends_its_start(monkeypatch) 
         scene.host.let.clear()  # the process runs, and nothing is connected yet
         starting = asyncio.create_task(scene.start())
         await scene.host.dialed.wait()
-        scene.servers.exited(Exited("n", process_of("n/0"), 7, 1, "CUDA error", False))
+        scene.servers.processes.exited(Exited("n", process_of("n/0"), 7, 1, "CUDA error", False))
         with pytest.raises(KeyError):
             await starting
         failed = await scene.failed()
-        assert "its process ended with exit code 1: CUDA error" in failed.reason
+        assert "server-0 on n ended with exit code 1: CUDA error" in failed.reason
 
     play(monkeypatch, story)
 
@@ -347,7 +351,7 @@ def test_an_exit_before_the_server_was_ever_reached_ends_its_start(monkeypatch) 
 def test_an_exit_that_was_asked_for_is_no_failure_of_the_next_process(monkeypatch) -> None:
     async def story(scene: Scene) -> None:
         await scene.start()
-        scene.servers.exited(Exited("n", process_of("n/0"), 7, 0, "", True))
+        scene.servers.processes.exited(Exited("n", process_of("n/0"), 7, 0, "", True))
         assert not [one for one in scene.events if isinstance(one, ServerFailed)]
 
     play(monkeypatch, story)

@@ -14,8 +14,7 @@ from libra_cli.core.reconcile import migration
 from libra_cli.core.rollout import active, groups
 from libra_cli.core.run import state as run_state
 from libra_cli.runtime.hosts import cluster
-from libra_cli.runtime.rollout import servers
-from libra_cli.runtime.trainer import processes, worker_processes
+from libra_cli.runtime.processes import owner
 from libra_cli.runtime.vllm import client
 from tests.unit.core.progress import deadlines
 from tests.unit.core.progress.deadlines import WAITS, Wait
@@ -48,8 +47,7 @@ def test_every_lifecycle_table_of_the_core_is_walked() -> None:
 
 
 def test_the_numbers_are_those_that_the_runtime_and_the_recipe_use() -> None:
-    assert deadlines.START_S == servers.STARTUP_TIMEOUT_S == processes.STARTUP_TIMEOUT_S
-    assert deadlines.START_S == worker_processes.STARTUP_TIMEOUT_S
+    assert deadlines.START_S == owner.STARTUP_TIMEOUT_S
     assert deadlines.TURN_S == client.GENERATE_TIMEOUT_S
     assert WeightSyncSpec().timeout_s == deadlines.TRANSFER_S
     assert RunSpec.model_fields["lease_s"].default == deadlines.LEASE_S

@@ -26,6 +26,10 @@ class SaysSeven:
 
     most = now = 0
 
+    @property
+    def processes(self) -> SaysSeven:
+        return self
+
     async def generate(self, action: Generate) -> TurnGenerated:
         self.now += 1
         self.most = max(self.most, self.now)

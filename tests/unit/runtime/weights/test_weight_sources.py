@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from libra_cli.config.errors import HostError, WeightsError
+from libra_cli.config.recipe import WeightSyncSpec
 from libra_cli.core.events import PublishedVersion
 from libra_cli.core.launch.process import HostFacts
 from libra_cli.core.types import WeightVersion
@@ -16,6 +17,8 @@ from libra_cli.runtime.credentials.authority import peer_url
 from libra_cli.runtime.hosts.agent_messages import PulledVersion
 from libra_cli.runtime.weights import versions as module
 from libra_cli.runtime.weights.versions import Weights, weights_of
+
+SPEC = WeightSyncSpec(keep_versions=2, timeout_s=5.0)
 
 
 class FakeHost:
@@ -82,11 +85,10 @@ def weights_on(hosts: dict[str, FakeHost]) -> Weights:
     cluster: Any = SimpleNamespace(
         hosts=hosts,
         facts={name: facts(name) for name in hosts},
-        recipe=SimpleNamespace(weight_sync=SimpleNamespace(keep_versions=2, timeout_s=5.0)),
         ports={name: {"weights": 21000} for name in hosts},
         run_id="r",
     )
-    return weights_of(cluster, origin="trainer")
+    return weights_of(cluster, SPEC, origin="trainer")
 
 
 def version(step: int) -> PublishedVersion:
@@ -137,11 +139,10 @@ def test_a_host_is_given_those_that_pulled_before_and_the_publisher_last() -> No
             "a": facts("a", data_address="a.fast"),
             "b": facts("b"),
         },
-        recipe=SimpleNamespace(weight_sync=SimpleNamespace(keep_versions=2, timeout_s=5.0)),
         ports={name: {"weights": 21000} for name in hosts},
         run_id="r",
     )
-    weights = weights_of(cluster, origin="trainer")
+    weights = weights_of(cluster, SPEC, origin="trainer")
 
     async def play() -> None:
         for step in (1, 2):
