@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ async def _export(run_dir: Path, order: ExportOrder, note: Callable[[str], None]
             hint="leave out --merge",
         )
     with Reader(run_dir) as reader:
-        run_id, addresses = reader.run().id, _addresses(reader, recipe)
+        run_id, addresses = reader.run().id, _addresses(reader, recipe.nodes)
         evaluations = reader.evaluations()
     hosts = await _reach(recipe, run_id, note)
     try:
@@ -84,7 +84,7 @@ async def _export(run_dir: Path, order: ExportOrder, note: Callable[[str], None]
         await asyncio.gather(*(host.transport.close() for host, _ in hosts.values()))
 
 
-def _addresses(reader: Reader, recipe: Recipe) -> dict[str, PeerAddress]:
+def _addresses(reader: Reader, nodes: Sequence[NodeSpec]) -> dict[str, PeerAddress]:
     """Where the hosts reach each other, as was found when the run began."""
     found = {row.node: json.loads(row.facts_json or "{}") for row in reader.nodes()}
     own = {node: str(facts.get("address", node)) for node, facts in found.items()}
@@ -94,7 +94,7 @@ def _addresses(reader: Reader, recipe: Recipe) -> dict[str, PeerAddress]:
             node.data_address or "",
             own.get(node.name, ""),
         )
-        for node in recipe.nodes
+        for node in nodes
     }
 
 

@@ -8,7 +8,7 @@ Which keys of the recipe may be others is said in ``config.on_resume``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from libra_cli.app.first_plan import explained_first_plan
 from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.config.errors import StateError
 from libra_cli.config.on_resume import changes
-from libra_cli.config.recipe import Recipe
+from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.planning.controller import plan_of_record
 from libra_cli.core.planning.planner import FirstPlan
 from libra_cli.core.records import PlanRecord, RunRecord
@@ -126,7 +126,7 @@ def _why_anew(before: Recipe, recipe: Recipe, plans: list[PlanRecord]) -> str:
     if not plans:
         return "the run has none"
     said = {
-        "nodes": (_shape(before), _shape(recipe)),
+        "nodes": (_shape(before.nodes), _shape(recipe.nodes)),
         "rollout.buckets": (before.rollout.buckets, recipe.rollout.buckets),
         "training.backend": (before.training.backend, recipe.training.backend),
     }
@@ -134,9 +134,9 @@ def _why_anew(before: Recipe, recipe: Recipe, plans: list[PlanRecord]) -> str:
     return f"{' and '.join(changed)} changed since plan {plans[-1].plan}" if changed else ""
 
 
-def _shape(recipe: Recipe) -> list[tuple[object, ...]]:
+def _shape(nodes: Sequence[NodeSpec]) -> list[tuple[object, ...]]:
     """What of the hosts a plan depends on."""
-    return [(node.name, node.gpus, node.slots, node.pool) for node in recipe.nodes]
+    return [(node.name, node.gpus, node.slots, node.pool) for node in nodes]
 
 
 def _kept(reader: Reader, recipe: Recipe, row: PlanRecord) -> FirstPlan:

@@ -12,6 +12,7 @@ from pathlib import Path
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.records import RunRecord
+from libra_cli.core.types import Seconds
 from libra_cli.runtime.hosts.cluster import host_of
 from libra_cli.runtime.store.controller_process import (
     controller_alive,
@@ -78,13 +79,15 @@ def _await_end(row: RunRecord, run_dir: Path) -> None:
 
 async def _stop_remains(recipe: Recipe, run_id: str) -> list[str]:
     """On all hosts at once: one that does not answer keeps nothing going elsewhere."""
-    found = await asyncio.gather(*(_left_on(node, recipe, run_id) for node in recipe.nodes))
+    found = await asyncio.gather(
+        *(_left_on(node, run_id, recipe.run.lease_s) for node in recipe.nodes)
+    )
     return [line for lines in found for line in lines]
 
 
-async def _left_on(node: NodeSpec, recipe: Recipe, run_id: str) -> list[str]:
+async def _left_on(node: NodeSpec, run_id: str, lease_s: Seconds) -> list[str]:
     try:
         return [f"{node.name}: {line}" for line in await host_of(node).stop_remains(run_id)]
     except LibraError as error:
-        lease = f"its lease of {recipe.run.lease_s:g} s ends what runs there"
+        lease = f"its lease of {lease_s:g} s ends what runs there"
         return [f"{node.name}: {error}; {lease}"]

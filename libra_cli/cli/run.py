@@ -50,7 +50,7 @@ def run(
         if seed is not None:
             spec = loaded.run.model_copy(update={"seed": seed})
             loaded = loaded.model_copy(update={"run": spec})
-        run_dir = resume or into or new_run_dir(loaded)
+        run_dir = resume or into or new_run_dir(loaded.run)
         if detach:
             seeded = [] if seed is None else ["--seed", str(seed)]
             where = ["--resume" if resume else "--into", str(run_dir)]

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from libra_cli.config.errors import StateError
-from libra_cli.config.recipe import Recipe
+from libra_cli.config.recipe import Recipe, RunSpec
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.schema import DATABASE
 
@@ -28,11 +28,11 @@ CONSOLE_LOG = "console.log"
 """What a run says that has no terminal, or none that takes it."""
 
 
-def new_run_dir(recipe: Recipe) -> Path:
+def new_run_dir(run: RunSpec) -> Path:
     """A fresh run directory's path; nothing is created yet."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    names = (f"{recipe.run.name}-{stamp}{more}" for more in ("", *(f"-{n}" for n in range(2, 99))))
-    return next(path for name in names if not (path := Path(recipe.run.directory) / name).exists())
+    names = (f"{run.name}-{stamp}{more}" for more in ("", *(f"-{n}" for n in range(2, 99))))
+    return next(path for name in names if not (path := Path(run.directory) / name).exists())
 
 
 def make_run_dir(run_dir: Path) -> None:
