@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from libra_cli.node.batch.samples import read_samples
 from libra_cli.node.trainer import checkpoint
 from libra_cli.node.trainer.config import TrainerConfig
-from libra_cli.node.trainer.samples import read_samples
 from libra_cli.node.trainer.trainer import Trainer
 from tests.trainers import batch, free_port, training_spec
 

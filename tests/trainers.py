@@ -20,8 +20,8 @@ import msgpack
 import numpy as np
 
 from libra_cli.config.training import TrainingSpec
+from libra_cli.node.batch.log_ratios import BranchLogRatios, read_log_ratios
 from libra_cli.node.trainer.config import TrainerConfig
-from libra_cli.node.trainer.log_ratios import BranchLogRatios, read_log_ratios
 from tests.credentials import credentials_of, url_of
 from tests.sockets import UnixConnection, socket_path
 

@@ -10,8 +10,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from libra_cli.core.costs.architecture import PUBLISHED, DenseTransformer
+from libra_cli.node.batch.samples import TokenSample
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
-from libra_cli.node.trainer.samples import TokenSample
 
 HEAD = 128
 REAL = PUBLISHED["Qwen3-0.6B"]

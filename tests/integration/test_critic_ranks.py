@@ -9,10 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
+from libra_cli.node.batch.samples import read_samples  # noqa: E402
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
 from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
 from libra_cli.node.trainer import checkpoint  # noqa: E402
-from libra_cli.node.trainer.samples import read_samples  # noqa: E402
 from libra_cli.node.trainer.trainer import Trainer  # noqa: E402
 from tests.credentials import credentials_of  # noqa: E402
 from tests.ranks import in_world  # noqa: E402

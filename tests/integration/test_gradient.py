@@ -17,9 +17,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
+from libra_cli.node.batch.log_ratios import PER_NAT, BranchLogRatios  # noqa: E402
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
 from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
-from libra_cli.node.trainer.log_ratios import PER_NAT, BranchLogRatios  # noqa: E402
 from tests import credentials  # noqa: E402
 from tests.credentials import url_of  # noqa: E402
 from tests.trainers import (  # noqa: E402

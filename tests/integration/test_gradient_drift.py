@@ -10,10 +10,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
+from libra_cli.node.batch.samples import TokenSample, read_samples  # noqa: E402
 from libra_cli.node.gradient.wire import to_float32  # noqa: E402
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
 from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
-from libra_cli.node.trainer.samples import TokenSample, read_samples  # noqa: E402
 from libra_cli.node.trainer.trainer import Trainer  # noqa: E402
 from tests.ranks import trainer_config  # noqa: E402
 from tests.trainers import batch  # noqa: E402

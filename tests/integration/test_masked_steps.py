@@ -15,10 +15,10 @@ import torch
 
 from libra_cli.config.errors import TrainerError
 from libra_cli.config.training import TrainingSpec
+from libra_cli.node.batch.samples import TokenSample
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
 from libra_cli.node.model.warmup import POSITIONS, new_model
 from libra_cli.node.trainer.config import TrainerConfig
-from libra_cli.node.trainer.samples import TokenSample
 from libra_cli.node.trainer.trainer import Trainer
 
 pytestmark = [

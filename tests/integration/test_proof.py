@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from libra_cli.config.errors import ServerError
-from libra_cli.node.trainer.samples import TokenSample
+from libra_cli.node.batch.samples import TokenSample
 from libra_cli.node.trainer.trainer import Trainer
 from libra_cli.node.weights.chunks import MANIFEST
 from libra_cli.node.weights.versions import publish

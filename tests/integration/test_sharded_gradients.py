@@ -20,9 +20,9 @@ torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 from accelerate.state import AcceleratorState  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
+from libra_cli.node.batch.samples import read_samples  # noqa: E402
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
 from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
-from libra_cli.node.trainer.samples import read_samples  # noqa: E402
 from libra_cli.node.trainer.trainer import Trainer  # noqa: E402
 from tests.ranks import in_ranks, trainer_config  # noqa: E402
 from tests.trainers import batch  # noqa: E402

@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("accelerate", reason="needs the [cpu] extra")
 
 from libra_cli.config.training import TrainingSpec
+from libra_cli.node.batch.samples import TokenSample
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
 from libra_cli.node.model.warmup import POSITIONS, new_model, warm_up
 from libra_cli.node.trainer.config import TrainerConfig
-from libra_cli.node.trainer.samples import TokenSample
 from libra_cli.node.trainer.trainer import Trainer
 from libra_cli.node.weights import versions as weights
 from libra_cli.node.weights.versions import publish

@@ -14,13 +14,13 @@ torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 pytest.importorskip("trl", reason="needs the [test] extra")
 
 from libra_cli.config.training import TrainingSpec  # noqa: E402
+from libra_cli.node.batch.samples import TokenSample  # noqa: E402
 from libra_cli.node.losses.protocol import LossInputs, loss_of  # noqa: E402
+from libra_cli.node.model.batching import collate  # noqa: E402
 from libra_cli.node.model.scoring import ScoringModel  # noqa: E402
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
 from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
-from libra_cli.node.trainer.batching import collate  # noqa: E402
 from libra_cli.node.trainer.config import TrainerConfig  # noqa: E402
-from libra_cli.node.trainer.samples import TokenSample  # noqa: E402
 from libra_cli.node.trainer.trainer import Trainer  # noqa: E402
 
 pytestmark = [

@@ -27,9 +27,9 @@ from libra_cli.core.rollout.groups import new_trajectory
 from libra_cli.core.run.machine import Machine
 from libra_cli.core.run.state import RunIdentity
 from libra_cli.core.types import TrajectoryId, WeightVersion
+from libra_cli.node.batch.samples import read_samples
 from libra_cli.node.model.build import provide
 from libra_cli.node.trainer.config import TrainerConfig
-from libra_cli.node.trainer.samples import read_samples
 from libra_cli.node.trainer.trainer import Trainer
 from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.trainer.client import pack_batch

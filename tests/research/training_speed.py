@@ -34,8 +34,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from libra_cli.config.training import TrainingSpec
+from libra_cli.node.batch.samples import TokenSample
 from libra_cli.node.trainer.config import TrainerConfig
-from libra_cli.node.trainer.samples import TokenSample
 from libra_cli.node.trainer.trainer import Trainer
 
 VOCABULARY, GROUP, RATE = 4096, 8, 1e-5

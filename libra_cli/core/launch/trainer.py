@@ -211,7 +211,7 @@ def _shards(recipe: Recipe, launch: TrainerLaunch, world: MachineRanks) -> int |
 
 
 def _worker_config(recipe: Recipe, launch: WorkerLaunch, ranks: int) -> dict[str, object]:
-    """The fields of ``libra_cli.node.trainer.config.WorkerConfig``."""
+    """The fields of ``libra_cli.node.gradient.config.WorkerConfig``."""
     side, _ = worker_ports(launch.slot)
     return _policy_config(recipe, launch.run_id, launch.model_dir, ranks) | {
         "slot": launch.slot.id,

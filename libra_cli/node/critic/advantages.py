@@ -26,7 +26,7 @@ from math import sqrt
 from typing import TypeAlias
 
 from libra_cli.config.training import TrainingSpec
-from libra_cli.node.trainer.samples import TokenSample
+from libra_cli.node.batch.samples import TokenSample
 
 VARIANCE_FLOOR = 1e-8
 """Added to the variance; verl's value, as in ``core.advantages.batch_baselines``."""

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from libra_cli.config.training import TrainingSpec
+from libra_cli.node.batch.samples import TokenSample
 from libra_cli.node.critic.advantages import TurnKey, credited, scaled, turn_advantages
 from libra_cli.node.critic.value_head import ValueHead, features_of
-from libra_cli.node.trainer.samples import TokenSample
 
 Gather = Callable[[Any], list[Any]]
 """*Collective.* Every rank's value, in rank order."""

@@ -24,10 +24,10 @@ from urllib.parse import urlencode
 import numpy as np
 from numpy.typing import NDArray
 
+from libra_cli.node.batch.log_ratios import BranchLogRatios, read_log_ratios
+from libra_cli.node.batch.shares import WorkerShare
 from libra_cli.node.credentials import Credentials, PeerConnection
 from libra_cli.node.gradient.wire import BYTES, to_float32
-from libra_cli.node.trainer.log_ratios import BranchLogRatios, read_log_ratios
-from libra_cli.node.trainer.shares import WorkerShare
 
 POLL_S = 2.0
 """How long the worker may hold back an answer that brings nothing new."""

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import msgpack
 
+from libra_cli.node.batch.samples import TokenSample, read_samples
 from libra_cli.node.command_queue import BaseCommandQueue, IdleCommand, StopCommand
 from libra_cli.node.gradient.server import GradientStore
 from libra_cli.node.http import (
@@ -30,7 +31,6 @@ from libra_cli.node.http import (
     refusal,
     serve_controller,
 )
-from libra_cli.node.trainer.samples import TokenSample, read_samples
 
 LOAD_TIMEOUT_S = 1800.0
 

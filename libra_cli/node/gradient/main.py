@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from libra_cli.config.errors import TrainerError
+from libra_cli.node.batch.log_ratios import BranchLogRatios, pack_log_ratios
+from libra_cli.node.batch.samples import counted
 from libra_cli.node.command_queue import IdleCommand, StopCommand
 from libra_cli.node.credentials import Credentials
 from libra_cli.node.gradient.commands import (
@@ -34,13 +36,11 @@ from libra_cli.node.gradient.commands import (
     WorkerCommandQueue,
     serve,
 )
+from libra_cli.node.gradient.config import WorkerConfig
 from libra_cli.node.gradient.server import GradientStore
 from libra_cli.node.gradient.server import serve as serve_gradients
 from libra_cli.node.heartbeat import Heartbeat, beside
-from libra_cli.node.trainer.config import WorkerConfig
-from libra_cli.node.trainer.log_ratios import BranchLogRatios, pack_log_ratios
-from libra_cli.node.trainer.rank import answering, attempt, log_ready, start_logging
-from libra_cli.node.trainer.samples import counted
+from libra_cli.node.rank import answering, attempt, log_ready, start_logging
 
 if TYPE_CHECKING:
     from libra_cli.node.model.policy import PolicyModel

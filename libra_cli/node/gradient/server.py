@@ -6,7 +6,7 @@
     GET /gradient?incarnation=&step=&version=&tensor=&start=&stop=
         rows [start, stop) in little-endian numbers of ``training.worker_gradients``
     GET /log-ratios?incarnation=&step=&version=
-        those of the share's tokens, when it is done (``node.trainer.log_ratios``)
+        those of the share's tokens, when it is done (``node.batch.log_ratios``)
 
 A share of a later step may be on its way and is awaited. A request for any other incarnation, step
 or version than the one in the store is answered with 409, for a tensor that is not finished with
@@ -112,7 +112,7 @@ class GradientStore:
         """Mark the share as done, unless it was dropped.
 
         ``sums`` are over the share's generated tokens, by name; ``tokens`` counts those, of which
-        ``log_ratios`` are, as ``node.trainer.log_ratios`` packs them.
+        ``log_ratios`` are, as ``node.batch.log_ratios`` packs them.
         """
         with self._changed:
             if self.state == "running" and self.step == step:

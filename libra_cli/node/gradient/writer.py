@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from libra_cli.node.batch.shares import rows_of
 from libra_cli.node.gradient.server import FinishedGradient, GradientStore, Piece
 from libra_cli.node.gradient.wire import BYTES
 from libra_cli.node.model.policy import PolicyModel, local_gradient, row_count
-from libra_cli.node.trainer.shares import rows_of
 
 
 class GradientWriter:

@@ -38,6 +38,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from libra_cli.config.errors import TrainerError
+from libra_cli.node.batch.log_ratios import BranchLogRatios, rounded
+from libra_cli.node.batch.samples import TokenSample
+from libra_cli.node.batch.shares import rows_of
 from libra_cli.node.losses.protocol import (
     LossInputs,
     group_value_of,
@@ -48,14 +51,11 @@ from libra_cli.node.losses.ratios import rollout_sums
 from libra_cli.node.model import messages, torch_objects
 from libra_cli.node.model.activations import checkpoint_activations
 from libra_cli.node.model.adapter import add_adapter, published_name, without_adapter
+from libra_cli.node.model.batching import MicroBatch, collate, deal
+from libra_cli.node.model.policy_config import PolicyConfig
 from libra_cli.node.model.scores import BranchScores, with_scores
 from libra_cli.node.model.scoring import ScoringModel, one_sequence
-from libra_cli.node.trainer.batching import MicroBatch, collate, deal
-from libra_cli.node.trainer.config import PolicyConfig
-from libra_cli.node.trainer.log_ratios import BranchLogRatios, rounded
-from libra_cli.node.trainer.samples import TokenSample
-from libra_cli.node.trainer.sharding import load_sharded, mesh_of
-from libra_cli.node.trainer.shares import rows_of
+from libra_cli.node.model.sharding import load_sharded, mesh_of
 from libra_cli.node.weights.adapter import is_adapter
 from libra_cli.node.weights.versions import check_names, in_chunks
 

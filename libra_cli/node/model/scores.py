@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from libra_cli.node.trainer.samples import Scores, TokenSample
+from libra_cli.node.batch.samples import Scores, TokenSample
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import msgpack
 
 from libra_cli.config.errors import TrainerError
+from libra_cli.node.batch.samples import TokenSample, read_samples
+from libra_cli.node.batch.shares import WorkerShare, read_shares
 from libra_cli.node.command_queue import BaseCommandQueue, IdleCommand, StopCommand
 from libra_cli.node.http import (
     Answer,
@@ -44,8 +46,6 @@ from libra_cli.node.http import (
     refusal,
     serve_controller,
 )
-from libra_cli.node.trainer.samples import TokenSample, read_samples
-from libra_cli.node.trainer.shares import WorkerShare, read_shares
 
 if TYPE_CHECKING:
     from libra_cli.node.weights.versions import VersionOnDisk
@@ -111,7 +111,7 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
     _results: dict[int, dict[str, Any]] = field(default_factory=dict)
     _versions: dict[int, dict[str, Any]] = field(default_factory=dict)
     _log_ratios: bytes = b""
-    """Of the last step that is done, as ``node.trainer.log_ratios`` packs them."""
+    """Of the last step that is done, as ``node.batch.log_ratios`` packs them."""
     _accumulated: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
     """By step and part, of the newest step that came in parts."""
     _taken: dict[tuple[int, int], bytes] = field(default_factory=dict)

@@ -29,6 +29,7 @@ from libra_cli.config.errors import TrainerError
 from libra_cli.node.command_queue import IdleCommand, StopCommand
 from libra_cli.node.heartbeat import Heartbeat, beside
 from libra_cli.node.http import read_token
+from libra_cli.node.rank import answering, attempt, last_line, log_ready, start_logging
 from libra_cli.node.trainer.commands import (
     AccumulateCommand,
     CheckpointCommand,
@@ -38,7 +39,6 @@ from libra_cli.node.trainer.commands import (
     serve,
 )
 from libra_cli.node.trainer.config import TrainerConfig
-from libra_cli.node.trainer.rank import answering, attempt, last_line, log_ready, start_logging
 
 if TYPE_CHECKING:
     from libra_cli.node.trainer.trainer import Trainer

@@ -48,20 +48,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from libra_cli.config.errors import TrainerError
+from libra_cli.node.batch.log_ratios import of_all_generated, pack_log_ratios
+from libra_cli.node.batch.samples import TokenSample, counted
+from libra_cli.node.batch.shares import WorkerShare
 from libra_cli.node.credentials import Credentials
 from libra_cli.node.critic.critic import Critic
 from libra_cli.node.gradient.client import Arrival, GradientClient, Rows
 from libra_cli.node.losses.ratios import effective_sample_size
+from libra_cli.node.model.batching import minibatches
 from libra_cli.node.model.policy import Look, PolicyModel, is_scored, summed
 from libra_cli.node.model.scores import mean_of
-from libra_cli.node.trainer.batching import minibatches
+from libra_cli.node.rank import last_line
 from libra_cli.node.trainer.config import TrainerConfig
-from libra_cli.node.trainer.log_ratios import of_all_generated, pack_log_ratios
 from libra_cli.node.trainer.optimizer import Movement, optimizer_of
-from libra_cli.node.trainer.rank import last_line
-from libra_cli.node.trainer.samples import TokenSample, counted
 from libra_cli.node.trainer.schedule import learning_rate_at
-from libra_cli.node.trainer.shares import WorkerShare
 from libra_cli.node.weights.adapter import is_adapter
 from libra_cli.node.weights.checksum import described
 from libra_cli.node.weights.versions import ProbeResult, probe_tokens, version_name
@@ -121,7 +121,7 @@ class Trainer(PolicyModel):
         self._given: list[TokenSample] = []
         """Those of the coming step, with the tokens that do not count too."""
         self.packed_log_ratios = b""
-        """Of the last step, on rank 0; ``node.trainer.log_ratios``."""
+        """Of the last step, on rank 0; ``node.batch.log_ratios``."""
         self._budget_file = Path(config.checkpoint_dir).parent / BUDGET_FILE
         self.micro_batch_tokens = min(self.gather(self._remembered_budget()))
         self._tokens_per_s = 0.0

@@ -49,7 +49,6 @@ KNOTS = [
         "core/scheduling",
         "core/warnings",
     },
-    {"node/checkpoints", "node/critic", "node/gradient", "node/model", "node/trainer"},
     {"report", "report/status"},
     {
         "runtime",

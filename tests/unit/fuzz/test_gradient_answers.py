@@ -12,9 +12,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra_cli.node.batch.log_ratios import pack_log_ratios
+from libra_cli.node.batch.shares import WorkerShare
 from libra_cli.node.gradient.client import GradientClient, Rows
-from libra_cli.node.trainer.log_ratios import pack_log_ratios
-from libra_cli.node.trainer.shares import WorkerShare
 from tests.credentials import credentials_of
 from tests.unit.fuzz import nonsense
 

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from libra_cli.config.errors import TrainerError
+from libra_cli.node.batch.log_ratios import pack_log_ratios
+from libra_cli.node.batch.samples import read_samples
+from libra_cli.node.batch.shares import WorkerShare, read_shares, rows_of
 from libra_cli.node.credentials import Credentials
 from libra_cli.node.gradient.client import GradientClient, Rows
 from libra_cli.node.gradient.server import FinishedGradient, GradientStore, Piece, serve
-from libra_cli.node.trainer.log_ratios import pack_log_ratios
-from libra_cli.node.trainer.samples import read_samples
-from libra_cli.node.trainer.shares import WorkerShare, read_shares, rows_of
 from tests import credentials
 from tests.credentials import TOKEN, credentials_of, url_of
 

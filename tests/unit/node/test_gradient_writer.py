@@ -11,11 +11,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
+from libra_cli.node.batch.shares import WorkerShare  # noqa: E402
 from libra_cli.node.gradient.client import GradientClient, Rows  # noqa: E402
 from libra_cli.node.gradient.server import GradientStore, serve  # noqa: E402
 from libra_cli.node.gradient.writer import GradientWriter  # noqa: E402
 from libra_cli.node.model.policy import PolicyModel  # noqa: E402
-from libra_cli.node.trainer.shares import WorkerShare  # noqa: E402
 from tests.credentials import credentials_of, url_of  # noqa: E402
 
 pytestmark = pytest.mark.vllm

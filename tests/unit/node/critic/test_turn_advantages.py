@@ -13,6 +13,7 @@ np = pytest.importorskip("numpy", reason="needs the [cpu] extra")
 from libra_cli.config.training import TrainingSpec  # noqa: E402
 from libra_cli.core.advantages.turn_baselines import returns_of  # noqa: E402
 from libra_cli.core.types import Outcome, TurnReward  # noqa: E402
+from libra_cli.node.batch.samples import TokenSample  # noqa: E402
 from libra_cli.node.critic.advantages import (  # noqa: E402
     credited,
     generalized_advantages,
@@ -20,7 +21,6 @@ from libra_cli.node.critic.advantages import (  # noqa: E402
     turn_advantages,
     whitened,
 )
-from libra_cli.node.trainer.samples import TokenSample  # noqa: E402
 
 NUMBER = st.floats(-8, 8).map(lambda value: round(value, 3))
 TURNS = st.lists(st.tuples(NUMBER, NUMBER), min_size=1, max_size=7)

@@ -26,12 +26,12 @@ from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
 from libra_cli.config.training import TrainingSpec  # noqa: E402
 from libra_cli.core.costs.architecture import PUBLISHED, Checkpointing, DenseTransformer  # noqa: E402
 from libra_cli.core.costs.memory import rank_memory  # noqa: E402
+from libra_cli.node.batch.samples import TokenSample  # noqa: E402
+from libra_cli.node.model import sharding  # noqa: E402
 from libra_cli.node.model.activations import checkpoint_activations  # noqa: E402
+from libra_cli.node.model.batching import collate  # noqa: E402
 from libra_cli.node.model.scoring import ScoringModel  # noqa: E402
-from libra_cli.node.trainer import sharding  # noqa: E402
-from libra_cli.node.trainer.batching import collate  # noqa: E402
 from libra_cli.node.trainer.optimizer import optimizer_of  # noqa: E402
-from libra_cli.node.trainer.samples import TokenSample  # noqa: E402
 
 pytestmark = [
     pytest.mark.vllm,

@@ -20,11 +20,11 @@ from torch.distributed import distributed_c10d  # noqa: E402
 from torch.distributed.checkpoint.planner import LoadPlan  # noqa: E402
 
 from libra_cli.config.errors import TrainerError  # noqa: E402
+from libra_cli.node.batch.samples import TokenSample  # noqa: E402
+from libra_cli.node.batch.shares import WorkerShare  # noqa: E402
 from libra_cli.node.command_queue import IdleCommand, StopCommand  # noqa: E402
 from libra_cli.node.model import messages, torch_objects  # noqa: E402
 from libra_cli.node.trainer.commands import CheckpointCommand, TrainCommand  # noqa: E402
-from libra_cli.node.trainer.samples import TokenSample  # noqa: E402
-from libra_cli.node.trainer.shares import WorkerShare  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen3Config  # noqa: E402
 
+from libra_cli.node.batch.samples import TokenSample  # noqa: E402
+from libra_cli.node.model.batching import collate  # noqa: E402
 from libra_cli.node.model.logprobs import token_logprobs  # noqa: E402
 from libra_cli.node.model.scoring import ScoringModel, one_sequence  # noqa: E402
-from libra_cli.node.trainer.batching import collate  # noqa: E402
-from libra_cli.node.trainer.samples import TokenSample  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
-from libra_cli.node.trainer.batching import collate, deal  # noqa: E402
-from libra_cli.node.trainer.samples import TokenSample  # noqa: E402
+from libra_cli.node.batch.samples import TokenSample  # noqa: E402
+from libra_cli.node.model.batching import collate, deal  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 LENGTHS = st.lists(st.integers(2, 500), max_size=80)

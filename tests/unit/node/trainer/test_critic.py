@@ -15,6 +15,7 @@ import pytest
 np = pytest.importorskip("numpy", reason="needs the [cpu] extra")
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
+from libra_cli.node.batch.samples import TokenSample, read_samples  # noqa: E402
 from libra_cli.node.critic.advantages import (  # noqa: E402
     credited,
     generalized_advantages,
@@ -23,7 +24,6 @@ from libra_cli.node.critic.advantages import (  # noqa: E402
 )
 from libra_cli.node.critic.value_head import ValueHead, features_of  # noqa: E402
 from libra_cli.node.trainer import checkpoint  # noqa: E402
-from libra_cli.node.trainer.samples import TokenSample, read_samples  # noqa: E402
 from libra_cli.node.trainer.trainer import Trainer  # noqa: E402
 from tests.trainers import batch, config_of, with_turns  # noqa: E402
 

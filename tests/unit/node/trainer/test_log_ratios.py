@@ -13,14 +13,14 @@ import pytest
 np = pytest.importorskip("numpy", reason="needs the [cpu] extra")
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
-from libra_cli.node.trainer.batching import collate  # noqa: E402
-from libra_cli.node.trainer.log_ratios import (  # noqa: E402
+from libra_cli.node.batch.log_ratios import (  # noqa: E402
     of_all_generated,
     pack_log_ratios,
     read_log_ratios,
     rounded,
 )
-from libra_cli.node.trainer.samples import TokenSample, counted, read_samples  # noqa: E402
+from libra_cli.node.batch.samples import TokenSample, counted, read_samples  # noqa: E402
+from libra_cli.node.model.batching import collate  # noqa: E402
 from libra_cli.node.trainer.trainer import Trainer  # noqa: E402
 from tests.trainers import batch, config_of  # noqa: E402
 

@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
 from libra_cli.config.errors import TrainerError  # noqa: E402
 from libra_cli.config.training import LoraSpec  # noqa: E402
 from libra_cli.core.costs.architecture import PUBLISHED  # noqa: E402
+from libra_cli.node.batch.samples import TokenSample, read_samples  # noqa: E402
 from libra_cli.node.checkpoints.contents import COMPLETE, about_bytes, about_of  # noqa: E402
 from libra_cli.node.checkpoints.export import export  # noqa: E402
 from libra_cli.node.losses.protocol import LossInputs, loss_of  # noqa: E402
 from libra_cli.node.model.adapter import add_adapter, published_name  # noqa: E402
 from libra_cli.node.trainer import checkpoint  # noqa: E402
-from libra_cli.node.trainer.samples import TokenSample, read_samples  # noqa: E402
 from libra_cli.node.trainer.trainer import Trainer  # noqa: E402
 from libra_cli.node.weights.adapter import adapted, factors_of  # noqa: E402
 from tests.trainers import batch, config_of  # noqa: E402

@@ -14,8 +14,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
 from libra_cli.config.errors import TrainerError  # noqa: E402
+from libra_cli.node.batch.samples import TokenSample, read_samples  # noqa: E402
 from libra_cli.node.losses.protocol import LossOutputs  # noqa: E402
-from libra_cli.node.trainer.samples import TokenSample, read_samples  # noqa: E402
 from libra_cli.node.trainer.trainer import BUDGET_FILE, Trainer  # noqa: E402
 from tests.trainers import batch, config_of  # noqa: E402
 

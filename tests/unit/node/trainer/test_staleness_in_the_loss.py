@@ -17,10 +17,10 @@ torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 from libra_cli.config.training import TrainingSpec  # noqa: E402
 from libra_cli.core.actions import TrainSample  # noqa: E402
 from libra_cli.core.types import Trajectory, TrajectoryId, VersionSpan  # noqa: E402
+from libra_cli.node.batch.samples import TokenSample, counted, read_sample  # noqa: E402
 from libra_cli.node.losses.policy_gradient import dapo  # noqa: E402
 from libra_cli.node.losses.protocol import LossInputs  # noqa: E402
-from libra_cli.node.trainer.batching import collate, deal  # noqa: E402
-from libra_cli.node.trainer.samples import TokenSample, counted, read_sample  # noqa: E402
+from libra_cli.node.model.batching import collate, deal  # noqa: E402
 from libra_cli.runtime.trainer.client import pack_sample  # noqa: E402
 
 pytestmark = pytest.mark.vllm

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from libra_cli.config.errors import TrainerError
+from libra_cli.node.batch.samples import read_sample
 from libra_cli.node.command_queue import IdleCommand, StopCommand
 from libra_cli.node.http import Blob
 from libra_cli.node.trainer.commands import (
@@ -22,7 +23,6 @@ from libra_cli.node.trainer.commands import (
     TrainCommand,
     serve,
 )
-from libra_cli.node.trainer.samples import read_sample
 from tests.sockets import UnixConnection, socket_path
 
 TOKEN = "of-this-run"

@@ -14,15 +14,15 @@ import pytest
 np = pytest.importorskip("numpy", reason="needs the [cpu] extra")
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
+from libra_cli.node.batch.samples import Scores, TokenSample, read_samples  # noqa: E402
 from libra_cli.node.losses.policy_gradient import dapo  # noqa: E402
 from libra_cli.node.losses.protocol import LossInputs, LossOutputs  # noqa: E402
 from libra_cli.node.losses.ratios import effective_sample_size, rollout_sums  # noqa: E402
+from libra_cli.node.model.batching import collate, minibatches  # noqa: E402
 from libra_cli.node.model.policy import PolicyModel  # noqa: E402
 from libra_cli.node.model.scores import BranchScores, mean_of, with_scores  # noqa: E402
 from libra_cli.node.trainer import checkpoint  # noqa: E402
-from libra_cli.node.trainer.batching import collate, minibatches  # noqa: E402
 from libra_cli.node.trainer.optimizer import Movement  # noqa: E402
-from libra_cli.node.trainer.samples import Scores, TokenSample, read_samples  # noqa: E402
 from libra_cli.node.trainer.trainer import Trainer  # noqa: E402
 from tests.trainers import batch, config_of  # noqa: E402
 

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from libra_cli.node.batch.samples import TokenSample
 from libra_cli.node.model.packed_attention import PackedSequences
 from libra_cli.node.model.scoring import ScoringRequest
-from libra_cli.node.trainer.samples import TokenSample
 
 
 def deal(lengths: Sequence[int], *, shares: int, budget: int) -> list[list[list[int]]]:

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from libra_cli.config.errors import TrainerError
-from libra_cli.node.trainer.samples import TokenSample
+from libra_cli.node.batch.samples import TokenSample
 
 
 @dataclass(frozen=True, slots=True)

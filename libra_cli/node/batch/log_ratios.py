@@ -24,7 +24,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from libra_cli.node.trainer.samples import TokenSample
+from libra_cli.node.batch.samples import TokenSample
 
 BranchLogRatios: TypeAlias = dict[tuple[int, int, int], NDArray[np.float16]]
 """By group, member and number of a branch, those of its generated tokens, in order."""

@@ -1,0 +1,39 @@
+"""The settings with which a model computes gradients, in the trainer and in a gradient worker."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from libra_cli.config.training import TrainingSpec
+
+
+class PolicyConfig(Protocol):
+    """What ``PolicyModel`` needs of either configuration."""
+
+    @property
+    def model_dir(self) -> str:
+        """Hugging Face directory of the model on this host."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that the plan has."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of every random state."""
+
+    @property
+    def temperature(self) -> float:
+        """Temperature with which rollouts sample, and with which the loss scales logits."""
+
+    @property
+    def dp_shard_size(self) -> int | None:
+        """Ranks that hold one replica together where the model is sharded; None is all of them."""
+
+    @property
+    def max_len(self) -> int:
+        """The longest trajectory, in tokens."""
+
+    @property
+    def training(self) -> TrainingSpec:
+        """The recipe's ``training``."""
