@@ -19,8 +19,8 @@ from libra_cli.cli.bench import bench
 from libra_cli.cli.collect import collect
 from libra_cli.cli.completion import RunDir
 from libra_cli.cli.explain import explain
+from libra_cli.cli.help import show_help
 from libra_cli.cli.init import init
-from libra_cli.cli.pages.help import show_help
 from libra_cli.cli.run import attach, run
 from libra_cli.cli.serve import serve
 from libra_cli.cli.show import show
@@ -228,7 +228,7 @@ def evaluate(
 ) -> None:
     """Play the evaluations of a recipe with a model: servers only, nothing is trained."""
     from libra_cli.app.evaluate import command
-    from libra_cli.report.evaluations import evaluation_table
+    from libra_cli.report.terminal.evaluations import evaluation_table
 
     with errors_told():
         with err.status("evaluating") as status:

@@ -17,7 +17,7 @@ from libra_cli.config.errors import LibraError, RecipeError, StateError
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.secrets import known_secrets, masker
 from libra_cli.core.records import EvaluationRecord, ExportRecord
-from libra_cli.report.evaluations import EvaluationPart, evaluation_parts
+from libra_cli.report.status.evaluations import EvaluationPart, evaluation_parts
 from libra_cli.runtime.evaluation.standalone import StandaloneEvaluation
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.store.reader import Reader

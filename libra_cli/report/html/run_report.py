@@ -20,10 +20,10 @@ from typing import Any
 from libra_cli import __version__
 from libra_cli.config.errors import StateError
 from libra_cli.core.records import EvaluationRecord, StepRecord, SyncRecord
-from libra_cli.report.evaluations import finished
 from libra_cli.report.html.charts import Band, Series, over_steps, timeline
 from libra_cli.report.html.slot_rows import SHADES, slot_rows
 from libra_cli.report.html.templates import template
+from libra_cli.report.status.evaluations import finished
 from libra_cli.report.status.metrics import of_servers, of_steps
 from libra_cli.report.status.migration_impact import migration_impacts
 from libra_cli.report.status.plans import (

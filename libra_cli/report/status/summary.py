@@ -55,10 +55,10 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from libra_cli.core.records import SlotRecord
-from libra_cli.report.evaluations import EvaluationPart, evaluation_parts
 from libra_cli.report.status import slots as slot_parts
 from libra_cli.report.status import steps as step_parts
 from libra_cli.report.status.batches import BatchesPart, batches
+from libra_cli.report.status.evaluations import EvaluationPart, evaluation_parts
 from libra_cli.report.status.metrics import FirstLast, first_last
 from libra_cli.report.status.placements import (
     BucketPart,

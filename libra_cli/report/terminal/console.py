@@ -17,13 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from libra_cli.core.records import StepRecord
-from libra_cli.report.evaluations import evaluation_words
 from libra_cli.report.status.metrics import mean_by_name, told
 from libra_cli.report.status.plans import MovePart, PlanPart
 from libra_cli.report.status.run_state import LIVE
 from libra_cli.report.status.steps import RECENT, smooth, yardstick
 from libra_cli.report.status.summary import RunSummary, judged_by
 from libra_cli.report.terminal.decision import decision_facts
+from libra_cli.report.terminal.evaluations import evaluation_words
 from libra_cli.report.terminal.plots import Plot, Portable, bar, sparkline
 
 _BAR_WIDTH = 34

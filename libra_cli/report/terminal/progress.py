@@ -40,7 +40,7 @@ from libra_cli.core.records import (
     SyncRecord,
 )
 from libra_cli.core.warnings.watch import KIND
-from libra_cli.report.evaluations import evaluation_parts, evaluation_words
+from libra_cli.report.status.evaluations import evaluation_parts
 from libra_cli.report.status.metrics import told
 from libra_cli.report.status.slots import existing
 from libra_cli.report.status.steps import RECENT, smooth, yardstick
@@ -56,6 +56,7 @@ from libra_cli.report.terminal.console import (
     warning_lines,
 )
 from libra_cli.report.terminal.decision import decision_line
+from libra_cli.report.terminal.evaluations import evaluation_words
 from libra_cli.report.terminal.plots import Portable, sparkline
 
 _REFRESH_PER_S = 2.0

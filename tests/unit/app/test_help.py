@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from libra_cli.app import pages
 from libra_cli.cli.main import app
-from libra_cli.cli.pages.page_view import PageView
+from libra_cli.cli.page_view import PageView
 from libra_cli.config.errors import RecipeError
 from libra_cli.config.recipe import Recipe
 from libra_cli.runtime.monitors.protocol import MONITORS

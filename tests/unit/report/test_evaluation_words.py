@@ -9,7 +9,8 @@ from rich.console import Console
 
 from libra_cli.core.evaluation.estimates import evaluation_metrics
 from libra_cli.core.records import EvaluationRecord, to_metrics_json
-from libra_cli.report.evaluations import evaluation_parts, evaluation_words
+from libra_cli.report.status.evaluations import evaluation_parts
+from libra_cli.report.terminal.evaluations import evaluation_words
 from libra_cli.report.terminal.progress import Progress
 
 

@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 
 from libra_cli.cli.main import app
 from libra_cli.core.records import EvaluationRecord
-from libra_cli.report.evaluations import evaluation_parts, evaluation_words
 from libra_cli.report.html.run_report import write_report
+from libra_cli.report.status.evaluations import evaluation_parts
+from libra_cli.report.terminal.evaluations import evaluation_words
 from libra_cli.runtime.store.journal import Journal
 from tests.sample_run import write_whole
 

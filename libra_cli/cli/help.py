@@ -21,7 +21,7 @@ def show_help(
 ) -> None:
     """Show a page of the documentation, or the list of pages."""
     from libra_cli.app.pages import page_of, pages, title_of
-    from libra_cli.cli.pages.page_view import PageView
+    from libra_cli.cli.page_view import PageView
 
     with errors_told():
         if topic is not None:

@@ -1,1 +1,0 @@
-"""``libra help``: the pages, drawn."""
