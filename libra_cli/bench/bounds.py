@@ -1,21 +1,20 @@
 """A bound that no scheduler can beat: the least makespan of what a run trained, on a fixed plan.
 
-The largest of three, in seconds. With ``W`` what must be computed (below), and ``last`` and
-``trained`` the seconds of the last optimizer step and of all of them::
+All servers are alike. The bound is the largest of three, in seconds. With ``W`` what must be
+computed (below), and ``last`` and ``trained`` the seconds of the last optimizer step and of all::
 
     capacity   the least T in which the servers can compute W, all full all the time, + last
-    path       the longest of the trajectories alone, each turn on the fastest server, + last
+    path       the longest of the trajectories alone + last
     training   the least that the longest path of a first batch can be + trained
 
 ``W`` of a set of trajectories: ``tokens`` generated in decode steps (all but the first of a turn),
 ``kv`` the tokens of KV cache that these read in all, ``prompt`` the tokens computed in prefill,
-each once (a group's prompt once for all). With ``S`` steps, a server of the law in
-``core.costs.server`` needs for a part of W at least::
+each once (a group's prompt once for all). With ``S`` steps in all, servers of the law in
+``core.costs.server`` need for W together at least::
 
     a S + b tokens + c kv + p1 max(0, prompt - free S),    S >= tokens / seats, S >= kv / KV tokens
 
-since no step has more sequences than seats, nor more context than the KV cache; shapes of servers
-divide W among themselves as suits it best, a linear programme.
+since no step has more sequences than seats, nor more context than the KV cache.
 
 Guarantee: a true lower bound in the simulator's own costs, for these trajectories and this plan.
 Limit: it knows nothing of turns that wait for tools while servers run empty, of recomputed
@@ -27,8 +26,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.types import Seconds, Tokens
 from libra_cli.sim.traces import RecordedEpisode
@@ -36,7 +33,7 @@ from libra_cli.sim.traces import RecordedEpisode
 
 @dataclass(frozen=True, slots=True)
 class ServerShape:
-    """``servers`` of one shape, each with so many seats."""
+    """``servers``, all alike, each with so many seats."""
 
     cost: ServerLaw
     servers: int
@@ -53,7 +50,7 @@ class Work:
 
 
 def least_makespan(
-    shapes: Sequence[ServerShape],
+    shape: ServerShape,
     groups: Sequence[Sequence[RecordedEpisode]],
     trained_s: Sequence[Seconds],
     *,
@@ -61,13 +58,12 @@ def least_makespan(
     max_len: Tokens,
 ) -> Seconds:
     """The bound for these trained groups, ``batch`` of them a step; steps took ``trained_s``."""
-    costs = [shape.cost for shape in shapes]
     paths = sorted(
-        max(path_s(costs, episode, max_len=max_len) for episode in group) for group in groups
+        max(path_s(shape.cost, episode, max_len=max_len) for episode in group) for group in groups
     )
     # The first batch holds that many groups, and the quickest there are.
     first = paths[min(batch, len(paths)) - 1]
-    capacity = capacity_s(shapes, work_of(groups, max_len=max_len))
+    capacity = capacity_s(shape, work_of(groups, max_len=max_len))
     return max(max(capacity, paths[-1]) + trained_s[-1], first + sum(trained_s))
 
 
@@ -86,21 +82,19 @@ def work_of(groups: Iterable[Sequence[RecordedEpisode]], *, max_len: Tokens) -> 
     return Work(tokens, kv, prompt)
 
 
-def path_s(costs: Sequence[ServerLaw], episode: RecordedEpisode, *, max_len: Tokens) -> Seconds:
-    """Seconds of a trajectory alone, each turn on the server that is fastest for it."""
+def path_s(cost: ServerLaw, episode: RecordedEpisode, *, max_len: Tokens) -> Seconds:
+    """Seconds of a trajectory alone, whose turns no other holds up."""
     turns = _turns(episode, max_len)
     return sum(
-        turn.tool_s + _turn_s(costs, context, generated)
+        turn.tool_s + _turn_s(cost, context, generated)
         for turn, (context, generated) in zip(episode.turns, turns, strict=False)
     )
 
 
-def _turn_s(costs: Sequence[ServerLaw], context: Tokens, generated: Tokens) -> Seconds:
+def _turn_s(cost: ServerLaw, context: Tokens, generated: Tokens) -> Seconds:
     """Its first token comes out of the step that computes the end of its prompt."""
     kv = context + generated / 2
-    return min(
-        cost.decode_step_s(0, 0) + (generated - 1) * cost.decode_step_s(1, kv) for cost in costs
-    )
+    return cost.decode_step_s(0, 0) + (generated - 1) * cost.decode_step_s(1, kv)
 
 
 def _turns(episode: RecordedEpisode, max_len: Tokens) -> list[tuple[Tokens, Tokens]]:
@@ -113,32 +107,16 @@ def _turns(episode: RecordedEpisode, max_len: Tokens) -> list[tuple[Tokens, Toke
     return turns
 
 
-def capacity_s(shapes: Sequence[ServerShape], work: Work) -> Seconds:
+def capacity_s(shape: ServerShape, work: Work) -> Seconds:
     """The least time in which these servers, all full all the time, can compute that work."""
-    from scipy.optimize import linprog
+    cost = shape.cost.linear()
+    fewest = max(work.tokens / shape.seats, work.kv / cost.kv_tokens)
+    # Along the number of steps the time has one bend: from there on all prompt tokens ride free.
+    riding = max(fewest, work.prompt / cost.free_tokens) if cost.free_tokens else fewest
 
-    # Per shape: steps, tokens, KV reads, prompt tokens, and those of them that are paid for; at
-    # last the makespan. All in millions, which keeps the numbers near 1.
-    size = 5 * len(shapes) + 1
-    upper, equal = [], np.zeros((3, size))
-    for at, shape in enumerate(shapes):
-        cost, own = shape.cost.linear(), np.zeros((4, size))
-        steps, tokens, kv, prompt, paid = range(5 * at, 5 * at + 5)
-        own[0, [tokens, steps]] = 1.0, -shape.seats
-        own[1, [kv, steps]] = 1.0, -cost.kv_tokens
-        own[2, [prompt, steps, paid]] = 1.0, -cost.free_tokens, -1.0
-        own[3, [steps, tokens, kv, paid]] = (
-            cost.step_s,
-            cost.sequence_s,
-            cost.kv_token_s,
-            cost.prefill_token_s,
-        )
-        own[3, -1] = -shape.servers
-        upper.append(own)
-        equal[[0, 1, 2], [tokens, kv, prompt]] = 1.0
-    goal = np.zeros(size)
-    goal[-1] = 1.0
-    needed = np.array((work.tokens, work.kv, work.prompt)) / 1e6
-    limits = np.vstack(upper)
-    found = linprog(goal, A_ub=limits, b_ub=np.zeros(len(limits)), A_eq=equal, b_eq=needed)
-    return float(found.fun) * 1e6
+    def seconds(steps: float) -> Seconds:
+        paid = max(0.0, work.prompt - cost.free_tokens * steps)
+        decoding = cost.step_s * steps + cost.sequence_s * work.tokens + cost.kv_token_s * work.kv
+        return decoding + cost.prefill_token_s * paid
+
+    return min(seconds(fewest), seconds(riding)) / shape.servers

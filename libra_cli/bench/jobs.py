@@ -334,16 +334,17 @@ def _bound_s(job: Job, world: World) -> Seconds | None:
     training = TrainingSpec.model_validate(_batches(job))
     if job.layout is None or rule_of(training).least is not None or job.oversample:
         return None
-    shapes = [
-        ServerShape(job.profile.servers[b.tensor_parallel], b.servers, b.max_num_seqs)
-        for b in job.layout.buckets
-    ]
+    if len(job.layout.buckets) != 1:
+        return None  # the bound is of equal servers
+    (bucket,) = job.layout.buckets
+    cost = job.profile.servers[bucket.tensor_parallel]
+    shape = ServerShape(cost, bucket.servers, bucket.max_num_seqs)
     trained = [
         [world.episode(TrajectoryId(group, member)) for member in range(job.group_size)]
         for group in sorted(world.recording.groups)
     ]
     steps = [end - start for start, end in world.recording.trained]
-    return least_makespan(shapes, trained, steps, batch=job.groups_per_step, max_len=job.max_len)
+    return least_makespan(shape, trained, steps, batch=job.groups_per_step, max_len=job.max_len)
 
 
 def _steady(job: Job, world: World) -> float:

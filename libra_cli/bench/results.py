@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from statistics import fmean, mode, stdev
 from typing import Any, TypeAlias
 
@@ -274,14 +275,37 @@ def is_causal(policy: str, planner: str) -> bool:
 
 def interval(values: Sequence[float]) -> Interval | None:
     """The 95 % t-interval of the mean; None with fewer than two values."""
-    # Here, not above: what only looks at rows need not wait for it.
-    from scipy.special import stdtrit
-
     if len(values) < 2:
         return None
-    quantile = float(stdtrit(len(values) - 1, 0.975))
-    middle, half = fmean(values), quantile * stdev(values) / math.sqrt(len(values))
+    middle = fmean(values)
+    half = student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return middle - half, middle + half
+
+
+@cache
+def student_t(freedom: int) -> float:
+    """How far 95 % of Student's distribution with so many degrees of freedom lie from 0 at most."""
+    low, high = 0.0, math.pi / 2
+    while low < (angle := (low + high) / 2) < high:
+        if _share_within(angle, freedom) < 0.95:
+            low = angle
+        else:
+            high = angle
+    return math.tan(high) * math.sqrt(freedom)
+
+
+def _share_within(angle: float, freedom: int) -> float:
+    """The share of Student's distribution between +-t, with ``tan(angle) = t / sqrt(freedom)``.
+
+    A finite series: Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """
+    odd = freedom % 2
+    term, total = (math.cos(angle) if odd else 1.0), 0.0
+    for n in range(1 + odd, freedom, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * n / (n + 1)
+    total *= math.sin(angle)
+    return (angle + total) * 2 / math.pi if odd else total
 
 
 # -- comparisons ---------------------------------------------------------------------------------

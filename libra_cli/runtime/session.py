@@ -18,7 +18,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 from libra_cli.config.errors import LibraError
@@ -277,8 +276,6 @@ class Session:
             await episodes.check(self._recipe.run.seed)
             if not isinstance(goes_on, Adoption):  # which waits for one that is away
                 await self._check_teacher(renderer)
-            # The first fit of a price imports it, which must not fail for want of a descriptor.
-            await asyncio.to_thread(import_module, "scipy.optimize")
             return await self._play_with(renderer, episodes, goes_on)
         finally:
             await episodes.close()

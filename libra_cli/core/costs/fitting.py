@@ -3,8 +3,7 @@
     seconds of an observation = sum over the columns of (price x amount)
 
 Errors are relative: an observation counts by how many percent it is off, so that a step of a
-millisecond and one of a minute weigh alike. The solver is scipy's ``nnls`` (Lawson and Hanson,
-*Solving Least Squares Problems*, 1974, chapter 23).
+millisecond and one of a minute weigh alike.
 
 Guarantee: the best non-negative prices there are, to rounding. Limit: columns that always rise
 together cannot be told apart; one of the equally good solutions is taken.
@@ -14,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from libra_cli.config.errors import LibraError
+from libra_cli.core.costs.nnls import non_negative_least_squares
 from libra_cli.core.types import Seconds
 
 SPARE = 2
@@ -80,12 +79,3 @@ def fit(what: str, columns: Sequence[str], observed: Sequence[Observed]) -> Fit:
         raise FittingError(f"{what}: the times measured do not depend on what was done")
     errors = [abs(sum(p * a for p, a in zip(prices, row, strict=True)) - 1.0) for row in rows]
     return Fit(prices, len(observed), sum(errors) / len(errors), max(errors))
-
-
-def non_negative_least_squares(matrix: Any, right: Any) -> tuple[float, ...]:
-    """The ``x >= 0`` with the least ``|matrix x - right|``; any two- and one-dimensional arrays."""
-    # Here, not above: it takes half a second to import, and most commands fit nothing.
-    from scipy.optimize import nnls
-
-    solution, _ = nnls(matrix, right, maxiter=100 * len(right))
-    return tuple(map(float, solution))

@@ -9,9 +9,8 @@ seconds over that prediction, and weights w that fade by ``1 - 1 / MEMORY`` an o
 
 So a prior that is wrong by one factor everywhere (s, the level) costs nothing, and what the
 observations cannot tell apart (a server always as full as now) keeps the proportions of the prior.
-The sums are all that is kept, and are kept here: neither numpy nor scipy has recursive least
-squares with a forgetting factor. What they come to is left to ``nnls``: with L the Cholesky factor
-of the matrix above, the z >= 0 with the least |L' z - L^-1 (right side)|.
+The sums are all that is kept. The prices are, with L the Cholesky factor of the matrix above, the
+z >= 0 with the least |L' z - L^-1 (right side)|.
 
 What is beyond ``OUTLIER`` times the level, either way, counts as that much. Readings of a server
 come at equal times, so one with longer steps stands for fewer of them and weighs that much less
@@ -28,8 +27,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import exp, log
 
-from libra_cli.core.costs.fitting import non_negative_least_squares
 from libra_cli.core.costs.law import ServerLaw
+from libra_cli.core.costs.nnls import non_negative_least_squares
 from libra_cli.core.types import Bucket, Seconds
 
 MEMORY = 500.0

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-HEAVY = ("accelerate", "numpy", "scipy", "torch", "transformers", "trl", "vllm")
+HEAVY = ("accelerate", "numpy", "torch", "transformers", "trl", "vllm")
 HELP_LIMIT_S = 0.5
 
 

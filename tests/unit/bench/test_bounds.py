@@ -4,9 +4,11 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from libra_cli.bench import jobs
-from libra_cli.bench.bounds import ServerShape, capacity_s, path_s, work_of
+from libra_cli.bench.bounds import ServerShape, Work, capacity_s, path_s, work_of
 from libra_cli.bench.jobs import Job, run_job
 from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout
@@ -15,8 +17,8 @@ from libra_cli.sim.traces import RecordedEpisode, Trace, Turn
 from tests.sim_scene import COSTS
 
 PROFILE = load_profile("a800-qwen3-14b")
-BUCKETS = (PlannedBucket(1, 2, 8_000, 64), PlannedBucket(4, 1, jobs.MAX_LEN, 64))
-SHAPES = [ServerShape(PROFILE.servers[1], 2, 64), ServerShape(PROFILE.servers[4], 1, 64)]
+EQUAL = (PlannedBucket(4, 2, jobs.MAX_LEN, 64),)
+UNLIKE = (PlannedBucket(1, 2, 8_000, 64), PlannedBucket(4, 1, jobs.MAX_LEN, 64))
 
 
 def episode(
@@ -26,9 +28,11 @@ def episode(
     return RecordedEpisode(task, prompt, (turn,) * turns, 0.0)
 
 
-def played(trace: Trace, policy: str) -> tuple[float, float]:
+def played(
+    trace: Trace, policy: str, buckets: tuple[PlannedBucket, ...] = EQUAL
+) -> tuple[float | None, float]:
     """The bound and the makespan of a short run."""
-    layout = Layout(BUCKETS, 10)
+    layout = Layout(buckets, 16 - sum(bucket.gpus for bucket in buckets))
     job = Job(
         trace,
         PROFILE,
@@ -45,7 +49,6 @@ def played(trace: Trace, policy: str) -> tuple[float, float]:
         staleness="hold",
     )
     row, _ = run_job(job)
-    assert row.bound_s is not None
     return row.bound_s, row.makespan_s
 
 
@@ -63,20 +66,26 @@ def test_nobody_is_faster_than_the_bound(policy: str) -> None:
         for number in range(80)
     ]
     bound, makespan = played(Trace("made up", tuple(kinds)), policy)
+    assert bound is not None
     assert 0.1 * makespan < bound <= makespan
 
 
 def test_a_run_of_few_long_trajectories_nears_the_bound() -> None:
     trace = Trace("long", (episode(40, 500),))
     bound, makespan = played(trace, "libra")
+    assert bound is not None
     assert bound > 0.5 * makespan
 
 
-def test_a_trajectory_alone_takes_its_tokens_on_the_fastest_server_and_its_tools() -> None:
+def test_unlike_servers_have_no_bound() -> None:
+    bound, _ = played(Trace("long", (episode(4, 50),)), "libra", UNLIKE)
+    assert bound is None
+
+
+def test_a_trajectory_alone_takes_its_tokens_and_its_tools() -> None:
     one = episode(1, 101, prompt=1_000, tool_s=7.0)
-    fast = COSTS[4]
-    alone = fast.step_s + 100 * fast.decode_step_s(1, 1_050.5)
-    assert path_s([COSTS[1], fast], one, max_len=10_000) == pytest.approx(7.0 + alone)
+    alone = COSTS[4].step_s + 100 * COSTS[4].decode_step_s(1, 1_050.5)
+    assert path_s(COSTS[4], one, max_len=10_000) == pytest.approx(7.0 + alone)
 
 
 def test_what_is_over_the_longest_context_is_not_counted() -> None:
@@ -94,18 +103,41 @@ def test_a_groups_prompt_is_computed_once() -> None:
 
 def test_alike_servers_share_the_work_evenly() -> None:
     work = work_of([[episode(20, 300)]], max_len=10**6)
-    one = capacity_s([ServerShape(COSTS[1], 1, 64)], work)
-    assert capacity_s([ServerShape(COSTS[1], 4, 64)], work) == pytest.approx(one / 4)
-
-
-def test_a_second_shape_never_makes_it_slower() -> None:
-    work = work_of([[episode(20, 300)]], max_len=10**6)
-    alone = [capacity_s([shape], work) for shape in SHAPES]
-    assert capacity_s(SHAPES, work) <= min(alone)
+    one = capacity_s(ServerShape(COSTS[1], 1, 64), work)
+    assert capacity_s(ServerShape(COSTS[1], 4, 64), work) == pytest.approx(one / 4)
 
 
 def test_less_cache_never_makes_it_faster() -> None:
     work = work_of([[episode(20, 300, prompt=20_000)]], max_len=10**6)
     costs = [replace(COSTS[1], kv_tokens=kv_tokens) for kv_tokens in (10**6, 30_000)]
-    wide, tight = (capacity_s([ServerShape(cost, 1, 64)], work) for cost in costs)
+    wide, tight = (capacity_s(ServerShape(cost, 1, 64), work) for cost in costs)
     assert wide < tight
+
+
+@given(
+    step_s=st.floats(1e-3, 1e-1),
+    prompt_token_s=st.floats(1e-6, 1e-3),
+    free_tokens=st.sampled_from((0, 128, 512)),
+    tokens=st.floats(1e2, 1e7),
+    kv=st.floats(1e4, 1e10),
+    prompt=st.floats(1e3, 1e7),
+)
+def test_no_number_of_steps_is_faster(
+    step_s: float, prompt_token_s: float, free_tokens: int, tokens: float, kv: float, prompt: float
+) -> None:
+    cost = replace(COSTS[1], step_s=step_s, prefill_token_s=prompt_token_s, free_tokens=free_tokens)
+    found = capacity_s(ServerShape(cost, 1, 64), Work(tokens, kv, prompt))
+    fewest = max(tokens / 64, kv / cost.kv_tokens)
+
+    def seconds(steps: float) -> float:
+        paid = max(0.0, prompt - free_tokens * steps)
+        return (
+            step_s * steps + cost.sequence_s * tokens + cost.kv_token_s * kv + prompt_token_s * paid
+        )
+
+    tried = [seconds(fewest * factor / 16) for factor in range(16, 400)]
+    assert found <= min(tried) * (1 + 1e-9)
+    assert any(
+        found == pytest.approx(seconds(steps))
+        for steps in (fewest, max(fewest, prompt / max(free_tokens, 1)))
+    )
