@@ -16,6 +16,7 @@ from typing import Any, get_args, get_type_hints, is_typeddict
 
 from libra_cli.config.errors import LibraError
 from libra_cli.config.on_resume import mark_of, sections_of
+from libra_cli.config.only_with import condition_of
 from libra_cli.config.other_names import OTHER_NAMES
 from libra_cli.config.recipe import Recipe
 
@@ -42,6 +43,8 @@ class KeyMeaning:
     """Of a section: its keys, each with the first sentence of its meaning."""
     on_resume: str = ""
     """Of a recipe: whether it may be another when a run goes on."""
+    only_with: str = ""
+    """Of a recipe: what another key must be, so that this one means something."""
     pages: tuple[tuple[str, str], ...] = ()
     """What the pages of ``libra help`` say with this key in it, as (topic, sentence)."""
 
@@ -57,6 +60,8 @@ def recipe_schema() -> dict[str, Any]:
         keys = (schema if section is Recipe else schema["$defs"][name])["properties"]
         for key in section.model_fields:
             keys[key]["x-on-resume"] = mark_of(section, key).words
+            if condition := condition_of(section, key):
+                keys[key]["x-only-with"] = condition.words
             keys[key].setdefault("description", _meaning(keys[key], schema["$defs"]))
     return {"$schema": SCHEMA, **schema}
 
@@ -115,9 +120,19 @@ def _walk(node: _Schema, definitions: _Schema, path: str) -> Iterator[tuple[str,
     keys = tuple(
         (name, _first_sentence(_meaning(one, definitions))) for name, one in fields.items()
     )
-    on_resume = str(node.get("x-on-resume", ""))
-    told = (path or "recipe", "recipe", _type(node), _default(node), meaning, keys, on_resume)
-    yield path, KeyMeaning(*told)
+    yield (
+        path,
+        KeyMeaning(
+            key=path or "recipe",
+            of="recipe",
+            type=_type(node),
+            default=_default(node),
+            meaning=meaning,
+            keys=keys,
+            on_resume=str(node.get("x-on-resume", "")),
+            only_with=str(node.get("x-only-with", "")),
+        ),
+    )
     for name, one in fields.items():
         yield from _walk(one, definitions, f"{path}.{name}".strip("."))
 

@@ -43,6 +43,8 @@ def _print(told: KeyMeaning) -> None:
     out.print(f"[bold]{told.key}[/] ({told.of}): {told.type}{given}", highlight=False)
     if told.meaning:
         out.print(f"  {_words(told.meaning)}", markup=False, highlight=False)
+    if told.only_with:
+        out.print(f"  {told.only_with}", markup=False, highlight=False)
     if told.on_resume and not told.keys:
         out.print(
             f"  when a run goes on (--resume): {told.on_resume}", markup=False, highlight=False

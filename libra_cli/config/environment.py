@@ -3,25 +3,27 @@ evaluations, agents, and a teacher."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, JsonValue, SecretStr, field_validator
 
-from libra_cli.config.fields import STRICT, Count, Positive, one_or_several
-from libra_cli.config.on_resume import ALL_MAY_CHANGE, MAY_CHANGE, OnResume, fixed
+from libra_cli.config.fields import Count, Positive, Section, one_or_several
+from libra_cli.config.on_resume import ALL_MAY_CHANGE, MAY_CHANGE, fixed
+from libra_cli.config.only_with import not_with, only_with
+from libra_cli.config.problems import Problem
+from libra_cli.config.secrets import environment_problems
 
 
 def _as_workers(value: Any) -> Any:
     return {"processes": value} if isinstance(value, int) else value
 
 
-class WorkersSpec(BaseModel):
+class WorkersSpec(Section):
     """Processes that an environment runs in, one an episode, so that it cannot hold up the
     controller, and dies with all that it has leaked; in short, ``workers: 4``."""
 
-    model_config = STRICT
-    on_resume: ClassVar[OnResume] = MAY_CHANGE
+    on_resume = MAY_CHANGE
 
     processes: Positive = 4
     """How many of them work at the same time, on each node."""
@@ -29,11 +31,10 @@ class WorkersSpec(BaseModel):
     """Where: names of nodes, whose Python has the environment. None: on the controller."""
 
 
-class TaskSourceSpec(BaseModel):
+class TaskSourceSpec(Section):
     """Where tasks are read from: rows of one file, or of the files of one split in a directory."""
 
-    model_config = STRICT
-    on_resume: ClassVar[OnResume] = fixed("which group has which task follows from it")
+    on_resume = fixed("which group has which task follows from it")
 
     path: Annotated[str, MAY_CHANGE]
     """A file .jsonl, .jsonl.gz, .json or .parquet, or a directory of such, relative to the recipe;
@@ -49,11 +50,10 @@ class TaskSourceSpec(BaseModel):
     """Its share of the groups, of the sum of the weights of all sources."""
 
 
-class McpServerSpec(BaseModel):
+class McpServerSpec(Section):
     """A server of tools that speaks MCP, the Model Context Protocol, over streamable HTTP."""
 
-    model_config = STRICT
-    on_resume: ClassVar[OnResume] = fixed("the policy was trained with these tools")
+    on_resume = fixed("the policy was trained with these tools")
 
     url: Annotated[str, MAY_CHANGE]
     """Where it is, for example http://127.0.0.1:8000/mcp."""
@@ -74,14 +74,11 @@ def listed(key: str, kind: type[BaseModel]) -> BeforeValidator:
     return BeforeValidator(mappings, json_schema_input_type=accepted | list[accepted] | None)
 
 
-class EnvironmentSpec(BaseModel):
+class EnvironmentSpec(Section):
     """What makes tasks, runs tools and scores answers: one environment, or a list of several, of
     which each group of trajectories plays one."""
 
-    model_config = STRICT
-    on_resume: ClassVar[OnResume] = fixed(
-        "the policy was trained in it, on tasks that the checkpoint counts"
-    )
+    on_resume = fixed("the policy was trained in it, on tasks that the checkpoint counts")
 
     name: str = "pointer-chase"
     """A shipped environment, an entry point of group ``libra.environments``, or module:attr."""
@@ -112,12 +109,11 @@ class EnvironmentSpec(BaseModel):
     """NAME: ${VARIABLE} of the controller's environment; the factory gets them as ``secrets``."""
 
 
-class EvaluationSpec(BaseModel):
+class EvaluationSpec(Section):
     """What is played beside training to measure the policy, and never trained on: one mapping, or a
     list of several. The same servers play it, with what training leaves of their seats."""
 
-    model_config = STRICT
-    on_resume: ClassVar[OnResume] = ALL_MAY_CHANGE
+    on_resume = ALL_MAY_CHANGE
 
     name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)] = (
         None
@@ -165,12 +161,14 @@ def evaluation_names(specs: Sequence[EvaluationSpec]) -> tuple[str, ...]:
     return tuple(names)
 
 
-class AgentSpec(BaseModel):
+_FOR_COMMANDS = only_with("command", why="it is for a command")
+
+
+class AgentSpec(Section):
     """Somebody's agent, which plays the tasks in place of libra's own loop: it asks for turns over
     HTTP, as it would ask OpenAI or Anthropic. Exactly one of function, command and external."""
 
-    model_config = STRICT
-    on_resume: ClassVar[OnResume] = MAY_CHANGE
+    on_resume = MAY_CHANGE
 
     function: str | None = None
     """module:name of a function that is called with task, base_url, api_key and model, and returns
@@ -180,12 +178,14 @@ class AgentSpec(BaseModel):
     ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and LIBRA_TASK (a JSON file) tell it what to do."""
     external: bool = False
     """Agents that live elsewhere fetch their tasks from the run's endpoint."""
-    directory: str | None = None
+    directory: Annotated[
+        str | None, not_with("external", True, why="agents elsewhere do not use it")
+    ] = None
     """A directory, relative to the recipe: a copy is the command's working directory, or the
     function's module is looked for there. Null: an empty one, or what is installed."""
-    env: dict[str, str] = {}
+    env: Annotated[dict[str, str], _FOR_COMMANDS] = {}
     """Environment variables of the command. No secrets."""
-    secrets: dict[str, SecretStr] = {}
+    secrets: Annotated[dict[str, SecretStr], _FOR_COMMANDS] = {}
     """NAME: ${VARIABLE} of the controller's environment; the command has them in its own."""
     match: Literal["strict", "position"] = "strict"
     """When a request goes on with a turn that it gives back: strict wants its words, position only
@@ -194,19 +194,35 @@ class AgentSpec(BaseModel):
     """The most sequences that a trajectory may become where an agent leaves its conversation."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """How long an agent may take until its next request or its end."""
-    nodes: Annotated[tuple[str, ...], one_or_several] = ()
+    nodes: Annotated[tuple[str, ...], one_or_several, _FOR_COMMANDS] = ()
     """Where commands run: names of nodes. None: on the controller."""
     concurrency: Positive = 64
     """The most agents that libra runs at the same time, on each node."""
 
+    def problems(self) -> Iterator[Problem]:
+        """Yield that it is not one kind of agent, and what that kind cannot have."""
+        kinds = {"function": self.function, "command": self.command, "external": self.external}
+        given = [name for name, value in kinds.items() if value]
+        if len(given) != 1:
+            yield Problem(
+                ("", *kinds),
+                "needs exactly one of function, command and external, "
+                + (f"{' and '.join(given)} are given" if given else "none is given"),
+            )
+        if self.function is not None and ":" not in self.function:
+            yield Problem(
+                ("function",),
+                f"is {self.function!r}, not an import path such as my_agents.search:agent",
+            )
+        yield from environment_problems(self.env, "agent.secrets")
 
-class TeacherSpec(BaseModel):
+
+class TeacherSpec(Section):
     """A model on a vLLM server of yours, which says how likely it finds every token that the policy
     has generated; ``training.loss: distill`` makes the policy's distribution that of the teacher.
     It has the policy's tokenizer, which is checked."""
 
-    model_config = STRICT
-    on_resume: ClassVar[OnResume] = MAY_CHANGE
+    on_resume = MAY_CHANGE
 
     url: str
     """The base URL, for example http://gpu-09:8000/v1; /completions is added. The controller must

@@ -9,10 +9,10 @@ as ``gpu-[01-06]``. A ``Recipe`` that exists keeps all rules between fields (``c
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     Field,
     JsonValue,
@@ -31,9 +31,13 @@ from libra_cli.config.environment import (
     evaluation_names,
     listed,
 )
-from libra_cli.config.fields import STRICT, Count, Positive, as_tuple
-from libra_cli.config.on_resume import MAY_CHANGE, UNSAID, OnResume, fixed
-from libra_cli.config.rules import RuleError, problems_between_fields
+from libra_cli.config.fields import Count, Name, Positive, Section, as_tuple
+from libra_cli.config.on_resume import MAY_CHANGE, fixed
+from libra_cli.config.only_with import not_with
+from libra_cli.config.problems import Problem, RuleError
+from libra_cli.config.rollout import RolloutSpec
+from libra_cli.config.rules import problems_between_fields
+from libra_cli.config.secrets import argument_problems, environment_problems
 from libra_cli.config.training import ReplaySpec, TrainingSpec
 
 PoolName: TypeAlias = Literal["rollout", "train", "hybrid", "auto"]
@@ -57,8 +61,6 @@ ToolFormatName: TypeAlias = Literal[
 LOCAL = "local"
 """The host name of this machine, which is reached over pipes instead of SSH."""
 
-_Share: TypeAlias = Annotated[float, Field(gt=0.0, le=1.0)]
-_Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 _HostName: TypeAlias = Annotated[
     str,
     Field(
@@ -67,6 +69,7 @@ _HostName: TypeAlias = Annotated[
         json_schema_extra={"pattern": r"^[A-Za-z0-9_[][A-Za-z0-9._:%,[\]-]*$"},
     ),
 ]
+_REMOTE = not_with("host", LOCAL, why="this machine is reached over pipes")
 _PORTS = re.compile(r"^(\d{1,5})-(\d{1,5})$")
 
 
@@ -93,18 +96,12 @@ _Named: TypeAlias = dict[str, dict[str, JsonValue] | None]
 """Names with their arguments, as recipes have them."""
 
 
-class _Model(BaseModel):
-    model_config = STRICT
-    on_resume: ClassVar[OnResume] = UNSAID
-    """Of the keys without a mark of their own; a section without it marks each of its keys."""
-
-
-class RunSpec(_Model):
+class RunSpec(Section):
     """The run's name, length and place."""
 
     on_resume = MAY_CHANGE
 
-    name: _Name = "run"
+    name: Name = "run"
     """The beginning of the run directory's name."""
     seed: Annotated[
         Count, fixed("it draws the tasks, and those not yet trained would be others")
@@ -126,21 +123,26 @@ class RunSpec(_Model):
     samples: Count = 4
     """Trajectories of each step whose text monitors are shown; 0: none."""
 
+    def problems(self) -> Iterator[Problem]:
+        """Yield secrets among the arguments of monitors."""
+        for name, arguments in self.monitors.items():
+            yield from argument_problems(f"monitors.{name}", arguments)
 
-class NodeSpec(_Model):
+
+class NodeSpec(Section):
     """One host: how to reach it, its GPUs, and what its slots may do."""
 
     on_resume = MAY_CHANGE
 
     host: _HostName
     """``local``, an alias of ~/.ssh/config, a name or an address."""
-    user: str | None = None
+    user: Annotated[str | None, _REMOTE] = None
     """The login name. Null: that of ~/.ssh/config, or else yours."""
-    port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    port: Annotated[Annotated[int, Field(ge=1, le=65535)] | None, _REMOTE] = None
     """The port of its sshd. Null: that of ~/.ssh/config, or else 22."""
-    identity: str | None = None
+    identity: Annotated[str | None, _REMOTE] = None
     """A private key file on the controller."""
-    jump: str | None = None
+    jump: Annotated[str | None, _REMOTE] = None
     """A jump host, as ``host`` or ``user@host``."""
     address: str | None = None
     """The address at which other nodes reach it. Null: the host."""
@@ -180,6 +182,20 @@ class NodeSpec(_Model):
         if not 1024 <= first <= last <= 65535:
             raise ValueError(f"must rise within 1024-65535, got {first} to {last}")
         return value
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield pools and GPUs that do not fit the slots, and secrets in the environment."""
+        slots, pools = self.num_slots, len(self.pool or ("auto",))
+        if pools not in (1, slots):
+            yield Problem(
+                ("pool", "slots"),
+                f"lists {pools} pools, but slots is {slots}: give one for all, or {slots}",
+            )
+        if self.gpus % slots:
+            yield Problem(
+                ("slots", "gpus"), f"{self.gpus} GPUs do not split evenly into {slots} slots"
+            )
+        yield from environment_problems(self.env, "environment.secrets")
 
     @property
     def extra(self) -> str:
@@ -229,7 +245,7 @@ class NodeSpec(_Model):
         return int(first), int(last)
 
 
-class ModelBuild(_Model):
+class ModelBuild(Section):
     """A small Qwen3 that libra builds and trains on demonstrations."""
 
     on_resume = fixed("the checkpoint is of the model that was built")
@@ -244,7 +260,7 @@ class ModelBuild(_Model):
     """Hidden size. A wider one costs training more than rollout, as with real models."""
 
 
-class ModelSpec(_Model):
+class ModelSpec(Section):
     """The policy model; exactly one of path and build."""
 
     on_resume = fixed("the policy was trained with it")
@@ -263,110 +279,7 @@ class ModelSpec(_Model):
     """How the model writes tool calls. auto: as its chat template writes them."""
 
 
-class BucketSpec(_Model):
-    """A group of rollout servers of one shape; buckets are ordered from short to long."""
-
-    on_resume = MAY_CHANGE
-
-    name: _Name = "all"
-    """The bucket's name in logs and reports."""
-    tensor_parallel: Positive = 1
-    """GPUs of one server; the slots that serve it have exactly as many. Without GPUs: 1, or of
-    joined slots as many as are joined."""
-    max_num_seqs: Positive = 32
-    """The most requests that a server runs at the same time."""
-    slots: Count | None = None
-    """How many slots serve it. Null, for one bucket of a shape: those that are left. 0: none but
-    slots that are joined while the run goes on."""
-    up_to_tokens: Positive | None = None
-    """The bucket is for trajectories with at most so many tokens left. Null: model.max_len."""
-
-
-class OverlongSpec(_Model):
-    """What becomes of trajectories that a limit has cut, and of those that come near model.max_len:
-    ``mask``, a ``penalty`` with its ``buffer``, or both."""
-
-    on_resume = MAY_CHANGE
-
-    mask: bool = False
-    """Leave truncated trajectories out of the loss; their rewards still count in their group. TRL's
-    mask_truncated_completions, DAPO's overlong filtering."""
-    penalty: Annotated[float, Field(ge=0.0)] = 0.0
-    """What a trajectory of model.max_len tokens loses of its reward (DAPO's soft overlong
-    punishment, arXiv 2503.14476; its value there is 1)."""
-    buffer: Count = 0
-    """Tokens before model.max_len from which on the penalty rises from 0, in proportion."""
-
-
-class CurriculumSpec(_Model):
-    """Tasks that teach are played more often, by the run's own success: ``{}`` for the defaults.
-    Rewards are taken for success rates, so they should be between 0 and 1."""
-
-    on_resume = MAY_CHANGE
-
-    low: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """A task at which the policy was no better than this is too hard for now."""
-    high: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """A task at which it was at least this good is too easy for now."""
-    revisit: Annotated[int, Field(ge=2)] = 4
-    """A task that is too hard or too easy is played once in this many rounds."""
-    tasks: Annotated[
-        Positive | None, fixed("what is known of each task is known by its place among them")
-    ] = None
-    """How many tasks there are to go through, again and again: the first ones of the stream. Null:
-    all rows of environment.tasks; of an environment that makes its tasks it must be said."""
-
-
-class RolloutSpec(_Model):
-    """How trajectories are generated."""
-
-    on_resume = MAY_CHANGE
-
-    backend: str = "vllm"
-    """What serves them: ``vllm``, an entry point of ``libra.rollout_backends``, or module:attr."""
-    group_size: Annotated[Positive, fixed("groups that were begun have so many trajectories")] = 8
-    """Trajectories of one prompt, whose rewards are compared with one another; 1 is for
-    training.advantage: gae, which compares them with what its critic expects."""
-    oversample: Count = 0
-    """Trajectories of each group that are started beyond group_size: the first that end are
-    trained, the others are stopped. Batches come sooner, and the longest are trained less often."""
-    dynamic_sampling: bool = False
-    """Groups in which all rewards are the same are not trained, and the next prompts take their
-    places of the batch (DAPO, arXiv 2503.14476; verl's filter_groups)."""
-    max_refills: Positive = 10
-    """dynamic_sampling: batches' worth of such groups from one step to the next; then the step is
-    taken with them, and the run warns. verl's max_num_gen_batches, which ends the run."""
-    curriculum: Annotated[
-        CurriculumSpec | None, fixed("which group has which task follows from it")
-    ] = None
-    """Play the tasks more often that the policy solves sometimes. Null: all tasks in their order.
-    """
-    overlong: OverlongSpec = OverlongSpec()
-    """Trajectories that are cut by a limit, or nearly are; {} changes nothing."""
-    temperature: Annotated[float, Field(gt=0.0, le=5.0)] = 1.0
-    """Sampling temperature; the loss scales logits by the same."""
-    top_p: _Share = 1.0
-    """Nucleus sampling: the share of probability that is sampled from. Only 1 can be trained on."""
-    max_turns: Positive = 16
-    """The most turns of a trajectory."""
-    max_turn_tokens: Positive = 512
-    """The most generated tokens of a turn."""
-    buckets: Annotated[tuple[BucketSpec, ...], Field(min_length=1)] | None = None
-    """The shapes of servers, from short trajectories to long ones. Null: one of one GPU, or on
-    nodes without slots whatever the planner chooses; there, only their tensor_parallel counts."""
-    gpu_memory: _Share = 0.9
-    """The share of a GPU's memory that vLLM takes."""
-    kv_gib: Positive = 1
-    """KV cache in GiB of a server on a host without GPUs."""
-    vllm_args: tuple[str, ...] = ()
-    """Extra arguments of every server."""
-
-    def most_filtered(self, groups_per_step: int) -> int:
-        """How many groups dynamic sampling may filter from one step to the next."""
-        return self.max_refills * groups_per_step if self.dynamic_sampling else 0
-
-
-class WeightSyncSpec(_Model):
+class WeightSyncSpec(Section):
     """How a new weight version reaches the servers."""
 
     on_resume = MAY_CHANGE
@@ -383,7 +296,7 @@ class WeightSyncSpec(_Model):
     """How long a host may go without a byte of a version that it pulls."""
 
 
-class LengthsSpec(_Model):
+class LengthsSpec(Section):
     """What trajectories are expected to be like, before any was played. All are means."""
 
     on_resume = MAY_CHANGE
@@ -400,7 +313,7 @@ class LengthsSpec(_Model):
     """Seconds that a tool call takes; there is one between two turns."""
 
 
-class PlannerSpec(_Model):
+class PlannerSpec(Section):
     """Who decides on the roles of slots."""
 
     on_resume = MAY_CHANGE
@@ -422,7 +335,7 @@ class PlannerSpec(_Model):
     """The number of slots that always serve."""
 
 
-class SchedulerSpec(_Model):
+class SchedulerSpec(Section):
     """Who decides on the server of a turn."""
 
     on_resume = MAY_CHANGE
@@ -441,7 +354,7 @@ class SchedulerSpec(_Model):
     """libra minimises expected cost at every tool return; the others are baselines of the bench."""
 
 
-class Recipe(_Model):
+class Recipe(Section):
     """All settings of one run."""
 
     on_resume = MAY_CHANGE

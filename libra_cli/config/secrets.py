@@ -1,4 +1,4 @@
-"""Finds what looks like a secret in a text, and masks it. No I/O.
+"""Finds what looks like a secret in a text or a recipe, and masks it. No I/O.
 
     NAME=VALUE, "NAME": "VALUE", --name VALUE   where the name is that of a secret (``SECRET_NAME``)
     Bearer VALUE, Basic VALUE                   of HTTP
@@ -14,12 +14,16 @@ Limit: a secret without name, prefix or place is not recognised.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from pydantic import BaseModel, SecretStr
 
-from libra_cli.config.rules import SECRET_NAME
+from libra_cli.config.problems import Problem
 
+SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(^|_)KEY)(S|$|_)", re.I)
+"""Environment variables whose values are never shown."""
+SECRET_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]*@|[?&][^=&\s]*(token|key|secret|password)=", re.I)
 MASK = "[masked]"
 LEAST_KNOWN = 6
 """Characters of a known secret: shorter values stand in any text."""
@@ -42,6 +46,30 @@ _SHAPES = re.compile(
     r"|\bAIza[\w-]{30,}|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
     re.DOTALL,
 )
+
+
+def argument_problems(key: str, value: Any) -> Iterator[Problem]:
+    """Yield secrets among a monitor's arguments, which are written into the run directory."""
+    instead = "a monitor's package reads it from the environment, as WANDB_API_KEY"
+    if isinstance(value, str) and SECRET_IN_URL.search(value):
+        yield Problem((key,), f"has a secret in it, and this is no place for one: {instead}")
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            if isinstance(item, str) and SECRET_NAME.search(name.replace("-", "_")):
+                reason = f"sounds like a secret, and this is no place for one: {instead}"
+                yield Problem((f"{key}.{name}",), reason)
+            else:
+                yield from argument_problems(f"{key}.{name}", item)
+
+
+def environment_problems(env: Mapping[str, str], place: str) -> Iterator[Problem]:
+    """Yield variables of a section's ``env`` that sound like secrets; those go to ``place``."""
+    for name in env:
+        if SECRET_NAME.search(name) and not name.endswith("_FILE"):
+            yield Problem(
+                (f"env.{name}",),
+                f"sounds like a secret, and this is no place for one; {place} is, as ${{{name}}}",
+            )
 
 
 def is_secret_name(name: str) -> bool:

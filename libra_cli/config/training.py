@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    JsonValue,
-)
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, JsonValue
 
 from libra_cli.config.algorithms import Needs, needs_of
-from libra_cli.config.fields import STRICT, Count, Positive, as_tuple
-from libra_cli.config.on_resume import MAY_CHANGE, OnResume, fixed
+from libra_cli.config.fields import STRICT, Count, Positive, Section, as_tuple
+from libra_cli.config.on_resume import MAY_CHANGE, fixed
+from libra_cli.config.only_with import not_with, only_with
+from libra_cli.config.problems import Problem
 
 Optimizer: TypeAlias = Literal["adamw", "adamw_offload", "muon"]
 
@@ -28,24 +24,25 @@ def _as_rule(value: Any) -> Any:
     return {"rule": value} if isinstance(value, str) else value
 
 
-class StalenessSpec(BaseModel):
+class StalenessSpec(Section):
     """The rule that makes a batch: a name, or the name as ``rule`` with its arguments. What each
     guarantees is in ``core.rollout.staleness``."""
 
-    model_config = STRICT
-    on_resume: ClassVar[OnResume] = MAY_CHANGE
+    on_resume = MAY_CHANGE
 
     rule: StalenessRule | None = None
     """hold waits for groups that would get too old, late a little later, soft and token never; cut
     closes them with the members that are finished. token bounds the age of each token instead.
     Null: cut, and hold where max_staleness is 0."""
-    versions: Positive | None = None
+    versions: Annotated[Positive | None, only_with("rule", "late")] = None
     """late: how many versions over max_staleness a group may be. Null: 1."""
-    least: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    least: Annotated[Annotated[float, Field(gt=0.0, lt=1.0)] | None, only_with("rule", "cut")] = (
+        None
+    )
     """cut: the share of a group that must be finished before it is closed. Null: 0.5."""
-    rest: Literal["later", "drop"] | None = None
+    rest: Annotated[Literal["later", "drop"] | None, only_with("rule", "cut")] = None
     """cut: members that are not finished are trained later, or dropped. Null: later."""
-    over: Literal["mask", "weight"] | None = None
+    over: Annotated[Literal["mask", "weight"] | None, only_with("rule", "token")] = None
     """token: leave tokens over max_staleness out of the loss, or let them weigh at most 1. Null:
     mask."""
 
@@ -63,11 +60,10 @@ class StalenessSpec(BaseModel):
 ExportChoice: TypeAlias = Literal["last", "best"]
 
 
-class ExportSpec(BaseModel):
+class ExportSpec(Section):
     """Which checkpoints are made Hugging Face directories, on a host that trains."""
 
-    model_config = STRICT
-    on_resume: ClassVar[OnResume] = MAY_CHANGE
+    on_resume = MAY_CHANGE
 
     at_end: Annotated[
         tuple[ExportChoice, ...],
@@ -77,7 +73,7 @@ class ExportSpec(BaseModel):
     every: Count = 0
     """Checkpoints from one export to the next while the run goes on; 0 is none. All of them stay,
     each as large as the model."""
-    merge: bool = False
+    merge: Annotated[bool, only_with("training.lora", why="there is no adapter to merge")] = False
     """Of a run with training.lora: write the model with the adapter in it, not the adapter."""
 
 
@@ -86,11 +82,10 @@ LoraTarget: TypeAlias = Literal[
 ]
 
 
-class LoraSpec(BaseModel):
+class LoraSpec(Section):
     """A low-rank adapter (arXiv 2106.09685), by PEFT; rank and alpha have TRL's defaults."""
 
-    model_config = STRICT
-    on_resume: ClassVar[OnResume] = fixed("the checkpoint holds this adapter")
+    on_resume = fixed("the checkpoint holds this adapter")
 
     rank: Annotated[int, Field(ge=1, le=512)] = 16
     """Rows of A and columns of B, where a matrix W of the model becomes W + alpha / rank B A."""
@@ -103,12 +98,22 @@ class LoraSpec(BaseModel):
     ] = ("all-linear",)
     """Which matrices of every layer have one: all-linear is all but the output layer."""
 
+    def problems(self) -> Iterator[Problem]:
+        """Yield matrices that are named twice."""
+        targets = self.target_modules
+        if "all-linear" in targets and len(targets) > 1:
+            yield Problem(
+                ("target_modules",),
+                f"names all-linear beside {len(targets) - 1} more: leave out one or the other",
+            )
+        if len(set(targets)) < len(targets):
+            yield Problem(("target_modules",), "names a matrix twice")
 
-class CriticSpec(BaseModel):
+
+class CriticSpec(Section):
     """gae: a linear head on the policy's last hidden states that says what a turn is worth."""
 
-    model_config = STRICT
-    on_resume: ClassVar[OnResume] = MAY_CHANGE
+    on_resume = MAY_CHANGE
 
     learning_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
     """AdamW's, about half of how far an update can move a value: the hidden states are scaled, so
@@ -140,11 +145,11 @@ def _as_scale(value: Any) -> Any:
     return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
 
 
-class TrainingSpec(BaseModel):
+class TrainingSpec(Section):
     """Asynchronous policy gradients on groups (GRPO, arXiv 2402.03300)."""
 
     model_config = ConfigDict(**STRICT, json_schema_extra=_with_old_names)
-    on_resume: ClassVar[OnResume] = MAY_CHANGE
+    on_resume = MAY_CHANGE
 
     loss: Annotated[str, Field(validation_alias=AliasChoices("loss", "algorithm"))] = "dapo"
     """dapo, bnpo, grpo, dr_grpo, gspo, cispo or sapo, as TRL calls them; tba, trajectory balance;
@@ -247,7 +252,10 @@ class TrainingSpec(BaseModel):
     """When the model is written for use elsewhere; ``libra export`` does so at any time."""
     sharding: Literal["auto", "fsdp2", "ddp"] = "auto"
     """auto is FSDP2 on GPUs, data parallel without."""
-    dp_shard_size: Annotated[int, Field(ge=2)] | None = None
+    dp_shard_size: Annotated[
+        Annotated[int, Field(ge=2)] | None,
+        not_with("sharding", "ddp", why="each rank has a replica"),
+    ] = None
     """FSDP2: ranks that hold one replica of the model and its optimizer together, a host's or a
     multiple of it or an equal part; a trainer to which it does not fit is one replica. Null: those
     of a host, where several hosts train with as many ranks each and a host has the memory for it;
@@ -287,11 +295,10 @@ class TrainingSpec(BaseModel):
         return self.updates == 1 and not self.needs.critic
 
 
-class ReplaySpec(BaseModel):
+class ReplaySpec(Section):
     """Groups that were trained, kept and trained again beside new ones."""
 
-    model_config = STRICT
-    on_resume: ClassVar[OnResume] = MAY_CHANGE
+    on_resume = MAY_CHANGE
 
     groups: Positive
     """How many of them every step trains again, on top of training.groups_per_step."""

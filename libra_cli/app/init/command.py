@@ -29,8 +29,8 @@ from libra_cli.app.init.choices import (
 )
 from libra_cli.app.run import plan_of
 from libra_cli.config.errors import HostError, LibraError, RecipeError
+from libra_cli.config.host_ranges import expand_range
 from libra_cli.config.recipe import LOCAL, NodeSpec, Recipe
-from libra_cli.config.rules import expand_range
 from libra_cli.envs.registry import installed_environments
 from libra_cli.report.html.templates import template
 from libra_cli.runtime.doctor.discovery import FoundHost, discover

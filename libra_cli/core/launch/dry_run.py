@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from libra_cli.config.recipe import NodeSpec, Recipe, WeightSyncSpec
-from libra_cli.config.rules import SECRET_NAME
+from libra_cli.config.secrets import SECRET_NAME
 from libra_cli.core.launch.model import model_process
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.launch.ports import ports_needed

@@ -32,8 +32,9 @@ from __future__ import annotations
 from collections import Counter
 
 from libra_cli.config.errors import RecipeError
-from libra_cli.config.recipe import BucketSpec, NodeSpec, Recipe
-from libra_cli.config.rules import Problem
+from libra_cli.config.problems import Problem
+from libra_cli.config.recipe import NodeSpec, Recipe
+from libra_cli.config.rollout import BucketSpec
 from libra_cli.core.launch.gpu_nodes import GpuNodes
 from libra_cli.core.launch.trainer_backend import TrainerBackend, ranks_per_node, trainer_backend
 from libra_cli.core.types import Bucket, Plan, Pool, Slot, SlotId

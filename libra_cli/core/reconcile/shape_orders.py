@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from libra_cli.config.recipe import BucketSpec, Recipe
+from libra_cli.config.recipe import Recipe
+from libra_cli.config.rollout import BucketSpec
 from libra_cli.core.launch.joined_slots import part_slots, slot_named, with_slots
 from libra_cli.core.launch.placement import PlanError, bucket_of_size, slots_of
 from libra_cli.core.reconcile.manual_plan import OrderRefused

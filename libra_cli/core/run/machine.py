@@ -36,7 +36,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import assert_never
 
 from libra_cli.config.environment import TeacherSpec
-from libra_cli.config.recipe import CurriculumSpec, Recipe
+from libra_cli.config.recipe import Recipe
+from libra_cli.config.rollout import CurriculumSpec
 from libra_cli.core import events as e
 from libra_cli.core import notices as n
 from libra_cli.core.actions import Action, AnswerOrder, End, Save, Wake

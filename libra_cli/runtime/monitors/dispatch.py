@@ -16,7 +16,7 @@ from queue import Empty, Full, Queue
 from typing import Any
 
 from libra_cli.config.errors import PluginError
-from libra_cli.config.rules import SECRET_NAME
+from libra_cli.config.secrets import SECRET_NAME
 from libra_cli.core.metric_names import evaluation_metrics, step_metrics
 from libra_cli.core.records import EvaluationRecord, Record, RunRecord, StepRecord
 from libra_cli.runtime.monitors.between_steps import BetweenSteps

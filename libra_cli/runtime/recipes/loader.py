@@ -32,9 +32,10 @@ from pydantic_core import ErrorDetails
 import libra_cli
 from libra_cli.config.algorithms import ADVANTAGES, LOSSES
 from libra_cli.config.errors import PluginError, RecipeError, did_you_mean
+from libra_cli.config.host_ranges import expand_range
 from libra_cli.config.other_names import OTHER_NAMES
+from libra_cli.config.problems import Problem, RuleError
 from libra_cli.config.recipe import Recipe
-from libra_cli.config.rules import Problem, RuleError, expand_range
 from libra_cli.config.secrets import holds_token
 from libra_cli.core.launch.placement import PlanError, initial_plan
 from libra_cli.core.launch.rollout_backend import ROLLOUT_BACKENDS

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.config.errors import RecipeError
+from libra_cli.config.host_ranges import expand_range
 from libra_cli.config.recipe import Recipe
-from libra_cli.config.rules import RESERVED_VLLM_FLAGS, expand_range
+from libra_cli.config.rollout import RESERVED_VLLM_FLAGS
 from libra_cli.config.secrets import known_secrets
 from libra_cli.runtime.recipes.loader import load_recipe
 

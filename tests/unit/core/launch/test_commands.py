@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from libra_cli.config.recipe import Recipe
-from libra_cli.config.rules import RESERVED_VLLM_FLAGS
+from libra_cli.config.rollout import RESERVED_VLLM_FLAGS
 from libra_cli.core.launch.dry_run import dry_run, masked
 from libra_cli.core.launch.model import model_process
 from libra_cli.core.launch.placement import initial_plan, slots_of
