@@ -30,7 +30,7 @@ _NEWEST_OF = {"plan": "plans", "decision": "decisions"}
 
 @dataclass(frozen=True, slots=True)
 class KeyMeaning:
-    """What one key means."""
+    """What one key of a recipe or of status means."""
 
     key: str
     of: str

@@ -143,7 +143,7 @@ class ExperimentConfig:
 
     @property
     def max_len(self) -> Tokens:
-        """At how many tokens trajectories are cut."""
+        """The number of tokens at which trajectories are cut."""
         return min(self.most_tokens, longest_of(self.profile, self.gpus))
 
     @property

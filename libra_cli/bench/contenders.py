@@ -72,7 +72,7 @@ class _WholeRemainder(_KnownLengths):
     """The same, as if the load stayed as it is until the trajectory ends."""
 
     def horizon(self, request: Request) -> float:
-        """All that is left."""
+        """All tokens that the trajectory is expected to generate yet."""
         return self.left(request)
 
 
@@ -103,7 +103,7 @@ class _Constant(LeastExpectedCost):
     """The same horizon for every request."""
 
     def horizon(self, request: Request) -> float:
-        """As many tokens for all."""
+        """The same number of tokens for every trajectory."""
         return CONSTANT_TOKENS
 
 
@@ -175,11 +175,9 @@ class _Admitted:
         self.estimator: Estimator | None = inner.estimator
 
     def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
-        """As it does."""
         return self._inner.choose(request, queues, now=now)
 
     def rank(self, request: Request) -> float:
-        """As it does."""
         return self._inner.rank(request)
 
     def admits(self, request: Request, queue: ServerQueue) -> bool:
@@ -189,7 +187,6 @@ class _Admitted:
     def allow_steal(
         self, request: Request, queued: ServerQueue, idle: ServerQueue, *, now: Seconds
     ) -> bool:
-        """As it does."""
         return self._inner.allow_steal(request, queued, idle, now=now)
 
     def has_room(self, contexts: Tokens, queues: ServerQueues) -> bool:

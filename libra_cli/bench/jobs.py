@@ -188,7 +188,6 @@ def playable(trace: Trace, max_len: Tokens) -> tuple[Trace, tuple[str, ...]]:
 
 
 def run_job(job: Job) -> tuple[ResultRow, Timeline | None]:
-    """Simulate one run."""
     world = world_of(job)
     world.run()
     return _row(job, world), _story(job, world) if job.seed == STORY_SEED else None

@@ -109,7 +109,7 @@ class ResultRow:
         return is_causal(self.policy, self.planner)
 
     def metric(self, name: str) -> float:
-        """One of ``METRICS``."""
+        """The value of one of ``METRICS``."""
         return float(getattr(self, name))
 
 

@@ -77,7 +77,7 @@ class Circumstance:
 
     @property
     def rule(self) -> str:
-        """As in a recipe; empty: its default."""
+        """The staleness rule as a recipe names it; empty for the default."""
         spec = self.job.staleness
         return next((name for name, rule in RULES.items() if rule == spec), "")
 
@@ -140,7 +140,7 @@ class Standing:
 
     @classmethod
     def among(cls, of: str, bouts: Sequence[Bout]) -> Standing:
-        """Of these, at least one."""
+        """Sum up at least one bout."""
         uniform, kept = ([getattr(b, n) for b in bouts] for n in ("over_uniform", "over_kept"))
         return cls(
             of,

@@ -104,7 +104,7 @@ class _HostLines:
         self._progress.update(self._line(host), description=f"{host}: {what}")
 
     def bytes(self, host: str, count: int) -> None:
-        """Add what was copied."""
+        """Add the bytes that were copied."""
         self._progress.advance(self._line(host), count)
 
     def _line(self, host: str) -> TaskID:

@@ -13,7 +13,7 @@ from libra_cli.cli.terminal import errors_told, out
 
 
 class TokenColor(StrEnum):
-    """What tokens are coloured by."""
+    """The quantity by which ``libra show`` colours tokens."""
 
     ADVANTAGE = "advantage"
     RATIO = "ratio"

@@ -229,7 +229,6 @@ class NodeSpec(Section):
 
     @property
     def slot_pools(self) -> tuple[PoolName, ...]:
-        """The pool of each slot."""
         pool: tuple[PoolName, ...] = self.pool or ("auto",)
         return pool * self.num_slots if len(pool) == 1 else pool
 

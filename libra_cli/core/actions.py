@@ -131,7 +131,6 @@ class TrainSample:
 
     @property
     def tokens(self) -> Branch:
-        """Its tokens."""
         trajectory = self.trajectory
         return trajectory if self.branch is None else trajectory.others[self.branch]
 

@@ -42,7 +42,7 @@ class PublishedVersion:
 
     @property
     def name(self) -> str:
-        """Of its directory."""
+        """The name of its directory."""
         return self.version.name
 
 

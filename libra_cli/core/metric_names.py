@@ -147,7 +147,7 @@ _GROUPS: Final[Mapping[Source, str]] = {"batch": "batch", "trainer": "train", "s
 
 
 def key_of(source: Source, name: str) -> str:
-    """What monitors call it."""
+    """The name by which monitors know a metric."""
     known = _KEYS.get((source, name))
     return known or (name if "/" in name else f"{_GROUPS[source]}/{name}")
 

@@ -344,7 +344,6 @@ class StepRecord:
 
     @property
     def batch(self) -> dict[str, float | None]:
-        """``batch_json``, read."""
         return from_metrics_json(self.batch_json)
 
 

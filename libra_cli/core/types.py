@@ -136,7 +136,7 @@ class Slot:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Which of its node's equal parts it has."""
+        """Which of its node's equal parts the slot has."""
         return parts_of(self.id)
 
     @property
@@ -328,7 +328,6 @@ class Trajectory(Branch):
     """Of each turn that its environment has looked at, in order."""
 
     def add_span(self, span: VersionSpan) -> None:
-        """Its newest generated tokens are these."""
         self.spans.append(span)
         if self.min_version is None or span.version < self.min_version:
             self.min_version = span.version
@@ -340,7 +339,7 @@ class Trajectory(Branch):
 
     @property
     def branches(self) -> list[Branch]:
-        """All of them, in order."""
+        """All sequences of the trajectory, in order."""
         numbered = {**self.others, self.number: self}
         return [numbered[number] for number in sorted(numbered)] if self.others else [self]
 

@@ -121,7 +121,7 @@ class BatchOverhead:
 
     @property
     def at_once(self) -> float:
-        """Of that, what is played at the same time."""
+        """What is played at the same time, the batch being 1."""
         return 1 + self.surplus
 
     @property

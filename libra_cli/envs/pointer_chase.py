@@ -243,7 +243,6 @@ def prompt(start: str, hops: int) -> str:
 
 
 def random_key(rng: random.Random) -> str:
-    """Draw a key."""
     return "".join(rng.choice(LETTERS) for _ in range(KEY_LENGTH))
 
 

@@ -33,7 +33,7 @@ class Credentials:
 
     @classmethod
     def of(cls, token: str, told: Mapping[str, str]) -> Self:
-        """Those that a controller hands to a host."""
+        """The credentials that a controller hands to a host."""
         return cls(token, told["certificate"], told["key"], told["authority"])
 
     @classmethod
@@ -42,7 +42,7 @@ class Credentials:
         return cls(**json.loads(Path(os.environ["LIBRA_CREDENTIALS_FILE"]).read_bytes()))
 
     def as_json(self) -> str:
-        """What ``here`` reads."""
+        """The text that ``here`` reads."""
         return json.dumps(asdict(self))
 
     def server(self) -> ssl.SSLContext:

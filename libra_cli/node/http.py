@@ -101,7 +101,6 @@ class JsonHandler(BearerHandler):
         return self.no_route(path)
 
     def no_route(self, path: str) -> Answer:
-        """Answer 404."""
         return refusal(HTTPStatus.NOT_FOUND, f"no route {path}")
 
     def do_GET(self) -> None:

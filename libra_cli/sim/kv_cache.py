@@ -154,7 +154,7 @@ class KvCache:
             self._drop(entry)
 
     def flush(self) -> None:
-        """Drop everything idle."""
+        """Drop every idle block."""
         for entry in list(self._idle):
             self._drop(entry)
 

@@ -234,7 +234,7 @@ class _TraceLines:
         self._clipped = 0
 
     def take(self, number: int, text: str) -> None:
-        """One more line."""
+        """Read one more line of the file."""
         try:
             row = json.loads(text)
             episode = _episode(row)

@@ -34,7 +34,7 @@ class _Partition:
 
     @property
     def tokens(self) -> Tokens:
-        """That a forward pass sees."""
+        """Tokens that a forward pass computes."""
         return sum(len(sample.tokens.token_ids) for sample in self.samples)
 
 
@@ -96,7 +96,7 @@ class SimTrainer:
         self.later(done, self._seconds(action.samples, self.base))
 
     def train(self, action: a.Train) -> None:
-        """Begin a step."""
+        """Begin a step and schedule its end."""
         shared = {one: share.slot for share in action.shares for one in share.trajectories}
         dealt: dict[SlotId | None, list[a.TrainSample]] = {}
         for sample in action.samples:

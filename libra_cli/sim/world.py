@@ -88,23 +88,19 @@ class FakeTokens:
         return hash(self.number)
 
     def __iter__(self) -> Iterator[int]:
-        """No token is known."""
         return iter(())
 
     def extend(self, more: FakeTokens) -> None:
-        """So many more."""
         self.number += more.number
 
     def tobytes(self) -> bytes:
-        """None: nobody can look at them."""
+        """No bytes: nobody looks at simulated tokens."""
         return b""
 
     def frombytes(self, data: bytes) -> None:
-        """So many more."""
         self.number += len(data) // self.itemsize
 
     def tolist(self) -> list[int]:
-        """No token is known."""
         return []
 
 
@@ -269,7 +265,7 @@ class World:
     # -- time -----------------------------------------------------------------------------------
 
     def run(self) -> Recording:
-        """To the end of the run."""
+        """Simulate until the run ends."""
         self._later(e.RunStarted(), 0.0)
         while not self._ended:
             self.now, _, what = heapq.heappop(self._heap)

@@ -92,7 +92,7 @@ class _Archive:
         self.files.append((name, path.stat().st_size))
 
     def close(self) -> None:
-        """Write the end of it."""
+        """Finish the archive."""
         self._tar.close()
 
 

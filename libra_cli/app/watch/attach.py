@@ -114,7 +114,7 @@ class DetachedRun:
         return status
 
     def said(self) -> str:
-        """What it has printed."""
+        """What the controller has printed so far."""
         with self._log.open("rb") as file:
             file.seek(self._began)
             return file.read().decode(errors="replace")

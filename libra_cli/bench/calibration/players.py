@@ -49,7 +49,7 @@ class Players:
         self.generated = 0.0
 
     def stop(self) -> None:
-        """No more turns."""
+        """Begin no more turns."""
         self._stopping = True
 
     async def play(self) -> None:
@@ -112,5 +112,5 @@ async def playing(groups: Iterable[Players]) -> AsyncIterator[None]:
 
 
 def random_tokens(random: Random, vocabulary: int, number: int) -> array[int]:
-    """So many token ids below ``vocabulary``."""
+    """Draw ``number`` token ids below ``vocabulary``."""
     return array("i", random.choices(range(vocabulary), k=number))

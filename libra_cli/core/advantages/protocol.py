@@ -52,7 +52,7 @@ class ComparedGroup:
 
     @property
     def everyone(self) -> tuple[Outcome, ...]:
-        """Of the whole group, all that have ended."""
+        """All trajectories of the group that have ended."""
         return (*self.before, *self.members)
 
 

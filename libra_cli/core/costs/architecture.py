@@ -24,8 +24,7 @@ class Architecture(Protocol):
     """A model as the memory law sees it; ``width`` is the bytes of a number in compute."""
 
     @property
-    def layers(self) -> int:
-        """Number of layers."""
+    def layers(self) -> int: ...
 
     @property
     def hidden(self) -> int:
@@ -49,7 +48,7 @@ class Architecture(Protocol):
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer."""
+        """Parameters of one transformer layer."""
 
     @property
     def outer_parameters(self) -> int:
@@ -179,7 +178,6 @@ class DenseTransformer:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer."""
         return self.hidden * (2 * self.query + 2 * self.key + 3 * self.inner)
 
     @property
@@ -189,7 +187,7 @@ class DenseTransformer:
 
     @property
     def parameters(self) -> int:
-        """All of them, but for norms."""
+        """All parameters but those of norms."""
         return self.layers * self.layer_parameters + self.outer_parameters
 
     def kv_bytes(self, width: int = 2) -> int:

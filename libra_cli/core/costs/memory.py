@@ -76,7 +76,7 @@ class MemoryUse:
 
     @property
     def total(self) -> float:
-        """All of them, in bytes."""
+        """The sum of all parts, in bytes."""
         return sum(self.parts.values())
 
 

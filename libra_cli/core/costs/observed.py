@@ -103,7 +103,7 @@ def measured_profile(
     model: str,
     provenance: Mapping[str, str],
 ) -> Profile:
-    """All of it as a profile."""
+    """The profile of everything that was measured."""
     server_s = MOVE_S if starts.server_s is None else starts.server_s
     trainer_s = MOVE_S if starts.trainer_s is None else starts.trainer_s
     moves = MoveCost(

@@ -81,7 +81,7 @@ class RolloutLoad:
     longest_tool_s: Any
 
     def at(self, where: Any) -> RolloutLoad:
-        """The same of some elements of its arrays."""
+        """The load of some elements of its arrays."""
         return RolloutLoad(*(getattr(self, field.name)[where] for field in fields(self)))
 
     def of_one(self, servers: Any, group_size: int) -> RolloutLoad:
@@ -117,7 +117,7 @@ class RolloutTime:
 
     @property
     def seconds(self) -> Any:
-        """Of a step."""
+        """Seconds of rollout for one step."""
         held = np.maximum(self.seats_s, self.longest_s)
         return np.maximum(held, self.work_s + self.chunks_s)
 

@@ -142,7 +142,7 @@ class ServerCost:
 
     @property
     def decode_prices(self) -> tuple[Seconds, ...]:
-        """a, b and c."""
+        """The coefficients a, b and c of a decode step."""
         return (self.step_s, self.sequence_s, self.kv_token_s)
 
     def repriced(self, decode_prices: tuple[Seconds, ...], level: float) -> ServerCost:

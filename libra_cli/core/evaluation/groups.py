@@ -18,7 +18,7 @@ _ROUND = MAX_TASKS * MAX_ENTRIES
 
 
 class EvaluatedTask(NamedTuple):
-    """One task of one evaluation."""
+    """A task of one round of one evaluation, which its group's number tells."""
 
     evaluation: int
     """The evaluations of the run that began before it."""

@@ -141,7 +141,7 @@ class Evaluation:
         return self.failed_in_a_row >= MAX_FAILED
 
     def next_id(self) -> TrajectoryId:
-        """Of the next trajectory that was never begun."""
+        """The next trajectory that was never begun."""
         task, member = divmod(self.begun, self.plan.samples)
         self.begun += 1
         return TrajectoryId(EvaluatedTask(self.number, self.entry, task).group, member)
@@ -159,7 +159,7 @@ class Evaluation:
                 self.tokens[span.version] = known + span.end - span.start
 
     def record(self, now: Seconds) -> EvaluationRecord:
-        """Its row."""
+        """The evaluation's row of the database."""
         ended = len(self.lengths)
         is_due = ended % max(1, self.wanted // ESTIMATES) == 0
         if ended and (is_due or self.state is not EvaluationState.RUNNING):
@@ -264,7 +264,7 @@ class EvaluationLedger:
             yield begun.record(now)
 
     def close(self) -> None:
-        """None begins any more."""
+        """Begin no evaluation any more."""
         self._closed = True
 
     def _is_due(self, entry: int, step: int, target: int) -> bool:

@@ -41,7 +41,7 @@ class GpuNodes:
 
     @property
     def gpus(self) -> int:
-        """Of all nodes."""
+        """GPUs of all nodes together."""
         return sum(number for _, number in self.nodes)
 
     @property

@@ -39,7 +39,7 @@ class Vllm:
     connection = "libra_cli.runtime.vllm.client:ServerClient"
 
     def server(self, recipe: Recipe, launch: ServerLaunch) -> ProcessSpec:
-        """One vLLM server."""
+        """The process of one vLLM server."""
         slot = launch.slot
         return ProcessSpec(
             node=slot.node,

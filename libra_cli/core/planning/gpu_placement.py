@@ -57,7 +57,7 @@ class PinnedSlots:
 
     @classmethod
     def of(cls, now: Observation) -> PinnedSlots:
-        """Those of a run; the trainer's stay anyway."""
+        """The slots that a run pins; those of the trainer never move."""
         pins = dict(now.pins)
         held = frozenset(slot for slot, role in now.pins if role is Role.ROLLOUT)
         workers = (slot for slot in now.slots if pins.get(slot.id) is Role.GRADIENT)

@@ -63,7 +63,7 @@ class PlannedBucket:
 
     @property
     def gpus(self) -> int:
-        """Of all its servers."""
+        """GPUs of all servers of the bucket."""
         return self.tensor_parallel * self.servers
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ class RolloutTable:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Shapes there are."""
+        """The tensor-parallel degrees of its servers."""
         return tuple(self._servers)
 
     def buckets_s(self, buckets: tuple[PlannedBucket, ...], train_s: Seconds = 0.0) -> Seconds:
@@ -225,7 +225,7 @@ class RolloutTable:
     def _constraint(
         self, servers: EqualServers, load: RolloutLoad, time: RolloutTime
     ) -> Constraint:
-        """What it would help most to have more of."""
+        """The resource that more of would help most."""
         if time.seconds <= 1.1 * time.work_s:
             return Constraint.TOKENS
         if time.seconds <= time.longest_s:

@@ -45,10 +45,10 @@ class Finding:
 
 
 def stopping(findings: Iterable[Finding]) -> list[Finding]:
-    """Those that forbid to start."""
+    """Findings that forbid to start."""
     return [one for one in findings if one.severity == "stops"]
 
 
 def warning(findings: Iterable[Finding]) -> list[Finding]:
-    """Those that a run may start with."""
+    """Findings with which a run may start."""
     return [one for one in findings if one.severity == "warns"]

@@ -215,7 +215,7 @@ def _gib(size: float) -> str:
 
 
 def _size(size: float, gap: str = " ") -> str:
-    """In GiB, or in MiB where it is little."""
+    """A size in GiB, or in MiB where it is under 1 GiB."""
     if size < GIB:
         return f"{size / MIB:.0f}{gap}{'MiB' if gap else 'M'}"
     return f"{size / GIB:.1f}{gap}{'GiB' if gap else 'G'}" if gap else f"{-(-size // GIB):.0f}G"

@@ -25,7 +25,7 @@ class DesiredState:
         self.adopt(plan)
 
     def adopt(self, plan: Plan) -> None:
-        """Another plan."""
+        """Take another plan."""
         self.servers: dict[SlotId, Bucket] = dict(plan.servers)
         self.gradient: set[SlotId] = set(plan.gradient)
         self.trainer: tuple[SlotId, ...] = plan.train
@@ -44,7 +44,7 @@ class DesiredState:
         return tuple(self.slots[slot] for slot in self._existing)
 
     def plan(self, reasons: tuple[str, ...]) -> Plan:
-        """What is wanted now."""
+        """The placement that is wanted now, as a plan."""
         gradient = tuple(slot for slot in self.slots if slot in self.gradient)
         return Plan(tuple(self.servers.items()), self.trainer, reasons, gradient)
 

@@ -26,7 +26,7 @@ DONE, FAILED = "done", "failed"
 
 
 class MigrationPhase(StrEnum):
-    """What a move is at."""
+    """The phase of a move."""
 
     DRAIN = "drain"
     STOP = "stop"
@@ -117,7 +117,6 @@ class SlotMigration:
         return True
 
     def end(self, state: str, *, now: Seconds, detail: str = "") -> None:
-        """The move is over."""
         self.state, self.ended_at, self.detail = state, now, detail
 
     @property
@@ -126,7 +125,7 @@ class SlotMigration:
         return f"{TIMER}{self.number} {self.phase}"
 
     def record(self) -> MoveRecord:
-        """Its row."""
+        """The move's row of the database."""
         ends = [began for _, began in self.phases[1:]] + [self.ended_at]
         rows = [[phase, began, end] for (phase, began), end in zip(self.phases, ends, strict=False)]
         return MoveRecord(

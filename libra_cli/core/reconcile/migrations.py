@@ -99,7 +99,7 @@ class MigrationTracker:
         return move is not None and move.overlap_start
 
     def look(self, *, now: Seconds) -> list[Result]:
-        """Which phase every move is in now."""
+        """Take each migration to the phase that it is in now."""
         results: list[Result] = []
         for move in list(self.moves.values()):
             if self.moves.get(move.slot) is move:  # one that failed may have ended others

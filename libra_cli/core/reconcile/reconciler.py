@@ -63,7 +63,7 @@ class Reconciler:
 
     @property
     def moves(self) -> dict[SlotId, SlotMigration]:
-        """Under way, by slot."""
+        """Migrations under way, by slot."""
         return self._tracker.moves
 
     @property

@@ -44,7 +44,7 @@ class FatalPromptDetector:
         return breaks.total()
 
     def deaths_of(self, who: TrajectoryId) -> int:
-        """In how many deaths its group was."""
+        """The number of server deaths that its group was part of."""
         return self._level.get(who.group, 0)
 
     def is_suspect(self, who: TrajectoryId) -> bool:

@@ -541,7 +541,7 @@ class GroupLedger:
             del self._unpublished[before]
 
     def _all(self) -> Iterator[Group]:
-        """Groups and rests."""
+        """Every group, and every rest of one."""
         yield from self.groups.values()
         yield from self.rests.values()
 

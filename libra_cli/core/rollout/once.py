@@ -49,7 +49,7 @@ def dropped_in(records: Iterable[Record]) -> set[GroupId]:
 
 
 def _never_trained(records: Iterable[Record]) -> dict[GroupId, str]:
-    """Of those groups the state."""
+    """The state of each group that was never trained."""
     states: dict[GroupId, str] = {}
     closed: set[GroupId] = set()
     for row in records:

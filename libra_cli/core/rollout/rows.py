@@ -142,7 +142,7 @@ def group_records(group: Group, now: Seconds) -> list[GroupRecord] | list[LateRe
 
 
 def group_record(group: Group, now: Seconds, *, detail: str = "") -> GroupRecord:
-    """The group's row."""
+    """The group's row of the database."""
     detail = detail or "; ".join(_details(group))
     return GroupRecord(
         group_id=group.id,

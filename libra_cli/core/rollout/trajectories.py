@@ -548,7 +548,7 @@ class Trajectories:
         return AbortTurn(active.request, active.slot, server.incarnation)
 
     def _ended(self, active: ActiveTrajectory, *, answered: bool = False) -> list[Result]:
-        """Its request is no longer inside its server."""
+        """Tell that the trajectory's request has left its server."""
         assert active.slot is not None, active.trajectory.id
         self._scheduler.left(active.trajectory.id)
         return [RequestEnded(active.slot, answered)]

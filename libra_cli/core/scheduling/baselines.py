@@ -36,7 +36,6 @@ class LeastLoaded:
         self.estimator = estimator
 
     def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
-        """The least loaded of all."""
         return least_loaded(queues.all)
 
     def rank(self, request: Request) -> float:
@@ -54,7 +53,7 @@ class LeastLoaded:
         return True
 
     def has_room(self, contexts: Tokens, queues: ServerQueues) -> bool:
-        """Seats alone count."""
+        """Always true: only seats limit these policies."""
         return True
 
 
@@ -66,14 +65,13 @@ class RoundRobin(LeastLoaded):
         self._turn = 0
 
     def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
-        """Whose turn it is, however full."""
+        """The next server in turn, however full it is."""
         self._turn += 1
         return queues.all[self._turn % len(queues)] if queues.all else None
 
     def allow_steal(
         self, request: Request, queued: ServerQueue, idle: ServerQueue, *, now: Seconds
     ) -> bool:
-        """Never."""
         return False
 
 

@@ -30,7 +30,7 @@ class Estimator(Protocol):
     """Asked at every tool return; an answer is the mean of the tokens yet to be generated."""
 
     def begin(self, trajectory: TrajectoryId) -> float:
-        """A trajectory starts."""
+        """Take in a trajectory that starts; returns the tokens expected of it."""
         ...
 
     def returned(
@@ -49,7 +49,7 @@ class Estimator(Protocol):
 
 
 class _RunningMean:
-    """A running mean."""
+    """A mean that is kept as a sum and a number."""
 
     __slots__ = ("count", "total")
 
@@ -103,7 +103,6 @@ class SiblingMean:
             del self._groups[next(iter(self._groups))]
 
     def withdrawn(self, trajectory: TrajectoryId) -> None:
-        """Forget it."""
         self._marks.pop(trajectory, None)
 
     def _left(self, trajectory: TrajectoryId, generated: Tokens) -> float:
@@ -173,7 +172,6 @@ class PaperTree:
             del self._root.children[next(iter(self._root.children))]
 
     def withdrawn(self, trajectory: TrajectoryId) -> None:
-        """Forget it."""
         self._paths.pop(trajectory, None)
         self._marks.pop(trajectory, None)
 

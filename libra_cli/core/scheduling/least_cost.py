@@ -90,7 +90,7 @@ class LeastExpectedCost:
         return turn_tokens(request)
 
     def rank(self, request: Request) -> float:
-        """Older groups first."""
+        """The number of its group, so that older groups come first."""
         return float(request.trajectory.group)
 
     def admits(self, request: Request, queue: ServerQueue) -> bool:

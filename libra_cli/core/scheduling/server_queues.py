@@ -123,7 +123,7 @@ class ServerQueue:
             self._settle()
 
     def leave(self, trajectory: TrajectoryId) -> None:
-        """Its turn is over, one way or another."""
+        """Take a trajectory out whose turn is over."""
         self.context -= self.inside.pop(trajectory)
         self._settle()
 

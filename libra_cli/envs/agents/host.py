@@ -95,7 +95,7 @@ class AgentHost:
             self._ended(number, str(error))
 
     def _run(self, number: int, job: StoppableJob) -> None:
-        """In a thread of its own."""
+        """Run a job in a thread of its own."""
         try:
             end = job.run()
             body: Any = [end.code, end.words, end.flooded]

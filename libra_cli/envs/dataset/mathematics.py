@@ -128,7 +128,7 @@ class _ComparerPool:
         return bool(said["same"])
 
     def close(self) -> None:
-        """End all that are idle."""
+        """End all idle processes."""
         while self._idle:
             self._idle.pop().close()
 

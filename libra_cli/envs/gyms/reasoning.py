@@ -96,7 +96,6 @@ class ReasoningGym:
 
     @property
     def tools(self) -> Sequence[ToolSchema]:
-        """There are none."""
         return ()
 
     def task(self, index: int, seed: int) -> Task:

@@ -126,7 +126,6 @@ class TextWorld:
         return float(self._state["score"] or 0) / float(self._state["max_score"])
 
     def close(self) -> None:
-        """End the interpreter."""
         if self._play is not None:
             self._play.close()
 

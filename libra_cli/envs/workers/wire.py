@@ -54,7 +54,6 @@ class Frames:
     """Cuts what comes in from one peer into frames."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[Kind, int, bytes]]:

@@ -140,7 +140,7 @@ class PlainValues(DefaultLoadPlanner):  # type: ignore[misc]  # torch is not fol
     """Loads what is no tensor, such as the learning rate, as plain values only."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Take a value in."""
+        """Take in a value that is not a tensor."""
         plain = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), plain)
         plain.seek(0)

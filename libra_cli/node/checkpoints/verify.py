@@ -44,7 +44,7 @@ def _unreadable(problem: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Answer."""
+    """Print what ``verified`` finds in a directory, as JSON."""
     sys.stdout.write(json.dumps(verified(Path(sys.argv[1]))) + "\n")
     return 0
 

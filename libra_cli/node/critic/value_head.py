@@ -40,7 +40,7 @@ class ValueHead:
         )
 
     def values(self, features: Tensor) -> Tensor:
-        """Of ``features_of`` turns, ``[turns]``."""
+        """Values of turns by their ``features_of``, as ``[turns]``."""
         return features @ self.weights
 
     def loss(self, features: Tensor, targets: Tensor, before: Tensor) -> Tensor:

@@ -67,8 +67,7 @@ T = TypeVar("T")
 Look: TypeAlias = Callable[[Sequence[TokenSample], Tensor], None]
 
 
-def _nobody(phase: str) -> None:
-    """Nobody wants to know."""
+def _nobody(phase: str) -> None: ...
 
 
 class PolicyModel:
@@ -265,7 +264,6 @@ class PolicyModel:
             local_gradient(parameter).mul_(factor)
 
     def clear_gradients(self) -> None:
-        """Drop all gradients."""
         for parameter in self.parameters().values():
             parameter.grad = None
 

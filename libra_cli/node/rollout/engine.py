@@ -204,7 +204,7 @@ class VllmEngine:
         return {"running": running, "waiting": waiting, "kv_use": use, **self._counters}
 
     def close(self) -> None:
-        """End its workers."""
+        """End the engine's workers."""
         self._client.shutdown()
 
 

@@ -150,7 +150,7 @@ def _agreed(trainer: Trainer) -> Iterator[None]:
 
 
 def _bytes_of(state: Any) -> int:
-    """Of all tensors in it, whole."""
+    """Bytes of all tensors in a state, unsharded."""
     if isinstance(state, Mapping):
         return sum(_bytes_of(value) for value in state.values())
     if isinstance(state, list | tuple):

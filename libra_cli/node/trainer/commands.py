@@ -77,7 +77,7 @@ class AccumulateCommand:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointCommand:
-    """Write one now."""
+    """Write a checkpoint now."""
 
     ledger: Mapping[str, Any]
 
@@ -173,7 +173,7 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
     # The HTTP threads' side.
 
     def health(self) -> Answer:
-        """How it stands."""
+        """Tell the controller how the trainer stands."""
         with self._changed:
             return HTTPStatus.OK, {
                 "state": self.state,

@@ -433,7 +433,7 @@ class Trainer(PolicyModel):
         return fetch.settle(since, patience_s)
 
     def learning_rate(self, step: int) -> float:
-        """Of optimizer step ``step``, counted from 1."""
+        """The learning rate of optimizer step ``step``, counted from 1."""
         return learning_rate_at(step, self.config.training, self.config.steps)
 
     def probe(self) -> ProbeResult:

@@ -151,5 +151,4 @@ class Draft:
                 (self.directory / name).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove all of it."""
         shutil.rmtree(self.directory, ignore_errors=True)

@@ -61,5 +61,4 @@ def _part(rows: Sequence[EvaluationRecord], *, live: bool) -> EvaluationPart:
 
 
 def finished(rows: Iterable[EvaluationRecord]) -> list[EvaluationRecord]:
-    """Those that have finished, in order."""
     return [row for row in rows if row.state == "finished"]

@@ -59,7 +59,7 @@ class WarningPart(TypedDict):
 
 
 def warnings_of(reader: Reader) -> list[WarningPart]:
-    """Those that still hold, the newest last."""
+    """The warnings that still hold, the newest last."""
     return [
         {
             "rule": note.subject,

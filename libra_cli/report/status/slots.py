@@ -149,7 +149,6 @@ def server_part(
 
 
 def nodes(reader: Reader) -> list[NodePart]:
-    """Every host, by name."""
     return [part_of(NodePart, node) for node in reader.nodes()]
 
 

@@ -49,7 +49,7 @@ class LastingFile(io.RawIOBase):
         return self._terminal and os.isatty(self._number)
 
     def hung_up(self) -> None:
-        """Its terminal, if it was one, is gone."""
+        """Give the file up if it was a terminal."""
         if self._terminal:
             self.give_up()
 

@@ -249,7 +249,7 @@ class _Marks:
                 return _Mark("")
 
     def all(self) -> list[_Mark]:
-        """Those that may occur."""
+        """The marks that may occur, for the legend."""
         if self._color == "version":
             return [self._of_version(version) for version in self._versions]
         if self._color == "advantage":

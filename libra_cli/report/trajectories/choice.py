@@ -34,7 +34,7 @@ class PlayedTrajectory:
 
     @property
     def reward(self) -> float:
-        """As its environment scored it."""
+        """The reward that its environment gave."""
         return self.row.reward or 0.0
 
 

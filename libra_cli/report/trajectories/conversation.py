@@ -79,12 +79,11 @@ class ShownMessage:
 
     @property
     def text(self) -> str:
-        """All of it."""
         return "".join(token.text for token in self.tokens)
 
     @property
     def versions(self) -> list[int]:
-        """Those that generated it, the oldest first."""
+        """The versions that generated it, the oldest first."""
         return sorted({token.version for token in self.tokens if token.version is not None})
 
     @property

@@ -26,7 +26,7 @@ TOKEN_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class RunSecrets:
-    """The secrets of one run."""
+    """What authenticates the controller and the processes of one run."""
 
     token: str
     """What every request to a process of this run must bring."""

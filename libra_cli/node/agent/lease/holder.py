@@ -39,7 +39,6 @@ class Lease:
 
     @property
     def seconds(self) -> float:
-        """How long the lease is."""
         return self._seconds
 
     @property

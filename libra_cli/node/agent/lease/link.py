@@ -43,7 +43,7 @@ class LeaseWord:
 
     @property
     def speaker(self) -> ProcessIdentity:
-        """Who speaks."""
+        """The process that speaks."""
         return ProcessIdentity(self.pid, self.started)
 
 
@@ -94,7 +94,6 @@ class LeaseLink:
         return now - self.heard_at > SILENCE_S
 
     def close(self) -> None:
-        """Close this end."""
         self.socket.close()
 
 
