@@ -15,9 +15,11 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+from libra_cli.config.plugins import PluginGroup
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
+from libra_cli.core.algorithms.algorithm import Algorithm, algorithm_of
 from libra_cli.core.launch.joined_slots import slot_named
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.records import Record, StepRecord, TrajectoryRecord
@@ -64,6 +66,11 @@ def recipe(**changes: Any) -> Recipe:
         merge = isinstance(values, dict)
         base[section] = {**base.get(section, {}), **values} if merge else values
     return Recipe.model_validate(base)
+
+
+def algorithm(**training: Any) -> Algorithm:
+    """The algorithm of that recipe with this of ``training``."""
+    return algorithm_of(recipe(training=training), PluginGroup.find)
 
 
 def critic_says(samples: Sequence[a.TrainSample]) -> tuple[e.TurnAdvantages, ...]:

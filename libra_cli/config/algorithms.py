@@ -4,8 +4,8 @@ A run learns by the pair of an advantage and a loss. This is the one table of bo
 is, and what they need of the rest of libra. Nothing else compares their names. It is here because
 the controller and the hosts both read it, and neither imports the other: a loss needs torch.
 
-What the controller computes for an algorithm is in ``core.advantages``; what the ranks compute is
-in ``node.losses``.
+What the controller computes for an algorithm, and the rules of its recipe, are in
+``core.algorithms``; what the ranks compute is in ``node.losses``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Needs:
     """The trainer has a critic, which learns from every step."""
     teacher: bool = False
     """A teacher judges every token before a trajectory ends."""
-    demonstrations: bool = False
-    """It imitates conversations of others: nothing is played, and there are no rewards."""
+    offline: bool = False
+    """It learns from given conversations: nothing is played, and there are no rewards."""
 
     def __or__(self, other: Needs) -> Needs:
         names = [one.name for one in fields(self)]
@@ -50,21 +50,23 @@ class Shipped:
 
     code: str
     needs: Needs = Needs()
+    controller: str = ""
+    """Of a loss: the import path of its ``core.algorithms.base.Objective``, if it has one."""
 
 
-_CORE = "libra_cli.core.advantages"
+_CORE = "libra_cli.core.algorithms"
 _NODE = "libra_cli.node.losses"
 
 _ADVANTAGES: Mapping[str, Shipped] = {
-    "grpo": Shipped(f"{_CORE}.group_baselines:grpo"),
-    "rloo": Shipped(f"{_CORE}.group_baselines:rloo", Needs(leave_one_out=True)),
-    "reinforce++": Shipped(f"{_CORE}.batch_baselines:reinforce_plus_plus", Needs(whole_batch=True)),
+    "grpo": Shipped(f"{_CORE}.grpo:grpo"),
+    "rloo": Shipped(f"{_CORE}.rloo:rloo", Needs(leave_one_out=True)),
+    "reinforce++": Shipped(f"{_CORE}.reinforce:reinforce_plus_plus", Needs(whole_batch=True)),
     "reinforce++-baseline": Shipped(
-        f"{_CORE}.batch_baselines:reinforce_plus_plus_baseline", Needs(whole_batch=True)
+        f"{_CORE}.reinforce:reinforce_plus_plus_baseline", Needs(whole_batch=True)
     ),
-    "turn": Shipped(f"{_CORE}.turn_baselines:turn", Needs(turns=True)),
-    "gigpo": Shipped(f"{_CORE}.turn_baselines:gigpo", Needs(turns=True)),
-    "gae": Shipped(f"{_CORE}.by_critic:gae", Needs(turns=True, whole_batch=True, critic=True)),
+    "turn": Shipped(f"{_CORE}.turn:turn", Needs(turns=True)),
+    "gigpo": Shipped(f"{_CORE}.gigpo:gigpo", Needs(turns=True)),
+    "gae": Shipped(f"{_CORE}.gae:GAE", Needs(turns=True, whole_batch=True, critic=True)),
 }
 _LOSSES: Mapping[str, Shipped] = {
     "dapo": Shipped(f"{_NODE}.policy_gradient:dapo"),
@@ -74,12 +76,15 @@ _LOSSES: Mapping[str, Shipped] = {
     "gspo": Shipped(f"{_NODE}.policy_gradient:gspo"),
     "cispo": Shipped(f"{_NODE}.policy_gradient:cispo"),
     "sapo": Shipped(f"{_NODE}.policy_gradient:sapo"),
-    "distill": Shipped(f"{_NODE}.policy_gradient:dapo", Needs(teacher=True)),
+    "distill": Shipped(
+        f"{_NODE}.policy_gradient:dapo", Needs(teacher=True), f"{_CORE}.distill:Distillation"
+    ),
     "tba": Shipped(
         f"{_NODE}.trajectory_balance:tba",
-        Needs(reference=True, whole_groups=True, group_values=True),
+        Needs(whole_groups=True, group_values=True, reference=True),
+        f"{_CORE}.tba:Balance",
     ),
-    "sft": Shipped(f"{_NODE}.imitation:sft", Needs(demonstrations=True)),
+    "sft": Shipped(f"{_NODE}.imitation:sft", Needs(offline=True), f"{_CORE}.sft:Imitation"),
 }
 _FOREIGN_ADVANTAGE = Shipped("")
 _FOREIGN_LOSS = Shipped("", Needs(whole_groups=True))
@@ -100,6 +105,21 @@ def needs_of(advantage: str, loss: str) -> Needs:
     """What a pair needs; of one that does not ship with libra, as far as it can be told here."""
     estimator = _ADVANTAGES.get(advantage, _FOREIGN_ADVANTAGE)
     return estimator.needs | _LOSSES.get(loss, _FOREIGN_LOSS).needs
+
+
+def controller_of(loss: str) -> str:
+    """The import path of what the controller does for a loss; empty if that is nothing."""
+    return _LOSSES.get(loss, _FOREIGN_LOSS).controller
+
+
+def controllers_beside(loss: str, given: Needs) -> list[str]:
+    """The import paths of the controllers of a loss, and of those that need what a recipe gives
+    for them."""
+    return [
+        one.controller
+        for name, one in _LOSSES.items()
+        if one.controller and (name == loss or one.needs | given == given)
+    ]
 
 
 def advantages_with(**needs: bool) -> list[str]:

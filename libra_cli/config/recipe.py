@@ -17,6 +17,7 @@ from pydantic import (
     Field,
     JsonValue,
     SerializerFunctionWrapHandler,
+    ValidationInfo,
     field_serializer,
     field_validator,
     model_validator,
@@ -36,7 +37,7 @@ from libra_cli.config.on_resume import MAY_CHANGE, fixed
 from libra_cli.config.only_with import not_with
 from libra_cli.config.problems import Problem, RuleError
 from libra_cli.config.rollout import RolloutSpec
-from libra_cli.config.rules import problems_between_fields
+from libra_cli.config.rules import ALGORITHM_RULES, problems_between_fields
 from libra_cli.config.secrets import argument_problems, environment_problems
 from libra_cli.config.training import ReplaySpec, TrainingSpec
 
@@ -397,8 +398,9 @@ class Recipe(Section):
     scheduler: SchedulerSpec = SchedulerSpec()
 
     @model_validator(mode="after")
-    def _check_rules(self) -> Recipe:
-        problems = tuple(problems_between_fields(self))
+    def _check_rules(self, info: ValidationInfo) -> Recipe:
+        of_algorithm = (info.context or {}).get(ALGORITHM_RULES, lambda recipe: ())
+        problems = (*problems_between_fields(self), *of_algorithm(self))
         if problems:
             raise RuleError(problems)
         return self

@@ -3,7 +3,8 @@
 ``problems_between_fields`` reports every broken rule with all the values that it is about; the
 models of ``config.recipe`` call it, so no ``Recipe`` that breaks one can exist. A rule between keys
 of one section is in that section, and a key that means nothing without another says so itself
-(``config.only_with``).
+(``config.only_with``). The rules of algorithms are in ``core.algorithms``, which config does not
+know: whoever loads a recipe hands them to the models, as ``ALGORITHM_RULES`` of the context.
 """
 
 from __future__ import annotations
@@ -11,29 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from libra_cli.config.algorithms import advantages_with
 from libra_cli.config.errors import did_you_mean
 from libra_cli.config.fields import Section
 from libra_cli.config.only_with import misplaced_keys
 from libra_cli.config.problems import Problem
-from libra_cli.config.secrets import SECRET_IN_URL
 
 if TYPE_CHECKING:
     from libra_cli.config.recipe import Recipe
     from libra_cli.config.training import TrainingSpec
 
-_UNDISCOUNTED = frozenset(advantages_with(turns=False))
-"""Estimators that have no use for ``training.gamma``; one of a user's may have."""
-
-_PLAYED = ("environment", "agent", "evaluation", "replay", "rollout", "scheduler", "teacher")
-"""Sections that are for what the policy plays."""
-_PLAYED_IN_TRAINING = (
-    *("loss_args", "kl_coef", "kl_estimator", "entropy_coef", "stream", "staleness"),
-    *("advantage", "gamma", "lam", "critic", "scale_rewards"),
-    *("sampler_correction", "tis_cap", "tis_floor", "clip_low", "clip_high"),
-)
-"""Keys of ``training`` that are for what is played: rewards, and ratios to who generated a token.
-One that has its default is not given."""
+ALGORITHM_RULES = "algorithm_rules"
+"""In the context of a validation, the key of a function that yields the problems of a recipe."""
 
 
 def problems_between_fields(recipe: Recipe) -> Iterator[Problem]:
@@ -48,15 +37,9 @@ def problems_between_fields(recipe: Recipe) -> Iterator[Problem]:
     yield from _bucket_problems(recipe)
     yield from _overlong_problems(recipe)
     yield from _curriculum_problems(recipe)
-    yield from _advantage_problems(recipe.training)
-    yield from _critic_problems(recipe)
-    yield from _replay_problems(recipe)
-    yield from _balance_problems(recipe.training)
     yield from _update_problems(recipe.training)
     yield from _elastic_problems(recipe)
     yield from _worker_problems(recipe)
-    yield from _imitation_problems(recipe)
-    yield from _teacher_problems(recipe)
 
 
 def _sections(section: Section, path: str = "") -> Iterator[tuple[str, Section]]:
@@ -70,65 +53,6 @@ def _sections(section: Section, path: str = "") -> Iterator[tuple[str, Section]]
             for index, one in enumerate(value):
                 if isinstance(one, Section):
                     yield from _sections(one, f"{key}[{index}]")
-
-
-def _imitation_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Demonstrations without their loss, and keys that mean nothing beside them."""
-    loss, imitates = recipe.training.loss, bool(recipe.demonstrations)
-    if imitates != recipe.training.needs.demonstrations:
-        given = "is given" if imitates else "names no file"
-        yield Problem(
-            ("training.loss", "demonstrations"),
-            f"is {loss!r}, and demonstrations {given}: loss sft learns from demonstrations, all "
-            "others from what the policy plays",
-        )
-    if not imitates:
-        return
-    for key in _PLAYED:
-        if getattr(recipe, key) != type(recipe).model_fields[key].default:
-            yield Problem(
-                (key, "demonstrations"),
-                "means nothing in a run on demonstrations, which plays nothing: leave it out",
-            )
-    training = recipe.training
-    for key in _PLAYED_IN_TRAINING:
-        if getattr(training, key) != type(training).model_fields[key].default:
-            yield Problem(
-                (f"training.{key}", "demonstrations"),
-                "means nothing to loss sft, the cross-entropy of demonstrations: leave it out",
-            )
-
-
-def _teacher_problems(recipe: Recipe) -> Iterator[Problem]:
-    """A teacher without its loss, and what tokens that it has judged cannot go with."""
-    teacher, training, rollout = recipe.teacher, recipe.training, recipe.rollout
-    if (teacher is not None) != training.needs.teacher and not recipe.demonstrations:
-        given = "is given" if teacher is not None else "is missing"
-        yield Problem(
-            ("training.loss", "teacher"),
-            f"is {training.loss!r}, and teacher {given}: loss distill learns from the model at "
-            "teacher: {url: http://HOST:8000/v1}, no other loss does",
-        )
-    if teacher is None:
-        return
-    if SECRET_IN_URL.search(teacher.url):
-        yield Problem(
-            ("teacher.url",),
-            "has a secret in it, and this is no place for one; teacher.api_key is, as "
-            "${TEACHER_API_KEY}",
-        )
-    if rollout.temperature != 1.0:
-        yield Problem(
-            ("rollout.temperature", "teacher"),
-            f"is {rollout.temperature:g}, and the teacher's log-probabilities are at temperature "
-            "1: the two could not be compared; leave it out, which is 1",
-        )
-    if rollout.dynamic_sampling:
-        yield Problem(
-            ("rollout.dynamic_sampling", "teacher"),
-            "leaves out groups in which all rewards are the same, and a teacher teaches by them as "
-            "by others: leave it out",
-        )
 
 
 def _overlong_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -273,107 +197,6 @@ def _bucket_problems(recipe: Recipe) -> Iterator[Problem]:
         longest = max(longest, bound)
 
 
-def _advantage_problems(training: TrainingSpec) -> Iterator[Problem]:
-    """Scales that an estimator does not have, and what cannot be known before a batch is whole."""
-    scale = training.scale_rewards
-    whole = training.needs.whole_batch and (not training.needs.critic or scale != "none")
-    if whole and scale not in (None, "batch"):
-        yield Problem(
-            ("training.scale_rewards", "training.advantage"),
-            f"is {scale}, but {training.advantage} normalises over the batch: leave it out",
-        )
-    if training.gamma != 1.0 and training.advantage in _UNDISCOUNTED:
-        yield Problem(
-            ("training.gamma", "training.advantage"),
-            f"is {training.gamma:g}, but advantage: {training.advantage} weighs a trajectory as a "
-            f"whole: leave it out, or name one of {', '.join(advantages_with(turns=True))}",
-        )
-    if training.stream and (whole or scale == "batch"):
-        key = "advantage" if whole else "scale_rewards"
-        yield Problem(
-            ("training.stream", f"training.{key}"),
-            f"is true, but training.{key}: {getattr(training, key)} needs the whole batch before "
-            "the step begins: leave one of the two out",
-        )
-
-
-def _critic_problems(recipe: Recipe) -> Iterator[Problem]:
-    """A critic's settings without one, and what none can go with."""
-    training, rollout = recipe.training, recipe.rollout
-    if recipe.demonstrations:
-        return
-    if training.needs.critic:
-        yield from _beside_critic(recipe)
-        return
-    for key in ("lam", "critic"):
-        if getattr(training, key) != type(training).model_fields[key].default:
-            yield Problem(
-                (f"training.{key}", "training.advantage"),
-                f"is for advantage: gae, which has a critic, and {training.advantage} has none: "
-                "leave it out",
-            )
-    if rollout.group_size == 1:
-        yield Problem(
-            ("rollout.group_size", "training.advantage"),
-            f"is 1, and advantage: {training.advantage} would have nobody to compare a trajectory "
-            "with: give 2 or more, or set training.advantage: gae, whose critic needs no group",
-        )
-
-
-_GROUP_LOSSES = {
-    "tba": "compares the trajectories of a group, and values are of each by itself",
-    "distill": "has the advantages of its teacher for every token",
-}
-"""Why advantages of a critic mean nothing to a loss."""
-
-
-def _beside_critic(recipe: Recipe) -> Iterator[Problem]:
-    training = recipe.training
-    if reason := _GROUP_LOSSES.get(training.loss):
-        yield Problem(
-            ("training.advantage", "training.loss"),
-            f"is gae, but the loss {training.loss} {reason}: leave it out, or take another loss",
-        )
-    if training.kl_in_reward:
-        yield Problem(
-            ("training.kl_in_reward", "training.advantage"),
-            "takes the KL of a trajectory less the mean of its group from the reward, and "
-            "advantage: gae has no group: leave it out, and kl_coef adds the KL to the loss",
-        )
-    if recipe.rollout.dynamic_sampling:
-        yield Problem(
-            ("rollout.dynamic_sampling", "training.advantage"),
-            "leaves out groups in which all rewards are the same, and with advantage: gae they "
-            "teach as others do: leave it out",
-        )
-
-
-def _balance_problems(training: TrainingSpec) -> Iterator[Problem]:
-    if training.loss == "tba" and training.kl_coef > 0:
-        yield Problem(
-            ("training.kl_coef", "training.loss"),
-            f"is {training.kl_coef}, but the loss tba has a KL term of its own: leave it out and "
-            "set loss_args: {beta: ...}",
-        )
-
-
-def _replay_problems(recipe: Recipe) -> Iterator[Problem]:
-    replay, training = recipe.replay, recipe.training
-    if replay is None:
-        return
-    if replay.groups > replay.capacity:
-        yield Problem(
-            ("replay.groups", "replay.capacity"),
-            f"is {replay.groups}, but only replay.capacity = {replay.capacity} are kept",
-        )
-    if training.staleness.masks:
-        yield Problem(
-            ("replay", "training.staleness"),
-            "cannot go with the staleness rule token, which leaves old tokens out of the loss: "
-            "write staleness: {rule: token, over: weight}, or another rule",
-        )
-
-
 def _update_problems(training: TrainingSpec) -> Iterator[Problem]:
     """Several updates of a batch that cannot be had."""
     if training.minibatches > training.groups_per_step:
@@ -388,11 +211,11 @@ def _update_problems(training: TrainingSpec) -> Iterator[Problem]:
             f"adds up the gradients of one update while trajectories are played, but a batch has "
             f"{training.updates}: leave it out, or have one minibatch and one epoch",
         )
-    yield from _term_problems(training)
+    yield from _optimizer_problems(training)
 
 
-def _term_problems(training: TrainingSpec) -> Iterator[Problem]:
-    """Terms that the loss does not have, and an optimizer that the model is not laid out for."""
+def _optimizer_problems(training: TrainingSpec) -> Iterator[Problem]:
+    """An optimizer that the model is not laid out for."""
     if training.optimizer == "muon" and (training.sharding != "ddp" or training.lora is not None):
         wrong = "lora" if training.lora is not None else "sharding"
         yield Problem(
@@ -400,33 +223,17 @@ def _term_problems(training: TrainingSpec) -> Iterator[Problem]:
             "is muon, which moves whole matrices of the model: "
             + ("leave out training.lora" if training.lora else "set training.sharding: ddp"),
         )
-    for key in ("entropy_coef", "kl_in_reward"):
-        if training.loss in ("tba", "sft") and getattr(training, key):
-            yield Problem(
-                (f"training.{key}", "training.loss"),
-                f"is {getattr(training, key)}, but the loss {training.loss} has no such term: "
-                "leave it out",
-            )
-    if training.kl_in_reward and not training.kl_coef:
-        yield Problem(
-            ("training.kl_in_reward", "training.kl_coef"),
-            "is true, but training.kl_coef is 0: give it the weight of the KL, as 0.001",
-        )
 
 
 def _elastic_problems(recipe: Recipe) -> Iterator[Problem]:
     """Slots that would be borrowed for shares of a step, of a step that has none."""
-    training = recipe.training
-    if training.shares_steps:
+    updates = recipe.training.updates
+    if updates == 1:
         return
-    keys = ["training.minibatches", "training.epochs"]
-    why = f"with {training.updates} updates"
-    if training.updates == 1:
-        keys, why = ["training.advantage"], "that a critic in the trainer weighs as a whole (gae)"
     for index, node in enumerate(recipe.nodes):
         if "hybrid" in (node.pool or ()):
             yield Problem(
-                (f"nodes[{index}].pool", *keys),
-                f"is hybrid, but gradient workers cannot help a batch {why}: make it auto (its "
-                "side is then chosen once), train or rollout",
+                (f"nodes[{index}].pool", "training.minibatches", "training.epochs"),
+                f"is hybrid, but gradient workers cannot help a batch with {updates} updates: make "
+                "it auto (its side is then chosen once), train or rollout",
             )

@@ -291,8 +291,9 @@ class TrainingSpec(Section):
     @property
     def shares_steps(self) -> bool:
         """Whether gradient workers can compute some trajectories of a step by themselves: not where
-        later updates need newer weights, or a critic weighs the whole batch."""
-        return self.updates == 1 and not self.needs.critic
+        later updates need newer weights, a critic weighs the whole batch, or nothing is played."""
+        needs = self.needs
+        return self.updates == 1 and not (needs.critic or needs.offline)
 
 
 class ReplaySpec(Section):

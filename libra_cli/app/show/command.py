@@ -95,7 +95,7 @@ def _why_no_ratio(told: PlayedConversation) -> str:
     who, recipe = told.played.id, _recipe_of(told.run_dir)
     if told.played.step is None:
         return f"no step has trained trajectory {who}, and ratios are of tokens that a step trained"
-    if recipe is not None and recipe.training.needs.demonstrations:
+    if recipe is not None and recipe.training.needs.offline:
         return f"{told.run_dir.name} imitates demonstrations: their tokens have no rollout policy"
     if recipe is not None and recipe.rollout.overlong.mask and told.played.row.truncated:
         return f"trajectory {who} was left out of the loss: a limit cut it (rollout.overlong.mask)"

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite, sqrt
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeAlias
 
-from libra_cli.config.algorithms import ADVANTAGES
-from libra_cli.config.environment import TeacherSpec
 from libra_cli.config.errors import PluginError
-from libra_cli.config.training import TrainingSpec
-from libra_cli.core.actions import TrainSample
-from libra_cli.core.advantages.by_critic import turns_of
-from libra_cli.core.advantages.distillation import distillation_metrics, taught_advantages
-from libra_cli.core.advantages.protocol import Estimator
-from libra_cli.core.types import Branch, Trajectory, TrajectoryId
+from libra_cli.core.advantages.protocol import Estimate
+from libra_cli.core.types import Trajectory, TrajectoryId
 
 if TYPE_CHECKING:
     from libra_cli.core.rollout.groups import Group
@@ -26,66 +18,38 @@ Advantages: TypeAlias = Mapping[TrajectoryId, tuple[float, ...]]
 """Of each trajectory: one, or one for each of its turns."""
 
 
-@dataclass(frozen=True, slots=True)
-class Estimation:
-    """How the advantages of groups are estimated, by a recipe's ``training``."""
+def checked(groups: Sequence[Group], estimate: Estimate, name: str) -> Advantages:
+    """What the estimator ``name`` returned, by trajectory.
 
-    training: TrainingSpec
-    teacher: TeacherSpec | None = None
-
-    def by_token(self, tokens: Branch, runs: Sequence[tuple[int, float]]) -> array[float] | None:
-        """Those of each token of a branch, where a teacher has judged them."""
-        return None if self.teacher is None else taught_advantages(tokens, runs, self.teacher)
-
-    def turns_of(
-        self, trajectory: Trajectory, branch: int | None
-    ) -> tuple[tuple[int, int, float], ...]:
-        """The turns of a branch, where a critic in the trainer estimates the advantages."""
-        return turns_of(trajectory, branch) if self.training.needs.critic else ()
-
-    def metrics_of(self, samples: Sequence[TrainSample]) -> dict[str, float | None]:
-        """What a teacher adds to the numbers of a batch, and what it takes: where rewards have no
-        weight, a group in which all are the same teaches as others do."""
-        if self.teacher is None:
-            return {}
-        told = distillation_metrics(samples)
-        return told if self.teacher.advantage_coef else {**told, "share_without_signal": None}
-
-    def of(self, groups: Sequence[Group]) -> Advantages:
-        """Those of all members of these groups, which are compared with one another.
-
-        Raises:
-            PluginError: there is no such estimator, or what it returned is not what
-                ``core.advantages.protocol`` asks for.
-        """
-        estimator: Estimator = ADVANTAGES.find(self.training.advantage)
-        compared = [group.compared for group in groups]
-        found = [list(members) for members in estimator(compared, self.training)]
-        if [len(members) for members in found] != [len(group.members) for group in groups]:
-            raise _wrong(self.training, "did not return advantages for all members of all groups")
-        estimated = {
-            member.id: values
-            for group, members in zip(groups, found, strict=True)
-            for member, values in zip(group.members, members, strict=True)
-        }
-        _check(groups, estimated, self.training)
-        return estimated
+    Raises:
+        PluginError: it is not what ``core.advantages.protocol`` asks for.
+    """
+    found = [list(members) for members in estimate]
+    if [len(members) for members in found] != [len(group.members) for group in groups]:
+        raise _wrong(name, "did not return advantages for all members of all groups")
+    estimated = {
+        member.id: values
+        for group, members in zip(groups, found, strict=True)
+        for member, values in zip(group.members, members, strict=True)
+    }
+    _check(groups, estimated, name)
+    return estimated
 
 
-def _check(groups: Sequence[Group], estimated: Advantages, training: TrainingSpec) -> None:
+def _check(groups: Sequence[Group], estimated: Advantages, name: str) -> None:
     for group in groups:
         for member in group.members:
             values, turns = estimated[member.id], len(member.turn_rewards)
             if len(values) not in (1, turns):
                 found = f"{len(values)} advantages for trajectory {member.id} of {turns} turns"
-                raise _wrong(training, f"returned {found}: one for the whole, or one for each turn")
+                raise _wrong(name, f"returned {found}: one for the whole, or one for each turn")
             if not all(map(isfinite, values)):
-                raise _wrong(training, f"returned {values} for trajectory {member.id}")
+                raise _wrong(name, f"returned {values} for trajectory {member.id}")
 
 
-def _wrong(training: TrainingSpec, what: str) -> PluginError:
+def _wrong(name: str, what: str) -> PluginError:
     return PluginError(
-        f"advantage estimator {training.advantage!r} {what}",
+        f"advantage estimator {name!r} {what}",
         hint="libra help advantages tells what an estimator returns",
     )
 

@@ -51,3 +51,9 @@ def divisors(groups: Sequence[ComparedGroup], scale: RewardScale) -> list[float]
         return [std_of(values) + STD_FLOOR for values in rewards]
     own = [[one.reward for one in group.members] for group in groups]
     return [std_of(list(chain.from_iterable(own))) + STD_FLOOR] * len(groups)
+
+
+def less_the_mean(group: ComparedGroup, divisor: float) -> list[tuple[float, ...]]:
+    """The reward of each member less the mean of those that it is compared with, divided."""
+    mean = mean_of([one.reward for one in group.compared])
+    return [((one.reward - mean) / divisor,) for one in group.members]

@@ -38,8 +38,9 @@ from libra_cli.core.actions import (
     Wake,
     without_advantage,
 )
-from libra_cli.core.advantages.distillation import token_runs
-from libra_cli.core.advantages.estimates import Estimation, advantage_metrics, runs_of
+from libra_cli.core.advantages.estimates import advantage_metrics, runs_of
+from libra_cli.core.algorithms.algorithm import Algorithm
+from libra_cli.core.algorithms.replay import ReplayBuffer, replay_metrics
 from libra_cli.core.cluster.checkpoints import Checkpoints
 from libra_cli.core.cluster.fatal_groups import FatalGroupDetector
 from libra_cli.core.cluster.replica import Replica, ReplicaState
@@ -66,7 +67,6 @@ from libra_cli.core.notices import (
 from libra_cli.core.records import CreditRecord, NoteRecord, StepRecord, VersionRecord
 from libra_cli.core.rollout.batches import batch_metrics
 from libra_cli.core.rollout.groups import Group, GroupLedger
-from libra_cli.core.rollout.replay import ReplayBuffer, replay_metrics
 from libra_cli.core.rollout.rows import credit_record, group_record
 from libra_cli.core.types import (
     Branch,
@@ -139,7 +139,7 @@ class TrainerGroup:
         slots: Iterable[Slot],
         *,
         checkpoint_every: int,
-        estimation: Estimation,
+        algorithm: Algorithm,
         stream: bool = False,
         mask_truncated: bool = False,
         replay: ReplayBuffer | None = None,
@@ -150,7 +150,7 @@ class TrainerGroup:
         #: What the step under way, or the last one, trains again.
         self.replayed: list[Group] = []
         self._stream = stream
-        self._estimation = estimation
+        self._algorithm = algorithm
         #: Of the trajectories of the batch that is trained, or was trained last.
         self._advantages: dict[TrajectoryId, tuple[float, ...]] = {}
         self.replicas = [Replica(slot, since=0.0, role=Role.TRAIN) for slot in slots]
@@ -493,7 +493,7 @@ class TrainerGroup:
         """
         if groups:
             before = self._advantages if self._parts else {}
-            self._advantages = {**before, **self._estimation.of(groups)}
+            self._advantages = {**before, **self._algorithm.advantages(groups)}
         return groups
 
     def _stream_part(self, step: int, now: Seconds) -> list[Result]:
@@ -561,16 +561,16 @@ class TrainerGroup:
 
     def _sample(self, trajectory: Trajectory, branch: Branch, number: int | None) -> TrainSample:
         runs = runs_of(trajectory, self._advantages[trajectory.id], number)
-        by_token = self._estimation.by_token(branch, runs)
+        by_token = self._algorithm.objective.by_token(branch, runs)
         fresh = branch.single_version == self.held
-        turns = self._estimation.turns_of(trajectory, number)
+        turns = self._algorithm.advantage.turns_of(trajectory, number)
         return TrainSample(trajectory, self.step, fresh, runs, number, by_token, turns)
 
     def _train(self, step: int, last: list[Group], now: Seconds, *, save: bool) -> list[Result]:
         self._begin(last, now)
         self.checkpoints.learn_reward(step, mean_reward(self._batch))
         self.replayed = self._drawn(step)
-        self._advantages = {**self._estimation.of(self.replayed), **self._advantages}
+        self._advantages = {**self._algorithm.advantages(self.replayed), **self._advantages}
         ledger = self._position(step) if save else None
         if save:
             self._save_asked(step, now)
@@ -652,8 +652,7 @@ class TrainerGroup:
 
     def _told(self, member: Trajectory, number: int, branch: Branch) -> Sequence[tuple[int, float]]:
         runs = runs_of(member, self._advantages[member.id], number)
-        by_token = self._estimation.by_token(branch, runs)
-        return runs if by_token is None else token_runs(by_token)
+        return self._algorithm.objective.told(branch, runs)
 
     def remember(self, path: str, step: int) -> None:
         """A checkpoint of ``step`` exists: this is where a restart begins."""
@@ -748,7 +747,7 @@ class TrainerGroup:
         if self._replay is not None:
             metrics |= replay_metrics(self.replayed, self.step)
         samples = self._samples(self._batch)
-        metrics |= self._estimation.metrics_of(samples)
+        metrics |= self._algorithm.objective.metrics_of(samples)
         groups = self._ledger.named(self._batch)
         row = step_record(event, samples, times, metrics, groups)
         return replace(row, replayed_json=dumps([group.id for group in self.replayed]))

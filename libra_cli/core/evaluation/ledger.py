@@ -302,7 +302,7 @@ class EvaluationLedger:
         one.take(ended, reward)
         return self._told(one, now)
 
-    def replay(self, who: TrajectoryId, *, now: Seconds, counts: bool) -> Trajectory | None:
+    def begin_again(self, who: TrajectoryId, *, now: Seconds, counts: bool) -> Trajectory | None:
         """Play one that broke from its task again; None if that has been tried too often."""
         one, member = self._of(who), (who.group, who.member)
         self._failures[member] = self._failures.get(member, 0) + counts

@@ -141,8 +141,7 @@ class PlanController:
     def _may_look(self) -> bool:
         free = any(slot.pool is Pool.HYBRID or slot.is_joined for slot in self.slots)
         recipe = self._recipe
-        shares = recipe.training.shares_steps and not recipe.demonstrations
-        fixed = recipe.planner.kind == "fixed" or not shares
+        fixed = recipe.planner.kind == "fixed" or not recipe.training.shares_steps
         return free and not fixed
 
     @property

@@ -375,7 +375,7 @@ class GroupLedger:
         pool = {} if self.curriculum is None else self.curriculum.metrics()
         return {**over, **pool, **(self.filtered.take(trained) if self.filtered.most else {})}
 
-    def replay(
+    def begin_again(
         self, trajectory: TrajectoryId, *, now: Seconds, counts: bool = True
     ) -> Trajectory | None:
         """Play a broken trajectory again from its prompt; None when that drops the group.

@@ -20,8 +20,8 @@ Guarantees:
 *   **Nothing generated is lost with a server.** When one is taken out, its trajectories go on
     elsewhere from the tokens of their finished turns; one that drains gives what there is of an
     unfinished turn too (``abort``), and the turn goes on elsewhere from there.
-*   **A failure is never a reward.** A broken environment, or a request a server refuses, replays
-    the trajectory from its prompt, and after too many attempts drops the whole group.
+*   **A failure is never a reward.** A broken environment, or a request a server refuses, begins
+    the trajectory again from its prompt, and after too many attempts drops the whole group.
 *   **What kills servers is found** (``suspects``), and its group is dropped. So is one whose turn
     breaks off ``MAX_BREAKS`` times where all others are answered. Limit: a prompt that happens to
     be in four servers that somebody kills, in the last two as the only suspect.
@@ -432,13 +432,13 @@ class Trajectories:
         broken = active.trajectory
         actions = self._withdraw(active, "failed", reason, now)
         if is_evaluation(broken.id.group):
-            evaluated = self._evaluations.replay(broken.id, now=now, counts=counts)
+            evaluated = self._evaluations.begin_again(broken.id, now=now, counts=counts)
             again_or_not = (
                 self._begin(evaluated) if evaluated else self._failed(broken, reason, now)
             )
             return [*actions, *again_or_not]
         late = broken.id.group in self._ledger.rests
-        again = self._ledger.replay(broken.id, now=now, counts=counts)
+        again = self._ledger.begin_again(broken.id, now=now, counts=counts)
         if again is not None:
             return [*actions, *self._begin(again, self._ledger.group_of(again.id).task)]
         self.dropped_in_a_row, self.last_failure = self.dropped_in_a_row + 1, reason

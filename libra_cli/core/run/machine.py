@@ -35,13 +35,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import assert_never
 
-from libra_cli.config.environment import TeacherSpec
+from libra_cli.config.plugins import PluginGroup
 from libra_cli.config.recipe import Recipe
-from libra_cli.config.rollout import CurriculumSpec
+from libra_cli.config.rollout import CurriculumSpec, RolloutSpec
 from libra_cli.core import events as e
 from libra_cli.core import notices as n
 from libra_cli.core.actions import Action, AnswerOrder, End, Save, Wake
-from libra_cli.core.advantages.estimates import Estimation
+from libra_cli.core.algorithms.algorithm import Algorithm, algorithm_of
 from libra_cli.core.cluster import replica_set
 from libra_cli.core.cluster.gradient_workers import GradientWorkers
 from libra_cli.core.cluster.replica import Replica
@@ -72,10 +72,8 @@ from libra_cli.core.rollout import teaching
 from libra_cli.core.rollout.active import Limits, Stage
 from libra_cli.core.rollout.groups import GroupLedger, GroupState, new_trajectory
 from libra_cli.core.rollout.once import dropped_in
-from libra_cli.core.rollout.replay import replay_buffer
 from libra_cli.core.rollout.rows import group_record, group_records
 from libra_cli.core.rollout.staleness import rule_of
-from libra_cli.core.rollout.teaching import TeacherQueue
 from libra_cli.core.rollout.trajectories import Trajectories
 from libra_cli.core.run.observer import RunObserver
 from libra_cli.core.run.router import NoticeRouter
@@ -84,7 +82,16 @@ from libra_cli.core.sampling.curriculum import Curriculum
 from libra_cli.core.sampling.dynamic import FilteredGroups
 from libra_cli.core.scheduling.policy import SchedulingPolicy, make_policy
 from libra_cli.core.scheduling.request_scheduler import RequestScheduler
-from libra_cli.core.types import Bucket, Plan, Seconds, Slot, Trajectory, TrajectoryId, node_of
+from libra_cli.core.types import (
+    Bucket,
+    Plan,
+    Seconds,
+    Slot,
+    Tokens,
+    Trajectory,
+    TrajectoryId,
+    node_of,
+)
 from libra_cli.core.warnings.rules import RuleBounds
 from libra_cli.core.warnings.watch import LearningWatch
 
@@ -101,9 +108,11 @@ MAX_DROPPED = 32
 
 
 def _ledger(
-    recipe: Recipe, make: Callable[[TrajectoryId, Seconds], Trajectory], tasks: int
+    algorithm: Algorithm, make: Callable[[TrajectoryId, Seconds], Trajectory], tasks: int
 ) -> GroupLedger:
+    recipe = algorithm.recipe
     training, rollout = recipe.training, recipe.rollout
+    most_filtered = rollout.most_filtered(training.groups_per_step)
     return GroupLedger(
         group_size=recipe.group_size,
         groups_per_step=training.groups_per_step,
@@ -111,7 +120,7 @@ def _ledger(
         retries=0 if recipe.demonstrations else max(one.retries for one in recipe.environment),
         make=make,
         oversample=rollout.oversample,
-        filtered=FilteredGroups(training, rollout.most_filtered(training.groups_per_step)),
+        filtered=FilteredGroups(algorithm.has_signal, most_filtered),
         curriculum=_curriculum(rollout.curriculum, tasks),
     )
 
@@ -122,16 +131,11 @@ def _curriculum(spec: CurriculumSpec | None, tasks: int) -> Curriculum | None:
     return Curriculum(spec.tasks or tasks, spec.low, spec.high, spec.revisit)
 
 
-def _teacher(spec: TeacherSpec | None) -> TeacherQueue | None:
-    return None if spec is None else TeacherQueue(spec.url, spec.patience_s)
-
-
-def _limits(recipe: Recipe) -> Limits:
-    rollout = recipe.rollout
+def _limits(rollout: RolloutSpec, max_len: Tokens) -> Limits:
     return Limits(
         rollout.max_turns,
         rollout.max_turn_tokens,
-        recipe.model.max_len,
+        max_len,
         penalty=rollout.overlong.penalty,
         buffer=rollout.overlong.buffer,
     )
@@ -160,6 +164,7 @@ class Machine:
         *,
         resume: Resume | None = None,
         explanation: Explanation | None = None,
+        algorithm: Algorithm | None = None,
         policy: SchedulingPolicy | None = None,
         cost_of: Callable[[Bucket], ServerLaw] | None = None,
         make: Callable[[TrajectoryId, Seconds], Trajectory] = new_trajectory,
@@ -169,7 +174,8 @@ class Machine:
         self.recipe = recipe
         self.run = RunState(identity, recipe.run.steps)
         training = recipe.training
-        self.ledger = _ledger(recipe, make, tasks)
+        self.algorithm = algorithm or algorithm_of(recipe, PluginGroup.find)
+        self.ledger = _ledger(self.algorithm, make, tasks)
         self.evaluations = EvaluationLedger(evaluation_plans(recipe), self.ledger.retries, make)
         self.scheduler = RequestScheduler(policy or make_policy(recipe.scheduler.policy))
         self.servers = RolloutServers(plan, slots, cost_of or guessed_cost)
@@ -177,10 +183,10 @@ class Machine:
             self.ledger,
             self.servers,
             self.scheduler,
-            _limits(recipe),
+            _limits(recipe.rollout, recipe.model.max_len),
             self.evaluations,
             needs_seats=not recipe.demonstrations,
-            teacher=_teacher(recipe.teacher),
+            teacher=self.algorithm.objective.teacher(),
         )
         by_id = {slot.id: slot for slot in slots}
         train = [by_id[slot_id] for slot_id in plan.train]
@@ -189,10 +195,10 @@ class Machine:
             self.ledger,
             train,
             checkpoint_every=training.checkpoint_every,
-            estimation=Estimation(training, recipe.teacher),
+            algorithm=self.algorithm,
             stream=training.stream,
             mask_truncated=recipe.rollout.overlong.mask,
-            replay=replay_buffer(recipe),
+            replay=self.algorithm.replay_buffer(),
         )
         self.reconciler = Reconciler(self.servers, self.workers, self.training, plan, slots)
         self._router = NoticeRouter(

@@ -10,11 +10,9 @@ batch, groups are trained as they come (verl's ``max_num_gen_batches``, which en
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from libra_cli.config.algorithms import ADVANTAGES
-from libra_cli.config.training import TrainingSpec
 from libra_cli.core.advantages.protocol import ComparedGroup
 from libra_cli.core.types import Tokens
 
@@ -28,8 +26,8 @@ def has_signal(rewards: Sequence[float]) -> bool:
 class FilteredGroups:
     """What was filtered since it was last asked; of a run that filters nothing it stays 0."""
 
-    training: TrainingSpec | None = None
-    """Names the estimator; None: one that weighs trajectories as a whole."""
+    weighs_turns: Callable[[ComparedGroup], bool] | None = None
+    """Whether an advantage of a turn is not 0; None: trajectories are weighed as a whole."""
     most: int = 0
     """Groups that may be filtered from one batch to the next; 0: none is."""
     in_a_row: int = 0
@@ -53,10 +51,7 @@ class FilteredGroups:
         """Whether two rewards of the group differ, or an advantage of a turn is not 0."""
         if has_signal([one.reward for one in group.everyone]):
             return True
-        training = self.training
-        if training is None or not training.needs.turns:
-            return False
-        return any(map(any, ADVANTAGES.find(training.advantage)([group], training)[0]))
+        return self.weighs_turns is not None and self.weighs_turns(group)
 
     def add(self, tokens: Tokens, environment: str) -> None:
         """One more group with so many generated tokens."""

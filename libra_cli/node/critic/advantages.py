@@ -15,7 +15,7 @@ Turns and not tokens: turns are what the environment answers, and what ArCHer (a
 credits. All tokens of a turn have its advantage, normalised over the tokens of the batch as PPO
 does (``whitened``), or with ``scale_rewards: none`` as it is.
 
-This is in ``node`` and not in ``core.advantages``, since values are known where the model is.
+This is in ``node`` and not in ``core.algorithms``, since values are known where the model is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from libra_cli.config.training import TrainingSpec
 from libra_cli.node.batch.samples import TokenSample
 
 VARIANCE_FLOOR = 1e-8
-"""Added to the variance; verl's value, as in ``core.advantages.batch_baselines``."""
+"""Added to the variance; verl's value, as in ``core.algorithms.reinforce``."""
 
 TurnKey: TypeAlias = tuple[int, int, int]
 """Group, member, and number of a turn in its trajectory, all its branches."""

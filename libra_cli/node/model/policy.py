@@ -316,7 +316,7 @@ class PolicyModel:
         gap = (inputs.proximal - batch.rollout).abs()[batch.fresh]
         divisor = len(current) if outputs.divisor is None else outputs.divisor
         sums = {**outputs.metrics}
-        if not self._config.training.needs.demonstrations:  # which no rollout policy generated
+        if not self._config.training.needs.offline:  # which no rollout policy generated
             sums = {**rollout_sums(inputs), **sums}
             self._keep_log_ratios(inputs, samples)
         if self._config.training.updates > 1:

@@ -174,7 +174,7 @@ class StandaloneEvaluation:
         except LibraError as error:
             if self._failure is not None:
                 raise self._failure from None
-            again = self._ledger.replay(who, now=time.time(), counts=True)
+            again = self._ledger.begin_again(who, now=time.time(), counts=True)
             if again is None:
                 self._note(f"task {who} failed too often: {error}")
                 self._tell(self._ledger.give_up(who, now=time.time()))

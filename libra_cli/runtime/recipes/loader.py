@@ -22,6 +22,7 @@ import os
 import re
 import typing
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,12 @@ from libra_cli.config.algorithms import ADVANTAGES, LOSSES
 from libra_cli.config.errors import PluginError, RecipeError, did_you_mean
 from libra_cli.config.host_ranges import expand_range
 from libra_cli.config.other_names import OTHER_NAMES
+from libra_cli.config.plugins import PluginGroup
 from libra_cli.config.problems import Problem, RuleError
 from libra_cli.config.recipe import Recipe
+from libra_cli.config.rules import ALGORITHM_RULES
 from libra_cli.config.secrets import holds_token
+from libra_cli.core.algorithms.rules import algorithm_problems
 from libra_cli.core.launch.placement import PlanError, initial_plan
 from libra_cli.core.launch.rollout_backend import ROLLOUT_BACKENDS
 from libra_cli.core.launch.trainer_backend import TRAINER_BACKENDS
@@ -354,10 +358,11 @@ def _validate(data: dict[str, Any], draft: _Draft) -> Recipe | None:
     """Check, put wrong values aside, check again: at most one pass for each level of models."""
     data = copy.deepcopy(data)
     recipe: Recipe | None = None
+    context = {ALGORITHM_RULES: _algorithm_problems}
     for _ in range(4):
         try:
             # JSON because pydantic's strict mode still takes a list for a tuple there.
-            recipe = Recipe.model_validate_json(json.dumps(data), strict=True)
+            recipe = Recipe.model_validate_json(json.dumps(data), strict=True, context=context)
             break
         except ValidationError as error:
             if not _note(error, data, draft):
@@ -365,6 +370,13 @@ def _validate(data: dict[str, Any], draft: _Draft) -> Recipe | None:
     if recipe is not None:
         _note_rules(tuple(_plugin_problems(recipe)) or _plan_problems(recipe), draft)
     return recipe
+
+
+def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
+    """The broken rules of what the recipe learns by. A name that leads nowhere is told of with the
+    other plug-ins."""
+    with suppress(PluginError):
+        yield from algorithm_problems(recipe, PluginGroup.find)
 
 
 def _plugin_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -68,7 +68,7 @@ class RunExports:
         """
         await self._making.wait()
         found = await self._found()
-        rewarded = () if self._recipe.demonstrations else found
+        rewarded = () if self._recipe.training.needs.offline else found
         wanted = {"last": found[-1] if found else None, "best": best_of(rewarded)}
         chosen = {
             one.name: one for kind in self._recipe.training.export.at_end if (one := wanted[kind])

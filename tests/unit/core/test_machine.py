@@ -242,9 +242,9 @@ def test_playing_again_because_of_age_or_of_a_controller_that_died_is_not_a_fail
         ledger.finish(group.members[0].id, 1.0)
         assert ledger.expire(version + 1) == [group]
     group = ledger.open(version=5, now=0.0)
-    assert ledger.replay(group.members[0].id, now=0.0) is not None
-    assert ledger.replay(group.members[0].id, now=0.0, counts=False) is not None
-    assert ledger.replay(group.members[0].id, now=0.0) is None
+    assert ledger.begin_again(group.members[0].id, now=0.0) is not None
+    assert ledger.begin_again(group.members[0].id, now=0.0, counts=False) is not None
+    assert ledger.begin_again(group.members[0].id, now=0.0) is None
     ledger.check()
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 import libra_cli
-from libra_cli.config.training import TrainingSpec
-from libra_cli.core.advantages.estimates import Estimation, advantage_metrics
+from libra_cli.core.advantages.estimates import advantage_metrics
 from libra_cli.core.metric_names import METRIC_NAMES, key_of, step_metrics
 from libra_cli.core.records import StepRecord, to_metrics_json
 from libra_cli.core.rollout.batches import batch_metrics
 from libra_cli.core.rollout.groups import Group
 from libra_cli.core.types import Trajectory, TrajectoryId
 from tests.sample_run import step_record
+from tests.world import algorithm
 
 PAGE = Path(libra_cli.__file__).parent / "help" / "monitors.md"
 
@@ -43,7 +43,7 @@ def test_every_number_of_a_steps_row_has_a_name() -> None:
 
 def test_every_number_of_a_batch_that_dashboards_know_has_their_name() -> None:
     batch = [group(0.0, 1.0)]
-    named = batch_metrics(batch, 0, 1, []) | advantage_metrics(batch, ESTIMATION.of(batch))
+    named = batch_metrics(batch, 0, 1, []) | advantage_metrics(batch, ALGORITHM.advantages(batch))
     told = {key_of("batch", name) for name in named}
     assert {"reward/std", "reward/frac_zero_std", "num_turns/mean", "tools/calls"} <= told
     assert {key for key in told if key.startswith("batch/")} == {
@@ -67,7 +67,7 @@ def test_a_name_that_libra_does_not_know_is_grouped_by_where_it_comes_from() -> 
     assert key_of("server", "request_queue_time_s") == "server/request_queue_time_s"
 
 
-ESTIMATION = Estimation(TrainingSpec(scale_rewards="none"))
+ALGORITHM = algorithm(scale_rewards="none")
 
 
 def group(*rewards: float, number: int = 0) -> Group:
@@ -79,7 +79,7 @@ def group(*rewards: float, number: int = 0) -> Group:
 
 def test_a_batch_says_how_much_signal_its_rewards_have() -> None:
     batch = [group(0.0, 1.0), group(1.0, 1.0, number=1)]
-    told = batch_metrics(batch, 0, 1, []) | advantage_metrics(batch, ESTIMATION.of(batch))
+    told = batch_metrics(batch, 0, 1, []) | advantage_metrics(batch, ALGORITHM.advantages(batch))
     assert told["reward_std"] == pytest.approx(0.5**0.5 / 2), "n - 1, as TRL's"
     assert told["share_without_signal"] == 0.5
     assert told["advantage_std"] == pytest.approx(0.125**0.5)

@@ -8,10 +8,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.config.training import TrainingSpec
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.advantages.estimates import Estimation
 from libra_cli.core.cluster.gradient_workers import GradientWorkers
 from libra_cli.core.cluster.trainer import PARTS, TrainerGroup, TrainerState
 from libra_cli.core.notices import Result, StepClaimed
@@ -19,8 +17,9 @@ from libra_cli.core.rollout.groups import Group, GroupLedger, GroupState
 from libra_cli.core.rollout.staleness import hold
 from libra_cli.core.types import Pool, Slot, VersionSpan, WeightVersion
 from tests.elastic import scene
+from tests.world import algorithm
 
-ESTIMATION = Estimation(TrainingSpec())
+ALGORITHM = algorithm()
 
 GROUPS = 8
 
@@ -44,7 +43,7 @@ def speak(group: Group, member: int, version: int) -> None:
 
 
 def trainer(book: GroupLedger, *, stream: bool) -> TrainerGroup:
-    training = TrainerGroup(book, [], checkpoint_every=100, estimation=ESTIMATION, stream=stream)
+    training = TrainerGroup(book, [], checkpoint_every=100, algorithm=ALGORITHM, stream=stream)
     training.start(now=0.0)
     training.started(e.TrainerStarted(1, e.PublishedVersion(WeightVersion(1, 0), 1, 0.0)), now=0.0)
     return training
@@ -138,7 +137,7 @@ def test_parts_of_a_trainer_that_dies_are_trained_by_the_next():
 
 def test_shares_are_of_the_last_part_only():
     book, workers = ledger(), GradientWorkers(1)
-    training = TrainerGroup(book, [], checkpoint_every=100, estimation=ESTIMATION, stream=True)
+    training = TrainerGroup(book, [], checkpoint_every=100, algorithm=ALGORITHM, stream=True)
     training.start(now=0.0)
     published = e.PublishedVersion(WeightVersion(1, 0), 1, 0.0)
     training.started(e.TrainerStarted(1, published), now=0.0)

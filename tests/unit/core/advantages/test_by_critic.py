@@ -12,10 +12,9 @@ import pytest
 
 from libra_cli.core import actions as a
 from libra_cli.core.actions import TrainSample, without_advantage
-from libra_cli.core.advantages.estimates import Estimation
 from libra_cli.core.records import CreditRecord, StepRecord
 from libra_cli.core.types import Branch, Trajectory, TrajectoryId, TurnReward
-from tests.world import Faults, World, recipe
+from tests.world import Faults, World, algorithm, recipe
 
 BROKEN = Faults(server_dies=0.003, turn_fails=0.02, environment_breaks=0.03, forked=0.2)
 
@@ -60,10 +59,10 @@ def test_a_turn_is_told_with_the_branch_that_it_is_in():
         TurnReward(1, 3, 5, 0.25),
         TurnReward(0, 5, 6, 1.0),
     ]
-    estimation = Estimation(recipe(training={"advantage": "gae"}).training)
-    assert estimation.turns_of(trajectory, None) == ((1, 3, 0.25),)
-    assert estimation.turns_of(trajectory, 0) == ((0, 2, 0.5), (2, 5, 1.0))
-    assert Estimation(recipe().training).turns_of(trajectory, 0) == ()
+    with_critic = algorithm(advantage="gae")
+    assert with_critic.advantage.turns_of(trajectory, None) == ((1, 3, 0.25),)
+    assert with_critic.advantage.turns_of(trajectory, 0) == ((0, 2, 0.5), (2, 5, 1.0))
+    assert algorithm().advantage.turns_of(trajectory, 0) == ()
     sample = TrainSample(trajectory, 0, True, (), 0, turns=((0, 2, 0.5),))
     assert without_advantage(sample).turns == ()
 

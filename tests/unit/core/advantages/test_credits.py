@@ -16,13 +16,12 @@ from libra_cli.config.errors import PluginError
 from libra_cli.config.training import TrainingSpec
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.advantages.estimates import Estimation
 from libra_cli.core.advantages.protocol import ComparedGroup, Estimate
 from libra_cli.core.records import CreditRecord
 from libra_cli.core.rollout.groups import Group
 from libra_cli.core.rollout.rows import credit_record
 from libra_cli.core.types import LogRatios, Trajectory, TrajectoryId, VersionSpan
-from tests.world import Faults, World, recipe
+from tests.world import Faults, World, algorithm, recipe
 
 BROKEN = Faults(server_dies=0.005, trainer_dies=0.02, environment_breaks=0.05, forked=0.2)
 
@@ -142,13 +141,13 @@ def test_log_ratios_of_other_tokens_than_were_generated_are_not_kept(
 
 
 def test_groups_of_a_batch_that_are_sent_alone_are_compared_with_the_whole_batch():
-    training = TrainingSpec.model_validate({"advantage": "reinforce++"})
+    whole = algorithm(advantage="reinforce++")
     groups = [grown(number, float(number)) for number in range(2)]
-    found = Estimation(training).of(groups)
+    found = whole.advantages(groups)
     assert sorted(values[0] for values in found.values()) == pytest.approx(
         [-0.97, -0.97, 0.97, 0.97], abs=0.01
     )
-    alone = Estimation(training).of(groups[:1])
+    alone = whole.advantages(groups[:1])
     assert set(alone.values()) == {(0.0,)}
 
 
@@ -180,6 +179,6 @@ def by_other_turns(groups: list[ComparedGroup], training: TrainingSpec) -> Estim
     ],
 )
 def test_what_an_estimator_may_not_return_is_refused_by_its_name(name: str, reason: str):
-    training = TrainingSpec.model_validate({"advantage": f"{__name__}:{name}"})
+    wrong = algorithm(advantage=f"{__name__}:{name}")
     with pytest.raises(PluginError, match=f"{name}' .*{reason}"):
-        Estimation(training).of([grown(0, 1.0)])
+        wrong.advantages([grown(0, 1.0)])

@@ -9,7 +9,7 @@ import pytest
 
 from libra_cli.config.environment import TeacherSpec
 from libra_cli.core.actions import TrainSample
-from libra_cli.core.advantages.distillation import (
+from libra_cli.core.algorithms.distill import (
     MOST_NATS,
     distillation_metrics,
     taught_advantages,

@@ -11,13 +11,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from libra_cli.config.training import TrainingSpec
-from libra_cli.core.advantages.batch_baselines import (
+from libra_cli.core.advantages.protocol import ComparedGroup, Estimate
+from libra_cli.core.advantages.scales import STD_FLOOR
+from libra_cli.core.algorithms.grpo import grpo
+from libra_cli.core.algorithms.reinforce import (
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
 )
-from libra_cli.core.advantages.group_baselines import grpo, rloo
-from libra_cli.core.advantages.protocol import ComparedGroup, Estimate
-from libra_cli.core.advantages.scales import STD_FLOOR
+from libra_cli.core.algorithms.rloo import rloo
 from libra_cli.core.types import Outcome
 
 REWARDS = st.floats(-8, 8).map(lambda value: round(value, 3))

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_cli.config.training import TrainingSpec
-from libra_cli.core.advantages.group_baselines import grpo
 from libra_cli.core.advantages.protocol import ComparedGroup, Estimate
 from libra_cli.core.advantages.scales import STD_FLOOR
-from libra_cli.core.advantages.turn_baselines import gigpo, returns_of, turn
+from libra_cli.core.algorithms.gigpo import gigpo
+from libra_cli.core.algorithms.grpo import grpo
+from libra_cli.core.algorithms.turn import returns_of, turn
 from libra_cli.core.types import Outcome, TurnReward
 
 REWARD = st.floats(-8, 8).map(lambda value: round(value, 3))

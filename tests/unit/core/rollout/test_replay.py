@@ -10,18 +10,18 @@ from json import loads
 
 import pytest
 
-from libra_cli.config.training import ReplaySpec, TrainingSpec
+from libra_cli.config.training import ReplaySpec
 from libra_cli.core import events as e
 from libra_cli.core.actions import Save, Train
-from libra_cli.core.advantages.estimates import Estimation
+from libra_cli.core.algorithms.replay import ReplayBuffer, replay_metrics
 from libra_cli.core.cluster.trainer import TrainerGroup
 from libra_cli.core.notices import Result, StepClaimed
 from libra_cli.core.records import NoteRecord, StepRecord
 from libra_cli.core.rollout.groups import Group, GroupLedger
 from libra_cli.core.rollout.once import check_once
-from libra_cli.core.rollout.replay import ReplayBuffer, replay_metrics
 from libra_cli.core.rollout.staleness import soft
 from libra_cli.core.types import Trajectory, TrajectoryId, VersionSpan, WeightVersion
+from tests.world import algorithm
 
 BATCH = 4
 
@@ -102,7 +102,7 @@ class Steps:
             self.ledger,
             [],
             checkpoint_every=100,
-            estimation=Estimation(TrainingSpec(scale_rewards="none")),
+            algorithm=algorithm(scale_rewards="none"),
             replay=buffer,
         )
         self.rows: list[StepRecord] = []

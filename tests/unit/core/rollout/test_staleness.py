@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from libra_cli.config.training import TrainingSpec
 from libra_cli.core.actions import End
-from libra_cli.core.advantages.group_baselines import grpo
 from libra_cli.core.advantages.protocol import ComparedGroup
+from libra_cli.core.algorithms.grpo import grpo
 from libra_cli.core.records import GroupRecord, LateRecord
 from libra_cli.core.rollout.groups import Group, GroupLedger, GroupState
 from libra_cli.core.rollout.staleness import (

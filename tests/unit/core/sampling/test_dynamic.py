@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_cli.config.training import TrainingSpec
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.advantages.protocol import ComparedGroup
@@ -20,7 +19,7 @@ from libra_cli.core.rollout.staleness import cut, hold
 from libra_cli.core.run.state import Resume
 from libra_cli.core.sampling.dynamic import FilteredGroups, has_signal
 from libra_cli.core.types import Outcome, TurnReward
-from tests.world import Faults, World, recipe
+from tests.world import Faults, World, algorithm, recipe
 
 FEWER = settings(max_examples=settings().max_examples // 10)
 SEEDS = st.integers(0, 2**32)
@@ -211,8 +210,7 @@ def test_a_group_has_signal_if_two_rewards_differ(rewards, signal):
 
 def test_where_turns_are_weighed_a_group_of_equal_totals_may_have_signal():
     by_turn, whole = (
-        FilteredGroups(TrainingSpec.model_validate({"advantage": name}), most=9)
-        for name in ("turn", "grpo")
+        FilteredGroups(algorithm(advantage=name).has_signal, most=9) for name in ("turn", "grpo")
     )
     early, late = (
         Outcome(1.0, 6, (TurnReward(0, 1, 4, first), TurnReward(0, 5, 8, 1.0 - first)))

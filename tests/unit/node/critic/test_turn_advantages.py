@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 np = pytest.importorskip("numpy", reason="needs the [cpu] extra")
 
 from libra_cli.config.training import TrainingSpec  # noqa: E402
-from libra_cli.core.advantages.turn_baselines import returns_of  # noqa: E402
+from libra_cli.core.algorithms.turn import returns_of  # noqa: E402
 from libra_cli.core.types import Outcome, TurnReward  # noqa: E402
 from libra_cli.node.batch.samples import TokenSample  # noqa: E402
 from libra_cli.node.critic.advantages import (  # noqa: E402

@@ -18,14 +18,14 @@ from a checkpoint begins with an empty one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import log
 from statistics import fmean
 
-from libra_cli.config.recipe import Recipe
-from libra_cli.config.training import ReplaySpec
+from libra_cli.config.problems import Problem
+from libra_cli.config.training import ReplaySpec, StalenessSpec
 from libra_cli.core.rollout.groups import Group
 from libra_cli.core.types import GroupId, Version
 
@@ -97,9 +97,19 @@ class ReplayBuffer:
         self._held = {name: one for name, one in self._held.items() if one[0] <= step}
 
 
-def replay_buffer(recipe: Recipe) -> ReplayBuffer | None:
-    """The buffer of a recipe that wants one."""
-    return None if recipe.replay is None else ReplayBuffer(recipe.replay, recipe.run.seed)
+def replay_problems(replay: ReplaySpec, staleness: StalenessSpec) -> Iterator[Problem]:
+    """Yield what a buffer cannot give, and what it cannot go with."""
+    if replay.groups > replay.capacity:
+        yield Problem(
+            ("replay.groups", "replay.capacity"),
+            f"is {replay.groups}, but only replay.capacity = {replay.capacity} are kept",
+        )
+    if staleness.masks:
+        yield Problem(
+            ("replay", "training.staleness"),
+            "cannot go with the staleness rule token, which leaves old tokens out of the loss: "
+            "write staleness: {rule: token, over: weight}, or another rule",
+        )
 
 
 def replay_metrics(groups: Sequence[Group], held: Version) -> dict[str, float | None]:

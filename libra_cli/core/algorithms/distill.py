@@ -18,7 +18,7 @@ the discount 0 of Tinker's ``kl_discount_factor`` has too, and much less varianc
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import sqrt
 from typing import Any
 
@@ -26,12 +26,70 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libra_cli.config.environment import TeacherSpec
+from libra_cli.config.problems import Problem
+from libra_cli.config.secrets import SECRET_IN_URL
 from libra_cli.core.actions import TrainSample
+from libra_cli.core.algorithms.base import Objective
+from libra_cli.core.rollout.teaching import TeacherQueue
 from libra_cli.core.types import Branch
 
 MOST_NATS = 20.0
 """The largest log ratio of a token that counts: a factor of 5e8. vLLM gives -9999 for a probability
 of 0, and one such token would be all of a step's gradient."""
+
+
+class Distillation(Objective):
+    """On-policy distillation: a trajectory ends when the teacher has judged its tokens."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what a teacher is not told, and what tokens that it has judged cannot go with."""
+        teacher, rollout = self.recipe.teacher, self.recipe.rollout
+        if teacher is None:
+            return
+        if SECRET_IN_URL.search(teacher.url):
+            yield Problem(
+                ("teacher.url",),
+                "has a secret in it, and this is no place for one; teacher.api_key is, as "
+                "${TEACHER_API_KEY}",
+            )
+        if rollout.temperature != 1.0:
+            yield Problem(
+                ("rollout.temperature", "teacher"),
+                f"is {rollout.temperature:g}, and the teacher's log-probabilities are at "
+                "temperature 1: the two could not be compared; leave it out, which is 1",
+            )
+        if rollout.dynamic_sampling:
+            yield Problem(
+                ("rollout.dynamic_sampling", "teacher"),
+                "leaves out groups in which all rewards are the same, and a teacher teaches by "
+                "them as by others: leave it out",
+            )
+
+    def teacher(self) -> TeacherQueue | None:
+        """The queue of trajectories that wait for the teacher."""
+        spec = self.recipe.teacher
+        return None if spec is None else TeacherQueue(spec.url, spec.patience_s)
+
+    def by_token(self, tokens: Branch, runs: Sequence[tuple[int, float]]) -> array[float] | None:
+        """Those of each token of a branch that the teacher has judged."""
+        spec = self.recipe.teacher
+        return None if spec is None else taught_advantages(tokens, runs, spec)
+
+    def told(
+        self, tokens: Branch, runs: Sequence[tuple[int, float]]
+    ) -> Sequence[tuple[int, float]]:
+        """Those of each token, as runs of equal ones."""
+        values = self.by_token(tokens, runs)
+        return runs if values is None else token_runs(values)
+
+    def metrics_of(self, samples: Iterable[TrainSample]) -> dict[str, float | None]:
+        """The reverse KL divergence. Where rewards have no weight, a group in which all are the
+        same teaches as others do, and the share without signal is taken away."""
+        spec = self.recipe.teacher
+        if spec is None:
+            return {}
+        told = distillation_metrics(samples)
+        return told if spec.advantage_coef else {**told, "share_without_signal": None}
 
 
 def taught_advantages(

@@ -1,0 +1,64 @@
+"""The algorithm of a run: the pair of an advantage and a loss, put together for its recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from libra_cli.config.algorithms import ADVANTAGES, LOSSES, controller_of
+from libra_cli.config.plugins import PluginGroup
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.advantages.estimates import Advantages, checked
+from libra_cli.core.advantages.protocol import ComparedGroup
+from libra_cli.core.algorithms.base import Advantage, Objective
+from libra_cli.core.algorithms.replay import ReplayBuffer
+from libra_cli.core.rollout.groups import Group
+
+Find: TypeAlias = Callable[[PluginGroup, str], Any]
+"""Imports what a name of a group stands for, which the core does not do by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """How a run learns. The core asks it, and never for its name."""
+
+    recipe: Recipe
+    advantage: Advantage
+    objective: Objective
+
+    def advantages(self, groups: Sequence[Group]) -> Advantages:
+        """Those of all members of these groups, which are compared with one another.
+
+        Raises:
+            PluginError: what the estimator returned is not what ``core.advantages.protocol`` asks.
+        """
+        training = self.recipe.training
+        compared = [group.compared for group in groups]
+        return checked(groups, self.advantage.estimate(compared, training), training.advantage)
+
+    def has_signal(self, group: ComparedGroup) -> bool:
+        """Whether a group in which all rewards are the same has an advantage that is not 0: only
+        what weighs turns can find one."""
+        training = self.recipe.training
+        if not training.needs.turns:
+            return False
+        return any(map(any, self.advantage.estimate([group], training)[0]))
+
+    def replay_buffer(self) -> ReplayBuffer | None:
+        """The groups that are kept to be trained again; None: none is."""
+        spec = self.recipe.replay
+        return None if spec is None else ReplayBuffer(spec, self.recipe.run.seed)
+
+
+def algorithm_of(recipe: Recipe, find: Find) -> Algorithm:
+    """What a recipe's ``training`` names.
+
+    Raises:
+        PluginError: there is no such estimator; by ``find``.
+    """
+    training = recipe.training
+    found, path = find(ADVANTAGES, training.advantage), controller_of(training.loss)
+    advantage = found if isinstance(found, Advantage) else Advantage(found)
+    objective = find(LOSSES, path) if path else Objective
+    return Algorithm(recipe, advantage, objective(recipe))
