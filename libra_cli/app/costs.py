@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from libra_cli.config.errors import LibraError
-from libra_cli.config.recipe import Recipe
+from libra_cli.config.recipe import ModelSpec, Recipe
 from libra_cli.core.costs.observed import UNCHECKED_GIB, ObservedCosts
 from libra_cli.core.costs.profile import Profile, ProfileError, passes_of
 from libra_cli.core.evidence import CostEvidence
@@ -35,7 +35,7 @@ class PricesError(LibraError):
 
 def profile_of_recipe(recipe: Recipe, path: Path, profile: str | None) -> Profile:
     """Only a named one: otherwise nobody knows which GPUs its hosts have."""
-    require_dense(_path_or_name(recipe))
+    require_dense(_path_or_name(recipe.model))
     gpus = any(node.gpus for node in recipe.nodes)
     profile = profile or recipe.planner.profile
     if profile is not None:
@@ -61,7 +61,7 @@ def profile_of_recipe(recipe: Recipe, path: Path, profile: str | None) -> Profil
 
 def shipped_of(recipe: Recipe) -> tuple[str, ...]:
     """Names of the shipped profiles of the recipe's model, on whatever GPU."""
-    return tuple(name for name in known_profiles() if _is_of(load_profile(name), recipe))
+    return tuple(name for name in known_profiles() if _is_of(load_profile(name), recipe.model))
 
 
 def shipped_for(recipe: Recipe, gpus: frozenset[str]) -> Profile | None:
@@ -90,7 +90,7 @@ def costs_of_run(recipe: Recipe, gpus: frozenset[str], name: str | None = None) 
     if name is not None:
         profile = load_profile(name)
         require_hosts(profile, gpus, recipe)
-        notes = () if _is_of(profile, recipe) else (_other_model(profile, recipe),)
+        notes = () if _is_of(profile, recipe.model) else (_other_model(profile, recipe.model),)
         return CostChoice(_always(profile), "given", notes)
     shipped = shipped_for(recipe, gpus)
     if shipped is not None:
@@ -98,7 +98,7 @@ def costs_of_run(recipe: Recipe, gpus: frozenset[str], name: str | None = None) 
     has_gpus = any(node.gpus for node in recipe.nodes)
     observed = ObservedCosts(
         gpu=", ".join(sorted(gpus)) or "CPU",
-        model=_model(recipe),
+        model=_model(recipe.model),
         micro_tokens=recipe.training.micro_batch_tokens,
         parameter_bytes=2 if has_gpus else 4,  # versions are bf16 on GPUs, fp32 elsewhere
     )
@@ -136,7 +136,7 @@ def _as_the_recipe_trains(recipe: Recipe, costs: CostSource) -> CostSource:
     it refuses a mixture of experts."""
 
     def asked(plan: Plan, evidence: CostEvidence) -> Profile:
-        require_dense(_path_or_name(recipe))
+        require_dense(_path_or_name(recipe.model))
         profile = costs(plan, evidence)
         given, training = recipe.training, profile.training
         facts = replace(
@@ -184,22 +184,22 @@ def _fits(profile: Profile, gpus: Iterable[str]) -> bool:
     return True
 
 
-def _is_of(profile: Profile, recipe: Recipe) -> bool:
-    """Whether the recipe's model is named like the profile's."""
-    return profile.model.lower() in _model(recipe).lower()
+def _is_of(profile: Profile, model: ModelSpec) -> bool:
+    """Whether the model is named like the profile's."""
+    return profile.model.lower() in _model(model).lower()
 
 
-def _model(recipe: Recipe) -> str:
+def _model(model: ModelSpec) -> str:
     """The name of its directory, or of what libra builds."""
-    if recipe.model.build is not None:
-        return f"built-{recipe.model.build.task}"
-    return (recipe.model.path or "").rstrip("/").rpartition("/")[2]
+    if model.build is not None:
+        return f"built-{model.build.task}"
+    return (model.path or "").rstrip("/").rpartition("/")[2]
 
 
-def _path_or_name(recipe: Recipe) -> str:
-    return recipe.model.path or _model(recipe)
+def _path_or_name(model: ModelSpec) -> str:
+    return model.path or _model(model)
 
 
-def _other_model(profile: Profile, recipe: Recipe) -> str:
-    model = recipe.model.path or _model(recipe)
-    return f"profile {profile.name} is for {profile.model}; whether {model} is one, you must know"
+def _other_model(profile: Profile, model: ModelSpec) -> str:
+    name = _path_or_name(model)
+    return f"profile {profile.name} is for {profile.model}; whether {name} is one, you must know"

@@ -23,8 +23,11 @@ from libra_cli.core.planning.controller import plan_of_record
 from libra_cli.core.planning.planner import FirstPlan
 from libra_cli.core.records import PlanRecord, RunRecord
 from libra_cli.report.status.run_state import LIVE
-from libra_cli.runtime.session import LastCheckpoint
+from libra_cli.runtime.adoption.run_log import ReplayedRun, replay
+from libra_cli.runtime.credentials.run_secrets import RunSecrets
+from libra_cli.runtime.new_run import LastCheckpoint
 from libra_cli.runtime.store.controller_process import controller_alive
+from libra_cli.runtime.store.event_log import EVENTS
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.replay import records_in_order, slots_of_plan
 from libra_cli.runtime.store.run_directory import RECIPE, recipe_of
@@ -47,6 +50,22 @@ def refuse_while_alive(run_dir: Path) -> None:
             raise StateError(
                 f"{run_dir} is still running", hint=f"libra stop {run_dir}, then try again"
             )
+
+
+def where_to_go_on(
+    recipe: Recipe, run_dir: Path, secrets: RunSecrets, note: Callable[[str], None]
+) -> LastCheckpoint | ReplayedRun:
+    """Where its controller was killed, if that can be told, or the last checkpoint.
+
+    Raises:
+        StateError: there is neither.
+    """
+    if (run_dir / EVENTS).exists():
+        try:
+            return replay(run_dir, recipe, secrets.token)
+        except StateError as error:
+            note(f"goes on from the last checkpoint, not where its controller was killed: {error}")
+    return last_checkpoint(run_dir)
 
 
 def last_checkpoint(run_dir: Path) -> LastCheckpoint:
@@ -101,6 +120,17 @@ def _without_budgets(recipe: Recipe) -> Recipe:
 
     environments = tuple(without(environment) for environment in recipe.environment)
     return recipe.model_copy(update={"environment": environments})
+
+
+def begin_with(recipe: Recipe, resume: Path | None) -> FirstPlanOf:
+    """What gives the first plan of a run, or of one that goes on in its directory ``resume``.
+
+    Raises:
+        StateError: the run directory cannot be read.
+    """
+    if resume is not None:
+        return plan_to_go_on_with(recipe, resume)
+    return partial(explained_first_plan, recipe)
 
 
 def plan_to_go_on_with(recipe: Recipe, run_dir: Path) -> FirstPlanOf:

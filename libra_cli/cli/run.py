@@ -13,7 +13,7 @@ from libra_cli.cli.completion import RunDir
 from libra_cli.cli.terminal import PrintingConsole, err, errors_told, out
 
 if TYPE_CHECKING:
-    from libra_cli.app.run import DryRun
+    from libra_cli.app.dry_run import DryRun
     from libra_cli.config.recipe import Recipe
     from libra_cli.core.launch.dry_run import HostPlan
     from libra_cli.core.launch.process import ProcessSpec
@@ -38,14 +38,15 @@ def run(
     into: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run a complete agentic RL job on the recipe's hosts."""
-    from libra_cli.app import run as commands
+    from libra_cli.app.dry_run import plan_of
     from libra_cli.runtime.store.run_directory import new_run_dir
+    from libra_cli.runtime.trajectory_source import check_source
 
     with errors_told():
-        loaded, told = commands.plan_of(recipe, resume)
+        loaded, told = plan_of(recipe, resume)
         if dry_run:
             _print_dry_run(told)
-            commands.check_parts(loaded)
+            check_source(loaded)
             return
         if seed is not None:
             spec = loaded.run.model_copy(update={"seed": seed})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from libra_cli.config.errors import LibraError
 from libra_cli.core.events import Event, NodeBack, NodeGone, NodeLost
@@ -17,14 +16,9 @@ from libra_cli.runtime.hosts.agent_messages import (
     Reconnected,
     Rejoined,
 )
-from libra_cli.runtime.rollout.servers import Servers
+from libra_cli.runtime.hosts.cluster import Cluster
+from libra_cli.runtime.performer import Performer
 from libra_cli.runtime.supervision.background import Background
-from libra_cli.runtime.trainer.processes import TrainerProcesses
-from libra_cli.runtime.trainer.worker_processes import WorkerProcesses
-from libra_cli.runtime.weights.versions import Weights
-
-if TYPE_CHECKING:
-    from libra_cli.runtime.hosts.cluster import Cluster
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 """Between two attempts to make a host that has rejoined ready."""
@@ -37,17 +31,12 @@ class HostEvents:
     def __init__(
         self,
         cluster: Cluster,
-        weights: Weights,
-        servers: Servers,
-        trainer: TrainerProcesses,
-        workers: WorkerProcesses,
+        owners: Performer,
         *,
         post: Callable[[Event], None],
     ) -> None:
         self._cluster = cluster
-        self._weights = weights
-        self._trainer = trainer
-        self._processes = (servers.processes, trainer.processes, workers.processes)
+        self._owners = owners
         self._post = post
         self._background = Background()
         #: The hosts that were given up and are not ready yet, and the work on those that answer.
@@ -57,8 +46,8 @@ class HostEvents:
         """A host reports something. Call it from the loop's own thread."""
         match event:
             case Exited():
-                for processes in self._processes:
-                    processes.exited(event)
+                for owner in (self._owners.servers, self._owners.trainer, self._owners.workers):
+                    owner.processes.exited(event)
             case LeaseExpired(node, reason):
                 self._given_up(node, reason)
             case Rejoined(node):
@@ -79,14 +68,14 @@ class HostEvents:
         except LibraError:
             return  # lost again; there will be another Reconnected, or a LeaseExpired
         alive = frozenset(s.process for s in states if s.state == "running")
-        self._trainer.processes.returned(node, alive)
+        self._owners.trainer.processes.returned(node, alive)
         self._post(NodeBack(node, alive))
 
     def _given_up(self, node: str, reason: str) -> None:
         if (work := self._gone.get(node)) is not None:
             work.cancel()
         if node not in self._gone:  # else the machine waits for it already
-            self._trainer.processes.returned(node, frozenset())
+            self._owners.trainer.processes.returned(node, frozenset())
             self._post(NodeGone(node, reason))
         self._gone[node] = None
 
@@ -104,6 +93,6 @@ class HostEvents:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         address, ports = self._cluster.facts[node].peer_address, self._cluster.ports[node]
-        self._weights.rejoined(node, address, ports.get("weights", 0))
+        self._owners.weights.rejoined(node, address, ports.get("weights", 0))
         del self._gone[node]
         self._post(NodeBack(node, frozenset()))

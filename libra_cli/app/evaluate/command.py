@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra_cli import __version__
-from libra_cli.app.run import check_parts
 from libra_cli.config.errors import LibraError, RecipeError, StateError
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.secrets import known_secrets, masker
@@ -23,6 +22,7 @@ from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.schema import DATABASE
 from libra_cli.runtime.supervision.quotations import masked_errors
+from libra_cli.runtime.trajectory_source import check_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def _with_model(recipe: Recipe, model: Path) -> Recipe:
 async def _played(
     recipe: Recipe, told: Callable[[EvaluationRecord], None], note: Callable[[str], None]
 ) -> list[EvaluationRecord]:
-    check_parts(recipe)
+    check_source(recipe)
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 import yaml
 
+from libra_cli.app.dry_run import plan_of
 from libra_cli.app.explain import recipe_schema
 from libra_cli.app.init.choices import (
     FoundModel,
@@ -27,7 +28,6 @@ from libra_cli.app.init.choices import (
     nodes_for,
     sizes_for,
 )
-from libra_cli.app.run import plan_of
 from libra_cli.config.errors import HostError, LibraError, RecipeError
 from libra_cli.config.host_ranges import expand_range
 from libra_cli.config.recipe import LOCAL, NodeSpec, Recipe

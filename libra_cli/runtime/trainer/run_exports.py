@@ -56,9 +56,10 @@ class RunExports:
             name = checkpoint_name(event.path)
             self._making.start(f"writing the model of {name}", self._make_named(name))
 
-    def evaluated(self, record: EvaluationRecord) -> None:
-        """By its score the best checkpoint is known."""
-        self._evaluations[record.evaluation] = record
+    def recorded(self, record: Record) -> None:
+        """A record is written: by the scores of evaluations the best checkpoint is known."""
+        if isinstance(record, EvaluationRecord):
+            self._evaluations[record.evaluation] = record
 
     async def leave(self) -> None:
         """Make the models that stay after the end.

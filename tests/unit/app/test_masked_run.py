@@ -12,6 +12,7 @@ from libra_cli.app import run as module
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.config.recipe import Recipe
 from libra_cli.runtime.recipes.loader import load_recipe
+from libra_cli.runtime.run_records import Listeners
 
 ROOT = Path(__file__).parents[3]
 SECRET = "correct-horse"
@@ -25,8 +26,8 @@ def recipe() -> Recipe:
 
 
 def test_notes_and_errors_of_a_run_are_masked(recipe, tmp_path, monkeypatch):
-    def run(*arguments: Any, note: Any, **named: Any) -> None:
-        note(f"login as {SECRET}")
+    def run(recipe: Recipe, path: Path, run_dir: Path, told: Listeners, **named: Any) -> None:
+        told.note(f"login as {SECRET}")
         raise EnvironmentBroken(f"no login as {SECRET}", hint=f"try {SECRET}")
 
     notes: list[str] = []

@@ -25,6 +25,7 @@ from libra_cli.core.records import MoveRecord, PlanRecord, Record, RunRecord
 from libra_cli.core.run.machine import Machine
 from libra_cli.core.run.state import Resume, RunIdentity
 from libra_cli.core.types import Plan
+from libra_cli.runtime.new_run import Planning
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.replay import records_in_order
@@ -191,8 +192,9 @@ def test_a_run_that_was_killed_before_its_first_plan_makes_one(tmp_path: Path) -
 class NoSession:
     """Keeps what it is made with, and fails at once."""
 
-    def __init__(self, *arguments: Any, first_plan: Any, **more: Any) -> None:
-        NoSession.plans.append(first_plan(frozenset()).plan)
+    def __init__(self, *parts: Any) -> None:
+        (planning,) = (part for part in parts if isinstance(part, Planning))
+        NoSession.plans.append(planning.first_plan(frozenset()).plan)
 
     async def run(self, goes_on: object) -> RunRecord:
         assert goes_on is not None

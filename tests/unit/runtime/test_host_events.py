@@ -39,6 +39,7 @@ class Parts:
         self.facts = {"n1": self}
         self.peer_address = "10.0.0.1"
         self.trainer = Trainer(self.told)
+        self.weights = self
 
     async def restore(self, node: str) -> None:
         if self.faults:
@@ -66,8 +67,8 @@ def test_a_node_is_told_back_once_it_is_ready_again(monkeypatch) -> None:
             if isinstance(event, NodeBack):
                 back.set()
 
-        fake, trainer = cast("Any", parts), cast("Any", parts.trainer)
-        told = HostEvents(fake, fake, trainer, trainer, trainer, post=post)
+        fake = cast("Any", parts)
+        told = HostEvents(fake, fake, post=post)
         told.happened(ConnectionLost("n1", "cut"))
         told.happened(LeaseExpired("n1", "gone"))
         told.happened(LeaseExpired("n1", "and again"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from libra_cli.app.run import plan_of
+from libra_cli.app.dry_run import plan_of
 
 RECIPE = """
 nodes:

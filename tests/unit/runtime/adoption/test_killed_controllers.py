@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -19,11 +19,11 @@ from libra_cli.core.cluster.replica import Replica
 from libra_cli.core.cluster.trainer import TrainerState
 from libra_cli.core.launch.process import process_of, worker_of
 from libra_cli.core.rollout.active import Stage
+from libra_cli.runtime.adopted_run import ended_before
 from libra_cli.runtime.adoption.memory import RunMemory
 from libra_cli.runtime.adoption.run_log import RunLog, replay
 from libra_cli.runtime.adoption.takeover import Adoption, asked_again, connect, findings
 from libra_cli.runtime.hosts.cluster import KeptCluster
-from libra_cli.runtime.session import Session
 from libra_cli.runtime.store.event_log import EventLog
 from tests.elastic import scene
 from tests.world import Faults, World, recipe, taught
@@ -254,11 +254,9 @@ def test_a_run_that_had_ended_when_its_controller_was_killed_ends_with_the_next(
     world = play(tmp_path, 0, Faults(), 0.0, 0.0)  # its log is there until its models are made
     adoption = Adoption(replay(tmp_path, world.recipe, TOKEN), {})
     rows: list[Any] = []
-    session: Any = SimpleNamespace(_attaching=True, _note=lambda text: None, _save=rows.append)
-    end = asyncio.run(Session._drive_on(session, cast("Any", None), cast("Any", None), adoption))
+    end = ended_before(adoption, rows.append)
     assert end == world.end == a.End("finished", "")
     assert [(row.state, row.step) for row in rows] == [("finished", world.machine.training.step)]
-    assert not session._attaching
 
 
 @pytest.mark.parametrize(

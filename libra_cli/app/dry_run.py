@@ -1,0 +1,87 @@
+"""``libra run --dry-run``: what would be started where, and what it would take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra_cli.app.resume import begin_with
+from libra_cli.config.errors import LibraError
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.costs.architecture import PUBLISHED, architecture_of
+from libra_cli.core.launch.dry_run import HostPlan, dry_run
+from libra_cli.core.launch.memory_table import memory_table
+from libra_cli.core.types import Plan, Slot
+from libra_cli.runtime.recipes.loader import load_recipe
+from libra_cli.runtime.tasks.mixture import Tasks
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What ``libra run --dry-run`` tells."""
+
+    plan: Plan
+    hosts: tuple[HostPlan, ...]
+    memory: tuple[str, ...]
+    """What the memory of each kind of process goes to, in lines."""
+    tasks: tuple[str, ...]
+    """How many tasks were read for each environment that has files of them, in lines."""
+
+
+def plan_of(recipe_path: Path, resume: Path | None = None) -> tuple[Recipe, DryRun]:
+    """``libra run --dry-run``: what would be started where, to ``resume`` a run or to begin one.
+
+    Starts nothing and asks no host.
+
+    Raises:
+        RecipeError: every problem of the recipe at once.
+        LibraError: nothing runs by the prices that the recipe names, there is no such run, or a
+            file of tasks is damaged.
+    """
+    recipe = load_recipe(recipe_path)
+    tasks = tuple(
+        f"{label}: {len(Tasks(environment.tasks))} tasks from "
+        + ", ".join(source.path for source in environment.tasks)
+        for label, environment in zip(recipe.environment_labels, recipe.environment, strict=True)
+        if environment.tasks
+    )
+    if recipe.demonstrations:
+        tasks = (_told_demonstrations(recipe),)
+    found = begin_with(recipe, resume)(None)
+    placed = (found.plan, found.slots)
+    hosts = dry_run(recipe, placed=placed)
+    return recipe, DryRun(found.plan, hosts, _memory_of(recipe, *placed), tasks)
+
+
+def _told_demonstrations(recipe: Recipe) -> str:
+    rows, steps = len(Tasks(recipe.demonstrations)), recipe.run.steps
+    batch = recipe.trajectories_per_step
+    return (
+        f"demonstrations: {rows:,} conversations from "
+        f"{', '.join(source.path for source in recipe.demonstrations)}; {steps:,} steps of {batch} "
+        f"are {steps * batch / rows:.1f} epochs"
+    )
+
+
+def _memory_of(recipe: Recipe, plan: Plan, slots: tuple[Slot, ...]) -> tuple[str, ...]:
+    if recipe.model.path is None:
+        return ()
+    file = Path(recipe.model.path).expanduser() / "config.json"
+    name = Path(recipe.model.path).name
+    try:
+        shape = architecture_of(json.loads(file.read_bytes()), str(file))
+        source = f"by {file}"
+    except (OSError, ValueError, LibraError) as error:
+        problem = (
+            "is not on this machine" if isinstance(error, OSError) else f"says too little: {error}"
+        )
+        if name not in PUBLISHED:
+            return (f"what memory goes to is not known: {file} {problem}",)
+        shape = PUBLISHED[name]
+        source = f"{file} {problem}; by what is published of {name}"
+    said = f"{source}: {shape.parameters / 1e9:.1f} billion parameters"
+    shape = shape.with_adapter(recipe.training.lora)
+    if shape.adapter is not None:
+        said += f", of an adapter {shape.adapter / 1e6:.1f} million, which are trained"
+    return (said, *memory_table(recipe, plan, slots, shape))

@@ -1,0 +1,61 @@
+"""The machine of a run that begins, or that goes on from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.planning.planner import DecisionMaker, FirstPlan
+from libra_cli.core.records import Record
+from libra_cli.core.run.machine import Machine
+from libra_cli.core.run.state import Resume, RunIdentity
+from libra_cli.runtime.hosts.host import Host
+from libra_cli.runtime.tasks.mixture import tasks_of
+from libra_cli.runtime.trainer.whole_checkpoints import newest_whole
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """How a run is planned on GPUs of given names."""
+
+    first_plan: Callable[[frozenset[str]], FirstPlan]
+    """What it begins with."""
+    planner: Callable[[frozenset[str]], DecisionMaker]
+    """What looks for better plans later."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastCheckpoint:
+    """Where a run may go on, the last trainer it had, and what it has written, in order."""
+
+    names: tuple[str, ...]
+    """Of the checkpoints that it has told of."""
+    trainer_incarnation: int
+    records: Sequence[Record]
+
+    async def resume(self, hosts: Mapping[str, Host], note: Callable[[str], None]) -> Resume:
+        """The newest checkpoint that is whole on these hosts.
+
+        Raises:
+            StateError: there is none.
+        """
+        found = await newest_whole(hosts, self.names, self.trainer_incarnation, note=note)
+        return Resume(found.path, found.position, found.trainer_incarnation, self.records)
+
+
+def new_machine(
+    recipe: Recipe, begun_with: FirstPlan, identity: RunIdentity, resume: Resume | None
+) -> Machine:
+    """A machine in its first state."""
+    curriculum = recipe.rollout.curriculum
+    counts = curriculum is not None and curriculum.tasks is None
+    return Machine(
+        recipe,
+        begun_with.plan,
+        begun_with.slots,
+        identity,
+        resume=resume,
+        explanation=begun_with.explanation,
+        tasks=tasks_of(recipe.environment) if counts else 0,
+    )

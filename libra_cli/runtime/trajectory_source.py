@@ -1,0 +1,119 @@
+"""What the trajectories of a run come from: environments, an agent, or demonstrations."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra_cli.config.environment import EnvironmentSpec
+from libra_cli.config.recipe import ModelSpec, Recipe
+from libra_cli.core.types import TrajectoryId
+from libra_cli.envs.registry import ENVIRONMENTS
+from libra_cli.runtime.agents.episodes import AgentEpisodes
+from libra_cli.runtime.agents.runners import find_function
+from libra_cli.runtime.demonstrations.reader import Demonstrations, check_demonstrations
+from libra_cli.runtime.episodes.history import EpisodeHistory
+from libra_cli.runtime.episodes.performer import EpisodePerformer, EpisodePlayer
+from libra_cli.runtime.episodes.places import EnvironmentFactory
+from libra_cli.runtime.episodes.player import Episodes
+from libra_cli.runtime.episodes.renderer import Renderer
+from libra_cli.runtime.episodes.workers import OpenOnNode
+from libra_cli.runtime.evaluation.players import EvaluatedEpisodes, evaluation_players
+from libra_cli.runtime.performer import EpisodeSource
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectorySource:
+    """The open source of a run's trajectories."""
+
+    renderer: Renderer
+    episodes: EpisodePlayer | Demonstrations
+    seed: int
+    """The run's."""
+
+    def performer(self, histories: Mapping[TrajectoryId, EpisodeHistory]) -> EpisodeSource:
+        """Carries out what the machine wants of episodes; those in ``histories`` are rebuilt."""
+        if isinstance(self.episodes, Demonstrations):
+            return self.episodes
+        return EpisodePerformer(self.episodes, run_seed=self.seed, histories=histories)
+
+
+def check_source(recipe: Recipe) -> None:
+    """Find what the recipe names before any host is asked; each environment is made once.
+
+    Raises:
+        LibraError: one cannot be imported, or does not fit what the recipe gives it.
+    """
+    if recipe.demonstrations:
+        check_demonstrations(recipe.demonstrations)
+        return
+    evaluated = [one.environment for one in recipe.evaluation if one.environment is not None]
+    for environment in (*recipe.environment, *evaluated):
+        _try_environment(environment)
+    if recipe.agent is not None and recipe.agent.function is not None:
+        find_function(recipe.agent)
+
+
+def _try_environment(environment: EnvironmentSpec) -> None:
+    if environment.workers is None:
+        EnvironmentFactory(environment).make()
+    else:  # not in this process, which it might hold up, fill or end
+        ENVIRONMENTS.check(environment.name)
+
+
+@asynccontextmanager
+async def open_source(
+    recipe: Recipe, run_dir: Path, *, open_on: OpenOnNode, note: Callable[[str], None]
+) -> AsyncIterator[TrajectorySource]:
+    """Open what the recipe names; ``open_on`` begins environments on other hosts.
+
+    Raises:
+        LibraError: it cannot be begun, or does not fit the model.
+    """
+    renderer = _renderer(recipe.model, run_dir, note)
+    if recipe.demonstrations:
+        rows, max_len = recipe.demonstrations, recipe.model.max_len
+        demonstrated = Demonstrations(rows, renderer, seed=recipe.run.seed, max_len=max_len)
+        yield TrajectorySource(renderer, demonstrated, recipe.run.seed)
+        return
+    player = _player(recipe, renderer, run_dir, open_on=open_on, note=note)
+    try:
+        await player.check(recipe.run.seed)
+        yield TrajectorySource(renderer, player, recipe.run.seed)
+    finally:
+        await player.close()
+
+
+def _renderer(model: ModelSpec, run_dir: Path, note: Callable[[str], None]) -> Renderer:
+    renderer = Renderer(
+        run_dir / "model", template_args=model.template_args, tool_format=model.tool_format
+    )
+    if model.path is not None:  # what the built model's template leaves out is known
+        for misfit in renderer.misfits:
+            note(f"the chat template {misfit}; see libra help models")
+    return renderer
+
+
+def _player(
+    recipe: Recipe,
+    renderer: Renderer,
+    run_dir: Path,
+    *,
+    open_on: OpenOnNode,
+    note: Callable[[str], None],
+) -> EpisodePlayer:
+    """Plays what is trained, and what is evaluated if anything is."""
+    trained: EpisodePlayer
+    if recipe.agent is not None:
+        trained = AgentEpisodes(recipe, renderer, run_dir, note=note, open_on=open_on)
+    else:
+        environments, labels = recipe.environment, recipe.environment_labels
+        trained = Episodes(environments, labels, renderer, run_directory=run_dir, open_on=open_on)
+    if not recipe.evaluation:
+        return trained
+    evaluated = evaluation_players(
+        recipe, trained, renderer, run_directory=run_dir, open_on=open_on
+    )
+    return EvaluatedEpisodes(recipe, trained, evaluated)
