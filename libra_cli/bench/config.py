@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from libra_cli.bench.conditions import MAX_LEN, NETWORK, STALENESS, Conditions
 from libra_cli.bench.contenders import ABLATIONS, POLICIES
-from libra_cli.bench.jobs import MAX_LEN, NETWORK, STALENESS, Job, longest_of, playable
+from libra_cli.bench.jobs import Job, longest_of, playable
 from libra_cli.config.errors import LibraError, did_you_mean
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.planning.baselines import PLANNERS
@@ -17,8 +18,6 @@ from libra_cli.core.types import Tokens
 from libra_cli.sim.drift import KINDS, NO_DRIFT, Drift
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import DEFAULT_TRACE, Trace, load_trace, shipped_traces
-
-DEFAULT_DRIFT = "1,4"
 
 RULES: Mapping[str, str | Mapping[str, object]] = {
     "hold": "hold",
@@ -70,48 +69,31 @@ class ExperimentConfig:
     most_tokens: Tokens = MAX_LEN
 
     @classmethod
-    def parse(
-        cls,
-        *,
-        traces: Sequence[str],
-        profile: str,
-        gpus: int,
-        seeds: int,
-        policies: str,
-        planners: str,
-        policy: str,
-        drift: str,
-        bound: int = STALENESS,
-        rule: str = "",
-        network: float = NETWORK,
-        stream: bool = False,
-        max_len: Tokens = MAX_LEN,
-    ) -> ExperimentConfig:
-        """From the arguments. Lists are separated by commas, drifts by spaces; empty means all
-        there are, and no drift.
+    def parse(cls, asked: Conditions) -> ExperimentConfig:
+        """What was asked for, with every name looked up.
 
         Raises:
             BenchError: an unknown policy, planner or rule, or a drift that is none.
             TraceError: a trace that cannot be read, with file and line.
             ProfileError: a profile that is none.
         """
-        prices = load_profile(profile).on_network(network)
-        longest = min(max_len, longest_of(prices, gpus))
-        drifts = [parse_drift(one, longest) for one in drift.replace(", ", ",").split()]
+        prices = load_profile(asked.profile).on_network(asked.network)
+        longest = min(asked.max_len, longest_of(prices, asked.gpus))
+        drifts = [parse_drift(one, longest) for one in asked.drift.replace(", ", ",").split()]
         return cls(
-            traces=tuple(load_trace(name) for name in traces or (DEFAULT_TRACE,)),
+            traces=tuple(load_trace(name) for name in asked.traces or (DEFAULT_TRACE,)),
             profile=prices,
-            gpus=gpus,
-            seeds=seeds,
-            policies=parse_names("policy", policies, _NAMED) if policies else POLICIES,
-            planners=parse_names("planner", planners, PLANNERS),
-            policy=parse_names("policy", policy, POLICIES)[0],
+            gpus=asked.gpus,
+            seeds=asked.seeds,
+            policies=parse_names("policy", asked.policies, _NAMED) if asked.policies else POLICIES,
+            planners=parse_names("planner", asked.planners, PLANNERS),
+            policy=parse_names("policy", asked.policy, POLICIES)[0],
             drifts=tuple(drifts) or (NO_DRIFT,),
-            bound=bound,
-            rule=parse_names("rule", rule, tuple(RULES))[0] if rule else "",
-            network=network,
-            stream=stream,
-            most_tokens=max_len,
+            bound=asked.bound,
+            rule=parse_names("rule", asked.rule, tuple(RULES))[0] if asked.rule else "",
+            network=asked.network,
+            stream=asked.stream,
+            most_tokens=asked.max_len,
         )
 
     def job(self, trace: Trace, *, steps: int) -> Job:

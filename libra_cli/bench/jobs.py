@@ -14,6 +14,7 @@ from itertools import islice
 
 from libra_cli.bench.bounds import ServerShape, least_makespan
 from libra_cli.bench.clairvoyance import TOLD, OraclePlanner, ScheduledLayouts
+from libra_cli.bench.conditions import MAX_LEN, STALENESS
 from libra_cli.bench.contenders import Future, contender
 from libra_cli.bench.results import ResultRow, Timeline
 from libra_cli.config.recipe import Recipe
@@ -36,12 +37,7 @@ from libra_cli.sim.world import SimConfig, World
 
 STEPS = 5
 """Optimizer steps of a run."""
-GROUPS, GROUP_SIZE, STALENESS = 32, 8, 1
-"""Of a run; the staleness bound is the default of a recipe."""
-NETWORK = 200.0
-"""Gigabits a second between hosts, as in the evaluation of Libra (arXiv 2606.03077)."""
-MAX_LEN = 131_072
-"""Longer trajectories are cut there, as a run would, or where its trainer's memory ends."""
+GROUPS, GROUP_SIZE = 32, 8
 MAX_TURNS = 1_000_000
 """More than any recorded trajectory has."""
 TRAINED_ON = 1 / 3

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from libra_cli.bench.conditions import Conditions
 from libra_cli.bench.config import RULES, BenchError, Progress, parse_drift, parse_names
-from libra_cli.bench.jobs import NETWORK, Job, longest_of, playable, world_of
+from libra_cli.bench.jobs import Job, longest_of, playable, world_of
 from libra_cli.bench.parallel import simulated
-from libra_cli.core.costs.profile import Profile
 from libra_cli.core.types import Tokens, TrajectoryId
 from libra_cli.sim.profiles import load_profile
-from libra_cli.sim.traces import Trace, load_trace
+from libra_cli.sim.traces import DEFAULT_TRACE, Trace, load_trace
 from libra_cli.sim.world import World
 
 LONGEST = 0.1
@@ -54,31 +54,19 @@ class RuleRow:
 
 
 def staleness(
-    traces: Sequence[str],
-    rules: str,
-    bounds: str,
-    *,
-    seeds: int,
-    steps: int,
-    gpus: int,
-    profile: str,
-    drift: str,
-    progress: Progress,
+    asked: Conditions, rules: str, bounds: str, *, steps: int, progress: Progress
 ) -> list[RuleRow]:
-    """Rules on a fixed plan, half of the GPUs serving.
+    """Rules on a fixed plan, half of the GPUs serving; of ``asked`` no policy, planner or rule.
 
     Raises:
         BenchError: an unknown rule, or a bound that is no number.
         TraceError: a trace that cannot be read.
     """
-    prices, names = (
-        load_profile(profile).on_network(NETWORK),
-        parse_names("rule", rules, tuple(RULES)),
-    )
+    names = parse_names("rule", rules, tuple(RULES))
     jobs = [
         replace(job, staleness=RULES[name], variant=name)
-        for trace in traces
-        for job in _jobs(load_trace(trace), prices, gpus, _bounds(bounds), seeds, steps, drift)
+        for trace in asked.traces or (DEFAULT_TRACE,)
+        for job in _jobs(load_trace(trace), asked, _bounds(bounds), steps)
         for name in names
     ]
     return list(simulated(_row, jobs, progress))
@@ -93,21 +81,14 @@ def _bounds(text: str) -> list[int]:
         ) from error
 
 
-def _jobs(
-    trace: Trace,
-    profile: Profile,
-    gpus: int,
-    bounds: Sequence[int],
-    seeds: int,
-    steps: int,
-    drift: str,
-) -> Iterator[Job]:
+def _jobs(trace: Trace, asked: Conditions, bounds: Sequence[int], steps: int) -> Iterator[Job]:
+    profile, gpus = load_profile(asked.profile).on_network(asked.network), asked.gpus
     longest = longest_of(profile, gpus)
     fits, _ = playable(trace, longest)
     blank = Job(fits, profile, profile, gpus, "libra", "uniform", 0, steps=steps)
-    blank = replace(blank, drift=parse_drift(drift, longest))
+    blank = replace(blank, drift=parse_drift(asked.drift, longest))
     for bound in bounds:
-        for seed in range(seeds):
+        for seed in range(asked.seeds):
             yield replace(blank, bound=bound, seed=seed)
 
 

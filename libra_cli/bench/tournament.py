@@ -25,10 +25,9 @@ from dataclasses import dataclass, replace
 from random import Random
 from statistics import fmean
 
+from libra_cli.bench.conditions import MAX_LEN, NETWORK
 from libra_cli.bench.config import RULES, Progress, parse_drift
 from libra_cli.bench.jobs import (
-    MAX_LEN,
-    NETWORK,
     Job,
     first_layout_of,
     longest_of,

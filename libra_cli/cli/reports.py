@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 from rich.markup import escape
 
-from libra_cli.cli.terminal import err, out
+from libra_cli.cli.terminal import err, errors_told, out
 
 if TYPE_CHECKING:
-    from libra_cli.bench.config import Progress
+    from libra_cli.bench.conditions import Conditions
+    from libra_cli.bench.config import ExperimentConfig, Progress
     from libra_cli.bench.report.sheets import Report
+    from libra_cli.bench.results import ExperimentResult
 
 Json = Annotated[Path | None, typer.Option("--json", help="One JSON object; - prints only that.")]
+Experiment: TypeAlias = "Callable[[ExperimentConfig, Progress], ExperimentResult]"
 ProfileName = Annotated[str, typer.Option("--profile", help="Costs of a GPU and model, or a file.")]
 
 
@@ -35,6 +41,58 @@ def show_report(report: Report, json_file: Path | None) -> None:
     write_json(json_file, {"format": FORMAT, **report.body})
     if not only_json(json_file):
         out.print(sheets_view(report.sheets))
+
+
+def run_experiments(
+    experiments: Sequence[Experiment],
+    asked: Conditions,
+    out_dir: Path | None,
+    json_file: Path | None,
+) -> None:
+    """Run experiments under the same conditions; print and write what came out, as a page too."""
+    from libra_cli.bench.config import ExperimentConfig
+    from libra_cli.bench.report import files
+    from libra_cli.bench.results import to_json
+
+    began, quiet = time.monotonic(), only_json(json_file)
+    with errors_told():
+        config = ExperimentConfig.parse(asked)
+        warn(config.warnings)
+        with working() as progress:
+            results = [experiment(config, progress) for experiment in experiments]
+        # First what took long to find out, then the report, which could fail.
+        write_json(json_file, to_json(results))
+        if not quiet:
+            _print(results)
+        with working() as progress:
+            progress("drawing the report")
+            command = f"libra {shlex.join(sys.argv[1:])}"
+            report = files.write_report(out_dir, results, config, command)
+    if not quiet:
+        took = f"{time.monotonic() - began:.0f} s"
+        out.print(f"report: {report}  ({took})", markup=False, soft_wrap=True, highlight=False)
+
+
+def _print(results: Sequence[ExperimentResult]) -> None:
+    from libra_cli.bench.report.sheets import regret_sheet
+    from libra_cli.bench.report.terminal import comparison_view, notes_view, sheets_view
+
+    for result in results:
+        if result.regrets:
+            out.print(sheets_view([regret_sheet(result.regrets)]))
+            out.print()
+        for comparison in result.comparisons:
+            out.print(comparison_view(result.title, comparison))
+            out.print()
+        if result.notes:
+            out.print(notes_view(result.notes))
+            out.print()
+
+
+def warn(lines: Sequence[str]) -> None:
+    """Print what the reader should know before the numbers, a line each."""
+    for line in lines:
+        err.print(line, style="yellow", markup=False, soft_wrap=True, highlight=False)
 
 
 def write_json(path: Path | None, body: dict[str, Any]) -> None:

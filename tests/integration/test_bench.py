@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -27,16 +27,20 @@ SHORT = (
     "experiments.STEPS, experiments.LONG_STEPS = 4, 12; "
 )
 LIBRA = [sys.executable, "-c", f"{SHORT} from libra_cli.cli.main import main; main()"]
+ABLATION = [
+    *LIBRA[:2],
+    f"{SHORT} import typer; from tests.research.ablation import main; typer.run(main)",
+]
 SMALL = ("--trace", "tau2", "--gpus", "16", "--seeds", "1")
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(660)]
 
 
-def bench(tmp_path: Path, experiment: str, *arguments: str) -> list[dict[str, Any]]:
+def bench(tmp_path: Path, *arguments: str, program: Sequence[str] = LIBRA) -> list[dict[str, Any]]:
     """The rows it wrote, when it has also drawn its report."""
     told = tmp_path / "told.json"
     done = subprocess.run(
-        [*LIBRA, "bench", experiment, *arguments, *SMALL, "--out", tmp_path, "--json", told],
+        [*program, *arguments, *SMALL, "--out", tmp_path, "--json", told],
         cwd=tmp_path,
         env=ENV,
         capture_output=True,
@@ -52,12 +56,12 @@ def bench(tmp_path: Path, experiment: str, *arguments: str) -> list[dict[str, An
 
 
 def test_every_policy_plays_the_same_work(tmp_path: Path) -> None:
-    rows = bench(tmp_path, "schedule")
+    rows = bench(tmp_path, "bench", "schedule")
     assert {row["policy"] for row in rows} >= {*POLICIES.shipped, "known-lengths"}
 
 
 def test_every_planner_goes_through_a_drift_and_some_move(tmp_path: Path) -> None:
-    rows = bench(tmp_path, "plan", "--drift", "1,6")
+    rows = bench(tmp_path, "bench", "plan", "--drift", "1,6")
     moves = {row["planner"]: row["moves"] for row in rows if row["policy"] == "libra"}
     assert moves.keys() == {*PLANNERS}
     assert moves["libra"] > 0
@@ -66,7 +70,7 @@ def test_every_planner_goes_through_a_drift_and_some_move(tmp_path: Path) -> Non
 
 
 def test_every_part_of_the_scheduler_can_be_left_out(tmp_path: Path) -> None:
-    rows = bench(tmp_path, "ablation")
+    rows = bench(tmp_path, program=ABLATION)
     assert {row["policy"] for row in rows} >= {*ABLATIONS}
 
 

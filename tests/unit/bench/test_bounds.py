@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.bench import jobs
 from libra_cli.bench.bounds import ServerShape, Work, capacity_s, path_s, work_of
+from libra_cli.bench.conditions import MAX_LEN
 from libra_cli.bench.jobs import Job, run_job
 from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout
@@ -17,8 +17,8 @@ from libra_cli.sim.traces import RecordedEpisode, Trace, Turn
 from tests.sim_scene import COSTS
 
 PROFILE = load_profile("a800-qwen3-14b")
-EQUAL = (PlannedBucket(4, 2, jobs.MAX_LEN, 64),)
-UNLIKE = (PlannedBucket(1, 2, 8_000, 64), PlannedBucket(4, 1, jobs.MAX_LEN, 64))
+EQUAL = (PlannedBucket(4, 2, MAX_LEN, 64),)
+UNLIKE = (PlannedBucket(1, 2, 8_000, 64), PlannedBucket(4, 1, MAX_LEN, 64))
 
 
 def episode(

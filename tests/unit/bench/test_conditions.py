@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from libra_cli.bench.conditions import Conditions
 from libra_cli.bench.config import RULES, BenchError, ExperimentConfig
 from libra_cli.bench.jobs import world_of
 from libra_cli.config.training import TrainingSpec
@@ -24,7 +25,7 @@ def config(**changes: Any) -> ExperimentConfig:
         "policy": "libra",
         "drift": "none",
     }
-    return ExperimentConfig.parse(**{**asked, **changes})
+    return ExperimentConfig.parse(Conditions(**{**asked, **changes}))
 
 
 def test_what_is_not_said_is_as_in_a_recipe() -> None:

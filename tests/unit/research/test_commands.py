@@ -11,10 +11,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tests.research import published_ratios, speed
+from libra_cli.bench import experiments
+from libra_cli.bench.contenders import ABLATIONS
+from libra_cli.cli.bench import QUICK
+from tests.research import ablation, published_ratios, sensitivities, speed
 from tests.research.fidelity import __main__ as fidelity
 from tests.research.peers import __main__ as peers
 from tests.research.speed import SpeedRow
+from tests.sample_bench import Runs
 
 
 def run(main: Callable[..., None], *arguments: str) -> Any:
@@ -113,6 +117,38 @@ def test_the_publication_is_beside_what_is_shipped(monkeypatch: pytest.MonkeyPat
 def test_either_requests_or_whole_runs_are_compared(tmp_path: Path) -> None:
     assert "either --run or --run-dir" in run(fidelity.main).output
     assert "--run-dir needs --profile" in run(fidelity.main, "--run-dir", str(tmp_path)).output
+
+
+# -- experiments on libra's parts ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("main", "title", "policies"),
+    [
+        (ablation.main, "libra, part by part", {"libra", *ABLATIONS}),
+        (sensitivities.main, "where costs are others", {*QUICK.split(",")}),
+    ],
+)
+def test_parts_and_costs_are_compared_on_a_shipped_trace(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    main: Callable[..., None],
+    title: str,
+    policies: set[str],
+) -> None:
+    runs = Runs()
+    monkeypatch.setattr(experiments, "run_jobs", runs)
+    done = run(main, "--seeds", "2", "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert title in done.output
+    assert {job.policy for job in runs.jobs} >= policies
+    assert (tmp_path / "bench.html").exists()
+
+
+def test_an_ablation_has_one_drift() -> None:
+    done = run(ablation.main, "--drift", "1,4 4,1")
+    assert done.exit_code == 2
+    assert "an ablation has one drift" in done.output
 
 
 # -- peers -----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from libra_cli.bench.conditions import Conditions
 from libra_cli.bench.config import ExperimentConfig
 from libra_cli.core.workload import TrajectorySample
 from libra_cli.sim.traces import RecordedEpisode, TraceError, Turn, load_trace
@@ -89,14 +90,7 @@ def test_a_tool_that_ended_before_it_began_took_no_time(tmp_path: Path) -> None:
 def test_a_bench_warns_of_what_was_left_out(tmp_path: Path) -> None:
     path = written(tmp_path, line(), line(), "{")
     config = ExperimentConfig.parse(
-        traces=[str(path)],
-        profile="a800-qwen3-14b",
-        gpus=8,
-        seeds=2,
-        policies="libra",
-        planners="libra",
-        policy="libra",
-        drift="none",
+        Conditions(traces=(str(path),), gpus=8, policies="libra", planners="libra", drift="none")
     )
     assert any("1 of 3 lines left out" in warning for warning in config.warnings)
 
