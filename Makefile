@@ -23,6 +23,7 @@ MINUTES ?= 10
 SEED ?= 0
 # Of make nightly.
 CIRCUMSTANCES ?= 40
+MUTANTS ?= 60
 
 # Real vLLM and accelerate take seconds to import and minutes to start.
 FAST := not integration and not vllm
@@ -32,7 +33,7 @@ TORCH = $(shell grep -rlx "pytestmark = pytest.mark.vllm" tests/unit)
 TOLD := --durations 10 --durations-min 2
 
 .PHONY: help quickstart gpu-check test check fmt lint audit unit clients light heavy chaos nightly \
-  install install-dev install-test clean
+  mutants install install-dev install-test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -76,8 +77,11 @@ heavy: $(VENV)/.stamp-test ## integration tests that want every core, one after 
 chaos: $(VENV)/.stamp-test ## as root: break a real run in every way for MINUTES (10), by SEED (0)
 	$(BIN)/python -m tests.cluster.chaos --minutes $(MINUTES) --seed $(SEED)
 
-nightly: $(VENV)/.stamp-dev ## the planner in CIRCUMSTANCES (40) that nobody chose
+nightly: $(VENV)/.stamp-dev mutants ## mutants, and the planner in CIRCUMSTANCES (40) that nobody chose
 	$(BIN)/libra bench plan --random $(CIRCUMSTANCES)
+
+mutants: $(VENV)/.stamp-dev ## whether tests notice MUTANTS (60) small mistakes in the core, by SEED (0)
+	$(BIN)/python -m tests.mutation --number $(MUTANTS) --seed $(SEED)
 
 fmt: $(VENV)/.stamp-dev ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .
