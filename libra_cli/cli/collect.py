@@ -18,7 +18,7 @@ def collect(
     ] = None,
 ) -> None:
     """Put logs, versions, recipe and database of a run into one archive, without secrets."""
-    from libra_cli.app.collect.archive import collect
+    from libra_cli.app.collect import collect
 
     with errors_told():
         with err.status("collecting"):

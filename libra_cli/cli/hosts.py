@@ -33,7 +33,7 @@ def doctor(
     ] = False,
 ) -> None:
     """Check every host of a recipe: versions, GPUs, memory, network, model. Starts no run."""
-    from libra_cli.app import doctor as commands
+    from libra_cli.app import hosts as commands
     from libra_cli.core.preflight.findings import stopping
 
     with errors_told():
@@ -49,7 +49,7 @@ def doctor(
 
 
 def _examined(recipe: Path, *, as_json: bool) -> list[Finding]:
-    from libra_cli.app import doctor as commands
+    from libra_cli.app import hosts as commands
     from libra_cli.report.terminal.findings import findings_view
 
     began = time.monotonic()
@@ -75,7 +75,7 @@ def setup(
     index: Annotated[str | None, typer.Option(help="The URL of a package index.")] = None,
 ) -> None:
     """Make the Python environment on every host with uv, and copy or verify the model."""
-    from libra_cli.app.setup import setup as prepare
+    from libra_cli.app.hosts import setup as prepare
 
     with errors_told():
         with _progress() as progress:

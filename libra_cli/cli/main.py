@@ -71,12 +71,11 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Keep it live until Ctrl-C.")] = False,
 ) -> None:
     """Show a run: slots, servers, step, reward, who waits on whom."""
-    from libra_cli.app import status as commands
-    from libra_cli.report.status.summary import to_json
+    from libra_cli.report.status.summary import status_of, to_json
     from libra_cli.report.terminal.console import status_view
 
     with errors_told():
-        told = commands.status(run_dir)
+        told = status_of(run_dir)
         if as_json:
             typer.echo(to_json(told))
         elif watch:
@@ -88,15 +87,15 @@ def status(
 def _watch(run_dir: Path | None) -> None:
     from rich.live import Live
 
-    from libra_cli.app import status as commands
+    from libra_cli.report.status.summary import status_of
     from libra_cli.report.terminal.console import status_view
 
-    told = commands.status(run_dir)
+    told = status_of(run_dir)
     with Live(status_view(told, now=time.time()), console=out, auto_refresh=False) as live:
         try:
             while told["run"]["state"] in ("starting", "running"):
                 time.sleep(1.0)
-                told = commands.status(run_dir)
+                told = status_of(run_dir)
                 live.update(status_view(told, now=time.time()), refresh=True)
         except KeyboardInterrupt:
             return
@@ -227,7 +226,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Play the evaluations of a recipe with a model: servers only, nothing is trained."""
-    from libra_cli.app.evaluate import command
+    from libra_cli.app import evaluate as command
     from libra_cli.report.terminal.evaluations import evaluation_table
 
     with errors_told():

@@ -62,7 +62,7 @@ def run(
 
 def attach(run_dir: RunDir = None) -> None:
     """Show a run live, as libra run does; Ctrl-C ends this and not the run."""
-    from libra_cli.app.watch import attach as commands
+    from libra_cli.app import attach as commands
     from libra_cli.report.html.run_report import REPORT
     from libra_cli.report.terminal.progress import Progress
     from libra_cli.runtime.store.run_directory import newest_run
@@ -101,13 +101,13 @@ def _run(recipe: Recipe, path: Path, run_dir: Path, *, resume: bool) -> None:
 
 def _print_end(run_dir: Path, recipe: Path | None, report: Path | None) -> None:
     """What came of a run; of one that did not finish the exit code says so."""
-    from libra_cli.app.status import status
+    from libra_cli.report.status.summary import status_of
     from libra_cli.report.terminal.console import final_view
     from libra_cli.runtime.store.event_log import EVENTS
     from libra_cli.runtime.store.reader import Reader
 
     with Reader(run_dir) as reader:
-        told, steps = status(run_dir), reader.steps()
+        told, steps = status_of(run_dir), reader.steps()
     # The one that began may have lost its terminal, and would go on with colours.
     (out if out.is_terminal else PrintingConsole()).print(final_view(told, steps, report=report))
     state = told["run"]["state"]
@@ -121,7 +121,7 @@ def _print_end(run_dir: Path, recipe: Path | None, report: Path | None) -> None:
 
 
 def _detach(run_dir: Path, arguments: list[str]) -> None:
-    from libra_cli.app.watch import attach as commands
+    from libra_cli.app import attach as commands
     from libra_cli.report.terminal.progress import Progress
 
     entry = "from libra_cli.cli.main import main; main()"

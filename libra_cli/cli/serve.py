@@ -18,7 +18,7 @@ def serve(
     ] = 0,
 ) -> None:
     """Show a run's report in a browser, drawn again while it goes on, until Ctrl-C."""
-    from libra_cli.app.watch.serve import ReportServer
+    from libra_cli.app.serve import ReportServer
 
     async def run() -> None:
         server = ReportServer(run_dir)

@@ -44,7 +44,7 @@ def show(
     ] = None,
 ) -> None:
     """Show a trajectory as a conversation, or list those that a step was trained on."""
-    from libra_cli.app.show import command
+    from libra_cli.app import show as command
     from libra_cli.report.terminal.trajectory import conversation_view, table_view
 
     with errors_told():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from libra_cli.app.watch import serve
+from libra_cli.app import serve
 from libra_cli.report.html.run_report import report_page
 from libra_cli.runtime.store.journal import Journal
 from tests.sample_run import step_record, write

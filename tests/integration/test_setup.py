@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from libra_cli.app.doctor import mend
+from libra_cli.app.hosts import mend
 from libra_cli.config.errors import HostError
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.preflight.findings import Finding, Remedy

@@ -51,7 +51,9 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypedDict
 
 from libra_cli.core.records import SlotRecord
@@ -85,6 +87,7 @@ from libra_cli.report.status.run_state import (
 )
 from libra_cli.report.status.syncs import Sync, sync_part
 from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.run_directory import newest_run
 
 FORMAT = 2
 _FRESH_S = 30.0
@@ -126,6 +129,16 @@ class RunSummary(TypedDict):
     models: list[step_parts.ModelPart]
     warnings: list[WarningPart]
     errors: list[str]
+
+
+def status_of(run_dir: Path | None) -> RunSummary:
+    """What this run, or the newest one, looks like now.
+
+    Raises:
+        StateError: there is no such run.
+    """
+    with Reader(run_dir or newest_run()) as reader:
+        return summary(reader, now=time.time())
 
 
 def summary(reader: Reader, *, now: float) -> RunSummary:

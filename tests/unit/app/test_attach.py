@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from libra_cli.app.watch import attach
-from libra_cli.app.watch.attach import DetachedRun, Watched
+from libra_cli.app import attach
+from libra_cli.app.attach import DetachedRun, Watched
 from libra_cli.cli.main import app
 from libra_cli.config.errors import StateError
 from libra_cli.core.records import Record, RunRecord, StepRecord

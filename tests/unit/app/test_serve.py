@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from libra_cli.app.watch.serve import ReportServer
+from libra_cli.app.serve import ReportServer
 from libra_cli.config.errors import StateError
 from tests.sample_run import write
 

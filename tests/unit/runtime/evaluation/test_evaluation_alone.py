@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from libra_cli.app.evaluate import command
-from libra_cli.app.evaluate.command import model_of
+from libra_cli.app import evaluate as command
+from libra_cli.app.evaluate import model_of
 from libra_cli.config.errors import EnvironmentBroken, StateError
 from libra_cli.core.actions import Generate
 from libra_cli.core.events import TurnGenerated

@@ -1,16 +1,17 @@
-"""``libra doctor``: all checks on all hosts of a recipe, and what can be mended without root."""
+"""Hosts before a run: ``libra doctor``, what it can mend without root, and ``libra setup``."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from libra_cli.app.first_plan import first_plan
-from libra_cli.app.setup import prepare
+from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.preflight.findings import Finding, Fix
+from libra_cli.runtime.doctor.environment import Packages, requirements_of
 from libra_cli.runtime.doctor.examination import Examination
-from libra_cli.runtime.doctor.setup import SetupProgress
+from libra_cli.runtime.doctor.setup import Setup, SetupProgress, SetupResult
 from libra_cli.runtime.recipes.loader import load_recipe
 
 
@@ -43,6 +44,42 @@ def mend(recipe_path: Path, found: Sequence[Finding], progress: SetupProgress) -
         for host, names in asyncio.run(job.clear_remains(remains)).items():
             told.append(f"{host}: removed what is left of {', '.join(names) or 'nobody'}")
     return told
+
+
+def setup(
+    recipe_path: Path,
+    progress: SetupProgress,
+    *,
+    wheels: Path | None,
+    index: str | None,
+) -> list[SetupResult]:
+    """Prepare every host of a recipe.
+
+    Raises:
+        RecipeError: the recipe is wrong.
+        LibraError: there is nothing to prepare them with.
+    """
+    recipe = load_recipe(recipe_path)
+    names = [node.name for node in recipe.nodes]
+    return prepare(recipe, names, names, progress, wheels=wheels, index=index)
+
+
+def prepare(
+    recipe: Recipe,
+    environments: Collection[str],
+    models: Collection[str],
+    progress: SetupProgress,
+    *,
+    wheels: Path | None = None,
+    index: str | None = None,
+) -> list[SetupResult]:
+    """Make the environments of some hosts, and copy the model to some. Raises as ``setup``."""
+
+    def packages_of(node: NodeSpec) -> Packages:
+        return Packages(requirements_of(node), wheels, index)
+
+    job = Setup(recipe, progress, environments=environments, models=models)
+    return asyncio.run(job.run(packages_of))
 
 
 def _hosts(found: Sequence[Finding], fix: Fix) -> list[str]:

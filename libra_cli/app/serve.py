@@ -20,11 +20,10 @@ from pathlib import Path
 
 from aiohttp import web
 
-from libra_cli.app.status import status
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.report.html.run_report import report_page
 from libra_cli.report.html.templates import template
-from libra_cli.report.status.summary import to_json
+from libra_cli.report.status.summary import status_of, to_json
 from libra_cli.runtime.store.run_directory import newest_run
 
 REDRAW_S = 5.0
@@ -48,7 +47,7 @@ class ReportServer:
             StateError: there is no such run.
         """
         self.run_dir = run_dir or newest_run()
-        status(self.run_dir)
+        status_of(self.run_dir)
         self.token = secrets.token_urlsafe(24)
         self._page = ""
         self._drawn_at = float("-inf")
@@ -119,5 +118,5 @@ class ReportServer:
         return web.Response(text=template("live.js"), content_type="text/javascript")
 
     async def _status(self, request: web.Request) -> web.Response:
-        told = await asyncio.to_thread(status, self.run_dir)
+        told = await asyncio.to_thread(status_of, self.run_dir)
         return web.json_response(text=to_json(told))

@@ -1,1 +1,0 @@
-"""``libra eval``: the evaluations of a recipe, on their own."""
