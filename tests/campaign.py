@@ -413,7 +413,7 @@ class Campaign(World):
         while self.end is None and self.machine.training.step < step + 3:
             if self.machine.training.incarnation != incarnation:
                 step, incarnation = self.machine.training.step, self.machine.training.incarnation
-            assert self.now < since + CEASED_S, self.machine._waiting()
+            assert self.now < since + CEASED_S, self.machine.waiting
             self.play(self.events + 1)
         if self.end is None:
             self.give(e.StopRequested(at_once=False, reason="the campaign is over"))

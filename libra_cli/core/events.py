@@ -473,7 +473,8 @@ class StopRequested:
     reason: str
 
 
-RunEvent: TypeAlias = RunStarted | NodeLost | NodeBack | NodeGone | TimerFired | StopRequested
+RunEvent: TypeAlias = RunStarted | TimerFired | StopRequested
+NodeEvent: TypeAlias = NodeLost | NodeBack | NodeGone
 RolloutEvent: TypeAlias = (
     TurnGenerated
     | TurnFailed
@@ -507,4 +508,6 @@ TrainerEvent: TypeAlias = (
     | CheckpointFailed
 )
 PlanEvent: TypeAlias = PlanChosen | PlanKept | PlanOrdered
-Event: TypeAlias = RunEvent | RolloutEvent | ServerEvent | WorkerEvent | TrainerEvent | PlanEvent
+Event: TypeAlias = (
+    RunEvent | NodeEvent | RolloutEvent | ServerEvent | WorkerEvent | TrainerEvent | PlanEvent
+)

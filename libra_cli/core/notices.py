@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from libra_cli.core.actions import Action, Train
-from libra_cli.core.events import ShareDone
+from libra_cli.core.events import PublishedVersion, ShareDone
+from libra_cli.core.records import StepRecord
 from libra_cli.core.types import GroupId, Seconds, SlotId
 
 if TYPE_CHECKING:
@@ -35,6 +36,13 @@ class ReplicaChanged(NoticeBase):
 @dataclass(frozen=True, slots=True)
 class RoutingChanged(NoticeBase):
     """Other servers than before may be sent requests, though none has changed its state."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGone(NoticeBase):
+    """No process of the replica is left: is there to be another?"""
+
+    replica: Replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,25 @@ class StepOver(NoticeBase):
 
 
 @dataclass(frozen=True, slots=True)
+class StepTaken(NoticeBase):
+    """A step is done, its rows are written, and its version is told if there is one yet."""
+
+    row: StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class VersionOut(NoticeBase):
+    """A version can be fetched from the trainer's first node."""
+
+    published: PublishedVersion
+
+
+@dataclass(frozen=True, slots=True)
+class VersionsLost(NoticeBase):
+    """No version can be fetched until the trainer publishes another: its first node is gone."""
+
+
+@dataclass(frozen=True, slots=True)
 class ResizeRefused(NoticeBase):
     """The trainer did not start on the slots asked for and is back where it was."""
 
@@ -135,6 +162,7 @@ class PlanMended(NoticeBase):
 Notice: TypeAlias = (
     ReplicaChanged
     | RoutingChanged
+    | ProcessGone
     | ServerProved
     | ServerLost
     | ServerAnswered
@@ -145,6 +173,9 @@ Notice: TypeAlias = (
     | GroupClosed
     | StepClaimed
     | StepOver
+    | StepTaken
+    | VersionOut
+    | VersionsLost
     | ResizeRefused
     | PlanMended
 )

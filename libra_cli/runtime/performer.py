@@ -1,17 +1,18 @@
 """Who carries out what: every action the machine can take, and the part of the runtime it goes to.
 
-The match is exhaustive, here and in each part, so an action that nobody performs is an error of
-mypy and not of a run.
+Each owner has one method, ``perform``, and the actions of one union; who owns an action is looked
+up by its class. A performer that has an action with no owner, or with two, cannot be made.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import Protocol, assert_never
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from libra_cli.core import actions as a
-from libra_cli.core.events import Event, TimerFired
+from libra_cli.core.events import Event, PlanChosen, PlanKept, TimerFired
+from libra_cli.core.parts import takers_of_one
 from libra_cli.core.planning.planner import DecisionMaker, answer
 from libra_cli.runtime.order_files import Orders
 from libra_cli.runtime.rollout.servers import Servers
@@ -19,6 +20,13 @@ from libra_cli.runtime.teacher import Teacher
 from libra_cli.runtime.trainer.processes import TrainerProcesses
 from libra_cli.runtime.trainer.worker_processes import WorkerProcesses
 from libra_cli.runtime.weights.versions import Weights
+
+
+class Owner(Protocol):
+    """Whoever carries out the actions of one union."""
+
+    async def perform(self, action: Any) -> Event | None:
+        """Carry out one action; what comes of it is the machine's next event, if anything does."""
 
 
 class EpisodeSource(Protocol):
@@ -29,6 +37,26 @@ class EpisodeSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Proposals:
+    """Asks the planner for a better plan, in a thread, since it may compute for seconds."""
+
+    planner: DecisionMaker
+
+    async def perform(self, action: a.Propose) -> PlanChosen | PlanKept:
+        """Ask it."""
+        return await asyncio.to_thread(answer, self.planner, action)
+
+
+class Alarms:
+    """Waits, in the time of the event loop."""
+
+    async def perform(self, action: a.Wake) -> TimerFired:
+        """Wait as long as was asked for."""
+        await asyncio.sleep(action.after_s)
+        return TimerFired(action.name)
+
+
+@dataclass(slots=True)
 class Performer:
     """Carries out the actions of one run."""
 
@@ -39,48 +67,26 @@ class Performer:
     orders: Orders
     weights: Weights
     planner: DecisionMaker
-    """Looks for a better plan; called in a thread, since it may compute for seconds."""
     teacher: Teacher | None = None
     """Of a recipe that has one."""
+    _owners: dict[type, Owner] = field(init=False)
+
+    def __post_init__(self) -> None:
+        owners: list[tuple[Any, Any]] = [
+            (a.ServerAction | a.TurnAction, self.servers),
+            (a.TrainerAction, self.trainer),
+            (a.WorkerAction, self.workers),
+            (a.EpisodeAction, self.episodes),
+            (a.AskTeacher, self.teacher),
+            (a.Propose, Proposals(self.planner)),
+            (a.AnswerOrder, self.orders),
+            (a.Wake, Alarms()),
+        ]
+        self._owners = takers_of_one(owners, a.RuntimeAction)
 
     async def perform(self, action: a.RuntimeAction) -> Event | None:
         """Carry out one action; what comes of it is the machine's next event, if anything does."""
-        match action:
-            case (
-                a.StartServer()
-                | a.CheckServer()
-                | a.StopServer()
-                | a.SyncServer()
-                | a.Generate()
-                | a.AbortTurn()
-            ):
-                return await self.servers.perform(action)
-            case a.StartTrainer() | a.StopTrainer() | a.Train() | a.Accumulate() | a.Checkpoint():
-                return await self.trainer.perform(action)
-            case a.StartWorker() | a.SyncWorker() | a.StopWorker():
-                return await self.workers.perform(action)
-            case a.StartEpisode() | a.AdvanceEpisode() | a.FinishEpisode() | a.ForgetEpisode():
-                return await self.episodes.perform(action)
-            case a.AskTeacher():
-                assert self.teacher is not None, "the recipe has no teacher"
-                return await self.teacher.perform(action)
-            case a.Propose() | a.AnswerOrder() | a.Wake():
-                return await self._steer(action)
-            case _:
-                assert_never(action)
-
-    async def _steer(self, action: a.Propose | a.AnswerOrder | a.Wake) -> Event | None:
-        match action:
-            case a.Propose():
-                return await asyncio.to_thread(answer, self.planner, action)
-            case a.AnswerOrder():
-                await self.orders.perform(action)
-                return None
-            case a.Wake():
-                await asyncio.sleep(action.after_s)
-                return TimerFired(action.name)
-            case _:
-                assert_never(action)
+        return await self._owners[type(action)].perform(action)
 
     async def close(self) -> None:
         """Drop every connection to a server, a gradient worker, the trainer or the teacher."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from statistics import fmean
+from typing import Any
 
 SCORE_STEPS = 10
 """A checkpoint's score is the mean reward of so many steps, the last of them its own: over fewer,
@@ -101,6 +102,17 @@ class Checkpoints:
         self.evaluating -= {step}
         if score is not None and self.still_holds(step, incarnation):
             self.evaluated = {**(self.evaluated or {}), step: score}
+
+    def told(self, step: int) -> dict[str, Any]:
+        """What a checkpoint of the step says of scores: its own, and all that are known.
+
+        Evaluations end after the checkpoints that they are of, so all of their scores are told, and
+        which steps go on being evaluated.
+        """
+        told = {"score": self.score(step), "evaluating": sorted(self.evaluating)}
+        if self.evaluated is None:
+            return told
+        return {**told, "evaluated": sorted(self.evaluated.items())}
 
     def score(self, step: int) -> float | None:
         """That of its evaluation, or without any the mean reward of the steps up to this one; None

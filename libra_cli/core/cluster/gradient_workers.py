@@ -12,8 +12,8 @@ versions with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import assert_never
+from collections.abc import Sequence
+from typing import Any, ClassVar, assert_never
 
 from libra_cli.core.actions import (
     Action,
@@ -22,11 +22,13 @@ from libra_cli.core.actions import (
     StopWorker,
     SyncWorker,
     TrainSample,
+    WorkerAction,
 )
 from libra_cli.core.cluster.partition import Speeds, deal_shares
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.cluster.replica_set import ReplicaSet
 from libra_cli.core.events import (
+    NodeEvent,
     PublishedVersion,
     ShareDone,
     WorkerEvent,
@@ -52,6 +54,8 @@ class GradientWorkers(ReplicaSet):
     workers at all; ``whole_groups``: whether all of a group goes to one of them.
     """
 
+    events: ClassVar[Any] = WorkerEvent | NodeEvent
+    actions: ClassVar[Any] = WorkerAction
     role = Role.GRADIENT
     working = ReplicaState.TRAINING
 
@@ -95,10 +99,7 @@ class GradientWorkers(ReplicaSet):
         self._unpaid.pop(slot, None)
         return []
 
-    def handle(
-        self, event: WorkerEvent, restarts: Callable[[Replica], bool], *, now: Seconds
-    ) -> list[Result]:
-        """What comes of an event of a worker; ``restarts``: whether the plan wants it again."""
+    def _take_in(self, event: WorkerEvent, now: Seconds) -> list[Result]:
         match event:
             case WorkerSynced():
                 return self.synced(event, now=now)
@@ -109,7 +110,7 @@ class GradientWorkers(ReplicaSet):
             case WorkerFailed():
                 return self.failed(event, now=now)
             case WorkerStopped():
-                return self.gone(event, restarts, now=now)
+                return self.gone(event)
             case _:
                 assert_never(event)
 

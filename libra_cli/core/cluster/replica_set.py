@@ -18,12 +18,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar, assert_never
 
-from libra_cli.core.actions import Action, Save, Wake
+from libra_cli.core.actions import (
+    Action,
+    CheckServer,
+    Save,
+    ServerAction,
+    StartServer,
+    StartWorker,
+    StopServer,
+    StopWorker,
+    SyncServer,
+    SyncWorker,
+    Wake,
+    WorkerAction,
+)
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.cluster.restarts import LATER_S, MAX_RESTARTS
 from libra_cli.core.events import (
+    NodeBack,
+    NodeEvent,
+    NodeGone,
+    NodeLost,
     PublishedVersion,
     ServerFailed,
     ServerStarted,
@@ -36,7 +53,7 @@ from libra_cli.core.events import (
     WorkerSynced,
     WorkerSyncFailed,
 )
-from libra_cli.core.notices import ReplicaChanged, Result
+from libra_cli.core.notices import ProcessGone, ReplicaChanged, Result
 from libra_cli.core.records import NoteRecord
 from libra_cli.core.types import Role, Seconds, Slot, SlotId
 
@@ -49,6 +66,8 @@ TIMER = "again "
 class ReplicaSet(ABC):
     """The replicas of one role, at most one a slot. Methods return what they call for."""
 
+    events: ClassVar[Any]
+    actions: ClassVar[Any]
     role: ClassVar[Role]
     working: ClassVar[ReplicaState]
     """The state of a replica that has proved a version."""
@@ -61,6 +80,10 @@ class ReplicaSet(ABC):
         self.latest: PublishedVersion | None = None
 
     # -- what is different ----------------------------------------------------------------------
+
+    @abstractmethod
+    def _take_in(self, event: Any, now: Seconds) -> list[Result]:
+        """What comes of an event of one of its processes."""
 
     @abstractmethod
     def _start_action(self, replica: Replica) -> Action: ...
@@ -79,12 +102,35 @@ class ReplicaSet(ABC):
     def _taken_out(self, slot: SlotId, *, died: bool) -> list[Result]:
         """Forget what was known of the process there."""
 
+    def handle(self, event: Any, *, now: Seconds) -> list[Result]:
+        """What comes of an event of a process, or of a node that one may be on."""
+        if isinstance(event, NodeEvent):
+            return self._of_node(event, now)
+        return self._take_in(event, now)
+
     # -- what is --------------------------------------------------------------------------------
 
     def current(self, slot: SlotId, incarnation: int) -> Replica | None:
         """The replica on the slot, if an answer of this incarnation still counts."""
         replica = self.replicas.get(slot)
         return replica if replica is not None and replica.incarnation == incarnation else None
+
+    def wants(self, action: ServerAction | WorkerAction) -> bool:
+        """Whether the end of the action is still waited for."""
+        replica = self.current(action.slot, action.incarnation)
+        if replica is None:
+            return False
+        match action:
+            case StartServer() | StartWorker():
+                return replica.state is ReplicaState.STARTING
+            case StopServer() | StopWorker():
+                return replica.state is ReplicaState.STOPPING
+            case SyncServer() | SyncWorker():
+                return replica.syncing == action.published
+            case CheckServer():
+                return replica.suspect
+            case _:
+                assert_never(action)
 
     @property
     def stopped(self) -> bool:
@@ -135,18 +181,18 @@ class ReplicaSet(ABC):
         stop = self._stop_action(replica)
         return [stop, ReplicaChanged(replica), *self._taken_out(replica.slot.id, died=died)]
 
-    def gone(
-        self,
-        event: ServerStopped | WorkerStopped,
-        restarts: Callable[[Replica], bool],
-        *,
-        now: Seconds,
-    ) -> list[Result]:
-        """Verified gone. Start it again if it is wanted (``restarts`` says so) and deserves it."""
+    def gone(self, event: ServerStopped | WorkerStopped) -> list[Result]:
+        """Verified gone."""
         replica = self.current(event.slot, event.incarnation)
         if replica is None or replica.state is not ReplicaState.STOPPING:
             return []
-        why, again = replica.detail, restarts(replica)
+        return [ProcessGone(replica)]
+
+    def after_end(self, replica: Replica, *, again: bool, now: Seconds) -> list[Result]:
+        """What becomes of a replica whose process is gone: started again, if it is to be and
+        deserves it.
+        """
+        why = replica.detail
         replica.move(ReplicaState.IDLE, now=now, why=why)
         replica.role = Role.IDLE
         if not again or not replica.reachable:  # it is started when its node is back
@@ -268,6 +314,17 @@ class ReplicaSet(ABC):
             why = "died while unreachable"
             results += self.take_out(replica, why, now=now) if dead else self._sync(replica)
         return results
+
+    def _of_node(self, event: NodeEvent, now: Seconds) -> list[Result]:
+        match event:
+            case NodeLost(node):
+                return self.lost(node)
+            case NodeBack(node, alive):
+                return self.back(node, alive, now=now)
+            case NodeGone(node, reason):
+                return self.node_gone(node, reason, now=now)
+            case _:
+                assert_never(event)
 
     def _reach(self, node: str, *, reachable: bool) -> list[Result]:
         touched = [replica for replica in self.replicas.values() if replica.slot.node == node]

@@ -9,12 +9,13 @@ restart.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from typing import NamedTuple, assert_never
+from typing import Any, ClassVar, NamedTuple, assert_never
 
 from libra_cli.core.actions import (
     Action,
     CheckServer,
     Save,
+    ServerAction,
     StartServer,
     StopServer,
     SyncServer,
@@ -24,6 +25,7 @@ from libra_cli.core.cluster.replica_set import GONE_S, ReplicaSet
 from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.costs.online import LearnedCosts
 from libra_cli.core.events import (
+    NodeEvent,
     PublishedVersion,
     ServerChecked,
     ServerEvent,
@@ -68,6 +70,8 @@ class _Counters(NamedTuple):
 class RolloutServers(ReplicaSet):
     """Every slot that serves, in plan order."""
 
+    events: ClassVar[Any] = ServerEvent | NodeEvent
+    actions: ClassVar[Any] = ServerAction
     role = Role.ROLLOUT
     working = ReplicaState.SERVING
 
@@ -103,10 +107,7 @@ class RolloutServers(ReplicaSet):
         self._queues.pop(slot, None)
         return [ServerLost(slot, died)]
 
-    def handle(
-        self, event: ServerEvent, restarts: Callable[[Replica], bool], *, now: Seconds
-    ) -> list[Result]:
-        """What comes of an event of a server; ``restarts``: whether the plan wants it again."""
+    def _take_in(self, event: ServerEvent, now: Seconds) -> list[Result]:
         match event:
             case ServerSampled():
                 return self.sampled(event, now=now)
@@ -121,7 +122,7 @@ class RolloutServers(ReplicaSet):
             case ServerFailed():
                 return self.failed(event, now=now)
             case ServerStopped():
-                return self.gone(event, restarts, now=now)
+                return self.gone(event)
             case _:
                 assert_never(event)
 

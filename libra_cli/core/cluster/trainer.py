@@ -25,7 +25,7 @@ from dataclasses import replace
 from enum import StrEnum
 from json import dumps
 from math import inf
-from typing import Any, assert_never
+from typing import Any, ClassVar, assert_never
 
 from libra_cli.core.actions import (
     Accumulate,
@@ -34,6 +34,7 @@ from libra_cli.core.actions import (
     StartTrainer,
     StopTrainer,
     Train,
+    TrainerAction,
     TrainSample,
     Wake,
     without_advantage,
@@ -51,9 +52,17 @@ from libra_cli.core.events import (
     Accumulated,
     CheckpointFailed,
     CheckpointSaved,
+    NodeBack,
+    NodeEvent,
+    NodeGone,
+    NodeLost,
     PublishedVersion,
     StepDone,
+    TrainerEvent,
+    TrainerFailed,
     TrainerStarted,
+    TrainerStopped,
+    VersionPublished,
 )
 from libra_cli.core.lifecycle import follow
 from libra_cli.core.notices import (
@@ -63,11 +72,14 @@ from libra_cli.core.notices import (
     Result,
     StepClaimed,
     StepOver,
+    StepTaken,
+    VersionOut,
+    VersionsLost,
 )
 from libra_cli.core.records import CreditRecord, NoteRecord, StepRecord, VersionRecord
 from libra_cli.core.rollout.batches import batch_metrics
 from libra_cli.core.rollout.groups import Group, GroupLedger
-from libra_cli.core.rollout.rows import credit_record, group_record
+from libra_cli.core.rollout.rows import credit_record, group_record, group_records
 from libra_cli.core.types import (
     Branch,
     Role,
@@ -133,6 +145,9 @@ TRANSITIONS: dict[TrainerState, dict[TrainerState, str]] = {
 class TrainerGroup:
     """The trainer and its steps. Methods return the actions they call for."""
 
+    events: ClassVar[Any] = TrainerEvent | NodeEvent
+    actions: ClassVar[Any] = TrainerAction
+
     def __init__(
         self,
         ledger: GroupLedger,
@@ -155,11 +170,11 @@ class TrainerGroup:
         self._advantages: dict[TrajectoryId, tuple[float, ...]] = {}
         self.replicas = [Replica(slot, since=0.0, role=Role.TRAIN) for slot in slots]
         self.state = TrainerState.DOWN
-        self.incarnation = 0
-        self.step = 0
+        self.incarnation = self.step = 0
+        self._ending = False
         self.published: PublishedVersion | None = None
         #: A version whose step is not known to be done: the news of the two may cross.
-        self.early: PublishedVersion | None = None
+        self._early: PublishedVersion | None = None
         self.checkpoints = Checkpoints(checkpoint_every)
         self.detail = ""
         #: Nodes that are given up, and since when.
@@ -193,6 +208,75 @@ class TrainerGroup:
         self._slowest_s: Seconds = 0.0
         self._save_asked_at: Seconds = 0.0
         self._step_ended: Seconds = 0.0
+
+    def handle(self, event: TrainerEvent | NodeEvent, *, now: Seconds) -> Iterable[Result]:
+        """What comes of an event of the trainer, or of a node that a rank may be on."""
+        match event:
+            case NodeLost():
+                return ()
+            case NodeBack(node):
+                return self.back(node, now=now)
+            case NodeGone(node, reason):
+                return self.node_gone(node, reason, now=now)
+            case _:
+                of_this = event.incarnation == self.incarnation
+                return self._take_in(event, now) if of_this else ()
+
+    def _take_in(self, event: TrainerEvent, now: Seconds) -> Iterable[Result]:
+        match event:
+            case TrainerStarted():
+                return self.started(event, now=now)
+            case TrainerFailed():
+                return self.failed(event.reason, now=now)
+            case TrainerStopped():
+                return self.gone(now=now)
+            case StepDone():
+                return self._step_done(event, now)
+            case VersionPublished():
+                return self.version_published(event.published)
+            case Accumulated():
+                return self.accumulated(event)
+            case CheckpointSaved() | CheckpointFailed():
+                return self._checkpoint_ended(event, now)
+            case _:
+                assert_never(event)
+
+    def _checkpoint_ended(
+        self, event: CheckpointSaved | CheckpointFailed, now: Seconds
+    ) -> list[Result]:
+        if isinstance(event, CheckpointSaved):
+            return self.saved(event, now=now)
+        return self.save_failed(event, now=now)
+
+    def _step_done(self, event: StepDone, now: Seconds) -> Iterator[Result]:
+        if self.state is not TrainerState.BUSY or event.step <= self.step:
+            return
+        yield from self.done(event, now=now)
+        for group in self._batch:
+            yield from map(Save, group_records(group, now))
+        if published := event.published or self._early:
+            yield from self.version_published(published)
+        yield StepTaken(self.last)
+
+    def wants(self, action: TrainerAction) -> bool:
+        """Whether the end of the action is still waited for."""
+        if action.incarnation != self.incarnation:
+            return False
+        match action:
+            case StartTrainer():
+                return self.state is TrainerState.STARTING
+            case StopTrainer():
+                return self.state is TrainerState.STOPPING
+            case Train() | Accumulate():
+                return self.state is TrainerState.BUSY and action.step == self.step + 1
+            case Checkpoint():
+                return self.checkpoints.writing
+            case _:
+                assert_never(action)
+
+    def wind_down(self) -> None:
+        """A trainer that ends from now on is not started again."""
+        self._ending = True
 
     def _enter(self, state: TrainerState) -> None:
         self.state = follow(TRANSITIONS, self.state, state, "the trainer")
@@ -262,6 +346,8 @@ class TrainerGroup:
 
     def started(self, event: TrainerStarted, *, now: Seconds) -> list[Result]:
         """Ready at some step; what the ledger gave it beyond that is given to it again."""
+        if self.state is not TrainerState.STARTING:
+            return []
         self._enter(TrainerState.READY)
         self._ever_started = True
         self._budget.works(now=now)
@@ -275,8 +361,8 @@ class TrainerGroup:
         self._batch, self._parts, self._awaited, self._apart = [], 0, 0, []
         return [
             *self._replay_begins(now),
-            *self.version_published(event.published),
             *self._move(ReplicaState.TRAINING, now=now),
+            *self.version_published(event.published),
         ]
 
     def _replay_begins(self, now: Seconds) -> list[Result]:
@@ -308,9 +394,9 @@ class TrainerGroup:
 
     def version_published(self, published: PublishedVersion) -> list[Result]:
         """A version can be fetched: its row; none if it is known, or its step is not yet."""
-        self.early = published if published.version.step > self.step else None
+        self._early = published if published.version.step > self.step else None
         known = self.published is not None and published.version <= self.published.version
-        if known or self.early:
+        if known or self._early:
             return []
         self.published = published
         self._ledger.published(published.version.step)
@@ -320,7 +406,7 @@ class TrainerGroup:
             published_at=published.at,
             bytes=published.bytes,
         )
-        return [Save(row)]
+        return [Save(row), VersionOut(published)]
 
     def failed(self, reason: str, *, now: Seconds) -> list[Result]:
         """A rank died or a step failed: stop whatever is left of it."""
@@ -359,13 +445,13 @@ class TrainerGroup:
         ]
         return [*actions, StepOver()]
 
-    def gone(self, *, now: Seconds, again: bool) -> list[Result]:
+    def gone(self, *, now: Seconds) -> list[Result]:
         """Verified gone. Start it again if the run goes on and it may."""
         if self.state is not TrainerState.STOPPING:
             return []
         self._enter(TrainerState.DOWN)
         actions = self._move(ReplicaState.IDLE, now=now, why=self.detail)
-        if not again:
+        if self._ending:
             return actions
         if any(slot.node in self._gone for slot in self._next):
             self._next = []
@@ -409,7 +495,8 @@ class TrainerGroup:
     def node_gone(self, node: str, why: str, *, now: Seconds) -> list[Result]:
         """A node is given up: a rank that ran there is dead, and with it the trainer."""
         self._gone[node] = now
-        return self.failed(why, now=now) if node in self.waits_for else []
+        lost = [VersionsLost()] if node == self.replicas[0].slot.node else []
+        return [*lost, *(self.failed(why, now=now) if node in self.waits_for else [])]
 
     def back(self, node: str, *, now: Seconds) -> list[Result]:
         """A node answers again: a trainer that only waited for it is started."""
@@ -507,20 +594,6 @@ class TrainerGroup:
         self._awaited = self._parts
         return [Accumulate(self.incarnation, step, self._parts, self._given(groups))]
 
-    def told(
-        self, event: Accumulated | CheckpointSaved | CheckpointFailed, *, now: Seconds
-    ) -> list[Result]:
-        """A part is in, or a checkpoint is written, or could not be."""
-        match event:
-            case Accumulated():
-                return self.accumulated(event)
-            case CheckpointSaved():
-                return self.saved(event, now=now)
-            case CheckpointFailed():
-                return self.save_failed(event, now=now)
-            case _:
-                assert_never(event)
-
     def accumulated(self, event: Accumulated) -> list[Result]:
         """A part is in: go on with the next, or with the step."""
         here = event.step == self.step + 1 and event.part == self._awaited
@@ -595,20 +668,8 @@ class TrainerGroup:
         self._save_asked_at = now
 
     def _position(self, step: int) -> dict[str, Any]:
-        """What a checkpoint of ``step`` is given: the ledger's position, and its own score.
-
-        Evaluations end after the checkpoints that they are of, so all of their scores are told, and
-        which steps go on being evaluated.
-        """
-        checkpoints = self.checkpoints
-        position = {
-            **self._ledger.position(step),
-            "score": checkpoints.score(step),
-            "evaluating": sorted(checkpoints.evaluating),
-        }
-        if checkpoints.evaluated is None:
-            return position
-        return {**position, "evaluated": sorted(checkpoints.evaluated.items())}
+        """What a checkpoint of ``step`` is given: the ledger's position, and its score."""
+        return {**self._ledger.position(step), **self.checkpoints.told(step)}
 
     def done(self, event: StepDone, *, now: Seconds) -> list[Result]:
         """A step is done: its row, and what the checkpoint makes forgettable."""

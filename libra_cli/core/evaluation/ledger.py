@@ -35,7 +35,7 @@ from libra_cli.core.types import Seconds, Tokens, Trajectory, TrajectoryId, Weig
 
 MAX_FAILED = 32
 """Trajectories of one evaluation that fail one after the other, with none that ends in between: as
-many as groups that are given up before a run is (``machine.MAX_DROPPED``)."""
+many as groups that are given up before a run is (``trajectories.MAX_DROPPED``)."""
 ESTIMATES = 64
 """Times that an evaluation is estimated while it is played: each takes time by its tasks, so that
 once for every trajectory would be by their square."""

@@ -21,10 +21,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from json import dumps, loads
 from statistics import fmean
+from typing import Any, ClassVar
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import AnswerOrder, Propose, Save
-from libra_cli.core.events import PlanChosen, PlanKept, PlanOrdered
+from libra_cli.core.events import PlanChosen, PlanEvent, PlanKept, PlanOrdered
 from libra_cli.core.evidence import Recalibration
 from libra_cli.core.explanation import STEPS, Explanation
 from libra_cli.core.notices import Result
@@ -41,6 +42,9 @@ WINDOW = STEPS
 
 class PlanController:
     """Decides when to plan again, adopts plans, and records what each one was worth."""
+
+    events: ClassVar[Any] = PlanEvent
+    actions: ClassVar[Any] = Propose | AnswerOrder
 
     def __init__(self, recipe: Recipe, reconciler: Reconciler, plan: Plan) -> None:
         self._recipe = recipe
@@ -70,6 +74,26 @@ class PlanController:
         #: The newest decision while it is not known what came, and the steps since.
         self._decision: DecisionRecord | None = None
         self._came: list[Seconds] = []
+        #: Whether the run is being wound down, so that no slot moves any more.
+        self._ending = False
+
+    def handle(self, event: PlanEvent, *, now: Seconds) -> list[Result]:
+        """What comes of an answer of the planner, or of an order."""
+        if isinstance(event, PlanKept):
+            return self.kept(event, now=now)
+        if self._ending:
+            return self._answer(event.order, accepted=False, text="the run is ending")
+        if isinstance(event, PlanChosen):
+            return self.chosen(event, now=now)
+        return self.ordered(event, now=now)
+
+    def wants(self, action: Propose | AnswerOrder) -> bool:
+        """Whether the end of the action is still waited for: always."""
+        return True
+
+    def wind_down(self) -> None:
+        """No slot is moved from now on, whoever orders it."""
+        self._ending = True
 
     def number_on(self, last: int) -> None:
         """A run goes on whose newest plan had this number."""

@@ -60,6 +60,8 @@ class Reconciler:
         self._wanted = DesiredState(plan, slots)
         self._tracker = MigrationTracker(self._wanted, servers, workers, training)
         self._draining: set[SlotId] = set()
+        #: Whether the run is being wound down, so that nothing is started again.
+        self._ending = False
 
     @property
     def moves(self) -> dict[SlotId, SlotMigration]:
@@ -82,11 +84,15 @@ class Reconciler:
 
     def should_restart(self, replica: Replica) -> bool:
         """Whether the plan still has the process that has just ended there."""
-        if replica.detail == WHY:
+        if self._ending or replica.detail == WHY:
             return False
         if replica.bucket is None:
             return replica.slot.id in self._wanted.gradient
         return self._wanted.servers.get(replica.slot.id) == replica.bucket
+
+    def wind_down(self) -> None:
+        """Nothing that ends from now on is started again."""
+        self._ending = True
 
     def plan(self, reasons: tuple[str, ...]) -> Plan:
         """What is wanted now; a move that failed has changed it."""

@@ -31,16 +31,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Any, ClassVar, assert_never
 
 from libra_cli.core.actions import (
     AbortTurn,
     AdvanceEpisode,
+    AskTeacher,
+    EpisodeAction,
     FinishEpisode,
     ForgetEpisode,
     Generate,
     Save,
     StartEpisode,
+    TurnAction,
 )
 from libra_cli.core.evaluation.ledger import Evaluation, EvaluationLedger
 from libra_cli.core.events import (
@@ -66,7 +69,7 @@ from libra_cli.core.rollout.rows import (
     trajectory_record,
     turn_record,
 )
-from libra_cli.core.rollout.teaching import TeacherQueue, take_logprobs, taught_branches
+from libra_cli.core.rollout.teaching import TIMER, TeacherQueue, take_logprobs, taught_branches
 from libra_cli.core.rollout.turns import (
     ABORTED,
     LENGTH,
@@ -98,6 +101,8 @@ if TYPE_CHECKING:
 
 DEMONSTRATED = 1.0
 """The reward of a demonstration; all have the same, and ``sft`` does not look at it."""
+MAX_DROPPED = 32
+"""Groups given up one after the other, with no trajectory finished in between."""
 MAX_BREAKS = 5
 """Fewer than after which the server would be taken out (``rollout_servers.MAX_FAILURES``)."""
 
@@ -122,6 +127,9 @@ class _ForgettingMean:
 class Trajectories:
     """Every trajectory in play. Methods return what they call for."""
 
+    events: ClassVar[Any] = RolloutEvent
+    actions: ClassVar[Any] = TurnAction | EpisodeAction | AskTeacher
+
     def __init__(
         self,
         ledger: GroupLedger,
@@ -142,7 +150,7 @@ class Trajectories:
         #: Of what is trained only.
         self._estimator = scheduler.policy.estimator
         self._limits = limits
-        self._needs_seats = needs_seats
+        self.needs_seats = needs_seats
         self.active: dict[TrajectoryId, ActiveTrajectory] = {}
         self._parked: dict[SlotId, dict[int, TurnGenerated]] = {}
         self._requests = 0
@@ -176,12 +184,56 @@ class Trajectories:
             case _:
                 assert_never(event)
 
+    def wants(self, action: TurnAction | EpisodeAction | AskTeacher) -> bool:
+        """Whether the end of the action is still waited for."""
+        if isinstance(action, AbortTurn | ForgetEpisode):
+            return False  # neither ends in anything
+        active = self.active.get(action.trajectory)
+        if active is None:
+            return False
+        match action:
+            case StartEpisode():
+                return active.stage is Stage.RESETTING
+            case Generate():
+                return active.stage is Stage.GENERATING and active.request == action.request
+            case AdvanceEpisode() | FinishEpisode():
+                return active.stage is Stage.ADVANCING
+            case AskTeacher():
+                return active.stage is Stage.TAUGHT
+            case _:
+                assert_never(action)
+
+    @property
+    def given_up(self) -> str:
+        """Why no trajectory can be finished any more; empty while some can."""
+        return "" if self.teacher is None else self.teacher.given_up
+
+    @property
+    def broken(self) -> str:
+        """Why nothing is finished any more, after so many groups in a row; empty while some is."""
+        if self.dropped_in_a_row <= MAX_DROPPED:
+            return ""
+        what = "environment" if self.needs_seats else "demonstration"
+        return f"the {what} breaks every time: {self.last_failure}"
+
+    @property
+    def waits_for(self) -> str:
+        """What trajectories that are over wait for in vain; empty for nothing."""
+        silent = self.teacher is not None and self.teacher.is_silent
+        return "the teacher, which does not answer" if silent else ""
+
+    def timer_fired(self, name: str) -> list[Result]:
+        """The teacher's pause is over, if that is the timer."""
+        if name != TIMER or self.teacher is None:
+            return []
+        return [*self.teacher.again()]
+
     # -- opening and placing --------------------------------------------------------------------
 
     def fill(self, *, version: Version, now: Seconds) -> list[Result]:
         """Open groups while the staleness bound and the servers' seats allow it."""
         actions: list[Result] = []
-        while self._ledger.may_open and (not self._needs_seats or self._has_seats()):
+        while self._ledger.may_open and (not self.needs_seats or self._has_seats()):
             group = self._ledger.open(version=version, now=now)
             actions += map(Save, group_records(group, now))
             for trajectory in group.members:

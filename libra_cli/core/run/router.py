@@ -8,12 +8,10 @@ from typing import assert_never
 
 from libra_cli.core import notices as n
 from libra_cli.core.actions import Action, Save
-from libra_cli.core.cluster.gradient_workers import GradientWorkers
 from libra_cli.core.cluster.replica import Replica, shown, slot_record
-from libra_cli.core.cluster.rollout_servers import RolloutServers
-from libra_cli.core.cluster.trainer import TrainerGroup
-from libra_cli.core.reconcile.reconciler import Reconciler
-from libra_cli.core.rollout.trajectories import Trajectories
+from libra_cli.core.cluster.replica_set import ReplicaSet
+from libra_cli.core.run.assembly import RunParts
+from libra_cli.core.run.watch import RunWatch
 from libra_cli.core.types import Seconds, SlotId
 
 
@@ -42,11 +40,8 @@ class Agenda:
 class NoticeRouter:
     """Knows which part each notice is for."""
 
-    servers: RolloutServers
-    workers: GradientWorkers
-    training: TrainerGroup
-    rollout: Trajectories
-    reconciler: Reconciler
+    parts: RunParts
+    watch: RunWatch
     agenda: Agenda = field(default_factory=Agenda)
 
     def route(self, results: Iterable[n.Result], actions: list[Action], now: Seconds) -> None:
@@ -60,45 +55,84 @@ class NoticeRouter:
     def _deliver(self, notice: n.Notice, now: Seconds) -> Iterable[n.Result]:
         """What another part does about it."""
         match notice:
-            case n.RequestSent(slot):
-                self.servers.request_sent(slot, now=now)
-            case n.RequestEnded(slot, answered):
-                self.servers.request_ended(slot, answered=answered, now=now)
-            case n.RequestBroke(slot, reason, group):
-                return self.servers.request_broke(slot, reason, group, now=now)
+            case n.RequestSent() | n.RequestEnded() | n.RequestBroke():
+                return self._tell_servers(notice, now)
             case n.ServerProved() | n.GraceOver() | n.GroupClosed() | n.ServerAnswered():
                 return self._tell_rollout(notice, now)
-            case n.StepClaimed(train):
-                gpus = sum(rank.slot.num_devices for rank in self.training.replicas)
-                return [replace(train, shares=self.workers.shares(train.samples, gpus))]
-            case n.StepOver():
-                return self.workers.step_over(notice, now=now)
-            case n.ResizeRefused(why):
-                return self.reconciler.resize_refused(why)
+            case n.StepClaimed() | n.StepOver():
+                return self._tell_workers(notice, now)
+            case n.StepTaken(row):
+                return self.watch.step_taken(row, now=now)
+            case n.VersionOut() | n.VersionsLost():
+                return self._tell_of_versions(notice)
+            case n.ProcessGone() | n.ResizeRefused():
+                return self._ask_reconciler(notice, now)
             case n.ReplicaChanged() | n.RoutingChanged() | n.ServerLost() | n.PlanMended():
-                self._defer(notice)
+                return self._defer(notice)
             case _:
                 assert_never(notice)
-        return ()
+
+    def _tell_servers(
+        self, notice: n.RequestSent | n.RequestEnded | n.RequestBroke, now: Seconds
+    ) -> list[n.Result]:
+        servers = self.parts.servers
+        match notice:
+            case n.RequestSent(slot):
+                servers.request_sent(slot, now=now)
+            case n.RequestEnded(slot, answered):
+                servers.request_ended(slot, answered=answered, now=now)
+            case n.RequestBroke(slot, reason, group):
+                return servers.request_broke(slot, reason, group, now=now)
+            case _:
+                assert_never(notice)
+        return []
 
     def _tell_rollout(
         self, notice: n.ServerProved | n.GraceOver | n.GroupClosed | n.ServerAnswered, now: Seconds
     ) -> list[n.Result]:
         match notice:
             case n.ServerProved(slot):
-                return self.rollout.proved(slot, now=now)
+                return self.parts.rollout.proved(slot, now=now)
             case n.GraceOver(slot):
-                return self.rollout.abort(slot)
+                return self.parts.rollout.abort(slot)
             case n.GroupClosed(group):
-                return self.rollout.closed(group, now=now)
+                return self.parts.rollout.closed(group, now=now)
             case n.ServerAnswered(slot):
-                return self.rollout.answered(slot)
+                return self.parts.rollout.answered(slot)
             case _:
                 assert_never(notice)
 
+    def _tell_workers(self, notice: n.StepClaimed | n.StepOver, now: Seconds) -> list[n.Result]:
+        workers = self.parts.workers
+        if isinstance(notice, n.StepOver):
+            return workers.step_over(notice, now=now)
+        gpus = sum(rank.slot.num_devices for rank in self.parts.training.replicas)
+        train = notice.train
+        return [replace(train, shares=workers.shares(train.samples, gpus))]
+
+    def _tell_of_versions(self, notice: n.VersionOut | n.VersionsLost) -> list[n.Result]:
+        results: list[n.Result] = []
+        for some in (self.parts.servers, self.parts.workers):
+            if isinstance(notice, n.VersionOut):
+                results += some.publish(notice.published)
+            else:
+                some.latest = None
+        return results
+
+    def _ask_reconciler(
+        self, notice: n.ProcessGone | n.ResizeRefused, now: Seconds
+    ) -> list[n.Result]:
+        parts = self.parts
+        if isinstance(notice, n.ResizeRefused):
+            return parts.reconciler.resize_refused(notice.why)
+        replica, again = notice.replica, parts.reconciler.should_restart(notice.replica)
+        both: tuple[ReplicaSet, ...] = (parts.servers, parts.workers)
+        (own,) = (some for some in both if some.replicas.get(replica.slot.id) is replica)
+        return own.after_end(replica, again=again, now=now)
+
     def _defer(
         self, notice: n.ReplicaChanged | n.RoutingChanged | n.ServerLost | n.PlanMended
-    ) -> None:
+    ) -> list[n.Result]:
         """It is seen to when the machine settles."""
         agenda = self.agenda
         match notice:
@@ -106,7 +140,7 @@ class NoticeRouter:
                 slot = replica.slot.id
                 agenda.rows[slot] = replica
                 agenda.look = True
-                agenda.reroute = agenda.reroute or self.servers.replicas.get(slot) is replica
+                agenda.reroute = agenda.reroute or self.parts.servers.replicas.get(slot) is replica
             case n.RoutingChanged():
                 agenda.reroute = True
             case n.ServerLost(slot, died):
@@ -115,6 +149,7 @@ class NoticeRouter:
                 agenda.mended = agenda.look = True
             case _:
                 assert_never(notice)
+        return []
 
     def slot_rows(self, now: Seconds, waiting: Callable[[SlotId], int]) -> list[Action]:
         """One row for each slot that has changed: that of the replica that works.
@@ -130,7 +165,8 @@ class NoticeRouter:
         ]
 
     def _shown(self, slot: SlotId, last: Replica) -> Replica:
-        server, worker = self.servers.replicas.get(slot), self.workers.replicas.get(slot)
-        rank = next((rank for rank in self.training.replicas if rank.slot.id == slot), None)
+        parts = self.parts
+        server, worker = parts.servers.replicas.get(slot), parts.workers.replicas.get(slot)
+        rank = next((rank for rank in parts.training.replicas if rank.slot.id == slot), None)
         # One that the trainer has just left is no longer among its replicas.
         return shown(replica for replica in (server, worker, rank, last) if replica is not None)

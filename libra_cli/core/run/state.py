@@ -80,6 +80,11 @@ class RunState:
         self.ended_at: Seconds | None = None
         self._written: tuple[object, ...] = ()
 
+    @property
+    def going(self) -> bool:
+        """Whether it is not being wound down."""
+        return self.phase is Phase.RUNNING or self.phase is Phase.STARTING
+
     def enter(self, phase: Phase) -> None:
         """Go on to another phase. Raises IllegalMove."""
         self.phase = follow(TRANSITIONS, self.phase, phase, "the run")

@@ -194,88 +194,10 @@ def asked_again(
         action = asked.action
         if number > last:
             break
-        if not _is_wanted(machine, action):
+        if not machine.wants(action):
             del memory.asked[number]
             continue
         if isinstance(action, a.Wake):
             action = replace(action, after_s=max(0.0, asked.at + action.after_s - now))
         again.append((number, action))
     return again
-
-
-def _is_wanted(machine: Machine, action: a.RuntimeAction) -> bool:
-    match action:
-        case a.StartServer() | a.CheckServer() | a.StopServer() | a.SyncServer():
-            return _of_replica(machine.servers.current(action.slot, action.incarnation), action)
-        case a.StartWorker() | a.StopWorker() | a.SyncWorker():
-            return _of_replica(machine.workers.current(action.slot, action.incarnation), action)
-        case a.StartTrainer() | a.StopTrainer() | a.Train() | a.Accumulate() | a.Checkpoint():
-            return _of_trainer(machine, action)
-        case (
-            a.StartEpisode()
-            | a.Generate()
-            | a.AdvanceEpisode()
-            | a.FinishEpisode()
-            | a.AskTeacher()
-        ):
-            return _of_episode(machine, action)
-        case a.AbortTurn() | a.ForgetEpisode():
-            return False  # turns and environments went with the controller
-        case a.Propose() | a.AnswerOrder() | a.Wake():
-            return True
-
-
-def _of_replica(
-    replica: Replica | None,
-    action: a.StartServer
-    | a.CheckServer
-    | a.StopServer
-    | a.SyncServer
-    | a.StartWorker
-    | a.StopWorker
-    | a.SyncWorker,
-) -> bool:
-    if replica is None:
-        return False
-    match action:
-        case a.StartServer() | a.StartWorker():
-            return replica.state is ReplicaState.STARTING
-        case a.StopServer() | a.StopWorker():
-            return replica.state is ReplicaState.STOPPING
-        case a.SyncServer() | a.SyncWorker():
-            return replica.syncing == action.published
-        case a.CheckServer():
-            return replica.suspect
-
-
-def _of_trainer(machine: Machine, action: a.TrainerAction) -> bool:
-    training = machine.training
-    if action.incarnation != training.incarnation:
-        return False
-    match action:
-        case a.StartTrainer():
-            return training.state is TrainerState.STARTING
-        case a.StopTrainer():
-            return training.state is TrainerState.STOPPING
-        case a.Train() | a.Accumulate():
-            return training.state is TrainerState.BUSY and action.step == training.step + 1
-        case a.Checkpoint():
-            return training.checkpoints.writing
-
-
-def _of_episode(
-    machine: Machine,
-    action: a.StartEpisode | a.Generate | a.AdvanceEpisode | a.FinishEpisode | a.AskTeacher,
-) -> bool:
-    active = machine.rollout.active.get(action.trajectory)
-    if active is None:
-        return False
-    match action:
-        case a.StartEpisode():
-            return active.stage is Stage.RESETTING
-        case a.Generate():
-            return active.stage is Stage.GENERATING and active.request == action.request
-        case a.AdvanceEpisode() | a.FinishEpisode():
-            return active.stage is Stage.ADVANCING
-        case a.AskTeacher():
-            return active.stage is Stage.TAUGHT

@@ -219,7 +219,7 @@ def test_a_database_shows_a_dry_run_what_the_machine_showed_its_planner(tmp_path
     machine, recipe = run.world.machine, run.world.machine.recipe
     with Reader(tmp_path) as reader:
         again = observation_of_run(reader, recipe, live=True)
-    own = machine._observe()
+    own = machine.observe()
     assert own is not None
     assert again.step == own.step
     assert again.lengths == own.lengths
@@ -251,7 +251,7 @@ def test_a_run_that_goes_on_has_forgotten_nothing(tmp_path: Path) -> None:
         RunIdentity("again", "", 1, 0.0),
         resume=Resume("checkpoint", position, 0, records),
     )
-    own, seen = before._observe(), again._observe()
+    own, seen = before.observe(), again.observe()
     assert own is not None
     assert seen is not None
     assert_alike(seen.workload, own.workload)
@@ -264,7 +264,7 @@ def test_a_run_that_goes_on_has_forgotten_nothing(tmp_path: Path) -> None:
     (first,) = [row for row in rows if isinstance(row, PlanRecord)]
     assert first.plan == plans[-1].plan + 1
     assert again.reconciler._tracker._number == moves[-1].move
-    assert again._observe().measured == ()  # type: ignore[union-attr]
+    assert again.observe().measured == ()  # type: ignore[union-attr]
     with Journal(tmp_path) as journal:
         journal.save(first)
     with Reader(tmp_path) as reader:

@@ -18,7 +18,7 @@ from libra_cli.core.events import (
     ServerSynced,
     SyncFailed,
 )
-from libra_cli.core.notices import Result
+from libra_cli.core.notices import ProcessGone, Result
 from libra_cli.core.types import Bucket, Plan, Pool, Slot, WeightVersion
 
 SLOT = Slot("b/0", "b", (), Pool.ROLLOUT)
@@ -75,7 +75,8 @@ class Servers(RolloutServers):
     def end(self) -> list[type]:
         """No process is left."""
         stopped = ServerStopped(SLOT.id, self.one.incarnation)
-        return kinds(self.gone(stopped, lambda _: True, now=3.0)) or self.rest()
+        assert self.gone(stopped) == [ProcessGone(self.one)]
+        return kinds(self.after_end(self.one, again=True, now=3.0)) or self.rest()
 
     def rest(self) -> list[type]:
         """The wait before it is started again is over, if there is one."""

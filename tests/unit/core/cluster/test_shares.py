@@ -197,13 +197,8 @@ def test_only_a_worker_that_works_and_can_be_reached_has_a_share(what):
     else:
         workers.leave(status, "the plan", now=2.0)
         if what == "starting":
-            workers.gone(e.WorkerStopped("w/0", status.incarnation), wanted, now=2.0)
+            workers.after_end(status, again=True, now=2.0)
     assert workers.shares(BATCH, 1) == ()
-
-
-def wanted(_: Replica) -> bool:
-    """The plan has it still."""
-    return True
 
 
 def done(status: Replica, *, used: bool) -> e.ShareDone:
@@ -229,7 +224,7 @@ def test_what_a_worker_of_before_says_changes_nothing():
     status = ready(workers, slot(0), version(1))
     old = done(status, used=True)
     workers.take_out(status, "died", now=2.0)
-    workers.gone(e.WorkerStopped("w/0", status.incarnation), wanted, now=2.0)
+    workers.after_end(status, again=True, now=2.0)
     workers.step_over(StepOver((old,)), now=3.0)
     assert not workers.used
 
@@ -249,7 +244,7 @@ def test_a_worker_that_never_worked_is_not_started_again():
     status = workers.at(slot(0), now=0.0)
     workers.start(status, now=0.0)
     workers.failed(e.WorkerFailed("w/0", status.incarnation, "no memory"), now=1.0)
-    workers.gone(e.WorkerStopped("w/0", status.incarnation), wanted, now=2.0)
+    workers.after_end(status, again=True, now=2.0)
     assert status.state is ReplicaState.FAILED
     workers.expect(slot(0), now=3.0)
     assert str(status.state) == "idle", "a new plan hopes for it"

@@ -28,7 +28,7 @@ from libra_cli.core.records import (
     VersionRecord,
 )
 from libra_cli.core.rollout.groups import new_trajectory
-from libra_cli.core.run.machine import STALLED_S
+from libra_cli.core.run.evaluating import STALLED_S
 from libra_cli.core.run.state import Resume
 from libra_cli.core.scheduling.request_scheduler import EVALUATION_SHARE
 from libra_cli.core.types import TrajectoryId, WeightVersion, is_evaluation
@@ -85,7 +85,7 @@ def test_the_planner_sees_the_same_run_with_and_without_evaluations() -> None:
     assert evaluated
     trained = played({**EVALUATION, "every": 0, "at_start": False, "at_end": False}, seed=2)
     for one in (world, trained):
-        lengths = one.machine._observer.workload
+        lengths = one.machine._watch._observer.workload
         finished = [
             row
             for row in one.records
@@ -224,7 +224,7 @@ def test_a_run_that_is_stopped_cuts_its_evaluations() -> None:
     world = played(seed=8, faults=Faults(stop_asked=0.02))
     assert world.end is not None
     assert world.end.state == "stopped"
-    assert not world.machine.evaluations.running
+    assert not world.machine.parts.evaluations.running
 
 
 def test_a_run_that_goes_on_numbers_on_and_repeats_nothing_that_is_finished() -> None:

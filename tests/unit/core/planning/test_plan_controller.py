@@ -44,7 +44,7 @@ class Steps:
         self.now += PERIOD
         step = replace(self.world.machine.training.last, waited_s=train_idle * PERIOD)
         self.controller.stepped(step, ready, self.signs, now=self.now)
-        looks = self.controller.look(self.world.machine._observe)
+        looks = self.controller.look(self.world.machine.observe)
         if looks:
             self.controller.kept(e.PlanKept("it pays nothing"), now=self.now)
         return "".join(look.why for look in looks if isinstance(look, a.Propose))

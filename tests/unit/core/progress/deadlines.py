@@ -19,7 +19,7 @@ from libra_cli.core.progress.watch import FOUND_S
 from libra_cli.core.reconcile.migration import LIFECYCLE, MigrationPhase
 from libra_cli.core.rollout.active import Stage
 from libra_cli.core.rollout.groups import GroupState
-from libra_cli.core.run.machine import DRAIN_S
+from libra_cli.core.run.course import DRAIN_S
 from libra_cli.core.run.state import Phase
 from libra_cli.core.types import Seconds
 

@@ -185,7 +185,7 @@ def test_what_a_dead_trainer_has_lost_is_trained_before_it_is_replayed():
     steps.take()
     steps.take()
     steps.training.failed("killed", now=0.0)
-    steps.training.gone(now=0.0, again=True)
+    steps.training.gone(now=0.0)
     steps.training.restart(now=100.0)
     steps.start(1)
     assert set(groups_in(steps.claim())) == set(range(8))
@@ -196,7 +196,7 @@ def test_groups_that_were_replayed_when_the_trainer_died_are_not_replayed_again(
     steps.take()
     steps.claim()
     steps.training.failed("killed", now=0.0)
-    steps.training.gone(now=0.0, again=True)
+    steps.training.gone(now=0.0)
     steps.training.restart(now=100.0)
     steps.start(1)
     assert set(groups_in(steps.claim())) == {4, 5, 6, 7}

@@ -95,7 +95,7 @@ def test_a_teacher_that_is_away_is_waited_for_and_told_and_then_everything_goes_
     assert "connection refused" in note.text
     world.play(world.events + 20)
     assert world.machine.training.step == 0  # nothing is trained without it
-    assert "the teacher, which does not answer" in world.machine._waiting()
+    assert "the teacher, which does not answer" in world.machine.waiting
     world.faults.teacher_fails = 0.0
     world.run()
     assert world.end == a.End("finished", "")

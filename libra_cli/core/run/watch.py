@@ -1,0 +1,87 @@
+"""What a run learns from its own rows: what a planner may know, what goes wrong, and what its
+checkpoints are worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from libra_cli.core.actions import Action, Save
+from libra_cli.core.notices import Result
+from libra_cli.core.observation import Observation
+from libra_cli.core.records import Record, StepRecord
+from libra_cli.core.rollout.groups import GroupState
+from libra_cli.core.run import evaluating
+from libra_cli.core.run.assembly import RunParts
+from libra_cli.core.run.observer import RunObserver
+from libra_cli.core.types import Seconds
+from libra_cli.core.warnings.rules import RuleBounds
+from libra_cli.core.warnings.watch import LearningWatch
+
+
+class RunWatch:
+    """Looks at every row that is written, and after every step for a better plan."""
+
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
+        self._observer = RunObserver(parts.recipe)
+        self._warnings = LearningWatch(RuleBounds(parts.recipe.training.max_grad_norm))
+
+    def remember(self, records: Sequence[Record]) -> None:
+        """A run goes on that has written these rows."""
+        training = self._parts.training
+        for record in records:
+            self._observer.saw(record)
+            self._warnings.remember(record)
+            if isinstance(record, StepRecord) and record.step <= training.step:
+                training.checkpoints.learn_reward(record.step, record.reward)
+
+    def see(self, actions: Iterable[Action]) -> None:
+        """Rows are written: show them the observer, and tell the trainer what its checkpoints are
+        worth.
+        """
+        for action in actions:
+            if isinstance(action, Save):
+                self._observer.saw(action.record)
+                evaluating.saw(self._parts, action.record)
+
+    def step_taken(self, row: StepRecord, *, now: Seconds) -> Iterator[Result]:
+        """A step is done: warn of what goes wrong, and see whether a planner is to look."""
+        yield from map(Save, self._warnings.saw(row, now=now))
+        if self._parts.run.going:
+            signs = self._observer.signs
+            yield from self._parts.controller.stepped(row, self._ready_share, signs, now=now)
+
+    def look(self) -> list[Result]:
+        """Ask the planner, if that is due."""
+        return self._parts.controller.look(self.observe)
+
+    @property
+    def _ready_share(self) -> float:
+        """The share of the groups begun and not trained that wait for training."""
+        ledger = self._parts.ledger
+        ready, played = ledger.count(GroupState.READY), ledger.count(GroupState.OPEN)
+        return ready / max(1, ready + played)
+
+    def observe(self) -> Observation | None:
+        """What a planner may know now; None before a trajectory has finished."""
+        workload, measured = self._observer.workload, self._observer.measured
+        if workload is None:
+            return None
+        parts, starved = self._parts, bool(measured) and measured[-1].starved
+        return Observation(
+            step=parts.training.step,
+            plan=parts.controller.plan,
+            slots=parts.controller.slots,
+            pins=tuple(parts.controller.pins.items()),
+            workload=workload,
+            measured=measured,
+            lengths=self._observer.lengths,
+            evidence=self._observer.evidence,
+            recalibration=parts.controller.recalibration,
+            rollout_idle=0.0 if starved else self._ready_share,
+            queue=len(parts.scheduler) / max(1, parts.scheduler.queues.seats),
+            steps_left=parts.recipe.run.steps - parts.training.step,
+            predictions=self._observer.predictions,
+            sync_s=self._observer.sync_s,
+        )
