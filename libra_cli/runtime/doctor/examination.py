@@ -35,7 +35,8 @@ from libra_cli.core.types import Plan, node_of
 from libra_cli.runtime.credentials.authority import peer_url
 from libra_cli.runtime.credentials.run_secrets import RunSecrets
 from libra_cli.runtime.episodes.renderer import Renderer
-from libra_cli.runtime.hosts.cluster import Cluster, error_in
+from libra_cli.runtime.hosts.cluster import Cluster
+from libra_cli.runtime.hosts.exits import error_in
 from libra_cli.runtime.teacher import Teacher
 
 SEND_S = 0.5
@@ -204,10 +205,10 @@ class Examination:
         head = node_of(self._plan.train[0])
         if path is None or head not in reports or reports[head].model is None:
             return None
-        self._cluster.model_dirs = self._cluster.expanded(path)
+        await self._cluster.models.place()
         with tempfile.TemporaryDirectory() as place:
             try:
-                await self._cluster.fetch_tokenizer(head, Path(place))
+                await self._cluster.models.fetch_tokenizer(Path(place))
                 renderer = await asyncio.to_thread(
                     Renderer,
                     Path(place),

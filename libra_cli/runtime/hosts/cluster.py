@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -24,10 +23,8 @@ from typing import Any, TypeVar
 
 from libra_cli.config.errors import NONSENSE, HostError, HostLost, LibraError, ProcessError
 from libra_cli.config.recipe import NodeSpec, Recipe
-from libra_cli.core.costs.architecture import Architecture, architecture_of
 from libra_cli.core.costs.memory import GIB
 from libra_cli.core.launch.accelerate import RENDEZVOUS
-from libra_cli.core.launch.model import model_process
 from libra_cli.core.launch.ports import ports_needed
 from libra_cli.core.launch.process import HostFacts, ProcessSpec
 from libra_cli.core.preflight.case import PreflightCase
@@ -48,8 +45,8 @@ from libra_cli.runtime.hosts.agent_messages import (
 )
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.local import LocalTransport
+from libra_cli.runtime.hosts.model_copies import ModelCopies
 from libra_cli.runtime.hosts.preflight import look, open_files
-from libra_cli.runtime.hosts.remote_files import fetch_tokenizer, names_in
 from libra_cli.runtime.hosts.ssh import SshTransport
 from libra_cli.runtime.hosts.ssh_target import HostBusy
 from libra_cli.runtime.hosts.transport import ByteStream, Endpoint, Transport
@@ -102,26 +99,6 @@ def _let_go(spec: ProcessSpec) -> list[int]:
     return [port for what, port in spec.ports.items() if what == "rendezvous"]
 
 
-_ERROR = re.compile(
-    r"^(?!subprocess\.CalledProcessError)[\w.]*(Error|Exception|Interrupt)\b.*", re.M
-)
-
-
-def how_it_ended(event: Exited) -> str:
-    """Describe an exit, with the last line of its log that names an error, or the last of all."""
-    if event.exit_code is None or event.exit_code < 0:
-        by = "by nobody knows what" if event.exit_code is None else f"by signal {-event.exit_code}"
-        return f"was ended {by}"
-    return f"ended with exit code {event.exit_code}: {error_in(event.tail)}"
-
-
-def error_in(text: str) -> str:
-    """The last line of a log that names an error, or the last of all."""
-    errors = [match[0] for match in _ERROR.finditer(text)]
-    lines = [line for line in text.splitlines() if line.strip()]
-    return (errors or lines or ["it wrote nothing"])[-1].strip()[:500]
-
-
 @dataclass(frozen=True, slots=True)
 class KeptCluster:
     """Where the processes of a run listen and its model lies, by node, for another controller."""
@@ -149,14 +126,20 @@ class Cluster:
     ) -> None:
         self._recipe = recipe
         self.recipe_path = recipe_path
-        self.plan = plan
+        self._plan = plan
         self.run_id = run_id
         self.secrets = secrets
         self.clock = clock
         self.hosts: dict[str, Host] = {node.name: host_of(node) for node in recipe.nodes}
         self.facts: dict[str, HostFacts] = {}
         self.ports: dict[str, dict[str, int]] = {}
-        self.model_dirs: dict[str, str] = {}
+        self.models = ModelCopies(
+            recipe,
+            node_of(plan.train[0]),
+            self.hosts,
+            self.facts,
+            partial(self.run_to_end, timeout_s=MODEL_TIMEOUT_S),
+        )
         #: Called with every event of a host; set before the run's machine starts.
         self.on_event: Callable[[HostEvent], None] = lambda event: None
         self._save = save
@@ -183,8 +166,8 @@ class Cluster:
         await self._on_all(self._look_quickly)
         self._judge(examine(self.case(), quick=True))
         await self._on_all(self._reserve)
-        await self._place_model()
-        await self.fetch_tokenizer(node_of(self.plan.train[0]), model_copy)
+        await self.models.place()
+        await self.models.fetch_tokenizer(model_copy)
 
     async def adopt(self, kept: KeptCluster, model_copy: Path) -> dict[str, frozenset[str] | None]:
         """Attach to the hosts of a run whose controller was killed; nothing on them is examined.
@@ -197,10 +180,10 @@ class Cluster:
             HostError: a host cannot be reached; what runs there goes on until its lease is over.
         """
         await self._on_all(self.connect)
-        self.model_dirs = dict(kept.model_dirs)
+        self.models.directories = dict(kept.model_dirs)
         await self._on_all(partial(self._adopt, kept))
         if not (model_copy / "config.json").exists():
-            await self.fetch_tokenizer(self.head, model_copy)
+            await self.models.fetch_tokenizer(model_copy)
         return {
             name: await host.running() if host.life == kept.lives.get(name) else None
             for name, host in self.hosts.items()
@@ -335,7 +318,7 @@ class Cluster:
         """What the checks look at, as far as it is known."""
         return PreflightCase(
             self._recipe,
-            self.plan,
+            self._plan,
             self.reports,
             recipe_path=self.recipe_path,
             open_files=open_files(),
@@ -357,44 +340,15 @@ class Cluster:
             raise HostError("\n".join(lines), hint=f"libra doctor {self.recipe_path}")
 
     async def _reserve(self, node: NodeSpec) -> None:
-        names = ports_needed(self._recipe, self.plan).get(node.name, ())
+        names = ports_needed(self._recipe, self._plan).get(node.name, ())
         first, last = node.port_range
         ports = await self.hosts[node.name].ports(first, last, len(names))
         self.ports[node.name] = dict(zip(names, ports, strict=True))
 
-    # -- the model ------------------------------------------------------------------------------
-
-    async def _place_model(self) -> None:
-        path = self._recipe.model.path
-        if path is not None:
-            self.model_dirs = self.expanded(path)
-            return
-        await self._build_model()
-        others = [name for name in self.hosts if name != self.head]
-        if others:
-            await self._copy_model(others)
-
     @property
-    def head(self) -> str:
-        """The node that builds the model, where the recipe has none, and runs rank 0."""
-        return node_of(self.plan.train[0])
-
-    async def _build_model(self) -> None:
-        spec = model_process(self._recipe, self.facts[self.head])
-        await self.run_to_end(spec, timeout_s=MODEL_TIMEOUT_S)
-        host = self.hosts[self.head]
-        said = await host.transport.get(f"{host.run_dir}/model.json")
-        with understood(HostError, f"{self.head}: model.json"):
-            self.model_dirs[self.head] = str(json.loads(said)["model_dir"])
-
-    async def _copy_model(self, nodes: Sequence[str]) -> None:
-        """Copy the built model from the head to these nodes."""
-        source = self.model_dirs[self.head]
-        files = await self._read_directory(self.head, source)
-        for name in nodes:
-            target = f"{self.hosts[name].workdir}/models/{Path(source).name}"
-            await self.hosts[name].transport.put_tree(files, target)
-            self.model_dirs[name] = target
+    def model_dirs(self) -> Mapping[str, str]:
+        """Where each node has the model."""
+        return self.models.directories
 
     async def restore(self, node: str) -> None:
         """Make a host that has rejoined ready again: its facts, its ports, its model.
@@ -404,40 +358,10 @@ class Cluster:
         """
         await self.look(self._recipe.node(node), imports=None)
         await self._reserve(self._recipe.node(node))
-        if await self.architecture(node) is None:  # its disk is another one now
-            await self._place_model_again(node)
+        if await self.models.architecture(node) is None:  # its disk is another one now
+            await self.models.place_again(node, hint=f"libra doctor {self.recipe_path}")
         self._gone.discard(node)
         self._save_node(node, "ready", detail="with a new agent")
-
-    async def _place_model_again(self, node: str) -> None:
-        if self._recipe.model.path is not None:
-            raise HostError(
-                f"{node}: {self._recipe.model.path} holds no model any more",
-                hint=f"libra doctor {self.recipe_path}",
-            )
-        await (self._build_model() if node == self.head else self._copy_model([node]))
-
-    async def architecture(self, node: str) -> Architecture | None:
-        """The sizes of the model as its directory on a node says; None if it does not."""
-        try:
-            found = await self.hosts[node].transport.get(f"{self.model_dirs[node]}/config.json")
-            shape = architecture_of(json.loads(found), self.model_dirs[node])
-            return shape.with_adapter(self._recipe.training.lora)
-        except (LibraError, *NONSENSE):
-            return None
-
-    def expanded(self, path: str) -> dict[str, str]:
-        """A path of the recipe as an absolute one on each open host."""
-        return {name: host.expand(path) for name, host in self.hosts.items()}
-
-    async def _read_directory(self, node: str, directory: str) -> dict[str, bytes]:
-        transport = self.hosts[node].transport
-        names = await names_in(transport, directory)
-        return {name: await transport.get(f"{directory}/{name}") for name in names}
-
-    async def fetch_tokenizer(self, node: str, model_copy: Path) -> None:
-        """Copy the tokenizer from a node; the controller needs it, and not the weights."""
-        await fetch_tokenizer(self.hosts[node].transport, self.model_dirs[node], model_copy)
 
     # -- processes ------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ from libra_cli.config.errors import LibraError, ProcessError
 from libra_cli.core.events import Event
 from libra_cli.core.launch.process import ProcessSpec
 from libra_cli.runtime.hosts.agent_messages import Exited
-from libra_cli.runtime.hosts.cluster import Cluster, how_it_ended
+from libra_cli.runtime.hosts.cluster import Cluster
+from libra_cli.runtime.hosts.exits import how_it_ended
 from libra_cli.runtime.hosts.transport import Endpoint
 from libra_cli.runtime.processes.tasks import ProcessTasks
 from libra_cli.runtime.supervision.background import Background

@@ -161,7 +161,7 @@ class TrainerProcesses:
             resume={node: directory_of(cluster.hosts[node], name) for node in nodes}
             if name
             else None,
-            shape=await cluster.architecture(self.head) if len(nodes) > 1 else None,
+            shape=await cluster.models.architecture(self.head) if len(nodes) > 1 else None,
             checkpoint_urls=urls,
         )
         return trainer_processes(self._recipe, launch)

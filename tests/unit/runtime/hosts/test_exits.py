@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from libra_cli.runtime.hosts.agent_messages import Exited
-from libra_cli.runtime.hosts.cluster import how_it_ended
+from libra_cli.runtime.hosts.exits import how_it_ended
 
 
 @pytest.mark.parametrize(
