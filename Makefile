@@ -27,7 +27,7 @@ MUTANTS ?= 60
 
 # Real vLLM and accelerate take seconds to import and minutes to start.
 FAST := not integration and not vllm
-SLOW := (integration or vllm)
+SLOW := (integration or vllm) and not nightly
 # Unit tests that import torch, which takes seconds in every process, only to be deselected.
 TORCH = $(shell grep -rlx "pytestmark = pytest.mark.vllm" tests/unit)
 TOLD := --durations 10 --durations-min 2
@@ -77,7 +77,9 @@ heavy: $(VENV)/.stamp-test ## integration tests that want every core, one after 
 chaos: $(VENV)/.stamp-test ## as root: break a real run in every way for MINUTES (10), by SEED (0)
 	$(BIN)/python -m tests.cluster.chaos --minutes $(MINUTES) --seed $(SEED)
 
-nightly: $(VENV)/.stamp-dev mutants ## mutants, and the planner in CIRCUMSTANCES (40) that nobody chose
+nightly: $(VENV)/.stamp-test mutants ## all that is long or drawn by chance, before an issue is closed
+	HYPOTHESIS_PROFILE=ci $(MAKE) unit
+	$(BIN)/python -m pytest $(TOLD) -m nightly
 	$(BIN)/libra bench plan --random $(CIRCUMSTANCES)
 
 mutants: $(VENV)/.stamp-dev ## whether tests notice MUTANTS (60) small mistakes in the core, by SEED (0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-# For `make check`. .ci/run has four times as many examples.
+# For `make check`. `make nightly` has four times as many examples.
 settings.register_profile("quick", parent=settings.get_profile("ci"), max_examples=25)
 settings.register_profile("nightly", parent=settings.get_profile("ci"), max_examples=2000)
 # For an hour of nonsense at every boundary: HYPOTHESIS_PROFILE=fuzz pytest tests/unit/fuzz
@@ -34,3 +35,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where hosts keep the model they build: all runs that ask for the quickstart's have it from
     the first of them."""
     return tmp_path_factory.mktemp("models")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what this machine could not show, for want of root, a program or a package."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    for reason, number in Counter(map(_why, skipped)).most_common():
+        terminalreporter.write_line(f"{number} skipped: {reason}", yellow=True)
+
+
+def _why(report: pytest.TestReport | pytest.CollectReport) -> str:
+    place = report.longrepr
+    reason = place[2] if isinstance(place, tuple) else str(place)
+    return reason.removeprefix("Skipped: ")

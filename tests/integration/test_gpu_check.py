@@ -12,10 +12,18 @@ import pytest
 pytest.importorskip("accelerate", reason="needs the [cpu] extra")
 pytest.importorskip("vllm", reason="needs the [cpu] extra")
 
+from tests.gpu.check import check_of
+
 pytestmark = [pytest.mark.integration, pytest.mark.vllm, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.parametrize("name", ["head", "attention", "checksums"])
+def test_a_check_of_kernels_passes_on_the_cpu(name: str, tmp_path: Path):
+    assert check_of(name, "cpu", tmp_path, gpus=0)["ok"]
+
+
+@pytest.mark.nightly
 def test_the_rehearsal_makes_every_check_but_those_of_two_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -161,8 +161,8 @@ def test_a_worker_that_joins_and_leaves_changes_no_parameter(
 
 
 WORLDS = [
-    ({"processes": 2, "sharding": "ddp"}, {}),
-    ({}, {"processes": 2, "sharding": "fsdp2"}),
+    pytest.param({"processes": 2, "sharding": "ddp"}, {}, marks=pytest.mark.nightly),
+    pytest.param({}, {"processes": 2, "sharding": "fsdp2"}, marks=pytest.mark.nightly),
     ({"processes": 2, "sharding": "fsdp2"}, {"processes": 2, "sharding": "ddp"}),
 ]
 

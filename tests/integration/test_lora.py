@@ -90,8 +90,12 @@ def test_replicas_with_a_gradient_worker_come_to_the_same_adapter(
     ("options", "within"),
     [
         ({"activation_checkpointing": "full"}, 1e-4),
-        ({"activation_checkpointing": "selective", "precision": "bf16"}, 0.2),
-        ({"processes": 1, "precision": "bf16"}, 0.2),
+        pytest.param(
+            {"activation_checkpointing": "selective", "precision": "bf16"},
+            0.2,
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param({"processes": 1, "precision": "bf16"}, 0.2, marks=pytest.mark.nightly),
     ],
 )
 def test_other_worlds_resume_and_come_to_the_same_adapter(

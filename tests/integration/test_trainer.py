@@ -142,6 +142,7 @@ def test_two_shards_resume_a_replica_s_checkpoint_and_the_other_way_round(
         assert one.stop() == 0
 
 
+@pytest.mark.nightly  # the same of one step's gradients: test_sharded_gradients
 def test_activations_computed_again_give_the_same_parameters(
     reference: Reference, model_dir: Path, tmp_path: Path
 ):
@@ -154,6 +155,7 @@ def test_activations_computed_again_give_the_same_parameters(
         assert two.stop() == 0
 
 
+@pytest.mark.nightly  # the same of one step's gradients: test_sharded_gradients
 def test_a_tied_model_in_shards_in_bfloat16_computes_again_what_one_process_keeps_in_float32(
     tmp_path: Path,
 ):
@@ -183,6 +185,7 @@ def test_a_tied_model_in_shards_in_bfloat16_computes_again_what_one_process_keep
         assert two["generated_tokens"] == one["generated_tokens"]
 
 
+@pytest.mark.nightly  # the same of one step's gradients: test_sharded_gradients
 def test_the_kl_to_the_reference_starts_at_zero_and_grows(model_dir: Path, tmp_path: Path):
     options: dict[str, Any] = {"kl_coef": 0.1, "sharding": "fsdp2"}
     with trainer(tmp_path / "kl", model_dir, processes=2, **options) as two:

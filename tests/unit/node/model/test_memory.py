@@ -142,12 +142,22 @@ LAYERS = 4
 """Of true width, where whole models take minutes."""
 WHOLE: list[tuple[str, int, Checkpointing]] = [("0.6B", 8, "full")]
 FEW: list[tuple[str, int, Checkpointing]] = [
-    (model, world, "full") for model in MODELS for world in (1, 8)
+    ("0.6B", 1, "full"),
+    ("8B", 8, "full"),
+    ("14B", 16, "full"),
+    ("0.6B", 8, "none"),
+    ("1.7B", 8, "selective"),
 ]
-FEW += [("14B", 16, "full"), ("0.6B", 8, "none"), ("1.7B", 8, "selective")]
+MORE: list[tuple[str, int, Checkpointing]] = [
+    (model, world, "full")
+    for model in MODELS
+    for world in (1, 8)
+    if (model, world, "full") not in FEW
+]
 
 
 @pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize(("model", "world", "choice"), WHOLE)
 def test_the_law_is_within_15_percent_of_what_torch_counts(
     model: str, world: int, choice: Checkpointing
@@ -155,7 +165,10 @@ def test_the_law_is_within_15_percent_of_what_torch_counts(
     agrees(MODELS[model], world, choice)
 
 
-@pytest.mark.parametrize(("model", "world", "choice"), FEW)
+@pytest.mark.parametrize(
+    ("model", "world", "choice"),
+    [*FEW, *(pytest.param(*row, marks=pytest.mark.nightly) for row in MORE)],
+)
 def test_the_law_holds_for_four_layers_of_true_width(model: str, world: int, choice: Checkpointing):
     agrees(replace(MODELS[model], layers=LAYERS), world, choice)
 
@@ -164,7 +177,7 @@ def test_the_law_holds_for_four_layers_of_true_width(model: str, world: int, cho
     ("model", "world", "training"),
     [
         ("1.7B", 1, {"optimizer": "muon", "sharding": "ddp"}),
-        ("1.7B", 1, {"kl_coef": 0.1}),
+        pytest.param("1.7B", 1, {"kl_coef": 0.1}, marks=pytest.mark.nightly),
         ("8B", 8, {"kl_coef": 0.1}),
     ],
 )
