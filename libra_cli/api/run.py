@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,12 @@ from libra_cli.api.rows import (
     TrajectoryRow,
     TurnRow,
 )
-from libra_cli.api.table import RowTable
+from libra_cli.api.table import RowT, RowTable
 from libra_cli.config.errors import StateError
 from libra_cli.core.metric_names import step_metrics
 from libra_cli.core.records import (
     EvaluationRecord,
     MoveRecord,
-    StepRecord,
     TurnRecord,
     from_metrics_json,
 )
@@ -79,7 +79,10 @@ class LoadedRun:
     def steps(self) -> RowTable[StepRow]:
         """The optimizer steps, in order."""
         with Reader(self.directory) as reader:
-            return RowTable(StepRow, map(_step, reader.steps()))
+            return RowTable(
+                StepRow,
+                (_row(StepRow, row, metrics=step_metrics(row)) for row in reader.steps()),
+            )
 
     @cached_property
     def trajectories(self) -> RowTable[TrajectoryRow]:
@@ -129,24 +132,15 @@ class LoadedRun:
             raise StateError(f"cannot decode: {error}") from error
 
 
-def _step(row: StepRecord) -> StepRow:
-    return StepRow(row.step, row.started_at, row.ended_at, step_metrics(row), row.checkpoint)
+def _row(kind: type[RowT], record: object, **made: Any) -> RowT:
+    """A row of what the record has by the same names, and of what is ``made`` from it."""
+    same = {one.name: getattr(record, one.name) for one in fields(kind) if one.name not in made}
+    return kind(**same, **made)
 
 
 def _evaluation(row: EvaluationRecord) -> EvaluationRow:
-    return EvaluationRow(
-        evaluation=row.evaluation,
-        name=row.name,
-        step=row.step,
-        version_mean=row.version_mean,
-        state=row.state,
-        started_at=row.started_at,
-        ended_at=row.ended_at,
-        tasks=row.tasks,
-        samples=row.samples,
-        failed=row.failed,
-        metrics={name: value for name, value in row.metrics.items() if value is not None},
-    )
+    known = {name: value for name, value in row.metrics.items() if value is not None}
+    return _row(EvaluationRow, row, metrics=known)
 
 
 def _trajectory(row: tuple[Any, ...]) -> TrajectoryRow:
@@ -158,33 +152,10 @@ def _trajectory(row: tuple[Any, ...]) -> TrajectoryRow:
 
 
 def _turn(row: TurnRecord) -> TurnRow:
-    return TurnRow(
-        group=row.group_id,
-        member=row.member,
-        attempt=row.attempt,
-        turn=row.turn,
-        slot=row.slot,
-        queued_at=row.queued_at,
-        started_at=row.started_at,
-        ended_at=row.ended_at,
-        prompt_tokens=row.prompt_tokens,
-        generated_tokens=row.generated_tokens,
-        finish_reason=row.finish_reason,
-        moved_from=row.moved_from,
-        tools=tuple(ToolRow(*call) for call in json.loads(row.tools_json)),
-    )
+    tools = tuple(ToolRow(*call) for call in json.loads(row.tools_json))
+    return _row(TurnRow, row, group=row.group_id, tools=tools)
 
 
 def _move(row: MoveRecord) -> MoveRow:
-    return MoveRow(
-        move=row.move,
-        plan=row.plan,
-        slot=row.slot,
-        from_role=row.from_role,
-        to_role=row.to_role,
-        state=row.state,
-        started_at=row.started_at,
-        ended_at=row.ended_at,
-        phases=tuple(PhaseRow(*phase) for phase in json.loads(row.phases_json)),
-        detail=row.detail,
-    )
+    phases = tuple(PhaseRow(*phase) for phase in json.loads(row.phases_json))
+    return _row(MoveRow, row, phases=phases)
