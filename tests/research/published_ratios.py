@@ -31,6 +31,7 @@ from libra_cli.core.costs.profile import Profile
 from libra_cli.core.planning.rollout_table import DEFAULT_SEATS, PlannedBucket, RolloutTable
 from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
+from tests.research.changed_costs import with_kv_share, with_overhead
 
 GPUS, BATCH, PROMPT = 8, 512, 512
 SHORT, LONG = (0, 2048), (16384, 32768)
@@ -54,7 +55,7 @@ class Constants:
 
     def of(self, profile: Profile) -> Profile:
         """The profile with these instead of its own."""
-        bare = profile.kernel_only().with_overhead(self.step_s).with_kv_share(self.kv_share)
+        bare = with_kv_share(with_overhead(profile, self.step_s), self.kv_share)
         servers = {
             degree: replace(cost.linear(), sequence_s=cost.sequence_s + self.sequence_s)
             for degree, cost in bare.servers.items()

@@ -17,6 +17,7 @@ from libra_cli.cli.bench import QUICK
 from libra_cli.cli.bench_options import ON, TO, UNDER, BenchOptions, taking
 from libra_cli.cli.reports import run_experiments
 from libra_cli.core.planning.search import propose
+from tests.research.changed_costs import with_overhead
 
 OVERHEADS_MS = (0, 2, 4, 20)
 """Milliseconds an engine step takes beyond its kernels; chosen, to bracket the shipped 4 ms."""
@@ -27,7 +28,7 @@ MISTAKES = (0.5, 2.0)
 def sensitivities(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
     """The policies with another overhead a step, and with costs that are believed wrongly."""
     profile = config.profile
-    slower = {ms: profile.kernel_only().with_overhead(ms / 1000) for ms in OVERHEADS_MS}
+    slower = {ms: with_overhead(profile, ms / 1000) for ms in OVERHEADS_MS}
     cases = [(f"overhead {ms} ms", real, real) for ms, real in slower.items()]
     cases += [(f"believed x{factor:g}", profile, profile.scaled(factor)) for factor in MISTAKES]
     traces, notes = playable_traces(config)

@@ -97,11 +97,8 @@ class ServerLaw(Protocol):
     def scaled(self, factor: float) -> Self:
         """The same with every second ``factor`` times as long."""
 
-    def with_overhead(self, seconds: Seconds) -> Self:
-        """The same with so many seconds more on every engine step."""
-
     def with_kv_tokens(self, tokens: Tokens) -> Self:
         """The same with a KV cache of so many tokens."""
 
     def linear(self) -> ServerCost:
-        """The straight lines nearest to it, for bounds by linear programs and for tables."""
+        """The straight lines nearest to it, for bounds and for tables."""

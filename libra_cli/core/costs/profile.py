@@ -371,23 +371,6 @@ class Profile:
         slower = self.scaled(factors.rollout)
         return replace(slower, training=slower.training.scaled(factors.training))
 
-    def with_overhead(self, seconds: Seconds) -> Profile:
-        """``seconds`` more on every engine step."""
-        servers = {degree: cost.with_overhead(seconds) for degree, cost in self.servers.items()}
-        return replace(self, servers=servers, overhead_s=self.overhead_s + seconds)
-
-    def kernel_only(self) -> Profile:
-        """The same without the engine's overhead: what the kernels alone take."""
-        return self.with_overhead(-self.overhead_s)
-
-    def with_kv_share(self, share: float) -> Profile:
-        """The same with ``share`` of every server's KV cache."""
-        servers = {
-            degree: cost.with_kv_tokens(max(1, int(cost.kv_tokens * share)))
-            for degree, cost in self.servers.items()
-        }
-        return replace(self, servers=servers)
-
     def on_network(self, gigabits: float) -> Profile:
         """The same where a host's link carries so many gigabits a second: the gradients of a
         worker, and what a new version changes of the weights in bf16, take as long as that."""

@@ -162,10 +162,6 @@ class ServerCost:
         """The same with every second ``factor`` times as long."""
         return self.repriced(tuple(price * factor for price in self.decode_prices), factor)
 
-    def with_overhead(self, seconds: Seconds) -> ServerCost:
-        """The same with so many seconds more on every engine step."""
-        return replace(self, step_s=self.step_s + seconds)
-
     def with_kv_tokens(self, tokens: Tokens) -> ServerCost:
         """The same with a KV cache of so many tokens."""
         return replace(self, kv_tokens=tokens)

@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 
 from libra_cli.core import actions as a
+from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.reconcile.reconciler import GRACE_S
 from libra_cli.core.run.machine import Machine
 from libra_cli.core.scheduling.policy import POLICIES, make_policy
@@ -86,9 +87,14 @@ def test_servers_move_while_the_others_go_on() -> None:
     assert all(t.attempt == 0 for t in world.recording.trajectories), "and nothing is lost"
 
 
+def slow(cost: ServerLaw) -> ServerLaw:
+    """The same with a second more on every engine step."""
+    return replace(cost.linear(), step_s=cost.linear().step_s + 1.0)
+
+
 def test_turns_longer_than_a_drain_go_on_elsewhere_with_what_they_had() -> None:
     quick = sim_scene.scene(steps=6)
-    scene = replace(quick, cost_of=lambda bucket: quick.cost_of(bucket).with_overhead(1.0))
+    scene = replace(quick, cost_of=lambda bucket: slow(quick.cost_of(bucket)))
     *rest, (leaving, _) = scene.plan.servers
     left = tuple(slot for slot in scene.slots if slot.id != leaving)
     plan = Plan(tuple(rest), scene.plan.train)

@@ -18,6 +18,7 @@ from libra_cli.core.planning.search import Layout, PlannerSettings
 from libra_cli.core.types import Plan, Role, Slot
 from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
+from tests.research.changed_costs import with_kv_share
 
 PROFILE = load_profile("a800-qwen3-8b")
 
@@ -121,7 +122,7 @@ def test_slots_without_gpus_count_as_one() -> None:
 def test_a_trajectory_too_long_for_the_buckets_is_refused() -> None:
     recipe = recipe_of(4, slots=2)
     slots = slots_of(recipe)
-    profile = PROFILE.with_kv_share(0.01)
+    profile = with_kv_share(PROFILE, 0.01)
     with pytest.raises(NothingFits) as error:
         propose_plan(recipe, slots, initial_plan(recipe), work(15_000), profile)
     assert error.value.constraint == "KV cache"
