@@ -48,7 +48,7 @@ test: $(VENV)/.stamp-test check ## install what is missing and run everything (a
 	$(MAKE) light
 	$(MAKE) heavy
 
-check: $(VENV)/.stamp-dev lint unit audit ## lint, types, contracts and unit tests (3 to 6 minutes on 2 cores)
+check: $(VENV)/.stamp-dev lint unit ## lint, types, contracts and unit tests (3 to 6 minutes on 2 cores)
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
@@ -77,7 +77,7 @@ heavy: $(VENV)/.stamp-test ## integration tests that want every core, one after 
 chaos: $(VENV)/.stamp-test ## as root: break a real run in every way for MINUTES (10), by SEED (0)
 	$(BIN)/python -m tests.cluster.chaos --minutes $(MINUTES) --seed $(SEED)
 
-nightly: $(VENV)/.stamp-test mutants ## all that is long or drawn by chance, before an issue is closed
+nightly: $(VENV)/.stamp-test audit mutants ## all that is long or drawn by chance, before an issue is closed
 	HYPOTHESIS_PROFILE=ci $(MAKE) unit
 	$(BIN)/python -m pytest $(TOLD) -m nightly
 	$(BIN)/libra bench plan --random $(CIRCUMSTANCES)

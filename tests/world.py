@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+from hypothesis import settings
+
 from libra_cli.config.plugins import PluginGroup
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
@@ -41,6 +43,9 @@ from libra_cli.core.types import (
     WeightVersion,
     node_of,
 )
+
+FEW_RUNS = settings(max_examples=settings().max_examples // 5)
+"""For properties whose every example is a whole run: 5 of them in ``make check``."""
 
 
 def recipe(**changes: Any) -> Recipe:

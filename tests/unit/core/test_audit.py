@@ -1,4 +1,4 @@
-"""A known vulnerability fails ``make check``; a service that cannot be asked does not."""
+"""A known vulnerability fails ``make nightly``; a service that cannot be asked does not."""
 
 from __future__ import annotations
 

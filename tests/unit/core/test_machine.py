@@ -6,7 +6,7 @@ import heapq
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_cli.core import events as e
@@ -16,7 +16,7 @@ from libra_cli.core.rollout import groups
 from libra_cli.core.rollout.groups import GroupLedger
 from libra_cli.core.rollout.staleness import hold
 from libra_cli.core.run.state import Phase, Resume
-from tests.world import Faults, World, recipe
+from tests.world import FEW_RUNS, Faults, World, recipe
 
 CHANCES = st.sampled_from([0.0, 0.0, 0.02, 0.1])
 FAULTS = st.builds(
@@ -38,9 +38,9 @@ FAULTS = st.builds(
 )
 
 # The claims about one kind of fault; a run under all kinds at once has the full number.
-FEWER = settings(max_examples=settings().max_examples * 2 // 5)
 
 
+@FEW_RUNS
 @given(seed=st.integers(0, 2**32), faults=FAULTS)
 def test_any_run_ends_and_never_breaks_an_invariant(seed, faults):
     world = World(Random(seed), faults).run()
@@ -48,7 +48,7 @@ def test_any_run_ends_and_never_breaks_an_invariant(seed, faults):
     assert world.end.state in ("finished", "stopped", "failed")
 
 
-@FEWER
+@FEW_RUNS
 @given(seed=st.integers(0, 2**32))
 def test_a_run_without_faults_finishes_and_trains_every_group_once(seed):
     world = World(Random(seed)).run()
@@ -58,7 +58,7 @@ def test_a_run_without_faults_finishes_and_trains_every_group_once(seed):
     assert len(groups) == len(set(groups)) == 15
 
 
-@FEWER
+@FEW_RUNS
 @given(seed=st.integers(0, 2**32))
 def test_servers_that_die_cost_time_but_no_group(seed):
     world = World(Random(seed), Faults(server_dies=0.01)).run()
@@ -67,7 +67,7 @@ def test_servers_that_die_cost_time_but_no_group(seed):
         assert len(groups) == len(set(groups)) == 15
 
 
-@FEWER
+@FEW_RUNS
 @given(seed=st.integers(0, 2**32))
 def test_a_trainer_that_dies_trains_again_only_what_its_checkpoint_missed(seed):
     world = World(Random(seed), Faults(trainer_dies=0.003)).run()
@@ -82,7 +82,7 @@ def test_a_trainer_that_dies_trains_again_only_what_its_checkpoint_missed(seed):
     assert len(final) == len(set(final)) == 15
 
 
-@FEWER
+@FEW_RUNS
 @given(seed=st.integers(0, 2**32))
 def test_a_failure_is_never_scored(seed):
     world = World(Random(seed), Faults(environment_breaks=0.2, turn_fails=0.2, refused=0.5)).run()
@@ -98,7 +98,7 @@ def test_a_group_whose_member_fails_too_often_is_dropped_as_a_whole():
     assert not dropped & {group for group, _ in world.trained}
 
 
-@FEWER
+@FEW_RUNS
 @given(seed=st.integers(0, 2**32))
 def test_a_resumed_run_trains_exactly_the_prompts_that_were_left(seed):
     first = World(Random(seed), Faults(stop_asked=0.01)).run()
@@ -126,7 +126,7 @@ def killed(seed: int, events: int, rule: str) -> World:
     return world
 
 
-@FEWER
+@FEW_RUNS
 @given(
     seed=st.integers(0, 2**32),
     events=st.integers(50, 700),
@@ -211,7 +211,7 @@ class Slow(World):
             self.later(entry[2], 200.0, 300.0)
 
 
-@FEWER
+@FEW_RUNS
 @given(seed=st.integers(0, 2**32))
 def test_a_checkpoint_that_takes_minutes_is_waited_for(seed):
     world = Slow(Random(seed)).run()
@@ -226,7 +226,7 @@ def test_an_environment_that_always_breaks_ends_the_run():
     assert "reset broke" in world.end.error
 
 
-@FEWER
+@FEW_RUNS
 @given(seed=st.integers(0, 2**32))
 def test_only_proved_versions_are_trained_on_even_when_proofs_break_off(seed):
     world = World(Random(seed), Faults(sync_fails=0.4)).run()

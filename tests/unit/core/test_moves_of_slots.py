@@ -20,7 +20,7 @@ from libra_cli.core.records import GroupRecord, MoveRecord
 from libra_cli.core.rollout.active import Stage
 from libra_cli.core.run.state import Phase
 from libra_cli.core.types import Role, SlotId, TrajectoryId
-from tests.world import Faults, World, recipe
+from tests.world import FEW_RUNS, Faults, World, recipe
 
 HOSTS = {"a": 2, "b": 2}
 NODES = {
@@ -258,7 +258,7 @@ def elastic(nodes: str, *, stream: bool, **planner: Any) -> Any:
 # A smaller seed is no simpler world: nothing to shrink.
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("nodes", sorted(NODES))
-@settings(phases=[Part.explicit, Part.generate])
+@settings(FEW_RUNS, phases=[Part.explicit, Part.generate])
 @given(
     seed=st.integers(0, 2**32),
     faults=FAULTS,

@@ -38,8 +38,8 @@ from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.world import World
 from tests import sample_run, sim_scene, world
 
-CASES = 5 * settings().max_examples
-"""125 in ``make check``, 500 in .ci/run."""
+CASES = 2 * settings().max_examples
+"""50 in ``make check``, 200 in ``make nightly``."""
 LOOKS = 5
 """Times that one planner is asked."""
 

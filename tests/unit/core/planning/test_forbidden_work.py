@@ -67,7 +67,7 @@ def seen_work() -> Iterator[list[Workload]]:
         yield seen
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings().max_examples * 2 // 5)
 @given(
     limits=LIMITS,
     samples=SAMPLES,
@@ -100,7 +100,7 @@ def test_whatever_lengths_do_the_planner_sees_what_may_be_played(
         assert all(map(limits.allow, each.samples))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings().max_examples * 2 // 5)
 @given(
     limits=LIMITS,
     generated=st.integers(1, 30_000),

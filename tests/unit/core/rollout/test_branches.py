@@ -23,7 +23,7 @@ from libra_cli.core.types import (
     WeightVersion,
 )
 from libra_cli.runtime.trainer.client import pack_sample
-from tests.world import Faults, World
+from tests.world import FEW_RUNS, Faults, World
 
 WHO = TrajectoryId(0, 0)
 
@@ -111,6 +111,7 @@ def test_a_point_that_is_nowhere_in_the_trajectory_is_a_bug(point):
         go_on_at(begun(), point)
 
 
+@FEW_RUNS
 @given(seed=st.integers(0, 2**32))
 def test_agents_that_fork_train_every_generated_token_exactly_once(seed):
     world = World(Random(seed), Faults(forked=0.6, replanned=0.02)).run()

@@ -15,7 +15,7 @@ from libra_cli.core import events as e
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.records import StepRecord, TrajectoryRecord
 from libra_cli.core.types import Pool
-from tests.world import Faults, World
+from tests.world import FEW_RUNS, Faults, World
 
 TOKENS, MASK = array("i", [1, 2, 3, 4]), array("b", [0, 0, 1, 1])
 
@@ -64,6 +64,7 @@ def test_open_nodes_train_on_all_their_gpus():
 
 
 @pytest.mark.parametrize("bound", [0, 1])
+@FEW_RUNS
 @given(seed=st.integers(0, 2**32))
 def test_every_conversation_is_trained_once_and_in_order(bound, seed):
     world = read(seed, max_staleness=bound).run()
@@ -81,6 +82,7 @@ def test_its_tokens_are_of_no_version():
     assert not any(sample.fresh for sample in world.samples)
 
 
+@FEW_RUNS
 @given(seed=st.integers(0, 2**32))
 def test_a_trainer_that_dies_goes_on_with_what_its_checkpoint_missed(seed):
     world = read(seed, Faults(trainer_dies=0.02)).run()

@@ -6,15 +6,14 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_cli.core.records import GroupRecord, StepRecord, TrajectoryRecord
 from libra_cli.core.rollout.once import check_once, dropped_in
 from libra_cli.core.run.state import Resume
-from tests.world import Faults, World
+from tests.world import FEW_RUNS, Faults, World
 
-FEW = settings(max_examples=settings().max_examples // 5)
 FAULTS = Faults(server_dies=0.004, trainer_dies=0.004, environment_breaks=0.03, refused=0.02)
 
 
@@ -23,7 +22,7 @@ def last_position(world: World):
     return world.ledgers[world.machine.training.checkpoints.path]
 
 
-@FEW
+@FEW_RUNS
 @given(st.integers(0, 2**32))
 def test_a_run_proves_that_everything_was_trained_once(seed):
     world = World(Random(seed), FAULTS).run()
@@ -31,7 +30,7 @@ def test_a_run_proves_that_everything_was_trained_once(seed):
     assert check_once(world.records, position) == []
 
 
-@FEW
+@FEW_RUNS
 @given(st.integers(0, 2**32), st.integers(30, 400))
 def test_so_does_one_that_was_killed_and_goes_on_from_its_checkpoint(seed, events):
     first = World(Random(seed), FAULTS)

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_cli.config.training import TrainingSpec
@@ -28,7 +28,7 @@ from libra_cli.core.rollout.staleness import (
 )
 from libra_cli.core.run.state import Resume
 from libra_cli.core.types import Outcome, TrajectoryId, VersionSpan
-from tests.world import Faults, World, recipe
+from tests.world import FEW_RUNS, Faults, World, recipe
 
 RULES: list[Any] = [
     "hold",
@@ -48,7 +48,6 @@ FAULTS = st.builds(
     trainer_dies=st.sampled_from([0.0, 0.005]),
     stop_asked=st.sampled_from([0.0, 0.0, 0.002]),
 )
-SOME = settings(max_examples=settings().max_examples // 5)
 
 
 def world(seed: int, rule: Any, faults: Faults | None = None, **more: Any) -> World:
@@ -241,7 +240,7 @@ def test_a_checkpoint_knows_which_members_are_still_played():
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@SOME
+@FEW_RUNS
 @given(seed=st.integers(0, 2**32), faults=FAULTS, stream=st.booleans())
 def test_any_run_ends_under_any_rule_and_trains_no_trajectory_twice(rule, seed, faults, stream):
     run = world(seed, rule, faults, stream=stream).run()
@@ -252,7 +251,7 @@ def test_any_run_ends_under_any_rule_and_trains_no_trajectory_twice(rule, seed, 
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@SOME
+@FEW_RUNS
 @given(seed=st.integers(0, 2**32), bound=st.integers(0, 3))
 def test_no_member_of_a_trained_group_is_lost(rule, seed, bound):
     run = world(seed, rule, max_staleness=bound).run()
@@ -276,7 +275,7 @@ def test_no_member_of_a_trained_group_is_lost(rule, seed, bound):
         assert all(step.staleness_max <= most for step in run.steps)
 
 
-@SOME
+@FEW_RUNS
 @given(seed=st.integers(0, 2**32), bound=st.integers(0, 3), rule=st.sampled_from(RULES))
 def test_the_mean_group_is_at_most_the_bound_behind_since_it_was_opened(seed, bound, rule):
     run = world(seed, rule, max_staleness=bound).run()
@@ -286,7 +285,7 @@ def test_the_mean_group_is_at_most_the_bound_behind_since_it_was_opened(seed, bo
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@SOME
+@FEW_RUNS
 @given(seed=st.integers(0, 2**32))
 def test_a_resumed_run_trains_what_was_left_under_any_rule(rule, seed):
     first = world(seed, rule, Faults(stop_asked=0.01)).run()
@@ -306,7 +305,7 @@ def test_a_resumed_run_trains_what_was_left_under_any_rule(rule, seed):
     assert all(group in trained for group, _ in before | after)
 
 
-@SOME
+@FEW_RUNS
 @given(seed=st.integers(0, 2**32), rule=st.sampled_from(RULES[3:5]))
 def test_a_trainer_that_dies_gives_back_what_closed_groups_left(seed, rule):
     run = world(seed, rule, Faults(trainer_dies=0.01)).run()
@@ -316,7 +315,7 @@ def test_a_trainer_that_dies_gives_back_what_closed_groups_left(seed, rule):
         assert max(steps) > min(step for g, step in run.trained if g == group)
 
 
-@SOME
+@FEW_RUNS
 @given(seed=st.integers(0, 2**32), rule=st.sampled_from(RULES[3:5]))
 def test_gradient_workers_are_given_late_members_like_groups(seed, rule):
     """``World`` checks that no group is in two shares and that shares are of what was sent."""
