@@ -45,7 +45,7 @@ def _ledger(
         retries=0 if recipe.demonstrations else max(one.retries for one in recipe.environment),
         make=make,
         oversample=rollout.oversample,
-        filtered=FilteredGroups(algorithm.has_signal, most_filtered),
+        filtered=FilteredGroups(algorithm, most_filtered),
         curriculum=_curriculum(rollout.curriculum, tasks),
     )
 

@@ -10,8 +10,9 @@ batch, groups are trained as they come (verl's ``max_num_gen_batches``, which en
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from libra_cli.core.advantages.protocol import ComparedGroup
 from libra_cli.core.types import Tokens
@@ -22,12 +23,19 @@ def has_signal(rewards: Sequence[float]) -> bool:
     return len(set(rewards)) > 1
 
 
+class WeighsTurns(Protocol):
+    """An algorithm. It is held and not its method, which a snapshot of a machine could not name."""
+
+    def has_signal(self, group: ComparedGroup) -> bool:
+        """Whether an advantage of a turn is not 0 in a group whose rewards are all the same."""
+
+
 @dataclass(slots=True)
 class FilteredGroups:
     """What was filtered since it was last asked; of a run that filters nothing it stays 0."""
 
-    weighs_turns: Callable[[ComparedGroup], bool] | None = None
-    """Whether an advantage of a turn is not 0; None: trajectories are weighed as a whole."""
+    algorithm: WeighsTurns | None = None
+    """None: trajectories are weighed as a whole."""
     most: int = 0
     """Groups that may be filtered from one batch to the next; 0: none is."""
     in_a_row: int = 0
@@ -51,7 +59,7 @@ class FilteredGroups:
         """Whether two rewards of the group differ, or an advantage of a turn is not 0."""
         if has_signal([one.reward for one in group.everyone]):
             return True
-        return self.weighs_turns is not None and self.weighs_turns(group)
+        return self.algorithm is not None and self.algorithm.has_signal(group)
 
     def add(self, tokens: Tokens, environment: str) -> None:
         """One more group with so many generated tokens."""

@@ -3,8 +3,8 @@
 The machine is pure Python objects that share one another, which is what pickle keeps. It is read
 back only from a record that this run's token signs (``runtime.store.event_log``), and then makes
 only what a machine is made of: classes and functions of ``libra_cli.core``, what is in
-``MEMORIES``, and a few containers. The recipe is no part of it, since it may hold secrets: whoever
-reads a snapshot has it already.
+``MEMORIES``, and a few containers. The recipe is no part of it, since it may hold secrets, nor is
+its algorithm, which may be anybody's: whoever reads a snapshot has the recipe already.
 
 The event loop stands still meanwhile. So what there is most of is reduced by functions for its type
 alone: ``persistent_id`` would be called for every integer, too.
@@ -20,7 +20,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from libra_cli.config.errors import StateError
+from libra_cli.config.plugins import PluginGroup
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.algorithms.algorithm import Algorithm, algorithm_of
 from libra_cli.core.run.machine import Machine
 from libra_cli.core.types import VersionSpan
 from libra_cli.runtime.adoption import memory
@@ -86,7 +88,12 @@ def section_at(path: tuple[str | int, ...]) -> BaseModel:
     raise pickle.UnpicklingError(f"no recipe is there to take {path} from")
 
 
-_SECTION = (__name__, section_at.__name__)
+def algorithm_again() -> Algorithm:
+    """Stands in a snapshot for the machine's algorithm; who reads one makes it of the recipe."""
+    raise pickle.UnpicklingError("no recipe is there to make an algorithm of")
+
+
+_SECTION, _ALGORITHM = (__name__, section_at.__name__), (__name__, algorithm_again.__name__)
 
 
 def _span(span: VersionSpan) -> tuple[type[VersionSpan], tuple[int, int, int]]:
@@ -104,17 +111,24 @@ class _MachinePickler(pickle.Pickler):
             return value.__reduce_ex__(5) if path is None else (section_at, (path,))
 
         kinds = {type(section) for _, section in _sections(recipe)}
-        self.dispatch_table = {**dict.fromkeys(kinds, section), VersionSpan: _span}
+        own: dict[type, Any] = {
+            VersionSpan: _span,
+            Algorithm: lambda value: (algorithm_again, ()),
+        }
+        self.dispatch_table = {**dict.fromkeys(kinds, section), **own}
 
 
 class _MachineUnpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, recipe: Recipe) -> None:
         super().__init__(file)
         self._sections = dict(_sections(recipe))
+        self._algorithm = algorithm_of(recipe, PluginGroup.find)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == _SECTION:
             return self._sections.__getitem__
+        if (module, name) == _ALGORITHM:
+            return lambda: self._algorithm
         ours = module.startswith(CORE) or module in MEMORIES
         if ours and "." not in name:
             return _own(super().find_class(module, name), module)

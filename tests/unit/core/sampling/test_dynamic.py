@@ -210,7 +210,7 @@ def test_a_group_has_signal_if_two_rewards_differ(rewards, signal):
 
 def test_where_turns_are_weighed_a_group_of_equal_totals_may_have_signal():
     by_turn, whole = (
-        FilteredGroups(algorithm(advantage=name).has_signal, most=9) for name in ("turn", "grpo")
+        FilteredGroups(algorithm(advantage=name), most=9) for name in ("turn", "grpo")
     )
     early, late = (
         Outcome(1.0, 6, (TurnReward(0, 1, 4, first), TurnReward(0, 5, 8, 1.0 - first)))
