@@ -36,6 +36,24 @@ def test_what_the_trainer_waited_says_how_late_a_worker_began() -> None:
     assert speeds.lag_s("a") == pytest.approx(2.0 + KEEP * 3.0 + (1 - KEEP) * 1.0)
 
 
+def test_the_least_transfer_that_was_guessed_counts_until_one_is_measured() -> None:
+    speeds = Speeds(8)
+    speeds.trainer(1000.0, 10.0)
+    for transfer_s in (3.0, 2.0, 5.0):
+        speeds.would_fetch("a", transfer_s)
+    assert speeds.transfer_s("a") == 2.0
+    speeds.fetched("a", 4.0)
+    assert speeds.transfer_s("a") == 4.0
+
+
+def test_a_transfer_costs_nothing_while_speeds_are_no_tokens_a_second() -> None:
+    speeds = Speeds(8)
+    speeds.would_fetch("a", 3.0)
+    assert speeds.transfer_s("a") == 0.0
+    speeds.trainer(1000.0, 10.0)
+    assert speeds.transfer_s("a") == 3.0
+
+
 def test_a_worker_that_was_not_waited_for_is_late_by_what_was_left_at_most() -> None:
     speeds = Speeds(8)
     speeds.took("a", 8.0, 10.0, 0.0)

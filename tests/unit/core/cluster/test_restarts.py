@@ -80,6 +80,24 @@ def test_what_dies_now_and_then_is_never_given_up(worked):
     assert None not in lives(RestartBudget(), [(10.0, works_s) for works_s in worked])
 
 
+def test_a_budget_that_is_refilled_knows_of_no_death():
+    budget = RestartBudget()
+    assert None not in [budget.wait_s() for _ in range(MAX_RESTARTS)]
+    assert budget.wait_s() is None
+    budget.refill()
+    assert budget.wait_s() == 0.0
+
+
+@pytest.mark.parametrize(("worked_s", "wait_s"), [(0.6 * WINDOW_S, FIRST_WAIT_S), (WINDOW_S, 0.0)])
+def test_work_counts_once_however_often_it_is_said(worked_s, wait_s):
+    budget = RestartBudget()
+    budget.wait_s()
+    budget.works(now=0.0)
+    for _ in range(3):
+        budget.worked(now=worked_s)
+    assert budget.wait_s() == wait_s
+
+
 def kill(world: Scene, slot: str) -> None:
     server = world.machine.servers.replicas[slot]
     world.until(lambda: server.state is ReplicaState.SERVING)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
+from libra_cli.core.cluster.fatal_groups import MAX_DEATHS, FatalGroupDetector
 from libra_cli.core.cluster.trainer import TrainerState
 from libra_cli.core.records import GroupRecord, NoteRecord
+from libra_cli.core.rollout.groups import GroupLedger
+from libra_cli.core.rollout.staleness import hold
 from tests.elastic import Scene, scene
 
 
@@ -66,6 +69,17 @@ def test_the_others_of_a_batch_with_such_a_group_are_trained():
 
 def groups_of(train: a.Train) -> set[int]:
     return {sample.trajectory.id.group for sample in train.samples}
+
+
+def test_only_a_suspect_that_was_sent_alone_is_guilty():
+    detector = FatalGroupDetector()
+    ledger = GroupLedger(group_size=1, groups_per_step=2, rule=hold(0), retries=1)
+    first, second = (ledger.open(version=0, now=0.0) for _ in range(2))
+    assert detector.died_with([first]) == []
+    for _ in range(MAX_DEATHS):
+        assert detector.died_with([first, second]) == []
+    assert detector.died_with([first]) == [first]
+    assert detector.died_with([first]) == [], "it was told, and is known no more"
 
 
 def test_two_kills_in_one_step_by_somebody_else_drop_nothing():
