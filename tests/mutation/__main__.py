@@ -27,6 +27,7 @@ MUTATED = (
     "core",
     "node/agent",
     "node/losses",
+    "node/processes",
     "node/rollout/proof.py",
     "node/weights",
     "runtime/adoption",

@@ -6,6 +6,7 @@ from random import Random
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
+from libra_cli.core.cluster.checkpoints import Checkpoints
 from libra_cli.core.cluster.trainer import TrainerState
 from libra_cli.core.records import NoteRecord
 from tests.elastic import Scene, scene
@@ -87,3 +88,24 @@ def test_a_resize_that_is_asked_for_after_that_does_not_wait_for_ever():
     world.order(train=3)
     world.steps_on(4)
     assert training.slots == before
+
+
+def test_a_checkpoint_is_given_up_for_its_own_failures_and_not_for_an_earlier_ones():
+    kept = Checkpoints(every=4)
+    for step in (4, 5, 6):
+        kept.asked(step)
+        assert kept.failed(step, FULL)
+        assert not kept.given_up(step)
+    kept.asked(6)
+    assert kept.failed(6, FULL)
+    assert kept.given_up(6)
+
+
+def test_after_a_checkpoint_only_those_that_are_due_are_written():
+    kept = Checkpoints(every=4)
+    kept.asked(4)
+    kept.failed(4, FULL)
+    assert kept.is_due(5, last=9)
+    kept.asked(5)
+    kept.remember("/5", 5)
+    assert [step for step in range(6, 10) if kept.is_due(step, last=9)] == [8, 9]

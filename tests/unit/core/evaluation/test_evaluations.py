@@ -374,3 +374,52 @@ def test_a_large_evaluation_is_estimated_now_and_then_and_at_its_end(
         0.25,
     )
     assert rows[499].metrics["pass@1"] == pytest.approx(0.25, abs=0.01)
+
+
+def begun(retries: int = 1, **changes: Any) -> EvaluationLedger:
+    """One evaluation, whose trajectories are begun one by one."""
+    made = EvaluationLedger([plan(**changes)], retries, new_trajectory)
+    list(made.begin_due(WeightVersion(1, 0), target=9, now=0.0))
+    return made
+
+
+def test_a_broken_trajectory_is_played_again_as_often_as_the_recipe_says() -> None:
+    made = begun(retries=2)
+    one = made.next_trajectory(0.0)
+    assert one is not None
+    for attempt in (1, 2):
+        one = made.begin_again(one.id, now=0.0, counts=True)
+        assert one is not None
+        assert one.id.attempt == attempt
+    again = made.begin_again(one.id, now=0.0, counts=False)
+    assert again is not None, "what was no fault of its own does not count"
+    assert made.begin_again(again.id, now=0.0, counts=True) is None
+
+
+def test_an_evaluation_is_hopeless_by_failures_since_one_came_to_its_end() -> None:
+    made = begun(num_tasks=3 * MAX_FAILED)
+    for number in range(2 * MAX_FAILED - 1):
+        one = made.next_trajectory(0.0)
+        assert one is not None
+        if number == MAX_FAILED - 1:
+            made.finish(one, 1.0, now=0.0)
+        else:
+            made.give_up(one.id, now=0.0)
+        assert made.hopeless(one.id) is None
+    last = made.next_trajectory(0.0)
+    assert last is not None
+    made.give_up(last.id, now=0.0)
+    assert made.hopeless(last.id) is not None
+
+
+def test_a_step_that_a_trainer_went_back_behind_is_evaluated_again() -> None:
+    made = EvaluationLedger([plan(at_start=False)], 1, new_trajectory)
+
+    def evaluated(incarnation: int, step: int) -> bool:
+        rows = list(made.begin_due(WeightVersion(incarnation, step), target=99, now=0.0))
+        while (one := made.next_trajectory(0.0)) is not None:
+            made.finish(one, 1.0, now=0.0)
+        return bool(rows)
+
+    assert [evaluated(1, step) for step in (4, 5, 6)] == [False, True, False]
+    assert [evaluated(2, step) for step in (3, 4, 5, 6)] == [False, False, True, False]

@@ -39,6 +39,15 @@ def test_a_plan_that_does_not_pay_is_refused_with_numbers(
     assert why in Admission(horizon=10).why_not(BEFORE, after, cost_s)
 
 
+def test_a_gain_of_exactly_the_least_is_enough_and_one_that_only_pays_back_is_not() -> None:
+    half = Times(5.0, 0.5)
+    assert not Admission(min_gain=0.5).why_not(BEFORE, half, 0.0)
+    assert Admission(min_gain=0.51).why_not(BEFORE, half, 0.0)
+    gain_s = BEFORE.step_s - half.step_s
+    assert "do not pay back" in Admission(horizon=8).why_not(BEFORE, half, 8 * gain_s)
+    assert not Admission(horizon=8).why_not(BEFORE, half, 7.9 * gain_s)
+
+
 def test_without_an_end_any_cost_pays() -> None:
     assert not Admission().why_not(BEFORE, Times(8.0, 1.0), 1e9)
 
@@ -81,3 +90,10 @@ def test_a_change_that_may_be_chance_is_hardly_counted_on() -> None:
     assert expected_change([], 5, 0.1) == expected_change([1000.0], 5, 0.1) == 1.0
     short = [1000.0, 1100.0]
     assert expected_change(short, 5, 0.3) < 1.05 < expected_change(short, 5, 0.001)
+
+
+@pytest.mark.parametrize(("a_step", "furthest"), [(1.2, FURTHEST), (1 / 1.2, 1 / FURTHEST)])
+def test_no_change_is_expected_to_go_on_for_ever(a_step: float, furthest: float) -> None:
+    lengths = [1e6 * a_step**step for step in range(20)]
+    assert expected_change(lengths, 1, 0.0) != furthest
+    assert expected_change(lengths, 1000, 0.0) == furthest
