@@ -63,7 +63,8 @@ class LoadedRun:
 
     @cached_property
     def recipe(self) -> Mapping[str, Any]:
-        """As the run resolved it, with the defaults of the libra that ran it; secrets are masked.
+        """The recipe as the run resolved it, with the defaults of the libra that ran it; secrets
+        are masked.
 
         Raises:
             StateError: the run has not written it yet.

@@ -157,7 +157,7 @@ class StaticPlans:
         return self._layouts(sorted(shapes))
 
     def next(self, throughputs: Mapping[Layout, float]) -> list[Layout]:
-        """Those between the best and its neighbours of the two best degrees; none when done."""
+        """The plans between the best and its neighbours of the two best degrees; none when done."""
         best: dict[int, tuple[float, int]] = {}
         for layout, throughput in throughputs.items():
             degree, servers = _shape(layout)

@@ -418,7 +418,7 @@ def _difference(arena: _Runs, one: Contender, other: Contender, metric: str) -> 
 
 
 def _pairs(arena: _Runs, contenders: Sequence[Contender], metric: str) -> list[tuple[float, ...]]:
-    """That metric of all of them, for every seed they have in common."""
+    """The metric of all of them, for every seed they have in common."""
     runs = [arena[contender] for contender in contenders]
     seeds = [seed for seed in runs[0] if all(seed in one for one in runs)]
     return [tuple(one[seed].metric(metric) for one in runs) for seed in seeds]

@@ -122,8 +122,9 @@ class Bout:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Of some circumstances: means with half a 95 % interval, worst and best, and how many libra
-    was behind uniform in by more than ``BEHIND``."""
+    """How libra did in some circumstances: means with half a 95 % interval, worst and best, and how
+    many libra was behind uniform in by more than ``BEHIND``.
+    """
 
     of: str
     number: int
@@ -201,7 +202,7 @@ def circumstance(
 
 
 def standings(bouts: Sequence[Bout]) -> Iterator[Standing]:
-    """Of all circumstances, and by bound, rule, and kind of what changes."""
+    """The standing over all circumstances, and by bound, rule, and kind of what changes."""
     yield Standing.among("all", bouts)
     sorts: dict[str, list[Bout]] = {}
     for one in bouts:
@@ -246,7 +247,7 @@ def _drawn(
 
 
 def _contenders(job: Job) -> tuple[Job, ...]:
-    """Those of the module, in its order."""
+    """The contenders of the module, in its order."""
     half = _half(job)
     kept = replace(job, planner="static-best")
     return job, replace(job, start=half), kept, replace(job, planner="uniform")

@@ -24,7 +24,7 @@ class OnResume:
 
     @property
     def words(self) -> str:
-        """As it is shown beside the key."""
+        """The words that are shown beside the key."""
         return f"must stay: {self.why_not}" if self.why_not else "may change"
 
 

@@ -29,7 +29,7 @@ class Condition:
 
     @property
     def words(self) -> str:
-        """As it is shown beside the key."""
+        """The words that are shown beside the key."""
         return f"{'only' if self.holds_with else 'not'} with {_pair(self.key, self.value)}"
 
     def holds(self, actual: object) -> bool:

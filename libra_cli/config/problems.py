@@ -13,7 +13,7 @@ class Problem:
     reason: str
 
     def inside(self, section: str) -> Problem:
-        """The same of keys that are named as they stand in a section at this path."""
+        """The same problem with the keys of a section named from the top, by the section's path."""
         return Problem(tuple(f"{section}.{key}".strip(".") for key in self.keys), self.reason)
 
 

@@ -292,7 +292,7 @@ class ShareDone:
 
 @dataclass(frozen=True, slots=True)
 class TurnAdvantages:
-    """Of each turn of a trajectory that was trained, what it was weighed by."""
+    """For each turn of a trajectory that was trained, what it was weighed by."""
 
     group: int
     member: int

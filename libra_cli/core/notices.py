@@ -28,7 +28,7 @@ class NoticeBase:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaChanged(NoticeBase):
-    """It has another state, role, shape or version, or its counters were read."""
+    """A replica has another state, role, shape or version, or its counters were read."""
 
     replica: Replica
 

@@ -92,7 +92,7 @@ class WeightVersion(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its directory on every host, as the trainer spells it: ``v000007-e1``."""
+        """The name of its directory on every host, as the trainer spells it: ``v000007-e1``."""
         return f"v{self.step:06d}-e{self.trainer_incarnation}"
 
     @property
@@ -275,8 +275,9 @@ class BranchTokens:
 
 @dataclass(frozen=True, slots=True)
 class LogRatios:
-    """Of the tokens that a step trained: the log-probability that the trainer's model gave each
-    before its first update, less that of the rollout policy, in nats."""
+    """For the tokens that a step trained: the log-probability that the trainer's model gave each
+    before its first update, less that of the rollout policy, in nats.
+    """
 
     branches: array[int]
     """Typecode ``q``, four for each branch: group, member, number, how many of ``values``."""

@@ -38,7 +38,7 @@ class Credentials:
 
     @classmethod
     def here(cls) -> Self:
-        """Those of the host that this process runs on, from the file its agent has written."""
+        """The credentials of this process's host, from the file that its agent has written."""
         return cls(**json.loads(Path(os.environ["LIBRA_CREDENTIALS_FILE"]).read_bytes()))
 
     def as_json(self) -> str:

@@ -58,7 +58,7 @@ def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observa
 def _recalibration(
     plans: Sequence[PlanRecord], decisions: Sequence[DecisionRecord]
 ) -> Recalibration | None:
-    """Of the last decision that moved slots since the run began, or went on."""
+    """The recalibration by the last decision that moved slots since the run began, or went on."""
     began = max((row.plan for row in plans if row.cause == "start"), default=0)
     moved = [row for row in decisions if row.plan is not None and row.plan > began]
     return Recalibration(moved[-1].rollout_factor, moved[-1].training_factor) if moved else None

@@ -17,7 +17,7 @@ REPORT = "bench.html"
 
 
 def json_text(body: Any) -> str:
-    """As text; JSON knows no NaN, so what is not a number is null."""
+    """The body as JSON text; JSON knows no NaN, so what is not a number is null."""
     return json.dumps(_finite(body), indent=2, allow_nan=False) + "\n"
 
 

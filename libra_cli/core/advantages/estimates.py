@@ -69,8 +69,8 @@ def runs_of(
 
 
 def advantage_metrics(groups: Sequence[Group], advantages: Advantages) -> dict[str, float | None]:
-    """Of a batch: the standard deviation of the advantages of its generated tokens, and the share
-    of its groups of which no member has one but 0. Late members count with the first only.
+    """Metrics of a batch: the standard deviation of the advantages of its generated tokens, and the
+    share of its groups of which no member has one but 0. Late members count with the first only.
     """
     weighed = [pair for group in groups for pair in _by_tokens(group, advantages)]
     tokens = sum(count for count, _ in weighed)

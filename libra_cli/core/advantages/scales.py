@@ -27,7 +27,9 @@ def std_of(values: Sequence[float]) -> float:
 
 
 def pooled_std(samples: Sequence[Sequence[float]]) -> float:
-    """Of several samples, each about its own mean, with n - 1 of all n values; 0 of one value."""
+    """The standard deviation of several samples, each about its own mean, with n - 1 of all n
+    values; 0 of one value.
+    """
     count = sum(map(len, samples))
     if count < 2:
         return 0.0

@@ -28,7 +28,7 @@ class Algorithm:
     objective: Objective
 
     def advantages(self, groups: Sequence[Group]) -> Advantages:
-        """Those of all members of these groups, which are compared with one another.
+        """The advantages of all members of these groups, which are compared with one another.
 
         Raises:
             PluginError: what the estimator returned is not what ``core.advantages.protocol`` asks.

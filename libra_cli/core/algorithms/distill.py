@@ -71,14 +71,14 @@ class Distillation(Objective):
         return None if spec is None else TeacherQueue(spec.url, spec.patience_s)
 
     def by_token(self, tokens: Branch, runs: Sequence[tuple[int, float]]) -> array[float] | None:
-        """Those of each token of a branch that the teacher has judged."""
+        """The advantage of each token of a branch that the teacher has judged."""
         spec = self.recipe.teacher
         return None if spec is None else taught_advantages(tokens, runs, spec)
 
     def told(
         self, tokens: Branch, runs: Sequence[tuple[int, float]]
     ) -> Sequence[tuple[int, float]]:
-        """Those of each token, as runs of equal ones."""
+        """The advantage of each token, as runs of equal ones."""
         values = self.by_token(tokens, runs)
         return runs if values is None else token_runs(values)
 
@@ -113,8 +113,9 @@ def token_runs(values: array[float]) -> list[tuple[int, float]]:
 
 
 def distillation_metrics(samples: Iterable[TrainSample]) -> dict[str, float | None]:
-    """Of a batch's generated tokens: the mean reverse KL divergence in nats (k1), and the standard
-    deviation of their advantages."""
+    """Metrics of a batch's generated tokens: the mean reverse KL divergence in nats (k1), and the
+    standard deviation of their advantages.
+    """
     taught = [one for one in samples if one.tokens.spans]
     if not taught:
         return {"reverse_kl": None, "advantage_std": None}

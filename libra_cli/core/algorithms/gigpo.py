@@ -52,7 +52,7 @@ def _divisor_of(training: TrainingSpec, batch: float) -> Callable[[Sequence[floa
 def _steps(
     group: ComparedGroup, gamma: float, divide: Callable[[Sequence[float]], float]
 ) -> list[list[float]]:
-    """Of each member the second part of each turn; 0 where no other was shown the same."""
+    """For each member the second part of each turn; 0 where no other was shown the same."""
     shown: dict[int, list[float]] = defaultdict(list)
     for one in group.compared:
         for anchor, value in _anchored(one, gamma):
@@ -67,6 +67,6 @@ def _steps(
 
 
 def _anchored(outcome: Outcome, gamma: float) -> Iterator[tuple[int, float]]:
-    """Of each turn what it was shown, and its return; of one without turns 0 and its reward."""
+    """For each turn what it was shown, and its return; without turns 0 and the reward."""
     anchors = [one.anchor for one in outcome.turns] or [0]
     return zip(anchors, returns_of(outcome, gamma), strict=True)

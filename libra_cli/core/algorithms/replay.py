@@ -113,8 +113,9 @@ def replay_problems(replay: ReplaySpec, staleness: StalenessSpec) -> Iterator[Pr
 
 
 def replay_metrics(groups: Sequence[Group], held: Version) -> dict[str, float | None]:
-    """Of what a step taken from version ``held`` trains again: groups, generated tokens, and the
-    mean number of versions that these are behind."""
+    """Metrics of what a step taken from version ``held`` trains again: groups, generated tokens,
+    and the mean number of versions that these are behind.
+    """
     runs = [
         (behind, end - start)
         for group in groups

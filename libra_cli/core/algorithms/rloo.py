@@ -24,6 +24,6 @@ def rloo(groups: Sequence[ComparedGroup], training: TrainingSpec) -> Estimate:
 
 
 def _share_of_others(group: ComparedGroup) -> float:
-    """Of those compared with: (n - 1) / n, or all where the member is none of them, or alone."""
+    """The others' share of a group: (n - 1) / n, or 1 if the member is none of it, or alone."""
     count = len(group.members)
     return 1.0 if group.before or count == 1 else (count - 1) / count

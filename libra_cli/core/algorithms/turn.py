@@ -58,7 +58,7 @@ def turn(groups: Sequence[ComparedGroup], training: TrainingSpec) -> Estimate:
 
 
 def all_returns(groups: Sequence[ComparedGroup], gamma: float) -> list[float]:
-    """Those of all turns of the members of these groups."""
+    """The returns of all turns of the members of these groups."""
     members = chain.from_iterable(group.members for group in groups)
     return [value for one in members for value in returns_of(one, gamma)]
 

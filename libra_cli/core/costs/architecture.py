@@ -168,7 +168,7 @@ class DenseTransformer:
 
     @property
     def matrices(self) -> int:
-        """Of them those that Muon moves: of the layers, or of the adapter."""
+        """Trained parameters that Muon moves: the matrices of the layers, or of the adapter."""
         return self.layers * self.layer_parameters if self.adapter is None else self.adapter
 
     def moment_bytes(self, optimizer: Optimizer) -> float:

@@ -116,7 +116,7 @@ def measured_profile(
 
 
 def unchecked_facts(parameters: float) -> MemoryModel:
-    """Of a model of which only the size is known, on GPUs of which nothing is: all of it fits."""
+    """The memory model of a model of known size on unknown GPUs: all of it fits."""
     return MemoryModel(
         parameters=parameters,
         layers=1,

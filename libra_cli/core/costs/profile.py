@@ -182,7 +182,7 @@ class TrainingCost:
         return self.step_s + self.busy_s(ranks, workload) + offload_s
 
     def busy_s(self, ranks: int, workload: Workload) -> Seconds:
-        """Of them those that gradient workers can shorten."""
+        """Seconds of a step that gradient workers can shorten."""
         exchange_s = self._exchange_s(ranks, workload)
         return self.compute_s(ranks, workload) + self.exposed * exchange_s
 

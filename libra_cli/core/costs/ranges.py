@@ -81,7 +81,7 @@ class SortedParts:
         return np.maximum(ends[None, :] - ends[:, None], 0.0)
 
     def _longest(self, key: Any, values: tuple[Any, ...]) -> list[Any]:
-        """Of the trajectory with the largest key to be expected, these values."""
+        """These values of the trajectory with the largest key to be expected."""
         order = np.argsort(-key, kind="stable")
         starts = _class_starts(len(key))
         sizes = np.diff([*starts, len(key)])

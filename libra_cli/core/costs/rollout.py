@@ -137,7 +137,7 @@ class EqualServers:
     train_s: Any = 0.0
 
     def time(self, load: RolloutLoad, workload: Workload) -> RolloutTime:
-        """Of a step of this load; the equations are the module's."""
+        """The time of a step of this load; the equations are the module's."""
         return self._time(load.of_one(self.number, workload.group_size), workload, None)
 
     def in_play_s(self, load: RolloutLoad, workload: Workload, playing: float) -> Seconds:

@@ -39,7 +39,7 @@ def pass_at(k: int, *, passed: int, samples: int) -> float:
 
 
 def pass_estimate(k: int, tasks: Sequence[Sequence[bool]]) -> Estimate | None:
-    """Of tasks' samples, which passed or not; None if no task has ``k`` samples."""
+    """Estimate pass@k by samples that passed or not; None if no task has ``k`` samples."""
     values = [
         pass_at(k, passed=sum(samples), samples=len(samples))
         for samples in tasks
@@ -77,7 +77,7 @@ def mean_estimate(tasks: Sequence[Sequence[float]]) -> Estimate | None:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of independent values; 0 of a single one, of which nothing is known."""
+    """The standard error of the mean of independent values; 0 where there is only one."""
     return stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
 
 

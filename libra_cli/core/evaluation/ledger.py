@@ -342,7 +342,7 @@ class EvaluationLedger:
         return one if one is not None and one.is_hopeless else None
 
     def cut(self, one: Evaluation, *, now: Seconds) -> EvaluationRecord:
-        """It ends, and what is under way of it is not finished."""
+        """End the evaluation; what is under way of it is not finished."""
         one.playing.clear()
         self._end(one, EvaluationState.CUT)
         return one.record(now)

@@ -35,7 +35,7 @@ class GpuNodes:
 
     @classmethod
     def of_eight(cls, gpus: int) -> GpuNodes:
-        """So many GPUs, eight a node; the last node has the rest."""
+        """Nodes of eight GPUs each; the last node has the rest."""
         firsts = range(0, gpus, MAX_DEGREE)
         return cls(tuple((f"node-{n // MAX_DEGREE}", min(MAX_DEGREE, gpus - n)) for n in firsts))
 

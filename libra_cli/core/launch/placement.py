@@ -290,7 +290,7 @@ def _fill_buckets(
 
 
 def bucket_of_size(buckets: tuple[BucketSpec, ...], slot: Slot, *, max_len: int) -> Bucket:
-    """That of the recipe which takes what is left of the slot's size, else the last of the size.
+    """The recipe's bucket that takes what is left of the slot's size, else the last of the size.
 
     Raises:
         PlanError: no bucket has its size.

@@ -40,7 +40,7 @@ class RankConditions:
 
     @classmethod
     def of(cls, recipe: Recipe, *, on_gpu: bool, dtype: str) -> RankConditions:
-        """Those that a recipe asks for, in ranks that compute in ``dtype``."""
+        """The conditions that a recipe asks for, in ranks that compute in ``dtype``."""
         training = recipe.training
         return cls(
             tokens=max(training.micro_batch_tokens, recipe.model.max_len),

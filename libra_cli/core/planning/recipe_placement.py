@@ -46,7 +46,7 @@ class RecipePlacement:
 
     @property
     def gpus(self) -> int:
-        """Of all slots; one without GPUs counts as one."""
+        """GPUs of all slots; one without GPUs counts as one."""
         return sum(slot.num_devices for slot in slots_of(self.recipe))
 
     def check(self, plan: Plan, profile: Profile) -> None:

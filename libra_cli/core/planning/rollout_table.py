@@ -127,7 +127,7 @@ class RolloutTable:
         return float(self._prefixes(buckets, train_s)[-1][-1])
 
     def _alone_s(self, bucket: PlannedBucket, train_s: Seconds) -> Seconds:
-        """Of a bucket that gets everything: there is nothing to divide."""
+        """Seconds of a bucket that gets everything: there is nothing to divide."""
         degree, every = bucket.tensor_parallel, (0, len(self._parts))
         if self._refused[degree][every]:
             return inf
@@ -139,7 +139,7 @@ class RolloutTable:
         return float(self._equal[degree][servers - 1])
 
     def _equal_s(self, degree: int) -> Any:
-        """Of one server, of two, and so on, as many as there are GPUs for."""
+        """Seconds of one server, of two, and so on, as many as there are GPUs for."""
         load = self._loads[degree].at((0, len(self._parts)))
         numbers = np.arange(1, max(1, self.gpus // degree) + 1)
         left_s = self._left_s[np.maximum(self.gpus - degree * numbers, 0)]
@@ -205,7 +205,7 @@ class RolloutTable:
     def _shares(
         self, buckets: tuple[PlannedBucket, ...], train_s: Seconds
     ) -> Iterator[tuple[PlannedBucket, int, int]]:
-        """Those that get any trajectories, with the first of their parts and the one after."""
+        """The buckets that get trajectories, with the first of their parts and the one after."""
         start = 0
         for bucket in self.boundaries(buckets, train_s):
             end = int(np.searchsorted(self._parts.generated, bucket.up_to_tokens, side="right"))

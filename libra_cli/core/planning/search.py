@@ -215,7 +215,7 @@ class Search:
                     yield layout, self._times(rollout_s, training.seconds)
 
     def times(self, layout: Layout) -> Times:
-        """Of any layout; infinity where a half does not fit."""
+        """Seconds of the halves of any layout; infinity where a half does not fit."""
         if not self.training.fits(layout.training_gpus):
             return self._times(self.rollout_s(layout.buckets, 0.0), inf)
         train_s = self.training.seconds(layout.training_gpus, layout.workers)
@@ -223,8 +223,9 @@ class Search:
         return replace(times, in_turn=times.in_turn or layout.colocated)
 
     def rollout_s(self, buckets: tuple[PlannedBucket, ...], train_s: Seconds) -> Seconds:
-        """Of a step, beside so long a training step: what the table says, and for several shapes
-        what a scheduler will miss of it."""
+        """Rollout seconds of a step, beside so long a training step: what the table says, and for
+        several shapes what a scheduler will miss of it.
+        """
         shapes = {bucket.tensor_parallel for bucket in buckets}
         return self.table.buckets_s(buckets, train_s) * (1 + MISSED * (len(shapes) > 1))
 

@@ -81,7 +81,7 @@ class TrainingTable:
         )
 
     def seconds(self, gpus: int, workers: Sequence[int] = ()) -> Seconds:
-        """Of a step on so many GPUs, of which gradient workers have those that are told."""
+        """Seconds of a step on so many GPUs, of which gradient workers have those that are told."""
         base = gpus - sum(workers)
         alone_s = self._cost.seconds(base, self._workload)
         if not workers:

@@ -65,7 +65,7 @@ def _address(node: NodeSpec, facts: NodeFacts) -> Iterator[Finding]:
 
 
 def _interface(node: NodeSpec, facts: NodeFacts) -> Iterator[Finding]:
-    """Of the interface that libra chooses, or that the node's ``env`` names instead."""
+    """The interface that libra chooses, or that the node's ``env`` names instead."""
     for variable, chosen in {**interface_env(facts.interface), **node.env}.items():
         if not variable.endswith("_SOCKET_IFNAME"):
             continue
@@ -92,7 +92,7 @@ def _interface(node: NodeSpec, facts: NodeFacts) -> Iterator[Finding]:
 def matching_interfaces(
     wanted: str, interfaces: Sequence[NetworkInterface]
 ) -> list[NetworkInterface]:
-    """Those that a ``NCCL_SOCKET_IFNAME`` names: prefixes, ``=`` for whole names, ``^`` for not.
+    """Interfaces that a ``NCCL_SOCKET_IFNAME`` names: prefixes, ``=`` for whole names, ``^`` not.
 
     As NCCL reads it (its guide, environment variables). Gloo takes whole names only, which are
     their own prefixes.

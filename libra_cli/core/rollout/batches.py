@@ -52,7 +52,7 @@ from libra_cli.core.types import Tokens, Version
 def batch_metrics(
     batch: Sequence[Group], held: Version, bound: int, played: Sequence[Tokens]
 ) -> dict[str, float | None]:
-    """Of a step taken from version ``held``; ``played`` are lengths in generated tokens."""
+    """Metrics of a step taken from version ``held``; ``played`` are lengths in generated tokens."""
     members = [member for group in batch for member in group.members]
     runs = [
         (behind, end - start)

@@ -141,7 +141,7 @@ class Group:
 
 
 def _outcome(said: Any) -> Outcome:
-    """As a journal has it; the reward alone, as older ones have it."""
+    """The outcome as a journal has it; the reward alone, as older ones have it."""
     if isinstance(said, int | float):
         return Outcome(float(said))
     reward, generated, turns = said

@@ -114,7 +114,7 @@ def credit_record(
 def _log_ratios(
     trajectory: Trajectory, numbers: Sequence[int], of_step: Mapping[tuple[int, int, int], bytes]
 ) -> tuple[bytes, ...]:
-    """Those of its branches, in this order; none if no branch has one for each generated token."""
+    """The log ratios of these branches; none if no branch has one for each generated token."""
     group, member, _ = trajectory.id
     found = []
     for number in numbers:

@@ -76,7 +76,7 @@ class StalenessRule:
         return inf if self.waits is None or self.least is not None else self.waits - self.bound
 
     def holders(self, size: int) -> float:
-        """Of how many members the longest keeps the places of a group of so many.
+        """The number of members whose places the longest member of a group of ``size`` keeps taken.
 
         All, or where groups are closed, after which each member keeps its own only, about the
         square root: in the simulator 0.6 and 0.65 of the members of open groups played (tau2 and

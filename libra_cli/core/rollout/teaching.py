@@ -72,7 +72,7 @@ class TeacherQueue:
         return [action]
 
     def answered(self, who: TrajectoryId, *, now: Seconds) -> list[Action]:
-        """It has answered: those that were held are asked about too."""
+        """The teacher has answered: the trajectories that were held are asked about too."""
         self._answers += 1
         self.forget(who)
         if self._silent_since is None:
@@ -85,7 +85,7 @@ class TeacherQueue:
         return [Save(NoteRecord("teacher", "", now, told, resolved_at=now)), *held.values()]
 
     def failed(self, event: TeacherFailed, *, now: Seconds) -> list[Action]:
-        """It has not answered: those that wait are asked about again after a pause."""
+        """The teacher has not answered: those that wait are asked about again after a pause."""
         action = self._asked.pop(event.trajectory, None)
         if action is not None:
             self._held[event.trajectory] = action

@@ -115,7 +115,7 @@ class _ForgettingMean:
 
     @property
     def value(self) -> float:
-        """So far; what was observed long ago counts less."""
+        """The mean so far; what was observed long ago counts less."""
         return self._sum / self._weight
 
     def add(self, value: float, *, weight: float) -> None:
@@ -522,7 +522,7 @@ class Trajectories:
         ]
 
     def _drop(self, active: ActiveTrajectory, why: str, now: Seconds) -> list[Result]:
-        """It does harm: its group is given up, and its prompt is not played again."""
+        """Give up the group of a trajectory that does harm; its prompt is not played again."""
         broken = active.trajectory
         if is_evaluation(broken.id.group):
             withdrawn = self._withdraw(active, "dropped", why, now)
@@ -664,7 +664,7 @@ class Trajectories:
         return [result for who in guilty for result in self._convict(who, now)]
 
     def _blame(self, slot: SlotId) -> list[TrajectoryId]:
-        """Those found guilty of the death of a server: they were inside, or broke off just then."""
+        """The trajectories guilty of a server's death: they were inside, or broke off just then."""
         inside = [
             who
             for who, active in self.active.items()

@@ -40,11 +40,11 @@ class Estimator(Protocol):
         ...
 
     def finished(self, trajectory: TrajectoryId, *, generated: Tokens) -> None:
-        """It came to its own end after ``generated`` tokens."""
+        """The trajectory came to its own end after ``generated`` tokens."""
         ...
 
     def withdrawn(self, trajectory: TrajectoryId) -> None:
-        """It was given up, played again or cut: how long it would have been is not known."""
+        """The trajectory was given up, played again or cut: its whole length is not known."""
         ...
 
 

@@ -134,7 +134,7 @@ class RequestScheduler:
             yield request, queue
 
     def _take_out(self, request: Request, entered: ServerQueue) -> None:
-        """It waits no longer; the queue that it enters takes it out of its own line."""
+        """Let a request wait no longer; the queue that it enters takes it out of its own line."""
         if self._evaluations.pop(request.trajectory, None) is not None:
             return
         queued = self._queued.pop(request.trajectory)

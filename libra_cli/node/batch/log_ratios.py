@@ -75,7 +75,7 @@ def read_log_ratios(data: bytes) -> BranchLogRatios:
 def of_all_generated(
     given: Sequence[TokenSample], kept: Sequence[TokenSample], found: BranchLogRatios
 ) -> BranchLogRatios:
-    """Those of the samples' generated tokens, NaN for tokens that were left out of the loss.
+    """The log ratios of generated tokens, NaN for tokens that were left out of the loss.
 
     ``found`` has those of the tokens that count in ``kept``, the same samples as ``given``. What a
     gradient worker has counted otherwise is left out.

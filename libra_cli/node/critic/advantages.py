@@ -109,7 +109,7 @@ def credited(
 
 
 def _sizes(sample: TokenSample) -> list[tuple[TurnKey, int]]:
-    """Of each turn the tokens that count in the loss: up to where the branch's next one begins."""
+    """For each turn the tokens that count in the loss: up to where the branch's next one begins."""
     ends = [*(token for _, token, _ in sample.turns), len(sample.loss_mask)][1:]
     return [
         ((*sample.trajectory, number), int(sample.loss_mask[start:end].sum()))

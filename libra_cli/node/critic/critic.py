@@ -133,8 +133,9 @@ def explained_variance(turns: Sequence[TurnTarget]) -> float | None:
 
 
 def told(advantages: Mapping[TurnKey, float]) -> list[list[Any]]:
-    """Those of each trajectory as ``[group, member, [one a turn]]``, to four digits; none of a step
-    that cannot be used."""
+    """The advantages of each trajectory as ``[group, member, [one a turn]]``, to four digits; none
+    of a step that cannot be used.
+    """
     if not all(map(isfinite, advantages.values())):
         return []
     by_trajectory: dict[tuple[int, int], list[float]] = {}

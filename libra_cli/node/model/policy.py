@@ -441,7 +441,7 @@ class PolicyModel:
 
     @property
     def _stored_dtype(self) -> torch.dtype:
-        """Of the model's own parameters: float32, or as they are computed with if frozen."""
+        """The type of the model's own parameters: float32, or as computed with if frozen."""
         narrow = self._accelerator.mixed_precision == "bf16"
         frozen = self._config.training.lora is not None
         return torch.bfloat16 if narrow and frozen else torch.float32

@@ -17,7 +17,7 @@ from libra_cli.node.batch.samples import Scores, TokenSample
 
 @dataclass(frozen=True, slots=True)
 class BranchScores:
-    """Of one branch of N tokens that count, as the rank that has it computed them."""
+    """Scores of one branch of N tokens that count, as the rank that has it computed them."""
 
     proximal: NDArray[np.float32]
     """``[N]``, nats."""

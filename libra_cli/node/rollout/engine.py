@@ -217,7 +217,7 @@ def _sampling_params(
     to_the_end: bool,
     score_prompt: bool,
 ) -> SamplingParams:
-    """Of every kind one object: vLLM checks all its fields when it is made."""
+    """One object for each kind of sampling: vLLM checks all its fields when it is made."""
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,

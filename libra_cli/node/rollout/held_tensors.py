@@ -114,7 +114,7 @@ def slices_of(layer: nn.Module, names: list[str]) -> list[Slice]:
 
 
 def regions_of(model: nn.Module) -> dict[str, tuple[slice, slice]]:
-    """Of the published tensors the rows and columns that a worker holds of each, by name."""
+    """The rows and columns that a worker holds of each published tensor, by name."""
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     regions = {}
     for path, module in model.named_modules():
@@ -135,7 +135,7 @@ def _region(layer: nn.Module, one: Slice) -> tuple[slice, slice]:
 
 
 def _stacked(names: list[str], shards: list[tuple[int, int]]) -> list[Slice]:
-    """Of each published layer one shard: its number and how many rows it has.
+    """For each published layer one shard: its number and how many rows it has.
 
     Several layers that are published as one, which no rank has in one piece, are left out.
     """

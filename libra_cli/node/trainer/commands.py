@@ -282,7 +282,7 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
             )
 
     def log_ratios(self, step: int) -> Reply:
-        """Those of the tokens of the last step that is done."""
+        """The log ratios of the tokens of the last step that is done."""
         with self._changed:
             if step != self.step or not self._log_ratios:
                 return refusal(HTTPStatus.NOT_FOUND, f"there are no log-ratios of step {step}")
@@ -355,7 +355,7 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
 
 
 def _digest(message: Mapping[str, Any]) -> bytes:
-    """Of what a step, or a part of one, is taken on."""
+    """A digest of what a step, or a part of one, is taken on."""
     return hashlib.blake2b(msgpack.packb(message["trajectories"]), digest_size=16).digest()
 
 

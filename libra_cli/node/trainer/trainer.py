@@ -134,7 +134,7 @@ class Trainer(PolicyModel):
         return {"tokens": _generated(samples), "accumulate_s": seconds}
 
     def _counted(self, samples: Sequence[TokenSample]) -> Sequence[TokenSample]:
-        """Those with the tokens that count; what is left out is remembered for the step."""
+        """The samples with tokens that count; what is left out is remembered for the step."""
         kept = counted(samples, self.config.training)
         self._left_out += _generated(samples) - _generated(kept)
         self._given += samples
@@ -247,7 +247,7 @@ class Trainer(PolicyModel):
         return Update(sums, tokens, norm.item(), finite, ratio)
 
     def _metrics(self, updates: Sequence[Update]) -> dict[str, Any]:
-        """Of a step: means over the tokens of its updates, or over these."""
+        """Metrics of a step: means over the tokens of its updates, or over these."""
         sums, seen = summed(one.sums for one in updates), sum(one.tokens for one in updates)
         gap, gap_tokens = sums.pop("gap"), int(sums.pop("gap_tokens"))
         total = sums.pop("rollout_ratio_sum", 0.0)

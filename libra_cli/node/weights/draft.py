@@ -118,7 +118,7 @@ class Draft:
         return any(HERE in states for states in self._states.values())
 
     def states(self) -> dict[str, str]:
-        """Of every file, a digit for every chunk: missing, on its way, or here."""
+        """For every file, a digit for every chunk: missing, on its way, or here."""
         with self._lock:
             return {name: states.decode() for name, states in self._states.items()}
 

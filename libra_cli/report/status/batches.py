@@ -15,7 +15,7 @@ LONGEST = 0.1
 
 
 class BatchesPart(TypedDict):
-    """Of all steps. Shares are 0 to 1, staleness is in versions, over generated tokens.
+    """Batches of all steps. Shares are 0 to 1, staleness is in versions, over generated tokens.
 
     ``groups_closed`` were trained without some members; of these, ``trajectories_left`` in all,
     ``trajectories_late`` were trained in a later step. ``played_length`` and ``trained_length`` are
@@ -40,7 +40,7 @@ class BatchesPart(TypedDict):
 
 
 def batches(reader: Reader, steps: Sequence[StepRecord]) -> BatchesPart:
-    """None of it is known of steps that an older libra took."""
+    """The batches of a run; nothing is known of steps that an older libra took."""
     known = [(step, step.batch) for step in steps if step.batch]
     tokens = sum(step.generated_tokens for step, _ in known)
     closed = int(sum(batch["groups_closed"] or 0 for _, batch in known))
@@ -81,7 +81,7 @@ def _mean(known: _Steps, name: str) -> float | None:
 def _share_filtered(
     known: _Steps,
 ) -> float | None:
-    """Of the generated tokens of the steps at which dynamic sampling was on."""
+    """The share of filtered tokens among the generated ones, of steps with dynamic sampling."""
     sampled = [(step, batch) for step, batch in known if "filtered_tokens" in batch]
     filtered = _sum(sampled, "filtered_tokens")
     tokens = filtered + sum(step.generated_tokens for step, _ in sampled)
@@ -89,7 +89,7 @@ def _share_filtered(
 
 
 def _longest(members: Sequence[tuple[int, bool]]) -> float | None:
-    """Of (generated tokens, trained): the share of the longest that was trained."""
+    """The trained share of the longest trajectories, of pairs of (generated tokens, trained)."""
     if not members:
         return None
     ordered = sorted(length for length, _ in members)

@@ -190,7 +190,7 @@ def _shape(server: PlannedServer) -> str:
 def _shortened(
     pairs: Iterable[tuple[str, _Task, _Task]],
 ) -> Iterable[tuple[str, _Task, _Task]]:
-    """Those that differ; a server's shape only where that is what differs."""
+    """The slots that differ; a server's shape only where that is what differs."""
     for slot, then, now in pairs:
         if then[0] != now[0]:
             yield slot, (then[0], ""), (now[0], "")

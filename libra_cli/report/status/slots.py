@@ -85,7 +85,7 @@ class ProcessPart(TypedDict):
 def existing(
     slots: Sequence[SlotRecord], plan: PlanRecord | None, *, since: float = 0.0
 ) -> list[SlotRecord]:
-    """Those into which the nodes are divided now, and those whose server is not gone yet.
+    """The slots into which the nodes are divided now, and those whose server is not gone yet.
 
     A slot that was joined with others, or one that was split, is no more: its row is left behind,
     and so is one of a controller that died before ``since``.

@@ -77,13 +77,13 @@ class ModelPart(TypedDict):
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """Of those that are finite; None if there is none."""
+    """The mean of the values that are finite; None if there is none."""
     known = [value for value in values if math.isfinite(value)]
     return fmean(known) if known else None
 
 
 def largest(values: Iterable[float]) -> float | None:
-    """Of those that are finite; None if there is none."""
+    """The largest of the values that are finite; None if there is none."""
     return max((value for value in values if math.isfinite(value)), default=None)
 
 
@@ -197,7 +197,7 @@ def trajectories(reader: Reader, *, live: bool) -> TrajectoryCountsPart:
 
 
 def recent_samples(reader: Reader, steps: Sequence[StepRecord]) -> list[SampleRecord]:
-    """Those of the last steps; none before the first."""
+    """The samples of the last steps; none before the first."""
     recent = steps[-RECENT:]
     return reader.samples(recent[0].started_at - recent[0].waited_s) if recent else []
 
@@ -205,7 +205,9 @@ def recent_samples(reader: Reader, steps: Sequence[StepRecord]) -> list[SampleRe
 def idle(
     samples: Sequence[SampleRecord], steps: Sequence[StepRecord], slots: Sequence[SlotRecord]
 ) -> IdlePart:
-    """Of the whole run, and of the last ``RECENT`` steps; ``samples`` are of those."""
+    """The idle shares of the whole run and of the last ``RECENT`` steps, which ``samples`` are
+    of.
+    """
     serving = sum(slot.serving_s for slot in slots)
     busy = sum(slot.busy_s for slot in slots)
     return {
@@ -230,7 +232,7 @@ def checkpoint(steps: Sequence[StepRecord]) -> CheckpointPart | None:
 
 
 def models(reader: Reader) -> list[ModelPart]:
-    """Those that the run has made, the oldest first."""
+    """The models that the run has made, the oldest first."""
     return [part_of(ModelPart, export) for export in reader.exports()]
 
 

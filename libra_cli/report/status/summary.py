@@ -204,7 +204,7 @@ def judged_by(told: RunSummary) -> tuple[str, FirstLast]:
 
 
 def _slots(reader: Reader) -> list[SlotRecord]:
-    """Those that exist; each time that the run was started it began with the recipe's."""
+    """The slots that exist; each time that the run was started it began with the recipe's."""
     plans = reader.plans()
     began = max((plan.at for plan in plans if plan.cause == "start"), default=0.0)
     return slot_parts.existing(reader.slots(), plans[-1] if plans else None, since=began)

@@ -20,7 +20,7 @@ def evaluation_words(part: EvaluationPart) -> str:
 
 
 def _estimates(part: EvaluationPart) -> list[str]:
-    """Of one that has finished; where its environment broke every time there are none."""
+    """The estimates of a finished evaluation; none where its environment broke every time."""
     metrics = part["metrics"]
     passes = sorted((name for name in metrics if _is_pass(name)), key=_k)
     if not passes:

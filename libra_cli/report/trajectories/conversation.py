@@ -88,7 +88,7 @@ class ShownMessage:
 
     @property
     def advantages(self) -> list[float]:
-        """Those of its tokens, in order, each time that they change."""
+        """The advantages of its tokens, in order, each time that they change."""
         known = [token.advantage for token in self.tokens if token.advantage is not None]
         return [value for value, _ in groupby(known)]
 

@@ -147,7 +147,7 @@ def _markers() -> dict[str, str]:
 
 
 def _distribution(package: str) -> importlib.metadata.Distribution | None:
-    """Of a package; vLLM's build for hosts without GPUs has another name."""
+    """The installed distribution of a package; vLLM's for hosts without GPUs has another name."""
     for name in (package, f"{package}-cpu"):
         with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.distribution(name)
