@@ -329,7 +329,7 @@ class Campaign(World):
         super()._do_accumulate(action)
 
     def _do_train(self, action: a.Train) -> None:
-        late = {group.id for group in self.machine.training.trained if group.is_rest}
+        late = {group.id for group in self.machine.training.batch.groups if group.is_rest}
         groups = {sample.trajectory.id.group for sample in action.samples} - late
         if action.parts:
             groups |= self._in_parts

@@ -571,7 +571,7 @@ class World:
         return e.ShareDone(share.slot, share.incarnation, not lost, why, 10, 0.5, 0.1, 100, 0.1)
 
     def _do_train(self, action: a.Train) -> None:
-        replayed = {group.id for group in self.machine.training.replayed}
+        replayed = {group.id for group in self.machine.training.batch.replayed}
         assert replayed <= {group for group, _ in self.trained}, "replayed before it was trained"
         samples = [
             sample
@@ -593,7 +593,7 @@ class World:
         if action.ledger is not None:
             path = f"/checkpoint/{action.incarnation}-{action.step}"
             self.ledgers[path] = action.ledger
-        late = {group.id for group in self.machine.training.trained if group.is_rest}
+        late = {group.id for group in self.machine.training.batch.groups if group.is_rest}
         groups = {sample.trajectory.id.group for sample in samples} - late
         self.trained += [(group, action.step) for group in sorted(groups)]
         ids = [sample.trajectory.id for sample in samples if sample.branch is None]
@@ -626,7 +626,7 @@ class World:
         assert len(parts) == len(set(parts)), "a branch of a member twice"
         own = [sample.trajectory.id for sample in samples if sample.branch is None]
         assert {part[:2] for part in parts} == {one[:2] for one in own}
-        late = {group.id for group in self.machine.training.trained if group.is_rest}
+        late = {group.id for group in self.machine.training.batch.groups if group.is_rest}
         whole = Counter(who.group for who in own if who.group not in late)
         assert len(whole) == self.recipe.training.groups_per_step
         least = min(size, rule.least_of(size) or size)

@@ -8,7 +8,7 @@ else is changed, and no deadline.
 from __future__ import annotations
 
 from libra_cli.cli.main import main
-from libra_cli.core.cluster import replica_set, restarts, trainer
+from libra_cli.core.cluster import replica_set, restarts, trainer_life
 
 HASTE = 10.0
 
@@ -17,5 +17,5 @@ if __name__ == "__main__":
     restarts.FIRST_WAIT_S /= HASTE
     restarts.MOST_WAIT_S /= HASTE
     replica_set.LATER_S /= HASTE  # type: ignore[attr-defined]
-    trainer.RESTART_EVERY_S /= HASTE
+    trainer_life.RESTART_EVERY_S /= HASTE
     main()

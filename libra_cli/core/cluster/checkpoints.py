@@ -73,6 +73,15 @@ class Checkpoints:
         """Whether that of this step has failed ``MAX_SAVES`` times."""
         return step == self.failed_step and self.failures >= MAX_SAVES
 
+    @property
+    def unsaved(self) -> str:
+        """What could not be saved, and what that means."""
+        newest = f"is that of step {self.step}" if self.path else "does not exist"
+        return (
+            f"the checkpoint of step {self.failed_step} could not be written: "
+            f"{self.failure}; the newest {newest}"
+        )
+
     def remember(self, path: str, step: int) -> None:
         """One of this step exists; it is the last."""
         self.path, self.step, self.failures = path, step, 0

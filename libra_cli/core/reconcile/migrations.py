@@ -135,7 +135,9 @@ class MigrationTracker:
 
     def _follow(self, move: SlotMigration, now: Seconds) -> list[Result]:
         old, new = self._tenant(move.slot, move.before), self._tenant(move.slot, move.after)
-        if move.before is move.after or (move.before is Role.TRAIN and not self._training.resizing):
+        if move.before is move.after or (
+            move.before is Role.TRAIN and not self._training.life.resizing
+        ):
             # The same replica is stopped and started again; or the trainer has only crashed.
             old = None
         broken = self._broken(move, new)
@@ -241,7 +243,7 @@ class MigrationTracker:
         if group is not None:
             return self._undo(group, f"{move.slot}: {why}", now)
         if move.after is Role.TRAIN and move.slot in self._wanted.trainer:
-            self._wanted.keep_trainer(self._training.proved_slots, why)
+            self._wanted.keep_trainer(self._training.life.proved_slots, why)
         self._wanted.give_back(move.slot, move.before, move.bucket)
         role = self._wanted.role_of(move.slot)
         tenant = self._tenant(move.slot, role)
@@ -277,7 +279,7 @@ class MigrationTracker:
         best = max(known, key=_hope)
         if self._wanted.trains_on(best.slot):
             why = f"{best.slot.id} has the last server, and no other came up"
-            self._wanted.keep_trainer(self._training.proved_slots, why)
+            self._wanted.keep_trainer(self._training.life.proved_slots, why)
         if best.bucket is not None:
             self._wanted.give_back(best.slot.id, Role.ROLLOUT, best.bucket)
         return [PlanMended()]

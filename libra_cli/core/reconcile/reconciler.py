@@ -136,7 +136,7 @@ class Reconciler:
     def settle(self, *, changed: bool, now: Seconds) -> list[Result]:
         """Whatever can be done now for the plan is done; ``changed``: since the last time."""
         results = self._stop_drained(now)
-        arrived = not self.moves and self._training.target_slots == self._wanted.trainer
+        arrived = not self.moves and self._training.life.target_slots == self._wanted.trainer
         if arrived and not changed and not results:
             return results
         results += self._stop_unwanted(now)
@@ -230,7 +230,7 @@ class Reconciler:
         overlaps = self._tracker.overlaps(slot.id)
         # A trainer that is down, or is being moved, may come back: its slots stay free for it.
         held = [
-            *self._training.reserved,
+            *self._training.life.reserved,
             *(
                 replica.slot
                 for replica in self._replicas()
@@ -247,7 +247,7 @@ class Reconciler:
     def _resize(self, now: Seconds) -> list[Result]:
         """Ask the trainer to move once the slots that join it are free."""
         training, wanted = self._training, self._wanted.trainer
-        if not training.may_resize or training.target_slots == wanted:
+        if not training.life.may_resize or training.life.target_slots == wanted:
             return []
         if training.slots == wanted:
             return training.resize([], now=now)

@@ -11,6 +11,7 @@ from libra_cli.config.training import TrainingSpec
 from libra_cli.core.algorithms.algorithm import Algorithm
 from libra_cli.core.cluster.gradient_workers import GradientWorkers
 from libra_cli.core.cluster.rollout_servers import RolloutServers
+from libra_cli.core.cluster.step_batch import StepBatch
 from libra_cli.core.cluster.trainer import TrainerGroup
 from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.evaluation.ledger import (
@@ -155,12 +156,11 @@ def assemble(
 def _trainer(algorithm: Algorithm, ledger: GroupLedger, train: Sequence[Slot]) -> TrainerGroup:
     """The trainer group on these slots; it is not started yet."""
     recipe = algorithm.recipe
-    return TrainerGroup(
+    batch = StepBatch(
         ledger,
-        train,
-        checkpoint_every=recipe.training.checkpoint_every,
-        algorithm=algorithm,
+        algorithm,
         stream=recipe.training.stream,
         mask_truncated=recipe.rollout.overlong.mask,
         replay=algorithm.replay_buffer(),
     )
+    return TrainerGroup(ledger, train, batch, checkpoint_every=recipe.training.checkpoint_every)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from libra_cli.core.actions import Wake
-from libra_cli.core.cluster.trainer import TrainerState
+from libra_cli.core.cluster.trainer_life import TrainerState
 from libra_cli.core.events import RunStarted, StopRequested
 from libra_cli.core.explanation import Explanation
 from libra_cli.core.notices import Result
@@ -108,7 +108,7 @@ class RunCourse:
         """A run whose last checkpoint could not be written has failed, and says so."""
         training = self._parts.training
         if training.checkpoints.given_up(training.step):
-            self._fail(training.unsaved, "make room there", RESUME)
+            self._fail(training.checkpoints.unsaved, "make room there", RESUME)
 
     def _fail(self, *why: str) -> None:
         """A run that was ending anyway has not ended as it should."""

@@ -35,7 +35,7 @@ from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core import notices as n
 from libra_cli.core.algorithms.algorithm import Algorithm, algorithm_of
-from libra_cli.core.cluster.trainer import TrainerState
+from libra_cli.core.cluster.trainer_life import TrainerState
 from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.costs.server import guessed_cost
 from libra_cli.core.explanation import Explanation
@@ -119,7 +119,7 @@ class Machine:
         training = self.training
         self.ledger.restore(resume.position, dropped=dropped_in(resume.records))
         training.remember(resume.checkpoint, int(resume.position["step"]))
-        training.incarnation = resume.trainer_incarnation
+        training.life.incarnation = resume.trainer_incarnation
         training.step = training.checkpoints.step
         self._remember(resume.records)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from libra_cli.core.actions import Wake
-from libra_cli.core.cluster import replica_set, trainer
+from libra_cli.core.cluster import replica_set, trainer_life
 from libra_cli.core.events import NodeGone, TimerFired
 from libra_cli.core.notices import Result
 from libra_cli.core.reconcile import migration, reconciler
@@ -49,7 +49,7 @@ class Timers:
     def _due(self, name: str, now: Seconds) -> Iterable[Result]:
         """What a timer calls for in a run that goes on."""
         parts = self._parts
-        if name == trainer.TIMER:
+        if name == trainer_life.TIMER:
             return parts.training.restart(now=now)
         if name == evaluating.TIMER:
             return evaluating.stalled(parts, now=now)
@@ -68,4 +68,4 @@ class Timers:
 
     def _node_overdue(self, node: str, now: Seconds) -> Iterator[Result]:
         self._parts.servers.node_overdue(node, now=now)
-        yield from self._parts.training.node_overdue(node, now=now)
+        yield from self._parts.training.life.node_overdue(node, now=now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from libra_cli.core.cluster.trainer import TrainerState
+from libra_cli.core.cluster.trainer_life import TrainerState
 from libra_cli.core.run.assembly import RunParts
 from libra_cli.core.run.state import Phase
 

@@ -16,7 +16,7 @@ from libra_cli.config.errors import LibraError
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.replica import Replica, ReplicaState
-from libra_cli.core.cluster.trainer import TrainerState
+from libra_cli.core.cluster.trainer_life import TrainerState
 from libra_cli.core.launch.process import process_of, worker_of
 from libra_cli.core.rollout.active import Stage
 from libra_cli.core.rollout.groups import GroupState
@@ -68,7 +68,7 @@ def slots_of_machine(machine: Machine) -> dict[SlotId, Slot]:
     training = machine.training
     replicas = [*machine.servers.replicas.values(), *machine.workers.replicas.values()]
     slots = [replica.slot for replica in (*replicas, *training.replicas)]
-    every = (*machine.reconciler.slots, *slots, *training.reserved)
+    every = (*machine.reconciler.slots, *slots, *training.life.reserved)
     return {slot.id: slot for slot in every}
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.cluster.trainer import PATIENCE_S, TrainerState
+from libra_cli.core.cluster.step_book import PATIENCE_S
+from libra_cli.core.cluster.trainer_life import TrainerState
 from tests.elastic import Scene, of, scene
 
 

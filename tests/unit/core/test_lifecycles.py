@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from libra_cli.config.errors import IllegalMove
-from libra_cli.core.cluster import replica, trainer
+from libra_cli.core.cluster import replica, trainer_life
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.rollout import active, groups
 from libra_cli.core.rollout.active import ActiveTrajectory, Stage
@@ -20,7 +20,7 @@ from libra_cli.core.types import Pool, Slot, Trajectory, TrajectoryId
 
 TABLES: dict[str, Mapping[Any, Mapping[Any, str]]] = {
     "replica": replica.TRANSITIONS,
-    "trainer": trainer.TRANSITIONS,
+    "trainer": trainer_life.TRANSITIONS,
     "group": groups.TRANSITIONS,
     "trajectory": active.TRANSITIONS,
     "run": run_state.TRANSITIONS,

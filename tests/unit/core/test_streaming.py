@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.gradient_workers import GradientWorkers
-from libra_cli.core.cluster.trainer import PARTS, TrainerGroup, TrainerState
+from libra_cli.core.cluster.step_batch import PARTS, StepBatch
+from libra_cli.core.cluster.trainer import TrainerGroup
+from libra_cli.core.cluster.trainer_life import TrainerState
 from libra_cli.core.notices import Result, StepClaimed
 from libra_cli.core.rollout.groups import Group, GroupLedger, GroupState
 from libra_cli.core.rollout.staleness import hold
@@ -43,7 +45,8 @@ def speak(group: Group, member: int, version: int) -> None:
 
 
 def trainer(book: GroupLedger, *, stream: bool) -> TrainerGroup:
-    training = TrainerGroup(book, [], checkpoint_every=100, algorithm=ALGORITHM, stream=stream)
+    batch = StepBatch(book, ALGORITHM, stream=stream)
+    training = TrainerGroup(book, [], batch, checkpoint_every=100)
     training.start(now=0.0)
     training.started(e.TrainerStarted(1, e.PublishedVersion(WeightVersion(1, 0), 1, 0.0)), now=0.0)
     return training
@@ -137,7 +140,8 @@ def test_parts_of_a_trainer_that_dies_are_trained_by_the_next():
 
 def test_shares_are_of_the_last_part_only():
     book, workers = ledger(), GradientWorkers(1)
-    training = TrainerGroup(book, [], checkpoint_every=100, algorithm=ALGORITHM, stream=True)
+    batch = StepBatch(book, ALGORITHM, stream=True)
+    training = TrainerGroup(book, [], batch, checkpoint_every=100)
     training.start(now=0.0)
     published = e.PublishedVersion(WeightVersion(1, 0), 1, 0.0)
     training.started(e.TrainerStarted(1, published), now=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.replica import ReplicaState
-from libra_cli.core.cluster.trainer import TrainerState
+from libra_cli.core.cluster.trainer_life import TrainerState
 from libra_cli.core.types import node_of
 from tests.elastic import Scene, scene
 
@@ -102,9 +102,9 @@ def test_a_trainer_does_not_move_to_a_node_that_is_given_up():
     training = world.machine.training
     before = training.slots
     world.order(train=3)
-    world.until(lambda: training.resizing and training.state is TrainerState.STOPPING)
+    world.until(lambda: training.life.resizing and training.state is TrainerState.STOPPING)
     here = {node_of(slot) for slot in before}
-    (node,) = {node_of(slot) for slot in training.target_slots} - here
+    (node,) = {node_of(slot) for slot in training.life.target_slots} - here
     lose(world, node)
     world.steps_on(2)
     assert training.slots == before

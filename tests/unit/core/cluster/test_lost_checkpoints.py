@@ -7,7 +7,7 @@ from random import Random
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.checkpoints import Checkpoints
-from libra_cli.core.cluster.trainer import TrainerState
+from libra_cli.core.cluster.trainer_life import TrainerState
 from libra_cli.core.records import NoteRecord
 from tests.elastic import Scene, scene
 from tests.world import Faults, World
@@ -69,7 +69,7 @@ def test_a_trainer_that_cannot_save_stays_where_it_is():
     world.until(lambda: notes(world))
     world.steps_on(4)
     assert world.machine.training.slots == before
-    assert world.machine.training.target_slots == before
+    assert world.machine.training.life.target_slots == before
 
 
 def test_what_an_older_trainer_could_not_save_is_no_news():

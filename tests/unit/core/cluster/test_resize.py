@@ -7,7 +7,7 @@ import pytest
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.replica import ReplicaState
-from libra_cli.core.cluster.trainer import TrainerState
+from libra_cli.core.cluster.trainer_life import TrainerState
 from libra_cli.core.records import StepRecord
 from tests.elastic import Scene, of, scene
 

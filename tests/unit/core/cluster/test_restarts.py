@@ -20,7 +20,7 @@ from libra_cli.core.cluster.restarts import (
     RestartBudget,
 )
 from libra_cli.core.cluster.rollout_servers import MAX_BROKEN_SYNCS
-from libra_cli.core.cluster.trainer import RESTART_EVERY_S, TIMER, TrainerState
+from libra_cli.core.cluster.trainer_life import RESTART_EVERY_S, TIMER, TrainerState
 from libra_cli.core.records import NoteRecord
 from tests.elastic import Scene, of, scene
 

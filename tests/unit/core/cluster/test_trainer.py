@@ -5,7 +5,7 @@ from __future__ import annotations
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.fatal_groups import MAX_DEATHS, FatalGroupDetector
-from libra_cli.core.cluster.trainer import TrainerState
+from libra_cli.core.cluster.trainer_life import TrainerState
 from libra_cli.core.records import GroupRecord, NoteRecord
 from libra_cli.core.rollout.groups import GroupLedger
 from libra_cli.core.rollout.staleness import hold

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
 
 from libra_cli.core.cluster.replica import ReplicaState
-from libra_cli.core.cluster.trainer import TrainerState
+from libra_cli.core.cluster.trainer_life import TrainerState
 from libra_cli.core.progress.phases import LONGEST_S
 from libra_cli.core.progress.watch import FOUND_S
 from libra_cli.core.reconcile.migration import LIFECYCLE, MigrationPhase

@@ -9,7 +9,7 @@ import pytest
 
 from libra_cli.config.environment import EnvironmentSpec, TeacherSpec
 from libra_cli.config.recipe import RunSpec, WeightSyncSpec
-from libra_cli.core.cluster import replica, trainer
+from libra_cli.core.cluster import replica, trainer_life
 from libra_cli.core.reconcile import migration
 from libra_cli.core.rollout import active, groups
 from libra_cli.core.run import state as run_state
@@ -21,7 +21,7 @@ from tests.unit.core.progress.deadlines import WAITS, Wait
 
 TABLES: dict[str, Mapping[Any, object]] = {
     "replica": replica.TRANSITIONS,
-    "trainer": trainer.TRANSITIONS,
+    "trainer": trainer_life.TRANSITIONS,
     "group": groups.TRANSITIONS,
     "trajectory": active.TRANSITIONS,
     "run": run_state.TRANSITIONS,

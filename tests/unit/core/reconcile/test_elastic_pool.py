@@ -10,7 +10,7 @@ from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.replica import ReplicaState
 from libra_cli.core.cluster.restarts import MAX_RESTARTS
-from libra_cli.core.cluster.trainer import TrainerState
+from libra_cli.core.cluster.trainer_life import TrainerState
 from libra_cli.core.launch.process import process_of, worker_of
 from libra_cli.core.reconcile.migration import LIFECYCLE, MigrationPhase
 from libra_cli.core.types import Plan, Role

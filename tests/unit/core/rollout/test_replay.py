@@ -14,6 +14,7 @@ from libra_cli.config.training import ReplaySpec
 from libra_cli.core import events as e
 from libra_cli.core.actions import Save, Train
 from libra_cli.core.algorithms.replay import ReplayBuffer, replay_metrics
+from libra_cli.core.cluster.step_batch import StepBatch
 from libra_cli.core.cluster.trainer import TrainerGroup
 from libra_cli.core.notices import Result, StepClaimed
 from libra_cli.core.records import NoteRecord, StepRecord
@@ -101,9 +102,8 @@ class Steps:
         self.training = TrainerGroup(
             self.ledger,
             [],
+            StepBatch(self.ledger, algorithm(scale_rewards="none"), replay=buffer),
             checkpoint_every=100,
-            algorithm=algorithm(scale_rewards="none"),
-            replay=buffer,
         )
         self.rows: list[StepRecord] = []
         self.notes: list[NoteRecord] = []

@@ -16,7 +16,7 @@ import pytest
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.replica import Replica
-from libra_cli.core.cluster.trainer import TrainerState
+from libra_cli.core.cluster.trainer_life import TrainerState
 from libra_cli.core.launch.process import process_of, worker_of
 from libra_cli.core.rollout.active import Stage
 from libra_cli.runtime.adopted_run import ended_before

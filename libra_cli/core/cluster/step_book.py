@@ -1,0 +1,92 @@
+"""The rows of the steps, and how long each half waited for the other."""
+
+from __future__ import annotations
+
+from math import inf
+
+from libra_cli.core.cluster.step_batch import StepBatch
+from libra_cli.core.cluster.step_record import StepPeriod, step_record
+from libra_cli.core.events import StepDone
+from libra_cli.core.records import StepRecord
+from libra_cli.core.rollout.batches import batch_metrics
+from libra_cli.core.rollout.groups import GroupLedger
+from libra_cli.core.types import Seconds, WeightVersion
+
+PATIENCE_S: Seconds = 1800.0
+"""How long a step or a checkpoint may take that the end of a run waits for: the time-out of the
+trainer's collectives, by which a rank that hangs ends the others (``torch.distributed``)."""
+KEPT = 8
+"""Steps whose rows are kept: a checkpoint that is written later completes the row of its own."""
+
+
+class StepBook:
+    """What is known of the last steps."""
+
+    def __init__(self, ledger: GroupLedger) -> None:
+        self._ledger = ledger
+        self._rows: dict[int, StepRecord] = {}
+        self._idle_since: Seconds = 0.0
+        #: When the next batch became full, as far as the trainer was free to see it.
+        self._full_since: Seconds = inf
+        self._began_at: Seconds = 0.0
+        self._ended_at: Seconds = 0.0
+        #: The longest that a step or a checkpoint took, and when the last checkpoint was asked for.
+        self._slowest_s: Seconds = 0.0
+        self._save_asked_at: Seconds = 0.0
+
+    def row(self, step: int) -> StepRecord | None:
+        """That of a step, if it is one of the last."""
+        return self._rows.get(step)
+
+    @property
+    def patience_s(self) -> Seconds:
+        """How long what the trainer does is to be waited for: twice the slowest so far, or more."""
+        return max(PATIENCE_S, 2 * self._slowest_s)
+
+    def idle(self, *, now: Seconds) -> None:
+        """The trainer waits for a batch from now on."""
+        self._idle_since = self._ended_at = now
+        self._full_since = inf
+
+    def full(self, *, now: Seconds) -> None:
+        """A whole batch waits for the trainer."""
+        self._full_since = min(self._full_since, now)
+
+    def began(self, *, now: Seconds) -> None:
+        """A step has begun."""
+        self._began_at = now
+
+    def save_asked(self, *, now: Seconds) -> None:
+        """A checkpoint is to be written."""
+        self._save_asked_at = now
+
+    def saved(self, *, now: Seconds) -> None:
+        """A checkpoint is written."""
+        self._slowest_s = max(self._slowest_s, now - self._save_asked_at)
+
+    def done(
+        self, event: StepDone, batch: StepBatch, held: WeightVersion, *, now: Seconds
+    ) -> StepRecord:
+        """The row of a step that is done on this batch; the trainer held this version before."""
+        row = self._rows[event.step] = self._row_of(event, batch, held, now)
+        self._rows.pop(event.step - KEPT, None)
+        self._slowest_s = max(self._slowest_s, now - self._began_at)
+        self.idle(now=now)
+        return row
+
+    def _row_of(
+        self, event: StepDone, batch: StepBatch, held: WeightVersion, now: Seconds
+    ) -> StepRecord:
+        times = StepPeriod(
+            began=self._began_at,
+            ended=now,
+            since_last=now - self._ended_at,
+            waited_s=self._began_at - self._idle_since,
+            held_s=max(0.0, self._began_at - self._full_since),
+        )
+        played, bound = self._ledger.take_lengths(), self._ledger.rule.bound
+        samples = batch.samples(batch.groups, held)
+        metrics = batch_metrics(batch.groups, held.step, bound, played)
+        metrics = {**metrics, **batch.metrics(samples, held.step)}
+        named = self._ledger.named(batch.groups)
+        return batch.complete(step_record(event, samples, times, metrics, named))

@@ -1,0 +1,259 @@
+"""The life of the trainer's processes: one world of ranks on its slots, started, stopped and moved.
+
+A trainer that dies is started again from the last checkpoint, as its budget allows (``restarts``)
+and at most once a minute. It comes back as a new trainer *incarnation*. A trainer that never
+started has a configuration error and is not tried again.
+
+**Resize.** For a lasting shift the trainer group itself changes its slots: no step is begun, a
+checkpoint is written, every rank stops, and new ones start from it at the same global batch.
+Servers go on all the while. If the new ones do not come up, the old ones are started again where
+they were; those slots are held free until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+from libra_cli.core.actions import StartTrainer, StopTrainer, Wake
+from libra_cli.core.cluster.replica import Replica, ReplicaState
+from libra_cli.core.cluster.replica_set import GONE_S
+from libra_cli.core.cluster.restarts import RestartBudget
+from libra_cli.core.lifecycle import follow
+from libra_cli.core.notices import ReplicaChanged, ResizeRefused, Result
+from libra_cli.core.types import Role, Seconds, Slot, SlotId
+
+RESTART_EVERY_S: Seconds = 60.0
+TIMER = "restart trainer"
+DAMAGED = "is damaged"
+"""What a trainer says of a checkpoint that it cannot start from (``node.trainer.checkpoint``)."""
+
+_ROLES = {ReplicaState.FAILED: Role.FAILED, ReplicaState.IDLE: Role.IDLE}
+
+
+class TrainerState(StrEnum):
+    """What the trainer does now."""
+
+    DOWN = "down"
+    STARTING = "starting"
+    READY = "ready"
+    BUSY = "busy"
+    STOPPING = "stopping"
+    FAILED = "failed"
+
+
+T = TrainerState
+
+TRANSITIONS: dict[TrainerState, dict[TrainerState, str]] = {
+    T.DOWN: {
+        T.STARTING: "the run begins, it moves to other slots, or a minute has passed since it died",
+        T.FAILED: "it died too often of late, never started, or waited too long for a node",
+    },
+    T.STARTING: {
+        T.READY: "every rank is there and has published a version",
+        T.STOPPING: "a rank died or was not ready in time, or the run ends",
+    },
+    T.READY: {
+        T.BUSY: "a batch, or a part of one, is claimed",
+        T.STOPPING: "a rank died, it moves to other slots, or the run ends",
+    },
+    T.BUSY: {
+        T.READY: "the step is done, or the part accumulated",
+        T.STOPPING: "a rank died, the step failed, or the run ends",
+    },
+    T.STOPPING: {
+        T.DOWN: "no process of it is left on any node",
+    },
+    T.FAILED: {},
+}
+
+
+class TrainerLife:
+    """Its state, its ranks and its slots. Where it may start, it does so from ``path``."""
+
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        self.state = TrainerState.DOWN
+        self.incarnation = 0
+        self.detail = ""
+        self.replicas = [Replica(slot, since=0.0, role=Role.TRAIN) for slot in slots]
+        #: The slots that it is to move to; those it comes from, while it starts on the new ones.
+        self.next: list[Slot] = []
+        self.previous: list[Replica] = []
+        #: Nodes that are given up, and since when.
+        self._gone: dict[str, Seconds] = {}
+        self._ever_started = False
+        #: It found its checkpoint damaged, and would again; a run that is resumed takes another.
+        self._damaged = False
+        #: Whether the run is being wound down, so that it is not started again.
+        self._ending = False
+        self._restarts = 0
+        self._budget = RestartBudget()
+        self._started_at: Seconds = 0.0
+
+    def enter(self, state: TrainerState) -> None:
+        """Go on to another state. Raises IllegalMove."""
+        self.state = follow(TRANSITIONS, self.state, state, "the trainer")
+
+    # -- where it is ----------------------------------------------------------------------------
+
+    @property
+    def up(self) -> bool:
+        """Whether it computes, or could."""
+        return self.state in (TrainerState.READY, TrainerState.BUSY)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is stopped, or being stopped."""
+        return self.state in (TrainerState.DOWN, TrainerState.STOPPING, TrainerState.FAILED)
+
+    @property
+    def slots(self) -> tuple[SlotId, ...]:
+        """The slots of its ranks, in order."""
+        return tuple([replica.slot.id for replica in self.replicas])
+
+    @property
+    def target_slots(self) -> tuple[SlotId, ...]:
+        """The slots that it has, or is to have."""
+        return tuple([slot.id for slot in self.next]) if self.next else self.slots
+
+    @property
+    def proved_slots(self) -> tuple[SlotId, ...]:
+        """The slots on which it has worked: those it has, or those a resize has left."""
+        return tuple(replica.slot.id for replica in self.previous) or self.slots
+
+    @property
+    def resizing(self) -> bool:
+        """Whether it is on its way to other slots."""
+        return bool(self.next or self.previous)
+
+    @property
+    def may_resize(self) -> bool:
+        """Whether it may be asked to move to other slots now."""
+        return self.up and not self.previous
+
+    @property
+    def reserved(self) -> list[Slot]:
+        """Slots that a rank is on, or may be started on at any moment."""
+        return [*self.next, *(replica.slot for replica in (*self.replicas, *self.previous))]
+
+    # -- coming and going -----------------------------------------------------------------------
+
+    def start(self, path: str, *, now: Seconds) -> list[Result]:
+        """Start every rank, from this checkpoint; empty: from the model."""
+        self.enter(TrainerState.STARTING)
+        self._started_at = now
+        self.incarnation += 1
+        return [
+            StartTrainer(self.incarnation, self.slots, path),
+            *self._move(ReplicaState.STARTING, now=now),
+        ]
+
+    def started(self, *, now: Seconds) -> list[Result]:
+        """Every rank is there."""
+        self.enter(TrainerState.READY)
+        self._ever_started = True
+        self._budget.works(now=now)
+        self.previous = []
+        return self._move(ReplicaState.TRAINING, now=now)
+
+    def worked(self, *, now: Seconds) -> None:
+        """What it has done until now was of use: a death counts for less, the more it was."""
+        self._budget.worked(now=now)
+
+    def failed(self, reason: str) -> None:
+        """A rank died; one that finds its checkpoint damaged would do so again."""
+        self._damaged = self.state is TrainerState.STARTING and DAMAGED in reason
+
+    def stop(self, why: str, *, now: Seconds) -> list[Result]:
+        """Stop every rank."""
+        self.enter(TrainerState.STOPPING)
+        self.detail = why
+        return [
+            StopTrainer(self.incarnation, self.slots),
+            *self._move(ReplicaState.STOPPING, now=now, why=why),
+        ]
+
+    def wind_down(self) -> None:
+        """A trainer that ends from now on is not started again."""
+        self._ending = True
+
+    def gone(self, path: str, *, now: Seconds) -> list[Result]:
+        """Verified gone. Start it again if the run goes on and it may."""
+        if self.state is not TrainerState.STOPPING:
+            return []
+        self.enter(TrainerState.DOWN)
+        actions = self._move(ReplicaState.IDLE, now=now, why=self.detail)
+        if self._ending:
+            return actions
+        if any(slot.node in self._gone for slot in self.next):
+            self.next = []
+            actions.append(ResizeRefused(self.detail))
+        if self.next:
+            return [*actions, *self._start_on(self.next, self.replicas, path, now)]
+        if self.previous:
+            old = [replica.slot for replica in self.previous]
+            why = f"the resized trainer did not start: {self.detail}"
+            return [*actions, *self._start_on(old, [], path, now), ResizeRefused(why)]
+        wait_s = self._budget.wait_s()
+        if not self._ever_started or self._damaged or wait_s is None:
+            return [*actions, *self._give_up(now)]
+        self._restarts += 1
+        return [*actions, self._wake(wait_s, now)]
+
+    def _wake(self, wait_s: Seconds, now: Seconds) -> Wake:
+        return Wake(TIMER, max(wait_s, self._started_at + RESTART_EVERY_S - now))
+
+    def _give_up(self, now: Seconds) -> list[Result]:
+        self.enter(TrainerState.FAILED)
+        return self._move(ReplicaState.FAILED, now=now, why=self.detail)
+
+    def _start_on(
+        self, slots: list[Slot], previous: list[Replica], path: str, now: Seconds
+    ) -> list[Result]:
+        """Start on other slots; ``previous`` are held free until it works there."""
+        self.previous, self.next = previous, []
+        self.replicas = [Replica(slot, since=now, role=Role.TRAIN) for slot in slots]
+        return [] if self.waits_for else self.start(path, now=now)
+
+    def restart(self, path: str, *, now: Seconds) -> list[Result]:
+        """The minute is over; a rank whose node is given up waits for that."""
+        may = self.state is TrainerState.DOWN and not self.waits_for
+        return self.start(path, now=now) if may else []
+
+    # -- nodes ----------------------------------------------------------------------------------
+
+    @property
+    def waits_for(self) -> list[str]:
+        """Nodes of its ranks that are given up, in rank order."""
+        nodes = dict.fromkeys(replica.slot.node for replica in self.replicas)
+        return [node for node in nodes if node in self._gone]
+
+    def node_gone(self, node: str, *, now: Seconds) -> bool:
+        """A node is given up; whether a rank ran there, and is dead, and with it the trainer."""
+        self._gone[node] = now
+        return node in self.waits_for
+
+    def back(self, node: str, *, now: Seconds) -> list[Result]:
+        """A node answers again: a trainer that only waited for it is started."""
+        waited = node in self.waits_for
+        self._gone.pop(node, None)
+        if not waited:
+            return []
+        self._budget.refill()
+        return [self._wake(0.0, now)]
+
+    def node_overdue(self, node: str, *, now: Seconds) -> list[Result]:
+        """A node that was given up has had the time to come back."""
+        overdue = node in self.waits_for and now - self._gone[node] >= GONE_S
+        if not overdue or self.state is not TrainerState.DOWN:
+            return []
+        self.detail = f"{node} has not come back ({self.detail})"
+        return self._give_up(now)
+
+    def _move(self, to: ReplicaState, *, now: Seconds, why: str = "") -> list[Result]:
+        for replica in self.replicas:
+            replica.move(to, now=now, why=why)
+            replica.incarnation = self.incarnation
+            replica.restarts = self._restarts
+            replica.role = _ROLES.get(to, Role.TRAIN)
+        return [ReplicaChanged(replica) for replica in self.replicas]
