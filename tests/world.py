@@ -17,7 +17,6 @@ from typing import Any
 
 from hypothesis import settings
 
-from libra_cli.config.plugins import PluginGroup
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
@@ -28,6 +27,7 @@ from libra_cli.core.records import Record, StepRecord, TrajectoryRecord
 from libra_cli.core.rollout.staleness import rule_of
 from libra_cli.core.run.machine import Machine
 from libra_cli.core.run.state import Phase, Resume, RunIdentity
+from libra_cli.core.scheduling.policy import POLICIES
 from libra_cli.core.types import (
     BranchPoint,
     Plan,
@@ -43,6 +43,7 @@ from libra_cli.core.types import (
     WeightVersion,
     node_of,
 )
+from libra_cli.plugins.finding import find
 
 FEW_RUNS = settings(max_examples=settings().max_examples // 5)
 """For properties whose every example is a whole run: 5 of them in ``make check``."""
@@ -73,9 +74,17 @@ def recipe(**changes: Any) -> Recipe:
     return Recipe.model_validate(base)
 
 
+def machine_of(
+    recipe: Recipe, plan: Plan, slots: Sequence[Slot], identity: RunIdentity, **more: Any
+) -> Machine:
+    """A machine with what the recipe names."""
+    policy = find(POLICIES, recipe.scheduler.policy)()
+    return Machine(algorithm_of(recipe, find), plan, slots, identity, policy=policy, **more)
+
+
 def algorithm(**training: Any) -> Algorithm:
     """The algorithm of that recipe with this of ``training``."""
-    return algorithm_of(recipe(training=training), PluginGroup.find)
+    return algorithm_of(recipe(training=training), find)
 
 
 def critic_says(samples: Sequence[a.TrainSample]) -> tuple[e.TurnAdvantages, ...]:
@@ -207,7 +216,7 @@ class World:
         self.plan = initial_plan(self.recipe)
         identity = RunIdentity("run", "recipe.yaml", 1, 1.0)
         self._slots = slots_of(self.recipe)
-        self.machine = Machine(self.recipe, self.plan, self._slots, identity, resume=self.resume)
+        self.machine = machine_of(self.recipe, self.plan, self._slots, identity, resume=self.resume)
         self._heap: list[tuple[float, int, e.Event]] = []
         self._order = 0
         self.now = 1000.0

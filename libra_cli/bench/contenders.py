@@ -21,9 +21,10 @@ from libra_cli.core.scheduling.baselines import LONG_SHARE, StreamRL, stay_or_le
 from libra_cli.core.scheduling.estimators import Estimator
 from libra_cli.core.scheduling.least_cost import LeastExpectedCost, caches_hold, fits_kv
 from libra_cli.core.scheduling.policy import POLICIES as SCHEDULING_POLICIES
-from libra_cli.core.scheduling.policy import SchedulingPolicy, make_policy
+from libra_cli.core.scheduling.policy import SchedulingPolicy
 from libra_cli.core.scheduling.server_queues import Request, ServerQueue, ServerQueues
 from libra_cli.core.types import Seconds, Tokens, TrajectoryId
+from libra_cli.plugins.finding import available, find
 from libra_cli.sim.traces import RecordedEpisode, Trace
 
 ADMISSION = "+admission"
@@ -196,7 +197,7 @@ class _Admitted:
 
 _RIVALS = tuple(name for name in (*SCHEDULING_POLICIES.shipped, "streamrl") if name != "libra")
 POLICIES: tuple[str, ...] = (
-    *SCHEDULING_POLICIES.available(),
+    *available(SCHEDULING_POLICIES),
     *(rival + ADMISSION for rival in _RIVALS),
     "constant",
     *ORACLES,
@@ -211,4 +212,7 @@ def contender(name: str, future: Future, trace: Trace, seed: int) -> SchedulingP
         return _Admitted(contender(bare, future, trace, seed))
     if bare in ORACLES:
         return ORACLES[bare](future, trace, seed)
-    return ABLATIONS[bare]() if bare in ABLATIONS else make_policy(bare)
+    made: SchedulingPolicy = (
+        ABLATIONS[bare]() if bare in ABLATIONS else find(SCHEDULING_POLICIES, bare)()
+    )
+    return made

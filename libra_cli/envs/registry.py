@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.config.plugins import PluginGroup
 from libra_cli.envs.protocol import Environment
+from libra_cli.plugins import finding
 
 ENVIRONMENTS = PluginGroup(
     "libra.environments",
@@ -55,7 +56,7 @@ class Factory(Protocol):
 def installed_environments() -> list[str]:
     """Return the names of environments whose packages are here; imports none of them."""
     found = []
-    for name, path in sorted(ENVIRONMENTS.available().items()):
+    for name, path in sorted(finding.available(ENVIRONMENTS).items()):
         module = _PACKAGES.get(name, path.partition(":")[0]).partition(".")[0]
         if importlib.util.find_spec(module) is not None:
             found.append(name)
@@ -68,7 +69,7 @@ def find(name: str) -> Factory:
     Raises:
         EnvironmentBroken: there is none of this name, or it cannot be imported.
     """
-    factory = ENVIRONMENTS.find(name)
+    factory = finding.find(ENVIRONMENTS, name)
     if not callable(factory):
         raise EnvironmentBroken(f"environment {name!r}: {factory!r} is not callable")
     return factory  # type: ignore[no-any-return]

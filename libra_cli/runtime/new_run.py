@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.algorithms.algorithm import algorithm_of
 from libra_cli.core.planning.planner import DecisionMaker, FirstPlan
 from libra_cli.core.records import Record
 from libra_cli.core.run.machine import Machine
 from libra_cli.core.run.state import Resume, RunIdentity
+from libra_cli.core.scheduling.policy import POLICIES
+from libra_cli.plugins.finding import find
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.tasks.mixture import tasks_of
 from libra_cli.runtime.trainer.whole_checkpoints import newest_whole
@@ -51,10 +54,11 @@ def new_machine(
     curriculum = recipe.rollout.curriculum
     counts = curriculum is not None and curriculum.tasks is None
     return Machine(
-        recipe,
+        algorithm_of(recipe, find),
         begun_with.plan,
         begun_with.slots,
         identity,
+        policy=find(POLICIES, recipe.scheduler.policy)(),
         resume=resume,
         explanation=begun_with.explanation,
         tasks=tasks_of(recipe.environment) if counts else 0,

@@ -11,6 +11,7 @@ from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.config.recipe import ModelSpec, Recipe
 from libra_cli.core.types import TrajectoryId
 from libra_cli.envs.registry import ENVIRONMENTS
+from libra_cli.plugins.finding import check
 from libra_cli.runtime.agents.episodes import AgentEpisodes
 from libra_cli.runtime.agents.runners import find_function
 from libra_cli.runtime.demonstrations.reader import Demonstrations, check_demonstrations
@@ -60,7 +61,7 @@ def _try_environment(environment: EnvironmentSpec) -> None:
     if environment.workers is None:
         EnvironmentFactory(environment).make()
     else:  # not in this process, which it might hold up, fill or end
-        ENVIRONMENTS.check(environment.name)
+        check(ENVIRONMENTS, environment.name)
 
 
 @asynccontextmanager

@@ -28,6 +28,7 @@ from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
+from libra_cli.core.algorithms.algorithm import algorithm_of
 from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.planning.planner import DecisionMaker, answer
 from libra_cli.core.records import (
@@ -58,6 +59,7 @@ from libra_cli.core.types import (
     VersionSpan,
     is_evaluation,
 )
+from libra_cli.plugins.finding import find
 from libra_cli.sim.engine import Engine, EngineRequest, FinishedRequest
 from libra_cli.sim.traces import RecordedEpisode
 from libra_cli.sim.trainer import SimTrainer
@@ -227,7 +229,7 @@ class World:
         self.retired: list[tuple[str, Engine]] = []
         self.machine = Machine(
             # A teacher would be asked about tokens, of which only the number is known.
-            scene.recipe.model_copy(update={"teacher": None}),
+            algorithm_of(scene.recipe.model_copy(update={"teacher": None}), find),
             scene.plan,
             scene.slots,
             RunIdentity("simulated", "", 0, 0.0),

@@ -24,7 +24,6 @@ from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.notices import StepClaimed
 from libra_cli.core.records import StepRecord
 from libra_cli.core.rollout.groups import new_trajectory
-from libra_cli.core.run.machine import Machine
 from libra_cli.core.run.state import RunIdentity
 from libra_cli.core.types import TrajectoryId, WeightVersion
 from libra_cli.node.batch.samples import read_samples
@@ -35,6 +34,7 @@ from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.trainer.client import pack_batch
 from tests.learning.sampling import BatchPlayer
 from tests.learning.teacher import HeldTeacher
+from tests.world import machine_of
 
 HELD_OUT = 256
 """Tasks of the last version's examination."""
@@ -76,7 +76,7 @@ class LearningRun:
         )
         self._player = BatchPlayer(recipe, renderer, self._model)
         identity = RunIdentity("learning", "", 0, 0.0)
-        self._machine = Machine(recipe, initial_plan(recipe), slots_of(recipe), identity)
+        self._machine = machine_of(recipe, initial_plan(recipe), slots_of(recipe), identity)
         self._rows: list[dict[str, Any]] = []
 
     async def learn(self, told: Callable[[dict[str, Any]], None]) -> dict[str, Any]:

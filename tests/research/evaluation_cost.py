@@ -28,8 +28,9 @@ from typing import NamedTuple
 
 from libra_cli.api import load_run
 from libra_cli.config.environment import EvaluationSpec
-from libra_cli.core.scheduling.policy import make_policy
+from libra_cli.core.scheduling.policy import POLICIES
 from libra_cli.core.types import Seconds, TrajectoryId, is_evaluation
+from libra_cli.plugins.finding import find
 from libra_cli.sim.traces import RecordedEpisode
 from libra_cli.sim.world import World
 from tests.sim_scene import made_up, scene
@@ -134,7 +135,7 @@ def simulated(seed: int, training_s: Seconds, *evaluation: EvaluationSpec) -> Si
         train_s=lambda samples, gpus: training_s * len(samples) / 16,
     )
     trace = made_up(seed, 600)
-    policy = make_policy(here.recipe.scheduler.policy)
+    policy = find(POLICIES, here.recipe.scheduler.policy)()
     world = Evaluated(here, policy, trace.groups(Random(seed), 4))
     world.episodes = trace.episodes
     played = world.run()

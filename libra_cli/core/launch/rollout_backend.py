@@ -24,6 +24,7 @@ from libra_cli.core.launch.joined_slots import part_slots
 from libra_cli.core.launch.placement import slots_of
 from libra_cli.core.launch.process import HostFacts, ProcessSpec, process_of
 from libra_cli.core.types import Bucket, Slot
+from libra_cli.plugins.finding import find
 
 ROLLOUT_BACKENDS = PluginGroup(
     "libra.rollout_backends", "rollout backend", {"vllm": "libra_cli.core.launch.vllm:Vllm"}
@@ -65,7 +66,7 @@ class RolloutBackend(Protocol):
 @cache
 def rollout_backend(name: str) -> RolloutBackend:
     """The pure half of the backend of that name. Raises PluginError if there is none."""
-    backend: RolloutBackend = ROLLOUT_BACKENDS.find(name)()
+    backend: RolloutBackend = find(ROLLOUT_BACKENDS, name)()
     return backend
 
 

@@ -25,6 +25,7 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.architecture import Architecture
 from libra_cli.core.launch.process import HostFacts, ProcessSpec
 from libra_cli.core.types import Slot
+from libra_cli.plugins.finding import find
 
 TRAINER_BACKENDS = PluginGroup(
     "libra.trainer_backends",
@@ -98,7 +99,7 @@ class TrainerBackend(Protocol):
 @cache
 def trainer_backend(name: str) -> TrainerBackend:
     """The pure half of the backend of that name. Raises PluginError if there is none."""
-    backend: TrainerBackend = TRAINER_BACKENDS.find(name)()
+    backend: TrainerBackend = find(TRAINER_BACKENDS, name)()
     return backend
 
 

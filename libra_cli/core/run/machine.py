@@ -29,12 +29,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from libra_cli.config.plugins import PluginGroup
-from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core import notices as n
-from libra_cli.core.algorithms.algorithm import Algorithm, algorithm_of
+from libra_cli.core.algorithms.algorithm import Algorithm
 from libra_cli.core.cluster.trainer_life import TrainerState
 from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.costs.server import guessed_cost
@@ -53,7 +51,7 @@ from libra_cli.core.run.state import Phase, Resume, RunIdentity
 from libra_cli.core.run.timers import Timers
 from libra_cli.core.run.waiting import waiting
 from libra_cli.core.run.watch import RunWatch
-from libra_cli.core.scheduling.policy import SchedulingPolicy, make_policy
+from libra_cli.core.scheduling.policy import SchedulingPolicy
 from libra_cli.core.types import Bucket, Plan, Seconds, Slot, Trajectory, TrajectoryId
 
 
@@ -62,27 +60,25 @@ class Machine:
 
     def __init__(
         self,
-        recipe: Recipe,
+        algorithm: Algorithm,
         plan: Plan,
         slots: Sequence[Slot],
         identity: RunIdentity,
         *,
+        policy: SchedulingPolicy,
         resume: Resume | None = None,
         explanation: Explanation | None = None,
-        algorithm: Algorithm | None = None,
-        policy: SchedulingPolicy | None = None,
         cost_of: Callable[[Bucket], ServerLaw] | None = None,
         make: Callable[[TrajectoryId, Seconds], Trajectory] = new_trajectory,
         tasks: int = 0,
     ) -> None:
         """``tasks`` are those of the recipe's files, for a curriculum that goes through them."""
-        self.algorithm = algorithm or algorithm_of(recipe, PluginGroup.find)
         self.parts = parts = assemble(
-            self.algorithm,
+            algorithm,
             plan,
             slots,
             identity,
-            policy=policy or make_policy(recipe.scheduler.policy),
+            policy=policy,
             cost_of=cost_of or guessed_cost,
             make=make,
             tasks=tasks,

@@ -68,9 +68,3 @@ class SchedulingPolicy(Protocol):
         """Back-pressure: whether to begin more while the trajectories in play, between turns too,
         are expected to hold ``contexts`` tokens."""
         ...
-
-
-def make_policy(name: str) -> SchedulingPolicy:
-    """A fresh policy of that name. Raises PluginError if there is none."""
-    policy: SchedulingPolicy = POLICIES.find(name)()
-    return policy

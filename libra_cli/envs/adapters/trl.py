@@ -39,6 +39,7 @@ from libra_cli.config.plugins import PluginGroup
 from libra_cli.envs.adapters.content import messages_of, text_of
 from libra_cli.envs.adapters.tool_schema import tool_of
 from libra_cli.envs.protocol import Message, Task, ToolCall, ToolFailed, ToolSchema
+from libra_cli.plugins.finding import find
 
 _OWN = ("reset", "get_reward")
 _CODE = PluginGroup("libra.trl", "TRL class or function", {}, error=EnvironmentBroken)
@@ -57,7 +58,7 @@ class TrlEnvironment:
         rewards: Sequence[str] = (),
         reward_weights: Sequence[float] | None = None,
     ) -> None:
-        make = _CODE.find(factory)
+        make = find(_CODE, factory)
         try:
             self._inner = make()
         except Exception as error:
@@ -65,7 +66,7 @@ class TrlEnvironment:
                 f"{factory}() failed: {type(error).__name__}: {error}",
                 hint="as with TRL's environment_factory, it is called without arguments",
             ) from error
-        self._rewards = [_CODE.find(name) for name in rewards]
+        self._rewards = [find(_CODE, name) for name in rewards]
         self._weights = [1.0] * len(rewards) if reward_weights is None else list(reward_weights)
         if len(self._weights) != len(self._rewards):
             raise EnvironmentBroken(

@@ -24,6 +24,7 @@ from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.config.plugins import PluginGroup
 from libra_cli.envs.dataset.rows import Prompt, shown, truth_of
 from libra_cli.envs.protocol import Task
+from libra_cli.plugins.finding import find
 
 REWARDS = PluginGroup(
     "libra.rewards",
@@ -64,7 +65,7 @@ def reward_function(name: str) -> RewardFunction:
     Raises:
         EnvironmentBroken: there is none of this name, or it has no signature that is known.
     """
-    function = REWARDS.find(name)
+    function = find(REWARDS, name)
     parameters = _parameters(function)
     if "solution_str" in parameters:
         call, read = _verl_arguments, _verl_result

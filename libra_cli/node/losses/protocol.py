@@ -51,6 +51,7 @@ from torch import Tensor
 from libra_cli.config.algorithms import LOSSES
 from libra_cli.config.errors import TrainerError
 from libra_cli.config.training import TrainingSpec
+from libra_cli.plugins.finding import find
 
 RESERVED = frozenset(
     {
@@ -128,7 +129,7 @@ def loss_of(training: TrainingSpec) -> Callable[[LossInputs], LossOutputs]:
         PluginError: it is not installed on this host.
         TrainerError: it does not take ``training.loss_args``.
     """
-    loss: Loss = LOSSES.find(training.loss)
+    loss: Loss = find(LOSSES, training.loss)
     try:
         inspect.signature(loss).bind(None, training, **training.loss_args)
     except TypeError as error:
@@ -143,14 +144,14 @@ def loss_of(training: TrainingSpec) -> Callable[[LossInputs], LossOutputs]:
 def needs_reference(training: TrainingSpec) -> bool:
     """Whether a copy of the model as it was at the start is kept."""
     return training.kl_coef > 0 or bool(
-        getattr(LOSSES.find(training.loss), "needs_reference", False)
+        getattr(find(LOSSES, training.loss), "needs_reference", False)
     )
 
 
 def group_value_of(training: TrainingSpec) -> Callable[[LossInputs], Tensor] | None:
     """What the loss compares the trajectories of a group by; None if it does not."""
     found: Callable[[LossInputs], Tensor] | None = getattr(
-        LOSSES.find(training.loss), "group_value", None
+        find(LOSSES, training.loss), "group_value", None
     )
     return found
 

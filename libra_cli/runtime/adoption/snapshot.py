@@ -20,11 +20,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from libra_cli.config.errors import StateError
-from libra_cli.config.plugins import PluginGroup
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.algorithms.algorithm import Algorithm, algorithm_of
 from libra_cli.core.run.machine import Machine
 from libra_cli.core.types import VersionSpan
+from libra_cli.plugins.finding import find
 from libra_cli.runtime.adoption import memory
 from libra_cli.runtime.adoption.memory import RunMemory
 from libra_cli.runtime.episodes import history
@@ -122,7 +122,7 @@ class _MachineUnpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, recipe: Recipe) -> None:
         super().__init__(file)
         self._sections = dict(_sections(recipe))
-        self._algorithm = algorithm_of(recipe, PluginGroup.find)
+        self._algorithm = algorithm_of(recipe, find)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == _SECTION:

@@ -31,6 +31,7 @@ from libra_cli.config.errors import AgentFailed
 from libra_cli.config.plugins import PluginGroup
 from libra_cli.envs.agents.command import MOST_OUTPUT, CommandEnd
 from libra_cli.envs.agents.workplace import CommandJob, StoppableJob, Workplace
+from libra_cli.plugins.finding import find
 from libra_cli.runtime.agents.nodes import AgentNodes
 from libra_cli.runtime.episodes.workers import OpenOnNode
 from libra_cli.runtime.hosts.threads import Threads
@@ -102,7 +103,7 @@ def find_function(spec: AgentSpec) -> Callable[..., Any]:
     if spec.directory is not None and spec.directory not in sys.path:
         sys.path.insert(0, spec.directory)
     name = str(spec.function)
-    function: Callable[..., Any] = _FUNCTIONS.find(name)
+    function: Callable[..., Any] = find(_FUNCTIONS, name)
     _check_signature(name, function)
     return function
 

@@ -19,6 +19,7 @@ from libra_cli.config.errors import PluginError
 from libra_cli.config.secrets import SECRET_NAME
 from libra_cli.core.metric_names import evaluation_metrics, step_metrics
 from libra_cli.core.records import EvaluationRecord, Record, RunRecord, StepRecord
+from libra_cli.plugins.finding import find
 from libra_cli.runtime.monitors.between_steps import BetweenSteps
 from libra_cli.runtime.monitors.protocol import FINISH_S, MONITORS, QUEUE, Monitor, MonitoredRun
 from libra_cli.runtime.monitors.samples import Decoder, SampledTrajectory
@@ -92,7 +93,7 @@ class Monitors:
 
 def _maker(name: str, arguments: Mapping[str, Any]) -> partial[Monitor]:
     """What makes the monitor, once it is sure that it can be made."""
-    make = MONITORS.find(name)
+    make = find(MONITORS, name)
     for package in getattr(make, "packages", ()):
         if not _is_installed(package):
             raise PluginError(

@@ -35,7 +35,6 @@ from libra_cli.config.algorithms import ADVANTAGES, LOSSES
 from libra_cli.config.errors import PluginError, RecipeError, did_you_mean
 from libra_cli.config.host_ranges import expand_range
 from libra_cli.config.other_names import OTHER_NAMES
-from libra_cli.config.plugins import PluginGroup
 from libra_cli.config.problems import Problem, RuleError
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.rules import ALGORITHM_RULES
@@ -45,6 +44,7 @@ from libra_cli.core.launch.placement import PlanError, initial_plan
 from libra_cli.core.launch.rollout_backend import ROLLOUT_BACKENDS
 from libra_cli.core.launch.trainer_backend import TRAINER_BACKENDS
 from libra_cli.core.scheduling.policy import POLICIES
+from libra_cli.plugins.finding import check, find
 from libra_cli.runtime.monitors.protocol import MONITORS
 from libra_cli.runtime.recipes.yaml_lines import Loc, NotYaml, read_yaml
 
@@ -376,7 +376,7 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
     """The broken rules of what the recipe learns by. A name that leads nowhere is told of with the
     other plug-ins."""
     with suppress(PluginError):
-        yield from algorithm_problems(recipe, PluginGroup.find)
+        yield from algorithm_problems(recipe, find)
 
 
 def _plugin_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -392,11 +392,10 @@ def _plugin_problems(recipe: Recipe) -> Iterator[Problem]:
     ]
     looked_up = [("training.loss", LOSSES, recipe.training.loss)]
     looked_up += [("run.monitors", MONITORS, name) for name in recipe.run.monitors]
-    lookups = [(key, group.find, name) for key, group, name in imported]
-    lookups += [(key, group.check, name) for key, group, name in looked_up]
-    for key, look_up, name in lookups:
+    lookups = [(find, *one) for one in imported] + [(check, *one) for one in looked_up]
+    for look_up, key, group, name in lookups:
         try:
-            look_up(name)
+            look_up(group, name)
         except PluginError as error:
             yield Problem((key,), f"{error} ({error.hint})")
 

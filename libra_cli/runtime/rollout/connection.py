@@ -17,6 +17,7 @@ from libra_cli.core.actions import Generate
 from libra_cli.core.events import PublishedVersion, ServerSampled, TurnFailed, TurnGenerated
 from libra_cli.core.launch.rollout_backend import ROLLOUT_BACKENDS, rollout_backend
 from libra_cli.core.types import SlotId
+from libra_cli.plugins.finding import find
 from libra_cli.runtime.hosts.transport import Endpoint
 
 
@@ -114,7 +115,7 @@ class Connect(Protocol):
 
 def connect_with(backend: str) -> Connect:
     """The runtime half of the rollout backend of that name. Raises PluginError."""
-    connect: Connect = ROLLOUT_BACKENDS.find(rollout_backend(backend).connection)
+    connect: Connect = find(ROLLOUT_BACKENDS, rollout_backend(backend).connection)
     return connect
 
 

@@ -16,6 +16,7 @@ from libra_cli.core.actions import Accumulate, Train, TrainSample
 from libra_cli.core.events import Accumulated, PublishedVersion, StepDone
 from libra_cli.core.launch.trainer_backend import TRAINER_BACKENDS, trainer_backend
 from libra_cli.core.types import WeightVersion
+from libra_cli.plugins.finding import find
 from libra_cli.runtime.hosts.transport import Endpoint
 
 
@@ -117,11 +118,11 @@ class ConnectWorker(Protocol):
 
 def connect_trainer_with(backend: str) -> ConnectTrainer:
     """The runtime half of the trainer backend of that name. Raises PluginError."""
-    connect: ConnectTrainer = TRAINER_BACKENDS.find(trainer_backend(backend).connection)
+    connect: ConnectTrainer = find(TRAINER_BACKENDS, trainer_backend(backend).connection)
     return connect
 
 
 def connect_worker_with(backend: str) -> ConnectWorker:
     """The same for its gradient workers."""
-    connect: ConnectWorker = TRAINER_BACKENDS.find(trainer_backend(backend).worker_connection)
+    connect: ConnectWorker = find(TRAINER_BACKENDS, trainer_backend(backend).worker_connection)
     return connect

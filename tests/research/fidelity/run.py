@@ -35,9 +35,10 @@ from libra_cli.core.costs.server import guessed_cost
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.planning.controller import plan_of_record
 from libra_cli.core.records import StepRecord, TrajectoryRecord, TurnRecord
-from libra_cli.core.scheduling.policy import make_policy
+from libra_cli.core.scheduling.policy import POLICIES
 from libra_cli.core.types import Bucket, Plan, Seconds, Slot, ToolOutcome, TrajectoryId
 from libra_cli.core.workload import TrajectorySample, Workload
+from libra_cli.plugins.finding import find
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.replay import slots_of_plan
 from libra_cli.runtime.store.run_directory import recipe_of
@@ -172,7 +173,7 @@ def paces(steps: Sequence[StepRecord]) -> Paces:
 def replayed(recorded: Recorded, profile: Profile) -> Recording:
     """The run in virtual time. Raises as ``compared`` does."""
     groups = _groups(recorded)
-    policy = make_policy(recorded.recipe.scheduler.policy)
+    policy = find(POLICIES, recorded.recipe.scheduler.policy)()
     return World(_config(recorded, profile), policy, groups).run()
 
 

@@ -22,7 +22,6 @@ from libra_cli.core.actions import Save
 from libra_cli.core.cluster.replica import ReplicaState
 from libra_cli.core.planning.planner import FirstPlan
 from libra_cli.core.records import MoveRecord, PlanRecord, Record, RunRecord
-from libra_cli.core.run.machine import Machine
 from libra_cli.core.run.state import Resume, RunIdentity
 from libra_cli.core.types import Plan
 from libra_cli.runtime.new_run import Planning
@@ -34,6 +33,7 @@ from libra_cli.runtime.tasks.digests import keep_tasks
 from tests import elastic, sample_run
 from tests.unit.core.reconcile import test_joined_slots as joined_slots
 from tests.unit.core.reconcile.test_joined_slots import BOTH, shape
+from tests.world import machine_of
 
 OLD_RUN = Path(__file__).parents[2] / "fixtures/0.1.0"
 A800 = frozenset({"NVIDIA A800-SXM4-80GB"})
@@ -64,7 +64,7 @@ class Resumed(elastic.Scene):
         super().__post_init__()
         assert self.begin is not None
         self.plan, self._slots = self.begin.plan, self.begin.slots
-        self.machine = Machine(self.recipe, self.plan, self._slots, IDENTITY, resume=self.resume)
+        self.machine = machine_of(self.recipe, self.plan, self._slots, IDENTITY, resume=self.resume)
 
 
 def resumed(world: elastic.Scene, run_dir: Path) -> Resumed:
@@ -145,7 +145,7 @@ def open_nodes(**lengths: Any) -> Recipe:
 def test_nodes_without_slots_are_cut_up_after_a_resume_as_they_were(tmp_path: Path) -> None:
     recipe = open_nodes(generated=9000, turns=6, tool_s=2.0)
     had = explained_first_plan(recipe, A800)
-    machine = Machine(recipe, had.plan, had.slots, IDENTITY)
+    machine = machine_of(recipe, had.plan, had.slots, IDENTITY)
     done = machine.handle(e.RunStarted(), now=1.0)
     rows = [action.record for action in done if isinstance(action, Save)]
     run_dir = kept(tmp_path / "run", recipe, rows)
@@ -160,7 +160,7 @@ def test_nodes_without_slots_are_cut_up_after_a_resume_as_they_were(tmp_path: Pa
 def test_without_the_rows_of_its_slots_a_plan_is_made_anew_and_says_so(tmp_path: Path) -> None:
     recipe = open_nodes(generated=9000, turns=6, tool_s=2.0)
     had = explained_first_plan(recipe, A800)
-    machine = Machine(recipe, had.plan, had.slots, IDENTITY)
+    machine = machine_of(recipe, had.plan, had.slots, IDENTITY)
     done = machine.handle(e.RunStarted(), now=1.0)
     plans = [action.record for action in done if isinstance(action, Save)]
     plans = [row for row in plans if isinstance(row, PlanRecord)]
@@ -271,7 +271,7 @@ def test_on_other_hosts_a_plan_is_made_anew_and_the_run_goes_on(tmp_path: Path) 
     begin = begun(other, run_dir)
     assert begin.plan.reasons[0].endswith("resumed: nodes changed since plan 0")
     assert {slot.node for slot in begin.slots} <= {node.name for node in other.nodes}
-    machine = Machine(other, begin.plan, begin.slots, IDENTITY, resume=_resume(world, run_dir))
+    machine = machine_of(other, begin.plan, begin.slots, IDENTITY, resume=_resume(world, run_dir))
     assert machine.handle(e.RunStarted(), now=1.0), "whatever its hosts were before"
 
 

@@ -12,6 +12,7 @@ from libra_cli.core.launch.rollout_backend import ROLLOUT_BACKENDS
 from libra_cli.core.launch.trainer_backend import TRAINER_BACKENDS
 from libra_cli.core.scheduling.policy import POLICIES
 from libra_cli.envs.registry import ENVIRONMENTS
+from libra_cli.plugins.finding import available, find
 
 GROUPS = (ENVIRONMENTS, POLICIES, ROLLOUT_BACKENDS, TRAINER_BACKENDS)
 TOYS = PluginGroup("libra.toys", "toy", {"counter": "collections:Counter", "gone": "no_module:x"})
@@ -20,7 +21,7 @@ TOYS = PluginGroup("libra.toys", "toy", {"counter": "collections:Counter", "gone
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
 def test_what_ships_with_libra_is_there(group):
     for name in group.shipped:
-        assert callable(group.find(name))
+        assert callable(find(group, name))
 
 
 def test_an_installed_package_adds_names_and_takes_none_that_ships(tmp_path, monkeypatch):
@@ -31,13 +32,13 @@ def test_an_installed_package_adds_names_and_takes_none_that_ships(tmp_path, mon
         "[libra.toys]\nordered = collections:OrderedDict\ncounter = collections:OrderedDict\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert TOYS.find("ordered") is OrderedDict
-    assert TOYS.find("counter") is Counter
-    assert list(TOYS.available()) == ["counter", "gone", "ordered"]
+    assert find(TOYS, "ordered") is OrderedDict
+    assert find(TOYS, "counter") is Counter
+    assert list(available(TOYS)) == ["counter", "gone", "ordered"]
 
 
 def test_an_import_path_needs_no_entry_point():
-    assert TOYS.find("collections:OrderedDict") is TOYS.find("collections:OrderedDict")
+    assert find(TOYS, "collections:OrderedDict") is find(TOYS, "collections:OrderedDict")
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,6 @@ def test_an_import_path_needs_no_entry_point():
 )
 def test_what_cannot_be_found_says_what_there_is(name, message, hint):
     with pytest.raises(PluginError) as caught:
-        TOYS.find(name)
+        find(TOYS, name)
     assert message in str(caught.value)
     assert hint in caught.value.hint

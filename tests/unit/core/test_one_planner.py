@@ -24,12 +24,12 @@ from libra_cli.core.observation import MeasuredStep, Observation
 from libra_cli.core.planning.controller import record_of_plan
 from libra_cli.core.planning.planner import Planner
 from libra_cli.core.records import PlanRecord
-from libra_cli.core.run.machine import Machine
 from libra_cli.core.run.observer import RunObserver
 from libra_cli.core.run.state import Resume, RunIdentity
-from libra_cli.core.scheduling.policy import make_policy
+from libra_cli.core.scheduling.policy import POLICIES
 from libra_cli.core.types import Plan, Role
 from libra_cli.core.workload import TrajectorySample, Workload
+from libra_cli.plugins.finding import find
 from libra_cli.runtime.performer import Performer
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
@@ -37,6 +37,7 @@ from libra_cli.runtime.store.replay import records_in_order
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.world import World
 from tests import sample_run, sim_scene, world
+from tests.world import machine_of
 
 CASES = 2 * settings().max_examples
 """50 in ``make check``, 200 in ``make nightly``."""
@@ -126,7 +127,7 @@ def in_the_simulator(planner: Planner, action: a.Propose) -> e.Event:
 
 @cache
 def empty_world() -> World:
-    return sim_scene.world(make_policy("libra"), iter(()))
+    return sim_scene.world(find(POLICIES, "libra")(), iter(()))
 
 
 @pytest.mark.timeout(600)  # 0.2 s an example on an idle core, 100 of them in the long profile
@@ -173,7 +174,7 @@ class Journalled:
         self.planner = Remembering(Plan(rest, scene.plan.train), slots[1:])
         trace = sim_scene.made_up(2)
         self.world = sim_scene.world(
-            make_policy("libra"), trace.groups(Random(0), 4), here=scene, planner=self.planner
+            find(POLICIES, "libra")(), trace.groups(Random(0), 4), here=scene, planner=self.planner
         )
 
     def run(self) -> None:
@@ -244,7 +245,7 @@ def test_a_run_that_goes_on_has_forgotten_nothing(tmp_path: Path) -> None:
         records = records_in_order(reader)
         plans, moves = reader.plans(), reader.moves()
     position = before.ledger.position(before.training.step)
-    again = Machine(
+    again = machine_of(
         before.recipe,
         before.plan,
         before.controller.slots,

@@ -15,9 +15,10 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.planning.planner import roles_of
-from libra_cli.core.scheduling.policy import make_policy
+from libra_cli.core.scheduling.policy import POLICIES
 from libra_cli.core.types import Plan, Trajectory, node_of
 from libra_cli.core.workload import TrajectorySample, Workload
+from libra_cli.plugins.finding import find
 from libra_cli.report.status.summary import summary
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
@@ -83,7 +84,7 @@ def world_of(recipe: Recipe, groups: Iterator[tuple[RecordedEpisode, ...]]) -> W
         to_training_s=PROFILE.moves.to_training_s,
         resize_s=PROFILE.moves.resize_s,
     )
-    world = World(scene, make_policy("libra"), groups, planner=live_planner(recipe, A800))
+    world = World(scene, find(POLICIES, "libra")(), groups, planner=live_planner(recipe, A800))
     handle = world.machine.handle
 
     def checked(event: e.Event, *, now: float) -> list[a.Action]:

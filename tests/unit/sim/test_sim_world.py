@@ -12,8 +12,9 @@ from libra_cli.core import actions as a
 from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.reconcile.reconciler import GRACE_S
 from libra_cli.core.run.machine import Machine
-from libra_cli.core.scheduling.policy import POLICIES, make_policy
+from libra_cli.core.scheduling.policy import POLICIES
 from libra_cli.core.types import Plan, Pool, Slot, TrajectoryId
+from libra_cli.plugins.finding import find
 from libra_cli.sim.world import World
 from tests import sim_scene
 
@@ -22,7 +23,7 @@ TRACE = sim_scene.made_up(2)
 
 def run(policy: str = "libra", seed: int = 0, **more: object) -> World:
     groups = TRACE.groups(Random(seed), 4)
-    world = sim_scene.world(make_policy(policy), groups, **more)  # type: ignore[arg-type]
+    world = sim_scene.world(find(POLICIES, policy)(), groups, **more)  # type: ignore[arg-type]
     world.run()
     return world
 

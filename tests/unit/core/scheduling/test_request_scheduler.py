@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from libra_cli.core.scheduling.baselines import StickyLeastLoaded
 from libra_cli.core.scheduling.least_cost import KV_SHARE, LeastExpectedCost
-from libra_cli.core.scheduling.policy import POLICIES, SchedulingPolicy, make_policy
+from libra_cli.core.scheduling.policy import POLICIES, SchedulingPolicy
 from libra_cli.core.scheduling.request_scheduler import (
     EVALUATION_PATIENCE_S,
     RequestScheduler,
 )
 from libra_cli.core.scheduling.server_queues import Request, ServerQueue
 from libra_cli.core.types import EVALUATION_GROUPS, Bucket, TrajectoryId, WeightVersion
+from libra_cli.plugins.finding import find
 from tests.sim_scene import COSTS
 
 KEY = WeightVersion(1, 0)
@@ -171,7 +172,7 @@ def test_a_trajectory_begins_only_where_the_newest_version_is() -> None:
 @pytest.mark.parametrize("name", POLICIES.shipped)
 @given(data=st.data())
 def test_nothing_is_lost_and_nothing_sent_twice(name: str, data: st.DataObject) -> None:
-    made = scheduler(server("a"), server("b", 2), server("c", 4), policy=make_policy(name))
+    made = scheduler(server("a"), server("b", 2), server("c", 4), policy=find(POLICIES, name)())
     policy, now = made.policy, 0.0
     waiting: set[TrajectoryId] = set()
     inside: set[TrajectoryId] = set()

@@ -1,0 +1,1 @@
+"""Imports what a recipe names; nothing in the core does so by itself."""
