@@ -616,8 +616,8 @@ class World:
         said = critic_says(samples)
         done = e.StepDone(action.incarnation, action.step, now, metrics, shares, advantages=said)
         self.later(done, 0.01, 1.0)
-        if now is None:  # it is written behind the next step
-            self.later(e.VersionPublished(action.incarnation, published), 0.5, 3.0)
+        if now is None:  # it is written behind the next step, and told after this one
+            self.later(e.VersionPublished(action.incarnation, published), 1.0, 3.0)
         if path:
             self.later(self._saved(action.incarnation, action.step, path), 1.0, 2.0)
 

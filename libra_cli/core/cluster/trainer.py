@@ -81,8 +81,6 @@ class TrainerGroup:
         self._book = StepBook(ledger)
         self.step = 0
         self.published: PublishedVersion | None = None
-        #: A version whose step is not known to be done: the news of the two may cross.
-        self._early: PublishedVersion | None = None
 
     def handle(self, event: TrainerEvent | NodeEvent, *, now: Seconds) -> Iterable[Result]:
         """What comes of an event of the trainer, or of a node that a rank may be on."""
@@ -333,8 +331,8 @@ class TrainerGroup:
         yield from self.done(event, now=now)
         for group in self.batch.groups:
             yield from map(Save, group_records(group, now))
-        if published := event.published or self._early:
-            yield from self.version_published(published)
+        if event.published:
+            yield from self.version_published(event.published)
         yield StepTaken(self.last)
 
     def done(self, event: StepDone, *, now: Seconds) -> list[Result]:
@@ -357,10 +355,9 @@ class TrainerGroup:
         return row
 
     def version_published(self, published: PublishedVersion) -> list[Result]:
-        """A version can be fetched: its row; none if it is known, or its step is not yet."""
-        self._early = published if published.version.step > self.step else None
+        """A version can be fetched, which is told after its step: its row; none if it is known."""
         known = self.published is not None and published.version <= self.published.version
-        if known or self._early:
+        if known or published.version.step > self.step:
             return []
         self.published = published
         self._ledger.published(published.version.step)

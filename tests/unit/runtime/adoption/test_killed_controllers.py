@@ -84,7 +84,7 @@ class KilledWorld(World):
             return
         self.later(e.StepDone(action.incarnation, action.step, None, {"loss": 0.1}))
         version = self._publish(action.incarnation, action.step)
-        self.later(e.VersionPublished(action.incarnation, version))
+        self.later(e.VersionPublished(action.incarnation, version), 1.0, 2.0)
         if action.ledger is not None:
             path = f"/checkpoint/{action.incarnation}-{action.step}"
             self.later(e.CheckpointSaved(action.incarnation, action.step, path), 1.0, 2.0)
