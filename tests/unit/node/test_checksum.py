@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch", reason="needs the [cpu] extra")
+pytest.importorskip("torch", reason="needs torch")
 
 import torch
 from hypothesis import given

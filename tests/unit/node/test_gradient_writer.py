@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 from libra_cli.node.batch.shares import WorkerShare  # noqa: E402
 from libra_cli.node.gradient.client import GradientClient, Rows  # noqa: E402
@@ -18,7 +18,6 @@ from libra_cli.node.gradient.writer import GradientWriter  # noqa: E402
 from libra_cli.node.model.policy import PolicyModel  # noqa: E402
 from tests.credentials import credentials_of, url_of  # noqa: E402
 
-pytestmark = pytest.mark.vllm
 DEADLINE_S = 10.0
 VERSION = "v000006-e1"
 

@@ -9,15 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 from libra_cli.config.errors import TrainerError  # noqa: E402
 from libra_cli.node.gradient.loading import load_version  # noqa: E402
 from libra_cli.node.model.policy import PolicyModel  # noqa: E402
 from libra_cli.node.weights.chunks import MANIFEST  # noqa: E402
 from libra_cli.node.weights.versions import ProbeResult, publish  # noqa: E402
-
-pytestmark = pytest.mark.vllm
 
 
 class OneRank:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="needs the [cpu] extra")
+pytest.importorskip("torch", reason="needs torch")
 
 import torch
 from safetensors.torch import load_file

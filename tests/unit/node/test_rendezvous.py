@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-pytest.importorskip("torch", reason="needs the [cpu] extra")
+pytest.importorskip("torch", reason="needs torch")
 
 from libra_cli.node.processes.ports import Ports
 from libra_cli.node.rendezvous import store_at

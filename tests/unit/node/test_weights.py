@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 from safetensors.torch import load_file  # noqa: E402
 
@@ -27,7 +27,6 @@ from libra_cli.node.weights.versions import (  # noqa: E402
 from libra_cli.node.weights.weight_server import WeightServer  # noqa: E402
 from tests.credentials import credentials_of, url_of  # noqa: E402
 
-pytestmark = pytest.mark.vllm
 PROBE = ProbeResult([1, 2, 3], [-0.5, -1.5])
 TENSORS = {
     "model.embed.weight": torch.arange(12.0).reshape(3, 4),

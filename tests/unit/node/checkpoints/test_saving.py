@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 from libra_cli.config.errors import TrainerError  # noqa: E402
 from libra_cli.node.checkpoints import random_states, reader  # noqa: E402

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-np = pytest.importorskip("numpy", reason="needs the [cpu] extra")
+np = pytest.importorskip("numpy", reason="needs torch")
 
 from libra_cli.config.training import TrainingSpec  # noqa: E402
 from libra_cli.core.algorithms.turn import returns_of  # noqa: E402

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 from libra_cli.config.errors import TrainerError  # noqa: E402
 from libra_cli.config.training import CriticSpec  # noqa: E402

@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 from libra_cli.node.batch.samples import TokenSample  # noqa: E402
 from libra_cli.node.model.batching import collate, deal  # noqa: E402
 
-pytestmark = pytest.mark.vllm
 LENGTHS = st.lists(st.integers(2, 500), max_size=80)
 
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 from libra_cli.node.model import logprobs as module  # noqa: E402
 from libra_cli.node.model.logprobs import chosen_logprobs, token_logprobs  # noqa: E402
 
-pytestmark = pytest.mark.vllm
 TOKENS, WIDTH, VOCABULARY = 37, 16, 101
 
 
@@ -150,6 +149,7 @@ def measured(how: str, tokens: int, vocabulary: int, width: int) -> list[float]:
     return numbers
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(300)
 def test_blocks_take_at_most_a_quarter_of_the_memory():
     assert TOKENS_OF_MANY * QWEN3_VOCABULARY > 4 * module.BLOCK_LOGITS

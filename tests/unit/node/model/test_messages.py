@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 import msgpack  # noqa: E402
 import numpy as np  # noqa: E402
@@ -25,8 +25,6 @@ from libra_cli.node.batch.shares import WorkerShare  # noqa: E402
 from libra_cli.node.command_queue import IdleCommand, StopCommand  # noqa: E402
 from libra_cli.node.model import messages, torch_objects  # noqa: E402
 from libra_cli.node.trainer.commands import CheckpointCommand, TrainCommand  # noqa: E402
-
-pytestmark = pytest.mark.vllm
 
 
 def again(value: object) -> Any:

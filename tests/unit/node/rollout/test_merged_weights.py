@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 from safetensors.torch import save_file  # noqa: E402
 
@@ -20,7 +20,6 @@ from libra_cli.node.weights.checksum import described  # noqa: E402
 from libra_cli.node.weights.chunks import MANIFEST  # noqa: E402
 from libra_cli.node.weights.versions import ProbeResult, publish  # noqa: E402
 
-pytestmark = pytest.mark.vllm
 SCALING = 2.0
 
 

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 from safetensors.torch import save_file  # noqa: E402
 
 from libra_cli.node.rollout.prepared import PreparedVersion, Region, touch  # noqa: E402
 
-pytestmark = pytest.mark.vllm
 ALL = (slice(None), slice(None))
 ROWS, COLUMNS = 1024, 8192
 

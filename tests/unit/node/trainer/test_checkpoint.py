@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch", reason="needs the [cpu] extra")
+pytest.importorskip("torch", reason="needs torch")
 
 from libra_cli.node.trainer.checkpoint import kept_checkpoints
 

@@ -9,15 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 from libra_cli.config.training import TrainingSpec  # noqa: E402
 from libra_cli.node.losses.policy_gradient import dapo, kl_estimate  # noqa: E402
 from libra_cli.node.losses.protocol import LossInputs, LossOutputs, loss_of  # noqa: E402
 from libra_cli.node.losses.ratios import rollout_weights  # noqa: E402
 from libra_cli.node.model.logprobs import token_logprobs  # noqa: E402
-
-pytestmark = pytest.mark.vllm
 
 
 def vector(*values: float, grad: bool = False) -> Any:

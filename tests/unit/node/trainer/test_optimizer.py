@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 from torch import nn  # noqa: E402
 
 from libra_cli.config.training import Optimizer, TrainingSpec  # noqa: E402
 from libra_cli.node.trainer import optimizer as module  # noqa: E402
 from libra_cli.node.trainer.optimizer import optimizer_of  # noqa: E402
-
-pytestmark = pytest.mark.vllm
 
 
 def trained(optimizer: Optimizer, steps: int, begun: Any = None) -> tuple[list[Any], Any]:

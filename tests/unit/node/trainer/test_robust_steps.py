@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 from libra_cli.config.errors import TrainerError  # noqa: E402
 from libra_cli.node.batch.samples import TokenSample, read_samples  # noqa: E402
@@ -19,7 +19,7 @@ from libra_cli.node.losses.protocol import LossOutputs  # noqa: E402
 from libra_cli.node.trainer.trainer import BUDGET_FILE, Trainer  # noqa: E402
 from tests.trainers import batch, config_of  # noqa: E402
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture

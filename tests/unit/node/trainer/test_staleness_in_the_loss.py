@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 from libra_cli.config.training import TrainingSpec  # noqa: E402
 from libra_cli.core.actions import TrainSample  # noqa: E402
@@ -23,7 +23,6 @@ from libra_cli.node.losses.protocol import LossInputs  # noqa: E402
 from libra_cli.node.model.batching import collate, deal  # noqa: E402
 from libra_cli.runtime.trainer.client import pack_sample  # noqa: E402
 
-pytestmark = pytest.mark.vllm
 CPU = torch.device("cpu")
 MASK = TrainingSpec.model_validate({"max_staleness": 1, "staleness": "token"})
 WEIGHT = TrainingSpec.model_validate(

@@ -11,7 +11,7 @@ import msgpack
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -30,7 +30,7 @@ from libra_cli.node.model.batching import minibatches  # noqa: E402
 from libra_cli.node.trainer.trainer import Trainer  # noqa: E402
 from tests.trainers import batch, config_of  # noqa: E402
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 BETA = 0.3
 SIZES = [(3, 1, 4), (2, 5), (6,)]
