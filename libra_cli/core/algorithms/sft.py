@@ -23,11 +23,14 @@ class Imitation(Objective):
 
     def problems(self) -> Iterator[Problem]:
         """Yield the keys that mean nothing to it."""
-        recipe, training = self.recipe, self.recipe.training
-        if training.needs.offline:
+        if self.recipe.training.needs.offline:
             yield from self._term_problems()
-        if not recipe.demonstrations:
-            return
+        if self.recipe.demonstrations:
+            yield from self._unread_problems()
+
+    def _unread_problems(self) -> Iterator[Problem]:
+        """Yield what is given beside demonstrations for what would be played."""
+        recipe, training = self.recipe, self.recipe.training
         for key, field in type(recipe).model_fields.items():
             if key not in _READ and getattr(recipe, key) != field.default:
                 yield Problem(

@@ -6,18 +6,23 @@ The cases are files: ``bad_recipes/NAME.yaml`` and the lines expected for it, wi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra_cli.config.algorithms import LOSSES
 from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.config.errors import RecipeError
 from libra_cli.config.host_ranges import expand_range
+from libra_cli.config.problems import Problem
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.rollout import RESERVED_VLLM_FLAGS
 from libra_cli.config.secrets import known_secrets
+from libra_cli.core.algorithms.base import Advantage
+from libra_cli.core.algorithms.grpo import grpo
 from libra_cli.runtime.recipes.loader import load_recipe
 
 BAD = Path(__file__).parent / "bad_recipes"
@@ -44,7 +49,28 @@ def test_every_problem_is_reported_with_its_line(name: str) -> None:
     lines = refusal(path).splitlines()
     assert all(line.startswith(f"{path}:") for line in lines)
     found = [line.removeprefix(f"{path}:").replace(str(BAD), "DIRECTORY") for line in lines]
+    found = [line.replace(", ".join(LOSSES.shipped), "LOSSES") for line in found]
     assert found == (BAD / f"{name}.expected").read_text(encoding="utf-8").splitlines()
+
+
+def _in_pairs(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.rollout.group_size != 2:
+        yield Problem(("rollout.group_size", "training.advantage"), "is not 2")
+
+
+IN_PAIRS = Advantage(grpo, _in_pairs)
+
+
+def test_an_advantage_of_a_users_own_brings_its_rules(tmp_path: Path) -> None:
+    text = SMALLEST + f"training: {{advantage: '{__name__}:IN_PAIRS', loss: sft}}\n"
+    path = write(tmp_path, text + "rollout: {group_size: 3}\n")
+    found = [line.removeprefix(f"{path}:") for line in refusal(path).splitlines()]
+    assert [line.split(": ")[:2] for line in found] == [
+        ["4", "training.loss"],
+        ["5", "rollout.group_size"],
+    ]
+    right = text.replace(", loss: sft", "") + "rollout: {group_size: 2}\n"
+    assert load_recipe(write(tmp_path, right), {}).rollout.group_size == 2
 
 
 def test_every_case_has_both_files() -> None:
