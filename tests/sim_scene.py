@@ -17,8 +17,9 @@ from libra_cli.core.planning.recalibration import RecalibratedSearch
 from libra_cli.core.planning.search import Times
 from libra_cli.core.scheduling.policy import SchedulingPolicy
 from libra_cli.core.types import Bucket, Plan, Pool, Slot, ToolOutcome
+from libra_cli.sim.config import SimConfig
 from libra_cli.sim.traces import RecordedEpisode, Trace, Turn
-from libra_cli.sim.world import SimConfig, World
+from libra_cli.sim.world import World
 
 BUCKETS = {
     1: Bucket("TP1", 1, 8, 400),

@@ -31,9 +31,10 @@ from libra_cli.core.planning.training_table import TrainingTable
 from libra_cli.core.rollout.staleness import rule_of
 from libra_cli.core.types import Bucket, Seconds, Tokens, TrajectoryId
 from libra_cli.core.workload import BatchOverhead, TrajectoryLimits, TrajectorySample, Workload
+from libra_cli.sim.config import SimConfig
 from libra_cli.sim.drift import NO_DRIFT, Drift
 from libra_cli.sim.traces import RecordedEpisode, Trace, TraceError
-from libra_cli.sim.world import SimConfig, World
+from libra_cli.sim.world import World
 
 STEPS = 5
 """Optimizer steps of a run."""
@@ -301,7 +302,7 @@ def _sample(sample: a.TrainSample) -> TrajectorySample:
 def _row(job: Job, world: World) -> ResultRow:
     tape = world.recording
     took = sorted((t.ended_at or 0.0) - t.started_at for t in tape.trajectories)
-    engines = [engine for _, engine in world.retired]
+    engines = [engine for _, engine in world.servers.retired]
     served = max(world.served_gpu_s(), 1e-9)
     moved = sum(bool(turn.moved_from) for turn in tape.turns)
     return ResultRow(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import assert_never
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
@@ -74,6 +75,7 @@ class SimTrainer:
     clock: Callable[[], Seconds]
     gradient_s: Seconds = 0.0
     fixed_s: Seconds = 0.0
+    resize_s: Seconds = 0.0
     base: tuple[SlotId, ...] = ()
     #: When each step began and ended.
     trained: list[tuple[Seconds, Seconds]] = field(default_factory=list)
@@ -83,19 +85,40 @@ class SimTrainer:
     _due: e.StepDone | None = None
     _done: int = 0
 
-    def start(self, action: a.StartTrainer, after_s: Seconds) -> None:
-        """Every rank is there after ``after_s``, at the last step if it goes on from one."""
+    def perform(self, action: a.TrainerAction) -> None:
+        """Carry out one action."""
+        match action:
+            case a.StartTrainer():
+                self._start(action)
+            case a.StopTrainer():
+                self.later(e.TrainerStopped(action.incarnation), 0.0)
+            case a.Train():
+                self._train(action)
+            case a.Accumulate():
+                self._accumulate(action)
+            case a.Checkpoint():
+                self.saved(action)
+            case _:
+                assert_never(action)
+
+    def saved(self, asked: a.Train | a.Checkpoint) -> None:
+        """The checkpoint that was asked for is written at once."""
+        self.later(e.CheckpointSaved(asked.incarnation, asked.step, "simulated"), 0.0)
+
+    def _start(self, action: a.StartTrainer) -> None:
+        """Every rank is there, after ``resize_s`` if it goes on from a step, and then at that."""
+        after_s = self.resize_s if action.resume else 0.0
         self.base = action.train
         step = self._done if action.resume else 0
         published = self._published(action.incarnation, step, self.clock() + after_s)
         self.later(e.TrainerStarted(action.incarnation, published), after_s)
 
-    def accumulate(self, action: a.Accumulate) -> None:
+    def _accumulate(self, action: a.Accumulate) -> None:
         """A part of the next step's batch, on the base group."""
         done = e.Accumulated(action.incarnation, action.step, action.part)
         self.later(done, self._seconds(action.samples, self.base))
 
-    def train(self, action: a.Train) -> None:
+    def _train(self, action: a.Train) -> None:
         """Begin a step and schedule its end."""
         shared = {one: share.slot for share in action.shares for one in share.trajectories}
         dealt: dict[SlotId | None, list[a.TrainSample]] = {}
@@ -194,3 +217,35 @@ class SimTrainer:
 
 def _tokens(samples: Sequence[a.TrainSample]) -> Tokens:
     return sum(len(sample.tokens.token_ids) for sample in samples)
+
+
+@dataclass(frozen=True, slots=True)
+class SimWorkers:
+    """The gradient workers beside a trainer. ``start_s`` is how long one starts that was not there
+    from the beginning, ``sync_s`` how long a version takes to be loaded.
+    """
+
+    trainer: SimTrainer
+    start_s: Seconds
+    sync_s: Seconds
+
+    def perform(self, action: a.WorkerAction) -> None:
+        """Carry out one action."""
+        trainer = self.trainer
+        match action:
+            case a.StartWorker(slot, incarnation):
+                after_s = self.start_s if trainer.clock() else 0.0
+                trainer.later(e.WorkerStarted(slot, incarnation), after_s)
+            case a.SyncWorker():
+                self._sync(action)
+            case a.StopWorker(slot, incarnation):
+                trainer.drop(slot, "the worker was stopped")
+                trainer.later(e.WorkerStopped(slot, incarnation), 0.0)
+            case _:
+                assert_never(action)
+
+    def _sync(self, action: a.SyncWorker) -> None:
+        new, took = action.published, self.sync_s if action.published.version.step else 0.0
+        at = self.trainer.loaded_at[action.slot] = self.trainer.clock() + took
+        synced = e.WorkerSynced(action.slot, action.incarnation, new, 0.0, took, 0.0, at)
+        self.trainer.later(synced, took)

@@ -105,16 +105,16 @@ def told(name: str, steps: Sequence[Step]) -> str:
     )
 
 
-class Evaluated(World):
-    """Draws what evaluations play apart, so that training has the same trajectories without one."""
+def draw_apart(world: World, episodes: Sequence[RecordedEpisode]) -> None:
+    """Draw what evaluations play apart, so that training has the same trajectories without one."""
+    of_training = world.episodes.episode
 
-    episodes: Sequence[RecordedEpisode]
-
-    def episode(self, trajectory: TrajectoryId) -> RecordedEpisode:
-        """The recording behind a trajectory."""
+    def episode(trajectory: TrajectoryId) -> RecordedEpisode:
         if is_evaluation(trajectory.group):
-            return Random(trajectory.group).choice(self.episodes)
-        return super().episode(trajectory)
+            return Random(trajectory.group).choice(episodes)
+        return of_training(trajectory)
+
+    world.episodes.episode = episode  # type: ignore[method-assign]
 
 
 class Simulated(NamedTuple):
@@ -136,8 +136,8 @@ def simulated(seed: int, training_s: Seconds, *evaluation: EvaluationSpec) -> Si
     )
     trace = made_up(seed, 600)
     policy = find(POLICIES, here.recipe.scheduler.policy)()
-    world = Evaluated(here, policy, trace.groups(Random(seed), 4))
-    world.episodes = trace.episodes
+    world = World(here, policy, trace.groups(Random(seed), 4))
+    draw_apart(world, trace.episodes)
     played = world.run()
     first, *rest = played.steps
     seconds, trained = rest[-1].ended_at - first.ended_at, sum(s.generated_tokens for s in rest)

@@ -42,8 +42,10 @@ from libra_cli.plugins.finding import find
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.replay import slots_of_plan
 from libra_cli.runtime.store.run_directory import recipe_of
+from libra_cli.sim.config import SimConfig
+from libra_cli.sim.recording import Recording
 from libra_cli.sim.traces import RecordedEpisode, Turn
-from libra_cli.sim.world import Recording, SimConfig, World
+from libra_cli.sim.world import World
 from tests.research.fidelity.server import RunError
 
 LEAST_STEPS = 3

@@ -35,7 +35,8 @@ from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.replay import records_in_order
 from libra_cli.sim.profiles import load_profile
-from libra_cli.sim.world import World
+from libra_cli.sim.virtual_time import VirtualTime
+from libra_cli.sim.world import SimPlanner
 from tests import sample_run, sim_scene, world
 from tests.world import machine_of
 
@@ -116,18 +117,11 @@ def in_a_live_run(planner: Planner, actions: list[a.Propose]) -> list[e.Event | 
 
 def in_the_simulator(planner: Planner, action: a.Propose) -> e.Event:
     """What the simulated world makes of it."""
-    world = empty_world()
-    world._planner = planner
-    world._heap.clear()
-    world._perform(action)
-    ((_, _, event),) = world._heap
+    time = VirtualTime()
+    SimPlanner(time, planner, {}).perform(action)
+    event = time.next()
     assert not isinstance(event, tuple)
     return event
-
-
-@cache
-def empty_world() -> World:
-    return sim_scene.world(find(POLICIES, "libra")(), iter(()))
 
 
 @pytest.mark.timeout(600)  # 0.2 s an example on an idle core, 100 of them in the long profile

@@ -22,9 +22,10 @@ from libra_cli.plugins.finding import find
 from libra_cli.report.status.summary import summary
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
+from libra_cli.sim.config import SimConfig
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import RecordedEpisode, Turn
-from libra_cli.sim.world import SimConfig, World
+from libra_cli.sim.world import World
 
 PROFILE = load_profile("a800-qwen3-8b")
 A800 = frozenset({"NVIDIA A800-SXM4-80GB"})

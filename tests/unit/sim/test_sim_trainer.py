@@ -21,7 +21,7 @@ class Run:
         self.trainer = SimTrainer(
             {}, lambda samples, gpus: 0.0, slowdown, self.later, lambda: self.now, fixed_s=STEP_S
         )
-        self.trainer.train(a.Train(1, 1, (), None, WeightVersion(1, 0)))
+        self.trainer.perform(a.Train(1, 1, (), None, WeightVersion(1, 0)))
 
     def later(self, event: e.Event, after_s: Seconds) -> None:
         self.due.append((self.now + after_s, event))

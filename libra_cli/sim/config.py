@@ -1,0 +1,44 @@
+"""What is simulated, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from libra_cli.config.recipe import Recipe
+from libra_cli.core import actions as a
+from libra_cli.core.costs.law import ServerLaw
+from libra_cli.core.types import Bucket, Plan, Seconds, Slot
+
+
+@dataclass(frozen=True, slots=True)
+class SimConfig:
+    """What is simulated: a recipe's numbers, a plan, and what everything costs.
+
+    ``cost_of`` is what the servers really cost, ``guess_of`` what the scheduler believes.
+    ``train_s`` prices one optimizer step on so many GPUs; ``sync_s`` is the time from a version's
+    publication to a server that has proved it, ``stall_s`` how long its engine stands still
+    meanwhile; ``start_s`` that of starting a server of a shape after the first plan,
+    ``to_training_s`` that of starting a gradient worker, ``gradient_s`` how long its gradients of a
+    step travel, ``fixed_s`` what of an optimizer step only the base group has, ``resize_s`` that of
+    restarting the trainer with other slots; ``turn_s`` what a turn spends outside engine and tool.
+    Where servers share cores with the trainer, ``beside_of`` is what they cost while it works, and
+    its step takes ``training_slowdown`` times as long while any of them does.
+    """
+
+    recipe: Recipe
+    plan: Plan
+    slots: tuple[Slot, ...]
+    cost_of: Callable[[Bucket], ServerLaw]
+    guess_of: Callable[[Bucket], ServerLaw]
+    train_s: Callable[[tuple[a.TrainSample, ...], int], Seconds]
+    start_s: Callable[[Bucket], Seconds]
+    sync_s: Seconds = 1.0
+    to_training_s: Seconds = 8.0
+    resize_s: Seconds = 60.0
+    stall_s: Seconds = 0.0
+    turn_s: Seconds = 0.0
+    gradient_s: Seconds = 0.0
+    fixed_s: Seconds = 0.0
+    beside_of: Callable[[Bucket], ServerLaw] | None = None
+    training_slowdown: float = 1.0

@@ -1,0 +1,60 @@
+"""What is kept of a simulated run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from libra_cli.core.records import (
+    GroupRecord,
+    LateRecord,
+    MoveRecord,
+    Record,
+    SlotRecord,
+    StepRecord,
+    TrajectoryRecord,
+    TurnRecord,
+)
+from libra_cli.core.types import Seconds
+
+
+@dataclass(slots=True)
+class Recording:
+    """What was seen of one simulated run."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+    turns: list[TurnRecord] = field(default_factory=list)
+    trajectories: list[TrajectoryRecord] = field(default_factory=list)
+    slots: list[tuple[Seconds, SlotRecord]] = field(default_factory=list)
+    trained: list[tuple[Seconds, Seconds]] = field(default_factory=list)
+    #: The newest row of every move of a slot, by number.
+    moves: dict[int, MoveRecord] = field(default_factory=dict)
+    #: Groups that were trained; members that their group was closed without, by (group, member):
+    #: the step that trained them later, or none yet; members that were given up.
+    groups: set[int] = field(default_factory=set)
+    late: dict[tuple[int, int], int | None] = field(default_factory=dict)
+    dropped: set[tuple[int, int]] = field(default_factory=set)
+    ended_at: Seconds = 0.0
+
+    def keep(self, record: Record, now: Seconds) -> None:
+        """What later questions need."""
+        if isinstance(record, TurnRecord):
+            self.turns.append(record)
+        elif isinstance(record, StepRecord) and not record.checkpoint:
+            self.steps.append(record)  # once; it is told again with its checkpoint
+        elif isinstance(record, TrajectoryRecord) and record.state == "finished":
+            self.trajectories.append(record)
+        elif isinstance(record, TrajectoryRecord | GroupRecord | LateRecord):
+            self._keep_end(record)
+        elif isinstance(record, SlotRecord):
+            self.slots.append((now, record))
+        elif isinstance(record, MoveRecord):
+            self.moves[record.move] = record
+
+    def _keep_end(self, record: TrajectoryRecord | GroupRecord | LateRecord) -> None:
+        """What became of a group and its members."""
+        if isinstance(record, LateRecord):
+            self.late[record.group_id, record.member] = record.step
+        elif isinstance(record, GroupRecord) and record.state == "trained":
+            self.groups.add(record.group_id)
+        elif isinstance(record, TrajectoryRecord) and record.state == "dropped":
+            self.dropped.add((record.group_id, record.member))

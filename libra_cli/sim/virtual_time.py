@@ -1,0 +1,40 @@
+"""Virtual time: what happens next, and when."""
+
+from __future__ import annotations
+
+import heapq
+from itertools import count
+
+from libra_cli.core.actions import Wake
+from libra_cli.core.events import Event, TimerFired
+from libra_cli.core.types import Seconds, SlotId
+from libra_cli.sim.engine import Engine
+
+Milestone = tuple[SlotId, Engine]
+"""An engine of a slot has something to tell."""
+
+
+class VirtualTime:
+    """A heap of events and milestones; of two at the same time the one that was put there first."""
+
+    def __init__(self) -> None:
+        self.now: Seconds = 0.0
+        self._heap: list[tuple[Seconds, int, Event | Milestone]] = []
+        self._order = count()
+
+    def later(self, event: Event, after_s: Seconds) -> None:
+        """This happens after so many seconds."""
+        self.at(self.now + after_s, event)
+
+    def perform(self, action: Wake) -> None:
+        """A timer fires when its time has come."""
+        self.later(TimerFired(action.name), action.after_s)
+
+    def at(self, when: Seconds, what: Event | Milestone) -> None:
+        """This happens then."""
+        heapq.heappush(self._heap, (when, next(self._order), what))
+
+    def next(self) -> Event | Milestone:
+        """Go on to what happens next."""
+        self.now, _, what = heapq.heappop(self._heap)
+        return what
