@@ -97,11 +97,7 @@ class ServerQueue:
 
     def head(self) -> Request | None:
         """The request that leaves next: the first in rank."""
-        if not self.waiting:
-            return None
-        while self._ranked[0][2] not in self.waiting:
-            heappop(self._ranked)
-        return self.waiting[self._ranked[0][2]]
+        return self.waiting[self._ranked[0][2]] if self.waiting else None
 
     def dequeue(self, trajectory: TrajectoryId) -> None:
         """Take a request out of the queue."""
@@ -110,8 +106,9 @@ class ServerQueue:
 
     def _take(self, trajectory: TrajectoryId) -> None:
         self.queued_context -= self.waiting.pop(trajectory).context
-        if not self.waiting:
-            self._ranked.clear()
+        # At once: it may come back with another rank before anybody asks who is first.
+        while self._ranked and self._ranked[0][2] not in self.waiting:
+            heappop(self._ranked)
 
     def enter(self, request: Request) -> None:
         """The request goes into the server, out of this queue or another."""

@@ -64,6 +64,10 @@ def test_a_known_secret_is_masked_wherever_it_stands():
     assert mask("it said hunter2! twice: hunter2!abc") == f"it said {MASK} twice: {MASK}abc"
 
 
+def test_a_known_secret_of_fewer_than_six_characters_stands_in_any_text():
+    assert masker(["abcdef", "vwxyz"])("abcdef and vwxyz") == f"{MASK} and vwxyz"
+
+
 @pytest.mark.parametrize("known", [["hunter2!", "hunter2!again"], ["hunter2!again", "hunter2!"]])
 def test_of_two_known_secrets_that_begin_alike_the_longer_one_is_masked_whole(known):
     assert masker(known)("hunter2!again, hunter2!") == f"{MASK}, {MASK}"

@@ -120,6 +120,24 @@ def test_steps_waited_for_before_a_move_do_not_count_after_it():
     assert looks == ["", "", "training waited for 60% of a step"]
 
 
+@pytest.mark.parametrize(("between", "again"), [(0.3, False), (0.05, True)])
+def test_a_half_is_looked_at_at_once_again_when_it_has_been_calm(between, again):
+    triggers = ReplanTriggers(period=1000, overlap=20.0)
+    assert triggers.due({}, {}) == "the run has begun"
+    idle = (0.6, 0.6, between, 0.6, 0.6)
+    looks = [bool(triggers.due({"training": share}, {})) for share in idle]
+    assert looks == [False, True, False, False, again]
+
+
+def test_a_step_in_which_nobody_may_look_is_no_step_of_a_streak():
+    triggers = ReplanTriggers(period=1000, overlap=20.0)
+    assert triggers.due({}, {}) == "the run has begun"
+    looks = [
+        bool(triggers.due({"training": 0.6}, {}, may=may)) for may in (True, False, True, True)
+    ]
+    assert looks == [False, False, False, True]
+
+
 def test_turns_that_have_become_more_start_a_look():
     steps = Steps()
     assert FIRST in steps.tell_all([(0.0, 0.0)] * 6)

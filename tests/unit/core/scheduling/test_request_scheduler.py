@@ -98,6 +98,20 @@ def test_a_server_admits_what_it_has_room_for_after_the_next_turn(turn: int, fit
     assert LeastExpectedCost().admits(request(2, turn=turn, context=500), queue) is fits
 
 
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_a_request_that_comes_back_waits_by_its_new_rank(meanwhile: bool) -> None:
+    queue, other = server("a"), request(2)
+    queue.enqueue(request(1), rank=1.0, order=1)
+    if meanwhile:
+        queue.enqueue(other, rank=2.0, order=2)
+    queue.enter(request(1))
+    queue.leave(TrajectoryId(1, 0))
+    if not meanwhile:
+        queue.enqueue(other, rank=2.0, order=2)
+    queue.enqueue(request(1), rank=3.0, order=3)
+    assert queue.head() == other
+
+
 def test_a_queue_that_a_request_was_taken_from_is_priced_as_before() -> None:
     queue = server("a")
     queue.enter(request(1))
@@ -145,6 +159,12 @@ def test_a_free_server_takes_over_what_waits_for_a_full_one() -> None:
     assert sent(made) == {1: "a", 2: "b"}
     made.left(TrajectoryId(2, 0))
     assert sent(made) == {3: "b"}
+
+
+def test_a_free_server_leaves_a_request_to_the_one_that_has_a_seat_for_it() -> None:
+    made = scheduler(server("b"), server("a"), policy=StickyLeastLoaded())
+    made.submit(request(1, last_slot="a", last_key=KEY), now=0.0)
+    assert sent(made) == {1: "a"}
 
 
 def test_requests_of_a_server_that_goes_away_choose_again() -> None:

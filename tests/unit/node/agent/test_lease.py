@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from libra_cli.node.agent.lease import link as links
-from libra_cli.node.agent.lease.guard import AGENT_S, Guard
+from libra_cli.node.agent.lease.guard import AGENT_S, LONGEST_PAUSE_S, Guard
 from libra_cli.node.agent.lease.holder import Lease
-from libra_cli.node.agent.lease.link import SILENCE_S, LeaseLink
+from libra_cli.node.agent.lease.link import BEAT_S, SILENCE_S, LeaseLink
 from libra_cli.node.processes import proc
 from libra_cli.node.processes.proc import Marker
 from tests.netns import marked
@@ -85,6 +85,26 @@ def test_a_guard_starts_an_agent_that_died_with_the_lease_it_had_left() -> None:
     assert scene.starts == []
     scene.guard.turn()
     assert scene.starts == [(12345.0, 99.0)]
+
+
+def test_a_guard_waits_longer_for_each_agent_that_dies_until_one_speaks(monkeypatch) -> None:
+    scene = Scene(lease_s=1e6)
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+
+    def die() -> None:
+        scene.agent.close()
+        scene.guard.turn()
+        scene.guard.turn()
+
+    for _ in range(12):
+        die()
+    assert pauses[:3] == [0.0, BEAT_S, 2 * BEAT_S]
+    assert pauses[-2:] == [LONGEST_PAUSE_S] * 2
+    scene.agent.tell(time.monotonic() + 1e6, 1e6)
+    scene.guard.turn()
+    die()
+    assert pauses[-1] == 0.0
 
 
 def test_a_guard_without_an_agent_ends_the_run_with_the_lease() -> None:

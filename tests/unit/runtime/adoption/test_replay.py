@@ -8,6 +8,7 @@ import pickle
 import subprocess
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -314,6 +315,29 @@ def test_a_disk_that_is_full_is_not_tried_again_with_every_event(run_dir, monkey
         made.step()
     written = event_file.entries_bytes
     assert len(begun) < 10, f"{len(begun)} snapshots in 30 events, {written} bytes since"
+
+
+@pytest.mark.parametrize(
+    ("entries", "snapshot", "is_due"),
+    [(1000, 0, False), (1001, 0, True), (3000, 3000, False), (3001, 3000, True)],
+)
+def test_a_snapshot_is_due_when_the_events_since_are_more_than_it_and_not_few(
+    monkeypatch, entries, snapshot, is_due
+):
+    monkeypatch.setattr(run_log, "MOST_BYTES", 1000)
+    begun: list[bytes] = []
+    log: Any = SimpleNamespace(
+        entries_bytes=0,
+        snapshot_bytes=0,
+        is_beginning=False,
+        begin=lambda head, data: begun.append(data),
+    )
+    made = RunLog(log, world(1, 5).machine, RunMemory(), lambda: KEPT)
+    made.settled()
+    assert len(begun) == 1, "the first"
+    log.entries_bytes, log.snapshot_bytes = entries, snapshot
+    made.settled()
+    assert len(begun) == 1 + is_due
 
 
 def test_a_snapshot_takes_over_only_once_what_was_before_it_is_recorded(run_dir):
