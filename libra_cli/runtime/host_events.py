@@ -59,7 +59,7 @@ class HostEvents:
                 self._background.start(f"asking {node} what runs there", self._take_stock(node))
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel what is under way."""
         await self._background.close()
 
     async def _take_stock(self, node: str) -> None:

@@ -96,7 +96,6 @@ class Teacher:
         return name
 
     async def close(self) -> None:
-        """Drop the connections."""
         if self._session is not None:
             await self._session.close()
 

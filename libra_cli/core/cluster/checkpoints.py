@@ -124,8 +124,9 @@ class Checkpoints:
         return {**told, "evaluated": sorted(self.evaluated.items())}
 
     def score(self, step: int) -> float | None:
-        """That of its evaluation, or without any the mean reward of the steps up to this one; None
-        until there are ``SCORE_STEPS``, and before it is evaluated."""
+        """The score of its evaluation, or without any the mean reward of the steps up to this one;
+        None until there are ``SCORE_STEPS``, and before it is evaluated.
+        """
         if self.evaluated is not None:
             return self.evaluated.get(step)
         steps = range(step - SCORE_STEPS + 1, step + 1)

@@ -115,7 +115,7 @@ class GradientWorkers(ReplicaSet):
                 assert_never(event)
 
     def leave(self, replica: Replica, why: str, *, now: Seconds) -> list[Result]:
-        """It gets no more shares; the one it has may end."""
+        """Give the worker no more shares; the one it has may end."""
         if replica.state is ReplicaState.DRAINING:
             return []
         if replica.state is ReplicaState.TRAINING and replica.slot.id in self._sharing:
@@ -132,7 +132,7 @@ class GradientWorkers(ReplicaSet):
         return self._proved(event, loaded_at=event.loaded_at, now=now)
 
     def sync_failed(self, event: WorkerSyncFailed, *, now: Seconds) -> list[Result]:
-        """It has no share until it has a version yet newer."""
+        """Give the worker no share until it has a version yet newer."""
         replica = self._not_proved(event)
         if replica is None or self.latest is None:  # it is gone
             return []

@@ -78,8 +78,9 @@ class Speeds:
             self._late[slot] = min(known, most)
 
     def lag_s(self, slot: SlotId) -> Seconds:
-        """Of a step in which a worker computes nothing: before it begins, and while its gradients
-        travel."""
+        """Seconds of a step in which a worker computes nothing: before it begins, and while its
+        gradients travel.
+        """
         return self._late.get(slot, 0.0) + self.transfer_s(slot)
 
     def would_fetch(self, slot: SlotId, transfer_s: Seconds) -> None:
@@ -87,17 +88,17 @@ class Speeds:
         self._guessed[slot] = min(transfer_s, self._guessed.get(slot, transfer_s))
 
     def transfer_s(self, slot: SlotId) -> Seconds:
-        """Of the gradients of any share of a worker; 0 where seconds cannot be compared yet."""
+        """Seconds that a share's gradients travel; 0 where seconds cannot be compared yet."""
         if self._trainer is None:
             return 0.0
         return self._fetched.get(slot, self._guessed.get(slot, 0.0))
 
     def of_trainer(self) -> float:
-        """Of the trainer group, or its number of GPUs."""
+        """The speed of the trainer group; unmeasured, its number of GPUs."""
         return self._trainer or float(self._trainer_gpus)
 
     def of(self, replica: Replica) -> float:
-        """Of a worker, or the trainer group's by the number of GPUs."""
+        """The speed of a worker; unmeasured, the trainer group's by the number of GPUs."""
         guess = self.of_trainer() * replica.slot.num_devices / self._trainer_gpus
         return MARGIN * self._workers.get(replica.slot.id, guess)
 

@@ -214,7 +214,7 @@ _SHOWN = {
 
 
 def shown(replicas: Iterable[Replica]) -> Replica:
-    """Of those on a slot, the one that works, or is nearest to it."""
+    """The replica of a slot that works, or is nearest to it."""
     return max(replicas, key=lambda replica: (_SHOWN[replica.state], replica.since))
 
 

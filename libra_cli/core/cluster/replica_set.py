@@ -158,7 +158,7 @@ class ReplicaSet(ABC):
         return [self._start_action(replica), ReplicaChanged(replica)]
 
     def started(self, event: ServerStarted | WorkerStarted, *, now: Seconds) -> list[Result]:
-        """It is healthy: give it the newest version, if there is one yet."""
+        """Give a healthy process the newest version, if there is one yet."""
         replica = self.current(event.slot, event.incarnation)
         if replica is None or replica.state is not ReplicaState.STARTING:
             return []
@@ -236,7 +236,7 @@ class ReplicaSet(ABC):
         return [*results, ReplicaChanged(replica)]
 
     def stop(self, why: str, *, now: Seconds) -> list[Result]:
-        """Take every one out."""
+        """Take every replica out."""
         every = self.replicas.values()
         return [result for replica in every for result in self.take_out(replica, why, now=now)]
 
@@ -259,7 +259,7 @@ class ReplicaSet(ABC):
     def _proved(
         self, event: ServerSynced | WorkerSynced, *, loaded_at: Seconds, now: Seconds
     ) -> list[Result]:
-        """It works from now on, and goes on to the next version if there is one already."""
+        """Let it work from now on, and go on to the next version if there is one already."""
         replica = self.current(event.slot, event.incarnation)
         if replica is None or replica.syncing != event.published:
             return []

@@ -37,7 +37,7 @@ class RestartBudget:
         self._works_since: Seconds = 0.0
 
     def works(self, *, now: Seconds) -> None:
-        """It does its work from now on."""
+        """Count from anew: the process does its work."""
         self._works_since = now
 
     def worked(self, *, now: Seconds) -> None:

@@ -59,7 +59,7 @@ it would serve old weights for ever."""
 
 
 class _Counters(NamedTuple):
-    """Of a server, at a reading: each only grows."""
+    """Counters of a server at one reading; each only grows."""
 
     at: Seconds
     tokens: int
@@ -206,7 +206,7 @@ class RolloutServers(ReplicaSet):
         return [RoutingChanged(), *super().publish(published)]
 
     def synced(self, event: ServerSynced, *, now: Seconds) -> list[Result]:
-        """Proved: route to it."""
+        """Route to a server whose weights are proved."""
         results = self._proved(event, loaded_at=event.served_at, now=now)
         if not results:
             return []
@@ -272,7 +272,7 @@ class RolloutServers(ReplicaSet):
         return [CheckServer(replica.slot.id, replica.incarnation), RoutingChanged()]
 
     def checked(self, event: ServerChecked) -> list[Result]:
-        """It answers: go on, with the newest version if that was what failed."""
+        """Go on with a server that answers, with the newest version if that was what failed."""
         replica = self.current(event.slot, event.incarnation)
         if replica is None or not replica.suspect:
             return []

@@ -79,5 +79,5 @@ def step_record(
 
 
 def mean_reward(groups: Iterable[Group]) -> float:
-    """Of all trajectories of these groups."""
+    """The mean reward of all trajectories of these groups."""
     return fmean(member.reward or 0.0 for group in groups for member in group.members)

@@ -44,7 +44,7 @@ def _score(parts: RunParts, record: EvaluationRecord) -> None:
 
 
 def cut_left(parts: RunParts, *, now: Seconds) -> Iterator[Result]:
-    """Of a run that goes on, end the evaluations that nobody plays any more."""
+    """End the evaluations that nobody plays any more, in a run that goes on."""
     yield from map(Save, parts.evaluations.cut_left(now=now))
 
 

@@ -173,7 +173,7 @@ class Machine:
 
     @property
     def plan(self) -> Plan:
-        """The newest."""
+        """The newest plan."""
         return self.controller.plan
 
     @property

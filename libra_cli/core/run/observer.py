@@ -197,7 +197,7 @@ class RunObserver:
 
     @property
     def predictions(self) -> tuple[PastPrediction, ...]:
-        """Of the newest decisions of which it is known what came."""
+        """Predictions of the newest decisions of which it is known what came."""
         return tuple(self._predictions)
 
     @property
@@ -364,7 +364,7 @@ class _Extras:
         self._tokens: deque[tuple[float, ...]] = deque(maxlen=RECENT)
 
     def step(self, row: StepRecord) -> BatchOverhead:
-        """Those of a step that is done."""
+        """Take in a step that is done; returns its extra work."""
         names = ("filtered_tokens", "surplus_tokens", "replayed_tokens")
         found = (float(row.generated_tokens), *(row.batch.get(name) or 0.0 for name in names))
         self._tokens.append(found)
@@ -372,7 +372,7 @@ class _Extras:
 
     @property
     def mean(self) -> BatchOverhead | None:
-        """By their tokens; None before the first step."""
+        """The mean by tokens; None before the first step."""
         return _extras(tuple(map(sum, zip(*self._tokens, strict=True)))) if self._tokens else None
 
 
@@ -503,7 +503,7 @@ class _StartTimes:
         self._idle.setdefault((row.from_role, row.to_role), _MeanOrNone()).add(idle_s)
 
     def seen(self) -> Starts:
-        """The means so far."""
+        """The means of the starts so far."""
         return Starts(
             self._waits["serving"].value,
             self._waits["training"].value,
@@ -523,10 +523,8 @@ class _MeanOrNone:
         self._sum, self._number = 0.0, 0
 
     def add(self, value: float) -> None:
-        """One more value."""
         self._sum, self._number = self._sum + value, self._number + 1
 
     @property
     def value(self) -> float | None:
-        """The mean so far."""
         return self._sum / self._number if self._number else None

@@ -133,7 +133,7 @@ class NoticeRouter:
     def _defer(
         self, notice: n.ReplicaChanged | n.RoutingChanged | n.ServerLost | n.PlanMended
     ) -> list[n.Result]:
-        """It is seen to when the machine settles."""
+        """Leave a notice until the machine settles."""
         agenda = self.agenda
         match notice:
             case n.ReplicaChanged(replica):

@@ -91,7 +91,7 @@ class RunLog:
         self._log.close()
 
     def remove(self) -> None:
-        """The run has ended."""
+        """Remove the log of a run that has ended."""
         self._log.remove()
 
 

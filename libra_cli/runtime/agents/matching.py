@@ -69,7 +69,6 @@ class Conversations:
     """All turns of one trajectory."""
 
     def __init__(self, rule: Rule = "strict") -> None:
-        """Begin with none."""
         self._rule = rule
         self._children: dict[Node | str, list[Node]] = {}
         """The nodes after a node, and the first ones by their tools in canonical form."""
@@ -80,12 +79,10 @@ class Conversations:
 
     @property
     def branches(self) -> int:
-        """The number of branches."""
         return len(self._tips)
 
     @property
     def turns(self) -> int:
-        """The number of replies."""
         return len(self._by_id)
 
     def recorded(self, request: AgentRequest) -> tuple[AgentReply, ...]:

@@ -285,7 +285,7 @@ class AgentPlay:
 
     @property
     def text(self) -> str:
-        """Of the last turn, without thinking and tool calls."""
+        """The text of the last turn, without thinking and tool calls."""
         return self._last.reply.text if self._last else ""
 
     def returned(self, ask: Ask, seconds: Seconds) -> tuple[ToolReturn, ...]:

@@ -346,4 +346,4 @@ class ExternalRunner:
             return None
 
     async def close(self) -> None:
-        """Nothing is shared."""
+        """Do nothing: external agents share nothing."""

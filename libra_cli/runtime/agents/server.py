@@ -85,11 +85,11 @@ class AgentServer:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL at which agents reach it."""
         return f"http://{LOOPBACK}:{self.port}"
 
     def add(self, play: AgentPlay) -> None:
-        """Serve a trajectory."""
+        """Serve the agent of one more trajectory."""
         self._plays[play.key] = play
 
     def remove(self, play: AgentPlay) -> None:

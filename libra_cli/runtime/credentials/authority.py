@@ -52,7 +52,7 @@ class Authority:
 
     @classmethod
     def make(cls) -> Self:
-        """A new one."""
+        """Make a new authority with a key of its own."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = _name("libra run")
         built = (

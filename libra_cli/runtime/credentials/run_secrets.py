@@ -70,7 +70,7 @@ class RunSecrets:
 
     @classmethod
     def of(cls, run_dir: Path) -> Self:
-        """Those the run has, or new ones if it has none: an older libra kept none.
+        """The secrets the run has, or new ones if it has none: an older libra kept none.
 
         Raises:
             StateError: the run directory has some that cannot be read.

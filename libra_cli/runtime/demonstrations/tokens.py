@@ -26,7 +26,6 @@ class RenderedConversation:
     turns: int = 0
 
     def add(self, token_ids: list[int], *, imitated: bool) -> None:
-        """Append tokens."""
         self.token_ids.extend(token_ids)
         self.loss_mask.extend([int(imitated)] * len(token_ids))
 

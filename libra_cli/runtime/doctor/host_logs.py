@@ -20,7 +20,7 @@ TAIL_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class HostLogs:
-    """What one host gave."""
+    """The logs that one host gave."""
 
     node: str
     logs: Mapping[str, bytes]

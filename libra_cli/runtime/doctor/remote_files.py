@@ -40,11 +40,10 @@ class LocalFiles:
     directory: Path
 
     async def hashes(self) -> Mapping[str, str]:
-        """The SHA-256 of every file."""
         return await asyncio.to_thread(_hashes, self.directory)
 
     async def read(self, name: str, offset: int, size: int) -> bytes:
-        """At most ``size`` bytes from ``offset`` on."""
+        """Read at most ``size`` bytes from ``offset`` on."""
         return await asyncio.to_thread(_read, self.directory / name, offset, size)
 
 
@@ -66,7 +65,7 @@ class HostFiles:
         return {name: digest for digest, name in lines}
 
     async def read(self, name: str, offset: int, size: int) -> bytes:
-        """At most ``size`` bytes from ``offset`` on."""
+        """Read at most ``size`` bytes from ``offset`` on."""
         script = 'tail -c "+$2" -- "$1" | head -c "$3"'
         path = f"{self.directory}/{name}"
         words = path, str(offset + 1), str(size)

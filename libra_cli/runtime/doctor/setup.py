@@ -34,7 +34,7 @@ class SetupProgress(Protocol):
         """What is being done there."""
 
     def bytes(self, host: str, count: int) -> None:
-        """So many bytes more have been copied there; negative if they come again."""
+        """Count bytes that have been copied there; negative if they come again."""
 
 
 @dataclass(frozen=True, slots=True)

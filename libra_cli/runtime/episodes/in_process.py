@@ -43,15 +43,12 @@ class InProcessEnvironment:
         return await self._session.reset(task, index, task_seed, seed)
 
     async def step(self, call: ToolCall) -> ToolAnswer:
-        """Run one tool call."""
         return await self._session.step(call)
 
     async def reply(self, text: str) -> Answered:
-        """Let the user answer."""
         return await self._session.reply(text)
 
     async def score(self, answer: str, conversation: Sequence[Message]) -> Scored:
-        """Score the episode."""
         return await self._session.score(answer, conversation)
 
     def close(self, line: CallLine) -> None:

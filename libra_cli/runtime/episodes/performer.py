@@ -168,6 +168,6 @@ def _advanced(trajectory: TrajectoryId, answer: TurnResult) -> EpisodeAdvanced:
 
 
 def episode_seed(run_seed: int, trajectory: TrajectoryId) -> int:
-    """The same for a trajectory in every run of this seed, and different for its siblings."""
+    """A seed of its own for each trajectory, the same in every run of this seed."""
     digest = hashlib.blake2b(f"{run_seed} {trajectory}".encode(), digest_size=6).digest()
     return int.from_bytes(digest, "big")

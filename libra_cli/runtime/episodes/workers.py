@@ -173,7 +173,7 @@ class _Place:
 
     @property
     def playing(self) -> int:
-        """Episodes there."""
+        """Episodes that are played there."""
         return 0 if self.server is None else self.server.playing
 
 

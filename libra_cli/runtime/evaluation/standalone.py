@@ -185,7 +185,7 @@ class StandaloneEvaluation:
         return None
 
     async def _episode(self, trajectory: Trajectory, slot: SlotId) -> float:
-        """Its reward. Raises LibraError."""
+        """Play one episode and return its reward. Raises LibraError."""
         who, player = trajectory.id, self._player
         seed = episode_seed(self._recipe.run.seed, who)
         observed = await player.start(who, who.group, task_seed=self._recipe.run.seed, seed=seed)

@@ -63,7 +63,7 @@ class PulledVersion:
 
     @property
     def sent_bytes(self) -> int:
-        """All bytes that came over the network for it."""
+        """Bytes that came over the network for the version."""
         return sum(self.sent_by.values())
 
 

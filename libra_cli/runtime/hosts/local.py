@@ -75,14 +75,12 @@ class LocalTransport:
             raise HostError(f"local: {path}: {error.strerror}") from error
 
     async def get(self, path: str) -> bytes:
-        """Read a file."""
         try:
             return await asyncio.to_thread(Path(path).read_bytes)
         except OSError as error:
             raise HostError(f"local: {path}: {error.strerror}") from error
 
     async def fetch(self, path: str, target: Path) -> None:
-        """Copy a file."""
         try:
             await asyncio.to_thread(shutil.copyfile, path, target)
         except OSError as error:
@@ -138,7 +136,6 @@ class ProcessStream:
             raise HostLost(f"local: process {self._process.pid} does not read any more") from error
 
     async def end_input(self) -> None:
-        """Close standard input."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
@@ -155,7 +152,7 @@ class ProcessStream:
         await self._hear_the_last()
 
     async def _hear_the_last(self) -> None:
-        """Of standard error; something that the process has started may keep it open for ever."""
+        """Read the rest of standard error, which something that was started may keep open."""
         await asyncio.wait({self._listening}, timeout=LAST_WORDS_S)
         self._listening.cancel()
 

@@ -82,7 +82,6 @@ class ChannelStream:
         return line
 
     async def write(self, data: bytes) -> None:
-        """Send all of it."""
         await self._call(self._channel.sendall, data)
 
     async def end_input(self) -> None:
@@ -94,7 +93,6 @@ class ChannelStream:
         return int(await self._call(self._channel.recv_exit_status))
 
     async def close(self) -> None:
-        """Close the channel."""
         with suppress(HostError):
             await self._call(self._channel.close)
 
@@ -129,7 +127,7 @@ class Forward:
         self._connections = Background()
 
     async def open(self) -> None:
-        """Listen."""
+        """Listen on a local port."""
         self._server = await asyncio.start_unix_server(self._accept, self.endpoint.path)
 
     async def close(self) -> None:

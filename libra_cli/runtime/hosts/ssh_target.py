@@ -52,7 +52,7 @@ class Hop:
 
     @property
     def known_as(self) -> str:
-        """Its name in a known-hosts file."""
+        """The name of the hop in a known-hosts file."""
         return self.address if self.port == 22 else f"[{self.address}]:{self.port}"
 
 

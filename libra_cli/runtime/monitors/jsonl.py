@@ -35,7 +35,6 @@ class JsonLines:
         self.log(step, metrics)
 
     def finish(self, state: str) -> None:
-        """Write what is left."""
         self._write()
 
     def _write(self) -> None:

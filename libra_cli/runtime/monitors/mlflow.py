@@ -63,7 +63,6 @@ class Mlflow:
         return str(made.info.run_id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send them."""
         now_ms = int(time.time() * 1000)
         rows = [self._metric(key, value, now_ms, step) for key, value in metrics.items()]
         self._client.log_batch(self._run_id, metrics=rows)
@@ -73,10 +72,9 @@ class Mlflow:
         self.log(step, {key.replace("@", "_at_"): value for key, value in metrics.items()})
 
     def log_samples(self, step: int, samples: Sequence[SampledTrajectory]) -> None:
-        """Send a page of them."""
+        """Send a page of sampled trajectories."""
         text = "\n".join(map(as_markdown, samples))
         self._client.log_text(self._run_id, text, f"samples/step-{step:06}.md")
 
     def finish(self, state: str) -> None:
-        """Say how it ended."""
         self._client.set_terminated(self._run_id, _STATES.get(state, "KILLED"))

@@ -52,7 +52,7 @@ class OpenTelemetry:
         self._error = trace.StatusCode.ERROR
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Steps are no spans."""
+        """Ignore a step: its spans come with its records."""
 
     def saw(self, record: Record) -> None:
         """A trajectory has begun or ended, or a turn is over."""

@@ -36,7 +36,7 @@ class Prometheus:
         self._server: Any = None
 
     def start(self, run: MonitoredRun) -> None:
-        """Listen."""
+        """Listen for scrapes."""
         from prometheus_client import CollectorRegistry, start_http_server
         from prometheus_client.core import GaugeMetricFamily
 
@@ -60,7 +60,7 @@ class Prometheus:
             self._evaluated |= metrics
 
     def saw(self, record: Record) -> None:
-        """A server was read."""
+        """Take in a reading of a server."""
         if isinstance(record, SampleRecord):
             with self._lock:
                 self._servers[record.slot] = server_metrics(record)
@@ -81,7 +81,6 @@ class Prometheus:
             yield gauge
 
     def finish(self, state: str) -> None:
-        """Stop listening."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()

@@ -64,12 +64,12 @@ class SampledTrajectory:
 
     @property
     def reward(self) -> float:
-        """As its environment scored it."""
+        """The reward that its environment gave."""
         return self._record.reward or 0.0
 
     @property
     def turns(self) -> int:
-        """Generations it took."""
+        """The number of generations that it took."""
         return self._record.turns
 
     @property

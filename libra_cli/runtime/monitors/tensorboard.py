@@ -55,12 +55,10 @@ class TensorBoard:
         self._writer.flush()
 
     def log_samples(self, step: int, samples: Sequence[SampledTrajectory]) -> None:
-        """Write their text."""
         self._writer.add_text("samples", "\n".join(map(as_markdown, samples)), step)
         self._writer.flush()
 
     def finish(self, state: str) -> None:
-        """Close the file."""
         self._close()
 
     def _close(self) -> None:

@@ -27,7 +27,7 @@ class Trackio:
         space_id: str | None = None,
         server_url: str | None = None,
     ) -> None:
-        """As in ``trackio.init``; the name is the run's where none is given."""
+        """Take the arguments of ``trackio.init``; the name is the run's where none is given."""
         self._about: dict[str, Any] = {
             "project": project,
             "name": name,
@@ -59,7 +59,6 @@ class Trackio:
         self.log(step, metrics)
 
     def log_samples(self, step: int, samples: Sequence[SampledTrajectory]) -> None:
-        """A table of them."""
         rows = [table_row(step, sample) for sample in samples]
         self._run.log({"samples": self._table(columns=list(COLUMNS), data=rows)}, step=step)
 

@@ -32,7 +32,7 @@ class Wandb:
         group: str | None = None,
         tags: Sequence[str] = (),
     ) -> None:
-        """As in ``wandb.init``; the name is the run's where none is given."""
+        """Take the arguments of ``wandb.init``; the name is the run's where none is given."""
         self._about: dict[str, Any] = {
             "project": project,
             "entity": entity,
@@ -75,7 +75,6 @@ class Wandb:
         self.log(step, metrics)
 
     def log_samples(self, step: int, samples: Sequence[SampledTrajectory]) -> None:
-        """A table of them."""
         rows = [table_row(step, sample) for sample in samples]
         self._run.log({STEP: step, "samples": self._table(columns=list(COLUMNS), data=rows)})
 

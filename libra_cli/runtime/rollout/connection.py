@@ -91,7 +91,7 @@ class ServerConnection(Protocol):
         ...
 
     async def facts(self) -> ServerFacts:
-        """Its release and the size of its KV cache."""
+        """Ask for the server's release and the size of its KV cache."""
         ...
 
     async def sample(self) -> ServerSampled:

@@ -66,7 +66,7 @@ class ServerProbes:
         self._watched[server] = _Watched(slot, ProgressWatch(silent_s))
 
     def forget(self, server: ServerConnection) -> None:
-        """It is stopped."""
+        """Drop what is known of a stopped server."""
         self._watched.pop(server, None)
 
     async def run(self) -> None:
@@ -136,7 +136,7 @@ class ServerProbes:
 
     @contextmanager
     def loading(self, server: ServerConnection, limit_s: Seconds) -> Iterator[None]:
-        """It loads a version, and may answer nothing for so long."""
+        """Expect no answer for so long from a server that loads a version."""
         watch = (self._watched.get(server) or _Watched("")).watch
         watch.allowed_s = limit_s
         try:

@@ -100,7 +100,6 @@ class EventLog:
                     self._path.unlink(missing_ok=True)
 
     def append(self, entry: bytes) -> None:
-        """Write one more entry."""
         self._take_if_whole()
         if self._draft is not None:
             self._draft.entries.append(entry)
@@ -239,7 +238,7 @@ class _NewFile:
         return self._file
 
     def drop(self) -> None:
-        """Leave nothing of it."""
+        """Remove the unfinished file."""
         if self._file is not None and not self.thread.is_alive():
             os.close(self._file)
             self._file = None
@@ -263,7 +262,7 @@ def _sync_directory(directory: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoggedEvents:
-    """What a file holds."""
+    """The events that a log file holds."""
 
     head: bytes
     snapshot: bytes

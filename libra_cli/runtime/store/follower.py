@@ -37,7 +37,7 @@ class JournalFollower:
     _note: int = 0
 
     def records(self, reader: Reader) -> list[Record]:
-        """Those that are new or other than before; at first all of them."""
+        """Records that are new or other than before; at first all of them."""
         found: list[Record] = [row for kind in _WHOLE for row in reader.rows(kind)]
         for kind, column in _GROWING.items():
             since = self._newest.get(kind, 0.0)

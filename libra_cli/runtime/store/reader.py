@@ -151,7 +151,6 @@ class Reader:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
         self._stack.close()
 
     def backup(self, target: sqlite3.Connection) -> None:
@@ -194,7 +193,6 @@ class Reader:
         return self.rows(SlotRecord)
 
     def nodes(self) -> list[NodeRecord]:
-        """The hosts, by name."""
         return self.rows(NodeRecord)
 
     def processes(self) -> list[ProcessRecord]:
@@ -335,7 +333,7 @@ class Reader:
         return old_tokens(old[0][0], rows[0].branches_json, rows[0].spans_json)
 
     def log_ratios(self, group: int, member: int, attempt: int) -> tuple[tuple[float, ...], ...]:
-        """Of each branch of ``tokens``, what ``LogRatios`` holds of its generated tokens.
+        """For each branch of ``tokens``, what ``LogRatios`` holds of its generated tokens.
 
         NaN are those that were left out of the loss, and a branch may have none; there are none of
         any if no step has trained the trajectory, or if what trained it did not tell.
@@ -350,7 +348,7 @@ class Reader:
         return read_log_ratios(self.run_dir, rows[0].log_ratios_at)
 
     def token_ids(self, group: int, member: int, attempt: int) -> list[list[int]]:
-        """Of the branches of ``tokens``, their tokens alone."""
+        """The token ids of each branch of ``tokens``."""
         return [list(one.token_ids) for one in self.tokens(group, member, attempt)]
 
     def tool_outcomes(self) -> dict[str, int]:

@@ -73,7 +73,6 @@ class TokenFile:
         return places
 
     def close(self) -> None:
-        """Let go of the file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -89,7 +89,7 @@ class TrainerClient(RankClient):
         return StepDone(self.incarnation, action.step, None, metrics, done, log_ratios, advantages)
 
     async def _log_ratios(self, step: int) -> LogRatios | None:
-        """Those of a step that is done; None if they do not come, for the step counts without."""
+        """The log ratios of a step that is done; None if they cannot be read."""
         try:
             return await self._read_log_ratios(step)
         except TrainerError as error:

@@ -21,11 +21,11 @@ from libra_cli.runtime.hosts.transport import Endpoint
 
 
 class Unreachable(TrainerError):
-    """No answer came; the request may be repeated."""
+    """The process gave no answer; the request may be repeated."""
 
 
 class Conflict(TrainerError):
-    """It is busy with something else, or holds something else than the request is about."""
+    """The process is busy, or holds something else than the request is about."""
 
 
 class NotSaved(TrainerError):
@@ -78,7 +78,7 @@ class TrainerConnection(Protocol):
 
 
 class WorkerConnection(Protocol):
-    """A gradient worker."""
+    """A connection to a gradient worker."""
 
     incarnation: int
     """Generation number of the worker's process."""
@@ -123,6 +123,6 @@ def connect_trainer_with(backend: str) -> ConnectTrainer:
 
 
 def connect_worker_with(backend: str) -> ConnectWorker:
-    """The same for its gradient workers."""
+    """How the backend of this name connects to its gradient workers."""
     connect: ConnectWorker = find(TRAINER_BACKENDS, trainer_backend(backend).worker_connection)
     return connect

@@ -54,7 +54,7 @@ Shares: TypeAlias = Sequence[Mapping[str, object]]
 
 @asynccontextmanager
 async def no_shares(action: Train) -> AsyncIterator[Shares]:
-    """Of a trainer that computes every step alone."""
+    """The shares of a trainer that computes every step alone: none."""
     yield ()
 
 

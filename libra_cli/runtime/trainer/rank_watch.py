@@ -39,7 +39,7 @@ class RankRecord:
 
 
 def read_records(data: bytes, incarnation: int) -> Iterator[RankRecord]:
-    """Those in a file that are of this incarnation; what is no record is left out."""
+    """The records of a file that are of this incarnation; what is no record is left out."""
     for start in range(0, len(data), RECORD_BYTES):
         try:
             record = RankRecord(**json.loads(data[start : start + RECORD_BYTES].strip(b"\0 ")))

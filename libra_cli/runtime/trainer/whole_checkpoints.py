@@ -28,7 +28,7 @@ _NAME = re.compile(r"step-(\d{1,12})(?:-e(\d{1,9}))?")
 
 @dataclass(frozen=True, slots=True)
 class WholeCheckpoint:
-    """Where a run goes on."""
+    """A checkpoint from which a run can go on."""
 
     path: str
     """On a host that has a part of it."""

@@ -91,7 +91,7 @@ class Stream(asyncio.Protocol):
     # -- asyncio.Protocol -----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Show the token."""
+        """Send the token."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.write(msgpack.packb(self._token))
