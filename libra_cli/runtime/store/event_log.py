@@ -100,6 +100,7 @@ class EventLog:
                     self._path.unlink(missing_ok=True)
 
     def append(self, entry: bytes) -> None:
+        """Write an entry behind those before it; one that cannot be written ends the log."""
         self._take_if_whole()
         if self._draft is not None:
             self._draft.entries.append(entry)
