@@ -52,7 +52,7 @@ class Gone(LocalTransport):
 @pytest.fixture
 def run_dir(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    where = sample_run.write(tmp_path / "runs/quickstart-1")
+    where = sample_run.write(tmp_path / "runs/quickstart-1", steps=6)
     keep_recipe(Recipe.model_validate(RECIPE), where)
     (where / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
     logs = tmp_path / "host/logs"
