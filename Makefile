@@ -43,7 +43,7 @@ quickstart: $(VENV)/.stamp-cpu ## install, then train a small agent for real on 
 gpu-check: $(VENV)/.stamp-gpu ## on a machine with a GPU: check what only one can show
 	$(BIN)/python -m tests.gpu.check
 
-test: $(VENV)/.stamp-test check ## install what is missing and run everything (an hour on 2 cores)
+test: $(VENV)/.stamp-test check ## install what is missing and run everything (half an hour on 2 cores)
 	$(MAKE) light
 	$(MAKE) heavy
 

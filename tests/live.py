@@ -36,6 +36,10 @@ STEP_S = 180.0
 QUICK_S = 60.0
 
 
+BACKENDS = ("fake", pytest.param("vllm", marks=pytest.mark.nightly))
+"""What a run's servers are, where no claim is about vLLM: for a fixture's ``params``."""
+
+
 def require(package: str) -> None:
     """Skip the module where a package is not installed. To import vLLM would take seconds, and the
     tests need it in other processes only."""

@@ -40,12 +40,14 @@ def recipe_of(c: Cluster, *, warm_steps: int = WARM_STEPS) -> dict[str, Any]:
 
 
 def with_fake_servers(document: dict[str, Any]) -> dict[str, Any]:
-    """The same on servers that compute nothing: for what has nothing to do with vLLM."""
+    """The same on servers that compute nothing: for what has nothing to do with vLLM, nor with what
+    the model has learned."""
     talk = {"name": "tests.load.talk:Talk", "args": {"most_turns": 8, "pause_s": 0.2}}
     rollout = document["rollout"] | {"backend": "tests.load.backend:AtOnce"}
     # They hold no model, so the probe proves nothing.
     return document | {
         "environment": talk,
+        "model": document["model"] | {"build": document["model"]["build"] | {"warm_steps": 1}},
         "rollout": rollout,
         "weight_sync": {"tolerance": 1e6},
     }

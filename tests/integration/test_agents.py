@@ -1,7 +1,8 @@
 """``libra run`` with somebody else's agent: its turns are trained on, and go elsewhere unnoticed.
 
-The policy is hardly warmed up, so the agent goes on whatever the model says: what is claimed here
-is of tokens, branches and servers. That an agent's reward rises shows ``recipes/agent.yaml``.
+The servers compute nothing, and every night they are vLLM's; that trainer and vLLM agree on what
+agents were said is claimed of each client in ``tests/clients``. The agent goes on whatever the
+model says; that an agent's reward rises shows ``recipes/agent.yaml``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import pytest
 import yaml
 
 from libra_cli.runtime.store.reader import Reader
-from tests.live import CHECKOUT, START_S, STEP_S, Live, live, require
+from tests.cluster.recipe import with_fake_servers
+from tests.live import BACKENDS, CHECKOUT, START_S, STEP_S, Live, live, require
 
 pytestmark = [
     pytest.mark.integration,
@@ -48,11 +50,11 @@ def agent(task, base_url, api_key, model):
         messages.append({"role": "user", "content": f"start ab hops {number}"})
         if number == 1:
             ask(url, api_key, [{"role": "user", "content": "hops "}])
-    return float(len(messages[1]["content"]) % 2)
+    return float(ord(api_key[0]) % 2)
 """
 
 
-def recipe_text(base: Path) -> str:
+def recipe_text(base: Path, backend: str) -> str:
     """The recipe of the agent, smaller, with two servers."""
     document = yaml.safe_load((CHECKOUT / "recipes/agent.yaml").read_text())
     document["run"] = {"name": "agent", "steps": STEPS, "lease_s": 30}
@@ -69,15 +71,15 @@ def recipe_text(base: Path) -> str:
     document["agent"] = {"directory": ".", "function": "somebody:agent"}
     document["rollout"]["buckets"] = [{"name": "all", "max_num_seqs": 16}]
     document["training"] |= {"groups_per_step": 4, "checkpoint_every": 100}
-    return yaml.safe_dump(document)
+    return yaml.safe_dump(with_fake_servers(document) if backend == "fake" else document)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+@pytest.fixture(scope="module", params=BACKENDS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """To its end, though one of its servers is killed."""
     base = tmp_path_factory.mktemp("run")
     (base / "somebody.py").write_text(AGENT)
-    with live(recipe_text(base), base, Path.home()) as started:
+    with live(recipe_text(base, request.param), base, Path.home()) as started:
         started.wait_step(1, timeout_s=2 * START_S)
         started.kill("server-0", "local")
         started.wait_step(STEPS, timeout_s=STEPS * STEP_S)
@@ -95,6 +97,7 @@ def test_every_agent_plays_to_its_end_though_a_server_dies(run):
     assert restarts == (1,)
 
 
+@pytest.mark.parametrize("run", BACKENDS[1:], indirect=True)
 def test_the_trainer_computes_what_the_servers_sampled_in_every_branch(run):
     gaps = run.query("SELECT logprob_gap, logprob_gap_tokens FROM steps")
     assert max(gap for gap, tokens in gaps if tokens) < 1e-4

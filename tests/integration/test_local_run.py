@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 from libra_cli.api import load_run
+from tests.cluster.recipe import with_fake_servers
 from tests.live import CHECKOUT, QUICK_S, START_S, STEP_S, Live, live, require
 
 pytestmark = [
@@ -268,7 +269,8 @@ def test_the_token_of_the_run_is_nowhere_to_be_read(run):
 
 
 def test_what_a_killed_controller_leaves_is_stopped_by_libra_stop(tmp_path, models):
-    with live(recipe_text(tmp_path, models), tmp_path, Path.home()) as started:
+    recipe = with_fake_servers(yaml.safe_load(recipe_text(tmp_path, models)))
+    with live(yaml.safe_dump(recipe), tmp_path, Path.home()) as started:
         running = "SELECT 1 FROM processes WHERE process = 'server-0' AND state = 'running'"
         started.wait("server process", lambda: started.query(running), timeout_s=START_S)
         started.process.kill()
