@@ -26,6 +26,8 @@ class FakeEngine:
         self.loaded: list[str] = []
         #: What the next load cannot prove, and why.
         self.unproved: dict[str, list[str]] = {"different": [], "untraced": []}
+        #: What it says of the prompts that it scores.
+        self.scores: list[float] = []
 
     @property
     def busy(self) -> bool:
@@ -34,7 +36,10 @@ class FakeEngine:
     def add(self, name: str, order: dict[str, Any]) -> None:
         if not order["prompt_ids"]:
             raise ValueError("no prompt")
-        self.turns[name] = (order["max_tokens"], TurnTokens())
+        turn = TurnTokens()
+        if order["score_prompt"]:
+            turn.prompt_logprobs.extend(self.scores)
+        self.turns[name] = (order["max_tokens"], turn)
 
     def step(self) -> list[tuple[str, dict[str, Any]]]:
         ended = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -140,6 +141,19 @@ def test_the_probe_decides_for_what_is_not_traced_and_never_for_what_differs(
         assert play(scene) == 0.1
     else:
         with pytest.raises(ServerError, match=said):
+            play(scene)
+
+
+@pytest.mark.parametrize("scores", [[-0.5, -1.5], [-0.5], [-0.5, math.nan], [-0.5, -math.inf]])
+def test_a_probe_has_a_number_for_every_token_but_the_first(scores):
+    async def scene(client: ServerClient, engine: FakeEngine) -> list[float]:
+        engine.scores = scores
+        return await client.probe([1, 2, 3], PublishedVersion(WeightVersion(1, 1), 0, 0.0))
+
+    if math.isfinite(sum(scores)) and len(scores) == 2:
+        assert play(scene) == scores
+    else:
+        with pytest.raises(ServerError, match=f"the probe has {len(scores)} log-probabilities"):
             play(scene)
 
 

@@ -166,3 +166,10 @@ def test_what_broke_off_before_an_answer_is_forgiven(servers):
         assert [servers.break_off() for _ in range(MAX_FAILURES)] == [[]] * MAX_FAILURES
         servers.answer()
     assert servers.one.state is ReplicaState.SERVING
+
+
+def test_what_breaks_off_on_a_server_that_is_being_stopped_says_nothing(servers):
+    servers.prove()
+    servers.take_out(servers.one, "moved", now=2.0)
+    assert servers.request_broke(SLOT.id, "reset", 7, now=2.0) == []
+    assert (servers.one.suspect, servers.one.failures) == (False, 0)

@@ -81,6 +81,12 @@ def test_a_member_in_two_steps_is_found_with_its_group_or_without(fourth, fifth,
     assert check_once(rows) == found
 
 
+def test_steps_of_a_libra_that_named_no_groups_are_passed_over():
+    world = World(Random(1)).run()
+    rows = [replace(row, groups_json="[]") for row in world.steps]
+    assert check_once(rows, last_position(world)) == []
+
+
 def test_a_dropped_group_in_a_step_and_a_scored_failure_are_found():
     world = World(Random(1)).run()
     assert "is dropped, and trained" in check_once(broken(world, GroupRecord, state="dropped"))[0]
