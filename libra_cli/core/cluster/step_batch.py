@@ -168,7 +168,7 @@ class StepBatch:
         return [Save(NoteRecord("batch", "the replay buffer", now, told, resolved_at=now))]
 
     def done(self, step: int) -> None:
-        """The step is done with it."""
+        """Take in that the step has trained the batch."""
         self.parts = 0
         self._ledger.trained(step)
         if self._replay is not None:
@@ -207,7 +207,7 @@ class StepBatch:
         return tuple(sample for group in groups for sample in self._samples_of(group, held))
 
     def _samples_of(self, group: Group, held: WeightVersion) -> Iterator[TrainSample]:
-        """Of each member its own tokens, and each other branch that there is to learn from."""
+        """Each member's own tokens, and each other branch that there is to learn from."""
         for trajectory in group.members:
             yield self._sample(trajectory, trajectory, None, held)
             for number, branch in trajectory.others.items():
@@ -224,7 +224,7 @@ class StepBatch:
         return TrainSample(trajectory, held.step, fresh, runs, number, by_token, turns)
 
     def learn_advantages(self, event: StepDone) -> None:
-        """Those that a critic in the trainer has estimated, of what was sent to it."""
+        """Take in the advantages that a critic in the trainer has estimated of the batch."""
         said = {(one.group, one.member): one.values for one in event.advantages}
         for group in self.groups:
             for member in group.members:

@@ -35,7 +35,7 @@ class StepBook:
         self._save_asked_at: Seconds = 0.0
 
     def row(self, step: int) -> StepRecord | None:
-        """That of a step, if it is one of the last."""
+        """The row of a step, if it is one of the last."""
         return self._rows.get(step)
 
     @property

@@ -213,7 +213,7 @@ class TrainerGroup:
         return self.life.start(self.checkpoints.path, now=now)
 
     def restart(self, *, now: Seconds) -> list[Result]:
-        """Its rest is over."""
+        """Start again after the rest."""
         return self.life.restart(self.checkpoints.path, now=now)
 
     def gone(self, *, now: Seconds) -> list[Result]:
