@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from libra_cli.config.errors import NONSENSE, HostError, HostLost, LibraError, ProcessError
 from libra_cli.config.recipe import NodeSpec, Recipe
@@ -60,7 +60,6 @@ ASK_AGAIN_S = 2.0
 MODEL_TIMEOUT_S = 3600.0
 TORCH_S = 180.0
 """For importing torch and vLLM from a slow disk."""
-T = TypeVar("T")
 
 
 def transport_to(node: NodeSpec) -> Transport:
@@ -125,7 +124,7 @@ class Cluster:
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._recipe = recipe
-        self.recipe_path = recipe_path
+        self._recipe_path = recipe_path
         self._plan = plan
         self.run_id = run_id
         self.secrets = secrets
@@ -320,7 +319,7 @@ class Cluster:
             self._recipe,
             self._plan,
             self.reports,
-            recipe_path=self.recipe_path,
+            recipe_path=self._recipe_path,
             open_files=open_files(),
         )
 
@@ -337,7 +336,7 @@ class Cluster:
                 f"{one.line}\n  next: {one.remedy.command}" if one.remedy else one.line
                 for one in stops
             ]
-            raise HostError("\n".join(lines), hint=f"libra doctor {self.recipe_path}")
+            raise HostError("\n".join(lines), hint=f"libra doctor {self._recipe_path}")
 
     async def _reserve(self, node: NodeSpec) -> None:
         names = ports_needed(self._recipe, self._plan).get(node.name, ())
@@ -359,7 +358,7 @@ class Cluster:
         await self.look(self._recipe.node(node), imports=None)
         await self._reserve(self._recipe.node(node))
         if await self.models.architecture(node) is None:  # its disk is another one now
-            await self.models.place_again(node, hint=f"libra doctor {self.recipe_path}")
+            await self.models.place_again(node, hint=f"libra doctor {self._recipe_path}")
         self._gone.discard(node)
         self._save_node(node, "ready", detail="with a new agent")
 
