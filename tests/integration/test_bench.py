@@ -19,11 +19,11 @@ from libra_cli.core.scheduling.policy import POLICIES
 
 CHECKOUT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TERM": "dumb"}
-# An eighth of a real experiment's groups, and fewer steps. The processes that simulate are forks,
+# A quarter of a real experiment's groups, and fewer steps. The processes that simulate are forks,
 # and inherit that.
 SHORT = (
-    "from functools import partial; from libra_cli.bench import experiments, jobs; "
-    "experiments.Job = partial(jobs.Job, groups_per_step=4); "
+    "from functools import partial; from libra_cli.bench import config, experiments, jobs; "
+    "config.Job = partial(jobs.Job, groups_per_step=8); "
     "experiments.STEPS, experiments.LONG_STEPS = 3, 12; "
 )
 LIBRA = [sys.executable, "-c", f"{SHORT} from libra_cli.cli.main import main; main()"]
