@@ -29,6 +29,8 @@ MUTANTS ?= 60
 # Real vLLM and accelerate take seconds to import and minutes to start.
 FAST := not integration and not vllm
 SLOW := (integration or vllm) and not nightly
+# Unit tests of which none runs here: importing them takes seconds in every process.
+LATER = $(shell grep -rlE "^(pytestmark = \[?|    )pytest\.mark\.vllm" tests/unit)
 TOLD := --durations 10 --durations-min 2
 
 .PHONY: help quickstart gpu-check test check fmt lint audit unit clients light heavy chaos nightly \
@@ -61,7 +63,7 @@ audit: $(VENV)/.stamp-dev ## ask PyPI for known vulnerabilities of what is insta
 
 # With a thread of torch for each core in each process, they would wait for one another.
 unit: $(VENV)/.stamp-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit $(LATER:%=--ignore=%) \
 	  -n $(JOBS) --dist worksteal $(TOLD) -m "$(FAST)"
 
 # A file's tests share what they start, so they stay in one process.
