@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from json import loads
 
 import pytest
 
@@ -63,6 +64,21 @@ def test_a_worker_becomes_a_server_again_by_the_same_phases(gpus):
     # A worker without a share of the step under way has nothing to drain.
     assert back in (there, [phase for phase in there if phase != "drain"])
     assert world.state(B1) == (S.SERVING, S.IDLE)
+
+
+@pytest.mark.parametrize("skew_s", [-1e6, 0.0, 1e6])
+def test_phases_follow_one_another_whatever_the_clock_of_the_host_says(skew_s):
+    world = scene()
+    world.silent = of(e.WorkerSynced, B1)
+    world.order(gradient=1)
+    world.until(lambda: world.kept)
+    (synced,) = (event for event in world.kept if isinstance(event, e.WorkerSynced))
+    world.kept, world.silent = [], lambda event: False
+    world.give(replace(synced, loaded_at=synced.loaded_at + skew_s))
+    world.arrive()
+    began = [at for _, at, _ in loads(world.moved(B1).phases_json)]
+    assert began == sorted(began)
+    assert began[-1] <= world.now
 
 
 def test_a_server_is_started_again_in_another_shape_without_a_failure():
