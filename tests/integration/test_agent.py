@@ -50,7 +50,7 @@ from tests.netns import marked
 
 pytestmark = pytest.mark.integration
 
-DEADLINE_S = 15.0
+DEADLINE_S = 30.0
 RUN = "test-agent"
 
 

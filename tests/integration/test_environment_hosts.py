@@ -66,7 +66,7 @@ def test_episodes_are_played_on_hosts_and_survive_the_loss_of_one(net, tmp_path,
         {
             "name": "pointer-chase",
             "workers": {"processes": 4, "nodes": NAMES},
-            "tool_timeout_s": 5,
+            "tool_timeout_s": 15,
         }
     )
 

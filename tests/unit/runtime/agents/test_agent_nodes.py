@@ -17,7 +17,7 @@ from libra_cli.envs.agents.messages import message
 from libra_cli.runtime.agents import nodes
 from libra_cli.runtime.agents.nodes import AgentNodeConnection
 
-DEADLINE_S = 5
+DEADLINE_S = 20
 NOBODY = 9
 """A port where nobody listens."""
 
