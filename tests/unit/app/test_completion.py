@@ -27,7 +27,7 @@ def test_keys_are_those_of_the_recipe_and_of_status():
 
 def test_topics_come_with_their_titles():
     assert list(completion.topics("sta")) == [
-        ("staleness", "Staleness: the rule that makes a batch"),
+        ("staleness", "Staleness: how asynchronous training is"),
         ("start", "Start: from nothing to a run"),
         ("status", "Status: the object of libra status --json, key by key"),
     ]

@@ -61,7 +61,7 @@ def served() -> Iterator[Served]:
 
 
 def generate(most: int) -> dict[str, Any]:
-    return {"prompt_ids": b"\1\0\0\0", "max_tokens": most}
+    return {"prompt_ids": b"\1\0\0\0", "max_tokens": most, "score_prompt": False}
 
 
 def test_many_turns_are_answered_on_one_connection_each_when_it_ends(served):
