@@ -190,7 +190,7 @@ class StepBatch:
 
     # -- how it is weighed ----------------------------------------------------------------------
 
-    def given(self, groups: list[Group], held: WeightVersion) -> tuple[TrainSample, ...]:
+    def samples_of(self, groups: list[Group], held: WeightVersion) -> tuple[TrainSample, ...]:
         """What the trainer, which holds this version, is given of the groups: all, or where
         truncated ones are masked the others.
 

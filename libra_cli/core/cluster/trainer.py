@@ -170,7 +170,7 @@ class TrainerGroup:
         return self.batch.parts > 0
 
     @property
-    def held(self) -> WeightVersion:
+    def current_version(self) -> WeightVersion:
         """The version that the trainer computes with."""
         return WeightVersion(self.incarnation, self.step)
 
@@ -182,7 +182,7 @@ class TrainerGroup:
     @property
     def publishing(self) -> bool:
         """Whether the version of a step that is done is still being written."""
-        told = self.published is not None and self.published.version != self.held
+        told = self.published is not None and self.published.version != self.current_version
         return self.life.up and told
 
     @property
@@ -262,9 +262,9 @@ class TrainerGroup:
     def resize(self, slots: list[Slot], *, now: Seconds) -> list[Result]:
         """Move to these slots, as soon as the step under way is done and saved; none: stay."""
         self.life.next = slots
-        return self._leave(now)
+        return self._prepare_resize(now)
 
-    def _leave(self, now: Seconds) -> list[Result]:
+    def _prepare_resize(self, now: Seconds) -> list[Result]:
         """Save what there is, then stop; the rest follows from that."""
         if not self.life.next or self.state is not TrainerState.READY or self.publishing:
             return []
@@ -280,7 +280,7 @@ class TrainerGroup:
     def claim(self, *, now: Seconds, target: int) -> list[Result]:
         """Train on the next batch, or a part of it, if the trainer is free and it is there."""
         if self.life.next:
-            return self._leave(now)
+            return self._prepare_resize(now)
         if self.state is not TrainerState.READY or self.step >= target:
             return []
         if self.batch.is_full:
@@ -297,7 +297,7 @@ class TrainerGroup:
 
     def _accumulate(self, groups: list[Group]) -> Accumulate:
         part = self.batch.send_part()
-        given = self.batch.given(groups, self.held)
+        given = self.batch.samples_of(groups, self.current_version)
         return Accumulate(self.incarnation, self.step + 1, part, given)
 
     def _train(self, last: list[Group], target: int, now: Seconds) -> StepClaimed:
@@ -311,9 +311,9 @@ class TrainerGroup:
         train = Train(
             self.incarnation,
             step,
-            self.batch.given([*last, *again], self.held),
+            self.batch.samples_of([*last, *again], self.current_version),
             ledger,
-            held=self.held,
+            held=self.current_version,
             parts=self.batch.parts,
         )
         return StepClaimed(train)
@@ -339,7 +339,7 @@ class TrainerGroup:
         """A step is done: its row, and what the checkpoint makes forgettable."""
         self.life.enter(TrainerState.READY)
         self.batch.learn_advantages(event)
-        row = self._book.done(event, self.batch, self.held, now=now)
+        row = self._book.done(event, self.batch, self.current_version, now=now)
         self.step = event.step
         self.life.worked(now=now)
         self.batch.done(event.step)

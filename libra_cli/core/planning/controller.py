@@ -110,7 +110,7 @@ class PlanController:
         self._decision = row
         return [Save(self._row), Save(row)]
 
-    def mended(self) -> list[Result]:
+    def on_plan_repaired(self) -> list[Result]:
         """Moves that failed have changed the plan: tell the one that is."""
         self.plan = self._reconciler.plan(self.plan.reasons)
         told = record_of_plan(self._number, self.plan, 0.0, "", None)
@@ -124,7 +124,7 @@ class PlanController:
 
     # -- looking --------------------------------------------------------------------------------
 
-    def stepped(
+    def on_step_done(
         self, step: StepRecord, ready: float, signs: Mapping[str, float], *, now: Seconds
     ) -> list[Result]:
         """A step is done, and ``ready`` of the groups that are not trained wait for training;

@@ -210,7 +210,7 @@ class Machine:
             route(self._settle_slots(now), actions, now)
         route(self._settle_routes(now), actions, now)
         if self.run.going:
-            route(self._go_on(now), actions, now)
+            route(self._advance_run(now), actions, now)
         if not self.run.going:
             route(self._course.end(now=now), actions, now)
 
@@ -219,9 +219,9 @@ class Machine:
         agenda = self._agenda
         changed, agenda.look = agenda.look, False
         yield from self.reconciler.settle(changed=changed, now=now)
-        if agenda.mended:
-            agenda.mended = False
-            yield from self.controller.mended()
+        if agenda.plan_repaired:
+            agenda.plan_repaired = False
+            yield from self.controller.on_plan_repaired()
 
     def _settle_routes(self, now: Seconds) -> Iterator[n.Result]:
         agenda = self._agenda
@@ -233,7 +233,7 @@ class Machine:
             latest = self.servers.latest.version if self.servers.latest else None
             self.scheduler.refresh(self.servers.routable(), latest=latest, now=now)
 
-    def _go_on(self, now: Seconds) -> Iterator[n.Result]:
+    def _advance_run(self, now: Seconds) -> Iterator[n.Result]:
         course, target, run = self._course, self.recipe.run.steps, self.run
         broken = course.broken
         ready = self.training.state is TrainerState.READY

@@ -28,12 +28,12 @@ class Agenda:
     #: Whether a slot, or what is wanted of one, has changed since the reconciler last looked.
     look: bool = True
     #: Whether a failure has changed the plan.
-    mended: bool = False
+    plan_repaired: bool = False
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is left to do."""
-        return not (self.look or self.reroute or self.rows or self.lost or self.mended)
+        return not (self.look or self.reroute or self.rows or self.lost or self.plan_repaired)
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ class NoticeRouter:
             case n.ServerLost(slot, died):
                 agenda.lost[slot] = died
             case n.PlanMended():
-                agenda.mended = agenda.look = True
+                agenda.plan_repaired = agenda.look = True
             case _:
                 assert_never(notice)
         return []

@@ -50,7 +50,7 @@ class RunWatch:
         yield from map(Save, self._warnings.saw(row, now=now))
         if self._parts.run.going:
             signs = self._observer.signs
-            yield from self._parts.controller.stepped(row, self._ready_share, signs, now=now)
+            yield from self._parts.controller.on_step_done(row, self._ready_share, signs, now=now)
 
     def look(self) -> list[Result]:
         """Ask the planner, if that is due."""

@@ -43,7 +43,7 @@ class Steps:
         why it looks, if so."""
         self.now += PERIOD
         step = replace(self.world.machine.training.last, waited_s=train_idle * PERIOD)
-        self.controller.stepped(step, ready, self.signs, now=self.now)
+        self.controller.on_step_done(step, ready, self.signs, now=self.now)
         looks = self.controller.look(self.world.machine.observe)
         if looks:
             self.controller.kept(e.PlanKept("it pays nothing"), now=self.now)
