@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -217,6 +218,16 @@ def test_shares_that_go_unused_in_a_row_take_the_worker_out():
         workers.step_over(StepOver((done(status, used=used),)), now=2.0)
     assert status.state is ReplicaState.STOPPING
     assert status.detail == f"{MAX_MISSED} shares in a row were of no use: late"
+
+
+@pytest.mark.parametrize(("transfer_s", "shares"), [(0.001, True), (1000.0, False)])
+def test_a_worker_has_a_share_as_long_as_its_gradients_have_come_fast_enough(transfer_s, shares):
+    workers = GradientWorkers(1)
+    status = ready(workers, slot(0), version(1))
+    assert workers.shares(BATCH, 1)
+    came = replace(done(status, used=True), transfer_s=transfer_s)
+    workers.step_over(StepOver((came,), 80.0, 8.0), now=2.0)
+    assert bool(workers.shares(BATCH, 1)) is shares
 
 
 def test_what_a_worker_of_before_says_changes_nothing():

@@ -152,3 +152,15 @@ def test_batches_grow_to_a_whole_step():
     batches = list(training_batches(128, 512))
     assert max(batch.trajectories for batch in batches) == 128
     assert len({batch.length for batch in batches}) == 3
+
+
+def test_a_load_is_priced_by_what_a_server_does_in_a_turn():
+    steps, decoded, read, computed, pairs, requests, turns = ServerLoad(
+        players=2, cached=100, fresh=30, generate=11.0
+    ).amounts(chunk_tokens=20)
+    assert steps == 10 + 2
+    assert decoded == 2 * 10
+    assert read == 20 * (100 + 30 + 5.5)
+    assert computed == 2 * 30
+    assert pairs == 60 * (100 + 15)
+    assert (requests, turns) == (2, 1.0)

@@ -219,3 +219,21 @@ def test_where_turns_are_weighed_a_group_of_equal_totals_may_have_signal():
     assert not by_turn.filters(ComparedGroup((early, late)))
     assert whole.filters(ComparedGroup((early, late)))
     assert by_turn.filters(ComparedGroup((early, early)))
+
+
+def test_what_was_filtered_is_counted_by_environment_from_one_step_to_the_next():
+    filtered = FilteredGroups(most=9)
+    for environment in ("a", "a", "b"):
+        filtered.add(10, environment)
+    assert filtered.take(trained=30) == {
+        "groups_filtered": 3,
+        "filtered_tokens": 30,
+        "share_filtered": 0.5,
+        "env/a/groups_filtered": 2,
+        "env/b/groups_filtered": 1,
+    }
+    assert filtered.take(trained=30) == {
+        "groups_filtered": 0,
+        "filtered_tokens": 0,
+        "share_filtered": 0.0,
+    }

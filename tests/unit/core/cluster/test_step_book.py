@@ -1,0 +1,21 @@
+"""How long the trainer is waited for, by what it took before."""
+
+from __future__ import annotations
+
+import pytest
+
+from libra_cli.core.cluster.step_book import PATIENCE_S, StepBook
+from libra_cli.core.rollout.groups import GroupLedger
+from libra_cli.core.rollout.staleness import hold
+
+NOW = 50_000.0
+
+
+@pytest.mark.parametrize("took_s", [PATIENCE_S / 4, PATIENCE_S])
+def test_a_checkpoint_is_waited_for_twice_as_long_as_the_slowest_took(took_s):
+    book = StepBook(GroupLedger(group_size=1, groups_per_step=1, rule=hold(0), retries=1))
+    assert book.patience_s == PATIENCE_S
+    for seconds in (took_s, took_s / 2):
+        book.save_asked(now=NOW)
+        book.saved(now=NOW + seconds)
+    assert book.patience_s == max(PATIENCE_S, 2 * took_s)
