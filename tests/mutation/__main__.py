@@ -42,15 +42,15 @@ LIMIT_S = 1800.0
 OVERTIME = "a crash or the time limit"
 
 
-def stages_of(path: Path) -> list[list[str]]:
+def stages_of(path: Path, root: Path = ROOT) -> list[list[str]]:
     """Paths of the tests that should notice, the nearest first: of its folder with those that name
     the module, then of each folder above."""
     folder = Path("tests/unit", *path.parts[1:-1])
     module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
-    naming = [one for one in (ROOT / "tests/unit").rglob("test_*.py") if module in one.read_text()]
-    stages = [{str(one.relative_to(ROOT)) for one in naming}]
+    naming = [one for one in (root / "tests/unit").rglob("test_*.py") if module in one.read_text()]
+    stages = [{str(one.relative_to(root)) for one in naming}]
     while folder != Path("tests/unit"):
-        stages.append({str(one.relative_to(ROOT)) for one in (ROOT / folder).glob("test_*.py")})
+        stages.append({str(one.relative_to(root)) for one in (root / folder).glob("test_*.py")})
         folder = folder.parent
     ran: set[str] = set()
     told = []
@@ -97,7 +97,7 @@ class Copy:
         file = self._place / mutant.path
         file.write_text(mutant.after)
         try:
-            found = (self.failed(tests, "-x") for tests in stages_of(mutant.path))
+            found = (self.failed(tests, "-x") for tests in stages_of(mutant.path, self._place))
             return next((sorted(names)[0] for names in found if names), "")
         finally:
             file.write_text(mutant.before)
