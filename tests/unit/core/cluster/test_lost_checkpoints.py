@@ -109,3 +109,13 @@ def test_after_a_checkpoint_only_those_that_are_due_are_written():
     kept.asked(5)
     kept.remember("/5", 5)
     assert [step for step in range(6, 10) if kept.is_due(step, last=9)] == [8, 9]
+
+
+def test_a_failure_counts_only_of_the_checkpoint_that_is_waited_for():
+    kept = Checkpoints(every=4)
+    kept.asked(8)
+    assert not kept.failed(4, FULL)
+    assert kept.writing
+    kept.remember("/8", 8)
+    assert not kept.failed(8, FULL), "it is there"
+    assert kept.failures == 0
