@@ -10,28 +10,10 @@ shape, and the result is of that shape.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, Protocol, Self
 
+from libra_cli.core.costs.server import ServerCost, TrajectoryWork
 from libra_cli.core.types import Seconds, Tokens
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from libra_cli.core.costs.server import ServerCost
-
-
-class TrajectoryWork(NamedTuple):
-    """What trajectories take of a server, as numbers or arrays, in seconds.
-
-    ``work_s`` passes the slower the more others there are, and ``prompt_s`` likewise where a prompt
-    is not cached. ``engine_s`` passes whoever else is there: a step for each generated token and
-    for each chunk of prompt, of which ``chunks_s`` are the chunks'.
-    """
-
-    work_s: Any
-    prompt_s: Any
-    engine_s: Any
-    chunks_s: Any
 
 
 class ServerLaw(Protocol):

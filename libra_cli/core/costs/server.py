@@ -26,13 +26,26 @@ sequences decoding beside it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from libra_cli.core.costs.law import TrajectoryWork
 from libra_cli.core.types import Bucket, Seconds, Tokens
 
 ENDLESS = 1 << 62
 """More steps than any request has."""
+
+
+class TrajectoryWork(NamedTuple):
+    """What trajectories take of a server, as numbers or arrays, in seconds.
+
+    ``work_s`` passes the slower the more others there are, and ``prompt_s`` likewise where a prompt
+    is not cached. ``engine_s`` passes whoever else is there: a step for each generated token and
+    for each chunk of prompt, of which ``chunks_s`` are the chunks'.
+    """
+
+    work_s: Any
+    prompt_s: Any
+    engine_s: Any
+    chunks_s: Any
 
 
 @dataclass(frozen=True, slots=True)
