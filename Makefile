@@ -66,12 +66,13 @@ unit: $(VENV)/.stamp-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit $(LATER:%=--ignore=%) \
 	  -n $(JOBS) --dist worksteal $(TOLD) -m "$(FAST)"
 
-# A file's tests share what they start, so they stay in one process.
 clients: $(VENV)/.stamp-dev ## install the agents' clients that tests play, outside $(VENV) (1.5 GB)
 	$(BIN)/python -m tests.clients.catalogue
 
+# A file's tests share what they start, so they stay in one process. Files keep their order, which
+# has the short ones last; by number of tests the longest would be.
 light: $(VENV)/.stamp-test clients ## integration tests that may run side by side
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TOLD) -m "$(SLOW) and not alone"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TOLD) -m "$(SLOW) and not alone"
 
 heavy: $(VENV)/.stamp-test ## integration tests that want every core, one after the other
 	$(BIN)/python -m pytest $(TOLD) -m "$(SLOW) and alone"
