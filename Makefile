@@ -72,7 +72,8 @@ clients: $(VENV)/.stamp-dev ## install the agents' clients that tests play, outs
 # A file's tests share what they start, so they stay in one process. Files keep their order, which
 # has the short ones last; by number of tests the longest would be.
 light: $(VENV)/.stamp-test clients ## integration tests that may run side by side
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TOLD) -m "$(SLOW) and not alone"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+	  -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TOLD) -m "$(SLOW) and not alone"
 
 heavy: $(VENV)/.stamp-test ## integration tests that want every core, one after the other
 	$(BIN)/python -m pytest $(TOLD) -m "$(SLOW) and alone"
