@@ -81,6 +81,8 @@ heavy: $(VENV)/.stamp-test ## integration tests that want every core, one after 
 chaos: $(VENV)/.stamp-test ## as root: break a real run in every way for MINUTES (10), by SEED (0)
 	$(BIN)/python -m tests.cluster.chaos --minutes $(MINUTES) --seed $(SEED)
 
+# Other mistakes every night.
+nightly: SEED = $(shell date +%Y%m%d)
 nightly: $(VENV)/.stamp-test audit mutants ## all that is long or drawn by chance, before an issue is closed
 	HYPOTHESIS_PROFILE=ci $(MAKE) unit
 	$(BIN)/python -m pytest $(TOLD) -m nightly

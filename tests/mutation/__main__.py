@@ -114,6 +114,7 @@ def main() -> int:
     files = [file for tree in trees for file in sorted(tree.rglob("*.py")) or [tree]]
     every = [mutant for file in files for mutant in mutants_of(file.relative_to(ROOT))]
     drawn = random.Random(told.seed).sample(every, min(told.number, len(every)))
+    sys.stdout.write(f"{len(drawn)} of {len(every)}, drawn by seed {told.seed}\n")
     with tempfile.TemporaryDirectory() as place:
         copy = Copy(Path(place))
         noticed = {mutant: _noticed(copy, mutant) for mutant in drawn}
