@@ -131,7 +131,7 @@ def _fits(wanted: float) -> str:
 
 def _server(recipe: Recipe, shape: Architecture, slot: Slot, name: str) -> str:
     on_gpu, max_len = bool(slot.gpus), recipe.model.max_len
-    width = 2 if dtype_of(recipe.model, [slot]) == "bfloat16" else 4
+    width = NUMBER_BYTES[dtype_of(recipe.model, [slot])]
     degree = slot.num_devices
     weights = width * shape.parameters / degree / GIB
     context = shape.kv_bytes(width) * max_len / GIB

@@ -23,6 +23,7 @@ from libra_cli.core.costs.memory import (
     rank_memory,
     shards_of,
 )
+from libra_cli.core.launch.process import NUMBER_BYTES, Dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,13 @@ class RankConditions:
     """Whether the first policy is kept beside the one that is trained."""
 
     @classmethod
-    def of(cls, recipe: Recipe, *, on_gpu: bool, dtype: str) -> RankConditions:
+    def of(cls, recipe: Recipe, *, on_gpu: bool, dtype: Dtype) -> RankConditions:
         """The conditions that a recipe asks for, in ranks that compute in ``dtype``."""
         training = recipe.training
         return cls(
             tokens=max(training.micro_batch_tokens, recipe.model.max_len),
             choice=_choice(training.activation_checkpointing, on_gpu=on_gpu),
-            width=2 if dtype == "bfloat16" else 4,
+            width=NUMBER_BYTES[dtype],
             optimizer=training.optimizer,
             reference=training.needs.reference,
         )

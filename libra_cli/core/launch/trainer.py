@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.launch.process import (
+    Dtype,
     HostFacts,
     PeerAddress,
     ProcessSpec,
@@ -49,7 +50,7 @@ class MachineRanks:
     head_address: str
     rendezvous_port: int
     gpus: bool
-    dtype: str
+    dtype: Dtype
     even: bool = True
     """Whether every machine has as many ranks."""
 
