@@ -55,7 +55,7 @@ def pass_estimate(k: int, tasks: Sequence[Sequence[bool]]) -> Estimate | None:
 def _effective(share: float, values: Sequence[float]) -> float:
     """Independent samples that would have the error of these tasks."""
     error = standard_error(values)
-    return max(1.0, share * (1.0 - share) / error**2) if error else float(len(values))
+    return share * (1.0 - share) / error**2 if error else float(len(values))
 
 
 def wilson(share: float, samples: float) -> tuple[float, float]:

@@ -82,6 +82,12 @@ def test_samples_of_one_task_that_all_agree_are_worth_one() -> None:
     assert pass_estimate(1, played) == pass_estimate(1, once)
 
 
+def test_two_tasks_that_disagree_are_worth_one_sample() -> None:
+    estimate = pass_estimate(1, [[True], [False]])
+    assert estimate is not None
+    assert isclose(estimate.low, wilson(0.5, 1)[0], rel_tol=1e-9)
+
+
 def test_the_interval_of_tasks_that_all_pass_is_not_empty() -> None:
     estimate = pass_estimate(1, [[True, True]] * 10)
     assert estimate is not None
