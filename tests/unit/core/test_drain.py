@@ -8,6 +8,7 @@ from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.step_book import PATIENCE_S
 from libra_cli.core.cluster.trainer_life import TrainerState
+from libra_cli.core.rollout.active import Stage
 from tests.elastic import Scene, of, scene
 
 
@@ -53,6 +54,23 @@ def test_a_checkpoint_that_is_slow_is_written_before_the_end():
     hang(world, e.CheckpointSaved)
     world.until(lambda: world.kept)
     world.idle(PATIENCE_S - 60)
+    world.speak()
+    world.until(lambda: world.end)
+    assert world.end == a.End("stopped", "asked")
+
+
+def test_a_turn_that_is_generated_is_waited_for_while_others_are_in_their_environments():
+    world = scene()
+    rollout, training = world.machine.rollout, world.machine.training
+    world.silent = of((e.TurnGenerated, e.EpisodeAdvanced))
+
+    def held() -> set[Stage]:
+        return {one.stage for one in rollout.active.values()}
+
+    world.until(lambda: held() >= {Stage.GENERATING, Stage.ADVANCING})
+    world.give(e.StopRequested(at_once=False, reason="asked"))
+    world.until(lambda: not training.at_work)
+    assert not world.did(a.StopServer)
     world.speak()
     world.until(lambda: world.end)
     assert world.end == a.End("stopped", "asked")

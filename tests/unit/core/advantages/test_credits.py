@@ -16,11 +16,12 @@ from libra_cli.config.errors import PluginError
 from libra_cli.config.training import TrainingSpec
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
+from libra_cli.core.advantages.estimates import advantage_metrics
 from libra_cli.core.advantages.protocol import ComparedGroup, Estimate
 from libra_cli.core.records import CreditRecord
 from libra_cli.core.rollout.groups import Group
 from libra_cli.core.rollout.rows import credit_record
-from libra_cli.core.types import LogRatios, Trajectory, TrajectoryId, VersionSpan
+from libra_cli.core.types import LogRatios, Trajectory, TrajectoryId, TurnReward, VersionSpan
 from tests.world import Faults, World, algorithm, recipe
 
 BROKEN = Faults(server_dies=0.005, trainer_dies=0.02, environment_breaks=0.05, forked=0.2)
@@ -182,3 +183,13 @@ def test_what_an_estimator_may_not_return_is_refused_by_its_name(name: str, reas
     wrong = algorithm(advantage=f"{__name__}:{name}")
     with pytest.raises(PluginError, match=f"{name}' .*{reason}"):
         wrong.advantages([grown(0, 1.0)])
+
+
+def test_the_deviation_of_advantages_by_turn_is_weighed_by_their_tokens():
+    turns = [TurnReward(0, 10, 30), TurnReward(0, 40, 50)]
+    by_turn = Trajectory(id=TrajectoryId(0, 0), turn_rewards=turns)
+    whole = Trajectory(id=TrajectoryId(0, 1), generated=10)
+    group = Group(0, [by_turn, whole], 0.0, 0)
+    told = advantage_metrics([group], {by_turn.id: (1.0, -1.0), whole.id: (-1.0,)})
+    # Twenty tokens have 1, and twenty -1.
+    assert told == {"advantage_std": 1.0, "share_without_signal": 0.0}

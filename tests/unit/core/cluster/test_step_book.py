@@ -19,3 +19,14 @@ def test_a_checkpoint_is_waited_for_twice_as_long_as_the_slowest_took(took_s):
         book.save_asked(now=NOW)
         book.saved(now=NOW + seconds)
     assert book.patience_s == max(PATIENCE_S, 2 * took_s)
+
+
+def test_lengths_are_those_of_members_with_a_reward_and_are_told_once():
+    ledger = GroupLedger(group_size=2, groups_per_step=1, rule=hold(0), retries=1)
+    first, second = ledger.open(version=0, now=NOW).members
+    first.generated, second.generated = 7, 9
+    ledger.finish(first.id, 1.0)
+    assert ledger.take_lengths() == [7]
+    ledger.finish(second.id, 0.0)
+    assert ledger.take_lengths() == [9]
+    assert ledger.take_lengths() == []

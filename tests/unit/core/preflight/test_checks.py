@@ -35,6 +35,7 @@ from libra_cli.core.preflight.host_report import (
     Transfer,
 )
 from libra_cli.core.preflight.model_checks import refused_degree, template
+from libra_cli.core.preflight.needs import RANK_BYTES, SERVER_BYTES, host_needs
 from libra_cli.core.preflight.network_checks import matching_interfaces
 from libra_cli.core.preflight.versions import TESTED, driver_runs
 
@@ -574,3 +575,30 @@ def test_a_host_that_cannot_be_reached_is_a_finding_and_the_others_are_still_loo
     hosts = {**made.hosts, "gpu-02": HostReport(error="no route", hint="ssh gpu-02")}
     found = wrong(replace(made, hosts=hosts))
     assert [(one.host, one.check) for one in found] == [("gpu-02", "reach"), ("gpu-01", "shm")]
+
+
+def beside_versions(host: str, gpus: int, **changes: Any) -> int:
+    """Bytes of memory that the processes on a host need, each of the two with so many GPUs."""
+    hosts = [("gpu-01", "rollout"), ("gpu-02", "train")]
+    nodes = [{"host": name, "pool": pool, "gpus": gpus, "slots": 2} for name, pool in hosts]
+    of = recipe(nodes=nodes, **changes)
+    node = next(one for one in of.nodes if one.name == host)
+    needs = host_needs(of, initial_plan(of), node, MODEL)
+    return needs.memory - needs.versions
+
+
+def test_processes_without_gpus_have_weights_and_states_in_the_memory_of_the_host():
+    """Of two billion parameters, in float32."""
+    cache = {"rollout": {"kv_gib": 3}}
+    assert beside_versions("gpu-02", 2) == 2 * RANK_BYTES
+    assert beside_versions("gpu-02", 0) == 2 * (RANK_BYTES + 16 * 2 * GB)
+    assert beside_versions("gpu-01", 2, **cache) == 2 * SERVER_BYTES
+    assert beside_versions("gpu-01", 0, **cache) == 2 * (SERVER_BYTES + 8 * GB + 3 * 2**30)
+
+
+def test_a_rank_without_a_gpu_that_trains_an_adapter_has_the_model_beside_it():
+    training = {"lora": {"rank": 16}}
+    adapter = 28 * 16 * (7 * 2048 + 3 * 6144 + 2 * 2048 + 2 * 1024)
+    assert beside_versions("gpu-02", 0, training=training) == 2 * (
+        RANK_BYTES + 8 * GB + 16 * adapter
+    )

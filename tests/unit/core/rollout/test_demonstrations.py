@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from random import Random
 
 import pytest
@@ -16,6 +17,7 @@ from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.records import StepRecord, TrajectoryRecord
 from libra_cli.core.types import Pool
 from tests.world import FEW_RUNS, Faults, World
+from tests.world import recipe as played
 
 TOKENS, MASK = array("i", [1, 2, 3, 4]), array("b", [0, 0, 1, 1])
 
@@ -33,11 +35,19 @@ def recipe(**training: object) -> Recipe:
 
 
 class Reader(World):
-    """A world whose episodes are demonstrations; those of ``bad`` groups cannot be read."""
+    """A world whose episodes are demonstrations; those of ``bad`` groups cannot be read.
+
+    ``asked`` counts how often each was asked for.
+    """
 
     bad: frozenset[int] = frozenset()
 
+    def __post_init__(self) -> None:
+        self.asked: Counter[int] = Counter()
+        super().__post_init__()
+
     def _do_start_episode(self, action: a.StartEpisode) -> None:
+        self.asked[action.trajectory.group] += 1
         if action.trajectory.group in self.bad:
             self.later(e.EpisodeFailed(action.trajectory, "no conversation"), 0.01, 0.01)
             return
@@ -96,6 +106,7 @@ def test_one_that_cannot_be_read_is_left_out_and_the_next_taken():
     world.run()
     assert world.end == a.End("finished", "")
     assert [group for group, _ in world.trained] == [n for n in range(17) if n not in world.bad]
+    assert {world.asked[group] for group in range(17)} == {1}
 
 
 def test_a_file_of_which_nothing_can_be_read_ends_the_run():
@@ -105,3 +116,11 @@ def test_a_file_of_which_nothing_can_be_read_ends_the_run():
     assert world.end is not None
     assert world.end.state == "failed"
     assert "the demonstration breaks every time: no conversation" in world.end.error
+
+
+def test_of_several_environments_the_most_patient_says_how_often_a_member_is_played_again():
+    retries = {"calculator": 1, "pointer-chase": 4, "retail": 2}
+    environments = [{"name": name, "retries": most} for name, most in retries.items()]
+    world = World(Random(0), recipe=played(environment=environments))
+    assert world.machine.ledger.retries == 4
+    assert read().machine.ledger.retries == 0
