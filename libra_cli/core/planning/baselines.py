@@ -187,8 +187,9 @@ def _rollout_s(now: Observation, step: MeasuredStep) -> Seconds:
 
 
 def _uniform(search: Search, settings: PlannerSettings) -> Layout:
-    half = max(1, search.gpus // 2)
-    degree = 4 if 4 in search.table.degrees and half >= 4 else max(search.table.degrees)
+    half = search.gpus // 2
+    fitting = (degree for degree in search.table.degrees if degree <= min(half, 4))
+    degree = max(fitting, default=min(search.table.degrees))
     return _equal(search, degree, half, settings)
 
 

@@ -225,6 +225,18 @@ def test_every_planner_begins_with_a_layout_that_runs(name: str) -> None:
     assert search_of(work(3000)).times(layout).step_s < float("inf")
 
 
+@pytest.mark.parametrize(
+    ("gpus", "servers", "degree"), [(6, 1, 2), (7, 1, 2), (8, 1, 4), (12, 1, 4), (16, 2, 4)]
+)
+def test_uniform_gives_half_of_the_gpus_to_servers_of_at_most_four(
+    gpus: int, servers: int, degree: int
+) -> None:
+    layout = first_layout("uniform", PROFILE, work(1000), gpus, SETTINGS)
+    (bucket,) = layout.buckets
+    assert (bucket.servers, bucket.tensor_parallel) == (servers, degree)
+    assert layout.rollout_gpus + layout.training_gpus <= gpus
+
+
 @pytest.mark.parametrize("name", MOVING)
 def test_every_layout_a_planner_moves_to_runs(name: str) -> None:
     means = [1000.0] * 3 + [9000.0] * 8 + [1500.0] * 8
