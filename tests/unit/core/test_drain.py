@@ -9,6 +9,7 @@ from libra_cli.core import events as e
 from libra_cli.core.cluster.step_book import PATIENCE_S
 from libra_cli.core.cluster.trainer_life import TrainerState
 from libra_cli.core.rollout.active import Stage
+from libra_cli.core.run.course import DRAIN_S
 from tests.elastic import Scene, of, scene
 
 
@@ -74,3 +75,16 @@ def test_a_turn_that_is_generated_is_waited_for_while_others_are_in_their_enviro
     world.speak()
     world.until(lambda: world.end)
     assert world.end == a.End("stopped", "asked")
+
+
+def test_what_is_in_its_environment_is_not_waited_for():
+    world = scene()
+    active = world.machine.rollout.active
+    world.silent = of(e.EpisodeAdvanced)
+    world.until(
+        lambda: world.kept and not any(a.stage is Stage.GENERATING for a in active.values())
+    )
+    world.give(e.StopRequested(at_once=False, reason="asked"))
+    asked = world.now
+    world.until(lambda: world.did(a.StopServer))
+    assert world.now - asked < DRAIN_S

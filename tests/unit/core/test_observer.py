@@ -8,7 +8,13 @@ from dataclasses import replace
 import pytest
 
 from libra_cli.core.planning.controller import record_of_plan
-from libra_cli.core.records import TrajectoryRecord, TurnRecord
+from libra_cli.core.records import (
+    GroupRecord,
+    MoveRecord,
+    SyncRecord,
+    TrajectoryRecord,
+    TurnRecord,
+)
 from libra_cli.core.run.observer import RunObserver
 from libra_cli.core.types import Plan
 from libra_cli.core.workload import BatchOverhead
@@ -17,6 +23,7 @@ from tests import sample_run, world
 TURN = TurnRecord(0, 0, 0, 0, "a/0", 1, 0.0, 0.0, 1.0, 100, 10, "stop", "", "[]")
 ENDED = TrajectoryRecord(0, 0, 0, "finished", 0.0, 50.0, 1.0, 5, 50, 200, 1, 1, "[]", "")
 """Five turns of ten tokens, each a second on its server."""
+START = Plan((), ("a/0",))
 TOOLS = "time in play over time on servers"
 
 
@@ -26,6 +33,11 @@ def play(observer: RunObserver, group: int, tool_s: float) -> None:
         began = turn * (1.0 + tool_s)
         row = replace(TURN, group_id=group, turn=turn, queued_at=began, ended_at=began + 1.0)
         observer.saw(row)
+
+
+def moved(slot: str, phases: str) -> MoveRecord:
+    """A slot that serves no more, and trains."""
+    return MoveRecord(1, 1, slot, "rollout", "gradient", "done", 0.0, 9.0, phases, "")
 
 
 ROOM = {
@@ -98,3 +110,134 @@ def test_what_is_filtered_stopped_and_replayed_is_seen_and_before_that_what_the_
         observer.saw(row)
     assert observer.workload.extras == BatchOverhead(filtered=0.5, surplus=0.1, replayed=0.2)
     assert [step.tokens for step in observer.evidence.steps] == [1000, 1400]
+
+
+def test_a_measured_step_has_its_seconds_and_who_was_in_play() -> None:
+    observer = RunObserver(world.recipe(training={"max_staleness": 0}))
+    observer.saw(record_of_plan(0, START, 0.0, "start", None))
+    in_play = replace(ENDED, state="running", ended_at=None)
+    for step in range(1, 4):
+        began = 10.0 * (step - 1)
+        for group in (0, 1):
+            observer.saw(replace(in_play, group_id=group, started_at=began))
+        for group, ended_at in ((0, 4.0), (1, 8.0)):
+            observer.saw(replace(ENDED, group_id=group, ended_at=began + ended_at))
+        row = sample_run.step_record(step, began + 10.0, started_at=began + 7.0)
+        observer.saw(replace(row, waited_s=5.0, held_s=1.0, mean_length=20.0 + step))
+    one = observer.measured[-1]
+    assert (one.step_s, one.train_s, one.waited_s) == (10.0, 3.0, 5.0)
+    assert one.in_play_s == 12.0
+    assert one.concurrency == pytest.approx(20 / 12)
+    assert observer.lengths == (21.0, 22.0, 23.0)
+
+
+def test_the_first_step_that_is_measured_began_when_the_one_before_it_ended() -> None:
+    observer = RunObserver(world.recipe(training={"max_staleness": 0}))
+    observer.saw(record_of_plan(0, START, 0.0, "start", None))
+    for step, ended_at in ((1, 10.0), (2, 25.0)):
+        observer.saw(sample_run.step_record(step, ended_at, started_at=ended_at - 2.0))
+    assert [step.step_s for step in observer.measured] == [15.0]
+    observer.saw(record_of_plan(1, START, 25.0, "planner", None))
+    assert [step.step_s for step in observer.measured] == []
+    observer.saw(sample_run.step_record(3, 40.0, started_at=24.0))  # begun under the old plan
+    observer.saw(sample_run.step_record(4, 52.0, started_at=41.0))
+    assert [step.step_s for step in observer.measured] == [12.0]
+
+
+def test_a_link_is_as_fast_as_the_fastest_whole_version_that_came_over_it() -> None:
+    observer = RunObserver(world.recipe())
+    synced = SyncRecord("a/0", 1, 1, 1, 0.0, 9.0, 9.0, 2.0, 3.0, 800, 800, "full", 0.0, True, "")
+    observer.saw(synced)
+    assert (observer.sync_s, observer.evidence.link_bandwidth) == (5.0, 400.0)
+    told = (
+        replace(synced, pull_s=4.0),  # slower
+        replace(synced, pull_s=0.0),  # was there already
+        replace(synced, pull_s=1.0, kind="delta"),
+        replace(synced, pull_s=1.0, verified=False),
+    )
+    for one in told:
+        observer.saw(one)
+    assert (observer.sync_s, observer.evidence.link_bandwidth) == (4.0, 400.0)
+    observer.saw(replace(synced, pull_s=0.5))
+    assert observer.evidence.link_bandwidth == 1600.0
+
+
+def test_what_a_server_has_cached_of_a_prompt_is_the_turn_before_if_it_played_that() -> None:
+    observer = RunObserver(world.recipe())
+    told = [("a/0", 100), ("a/0", 150), ("a/1", 190)]
+    for turn, (slot, prompt) in enumerate(told):
+        observer.saw(replace(TURN, turn=turn, slot=slot, prompt_tokens=prompt))
+    assert [turn.fresh for turn in observer.evidence.turns] == [100, 150 - 110, 190]
+
+
+def test_a_sample_has_what_was_prompted_generated_and_observed_and_all_time_in_tools() -> None:
+    observer = RunObserver(world.recipe(**ROOM))
+    observer.saw(replace(TURN, queued_at=0.0, ended_at=1.0))
+    last = replace(TURN, turn=1, queued_at=4.0, ended_at=5.0)
+    observer.saw(replace(last, tools_json='[["search", "ok", 2.0, 9]]'))
+    observer.saw(replace(ENDED, turns=2, generated_tokens=20, context_tokens=150))
+    play(observer, 1, 0.0)
+    observer.saw(replace(ENDED, group_id=1, state="failed"))
+    assert observer.workload is not None
+    (sample,) = observer.workload.samples
+    assert (sample.prompt, sample.generated, sample.observed) == (100, 20, 30)
+    assert sample.turns == 2
+
+
+def test_starts_are_from_starting_to_work_and_moves_idle_while_neither_process_works() -> None:
+    observer = RunObserver(world.recipe())
+    states = [("b/0", "serving", 1.0), ("a/0", "starting", 2.0), ("a/0", "serving", 12.0)]
+    for slot, state, since in states:
+        observer.saw(sample_run.slot_record(slot, "rollout", state, since))
+    observer.saw(sample_run.slot_record("a/0", "rollout", "serving", 90.0))
+    starts = observer.evidence.starts
+    assert (starts.server_s, starts.trainer_s, starts.to_training_s) == (10.0, None, None)
+    for after, phases in (
+        (True, [["start", 0, 20], ["drain", 20, 25], ["stop", 25, 28]]),
+        (False, [["drain", 0, 4], ["stop", 4, 5], ["start", 5, 9], ["join", 9, 99]]),
+    ):
+        observer.saw(moved("a/0", json.dumps(phases)))
+        assert observer.evidence.starts.to_training_s == (3.0 if after else (3.0 + 9.0) / 2)
+    observer.saw(replace(moved("a/0", "[]"), state="failed"))
+    assert observer.evidence.starts.to_training_s == 6.0
+
+
+def test_training_is_priced_by_steps_in_which_no_slot_moved() -> None:
+    observer = RunObserver(world.recipe())
+    observer.saw(record_of_plan(0, Plan((), ("a/0", "a/1")), 0.0, "start", None))
+    observer.saw(sample_run.slot_record("a/0", "train", "training", 0.0, gpus_json="[0, 1]"))
+    observer.saw(sample_run.slot_record("a/1", "train", "training", 0.0, gpus_json="[]"))
+    assert observer.evidence.ranks == 3
+
+    def step(number: int, began: float) -> None:
+        row = sample_run.step_record(number, began + number, started_at=began)
+        observer.saw(replace(row, context_tokens=100))
+
+    step(1, 1.0)
+    observer.saw(replace(moved("a/1", "[]"), state="drain", ended_at=None))
+    step(2, 10.0)
+    observer.saw(replace(moved("a/1", '[["stop", 0, 1]]'), ended_at=21.0))
+    step(3, 20.0)  # begun before the slot was there
+    step(4, 21.0)
+    assert [one.seconds for one in observer.evidence.steps] == [1.0, 4.0]
+    observer.saw(record_of_plan(1, Plan((), ("a/0",)), 30.0, "planner", None))
+    step(5, 31.0)  # one step of the new plan is not enough to go by
+    assert [one.seconds for one in observer.evidence.steps] == [1.0, 4.0]
+    assert observer.evidence.ranks == 3
+    step(6, 40.0)
+    assert [one.seconds for one in observer.evidence.steps] == [5.0, 6.0]
+    assert observer.evidence.ranks == 2
+
+
+def test_a_step_has_the_pairs_of_the_groups_that_it_was_trained_with() -> None:
+    observer = RunObserver(world.recipe(**ROOM))
+    for group, context in ((0, 200), (0, 100), (1, 60)):
+        play(observer, group, 1.0)
+        observer.saw(replace(ENDED, group_id=group, context_tokens=context))
+    row = GroupRecord(0, "ready", 0.0, 1.0, 0, 1, 0.5, "")
+    observer.saw(row)
+    for step in (1, 2):
+        observer.saw(sample_run.step_record(step, 10.0 * step))
+    observer.saw(replace(row, state="trained"))
+    observer.saw(replace(row, group_id=1, state="dropped", step=2))
+    assert [step.pairs for step in observer.evidence.steps] == [(200**2 + 100**2) / 2, 0.0]

@@ -99,6 +99,16 @@ def test_the_slot_with_the_cores_first_rank_stays():
         ordered_plan(world.recipe, slots, roles, ("a/0", "c/0"), {Role.TRAIN: 1}, {})
 
 
+def test_a_slot_that_does_nothing_is_given_what_is_missing():
+    world = scene()
+    slots = slots_of(world.recipe)
+    roles = {slot.id: world.machine.reconciler.role_of(slot.id) for slot in slots}
+    roles[B1] = Role.IDLE
+    plan = ordered_plan(world.recipe, slots, roles, ("c/0", "a/0"), {Role.GRADIENT: 1}, {})
+    assert plan.gradient == (B1,)
+    assert {slot for slot, _ in plan.servers} == {"a/1", "b/0"}
+
+
 def test_a_pin_decides_which_slot_moves():
     world = scene()
     world.order(("a/1", Role.GRADIENT))
