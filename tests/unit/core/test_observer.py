@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import exp, log
 
 import pytest
 
@@ -176,6 +177,7 @@ def test_a_sample_has_what_was_prompted_generated_and_observed_and_all_time_in_t
     last = replace(TURN, turn=1, queued_at=4.0, ended_at=5.0)
     observer.saw(replace(last, tools_json='[["search", "ok", 2.0, 9]]'))
     observer.saw(replace(ENDED, turns=2, generated_tokens=20, context_tokens=150))
+    assert tool_seconds(observer) == {3.0 + 2.0}
     play(observer, 1, 0.0)
     observer.saw(replace(ENDED, group_id=1, state="failed"))
     assert observer.workload is not None
@@ -241,3 +243,36 @@ def test_a_step_has_the_pairs_of_the_groups_that_it_was_trained_with() -> None:
     observer.saw(replace(row, state="trained"))
     observer.saw(replace(row, group_id=1, state="dropped", step=2))
     assert [step.pairs for step in observer.evidence.steps] == [(200**2 + 100**2) / 2, 0.0]
+
+
+def test_a_change_of_tools_counts_by_how_far_it_is_beyond_its_standard_error() -> None:
+    observer = RunObserver(world.recipe(**ROOM))
+    play(observer, 0, 2.0)
+    observer.saw(replace(ENDED, group_id=0))
+    for turn, queued_at in enumerate((0.0, 5.0)):  # four seconds of a tool
+        observer.saw(
+            replace(TURN, group_id=1, turn=turn, queued_at=queued_at, ended_at=queued_at + 1.0)
+        )
+    mean, then = (4 * 2.0 + 4.0) / 5, 2.0
+    variance = (4 * (2.0 / mean - 1) ** 2 + (4.0 / mean - 1) ** 2) / 5
+    error, change = variance * (1 / 5 + 1 / 4), log(mean / then)
+    assert observer.workload is not None
+    (sample,) = observer.workload.samples
+    told = 8.0 * exp(change**3 / (change**2 + error))
+    assert sample.tool_s == pytest.approx(told)
+    assert 8.0 < told < 8.0 * mean / then
+
+
+def test_a_run_that_goes_on_has_nothing_in_play_and_no_slot_on_its_way() -> None:
+    observer = RunObserver(world.recipe(training={"max_staleness": 0}))
+    observer.saw(record_of_plan(0, START, 0.0, "start", None))
+    observer.saw(replace(ENDED, state="running", ended_at=None))
+    observer.saw(TURN)
+    observer.saw(replace(moved("a/1", "[]"), state="drain", ended_at=None))
+    observer.saw(record_of_plan(1, START, 100.0, "start", None))
+    observer.saw(replace(TURN, turn=1, prompt_tokens=150))
+    assert observer.evidence.turns[-1].fresh == 150
+    for step, began in ((1, 99.0), (2, 110.0), (3, 120.0)):
+        observer.saw(sample_run.step_record(step, began + 5.0, started_at=began))
+    assert [step.in_play_s for step in observer.measured] == [0.0, 0.0]
+    assert [step.seconds for step in observer.evidence.steps] == [5.0, 5.0]

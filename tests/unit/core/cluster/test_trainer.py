@@ -5,11 +5,13 @@ from __future__ import annotations
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.fatal_groups import MAX_DEATHS, FatalGroupDetector
+from libra_cli.core.cluster.step_batch import StepBatch
 from libra_cli.core.cluster.trainer_life import TrainerState
 from libra_cli.core.records import GroupRecord, NoteRecord
 from libra_cli.core.rollout.groups import GroupLedger
 from libra_cli.core.rollout.staleness import hold
 from tests.elastic import Scene, scene
+from tests.world import algorithm
 
 
 def die_in(world: Scene, step: int) -> None:
@@ -80,6 +82,32 @@ def test_only_a_suspect_that_was_sent_alone_is_guilty():
         assert detector.died_with([first, second]) == []
     assert detector.died_with([first]) == [first]
     assert detector.died_with([first]) == [], "it was told, and is known no more"
+
+
+def test_a_batch_that_is_sent_one_by_one_is_followed_by_no_full_one_before_its_end():
+    ledger = GroupLedger(group_size=1, groups_per_step=2, rule=hold(1), retries=1)
+    batch = StepBatch(ledger, algorithm())
+
+    def play_two() -> None:
+        for _ in range(2):
+            (member,) = ledger.open(version=0, now=0.0).members
+            member.min_version = 0
+            ledger.finish(member.id, 1.0)
+
+    assert not batch.is_full
+    play_two()
+    assert batch.is_full
+    for _ in range(MAX_DEATHS):
+        batch.send(batch.claim(1, now=0.0)[1])
+        batch.died("killed", now=0.0)
+        batch.begin(0, now=0.0)
+    _, (_,), whole = batch.claim(1, now=0.0)
+    play_two()
+    assert not whole
+    assert not batch.is_full
+    _, (_,), whole = batch.claim(1, now=0.0)
+    assert whole
+    assert batch.is_full
 
 
 def test_two_kills_in_one_step_by_somebody_else_drop_nothing():

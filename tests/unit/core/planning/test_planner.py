@@ -99,6 +99,8 @@ def test_a_proposal_says_why_and_what_comes_second(mean: float) -> None:
     assert found.step_s == Times(found.rollout_s, found.train_s).step_s
     assert f"{found.rollout_s:.1f} s" in found.reasons[1]
     assert found.binding.words in found.reasons[1]
+    assert found.layout.rollout_gpus + found.layout.training_gpus == 48
+    assert not any("left over" in reason for reason in found.reasons)
     assert found.runner_up is not None
     assert found.runner_up[0] != found.layout
     assert found.runner_up[1].step_s >= found.step_s / (1 + ALIKE)
