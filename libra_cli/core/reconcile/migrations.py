@@ -150,7 +150,7 @@ class MigrationTracker:
             self._tell_sync(move, new, now)
         if phase is not None and move.enter(phase, now=now):
             actions += self._entered(move, phase, new)
-        if phase is MigrationPhase.JOIN and (over or self._has_joined(move, new)):
+        if phase is MigrationPhase.JOIN and self._has_joined(move, new):
             actions += self._done(move, now)
         return actions
 
