@@ -45,11 +45,11 @@ quickstart: $(VENV)/.stamp-cpu ## install, then train a small agent for real on 
 gpu-check: $(VENV)/.stamp-gpu ## on a machine with a GPU: check what only one can show
 	$(BIN)/python -m tests.gpu.check
 
-test: $(VENV)/.stamp-test check ## install what is missing and run everything (half an hour on 2 cores)
+test: $(VENV)/.stamp-test check ## install what is missing and run everything (22 minutes on 2 cores)
 	$(MAKE) light
 	$(MAKE) heavy
 
-check: $(VENV)/.stamp-dev lint unit ## lint, types, contracts and unit tests (3 to 6 minutes on 2 cores)
+check: $(VENV)/.stamp-dev lint unit ## lint, types, contracts and unit tests (3 minutes on 2 cores)
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
