@@ -14,8 +14,9 @@ The only line of standard output is the answer, ``{"bytes"}`` or ``{"error"}``. 
 ends before, so does this process: whoever asked is gone.
 
 Weights are the trainer's fp32 parameters, cast as versions for servers are, under the base model's
-names. Configuration, tokenizer, chat template and generation config are the base model's own files,
-so whatever loads the base model loads this one. The directory appears complete; memory needed is
+names; what is not trained (a tower that sees, a head that drafts) is the base model's own, as are
+configuration, tokenizer, chat template and generation config: whatever loads the base model loads
+this one. The directory appears complete; memory needed is
 the weights once.
 """
 
@@ -26,7 +27,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,37 +85,64 @@ def _state_of(order: Mapping[str, Any], base: Path) -> tuple[dict[str, Any], Lor
     """The tensors to write; and what they are the adapter of, if they are one's."""
     from libra_cli.node.checkpoints.reader import CheckpointFiles
     from libra_cli.node.model.adapter import published_name
+    from libra_cli.node.model.weight_names import names_of
 
     checkpoint = Path(order["checkpoint"])
     urls = order["urls"]
     files = CheckpointFiles(checkpoint, urls, Credentials(**order["credentials"]) if urls else None)
     about = about_of(files.read(COMPLETE), checkpoint / COMPLETE).get("adapter")
     if about is None:
-        return read_weights(checkpoint, files, dtype=order["dtype"], names=_names_of(base)), None
+        return _whole(checkpoint, files, base, order["dtype"]), None
     found = read_weights(checkpoint, files, dtype="float32", names=set())
-    state = {published_name(name): tensor for name, tensor in found.items()}
+    named = {published_name(name): tensor for name, tensor in found.items()}
+    groups = names_of(base).adapter_groups(named)
+    state = {name: one for group in groups for name, one in group.to_disk(named).items()}
     lora = LoraSpec.model_validate(about["lora"])
     if order.get("merge"):
         return _merged(base, state, lora, order["dtype"]), None
     return state, lora
 
 
+def _whole(checkpoint: Path, files: CheckpointFiles, base: Path, dtype: str) -> dict[str, Any]:
+    """The checkpoint's tensors and the base model's others, under the names of its files."""
+    from libra_cli.node.model.weight_names import names_of
+
+    names = names_of(base)
+    held = {name for group in names.groups for name in group.memory}
+    read = read_weights(checkpoint, files, dtype=dtype, names=held)
+    state: dict[str, Any] = {}
+    for group in names.groups:  # each in the place of what it is made of
+        state |= group.to_disk({name: read.pop(name) for name in group.memory})
+    return state | _of_base(base, names.unused, dtype)
+
+
+def _of_base(base: Path, names: Collection[str], dtype: str) -> dict[str, Any]:
+    """The base model's own tensors of these names."""
+    import torch
+
+    from libra_cli.node.weights.model_files import tensors_in
+
+    wanted = getattr(torch, dtype)
+    return {
+        name: tensor.to(wanted) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors_in(base)
+        if name in names
+    }
+
+
 def _merged(base: Path, adapter: Mapping[str, Any], lora: LoraSpec, dtype: str) -> dict[str, Any]:
     """The base model's tensors in ``dtype``, with the adapter in them."""
     import torch
-    from safetensors import safe_open
 
     from libra_cli.node.weights.adapter import adapted, factors_of
+    from libra_cli.node.weights.model_files import tensors_in
 
     state, targets, wanted = {}, adapted(adapter), getattr(torch, dtype)
-    for path in sorted(base.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  not a mapping
-                tensor = file.get_tensor(name)
-                if name in targets:
-                    factors = factors_of(name, adapter)
-                    tensor = factors.merged(tensor, lora.alpha / lora.rank, wanted)
-                state[name] = tensor.to(wanted) if tensor.is_floating_point() else tensor
+    for name, tensor in tensors_in(base):
+        if name in targets:
+            factors = factors_of(name, adapter)
+            tensor = factors.merged(tensor, lora.alpha / lora.rank, wanted)
+        state[name] = tensor.to(wanted) if tensor.is_floating_point() else tensor
     return state
 
 
@@ -166,16 +194,6 @@ def read_weights(
         raise TrainerError(f"{checkpoint} has no tensor that the base model has")
     dcp.load({"model": state}, storage_reader=reader, planner=PlainValues(), no_dist=True)
     return state
-
-
-def _names_of(base: Path) -> set[str]:
-    from safetensors import safe_open
-
-    names: set[str] = set()
-    for path in base.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            names.update(file.keys())
-    return names
 
 
 def _save(state: Mapping[str, Any], directory: Path) -> None:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from libra_cli.config.errors import TrainerError
 from libra_cli.node.batch.log_ratios import BranchLogRatios, rounded
@@ -56,8 +56,9 @@ from libra_cli.node.model.policy_config import PolicyConfig
 from libra_cli.node.model.scores import BranchScores, with_scores
 from libra_cli.node.model.scoring import ScoringModel, one_sequence
 from libra_cli.node.model.sharding import load_sharded, mesh_of
+from libra_cli.node.model.weight_names import TensorGroup, names_of, text_config
 from libra_cli.node.weights.adapter import is_adapter
-from libra_cli.node.weights.versions import check_names, in_chunks
+from libra_cli.node.weights.versions import in_chunks
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """No rank waits longer than this for another; a step or a checkpoint must fit in."""
@@ -78,7 +79,7 @@ class PolicyModel:
 
         Raises:
             TrainerError: the world has another size than planned.
-            WeightsError: servers could not load versions of this model.
+            WeightsError: its files cannot be made of the model's tensors.
         """
         self.enter: Callable[[str], None] = _nobody
         """Told what this rank goes on with."""
@@ -110,9 +111,8 @@ class PolicyModel:
         self.replicas = self.world // self.shards
         self.replica, self._shard = divmod(self.rank, self.shards)
         self._mesh, self._copies = self._meet()
+        self._names = names_of(Path(config.model_dir))
         self.model = self._load()
-        base = [name for name in self.named_once() if not is_adapter(name)]
-        check_names(base, Path(config.model_dir))
         self._forward = self._wrap(self.model)
         self._scoring = ScoringModel(self.model, self._forward, self.device)
         self._reference = self._frozen() if needs_reference(config.training) else None
@@ -279,10 +279,7 @@ class PolicyModel:
         return values
 
     def named_once(self) -> dict[str, Tensor]:
-        """Return parameters and buffers by the name that they are published under.
-
-        A tied tensor appears once, under its first name, as in Hugging Face directories.
-        """
+        """Return parameters and buffers by name; a tied one once, under its first name."""
         named: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
         first = {id(tensor): name for name, tensor in reversed(named.items())}
         return {
@@ -291,12 +288,16 @@ class PolicyModel:
             if first[id(tensor)] == name
         }
 
-    def published(self) -> dict[str, Tensor]:
-        """Return by name what a version has: all of ``named_once``, or the adapter alone."""
-        named = self.named_once()
+    def published(self) -> tuple[TensorGroup, ...]:
+        """Return what a version has: all of ``named_once``, or the adapter alone."""
         if self._config.training.lora is None:
-            return named
-        return {name: tensor for name, tensor in named.items() if is_adapter(name)}
+            return self._names.groups
+        named = self.named_once()
+        return self._names.adapter_groups({name: named[name] for name in filter(is_adapter, named)})
+
+    def base(self) -> tuple[TensorGroup, ...]:
+        """Return what the model's own files have."""
+        return self._names.groups
 
     def close(self) -> None:
         """*Collective.* Leave the world and destroy its process groups."""
@@ -418,7 +419,7 @@ class PolicyModel:
     def _load(self) -> nn.Module:
         if self._mesh is None:
             return self._read()
-        description = AutoConfig.from_pretrained(self._config.model_dir)
+        description = text_config(self._config.model_dir)
         return load_sharded(
             self._read,
             lambda: self._prepared(
@@ -435,7 +436,10 @@ class PolicyModel:
     def _read(self) -> nn.Module:
         return self._prepared(
             AutoModelForCausalLM.from_pretrained(
-                self._config.model_dir, dtype=self._stored_dtype, attn_implementation="sdpa"
+                self._config.model_dir,
+                config=text_config(self._config.model_dir),
+                dtype=self._stored_dtype,
+                attn_implementation="sdpa",
             )
         )
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from libra_cli.node.weights.adapter import adapted, factors_of
 from libra_cli.node.weights.checksum import checksum, described
+from libra_cli.node.weights.model_files import tensors_in
 
 
 class MergedWeights:
@@ -48,21 +48,15 @@ class MergedWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         adapter = self._read_adapter()
         targets = adapted(adapter)
-        for path in sorted(self._model_dir.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  not a mapping
-                    tensor = file.get_tensor(name)
-                    if name in targets:
-                        tensor = self._merged(name, tensor.to(self._device), adapter)
-                        targets.remove(name)
-                    yield name, tensor
+        for name, tensor in tensors_in(self._model_dir):
+            if name in targets:
+                tensor = self._merged(name, tensor.to(self._device), adapter)
+                targets.remove(name)
+            yield name, tensor
         self.wrong += [f"{name} is not in {self._model_dir}" for name in sorted(targets)]
 
     def _read_adapter(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        for path in sorted(self._version.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = dict(tensors_in(self._version))
         for name, about in self._told.items():
             self._check(name, tensors[name], about, str(self._version))
         return {name: tensor.to(self._device) for name, tensor in tensors.items()}

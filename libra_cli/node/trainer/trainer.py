@@ -58,11 +58,11 @@ from libra_cli.node.losses.ratios import effective_sample_size
 from libra_cli.node.model.batching import minibatches
 from libra_cli.node.model.policy import Look, PolicyModel, is_scored, summed
 from libra_cli.node.model.scores import mean_of
+from libra_cli.node.model.weight_names import TensorGroup
 from libra_cli.node.rank import last_line
 from libra_cli.node.trainer.config import TrainerConfig
 from libra_cli.node.trainer.optimizer import Movement, optimizer_of
 from libra_cli.node.trainer.schedule import learning_rate_at
-from libra_cli.node.weights.adapter import is_adapter
 from libra_cli.node.weights.checksum import described
 from libra_cli.node.weights.versions import ProbeResult, probe_tokens, version_name
 
@@ -451,10 +451,10 @@ class Trainer(PolicyModel):
         """*Collective in a replica.* Each weight, whole, where it is computed with; all ranks of a
         replica must exhaust it, or none.
 
-        What is gathered is in the format of publication, which is the half; the rest is as it is.
+        Names and shapes are those of the model's files. What is gathered is in the format of
+        publication, which is the half; the rest is as it is.
         """
-        for name, tensor in self.published().items():
-            yield name, self._whole(tensor)
+        return self._whole_of(self.published())
 
     def adapter_manifest(self) -> dict[str, Any] | None:
         """*Collective.* What versions say of an adapter: its scaling, and of what model it is."""
@@ -462,11 +462,18 @@ class Trainer(PolicyModel):
         if lora is None:
             return None
         base = {
-            name: described(self._whole(tensor).to(self.published_dtype))
-            for name, tensor in self.named_once().items()
-            if not is_adapter(name)
+            name: described(tensor.to(self.published_dtype))
+            for name, tensor in self._whole_of(self.base())
         }
         return {"scaling": lora.alpha / lora.rank, "base": base}
+
+    def _whole_of(self, groups: Sequence[TensorGroup]) -> Iterator[tuple[str, Tensor]]:
+        """One group after the other, so that no second model is there."""
+        named = self.named_once()
+        for group in groups:
+            yield from group.to_disk(
+                {name: self._whole(named[name]) for name in group.memory}
+            ).items()
 
     def _whole(self, tensor: Tensor) -> Tensor:
         whole = tensor.detach()

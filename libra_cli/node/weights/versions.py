@@ -31,11 +31,10 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from libra_cli.config.errors import WeightsError
 from libra_cli.node.weights import patch
 from libra_cli.node.weights.checksum import described
 from libra_cli.node.weights.chunks import MANIFEST, listed
@@ -106,27 +105,6 @@ def probe_tokens(vocabulary: int, count: int) -> list[int]:
     generator = torch.Generator().manual_seed(20776)
     tokens: list[int] = torch.randint(0, vocabulary, (count,), generator=generator).tolist()
     return tokens
-
-
-def check_names(names: Iterable[str], model_dir: Path) -> None:
-    """Check that tensors have the names of the model's own files, by which servers load them.
-
-    transformers renames or fuses tensors of some architectures while it loads them (experts of a
-    mixture, for example); servers could not load a version of such a model.
-
-    Raises:
-        WeightsError: a tensor has another name.
-    """
-    known: set[str] = set()
-    for path in sorted(model_dir.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            known.update(file.keys())
-    unknown = sorted(set(names) - known)
-    if known and unknown:
-        raise WeightsError(
-            f"{len(unknown)} tensors are not called so in {model_dir}, for example {unknown[0]}: "
-            "transformers renames this architecture's weights, and servers could not load them"
-        )
 
 
 def publish(

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from libra_cli.config.errors import TrainerError  # noqa: E402
 from libra_cli.node.gradient.loading import load_version  # noqa: E402
 from libra_cli.node.model.policy import PolicyModel  # noqa: E402
+from libra_cli.node.model.weight_names import TensorGroup  # noqa: E402
 from libra_cli.node.weights.chunks import MANIFEST  # noqa: E402
 from libra_cli.node.weights.versions import ProbeResult, publish  # noqa: E402
 
@@ -24,7 +25,13 @@ class OneRank:
     def __init__(self) -> None:
         self.tensors = {"norm.weight": torch.zeros(3), "head.weight": torch.zeros(2, 3)}
 
-    def published(self) -> dict[str, Any]:
+    def published(self) -> tuple[TensorGroup, ...]:
+        return tuple(
+            TensorGroup((name,), {name: tuple(tensor.shape)})
+            for name, tensor in self.tensors.items()
+        )
+
+    def named_once(self) -> dict[str, Any]:
         return self.tensors
 
     def gather(self, value: Any) -> list[Any]:

@@ -73,7 +73,7 @@ def by_peft(model_dir: Path, trainer: Trainer, step: int) -> tuple[dict[str, Any
         if one.requires_grad
     }
     with torch.no_grad():
-        for name, tensor in trainer.published().items():
+        for name, tensor in trainer.whole_weights():
             named[name].copy_(tensor)
     loss, given = loss_of(trainer.config.training), samples(step)
     for sample in given:
@@ -128,15 +128,16 @@ def test_steps_change_the_adapter_and_nothing_else(make: Callable[..., Trainer])
     after = copied(trainer)
     changed = {name for name in after if not torch.equal(before[name], after[name])}
     assert changed
-    assert changed <= trainer.published().keys()
-    assert trainer.published().keys() == trainer.parameters().keys()
+    published = dict(trainer.whole_weights()).keys()
+    assert changed <= published
+    assert published == trainer.parameters().keys()
     held = {id(one) for one in trainer.optimizer.state}
     assert held == {id(one) for one in trainer.parameters().values()}
 
 
 def test_only_the_matrices_that_are_named_have_one(make: Callable[..., Trainer]):
     trainer = make(lora={"rank": 2, "alpha": 2, "target_modules": ["q_proj", "down_proj"]})
-    layers = {name.split(".", 3)[3] for name in adapted(trainer.published())}
+    layers = {name.split(".", 3)[3] for name in adapted(dict(trainer.whole_weights()))}
     assert layers == {"self_attn.q_proj.weight", "mlp.down_proj.weight"}
 
 
@@ -146,7 +147,7 @@ def test_an_adapter_that_was_merged_gives_what_the_trainer_computes(
     trainer = make()
     for step in (1, 2, 3):
         trainer.train(step, samples(step))
-    published, base = dict(trainer.published()), load_file(model_dir / "model.safetensors")
+    published, base = dict(trainer.whole_weights()), load_file(model_dir / "model.safetensors")
     for name in adapted(published):
         base[name] = factors_of(name, published).merged(base[name], 8 / 4, torch.float32)
     merged = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)

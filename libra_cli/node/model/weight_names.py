@@ -1,0 +1,275 @@
+"""What a model's tensors are called in its files, and how they are made of those in memory.
+
+transformers renames tensors while it loads them (the prefix of a language model that is a part of
+another one), stacks some (the experts of a mixture) and cuts others. Servers, exports and other
+hosts know the names of the files alone. ``WeightNames`` puts every name of the files through
+transformers' own conversions, as its loader does, and so knows which tensors in memory are made of
+which in the files. What goes back goes through the reverse of the same conversions, one group of
+tensors at a time: a group is as small as the conversion allows, for example one layer's experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from libra_cli.config.errors import WeightsError
+from libra_cli.node.weights.adapter import A, B
+from libra_cli.node.weights.model_files import shapes_in
+
+WEIGHT = ".weight"
+LANGUAGE_MODEL = "language_model"
+"""What transformers calls the text part of a model that also sees or hears."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorGroup:
+    """Tensors in memory that are made of tensors in the files, and of no others."""
+
+    memory: tuple[str, ...]
+    """Their names in memory, of tied ones the first."""
+    disk: Mapping[str, tuple[int, ...]]
+    """Their names in the files, and the shapes there."""
+    conversion: Conversion | None = None
+    """How one becomes the other; None if it is one tensor under two names."""
+
+    def to_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of the files, of those in memory; both by name."""
+        if self.conversion is None:
+            return dict.fromkeys(self.disk, tensors[self.memory[0]])
+        return self.conversion.to_disk({name: tensors[name] for name in self.memory})
+
+    def to_memory(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors in memory, of those of the files; both by name."""
+        if self.conversion is None:
+            return {self.memory[0]: tensors[next(iter(self.disk))]}
+        return self.conversion.to_memory({name: tensors[name] for name in self.disk})
+
+
+class Conversion:
+    """One of transformers' converters, for the tensors of one group."""
+
+    def __init__(
+        self, converter: WeightConverter, first: str, sources: Mapping[str, list[str]], model: Any
+    ) -> None:
+        """``first`` is the first tensor in memory; ``sources`` are the names in the files by the
+        converter's pattern that they match, in the order of their numbers."""
+        self._converter = converter
+        self._reverse: WeightConverter = converter.reverse_transform()
+        self._first = first
+        self._sources = sources
+        self._model = model
+        self._disk: dict[str, tuple[str, tuple[int, ...]]] = {}
+        """By the name that the reverse conversion gives: the files' own, and the shape."""
+
+    def settle(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        between: Mapping[str, str],
+        held: Mapping[str, Tensor],
+    ) -> tuple[str, ...]:
+        """Try both ways without numbers; return the names in memory.
+
+        ``between`` has for each name in the files what it is after all renaming and before the
+        conversion; ``held`` is the model by name.
+
+        Raises:
+            WeightsError: the files' tensors do not give the model's, or those not the files'.
+        """
+        disk = {name: torch.empty(shapes[name], device="meta") for name in self._names}
+        try:
+            memory = self.to_memory(disk)
+            back = self._reversed(memory)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise self._refused(str(error)) from error
+        for name, tensor in memory.items():
+            if name not in held or held[name].shape != tensor.shape:
+                raise self._refused(f"they give {name} of the shape {list(tensor.shape)}")
+        prefix = f"{self._model.base_model_prefix}."
+        known = {between[name].removeprefix(prefix): name for name in disk}
+        for name, tensor in back.items():
+            own = known.pop(name.removeprefix(prefix), "")
+            if not own or tensor.numel() != disk[own].numel():
+                raise self._refused(f"it is written as {name}, which they have not")
+            self._disk[name] = own, shapes[own]
+        if known:
+            raise self._refused(f"{min(known.values())} is not written again")
+        return tuple(memory)
+
+    def _refused(self, why: str) -> WeightsError:
+        return WeightsError(
+            f"transformers makes {self._first} of {len(self._names)} tensors of the model's "
+            f"files, for example {self._names[0]}, but these do not fit: {why}",
+            hint="give a directory with all weights of the model, as its publisher wrote it",
+        )
+
+    @property
+    def _names(self) -> list[str]:
+        return [name for names in self._sources.values() for name in names]
+
+    def to_memory(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Convert as transformers does when it loads the files."""
+        converter = deepcopy(self._converter)
+        for pattern, names in self._sources.items():
+            for name in names:
+                converter.add_tensor(self._first, name, pattern, tensors[name])
+        return self._run(converter, self._first)
+
+    def to_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Convert as transformers does when it writes files."""
+        converted = self._reversed(tensors)
+        return {own: converted[name].reshape(shape) for name, (own, shape) in self._disk.items()}
+
+    def _reversed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        converter, first = deepcopy(self._reverse), ""
+        for name, tensor in tensors.items():
+            renamed, pattern = converter.rename_source_key(name)
+            first = first or renamed
+            converter.add_tensor(renamed, name, pattern or "", tensor)
+        return self._run(converter, first)
+
+    def _run(self, converter: WeightConverter, first: str) -> dict[str, Tensor]:
+        done = converter.convert(first, model=self._model, config=self._model.config)
+        return {name: one[0] if isinstance(one, list) else one for name, one in done.items()}
+
+
+class WeightNames:
+    """The tensors of a model in memory and in its files."""
+
+    def __init__(self, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """``model`` may be on the meta device, and is as transformers makes it: not sharded and
+        without adapters. ``shapes`` are those of the tensors in the files, by name.
+
+        Raises:
+            WeightsError: the files lack tensors of the model, or cannot be made of them again.
+        """
+        self.model = model
+        held: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        first = {id(tensor): name for name, tensor in reversed(held.items())}
+        once = {name: first[id(tensor)] for name, tensor in held.items()}
+        found: dict[str, TensorGroup] = {}
+        self.unused: list[str] = []
+        """Names of the files that the model does not have: towers that see, heads that draft."""
+        for group in self._grouped(shapes, held, once):
+            if not held.keys() >= set(group.memory):
+                self.unused += group.disk
+            elif not found.keys() & set(group.memory):  # a tied one may be there twice
+                found |= dict.fromkeys(group.memory, group)
+        missing = {*once.values()} - found.keys()
+        if missing:
+            raise WeightsError(
+                f"{len(missing)} tensors of {type(model).__name__} are not in the model's files, "
+                f"for example {min(missing)}",
+                hint="give a directory with all weights of the model, as its publisher wrote it",
+            )
+        #: In the order of the model: what is made of one layer comes together.
+        self.groups = tuple(dict.fromkeys(found[name] for name in once.values()))
+
+    def adapter_groups(self, tensors: Mapping[str, Tensor]) -> tuple[TensorGroup, ...]:
+        """Return groups of an adapter's tensors, which are named by the layers in memory.
+
+        Raises:
+            WeightsError: a matrix with an adapter is not one matrix in the files.
+        """
+        layers = {group.memory[0]: group for group in self.groups if group.conversion is None}
+        return tuple(
+            TensorGroup((name,), {_in_files(name, layers): tuple(tensor.shape)})
+            for name, tensor in tensors.items()
+        )
+
+    def _grouped(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        held: Mapping[str, Tensor],
+        once: Mapping[str, str],
+    ) -> Iterator[TensorGroup]:
+        """Put every name of the files through the conversions, as transformers' loader does."""
+        conversions = get_model_conversion_mapping(self.model)
+        renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+        converters = [one for one in conversions if isinstance(one, WeightConverter)]
+        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        prefix = self.model.base_model_prefix
+        between: dict[str, str] = {}
+        sources: dict[str, dict[str, list[str]]] = {}
+        for name in sorted(shapes, key=dot_natural_key):
+            renamed, pattern = rename_source_key(name, renamings, converters, prefix, held)
+            if renamed not in held and name in held:
+                renamed, pattern = rename_source_key(name, [], [], prefix, held)
+            if pattern is None:
+                yield TensorGroup((once.get(renamed, renamed),), {name: shapes[name]})
+                continue
+            between[name], _ = rename_source_key(name, renamings, [], prefix, held)
+            sources.setdefault(renamed, {}).setdefault(pattern, []).append(name)
+        for renamed, parts in sources.items():
+            disk = {name: shapes[name] for names in parts.values() for name in names}
+            if renamed not in held:
+                yield TensorGroup((renamed,), disk)
+                continue
+            converter = by_pattern[next(iter(parts))]
+            conversion = Conversion(converter, renamed, parts, self.model)
+            yield TensorGroup(conversion.settle(shapes, between, held), disk, conversion)
+
+
+def _in_files(name: str, layers: Mapping[str, TensorGroup]) -> str:
+    """What an adapter's tensor is called beside the matrix that it changes."""
+    factor = A if name.endswith(A) else B
+    group = layers.get(name.removesuffix(factor) + WEIGHT)
+    if group is None:
+        raise WeightsError(
+            f"{name.removesuffix(factor)} is not one matrix in the model's files, so servers "
+            "could not add an adapter to it",
+            hint="name other matrices in training.lora.target_modules",
+        )
+    return next(iter(group.disk)).removesuffix(WEIGHT) + factor
+
+
+def text_config(model_dir: Path | str) -> PreTrainedConfig:
+    """Return the configuration of the language model in a directory, the whole or a part of it.
+
+    Where the language model is a part, its class knows only its own names. transformers maps those
+    of the files to the whole model's; what is added here is that the whole model's are the part's
+    behind a prefix, as transformers itself says of Qwen3.5.
+    """
+    whole = AutoConfig.from_pretrained(model_dir)
+    part = whole.get_text_config(decoder=True)
+    if part is not whole and get_checkpoint_conversion_mapping(part.model_type) is None:
+        to_whole = get_checkpoint_conversion_mapping(whole.model_type) or []
+        prefix = PrefixChange(prefix_to_remove=LANGUAGE_MODEL, model_prefix="model")
+        register_checkpoint_conversion_mapping(part.model_type, [*to_whole, prefix])
+    return part
+
+
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return a causal language model on the meta device: its tensors have no numbers."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
+    return model
+
+
+def names_of(model_dir: Path) -> WeightNames:
+    """Return the names of the language model in a directory; its files' headers alone are read.
+
+    Raises:
+        WeightsError: its files are not those of the model.
+    """
+    return WeightNames(empty_model(text_config(model_dir)), shapes_in(model_dir))
