@@ -9,6 +9,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "adv_tau": "teacher.advantage_coef",
     "batch_size": "training.groups_per_step",
     "beta": "training.kl_coef",
+    "context_parallel_size": "training.cp_size",
     "critic.lr": "training.critic.learning_rate",
     "critic.ppo_epochs": "training.critic.epochs",
     "critic_warmup": "training.critic",
@@ -32,6 +33,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "report_to": "run.monitors",
     "reward_funcs": "environment.args",
     "save_steps": "training.checkpoint_every",
+    "sp_size": "training.cp_size",
     "teacher_model": "teacher",
     "teacher_tau": "teacher.kl_coef",
     "tensor_model_parallel_size": "rollout.buckets.tensor_parallel",
@@ -39,6 +41,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "train_batch_size": "training.groups_per_step",
     "train_files": "environment.tasks",
     "trainer": "training",
+    "ulysses_sequence_parallel_size": "training.cp_size",
     "use_kl_in_reward": "training.kl_in_reward",
 }
 """Their keys, with their section where another has one of that name, and what people call them for

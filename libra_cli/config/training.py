@@ -260,6 +260,11 @@ class TrainingSpec(Section):
     multiple of it or an equal part; a trainer to which it does not fit is one replica. Null: those
     of a host, where several hosts train with as many ranks each and a host has the memory for it;
     else all. The name is accelerate's, and dp_replicate_size is the number of replicas."""
+    cp_size: Positive | None = None
+    """Context parallelism (Ulysses): so many neighbouring ranks of a replica share every forward
+    pass, each with an equal part of its tokens. It must divide the model's attention heads; of
+    ranks that are no multiple of it, as many share as divide both. Null: 1. Elsewhere sp_size
+    (accelerate) and ulysses_sequence_parallel_size (verl)."""
     worker_gradients: Literal["float32", "bfloat16"] = "float32"
     """How gradient workers send theirs; bfloat16 is half the bytes. Sums are float32 either way."""
     lora: Annotated[LoraSpec | None, fixed("the checkpoint holds these parameters only")] = None

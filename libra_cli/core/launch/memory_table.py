@@ -7,6 +7,7 @@ the hosts are asked; without it each line tells the smallest usual size on which
 from __future__ import annotations
 
 from libra_cli.config.recipe import Recipe
+from libra_cli.config.training import TrainingSpec
 from libra_cli.core.costs.architecture import Architecture
 from libra_cli.core.costs.memory import (
     CHECKPOINT_BYTES,
@@ -17,7 +18,7 @@ from libra_cli.core.costs.memory import (
     server_contexts,
 )
 from libra_cli.core.launch.process import NUMBER_BYTES, dtype_of
-from libra_cli.core.launch.sharding import RankConditions, dp_shard_size, is_sharded
+from libra_cli.core.launch.sharding import RankConditions, cp_size, dp_shard_size, is_sharded
 from libra_cli.core.launch.trainer_backend import ranks_per_node
 from libra_cli.core.types import Plan, Slot
 
@@ -84,13 +85,24 @@ def _worker(recipe: Recipe, shape: Architecture, slot: Slot) -> str:
 
 def rank_gib(recipe: Recipe, shape: Architecture, slots: list[Slot], shards: int) -> float:
     """GiB of a trainer's rank at its peak, with what CUDA and NCCL take."""
-    parts = _parts(_conditions(recipe, slots), shape, shards, "trainer")
+    parts = _parts(_conditions(recipe, slots, shards), shape, shards, "trainer")
     return sum(parts.values()) / GIB + TRAINER_OVERHEAD_GIB
 
 
-def _conditions(recipe: Recipe, slots: list[Slot]) -> RankConditions:
-    dtype = dtype_of(recipe.model, slots)
-    return RankConditions.of(recipe, on_gpu=bool(slots[0].gpus), dtype=dtype)
+def _conditions(recipe: Recipe, slots: list[Slot], shards: int) -> RankConditions:
+    return RankConditions.of(
+        recipe,
+        on_gpu=bool(slots[0].gpus),
+        dtype=dtype_of(recipe.model, slots),
+        cp_size=_sharing(recipe.training, slots, shards),
+    )
+
+
+def _sharing(training: TrainingSpec, slots: list[Slot], shards: int) -> int:
+    """How many ranks of a world on these slots share each micro-batch."""
+    world = sum(slot.num_devices for slot in slots)
+    is_one = not is_sharded(training, on_gpu=bool(slots[0].gpus))
+    return cp_size(training, world if is_one else shards)
 
 
 def _parts(
@@ -105,14 +117,16 @@ def _parts(
 def _rank(recipe: Recipe, shape: Architecture, slots: list[Slot], name: str, shards: int) -> str:
     world = sum(slot.num_devices for slot in slots)
     on_gpu = bool(slots[0].gpus)
-    conditions = _conditions(recipe, slots)
+    conditions = _conditions(recipe, slots, shards)
+    sharing = _sharing(recipe.training, slots, shards)
     parts = _parts(conditions, shape, shards, name)
     if name != WORKER and conditions.optimizer == "adamw_offload":
         name = f"{name} (and {8 * shape.trained / shards / GIB:.1f} GiB in the host's memory)"
     told = ", ".join(f"{what} {size / GIB:.1f}" for what, size in parts.items() if size > 0)
     held = sum(parts.values()) / GIB
+    whose = f"that {sharing} ranks share, each with" if sharing > 1 else "of"
     line = (
-        f"{name}, each of {world} rank{'s' * (world > 1)}, micro-batches of "
+        f"{name}, each of {world} rank{'s' * (world > 1)}, micro-batches {whose} "
         f"{conditions.tokens:,} tokens: {held:.1f} GiB = {told}"
     )
     return f"{line}; {_fits(held + TRAINER_OVERHEAD_GIB)}" if on_gpu else line

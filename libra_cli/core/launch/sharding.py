@@ -4,13 +4,15 @@ Sharded ranks on one host are one replica. On several hosts whose numbers of ran
 host is a replica (hybrid sharding, arXiv 2304.11277): weights are gathered inside the hosts, and
 between them go gradients alone, once a step. Where no host has the memory for that, or what it has
 is not known, and where hosts are uneven, all ranks are one replica. ``training.dp_shard_size`` says
-it otherwise.
+it otherwise. Of the ranks of a replica ``training.cp_size`` neighbours share each forward pass, and
+so do those of a gradient worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import gcd
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.training import Optimizer, TrainingSpec
@@ -31,7 +33,7 @@ class RankConditions:
     """What a rank's memory follows from beside the sizes of the model."""
 
     tokens: int
-    """Of the largest micro-batch."""
+    """Of the largest micro-batch, what a rank has of it."""
     choice: Checkpointing
     width: int
     """Bytes of a number that is computed with."""
@@ -40,11 +42,12 @@ class RankConditions:
     """Whether the first policy is kept beside the one that is trained."""
 
     @classmethod
-    def of(cls, recipe: Recipe, *, on_gpu: bool, dtype: Dtype) -> RankConditions:
-        """The conditions that a recipe asks for, in ranks that compute in ``dtype``."""
+    def of(cls, recipe: Recipe, *, on_gpu: bool, dtype: Dtype, cp_size: int = 1) -> RankConditions:
+        """The conditions that a recipe asks for, in ranks that compute in ``dtype``, of which
+        ``cp_size`` share each forward pass."""
         training = recipe.training
         return cls(
-            tokens=max(training.micro_batch_tokens, recipe.model.max_len),
+            tokens=-(-max(training.micro_batch_tokens, recipe.model.max_len) // cp_size),
             choice=_choice(training.activation_checkpointing, on_gpu=on_gpu),
             width=NUMBER_BYTES[dtype],
             optimizer=training.optimizer,
@@ -86,6 +89,12 @@ def dp_shard_size(training: TrainingSpec, ranks: Mapping[str, int], *, host_fits
         whole = wanted % here == 0 or here % wanted == 0
         return wanted if even and whole and world % wanted == 0 else world
     return shards_of(world, here if even else world, host_fits=host_fits)
+
+
+def cp_size(training: TrainingSpec, ranks: int) -> int:
+    """How many neighbours share each forward pass, where a replica has so many ``ranks``: what the
+    recipe says, or of it as many as divide them."""
+    return gcd(training.cp_size or 1, ranks)
 
 
 def _choice(given: str, *, on_gpu: bool) -> Checkpointing:

@@ -29,7 +29,7 @@ from libra_cli.core.launch.process import (
     worker_of,
     worker_ports,
 )
-from libra_cli.core.launch.sharding import RankConditions, dp_shard_size, is_sharded
+from libra_cli.core.launch.sharding import RankConditions, cp_size, dp_shard_size, is_sharded
 from libra_cli.core.launch.trainer_backend import TrainerLaunch, WorkerLaunch, ranks_per_node
 from libra_cli.core.types import Slot
 
@@ -184,6 +184,7 @@ def _trainer_config(
     recipe: Recipe, launch: TrainerLaunch, node: str, world: MachineRanks
 ) -> dict[str, object]:
     """The fields of ``libra_cli.node.trainer.config.TrainerConfig``."""
+    shards = _shards(recipe, launch, world)
     return _policy_config(recipe, launch.run_id, launch.model_dirs[node], world.ranks) | {
         "weights_dir": launch.facts[node].weights_dir,
         "checkpoint_dir": f"{launch.facts[node].run_dir}/checkpoints",
@@ -195,7 +196,8 @@ def _trainer_config(
         "resume": launch.resume[node] if launch.resume else None,
         "checkpoint_urls": list(launch.checkpoint_urls),
         "probe_tokens": PROBE_TOKENS,
-        "dp_shard_size": _shards(recipe, launch, world),
+        "dp_shard_size": shards,
+        "cp_size": cp_size(recipe.training, shards or world.ranks),
     }
 
 
@@ -205,7 +207,12 @@ def _shards(recipe: Recipe, launch: TrainerLaunch, world: MachineRanks) -> int |
     if not is_sharded(recipe.training, on_gpu=world.gpus):
         return None
     gpu_gib = min(launch.facts[node].gpu_gib for node in ranks)
-    conditions = RankConditions.of(recipe, on_gpu=world.gpus, dtype=world.dtype)
+    conditions = RankConditions.of(
+        recipe,
+        on_gpu=world.gpus,
+        dtype=world.dtype,
+        cp_size=cp_size(recipe.training, world.ranks_here),
+    )
     fits = launch.shape is not None and conditions.fit(launch.shape, world.ranks_here, gpu_gib)
     shards = dp_shard_size(recipe.training, ranks, host_fits=fits)
     return shards if shards < world.ranks else None
@@ -221,6 +228,7 @@ def _worker_config(recipe: Recipe, launch: WorkerLaunch, ranks: int) -> dict[str
         "side_bind": launch.facts.peer_address.listens_at,
         "side_port": launch.ports[side],
         "shm_dir": f"{launch.facts.weights_dir}/{launch.run_id}",
+        "cp_size": cp_size(recipe.training, ranks),
     }
 
 

@@ -15,6 +15,9 @@ COUNTED = (".safetensors", ".bin", ".json", ".jinja", ".txt", ".model")
 NAMED = 3
 """So many files that differ are named."""
 
+SHARED_LAYERS = {"full_attention", "sliding_attention"}
+"""Kinds of layers whose tokens ranks can share, as in ``node.model.packed_attention``."""
+
 
 def model(case: PreflightCase) -> Iterator[Finding]:
     """The model is on every host, and the same."""
@@ -101,6 +104,7 @@ def shape(case: PreflightCase) -> Iterator[Finding]:
                 "vLLM refuses to start such a server",
                 Remedy("recipe", f"rollout.buckets[].tensor_parallel: one of {_listed(allowed)}"),
             )
+    yield from _shared_rows(case, config)
     longest, wanted = config.get("max_position_embeddings"), case.recipe.model.max_len
     if isinstance(longest, int) and wanted > longest and not _is_stretched(config):
         yield Finding(
@@ -114,6 +118,24 @@ def shape(case: PreflightCase) -> Iterator[Finding]:
     heads, groups = config.get("num_attention_heads", "?"), config.get("num_key_value_heads", "?")
     told = f"{heads} heads, {groups} of keys, among {_listed(sorted(degrees))} GPUs"
     yield Finding("shape", ALL, "fine", told)
+
+
+def _shared_rows(case: PreflightCase, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Ranks that share a forward pass have equally many heads, and layers that let them."""
+    size, heads = case.recipe.training.cp_size or 1, config.get("num_attention_heads")
+    others = sorted(set(config.get("layer_types") or ()) - SHARED_LAYERS)
+    reason = f"it has layers of {others[0]}" if others else ""
+    if not reason and isinstance(heads, int) and heads % size:
+        reason = f"it has {heads} attention heads"
+    if size > 1 and reason:
+        yield Finding(
+            "shape",
+            ALL,
+            "stops",
+            f"training.cp_size {size} does not divide the model: {reason}",
+            "the trainer refuses to start",
+            Remedy("recipe", "training.cp_size: 1, or a divisor of the model's attention heads"),
+        )
 
 
 def _listed(values: list[int]) -> str:

@@ -31,6 +31,8 @@ class WorkerConfig:
     max_len: int
     shm_dir: str
     """A memory-backed directory for gradients that wait to be fetched."""
+    cp_size: int = 1
+    """Neighbouring ranks that compute a micro-batch together, each its part of the tokens."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> WorkerConfig:

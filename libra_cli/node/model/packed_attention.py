@@ -4,7 +4,8 @@ A packed row is ``[1, T]`` with positions that begin at 0 in every sequence; ``P
 says where they begin. On GPUs, in half precision, torch's ``varlen_attn`` (Flash Attention) takes
 the row as it is. Elsewhere each sequence is attended to by itself with torch's causal kernel. No
 mask is made: one of all sequences would take T squared entries, and the kernels compute all of them
-(on two cores, 9,617 tokens in 40 sequences: 21 s forward and backward, this way 8).
+(on two cores, 9,617 tokens in 40 sequences: 21 s forward and backward, this way 8). Where ranks
+share a row (``context_parallel``), each attends to all of it with its share of the heads.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+
+from libra_cli.node.model.context_parallel import ContextGroup
 
 NAME = "libra_packed"
 HALF = (torch.bfloat16, torch.float16)
@@ -32,6 +35,8 @@ class PackedSequences:
     """Tokens of each sequence."""
     starts: Tensor
     """int32, ``[sequences + 1]``: where each begins, and the end of the last."""
+    context: ContextGroup | None = None
+    """The ranks that have a part of the row each; None if it is here as a whole."""
 
 
 def use_packed_attention(model: nn.Module) -> bool:
@@ -61,6 +66,23 @@ def packed_attention(
 
     Without ``packed`` every row is one sequence.
     """
+    if packed is None or packed.context is None:
+        return _attend(query, key, value, packed, dropout, scaling, sliding_window), None
+    query, key, value = packed.context.to_heads(query, key, value)
+    output = _attend(query, key, value, packed, dropout, scaling, sliding_window)
+    return packed.context.to_tokens(output), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedSequences | None,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """``[1, T, heads, width]``, of whole sequences."""
     if packed is not None and query.is_cuda and query.dtype in HALF and not dropout:
         rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
         longest = max(packed.lengths)
@@ -70,7 +92,7 @@ def packed_attention(
             *rows, starts, starts, longest, longest, scale=scaling, window_size=window,
             enable_gqa=True,
         )  # fmt: skip
-        return output[None], None
+        return output[None]
     lengths = list(packed.lengths) if packed is not None else [query.shape[2]]
     parts = [
         scaled_dot_product_attention(
@@ -87,7 +109,7 @@ def packed_attention(
             *(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True
         )
     ]
-    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+    return torch.cat(parts, 2).transpose(1, 2).contiguous()
 
 
 def _is_cut(query: Tensor, window: int | None) -> bool:

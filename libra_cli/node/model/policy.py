@@ -13,7 +13,9 @@ Sharding: ``shards`` neighbouring ranks hold one replica together, and there are
 them: with ``ddp`` each rank is one; with ``fsdp2`` (torch's ``fully_shard``) all ranks are one, or
 those of each host (hybrid sharding). All of them average gradients over the ranks, so the loss of
 each rank's micro-batch is multiplied by their number. Values that all replicas hold alike are their
-own average, so a later pass leaves the sums of earlier ones as they are.
+own average, so a later pass leaves the sums of earlier ones as they are. With ``cp_size`` above 1
+so many neighbouring ranks compute each micro-batch together (``context_parallel``); the first of
+them tells what it came to.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ from libra_cli.node.model import messages, torch_objects
 from libra_cli.node.model.activations import checkpoint_activations
 from libra_cli.node.model.adapter import add_adapter, published_name, without_adapter
 from libra_cli.node.model.batching import MicroBatch, collate, deal
+from libra_cli.node.model.context_parallel import context_group
 from libra_cli.node.model.policy_config import PolicyConfig
 from libra_cli.node.model.scores import BranchScores, with_scores
 from libra_cli.node.model.scoring import ScoringModel, one_sequence
@@ -112,9 +115,13 @@ class PolicyModel:
         self.replica, self._shard = divmod(self.rank, self.shards)
         self._mesh, self._copies = self._meet()
         self._names = names_of(Path(config.model_dir))
+        self.cp_size = config.cp_size
+        """Ranks that compute a micro-batch together."""
+        self._context = context_group(self.device, self.cp_size)
+        self._tells = self.rank % self.cp_size == 0
         self.model = self._load()
         self._forward = self._wrap(self.model)
-        self._scoring = ScoringModel(self.model, self._forward, self.device)
+        self._scoring = ScoringModel(self.model, self._forward, self.device, self._context)
         self._reference = self._frozen() if needs_reference(config.training) else None
         """The first policy; with an adapter it is the model without it."""
 
@@ -156,7 +163,7 @@ class PolicyModel:
             batch = collate(here, self.device, scored=is_scored(samples))
             with self._sync_only(last=last):
                 sums.append(self._backward(batch, here))
-        return summed(self.gather(summed(sums)))
+        return summed(self.gather(summed(sums) if self._tells else {}))
 
     def scored(self, samples: Sequence[TokenSample], look: Look | None = None) -> list[TokenSample]:
         """*Collective.* The samples with what this model says of them, in a pass without gradient.
@@ -173,9 +180,10 @@ class PolicyModel:
             here = [samples[i] for i in indices]
             batch = collate(here, self.device, scored=is_scored(samples), turns=look is not None)
             found |= dict(zip(indices, self._scores_of(batch, here), strict=True))
-            if look is not None and self._scoring.hidden is not None:
+            if look is not None and self._scoring.hidden is not None and self._tells:
                 look(here, self._scoring.hidden)
-        of_all = {index: one for rank in self.gather(found) for index, one in rank.items()}
+        ranks = self.gather(found if self._tells else {})
+        of_all = {index: one for rank in ranks for index, one in rank.items()}
         needs = self._config.training.needs
         return with_scores(samples, of_all, leave_one_out=needs.leave_one_out)
 
@@ -183,7 +191,8 @@ class PolicyModel:
         """This rank's micro-batches of the samples."""
         lengths = [len(sample.token_ids) for sample in samples]
         budget = self.micro_batch_tokens if self._scoring.packs else 1
-        return deal(lengths, shares=self.world, budget=budget)[self.rank]
+        shares = self.world // self.cp_size
+        return deal(lengths, shares=shares, budget=budget)[self.rank // self.cp_size]
 
     @property
     def _compares(self) -> bool:
@@ -319,7 +328,8 @@ class PolicyModel:
         sums = {**outputs.metrics}
         if not self._config.training.needs.offline:  # which no rollout policy generated
             sums = {**rollout_sums(inputs), **sums}
-            self._keep_log_ratios(inputs, samples)
+            if self._tells:
+                self._keep_log_ratios(inputs, samples)
         if self._config.training.updates > 1:
             sums["ppo_kl"] = (inputs.proximal - current.detach()).sum()
         return {
@@ -469,7 +479,7 @@ class PolicyModel:
         model = call = self._load().eval().requires_grad_(False)
         if not self.sharded:
             call = self._accelerator.prepare_model(model, evaluation_mode=True)
-        return ScoringModel(model, call, self.device)
+        return ScoringModel(model, call, self.device, self._context)
 
 
 def is_scored(samples: Sequence[TokenSample]) -> bool:

@@ -31,6 +31,10 @@ class PolicyConfig(Protocol):
         """Ranks that hold one replica together where the model is sharded; None is all of them."""
 
     @property
+    def cp_size(self) -> int:
+        """Neighbouring ranks that compute a micro-batch together, each its part of the tokens."""
+
+    @property
     def max_len(self) -> int:
         """The longest trajectory, in tokens."""
 

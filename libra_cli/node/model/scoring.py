@@ -5,18 +5,23 @@ in place of its logits, and the model returns that. It stays the model's own for
 gathers the layer's weight, DDP and autocast do what they do, and a tied weight is as any other.
 A model that changes its logits after the output layer (caps or scales them) cannot be asked so;
 that is found out with a question of two tokens, and it is asked for whole logits instead.
+
+Where ranks share a row (``context_parallel``), each asks about its part, and all have the answers.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from libra_cli.config.errors import TrainerError
+from libra_cli.node.model.context_parallel import ContextGroup
 from libra_cli.node.model.logprobs import ChosenTokens, chosen_logprobs, token_logprobs
 from libra_cli.node.model.packed_attention import PackedSequences, use_packed_attention
 
@@ -44,16 +49,96 @@ class ScoringRequest:
         return self.token_ids[0, self.places]
 
 
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What the model of this rank is asked: of a row of t tokens, of its part of one."""
+
+    token_ids: Tensor
+    """``[1, t]``."""
+    positions: Tensor
+    """``[1, t]``."""
+    packed: PackedSequences
+    """Of the whole row."""
+    before: Tensor
+    """``[n]``: where in these tokens those are that come before the ``targets``."""
+    targets: Tensor
+    """``[n]``."""
+    turns: Tensor | None
+    """``[s]``: where in these tokens the hidden state is wanted."""
+    counts: list[int]
+    """How many targets each rank is asked about."""
+    turn_counts: list[int]
+
+    @classmethod
+    def whole(cls, request: ScoringRequest) -> _Question:
+        turns = None if request.turns is None else request.turns - 1
+        return cls(
+            request.token_ids,
+            request.positions,
+            request.packed,
+            before=request.places - 1,
+            targets=request.targets,
+            turns=turns,
+            counts=[],
+            turn_counts=[],
+        )
+
+    @classmethod
+    def part(cls, request: ScoringRequest, context: ContextGroup) -> _Question:
+        """This rank's part; what the row lacks to be cut is a sequence of its own at the end."""
+        whole, missing = cls.whole(request), context.padding(request.token_ids.shape[1])
+        tokens = request.token_ids.shape[1] + missing
+        start, stop = context.span(tokens)
+        counts = context.counts(whole.before, tokens)
+        first = sum(counts[: context.rank])
+        own = slice(first, first + counts[context.rank])
+        turns, turn_counts = whole.turns, list[int]()
+        if turns is not None:
+            turn_counts = context.counts(turns, tokens)
+            first = sum(turn_counts[: context.rank])
+            turns = turns[first : first + turn_counts[context.rank]] - start
+        more = torch.arange(missing, device=request.positions.device)[None]
+        packed = replace(request.packed, context=context)
+        if missing:
+            packed = replace(
+                packed,
+                lengths=(*packed.lengths, missing),
+                starts=pad(packed.starts, (0, 1), value=tokens),
+            )
+        return cls(
+            pad(request.token_ids, (0, missing))[:, start:stop],
+            torch.cat((request.positions, more), 1)[:, start:stop],
+            packed,
+            before=whole.before[own] - start,
+            targets=whole.targets[own],
+            turns=turns,
+            counts=counts,
+            turn_counts=turn_counts,
+        )
+
+
 class ScoringModel:
     """Scores tokens with a model; ``call`` is the model, or what wraps it."""
 
-    def __init__(self, model: nn.Module, call: Callable[..., Any], device: torch.device) -> None:
-        """*Collective*, if the model is sharded."""
-        self._call = call
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Callable[..., Any],
+        device: torch.device,
+        context: ContextGroup | None = None,
+    ) -> None:
+        """*Collective*, if the model is sharded or ranks share a row.
+
+        Raises:
+            TrainerError: ranks are to share a row, and the model's layers cannot.
+        """
+        self._call, self._context = call, context
         self.packs = use_packed_attention(model)
         """Whether a request may hold more than one sequence."""
+        if context is not None:
+            check_shared_rows(model, context.size, packs=self.packs)
         self._head = model.get_output_embeddings()
-        self._open: tuple[ScoringRequest, float, bool] | None = None
+        self._open: tuple[_Question, float, bool] | None = None
         self._answer: Tensor | None = None
         self._turns: Tensor | None = None
         self.hidden: Tensor | None = None
@@ -75,32 +160,47 @@ class ScoringModel:
     def logprobs(
         self, request: ScoringRequest, *, temperature: float, entropy_gradient: bool = False
     ) -> ChosenTokens:
-        """The scores of the tokens to score; entropies have a gradient where it is asked for."""
+        """*Collective*, if ranks share the row, which each is given as a whole. The scores of the
+        tokens to score; entropies have a gradient where it is asked for."""
+        if self._context is None:
+            return self._answered(_Question.whole(request), temperature, entropy_gradient)
+        question = _Question.part(request, self._context)
+        own = self._answered(question, temperature, entropy_gradient)
+        logprobs, entropy, greedy = self._context.gather(torch.stack(own, 1), question.counts).T
+        if self.hidden is not None:
+            self.hidden = self._context.gather(self.hidden, question.turn_counts)
+        return ChosenTokens(
+            logprobs, entropy if entropy_gradient else entropy.detach(), greedy.detach()
+        )
+
+    def _answered(
+        self, question: _Question, temperature: float, entropy_gradient: bool
+    ) -> ChosenTokens:
         if not self._in_blocks:
-            logits = self._run(request)[0, request.places - 1]
+            logits = self._run(question)[0, question.before]
             return token_logprobs(
                 logits,
-                request.targets,
+                question.targets,
                 temperature=temperature,
                 entropy_gradient=entropy_gradient,
             )
-        self._open = request, temperature, entropy_gradient
+        self._open = question, temperature, entropy_gradient
         try:
-            logprobs, entropy, greedy = self._run(request)
+            logprobs, entropy, greedy = self._run(question)
         finally:
             self._open = self._answer = None
         return ChosenTokens(
             logprobs, entropy if entropy_gradient else entropy.detach(), greedy.detach()
         )
 
-    def _run(self, request: ScoringRequest) -> Tensor:
-        self._turns, self.hidden = request.turns, None
+    def _run(self, question: _Question) -> Tensor:
+        self._turns, self.hidden = question.turns, None
         where: dict[str, Any] = {}
         if self.packs:
-            where = {"position_ids": request.positions, "packed": request.packed}
+            where = {"position_ids": question.positions, "packed": question.packed}
         try:
             logits: Tensor = self._call(
-                input_ids=request.token_ids, use_cache=False, **where
+                input_ids=question.token_ids, use_cache=False, **where
             ).logits
         finally:
             self._turns = None  # the model is called by others too
@@ -109,17 +209,17 @@ class ScoringModel:
     def _keep_hidden(self, head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """What the output layer is given; whatever it then does with it."""
         if self._turns is not None:
-            self.hidden = inputs[0][0, self._turns - 1].detach()
+            self.hidden = inputs[0][0, self._turns].detach()
 
     def _forward(self, hidden: Tensor) -> Tensor:
         """The output layer's, in place of its own."""
         if self._open is None:
             return self._logits(hidden)
-        request, temperature, entropy_gradient = self._open
+        question, temperature, entropy_gradient = self._open
         results = chosen_logprobs(
-            hidden[0, request.places - 1],
+            hidden[0, question.before],
             self._head.weight,
-            request.targets,
+            question.targets,
             temperature=temperature,
             entropy_gradient=entropy_gradient,
         )
@@ -129,8 +229,11 @@ class ScoringModel:
     def _returns_what_the_head_gives(self, device: torch.device) -> bool:
         with torch.no_grad():
             request = one_sequence(torch.zeros(2, dtype=torch.int64, device=device))
-            self._open = request, 1.0, False
-            unchanged = self._run(request) is self._answer
+            question = _Question.whole(request)
+            if self._context is not None:
+                question = _Question.part(request, self._context)
+            self._open = question, 1.0, False
+            unchanged = self._run(question) is self._answer
         self._open = self._answer = None
         return unchanged
 
@@ -146,4 +249,22 @@ def one_sequence(token_ids: Tensor) -> ScoringRequest:
             (length,), torch.tensor([0, length], dtype=torch.int32, device=device)
         ),
         places=everything[1:],
+    )
+
+
+def check_shared_rows(model: nn.Module, ranks: int, *, packs: bool) -> None:
+    """Check that so many ranks can share a row.
+
+    Raises:
+        TrainerError: a layer of the model looks at several tokens and is no attention, or its heads
+            cannot be dealt evenly.
+    """
+    config: Any = model.config
+    heads = int(config.get_text_config().num_attention_heads)
+    if packs and heads % ranks == 0:
+        return
+    why = f"its {heads} heads are no multiple of it" if packs else "not all its layers can"
+    raise TrainerError(
+        f"{type(model).__name__} cannot be trained with training.cp_size {ranks}: {why}",
+        hint="set training.cp_size to 1, or to a divisor of the model's attention heads",
     )

@@ -34,6 +34,8 @@ class TrainerConfig:
     """The longest trajectory, in tokens."""
     dp_shard_size: int | None = None
     """Ranks that hold one replica together where the model is sharded; None is all of them."""
+    cp_size: int = 1
+    """Neighbouring ranks that compute a micro-batch together, each its part of the tokens."""
     steps: int = 0
     """Of the run: where schedules of the learning rate end that are not constant."""
     resume: str | None = None

@@ -330,9 +330,10 @@ class Trainer(PolicyModel):
         if self.micro_batch_tokens <= longest:
             raise TrainerError(
                 f"rank {self.rank}: memory does not suffice for a trajectory of {longest:,} tokens "
-                f"by itself: {problem}",
-                hint="set training.activation_checkpointing: full, lower model.max_len, or train "
-                "on more GPUs; `libra run --dry-run RECIPE` says what memory goes to",
+                f"by itself{_shared_by(self.cp_size)}: {problem}",
+                hint="set training.activation_checkpointing: full, raise training.cp_size, lower "
+                "model.max_len, or train on more GPUs; `libra run --dry-run RECIPE` says what "
+                "memory goes to",
             )
         smaller = 2 if self.world == 1 else 4  # a start costs a minute
         self.micro_batch_tokens = max(longest, self.micro_batch_tokens // smaller)
@@ -484,6 +485,10 @@ class Trainer(PolicyModel):
     def _clip(self, max_norm: float) -> Tensor:
         norm = nn.utils.clip_grad_norm_(self.parameters().values(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _shared_by(ranks: int) -> str:
+    return f", shared by {ranks} ranks" if ranks > 1 else ""
 
 
 def _generated(samples: Sequence[TokenSample]) -> int:

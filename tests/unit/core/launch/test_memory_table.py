@@ -30,6 +30,20 @@ def test_trainer_and_servers_are_told_with_the_gpus_that_they_fit(tmp_path: Path
     assert "a checkpoint 20.65 GB" in transfers
 
 
+def test_of_a_micro_batch_that_ranks_share_each_holds_its_part(tmp_path: Path):
+    recipe = tmp_path / "recipe.yaml"
+    lines = []
+    for size in (1, 4):
+        recipe.write_text(
+            "nodes: [{host: a, gpus: 4, pool: train}, {host: b, gpus: 1, pool: rollout}]\n"
+            "model: {max_len: 65536, path: /models/Qwen3-8B}\n"
+            f"training: {{cp_size: {size}, micro_batch_tokens: 65536}}\n"
+        )
+        lines.append(plan_of(recipe)[1].memory[1])
+    assert "micro-batches of 65,536 tokens" in lines[0]
+    assert "micro-batches that 4 ranks share, each with 16,384 tokens" in lines[1]
+
+
 def test_gradients_of_a_worker_are_told_as_they_are_sent(tmp_path: Path):
     halved = "/models/Qwen3-1.7B}\ntraining: {worker_gradients: bfloat16"
     for path, told in (("/models/Qwen3-1.7B", "6.88"), (halved, "3.44")):

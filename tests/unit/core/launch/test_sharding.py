@@ -12,7 +12,7 @@ from libra_cli.config.training import TrainingSpec
 from libra_cli.core.costs.architecture import PUBLISHED
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.launch.process import HostFacts, ProcessSpec
-from libra_cli.core.launch.sharding import dp_shard_size
+from libra_cli.core.launch.sharding import cp_size, dp_shard_size
 from libra_cli.core.launch.trainer_backend import TrainerLaunch, trainer_processes
 
 
@@ -47,6 +47,16 @@ def test_what_a_recipe_says_holds_where_it_fits_the_hosts(
     ranks: dict[str, int], wanted: int, found: int
 ):
     assert shards(ranks, host_fits=False, wanted=wanted) == found
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "found"),
+    [(None, 8, 1), (4, 8, 4), (8, 8, 8), (8, 4, 4), (4, 6, 2), (3, 8, 1)],
+)
+def test_as_many_ranks_share_a_pass_as_divide_both_the_recipe_s_number_and_a_replica(
+    wanted: int | None, ranks: int, found: int
+):
+    assert cp_size(TrainingSpec(cp_size=wanted), ranks) == found
 
 
 RECIPE: dict[str, Any] = {
@@ -87,6 +97,16 @@ def test_a_host_s_ranks_are_a_replica_where_the_memory_law_says_they_hold_it(
 ):
     configs = [json.loads(spec.files["trainer.json"]) for spec in started(RECIPE, gpu_gib, model)]
     assert [config["dp_shard_size"] for config in configs] == [size, size]
+
+
+def test_ranks_that_share_a_pass_are_of_one_replica_and_hold_what_is_theirs_of_it():
+    model = {"path": "/models/Qwen3-14B", "max_len": 131072}
+    long = RECIPE | {"model": model, "training": {"micro_batch_tokens": 131072}}
+    alone = json.loads(started(long, 79.6)[0].files["trainer.json"])
+    assert (alone["dp_shard_size"], alone["cp_size"]) == (None, 1)
+    shared = long | {"training": {"micro_batch_tokens": 131072, "cp_size": 8}}
+    together = json.loads(started(shared, 79.6)[0].files["trainer.json"])
+    assert (together["dp_shard_size"], together["cp_size"]) == (8, 8)
 
 
 def test_uneven_hosts_form_one_world_with_the_launcher_that_can_start_it():

@@ -484,6 +484,26 @@ def test_heads_must_divide_among_the_gpus_of_a_server():
     assert found.remedy.command.endswith("one of 1 or 2")
 
 
+@pytest.mark.parametrize(
+    ("cp_size", "config", "reason"),
+    [
+        (1, {"num_attention_heads": 14}, ""),
+        (2, {"num_attention_heads": 14}, ""),
+        (4, {"num_attention_heads": 14}, "it has 14 attention heads"),
+        (2, {"layer_types": ["full_attention", "sliding_attention"]}, ""),
+        (2, {"layer_types": ["full_attention", "linear_attention"]}, "layers of linear_attention"),
+    ],
+)
+def test_ranks_share_a_forward_pass_by_heads_of_attention(
+    cp_size: int, config: dict[str, Any], reason: str
+):
+    of = recipe(training={"cp_size": cp_size})
+    made = case(of=of, model=ModelFiles(MODEL.files, {**CONFIG, **config}))
+    told = [one.what for one in wrong(made) if "cp_size" in one.what]
+    assert len(told) == bool(reason)
+    assert all(reason in one for one in told)
+
+
 def test_contexts_end_where_positions_do_unless_they_are_stretched():
     (found,) = shaped(1, max_position_embeddings=2048)
     assert "model.max_len is 4096, the model's positions end at 2048" in found.what
