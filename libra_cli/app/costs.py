@@ -24,7 +24,7 @@ from libra_cli.core.planning.planner import CostSource, Planner
 from libra_cli.core.planning.recipe_placement import RecipePlacement
 from libra_cli.core.planning.search import PlannerSettings
 from libra_cli.core.types import Plan
-from libra_cli.sim.profiles import known_profiles, load_profile, require_dense, require_gpu
+from libra_cli.sim.profiles import known_profiles, load_profile, require_gpu, require_law
 
 
 class PricesError(LibraError):
@@ -35,11 +35,11 @@ class PricesError(LibraError):
 
 def profile_of_recipe(recipe: Recipe, path: Path, profile: str | None) -> Profile:
     """Only a named one: otherwise nobody knows which GPUs its hosts have."""
-    require_dense(_path_or_name(recipe.model))
     gpus = any(node.gpus for node in recipe.nodes)
     profile = profile or recipe.planner.profile
     if profile is not None:
         found = load_profile(profile)
+        require_law(found, _path_or_name(recipe.model))
         if gpus == _is_for_cpus(found):
             what = "GPUs" if gpus else "no GPUs"
             raise ProfileError(
@@ -133,11 +133,11 @@ def recipe_planner(recipe: Recipe, costs: CostSource, *, elastic: bool) -> Plann
 
 def _as_the_recipe_trains(recipe: Recipe, costs: CostSource) -> CostSource:
     """The same source with what the recipe and the run say of training, instead of what is assumed;
-    it refuses a mixture of experts."""
+    it refuses a mixture of experts without a law of its own."""
 
     def asked(plan: Plan, evidence: CostEvidence) -> Profile:
-        require_dense(_path_or_name(recipe.model))
         profile = costs(plan, evidence)
+        require_law(profile, _path_or_name(recipe.model))
         given, training = recipe.training, profile.training
         facts = replace(
             profile.facts,

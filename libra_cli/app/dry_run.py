@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from libra_cli.app.resume import begin_with
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.costs.architecture import PUBLISHED, architecture_of
+from libra_cli.core.costs.architecture import architecture_of, published
+from libra_cli.core.costs.tensor_parallel import allowed_degrees, refused_degree
 from libra_cli.core.launch.dry_run import HostPlan, dry_run
 from libra_cli.core.launch.memory_table import memory_table
 from libra_cli.core.types import Plan, Slot
@@ -36,8 +39,8 @@ def plan_of(recipe_path: Path, resume: Path | None = None) -> tuple[Recipe, DryR
 
     Raises:
         RecipeError: every problem of the recipe at once.
-        LibraError: nothing runs by the prices that the recipe names, there is no such run, or a
-            file of tasks is damaged.
+        LibraError: nothing runs by the prices that the recipe names, there is no such run, a file
+            of tasks is damaged, or a config.json that is here forbids a server of the plan.
     """
     recipe = load_recipe(recipe_path)
     tasks = tuple(
@@ -50,6 +53,8 @@ def plan_of(recipe_path: Path, resume: Path | None = None) -> tuple[Recipe, DryR
         tasks = (_told_demonstrations(recipe),)
     found = begin_with(recipe, resume)(None)
     placed = (found.plan, found.slots)
+    file = Path(recipe.model.path or "").expanduser() / "config.json"
+    _check_degrees(file, {bucket.tensor_parallel for _, bucket in found.plan.servers})
     hosts = dry_run(recipe, placed=placed)
     return recipe, DryRun(found.plan, hosts, _memory_of(recipe, *placed), tasks)
 
@@ -64,23 +69,46 @@ def _told_demonstrations(recipe: Recipe) -> str:
     )
 
 
+def _check_degrees(file: Path, degrees: Set[int]) -> None:
+    try:
+        config = _config_in(file)
+    except (OSError, ValueError):
+        return
+    for degree in sorted(degrees):
+        if reason := refused_degree(config, degree):
+            allowed = ", ".join(map(str, allowed_degrees(config)))
+            raise LibraError(
+                f"vLLM cannot divide {file.parent} among the {degree} GPUs of a server: {reason}",
+                hint=f"rollout.buckets[].tensor_parallel: one of {allowed}",
+            )
+
+
+def _config_in(file: Path) -> Mapping[str, Any]:
+    """A model's config.json; raises OSError or ValueError."""
+    found = json.loads(file.read_bytes())
+    return found if isinstance(found, dict) else {}
+
+
 def _memory_of(recipe: Recipe, plan: Plan, slots: tuple[Slot, ...]) -> tuple[str, ...]:
     if recipe.model.path is None:
         return ()
     file = Path(recipe.model.path).expanduser() / "config.json"
     name = Path(recipe.model.path).name
     try:
-        shape = architecture_of(json.loads(file.read_bytes()), str(file))
+        shape = architecture_of(_config_in(file), str(file))
         source = f"by {file}"
     except (OSError, ValueError, LibraError) as error:
         problem = (
             "is not on this machine" if isinstance(error, OSError) else f"says too little: {error}"
         )
-        if name not in PUBLISHED:
+        known = published(name)
+        if known is None:
             return (f"what memory goes to is not known: {file} {problem}",)
-        shape = PUBLISHED[name]
+        shape = known
         source = f"{file} {problem}; by what is published of {name}"
     said = f"{source}: {shape.parameters / 1e9:.1f} billion parameters"
+    if shape.active_parameters < shape.parameters:
+        said += f", of which a token meets {shape.active_parameters / 1e9:.1f}"
     shape = shape.with_adapter(recipe.training.lora)
     if shape.adapter is not None:
         said += f", of an adapter {shape.adapter / 1e6:.1f} million, which are trained"

@@ -109,7 +109,7 @@ def _turns(episode: RecordedEpisode, max_len: Tokens) -> list[tuple[Tokens, Toke
 
 def capacity_s(shape: ServerShape, work: Work) -> Seconds:
     """The least time in which these servers, all full all the time, can compute that work."""
-    cost = shape.cost.linear()
+    cost = shape.cost.floor()
     fewest = max(work.tokens / shape.seats, work.kv / cost.kv_tokens)
     # Along the number of steps the time has one bend: from there on all prompt tokens ride free.
     riding = max(fewest, work.prompt / cost.free_tokens) if cost.free_tokens else fewest

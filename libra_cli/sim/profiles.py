@@ -11,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from libra_cli.config.errors import did_you_mean
+from libra_cli.core.costs.mixture_server import MixtureServerCost
 from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.costs.profile import Profile, ProfileError
 
@@ -26,7 +27,7 @@ def load_profile(name_or_path: str) -> Profile:
 
     Raises:
         ProfileError: no such name or file, or what it holds is not a profile; names the key.
-        MixtureRefused: its model is a mixture of experts.
+        MixtureRefused: its model is a mixture of experts, and its prices are of a dense one.
     """
     known = known_profiles()
     if name_or_path in known:
@@ -44,6 +45,12 @@ def load_profile(name_or_path: str) -> Profile:
     except ProfileError as error:
         hint = "write one with: libra bench --calibrate recipe.yaml"
         raise ProfileError(f"{name_or_path}: {error}", hint=hint) from error
+
+
+def require_law(profile: Profile, model: str) -> None:
+    """Refuse the prices of a dense model for a mixture of experts. Raises MixtureRefused."""
+    if not all(isinstance(cost, MixtureServerCost) for cost in profile.servers.values()):
+        require_dense(model)
 
 
 def require_dense(model: str) -> None:

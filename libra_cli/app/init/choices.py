@@ -20,7 +20,7 @@ from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.architecture import Architecture, architecture_of
 from libra_cli.core.costs.memory import GIB, SERVER_OVERHEAD_GIB, server_contexts
-from libra_cli.core.costs.mixtures import MixtureRefused
+from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.launch.process import dtype_of
 from libra_cli.core.launch.sharding import RankConditions, cp_size, dp_shard_size
 from libra_cli.core.launch.trainer_backend import ranks_per_node
@@ -80,12 +80,11 @@ def model_of(path: str, config: Mapping[str, Any], notes: Sequence[str]) -> Foun
     """
     inside = config.get("text_config") or config
     context = inside.get("max_position_embeddings")
+    refuse_mixture(path, config)
     shape, said = None, tuple(" ".join(note.split()) for note in notes)
     try:
         shape = architecture_of(config, path)
         said = (f"{shape.parameters / 1e9:.1f} billion parameters", *said)
-    except MixtureRefused:
-        raise
     except LibraError as error:
         said = (f"what its memory goes to is not known: {error}", *said)
     return FoundModel(path, context if isinstance(context, int) else None, shape, said)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from statistics import fmean
 
 from libra_cli.app.rebalance.cases import Case
@@ -137,7 +136,7 @@ def _profile(case: Case) -> ProfileResult:
         model=profile.model,
         source=case.source,
         provenance=dict(profile.provenance),
-        servers=[asdict(profile.servers[degree].linear()) for degree in sorted(used)],
+        servers=[profile.servers[degree].to_dict() for degree in sorted(used)],
         training={
             "token_s": training.token_s,
             "pair_s": training.pair_s,

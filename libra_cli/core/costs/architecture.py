@@ -1,8 +1,7 @@
 """What a model's memory follows from: its parameters, and what a token leaves in its layers.
 
 ``costs.memory`` asks an ``Architecture`` for bytes and never for its layers' widths, so a family
-that is built otherwise (a mixture of experts) is one more class, and one more line in
-``architecture_of``.
+that is built otherwise is one more class, and one more line in ``architecture_of``.
 """
 
 from __future__ import annotations
@@ -10,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from libra_cli.config.errors import LibraError
 from libra_cli.config.training import LoraSpec, Optimizer
-from libra_cli.core.costs.mixtures import refuse_mixture
-
-Checkpointing: TypeAlias = Literal["none", "selective", "full"]
-"""What of a layer is kept for the backward pass: ``training.activation_checkpointing``."""
+from libra_cli.core.costs.mixture_transformer import Checkpointing, MixtureTransformer
+from libra_cli.core.costs.mixtures import experts_of
 
 
 class Architecture(Protocol):
@@ -47,8 +44,12 @@ class Architecture(Protocol):
         """All parameters, but for norms."""
 
     @property
+    def active_parameters(self) -> int:
+        """Of these, those that one token meets."""
+
+    @property
     def layer_parameters(self) -> int:
-        """Parameters of one transformer layer."""
+        """Parameters of one transformer layer, the largest."""
 
     @property
     def outer_parameters(self) -> int:
@@ -65,6 +66,10 @@ class Architecture(Protocol):
     @property
     def largest_matrix(self) -> tuple[int, int]:
         """Rows and columns of the largest matrix of a layer, the smaller number first."""
+
+    @property
+    def largest_parameter(self) -> int:
+        """Numbers of the largest tensor."""
 
     def with_adapter(self, lora: LoraSpec | None) -> Architecture:
         """The same model of which such an adapter is trained."""
@@ -89,16 +94,17 @@ def architecture_of(config: Mapping[str, Any], model: str) -> Architecture:
     """The architecture that a ``config.json`` describes; ``model`` is told to people.
 
     Raises:
-        MixtureRefused: it is a mixture of experts.
         LibraError: it lacks a size.
     """
-    refuse_mixture(model, config)
+    experts = experts_of(config)
     try:
+        if experts:
+            return MixtureTransformer.from_config(config, experts)
         return DenseTransformer.from_config(config)
     except (KeyError, TypeError, ValueError) as error:
         raise LibraError(
             f"the config.json of {model} has no usable {error}",
-            hint="what memory goes to is known for dense decoder-only transformers",
+            hint="what memory goes to is known for decoder-only transformers, with experts or not",
         ) from error
 
 
@@ -190,6 +196,11 @@ class DenseTransformer:
         """All parameters but those of norms."""
         return self.layers * self.layer_parameters + self.outer_parameters
 
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token meets: all."""
+        return self.parameters
+
     def kv_bytes(self, width: int = 2) -> int:
         """Bytes of KV cache of a token, over all layers and GPUs; ``width`` of a number."""
         return 2 * width * self.layers * self.key
@@ -215,6 +226,12 @@ class DenseTransformer:
         few, many = sorted((self.hidden, max(self.inner, self.query)))
         return few, many
 
+    @property
+    def largest_parameter(self) -> int:
+        """Numbers of the largest tensor: of a layer, or the embedding."""
+        few, many = self.largest_matrix
+        return max(self.vocabulary * self.hidden, few * many)
+
     def passing_bytes(self, width: int = 2) -> int:
         """Bytes of a token while a layer's feed-forward part is computed, which nobody keeps."""
         return width * (3 * self.inner + self.hidden)
@@ -231,3 +248,28 @@ PUBLISHED: Mapping[str, DenseTransformer] = MappingProxyType(
     }
 )
 """Sizes of the config.json that is published under a name, for where no file is at hand."""
+
+
+def published(name: str) -> Architecture | None:
+    """The architecture of the model that is published under a name; None if it is not known."""
+    return PUBLISHED.get(name) or _PUBLISHED_MIXTURES.get(name)
+
+
+_PUBLISHED_MIXTURES: Mapping[str, MixtureTransformer] = MappingProxyType(
+    {
+        "Qwen3-30B-A3B": MixtureTransformer.from_config(
+            {
+                "hidden_size": 2048,
+                "num_hidden_layers": 48,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "head_dim": 128,
+                "intermediate_size": 6144,
+                "moe_intermediate_size": 768,
+                "num_experts_per_tok": 8,
+                "vocab_size": 151936,
+            },
+            experts=128,
+        )
+    }
+)

@@ -1,8 +1,8 @@
 """What a law of a rollout server's time has to say, whatever model the server runs.
 
 The scheduler, the planner and the simulator ask a law for seconds and never for its coefficients,
-so a model whose steps follow another law (a mixture of experts, which reads more weights the larger
-the batch) is one more file beside ``costs.server``, which holds the linear law of dense models.
+so a model whose steps follow another law is one more file beside ``costs.server``, which holds the
+linear law of dense models, and ``costs.mixture_server``.
 
 Seconds are those of one server. Arguments that say ``Any`` may be numbers or numpy arrays of equal
 shape, and the result is of that shape.
@@ -66,6 +66,9 @@ class ServerLaw(Protocol):
     ) -> TrajectoryWork:
         """What trajectories of these tokens take, with a mean ``context`` at their turns."""
 
+    def step_share(self, running: Any) -> Any:
+        """Of the ``engine_s`` of ``trajectory_work``, what it is with so many sequences a step."""
+
     def decode_amounts(self, running: float, kv_tokens: float) -> tuple[float, ...]:
         """How much of each of ``decode_prices`` a step has."""
 
@@ -83,4 +86,10 @@ class ServerLaw(Protocol):
         """The same with a KV cache of so many tokens."""
 
     def linear(self) -> ServerCost:
-        """The straight lines nearest to it, for bounds and for tables."""
+        """The straight lines nearest to it in large batches, for tables."""
+
+    def floor(self) -> ServerCost:
+        """Straight lines that no step is below, for bounds."""
+
+    def to_dict(self) -> dict[str, float]:
+        """Its fields by name, in seconds and tokens."""

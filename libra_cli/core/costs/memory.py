@@ -36,7 +36,8 @@ eleven cases of 2 to 6 layers of true width in bfloat16 on 1 and 8 ranks, none f
 
 Guarantee: within 15 % of the same tracker for whole models, to which nothing was fitted (seven
 cases, none further off than 5 %; ``tests/unit/node/model/test_memory.py`` has one of them), and the
-update alone within 0.1 %, sharded or not. Limit: dense models; of an adapter nothing was compared;
+update alone within 0.1 %, sharded or not. Limit: of mixtures of experts (``mixture_transformer``)
+and of adapters nothing was compared with it;
 what a CUDA context, its allocator and NCCL take is assumed (``TRAINER_OVERHEAD_GIB``); where hosts
 are replicas and a step comes in parts (``training.stream``, gradient workers), 4 P / W more are
 held while a part is computed.
@@ -48,7 +49,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from libra_cli.config.training import Optimizer
-from libra_cli.core.costs.architecture import Architecture, Checkpointing
+from libra_cli.core.costs.architecture import Architecture
+from libra_cli.core.costs.mixture_transformer import Checkpointing
 from libra_cli.core.types import Tokens
 
 GIB = 2.0**30
@@ -113,8 +115,7 @@ def rank_memory(
 def _update(shape: Architecture, optimizer: Optimizer) -> float:
     """Bytes of the optimizer's own step, beside the states."""
     if optimizer == "adamw_offload":
-        few, many = shape.largest_matrix
-        return 12.0 * min(max(shape.vocabulary * shape.hidden, few * many), shape.trained)
+        return 12.0 * min(shape.largest_parameter, shape.trained)
     if optimizer == "adamw":
         return 4.0 * shape.trained
     few, many = shape.largest_matrix
@@ -152,7 +153,8 @@ def _activations(
     copies = 0
     if world == 1 and width < 4 and shape.adapter is None:  # under autocast
         kept += {"none": 12, "selective": 4 - width, "full": 4 - width}[choice] * shape.hidden
-        copies = 0 if choice == "full" else width * shape.layers * shape.layer_parameters
+        inside = shape.parameters - shape.outer_parameters
+        copies = 0 if choice == "full" else width * inside
     return float(tokens * shape.layers * kept + copies)
 
 

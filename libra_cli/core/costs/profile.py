@@ -48,6 +48,8 @@ from libra_cli.core.costs.memory import (
     rank_memory,
     shards_of,
 )
+from libra_cli.core.costs.mixture_server import MixtureServerCost
+from libra_cli.core.costs.mixture_transformer import Attention, MixtureTransformer
 from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.evidence import Recalibration
@@ -97,6 +99,12 @@ class MemoryModel:
     optimizer: Optimizer = "adamw"
     reference: bool = False
     """Whether the trainer keeps the first policy beside the one that it trains."""
+    experts: int = 0
+    """Routed experts of a layer; 0 for a dense model."""
+    chosen: int = 0
+    """Of these, those that a token meets."""
+    expert_inner: int = 0
+    """Inner units of one."""
 
     def with_adapter(self, lora: LoraSpec | None) -> MemoryModel:
         """The same model of which such an adapter is trained."""
@@ -110,9 +118,11 @@ class MemoryModel:
     @property
     def architecture(self) -> Architecture:
         """A model of this size, whose query heads are as wide as its hidden state, and whose inner
-        units are what the other parameters leave."""
+        units are what the other parameters leave; of a mixture, whose query heads are that."""
         key = self.kv_bytes / (2 * 2 * self.layers)
         layer = (self.parameters - 2 * self.vocabulary * self.hidden) / self.layers / self.hidden
+        if self.experts:
+            return self._mixture(round(key), layer)
         inner = (layer - 2 * self.hidden - 2 * key) / 3
         return DenseTransformer(
             layers=self.layers,
@@ -120,6 +130,24 @@ class MemoryModel:
             query=self.hidden,
             key=round(key),
             inner=max(1, round(inner)),
+            vocabulary=self.vocabulary,
+            tied=False,
+            adapter=self.adapter,
+        )
+
+    def _mixture(self, key: int, layer: float) -> MixtureTransformer:
+        """The mixture of these sizes, with ``layer`` parameters in one for each hidden unit."""
+        query = round((layer - self.experts * (1 + 3 * self.expert_inner)) / 2 - key)
+        return MixtureTransformer(
+            layers=self.layers,
+            dense_layers=0,
+            hidden=self.hidden,
+            attention=Attention.grouped(self.hidden, query, key),
+            inner=0,
+            experts=self.experts,
+            chosen=self.chosen,
+            expert_inner=self.expert_inner,
+            shared_inner=0,
             vocabulary=self.vocabulary,
             tied=False,
             adapter=self.adapter,
@@ -383,7 +411,7 @@ class Profile:
     def to_json(self) -> str:
         """The profile as one JSON object, in seconds, bytes, GiB and tokens."""
         body = asdict(self)
-        body["servers"] = [asdict(cost.linear()) for _, cost in sorted(self.servers.items())]
+        body["servers"] = [cost.to_dict() for _, cost in sorted(self.servers.items())]
         body["moves"]["start_s"] = {str(k): v for k, v in self.moves.start_s.items()}
         return json.dumps(body, indent=1, sort_keys=True) + "\n"
 
@@ -393,16 +421,18 @@ class Profile:
 
         Raises:
             ProfileError: it is not that; names the key.
-            MixtureRefused: its model is a mixture of experts.
+            MixtureRefused: its model is a mixture of experts, and its servers have the law of a
+                dense one.
         """
         body = _object(text)
-        refuse_mixture(str(body.get("model", "")), {})
         training = dict(_section(body, "training"))
         training["facts"] = _part(MemoryModel, _section(training, "facts", "training."), "facts")
         moves = dict(_section(body, "moves"))
         starts = _section(moves, "start_s", "moves.")
         moves["start_s"] = {int(degree): float(value) for degree, value in starts.items()}
-        costs = [_part(ServerCost, cost, "servers") for cost in _list(body, "servers")]
+        costs = [_server(cost) for cost in _list(body, "servers")]
+        if not all(isinstance(cost, MixtureServerCost) for cost in costs):
+            refuse_mixture(str(body.get("model", "")), {})
         given = {
             **body,
             "servers": {cost.tensor_parallel: cost for cost in costs},
@@ -413,6 +443,12 @@ class Profile:
             found = _section(body, "surroundings")
             given["surroundings"] = _part(Contention, found, "surroundings")
         return _part(cls, given, "profile")
+
+
+def _server(given: Any) -> ServerCost:
+    """One server's prices: of a mixture, if they say how many experts it has."""
+    mixture = isinstance(given, Mapping) and "experts" in given
+    return _part(MixtureServerCost if mixture else ServerCost, given, "servers")
 
 
 def _object(text: str) -> dict[str, Any]:

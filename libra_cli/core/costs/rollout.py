@@ -26,6 +26,10 @@ leaves the same batch less time to be played in, and where a batch waits for its
 the halves do not overlap by much: T = (t + longest) / overlap. T and F follow from each other, a
 half of the way each round. At a bound of 0 they take turns, F is 1, and T is rollout's turn alone.
 
+**Experts.** A step of a mixture takes the longer the more experts its batch chooses. P is then of
+steps that read all of them, times the share that those of the batch take (``step_share``), which
+follows from T as the rest does.
+
 **Computed again.** New weights empty the prefix caches once a step, and a trajectory computes its
 context again at the first turn after. By Little's law ``live`` are in play, with ``context`` tokens
 each; ``boundaries`` are the contexts at all turns but the first ones. So many of these tokens meet
@@ -83,6 +87,16 @@ class RolloutLoad:
     def at(self, where: Any) -> RolloutLoad:
         """The load of some elements of its arrays."""
         return RolloutLoad(*(getattr(self, field.name)[where] for field in fields(self)))
+
+    def with_steps(self, share: Any) -> RolloutLoad:
+        """The same where an engine step takes this share of what it took."""
+        return replace(
+            self,
+            engine_s=share * self.engine_s,
+            engine_context=share * self.engine_context,
+            chunks_s=share * self.chunks_s,
+            longest_engine_s=share * self.longest_engine_s,
+        )
 
     def of_one(self, servers: Any, group_size: int) -> RolloutLoad:
         """The most that one of so many equal servers gets, each prompt computed once on it."""
@@ -148,8 +162,10 @@ class EqualServers:
     def _time(self, mine: RolloutLoad, workload: Workload, playing: float | None) -> RolloutTime:
         """With so many in play on a server; None: as many as there may be."""
         slower, again, training = 1.0, 0.0, TRAINING_SHARE * np.sign(self.train_s)
+        whole, share = mine, 1.0
         time = self._step(mine, workload, mine.work_s, 1.0, workload.in_flight(training))
         for _ in range(ROUNDS):
+            mine = whole.with_steps(share)
             in_play_s = np.maximum(slower * mine.engine_s + mine.tool_s, 1e-9)
             context = (slower * mine.engine_context + mine.tool_context) / in_play_s
             context = np.maximum(context, 1.0)
@@ -162,6 +178,8 @@ class EqualServers:
             seconds = np.maximum(time.seconds if playing is None else time.seats_s, 1e-9)
             slower = 1 / np.maximum(1 - work_s / seconds, 1e-9)
             live = np.minimum(places, in_play_s / seconds)
+            decoding = live * slower * mine.engine_s / in_play_s
+            share = (share + self.cost.step_share(decoding)) / 2
             again = (again + _met(live * context, mine.boundaries)) / 2
             again *= not workload.takes_turns
             training = (training + self.train_s / np.maximum(seconds, self.train_s)) / 2

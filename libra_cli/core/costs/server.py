@@ -14,19 +14,18 @@ weights and whatever a step costs before it does anything. Reading the weights t
 multiplying them by one or two hundred tokens, so the first ``free`` tokens of a step ride on that
 reading and only the rest is paid for: measured GEMMs (RTX PRO 6000, A100, H100) are flat up to
 there and linear after. The decode law is the usual one (Vidur, arXiv 2405.05465; Splitwise,
-arXiv 2311.18677).
+arXiv 2311.18677). Mixtures of experts have their own, ``costs.mixture_server``.
 
 Guarantee: every price is non-negative, and grows with every argument. Limit: straight lines through
 measurements that have steps in them: for dense models 1 to 4 % off the kernel data on average, 14 %
-at worst; for mixtures of experts, which read more weights the larger the batch, no law at all (24
-to 29 % off on average). Nor is in here that a prompt chunk slows the attention of the
-sequences decoding beside it.
+at worst. Nor is in here that a prompt chunk slows the attention of the sequences decoding beside
+it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple, Self
 
 from libra_cli.core.types import Bucket, Seconds, Tokens
 
@@ -149,6 +148,10 @@ class ServerCost:
             chunks_s=self.step_s * chunks,
         )
 
+    def step_share(self, running: Any) -> Any:
+        """Of the ``engine_s`` above, what steps with so many sequences take: all of it."""
+        return 1.0
+
     def decode_amounts(self, running: float, kv_tokens: float) -> tuple[float, ...]:
         """How much of each of ``decode_prices`` a step has."""
         return (1.0, running, kv_tokens)
@@ -158,7 +161,7 @@ class ServerCost:
         """The coefficients a, b and c of a decode step."""
         return (self.step_s, self.sequence_s, self.kv_token_s)
 
-    def repriced(self, decode_prices: tuple[Seconds, ...], level: float) -> ServerCost:
+    def repriced(self, decode_prices: tuple[Seconds, ...], level: float) -> Self:
         """The same with these decode prices, and everything else ``level`` times as long."""
         step_s, sequence_s, kv_token_s = decode_prices
         return replace(
@@ -171,17 +174,25 @@ class ServerCost:
             request_s=self.request_s * level,
         )
 
-    def scaled(self, factor: float) -> ServerCost:
+    def scaled(self, factor: float) -> Self:
         """The same with every second ``factor`` times as long."""
         return self.repriced(tuple(price * factor for price in self.decode_prices), factor)
 
-    def with_kv_tokens(self, tokens: Tokens) -> ServerCost:
+    def with_kv_tokens(self, tokens: Tokens) -> Self:
         """The same with a KV cache of so many tokens."""
         return replace(self, kv_tokens=tokens)
 
     def linear(self) -> ServerCost:
         """Itself."""
         return self
+
+    def floor(self) -> ServerCost:
+        """Itself."""
+        return self
+
+    def to_dict(self) -> dict[str, float]:
+        """Its fields by name, in seconds and tokens."""
+        return asdict(self)
 
     def _chunk_s(self, chunk: int, batch: float) -> float:
         free = self.free_tokens - batch

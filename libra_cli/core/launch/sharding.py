@@ -16,7 +16,7 @@ from math import gcd
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.training import Optimizer, TrainingSpec
-from libra_cli.core.costs.architecture import Architecture, Checkpointing
+from libra_cli.core.costs.architecture import Architecture
 from libra_cli.core.costs.memory import (
     GIB,
     TRAINER_OVERHEAD_GIB,
@@ -25,6 +25,7 @@ from libra_cli.core.costs.memory import (
     rank_memory,
     shards_of,
 )
+from libra_cli.core.costs.mixture_transformer import Checkpointing
 from libra_cli.core.launch.process import NUMBER_BYTES, Dtype
 
 

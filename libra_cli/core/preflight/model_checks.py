@@ -3,9 +3,10 @@ the model that teaches it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from libra_cli.core.costs.tensor_parallel import allowed_degrees, refused_degree
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.findings import ALL, CONTROLLER, Finding, Remedy
 from libra_cli.core.preflight.host_report import ModelFiles
@@ -95,7 +96,7 @@ def shape(case: PreflightCase) -> Iterator[Finding]:
     degrees |= {bucket.tensor_parallel for bucket in case.recipe.rollout.buckets or ()}
     for degree in sorted(degrees):
         if reason := refused_degree(config, degree):
-            allowed = [one for one in (1, 2, 4, 8, 16) if not refused_degree(config, one)]
+            allowed = allowed_degrees(config)
             yield Finding(
                 "shape",
                 ALL,
@@ -138,31 +139,13 @@ def _shared_rows(case: PreflightCase, config: Mapping[str, Any]) -> Iterator[Fin
         )
 
 
-def _listed(values: list[int]) -> str:
+def _listed(values: Sequence[int]) -> str:
     return " or ".join(map(str, values))
 
 
 def _is_stretched(config: Mapping[str, Any]) -> bool:
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return "factor" in scaling
-
-
-def refused_degree(config: Mapping[str, Any], degree: int) -> str:
-    """Why vLLM cannot divide a model among so many GPUs; empty if it can.
-
-    Attention heads and the width of the feed-forward layer must divide evenly; heads of keys and
-    values must, or be copied to equally many GPUs each (vLLM, ``QKVParallelLinear``).
-    """
-    heads = config.get("num_attention_heads")
-    groups = config.get("num_key_value_heads") or heads
-    width = config.get("intermediate_size")
-    if isinstance(heads, int) and heads % degree:
-        return f"it has {heads} attention heads"
-    if isinstance(groups, int) and groups % degree and degree % groups:
-        return f"it has {groups} heads of keys and values"
-    if isinstance(width, int) and width % degree:
-        return f"its feed-forward layer is {width} wide"
-    return ""
 
 
 def template(case: PreflightCase) -> Iterator[Finding]:

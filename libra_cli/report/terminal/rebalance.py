@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -58,7 +58,8 @@ def _basis(told: RebalanceResult) -> Table:
         fact(
             facts,
             f"  TP {degree['tensor_parallel']:.0f}",
-            f"decode step {step:.3g} ms + {degree['sequence_s'] * 1e6:.3g} µs a request "
+            f"decode step {step:.3g} ms{_experts(degree)} "
+            f"+ {degree['sequence_s'] * 1e6:.3g} µs a request "
             f"+ {degree['kv_token_s'] * 1e9:.3g} ns a KV token",
         )
     training = profile["training"]
@@ -68,6 +69,13 @@ def _basis(told: RebalanceResult) -> Table:
         f"{training['step_s']:.2g} s a step + {training['token_s'] * 1e6:.3g} µs a token and rank",
     )
     return facts
+
+
+def _experts(degree: Mapping[str, float]) -> str:
+    """Of a mixture of experts: what those take that a step reads."""
+    if "expert_s" not in degree:
+        return ""
+    return f" + {degree['expert_s'] * 1e6:.3g} µs an expert of {degree['experts']:.0f}"
 
 
 def _plans(told: RebalanceResult) -> Table:

@@ -51,6 +51,27 @@ def test_a_dry_run_shows_every_process_and_touches_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_refuses_servers_that_the_model_cannot_be_divided_among(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"num_attention_heads": 32, "num_experts": 128, "moe_intermediate_size": 770}'
+    )
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        f"model: {{path: {tmp_path}}}\nenvironment: {{name: calculator}}\n"
+        "nodes:\n- {host: a, gpus: 4, pool: rollout}\n- {host: b, gpus: 4, pool: train}\n"
+        "rollout: {buckets: [{tensor_parallel: 4, max_num_seqs: 8}]}\nplanner: {kind: fixed}\n"
+    )
+    done = libra("run", "--dry-run", str(recipe))
+    assert done.exit_code != 0
+    assert "an expert of it is 770 wide" in " ".join(done.output.split())
+    assert "one of 1, 2" in " ".join(done.output.split())
+    smaller = recipe.read_text().replace(
+        "gpus: 4, pool: rollout", "gpus: 4, slots: 2, pool: rollout"
+    )
+    recipe.write_text(smaller.replace("tensor_parallel: 4", "tensor_parallel: 2"))
+    assert libra("run", "--dry-run", str(recipe)).exit_code == 0
+
+
 def test_a_dry_run_reads_the_tasks_and_names_a_damaged_line(tmp_path):
     (tmp_path / "t.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     environment = "environment: {name: dataset, tasks: t.jsonl}\n"

@@ -14,6 +14,7 @@ from libra_cli.app.first_plan import Placed, explained_first_plan, first_plan
 from libra_cli.cli.main import app
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.expected import guessed_lengths, samples_around
+from libra_cli.core.costs.mixtures import MixtureRefused
 from libra_cli.core.costs.profile import NothingFits, ProfileError
 from libra_cli.core.launch.dry_run import dry_run
 from libra_cli.core.launch.gpu_nodes import gpus_of
@@ -72,6 +73,19 @@ def test_short_and_long_trajectories_begin_with_other_splits() -> None:
     for placed in (short, long):
         check(recipe_of(*SIX), placed)
     assert serving(long) > serving(short)
+
+
+@pytest.mark.parametrize("lengths", [SHORT, LONG])
+def test_a_mixture_of_experts_is_planned_by_the_law_of_its_profile(lengths: dict[str, Any]) -> None:
+    planner = {"profile": "a800-qwen3-30b-a3b", "lengths": lengths}
+    recipe = recipe_of(*SIX, name="Qwen3-30B-A3B", planner=planner)
+    check(recipe, first_plan(recipe))
+
+
+def test_prices_of_a_dense_model_are_refused_for_a_mixture_of_experts() -> None:
+    planner = {"profile": "a800-qwen3-14b", "lengths": SHORT}
+    with pytest.raises(MixtureRefused, match="Qwen3-30B-A3B"):
+        first_plan(recipe_of(*SIX, name="Qwen3-30B-A3B", planner=planner))
 
 
 @pytest.mark.parametrize("sizes", [(8,), (4, 8), (6, 8, 4), (2, 2, 8, 8), (6, 6, 6), (12, 3)])

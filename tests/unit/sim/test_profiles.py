@@ -10,12 +10,12 @@ import pytest
 
 from libra_cli.core.costs.mixtures import MixtureRefused
 from libra_cli.core.costs.profile import ProfileError
-from libra_cli.sim.profiles import known_profiles, load_profile, require_dense, require_gpu
+from libra_cli.sim.profiles import known_profiles, load_profile, require_gpu, require_law
 from tests.research.changed_costs import with_overhead
 
 
-def test_nine_profiles_ship() -> None:
-    models = ("qwen3-14b", "qwen3-32b", "qwen3-8b")
+def test_twelve_profiles_ship() -> None:
+    models = ("qwen3-14b", "qwen3-30b-a3b", "qwen3-32b", "qwen3-8b")
     assert known_profiles() == tuple(f"{g}-{m}" for g in ("a100", "a800", "h100") for m in models)
 
 
@@ -24,13 +24,15 @@ def test_a_shipped_profile_is_sound(name: str) -> None:
     profile = load_profile(name)
     assert profile.name == name
     assert {"servers", "training", "moves", "overhead_s"} <= set(profile.provenance)
-    steps = [cost.decode_step_s(0, 0) for _, cost in sorted(profile.servers.items())]
+    steps = [cost.decode_step_s(8, 0) for _, cost in sorted(profile.servers.items())]
     assert steps == sorted(steps, reverse=True), "more GPUs make a step shorter"
     for degree, cost in profile.servers.items():
         assert cost.tensor_parallel == degree
         assert profile.facts.server_gib(degree, cost.kv_tokens) <= profile.facts.usable_gib
+    heads = profile.facts.kv_bytes / (4 * 128 * profile.facts.layers)
     for smaller, larger in pairwise(sorted(profile.servers)):
-        assert profile.servers[larger].kv_tokens > 2 * profile.servers[smaller].kv_tokens
+        factor = 2 if larger <= heads else 1  # from there on key heads are held more than once
+        assert profile.servers[larger].kv_tokens > factor * profile.servers[smaller].kv_tokens
 
 
 def test_a_model_without_room_for_a_cache_is_not_served_by_one_gpu() -> None:
@@ -86,10 +88,16 @@ def test_a_profile_of_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_is_dense_or_not_by_its_config_and_else_by_its_name(tmp_path: Path) -> None:
-    require_dense(str(tmp_path))
-    require_dense("Qwen/Qwen3-14B")
+    dense = load_profile("a800-qwen3-14b")
+    require_law(dense, str(tmp_path))
+    require_law(dense, "Qwen/Qwen3-14B")
     with pytest.raises(MixtureRefused):
-        require_dense("Qwen/Qwen3-30B-A3B")
+        require_law(dense, "Qwen/Qwen3-30B-A3B")
     (tmp_path / "config.json").write_text('{"num_experts": 128}')
-    with pytest.raises(MixtureRefused, match="128 experts"):
-        require_dense(str(tmp_path))
+    with pytest.raises(MixtureRefused, match="128 experts") as refused:
+        require_law(dense, str(tmp_path))
+    assert "a800-qwen3-30b-a3b" in refused.value.hint
+
+
+def test_prices_of_a_mixture_are_prices_for_one() -> None:
+    require_law(load_profile("a800-qwen3-30b-a3b"), "Qwen/Qwen3-30B-A3B")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.costs.tensor_parallel import allowed_degrees, refused_degree
 from libra_cli.core.launch.placement import initial_plan
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.checks import CHECKS, examine
@@ -34,7 +35,7 @@ from libra_cli.core.preflight.host_report import (
     TorchReport,
     Transfer,
 )
-from libra_cli.core.preflight.model_checks import refused_degree, template
+from libra_cli.core.preflight.model_checks import template
 from libra_cli.core.preflight.needs import RANK_BYTES, SERVER_BYTES, host_needs
 from libra_cli.core.preflight.network_checks import matching_interfaces
 from libra_cli.core.preflight.versions import TESTED, driver_runs
@@ -560,6 +561,15 @@ def test_a_degree_is_accepted_exactly_if_every_gpu_gets_equal_parts(heads, group
     equal = heads % degree == 0 and width % degree == 0
     equal = equal and (groups % degree == 0 or degree % groups == 0)
     assert (refused_degree(config, degree) == "") is equal
+
+
+@pytest.mark.parametrize("key", ["moe_intermediate_size", "shared_expert_intermediate_size"])
+def test_experts_must_divide_too(key):
+    config = {"num_attention_heads": 32, "intermediate_size": 6144, key: 768}
+    assert allowed_degrees(config) == (1, 2, 4, 8, 16)
+    assert "1400 wide" in refused_degree({**config, key: 1400}, 16)
+    assert refused_degree({"text_config": {**config, key: 1400}}, 16)
+    assert refused_degree({**config, key: 1400}, 8) == ""
 
 
 def test_a_template_that_does_not_fit_stops():

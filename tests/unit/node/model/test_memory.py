@@ -24,8 +24,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
 
 from libra_cli.config.training import TrainingSpec  # noqa: E402
-from libra_cli.core.costs.architecture import PUBLISHED, Checkpointing, DenseTransformer  # noqa: E402
+from libra_cli.core.costs.architecture import PUBLISHED, DenseTransformer  # noqa: E402
 from libra_cli.core.costs.memory import rank_memory  # noqa: E402
+from libra_cli.core.costs.mixture_transformer import Checkpointing  # noqa: E402
 from libra_cli.node.batch.samples import TokenSample  # noqa: E402
 from libra_cli.node.model import sharding  # noqa: E402
 from libra_cli.node.model.activations import checkpoint_activations  # noqa: E402
