@@ -36,11 +36,14 @@ CALLED = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 @dataclass(frozen=True)
 class Mutant:
-    """A file below the root, and its text before and after the mistake."""
+    """A file below the root, its text before and after the mistake, the line of that, and the
+    outermost function; empty if that is none."""
 
     path: Path
     before: str
     after: str
+    line: int
+    function: str
 
     @property
     def folder(self) -> str:
@@ -59,14 +62,33 @@ def mutants_of(path: Path) -> list[Mutant]:
     """All of a file, whose path is below the root."""
     before = (ROOT / path).read_text()
     starts = [0, *itertools.accumulate(len(line.encode()) for line in before.splitlines(True))]
-    raw, found = before.encode(), []
-    for node, text in mistakes(ast.parse(before)):
+    raw, found, tree = before.encode(), [], ast.parse(before)
+    for node, text in mistakes(tree):
         where: Any = node
         first = starts[where.lineno - 1] + where.col_offset
         last = starts[where.end_lineno - 1] + where.end_col_offset
         after = raw[:first] + text.encode() + raw[last:]
-        found.append(Mutant(path, before, after.decode()))
+        function = function_at(tree, where.lineno)
+        found.append(Mutant(path, before, after.decode(), where.lineno, function))
     return found
+
+
+def functions_of(tree: ast.AST, within: str = "") -> Iterator[tuple[str, range]]:
+    """The outermost functions with their names, and their lines."""
+    for node in ast.iter_child_nodes(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                first = min(one.lineno for one in (node, *node.decorator_list))
+                yield within + node.name, range(first, (node.end_lineno or first) + 1)
+            case ast.ClassDef():
+                yield from functions_of(node, f"{within}{node.name}.")
+            case _:
+                yield from functions_of(node, within)
+
+
+def function_at(tree: ast.AST, line: int) -> str:
+    """The name of the function that a line is in; empty if it is in none."""
+    return next((name for name, lines in functions_of(tree) if line in lines), "")
 
 
 def mistakes(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
