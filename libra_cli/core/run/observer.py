@@ -336,8 +336,9 @@ class _ToolTimes:
     @property
     def stretch(self) -> float:
         """Seconds in play for each one in queues and on servers."""
-        on_servers = fmean(self._on_servers) if self._on_servers else 0.0
-        return 1 + fmean(self._now) / on_servers if self._now and on_servers else 1.0
+        if not (self._now and any(self._on_servers)):
+            return 1.0
+        return 1 + fmean(self._now) / fmean(self._on_servers)
 
     @property
     def factor(self) -> float:
@@ -346,10 +347,10 @@ class _ToolTimes:
         Of a change r, a logarithm, it is r^2 / (r^2 + s^2), with s its standard error (Stein's
         estimator).
         """
-        then_s, returns = map(sum, zip(*self._finished, strict=True)) if self._finished else (0, 0)
-        now = fmean(self._now) if self._now else 0.0
-        if not (now and then_s and returns):
+        then_s = sum(tool_s for tool_s, _ in self._finished)
+        if not (then_s and any(self._now)):
             return 1.0
+        now, returns = fmean(self._now), sum(number for _, number in self._finished)
         variance = fmean((tool_s / now - 1) ** 2 for tool_s in self._now)
         squared_error = variance * (1 / len(self._now) + 1 / returns)
         change = log(now * returns / then_s)

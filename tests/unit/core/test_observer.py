@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from math import exp, log
+from typing import Any
 
 import pytest
 
 from libra_cli.core.planning.controller import record_of_plan
 from libra_cli.core.records import (
+    DecisionRecord,
     GroupRecord,
     MoveRecord,
     SyncRecord,
     TrajectoryRecord,
     TurnRecord,
+    VersionRecord,
 )
 from libra_cli.core.run.observer import RunObserver
 from libra_cli.core.types import Plan
@@ -41,7 +44,7 @@ def moved(slot: str, phases: str) -> MoveRecord:
     return MoveRecord(1, 1, slot, "rollout", "gradient", "done", 0.0, 9.0, phases, "")
 
 
-ROOM = {
+ROOM: dict[str, Any] = {
     "model": {"path": "/model", "max_len": 400},
     "rollout": {"max_turns": 8, "max_turn_tokens": 40},
 }
@@ -88,6 +91,85 @@ def test_the_step_that_all_first_groups_are_due_in_is_no_measure_of_rollout() ->
         observer.saw(replace(row, waited_s=6.0, held_s=5.0))
     measured = [(step.step_s, step.waited_s, step.held_s) for step in observer.measured]
     assert measured == [(5.0, 1.0, 0.0), (10.0, 6.0, 5.0), (10.0, 6.0, 5.0)]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_work_overlaps_and_steps_are_averaged_by_how_stale_a_batch_may_be(staleness: int) -> None:
+    recipe = world.recipe(training={"groups_per_step": 8, "max_staleness": staleness}, **ROOM)
+    observer = RunObserver(recipe)
+    observer.saw(record_of_plan(0, START, 0.0, "start", None))
+    for step in range(1, 12):
+        observer.saw(sample_run.step_record(step, step * 10.0, started_at=step * 10.0 - 4))
+    play(observer, 0, 2.0)
+    observer.saw(ENDED)
+    assert observer.workload is not None
+    assert observer.workload.overlap == 1 + staleness
+    assert len(observer.measured) == 2 * (1 + staleness)
+
+
+@pytest.mark.parametrize(("groups", "kept"), [(100, 256), (150, 300)])
+def test_the_work_to_come_is_that_of_two_steps_and_of_256_trajectories(
+    groups: int, kept: int
+) -> None:
+    recipe = world.recipe(
+        training={"groups_per_step": groups},
+        rollout=ROOM["rollout"] | {"group_size": 1},
+        model=ROOM["model"],
+    )
+    observer = RunObserver(recipe)
+    for group in range(310):
+        observer.saw(replace(TURN, group_id=group))
+        observer.saw(replace(ENDED, group_id=group, turns=1 if group < 300 else 5))
+    assert observer.workload is not None
+    turns = [sample.turns for sample in observer.workload.samples]
+    assert turns == [1] * (kept - 10) + [5] * 10
+    assert observer.signs["turns a trajectory"] == pytest.approx(1 + 4 * 10 / groups)
+
+
+def test_what_a_plan_was_predicted_is_kept_with_what_came_and_a_version_with_its_bytes() -> None:
+    observer = RunObserver(world.recipe())
+    assert observer.evidence.version_bytes == 0
+    told = json.dumps({"move": "a", "predicted": {"step_s": 8.0, "corrected": True}})
+    decided = DecisionRecord(1.0, 1, "", None, "", 1.0, 1.0, told)
+    observer.saw(decided)
+    assert [*observer.predictions] == []
+    observer.saw(replace(decided, observed_s=9.0))
+    observer.saw(VersionRecord(1, 1, 0.0, 800))
+    assert [(one.predicted_s, one.observed_s) for one in observer.predictions] == [(8.0, 9.0)]
+    assert observer.evidence.version_bytes == 800
+
+
+@pytest.mark.parametrize(
+    ("turns", "turn_s", "before_s", "now_s", "factor", "stretch"),
+    [
+        (1, 1.0, 0.0, None, 1.0, 1.0),  # no tool was ever called
+        (2, 0.0, 3.0, None, 1.0, 1.0),  # nor did a turn take any time
+        (2, 1.0, 0.0, 5.0, 1.0, 1 + 5.0 / 2),  # tools took no time before
+        (2, 1.0, 3.0, None, 1.0, 1 + 3.0),
+    ],
+)
+def test_tools_are_as_they_were_where_nothing_is_known_to_compare(
+    turns: int,
+    turn_s: float,
+    before_s: float,
+    now_s: float | None,
+    factor: float,
+    stretch: float,
+) -> None:
+    observer = RunObserver(world.recipe(**ROOM))
+
+    def play_turns(group: int, tool_s: float) -> None:
+        for turn in range(turns):
+            began = turn * (turn_s + tool_s)
+            row = replace(TURN, group_id=group, turn=turn, queued_at=began)
+            observer.saw(replace(row, ended_at=began + turn_s))
+
+    play_turns(0, before_s)
+    observer.saw(replace(ENDED, turns=turns))
+    if now_s is not None:
+        play_turns(1, now_s)
+    assert tool_seconds(observer) == {(turns - 1) * before_s * factor}
+    assert observer.signs[TOOLS] == pytest.approx(stretch)
 
 
 def test_what_is_filtered_stopped_and_replayed_is_seen_and_before_that_what_the_recipe_asks() -> (
@@ -148,6 +230,7 @@ def test_the_first_step_that_is_measured_began_when_the_one_before_it_ended() ->
 def test_a_link_is_as_fast_as_the_fastest_whole_version_that_came_over_it() -> None:
     observer = RunObserver(world.recipe())
     synced = SyncRecord("a/0", 1, 1, 1, 0.0, 9.0, 9.0, 2.0, 3.0, 800, 800, "full", 0.0, True, "")
+    assert (observer.sync_s, observer.evidence.link_bandwidth) == (0.0, 0.0)
     observer.saw(synced)
     assert (observer.sync_s, observer.evidence.link_bandwidth) == (5.0, 400.0)
     told = (
@@ -184,6 +267,42 @@ def test_a_sample_has_what_was_prompted_generated_and_observed_and_all_time_in_t
     (sample,) = observer.workload.samples
     assert (sample.prompt, sample.generated, sample.observed) == (100, 20, 30)
     assert sample.turns == 2
+
+
+@pytest.mark.parametrize(
+    ("generated", "context", "told"),
+    [
+        (0, 100, None),
+        (1, 102, (100, 1, 1)),
+        (20, 110, (90, 20, 0)),  # what was prompted at first is no longer all there
+        (20, 15, (0, 20, 0)),
+    ],
+)
+def test_a_sample_has_a_generated_token_and_no_more_than_its_last_context(
+    generated: int, context: int, told: tuple[int, int, int] | None
+) -> None:
+    observer = RunObserver(world.recipe(**ROOM))
+    observer.saw(TURN)
+    observer.saw(replace(ENDED, turns=1, generated_tokens=generated, context_tokens=context))
+    samples = observer.workload.samples if observer.workload else ()
+    assert [(one.prompt, one.generated, one.observed) for one in samples] == [told] * bool(told)
+
+
+@pytest.mark.parametrize("generated", [0, 1])
+def test_a_step_of_hardly_a_token_that_was_held_throughout_divides_by_nothing(
+    generated: int,
+) -> None:
+    observer = RunObserver(world.recipe(training={"max_staleness": 1}, **ROOM))
+    observer.saw(TURN)
+    observer.saw(ENDED)
+    row = sample_run.step_record(1, 10.0, started_at=8.0)
+    row = replace(row, generated_tokens=generated, batch_json='{"filtered_tokens": 3}')
+    observer.saw(row)
+    assert [*observer.measured] == []
+    observer.saw(replace(row, step=2, started_at=12.0, ended_at=14.0, held_s=4.0))
+    assert 0 < observer.measured[0].step_s < 1e-6
+    assert observer.workload is not None
+    assert observer.workload.extras == BatchOverhead(filtered=6 / max(1, 2 * generated))
 
 
 def test_starts_are_from_starting_to_work_and_moves_idle_while_neither_process_works() -> None:
@@ -239,8 +358,9 @@ def test_a_step_has_the_pairs_of_the_groups_that_it_was_trained_with() -> None:
     row = GroupRecord(0, "ready", 0.0, 1.0, 0, 1, 0.5, "")
     observer.saw(row)
     for step in (1, 2):
-        observer.saw(sample_run.step_record(step, 10.0 * step))
+        observer.saw(sample_run.step_record(step, 10.0 * step, started_at=0.5))
     observer.saw(replace(row, state="trained"))
+    observer.saw(replace(row, group_id=2, state="trained", step=2))  # none of it has ended
     observer.saw(replace(row, group_id=1, state="dropped", step=2))
     assert [step.pairs for step in observer.evidence.steps] == [(200**2 + 100**2) / 2, 0.0]
 
