@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
+from libra_cli.node.tls_stream import TlsStream
+
 CREDENTIALS = "credentials.json"
 """The file in the run directory that LIBRA_CREDENTIALS_FILE names."""
 
@@ -83,4 +85,4 @@ class PeerConnection(http.client.HTTPConnection):
     def connect(self) -> None:
         """Connect, and verify each other."""
         super().connect()
-        self.sock = self._context.wrap_socket(self.sock, server_hostname=self._name)
+        self.sock = TlsStream(self.sock, self._context, self._name)

@@ -4,8 +4,10 @@
 
 prints a line for every number of hosts and rate: megabytes a second of the host that was done
 first, and of all of them together, by libra and by plain sockets from the host that publishes,
-which send the same bytes to every host and look at none of them. What all hosts have lies in
-``--directory``. Hosts are network namespaces; needs root.
+which send the same bytes to every host and look at none of them; and seconds of a core that a GB
+takes at the host that publishes, of all that it sent, and at the others, of all that each got, the
+kernel's part included. What all hosts have lies in ``--directory``. Hosts are network namespaces;
+needs root.
 """
 
 from __future__ import annotations
@@ -76,14 +78,21 @@ def measure(net: Network, count: int, size: int, directory: str) -> dict[str, fl
                 for host in (origin, *takers)
             ]
             urls = [peer_url(role.address, role.port, "any") for role in roles]
-            ours = _timed(
+            before = roles[0].used()
+            ours, used = _timed(
                 [
                     (role, {"pull": name, "sources": [*urls[1 : 1 + i], *urls[2 + i :], urls[0]]})
                     for i, role in enumerate(roles[1:])
                 ]
             )
-            raw = _timed([(role, {"raw": [roles[0].address, roles[0].raw]}) for role in roles[1:]])
+            sender_s = roles[0].used() - before
+            raw, raw_used = _timed(
+                [(role, {"raw": [roles[0].address, roles[0].raw]}) for role in roles[1:]]
+            )
         return {
+            "sender_cpu_s_gb": round(sender_s / written * 1e9, 2),
+            "receiver_cpu_s_gb": round(sum(used) / count / written * 1e9, 2),
+            "raw_receiver_cpu_s_gb": round(sum(raw_used) / count / written * 1e9, 2),
             "first_mb_s": round(written / min(ours) / 1e6, 1),
             "all_mb_s": round(count * written / max(ours) / 1e6, 1),
             "raw_first_mb_s": round(written / min(raw) / 1e6, 1),
@@ -114,11 +123,16 @@ class _Role:
         self.address = address
         self.port, self.raw = json.loads(self._out.readline())
 
-    def ask(self, what: dict[str, Any]) -> float:
-        """Seconds it took."""
+    def ask(self, what: dict[str, Any]) -> tuple[float, float]:
+        """Seconds it took, and those of a core that the process used meanwhile."""
         self._in.write(json.dumps(what) + "\n")
         self._in.flush()
-        return float(self._out.readline())
+        seconds, used = json.loads(self._out.readline())
+        return seconds, used
+
+    def used(self) -> float:
+        """Seconds of a core that the process has used until now."""
+        return self.ask({"used": True})[1]
 
 
 @contextmanager
@@ -145,9 +159,13 @@ def _role(host: SshHost, root: Path, told: str) -> Iterator[_Role]:
             process.kill()
 
 
-def _timed(asked: Sequence[tuple[_Role, dict[str, Any]]]) -> list[float]:
+def _timed(
+    asked: Sequence[tuple[_Role, dict[str, Any]]],
+) -> tuple[list[float], list[float]]:
+    """Of each, the seconds it took, and those of a core."""
     with ThreadPoolExecutor(len(asked)) as pool:
-        return list(pool.map(lambda one: one[0].ask(one[1]), asked))
+        told = list(pool.map(lambda one: one[0].ask(one[1]), asked))
+    return [seconds for seconds, _ in told], [used for _, used in told]
 
 
 def host() -> None:
@@ -160,13 +178,16 @@ def host() -> None:
     sys.stdout.flush()
     for line in sys.stdin:
         what = json.loads(line)
-        began = time.monotonic()
-        if "pull" in what:
+        began, used = time.monotonic(), time.process_time()
+        if "used" in what:
+            used = 0.0
+        elif "pull" in what:
             server.pull(what["pull"], what["sources"], PULL_S)
         else:
             with ThreadPoolExecutor(STREAMS) as pool:
                 list(pool.map(_receive_raw, [tuple(what["raw"])] * STREAMS))
-        sys.stdout.write(f"{time.monotonic() - began}\n")
+        told = [time.monotonic() - began, time.process_time() - used]
+        sys.stdout.write(json.dumps(told) + "\n")
         sys.stdout.flush()
 
 

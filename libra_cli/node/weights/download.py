@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from itertools import islice
 
 from libra_cli.node.agent_errors import AgentRefused
 from libra_cli.node.credentials import Credentials, PeerConnection
@@ -41,8 +42,8 @@ LOOK_S = 0.1
 """How often a source that has only a part of the version is asked what it has."""
 LOOK_SHARE = 0.02
 """The most of a thread's time that this may take, with many chunks."""
-PIECE_BYTES = 1 << 16
-"""Of a chunk, after which it is noted that bytes come: half a second of a link of 1 Mb/s."""
+PIECE_BYTES = 1 << 18
+"""Of a chunk, after which it is noted that bytes come: two seconds of a link of 1 Mb/s."""
 STALL_S = 15.0
 """A source that sends nothing for this long has failed."""
 LATE_S = 3.0
@@ -170,12 +171,14 @@ class Download:
         *others, publisher = sources
         peers = random.sample(others, min(PEERS, len(others)))
         self._sources = [*map(_Source, peers), _Source(publisher, is_publisher=True)]
-        self._chunks: list[_Chunk] = []
-        self._number: dict[tuple[str, int], int] = {}
-        for file, one in files.items():
-            for index, digest in enumerate(one.sha256):
-                self._number[file, index] = len(self._chunks)
-                self._chunks.append(_Chunk(file, index, *one.span(index), digest))
+        self._chunks = [
+            _Chunk(file, index, *one.span(index), digest)
+            for file, one in files.items()
+            for index, digest in enumerate(one.sha256)
+        ]
+        # In an order of this host's own, so that the first ones that are missing are any.
+        random.shuffle(self._chunks)
+        self._number = {(one.file, one.index): n for n, one in enumerate(self._chunks)}
         self._missing = {self._number[file, i] for file in files for i in draft.missing(file)}
         self._fetching: dict[int, dict[str, float]] = {}
         """Of a chunk on its way: from which sources, and since when."""
@@ -328,8 +331,7 @@ class Download:
     def _choose(self) -> tuple[_Source, int] | None:
         sources = sorted(self._sources, key=lambda one: one.asked)
         for source in sources:
-            if found := self._missing & source.has:
-                few = random.sample(tuple(found), min(SAMPLE, len(found)))
+            if few := [*islice((n for n in self._missing if n in source.has), SAMPLE)]:
                 return source, min(few, key=self._spread)
         before = time.monotonic() - LATE_S
         late = {n for n, since in self._fetching.items() if min(since.values()) < before}

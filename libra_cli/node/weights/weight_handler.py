@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
@@ -60,28 +61,24 @@ class WeightHandler(BearerHandler):
         return draft.states() if draft is not None else {}
 
     def _send_file(self, version: str, file: str) -> None:
-        path, part = self._path(version, file), RANGE.fullmatch(self.headers.get("Range", ""))
-        draft = self.drafts.get(version)
+        part, draft = RANGE.fullmatch(self.headers.get("Range", "")), self.drafts.get(version)
         try:
-            if path is not None:
-                self._send(path, part)
-            elif draft is not None and (
-                file == MANIFEST or (part and draft.holds(file, *_span(part)))
+            opened = _open(self.root / version, file)
+            if (
+                opened is None
+                and draft is not None
+                and (file == MANIFEST or (part and draft.holds(file, *_span(part))))
             ):
-                self._send(draft.directory / file, part)
-            else:
-                self._send_status(HTTPStatus.NOT_FOUND)
-        except FileNotFoundError:  # removed, or complete and renamed since
+                opened = _open(draft.directory, file)
+        except OSError:  # removed, or complete and renamed since
+            opened = None
+        if opened is None:
             self._send_status(HTTPStatus.NOT_FOUND)
+        else:
+            self._send(opened, part)
 
-    def _path(self, version: str, file: str) -> Path | None:
-        path = self.root / version / file
-        # A link could lead anywhere, so the path must be the very one that was asked for.
-        is_plain = path.is_file() and path.resolve() == self.root.resolve() / version / file
-        return path if is_plain else None
-
-    def _send(self, path: Path, part: re.Match[str] | None) -> None:
-        with path.open("rb") as file:
+    def _send(self, opened: BinaryIO, part: re.Match[str] | None) -> None:
+        with opened as file:
             size = os.fstat(file.fileno()).st_size
             first, count = _span(part) if part else (0, size)
             if first + count > size:
@@ -107,6 +104,27 @@ class WeightHandler(BearerHandler):
         self.send_response(status)
         self.send_header("Content-Length", "0")
         self.end_headers()
+
+
+def _open(directory: Path, name: str) -> BinaryIO | None:
+    """Open a plain file; None if it is none, or a link, which could lead anywhere.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        place = os.open(directory, flags | os.O_DIRECTORY)
+        try:
+            descriptor = os.open(name, flags | os.O_NONBLOCK, dir_fd=place)
+        finally:
+            os.close(place)
+    except FileNotFoundError:
+        return None
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb", buffering=0)
+    os.close(descriptor)
+    return None
 
 
 def _span(part: re.Match[str]) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from libra_cli.node.weights import chunks, download, draft
 from libra_cli.node.weights.chunks import ManifestError, listed, read_manifest
 from libra_cli.node.weights.weight_handler import WeightHandler
 from libra_cli.node.weights.weight_server import PullResult, WeightServer
-from tests.credentials import credentials_of, url_of
+from tests.credentials import ask, credentials_of, url_of
 
 NAME = "v000001-e0"
 CHUNK = 64 * 1024
@@ -348,3 +348,36 @@ def test_a_pull_that_nobody_waits_for_ends_with_its_host(
 def test_a_manifest_whose_chunks_do_not_make_its_files_is_refused(entry: object) -> None:
     with pytest.raises(ManifestError, match="damaged"):
         read_manifest(json.dumps({"files": {"a": entry}}).encode())
+
+
+def test_a_link_and_what_is_no_file_are_not_served(publisher: Place) -> None:
+    version = publisher.server.root / NAME
+    (version / "link.bin").symlink_to(version / FAULTY)
+    (version / "directory").mkdir()
+    os.mkfifo(version / "pipe")
+    (version.parent / "v000002-e0").symlink_to(version)
+    for path in ("link.bin", "directory", "pipe"):
+        assert ask(publisher.url, f"/{NAME}/{path}")[0] == HTTPStatus.NOT_FOUND, path
+    assert ask(publisher.url, f"/v000002-e0/{FAULTY}")[0] == HTTPStatus.NOT_FOUND
+    assert ask(publisher.url, f"/{NAME}/{FAULTY}") == (HTTPStatus.OK, DATA)
+
+
+def test_hosts_take_the_chunks_of_a_publisher_each_in_an_order_of_its_own(
+    tmp_path: Path, places: list[Place]
+) -> None:
+    asked: list[str] = []
+
+    def note(handler: Faulty) -> bool:
+        asked.append(handler.headers["Range"])
+        return False
+
+    source, server = faulty(tmp_path / "noting", note)
+    orders = []
+    for place in places:
+        asked.clear()
+        place.pull(source)
+        assert len(set(asked)) == COUNT
+        orders.append(tuple(asked))
+    server.shutdown()
+    server.server_close()
+    assert len(set(orders)) == len(orders)
