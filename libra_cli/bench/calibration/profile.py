@@ -172,7 +172,7 @@ def _model_name(recipe: Recipe) -> str:
     if recipe.model.path is not None:
         return recipe.model.path.rstrip("/").rpartition("/")[2]
     assert recipe.model.build is not None
-    return f"built-{recipe.model.build.task}"
+    return recipe.model.build.name
 
 
 def _slug(text: str) -> str:

