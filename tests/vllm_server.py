@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -49,12 +49,21 @@ class Bench:
 
 @contextmanager
 def bench_of(
-    model_dir: Path, base: Path, *, dtype: str = "float32", ranks: int = 1, gpus: int = 0
+    model_dir: Path,
+    base: Path,
+    *,
+    dtype: str = "float32",
+    ranks: int = 1,
+    gpus: int = 0,
+    rollout: Mapping[str, Any] | None = None,
 ) -> Iterator[Bench]:
-    """A server of a model, with that many tensor-parallel ranks, on as many GPUs or on none."""
+    """A server of a model, with that many tensor-parallel ranks, on as many GPUs or on none.
+
+    ``rollout`` are more keys of the recipe's section.
+    """
     token = secrets.token_urlsafe(16)
     with asyncio.Runner() as loop:
-        opened = _opened(model_dir, base, token, dtype, ranks, gpus)
+        opened = _opened(model_dir, base, token, dtype, ranks, gpus, rollout or {})
         host, server, endpoint = loop.run(opened.__aenter__())
         try:
             yield Bench(host, server, token, endpoint, loop)
@@ -65,7 +74,13 @@ def bench_of(
 
 @asynccontextmanager
 async def _opened(
-    model_dir: Path, base: Path, token: str, dtype: str, ranks: int, gpus: int
+    model_dir: Path,
+    base: Path,
+    token: str,
+    dtype: str,
+    ranks: int,
+    gpus: int,
+    rollout: Mapping[str, Any],
 ) -> AsyncIterator[tuple[Host, ServerClient, Endpoint]]:
     recipe = Recipe.model_validate(
         {
@@ -74,7 +89,11 @@ async def _opened(
             ],
             "model": {"path": str(model_dir), "max_len": 512, "dtype": dtype},
             "environment": {"name": "pointer-chase"},
-            "rollout": {"max_turn_tokens": 480, "buckets": [{"name": "all", "max_num_seqs": 8}]},
+            "rollout": {
+                "max_turn_tokens": 480,
+                "buckets": [{"name": "all", "max_num_seqs": 8}],
+                **rollout,
+            },
         }
     )
     slot = slots_of(recipe)[0]

@@ -11,6 +11,7 @@ from libra_cli.config.fields import Count, Name, Positive, Section, Share
 from libra_cli.config.on_resume import MAY_CHANGE, fixed
 from libra_cli.config.only_with import only_with
 from libra_cli.config.problems import Problem
+from libra_cli.config.speculative import SpeculativeSpec
 
 RESERVED_VLLM_FLAGS = frozenset(
     {
@@ -27,6 +28,7 @@ RESERVED_VLLM_FLAGS = frozenset(
         "--model",
         "--port",
         "--socket",
+        "--speculative-config",
         "--scheduling-policy",
         "--seed",
         "--served-model-name",
@@ -144,6 +146,8 @@ class RolloutSpec(Section):
     """The share of a GPU's memory that vLLM takes."""
     kv_gib: Positive = 1
     """KV cache in GiB of a server on a host without GPUs."""
+    speculative: SpeculativeSpec | None = None
+    """Guess several tokens at a time and check them in one step; null: one token a step."""
     vllm_args: tuple[str, ...] = ()
     """Extra arguments of every server."""
 

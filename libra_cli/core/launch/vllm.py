@@ -14,6 +14,8 @@ Why the flags are what they are:
 
 from __future__ import annotations
 
+import json
+
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.launch.process import (
     Flags,
@@ -70,6 +72,8 @@ def _flags(recipe: Recipe, launch: ServerLaunch) -> Flags:
         "--seed": launch.seed,
         "--worker-extension-cls": "libra_cli.node.rollout.worker.VersionLoader",
     }
+    if recipe.rollout.speculative is not None:
+        flags["--speculative-config"] = json.dumps(recipe.rollout.speculative.flags)
     if slot.gpus:
         flags["--gpu-memory-utilization"] = recipe.rollout.gpu_memory
     else:

@@ -84,8 +84,10 @@ class PreflightCase:
 def packages_needed(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     """The Python packages that each half needs on its hosts."""
     adapter = ("peft",) if recipe.training.lora else ()
+    speculative = recipe.rollout.speculative
+    drafts = ("arctic_inference",) if speculative and speculative.method == "suffix" else ()
     return {
-        "rollout": rollout_backend(recipe.rollout.backend).packages,
+        "rollout": (*rollout_backend(recipe.rollout.backend).packages, *drafts),
         "train": (*trainer_backend(recipe.training.backend).packages, *adapter),
     }
 

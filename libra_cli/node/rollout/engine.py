@@ -24,10 +24,17 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine import (
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+)
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
+from vllm.v1.metrics.stats import SchedulerStats
 
+from libra_cli.node.rollout.draft_switch import DraftSwitch
 from libra_cli.node.rollout.proof import prove_loaded
 from libra_cli.node.rollout.turn import Answer, TurnRefused, TurnTokens
 
@@ -59,6 +66,10 @@ class VllmEngine:
         self._turns: dict[str, TurnTokens] = {}
         self._label = UNKNOWN_VERSION
         self._counters: Counter[str] = Counter()
+        self._drafts: DraftSwitch | None = None
+        if config.speculative_config is not None:
+            self._core.collective_rpc("mend_sampler")
+            self._drafts = DraftSwitch()
 
     @property
     def busy(self) -> bool:
@@ -108,7 +119,30 @@ class VllmEngine:
 
     def step(self) -> list[tuple[str, Answer]]:
         """Generate a token of every running turn; return those that ended."""
+        if self._drafts is None:
+            return self._ended(self._client.get_output())
+        return self._step_with(self._drafts)
+
+    def _step_with(self, switch: DraftSwitch) -> list[tuple[str, Answer]]:
+        """A step with drafts or without, whichever the switch chooses."""
+        running: Sequence[Any] = self._scheduler.running
+        drafts = switch.choose(len(running))
+        if not drafts:
+            for request in running:
+                request.spec_token_ids.clear()
+        known, started = sum(map(_is_decoding, running)), time.monotonic()
         outputs = self._client.get_output()
+        seconds, tokens = time.monotonic() - started, self._counters["generated_tokens"]
+        ended = self._ended(outputs)
+        # A step with a prompt in it says nothing of drafts.
+        if known and known == len(outputs.outputs) and all(map(_is_decoding, running)):
+            tokens = self._counters["generated_tokens"] - tokens
+            switch.observe(known, drafts=drafts, tokens=tokens, seconds=seconds)
+        self._counters["draft_steps"] += drafts
+        return ended
+
+    def _ended(self, outputs: EngineCoreOutputs) -> list[tuple[str, Answer]]:
+        """The turns that ended with a step's outputs; the others grow by theirs."""
         ended = []
         for output in outputs.outputs:
             turn = self._turns.get(output.request_id)
@@ -120,11 +154,17 @@ class VllmEngine:
                 del self._turns[output.request_id]
                 ended.append((output.request_id, turn.answer(str(output.finish_reason))))
         self._counters["steps"] += 1
-        stats = outputs.scheduler_stats
-        if stats is not None:
-            self._counters["prefix_queries"] += stats.prefix_cache_stats.queries
-            self._counters["prefix_hits"] += stats.prefix_cache_stats.hits
+        if outputs.scheduler_stats is not None:
+            self._count_all(outputs.scheduler_stats)
         return ended
+
+    def _count_all(self, stats: SchedulerStats) -> None:
+        self._counters["prefix_queries"] += stats.prefix_cache_stats.queries
+        self._counters["prefix_hits"] += stats.prefix_cache_stats.hits
+        drafts = stats.spec_decoding_stats
+        if drafts is not None:
+            self._counters["draft_tokens"] += drafts.num_draft_tokens
+            self._counters["accepted_tokens"] += drafts.num_accepted_tokens
 
     def _grow(self, turn: TurnTokens, output: EngineCoreOutput) -> None:
         # The log-probability of the token itself is the first of each row.
@@ -197,7 +237,8 @@ class VllmEngine:
 
         ``running`` and ``waiting`` are turns, ``kv_use`` is a share of the KV cache; ``steps``,
         ``generated_tokens``, ``preemptions``, ``prefix_queries`` and ``prefix_hits`` (tokens) are
-        counts; ``queue_time_s_sum`` and ``queue_time_s_count`` are seconds that turns waited.
+        counts; ``queue_time_s_sum`` and ``queue_time_s_count`` are seconds that turns waited. With
+        speculative decoding also: ``draft_steps``, ``draft_tokens`` and ``accepted_tokens``.
         """
         running, waiting = self._scheduler.get_request_counts()
         use = float(self._scheduler.get_kv_cache_usage())
@@ -206,6 +247,11 @@ class VllmEngine:
     def close(self) -> None:
         """End the engine's workers."""
         self._client.shutdown()
+
+
+def _is_decoding(request: Any) -> bool:
+    """Whether all of a request's prompt has been computed."""
+    return bool(request.num_computed_tokens >= request.num_prompt_tokens)
 
 
 @lru_cache(maxsize=4096)

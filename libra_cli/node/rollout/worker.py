@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from libra_cli.node.rollout import cpu_sampler
 from libra_cli.node.rollout.held_tensors import held_parts, regions_of
 from libra_cli.node.rollout.merged_weights import MergedWeights
 from libra_cli.node.rollout.prepared import PreparedVersion
@@ -27,6 +28,10 @@ class VersionLoader:
     base_model: Path | None = None
     """The directory that the server began with, once a version was loaded."""
     prepared: PreparedVersion | None = None
+
+    def mend_sampler(self) -> None:
+        """Mend what vLLM samples drafted tokens with."""
+        cpu_sampler.mend()
 
     def prepare_version(self, directory: str) -> bool:
         """Begin to bring a version into memory, or tell whether it is; generation goes on."""

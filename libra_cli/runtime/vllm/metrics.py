@@ -1,6 +1,6 @@
 """What is made of a server's counters besides what libra itself needs to know.
 
-To add a metric, add a line to ``METRICS``. By its name it reaches the readings of a server
+To add a metric, add a line to one of the tables. By its name it reaches the readings of a server
 (``SampleRecord.metrics_json``), ``libra status`` and its ``--json``, and ``report.html``.
 """
 
@@ -26,13 +26,32 @@ def mean_since(observed: str) -> Callable[[Page, Page], float | None]:
     return mean
 
 
+def share_since(part: str, whole: str) -> Callable[[Page, Page], float | None]:
+    """What one counter grew by between two readings, of what another did; None if that is 0."""
+
+    def share(before: Page, now: Page) -> float | None:
+        grew, by = (now.get(name, 0.0) - before.get(name, 0.0) for name in (part, whole))
+        return grew / by if by > 0 else None
+
+    return share
+
+
 METRICS: Mapping[str, Callable[[Page, Page], float | None]] = {
     # Seconds that a turn waited inside vLLM.
     "request_queue_time_s": mean_since("queue_time_s"),
 }
 """Name -> its value, from the reading before (empty at first) and this one."""
 
+SPECULATIVE: Mapping[str, Callable[[Page, Page], float | None]] = {
+    # Of tokens that drafts guessed, those that were right.
+    "draft_acceptance": share_since("accepted_tokens", "draft_tokens"),
+    # Of steps, those with drafts.
+    "draft_steps": share_since("draft_steps", "steps"),
+}
+"""The same, of servers with speculative decoding."""
+
 
 def named(before: Page, now: Page) -> dict[str, float | None]:
-    """Every metric of ``METRICS``."""
-    return {name: value(before, now) for name, value in METRICS.items()}
+    """Every metric that a server with these counters has."""
+    metrics = {**METRICS, **SPECULATIVE} if "draft_steps" in now else METRICS
+    return {name: value(before, now) for name, value in metrics.items()}
