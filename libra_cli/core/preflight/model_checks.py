@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from libra_cli.core.costs.mixtures import experts_of
 from libra_cli.core.costs.tensor_parallel import allowed_degrees, refused_degree
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.findings import ALL, CONTROLLER, Finding, Remedy
@@ -13,6 +14,8 @@ from libra_cli.core.preflight.host_report import ModelFiles
 
 COUNTED = (".safetensors", ".bin", ".json", ".jinja", ".txt", ".model")
 """Endings of files that a model is made of; a README is not."""
+INNER = ("gate_proj", "up_proj", "down_proj")
+"""Matrices of a feed-forward layer, which a mixture has for each expert."""
 NAMED = 3
 """So many files that differ are named."""
 
@@ -106,6 +109,7 @@ def shape(case: PreflightCase) -> Iterator[Finding]:
                 Remedy("recipe", f"rollout.buckets[].tensor_parallel: one of {_listed(allowed)}"),
             )
     yield from _shared_rows(case, config)
+    yield from _adapted_experts(case, config)
     longest, wanted = config.get("max_position_embeddings"), case.recipe.model.max_len
     if isinstance(longest, int) and wanted > longest and not _is_stretched(config):
         yield Finding(
@@ -128,6 +132,8 @@ def _shared_rows(case: PreflightCase, config: Mapping[str, Any]) -> Iterator[Fin
     reason = f"it has layers of {others[0]}" if others else ""
     if not reason and isinstance(heads, int) and heads % size:
         reason = f"it has {heads} attention heads"
+    if not reason and experts_of(config) and config.get("output_router_logits"):
+        reason = "its routers are balanced over whole sequences (output_router_logits)"
     if size > 1 and reason:
         yield Finding(
             "shape",
@@ -137,6 +143,37 @@ def _shared_rows(case: PreflightCase, config: Mapping[str, Any]) -> Iterator[Fin
             "the trainer refuses to start",
             Remedy("recipe", "training.cp_size: 1, or a divisor of the model's attention heads"),
         )
+
+
+def _adapted_experts(case: PreflightCase, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Experts lie in tensors of three axes, on which no adapter is put."""
+    lora, experts = case.recipe.training.lora, experts_of(config)
+    if lora is None or not experts:
+        return
+    named = [one for one in lora.target_modules if one in INNER]
+    if named and not _has_dense_parts(config):
+        yield Finding(
+            "shape",
+            ALL,
+            "stops",
+            f"training.lora names {', '.join(named)}, of which the model has {experts} experts "
+            "and nothing else",
+            "an adapter is put on matrices, not on tensors of all experts",
+            Remedy("recipe", "training: {lora: {target_modules: all-linear}}"),
+        )
+    elif "all-linear" in lora.target_modules or named:
+        yield Finding(
+            "shape",
+            ALL,
+            "warns",
+            f"the adapter is not on the model's {experts} experts",
+            "attention and what every token meets are trained, experts and routers stay",
+        )
+
+
+def _has_dense_parts(config: Mapping[str, Any]) -> bool:
+    keys = ("n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace")
+    return any(config.get(key) for key in (*keys, "mlp_only_layers"))
 
 
 def _listed(values: Sequence[int]) -> str:

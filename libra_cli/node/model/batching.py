@@ -105,6 +105,16 @@ class MicroBatch:
     """``[N]``, int64: versions that the token is behind the trainer's."""
     scores: TokenScores | None = None
 
+    def weights(self, divisor: Tensor | None) -> Tensor:
+        """What each sequence adds to the loss's divisor, ``[sequences]``: its generated tokens, or,
+        of a divisor that the loss says, an equal part if it has any."""
+        sequences = len(self.request.packed.lengths)
+        tokens = torch.bincount(self.rows, minlength=sequences).float()
+        if divisor is None:
+            return tokens
+        scored = tokens > 0
+        return divisor * scored / scored.sum().clamp(min=1)
+
 
 def collate(
     samples: Sequence[TokenSample],

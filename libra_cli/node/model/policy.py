@@ -56,6 +56,7 @@ from libra_cli.node.model.adapter import add_adapter, published_name, without_ad
 from libra_cli.node.model.batching import MicroBatch, collate, deal
 from libra_cli.node.model.context_parallel import context_group
 from libra_cli.node.model.policy_config import PolicyConfig
+from libra_cli.node.model.routers import RouterBalance
 from libra_cli.node.model.scores import BranchScores, with_scores
 from libra_cli.node.model.scoring import ScoringModel, one_sequence
 from libra_cli.node.model.sharding import load_sharded, mesh_of
@@ -122,6 +123,7 @@ class PolicyModel:
         self.model = self._load()
         self._forward = self._wrap(self.model)
         self._scoring = ScoringModel(self.model, self._forward, self.device, self._context)
+        self._balance = RouterBalance(self.model, cp_size=self.cp_size)
         self._reference = self._frozen() if needs_reference(config.training) else None
         """The first policy; with an adapter it is the model without it."""
 
@@ -317,12 +319,17 @@ class PolicyModel:
     def _backward(self, batch: MicroBatch, samples: Sequence[TokenSample]) -> dict[str, float]:
         bonus = self._config.training.entropy_coef > 0
         reference = self._reference_logprobs(batch) if batch.scores is None else None
-        current, entropy, greedy = self._scoring.logprobs(
-            batch.request, temperature=self._config.temperature, entropy_gradient=bonus
-        )
+        with self._balance.recording() as logits:
+            current, entropy, greedy = self._scoring.logprobs(
+                batch.request, temperature=self._config.temperature, entropy_gradient=bonus
+            )
         inputs = self._inputs(batch, current, reference)
         outputs = self._loss(replace(inputs, entropy=entropy if bonus else None, greedy=greedy))
-        self._accelerator.backward(outputs.loss * self.world)
+        loss = outputs.loss
+        if self._balance.coefficient:
+            lengths = batch.request.packed.lengths
+            loss = loss + self._balance.loss(logits, lengths, batch.weights(outputs.divisor))
+        self._accelerator.backward(loss * self.world)
         gap = (inputs.proximal - batch.rollout).abs()[batch.fresh]
         divisor = len(current) if outputs.divisor is None else outputs.divisor
         sums = {**outputs.metrics}
@@ -333,7 +340,7 @@ class PolicyModel:
         if self._config.training.updates > 1:
             sums["ppo_kl"] = (inputs.proximal - current.detach()).sum()
         return {
-            "loss": float(outputs.loss.detach()),
+            "loss": float(loss.detach()),
             "divisor": float(divisor),
             "entropy": float(entropy.detach().sum()),
             "gap": float(gap.sum()),

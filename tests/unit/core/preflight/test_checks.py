@@ -493,6 +493,9 @@ def test_heads_must_divide_among_the_gpus_of_a_server():
         (4, {"num_attention_heads": 14}, "it has 14 attention heads"),
         (2, {"layer_types": ["full_attention", "sliding_attention"]}, ""),
         (2, {"layer_types": ["full_attention", "linear_attention"]}, "layers of linear_attention"),
+        (2, {"num_experts": 8, "output_router_logits": False}, ""),
+        (2, {"num_experts": 8, "output_router_logits": True}, "its routers are balanced"),
+        (2, {"output_router_logits": True}, ""),
     ],
 )
 def test_ranks_share_a_forward_pass_by_heads_of_attention(
@@ -503,6 +506,26 @@ def test_ranks_share_a_forward_pass_by_heads_of_attention(
     told = [one.what for one in wrong(made) if "cp_size" in one.what]
     assert len(told) == bool(reason)
     assert all(reason in one for one in told)
+
+
+@pytest.mark.parametrize(
+    ("targets", "config", "severity"),
+    [
+        (["q_proj"], {"num_experts": 8}, None),
+        (["all-linear"], {"num_experts": 8}, "warns"),
+        (["q_proj", "up_proj"], {"num_experts": 8}, "stops"),
+        (["q_proj", "up_proj"], {"n_routed_experts": 8, "n_shared_experts": 1}, "warns"),
+        (["all-linear"], {}, None),
+        (["up_proj"], {}, None),
+    ],
+)
+def test_an_adapter_is_not_put_on_experts(
+    targets: list[str], config: dict[str, Any], severity: str | None
+):
+    of = recipe(training={"lora": {"target_modules": targets}})
+    made = case(of=of, model=ModelFiles(MODEL.files, {**CONFIG, **config}))
+    told = [one.severity for one in examine(made, quick=False) if "experts" in one.what]
+    assert told == ([severity] if severity else [])
 
 
 def test_contexts_end_where_positions_do_unless_they_are_stretched():

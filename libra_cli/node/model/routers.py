@@ -1,0 +1,110 @@
+"""The routers of a mixture of experts, and the loss that keeps their choices balanced.
+
+transformers' loss (Switch Transformers, arXiv 2101.03961, eq. 4 to 6) multiplies two means over all
+tokens of a batch, so its sum over micro-batches is another number. Here it is of each sequence by
+itself, as DeepSeek-V3's (arXiv 2412.19437, eq. 17): with T tokens in a sequence, L layers, E
+experts and p the softmax of a router's logits::
+
+    f_e = tokens and layers whose k largest p have e, over L T        P_e = mean of p_e over L T
+    balance = E sum over e of f_e P_e
+
+which for a batch of one sequence is transformers' number. A sequence weighs what it adds to the
+loss's divisor (its generated tokens, usually), so the gradient of the whole batch is the same
+however the batch is cut into micro-batches and over ranks.
+
+Guarantee: prompt tokens count as generated ones do; f has no gradient. Limit: ranks that share a
+row (``training.cp_size``) have parts of sequences, and are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from libra_cli.config.errors import TrainerError
+
+
+def routers_of(model: nn.Module) -> list[nn.Module]:
+    """The routers of a transformers model in the order of its layers; none of a dense model."""
+    kinds = {
+        recorder.target_class
+        for part in model.modules()
+        if (recorder := (getattr(part, "_can_record_outputs", None) or {}).get("router_logits"))
+    }
+    return [part for part in model.modules() if type(part) in kinds]
+
+
+class RouterBalance:
+    """The balance of a model's routers, if its config.json asks for it.
+
+    ``output_router_logits`` says that it is part of the loss, ``router_aux_loss_coef`` how much it
+    weighs, as in transformers.
+    """
+
+    def __init__(self, model: Any, *, cp_size: int = 1) -> None:
+        """Watch the routers.
+
+        Raises:
+            TrainerError: ranks are to share a row.
+        """
+        config = model.config.get_text_config()
+        routers = routers_of(model) if getattr(config, "output_router_logits", False) else []
+        self.coefficient: float = getattr(config, "router_aux_loss_coef", 0.0) if routers else 0.0
+        self._recorded: list[Tensor] | None = None
+        if not self.coefficient:
+            return
+        if cp_size > 1:
+            raise TrainerError(
+                f"{type(model).__name__} is trained with a balance of its routers "
+                "(output_router_logits in its config.json), which ranks that share a row "
+                "cannot compute",
+                hint="set training.cp_size to 1, or output_router_logits to false in config.json",
+            )
+        self._chosen = int(config.num_experts_per_tok)
+        for router in routers:
+            router.register_forward_hook(self._record)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
+        """The logits of each router, ``[tokens, experts]``, of the forward pass inside.
+
+        What activation checkpointing computes again in the backward pass is not recorded.
+        """
+        self._recorded = []
+        try:
+            yield self._recorded
+        finally:
+            self._recorded = None
+
+    def _record(self, router: nn.Module, inputs: object, output: tuple[Tensor, ...]) -> None:
+        if self._recorded is not None:
+            self._recorded.append(output[0])
+
+    def loss(self, logits: Sequence[Tensor], lengths: Sequence[int], weights: Tensor) -> Tensor:
+        """The balance of each sequence times its weight, summed, times the coefficient.
+
+        ``logits`` are each router's of one row, ``lengths`` the tokens of its sequences, and
+        ``weights`` ``[sequences]``.
+        """
+        balances = balance_of(logits, lengths, self._chosen)
+        return self.coefficient * (balances * weights).sum()
+
+
+def balance_of(logits: Sequence[Tensor], lengths: Sequence[int], chosen: int) -> Tensor:
+    """The balance of each sequence, ``[sequences]``; the formula is the module's."""
+    first = logits[0]
+    sizes = torch.tensor(lengths, device=first.device)
+    owner = torch.repeat_interleave(torch.arange(len(lengths), device=first.device), sizes)
+    met = torch.zeros(len(lengths), first.shape[-1], device=first.device)
+    meant = torch.zeros_like(met)
+    for layer in logits:
+        shares = torch.softmax(layer.float(), dim=-1)
+        best = shares.detach().topk(chosen, dim=-1).indices
+        met = met.index_add(0, owner, torch.zeros_like(shares).scatter_(1, best, 1.0))
+        meant = meant.index_add(0, owner, shares)
+    tokens = (sizes * len(logits))[:, None]
+    return first.shape[-1] * (met / tokens * meant / tokens).sum(-1)

@@ -1,0 +1,173 @@
+"""Mixtures of experts: gradients of any cut of a batch against transformers' own, one by one.
+
+The ranks of each world are started once and take one case after the other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+np = pytest.importorskip("numpy", reason="needs the [cpu] extra")
+torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
+
+from accelerate.state import AcceleratorState  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from libra_cli.node.batch.samples import TokenSample, read_samples  # noqa: E402
+from libra_cli.node.model.routers import RouterBalance, routers_of  # noqa: E402
+from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
+from libra_cli.node.trainer.trainer import Trainer  # noqa: E402
+from tests.integration.test_context_parallel import whole  # noqa: E402
+from tests.ranks import in_ranks, trainer_config  # noqa: E402
+from tests.trainers import batch  # noqa: E402
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),
+]
+CLOSE = 1e-5
+COEFFICIENT = 0.5
+FAMILIES = {
+    "qwen3_moe": {"moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    "olmoe": {},
+}
+
+
+class Case(NamedTuple):
+    sharding: str = "ddp"
+    again: str = "none"
+    micro_batch_tokens: int = 10_000
+
+
+CASES = [
+    Case(),
+    Case(micro_batch_tokens=1),
+    Case("fsdp2", "full", 150),
+    Case("fsdp2", "selective", 60),
+    Case("ddp", "full", 150),
+]
+
+
+def config_of(family: str, **more: Any) -> Any:
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": build_tokenizer().get_vocab_size(),
+        "max_position_embeddings": 128,
+        "output_router_logits": True,
+        "router_aux_loss_coef": COEFFICIENT,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    return AutoConfig.for_model(family, **sizes | FAMILIES[family] | more)
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(request.param))
+    with torch.no_grad():
+        for router in routers_of(model):
+            router.weight.normal_(std=0.5)  # so that experts are chosen by more than rounding
+    model.save_pretrained(directory)
+    save_tokenizer(build_tokenizer(), directory, max_len=128)
+    return directory
+
+
+def gradients_in(host: Path, model_dir: Path, cases: Sequence[Case]) -> list[Any]:
+    return [gradients_of(host, model_dir, case) for case in cases]
+
+
+def gradients_of(host: Path, model_dir: Path, case: Case) -> tuple[float, dict[str, Any]]:
+    """The loss summed over generated tokens, and its gradients, gathered."""
+    AcceleratorState._reset_state()
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    training = {
+        "loss": "sft",
+        "sharding": case.sharding,
+        "activation_checkpointing": case.again,
+        "micro_batch_tokens": case.micro_batch_tokens,
+    }
+    world = int(os.environ["WORLD_SIZE"])
+    config = trainer_config(host, model_dir, world, training, temperature=1.0)
+    trainer = Trainer(config)
+    assert trainer.model.config._experts_implementation == "grouped_mm"
+    assert trainer._scoring.packs
+    sums = trainer.gradients_of(samples())
+    assert sums is not None
+    return sums["loss"], whole(trainer)
+
+
+def samples() -> list[TokenSample]:
+    return list(read_samples(batch(1), 128))
+
+
+def of_transformers(model_dir: Path) -> tuple[float, dict[str, Any]]:
+    """The same of transformers' own loss, a sequence at a time, experts one after the other."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, experts_implementation="eager")
+    model.train()
+    total = 0.0
+    for sample in samples():
+        tokens = torch.tensor(sample.token_ids)[None].long()
+        mask = torch.tensor(sample.loss_mask)[None].bool()
+        labels = tokens.masked_fill(~mask, -100)
+        loss = model(input_ids=tokens, labels=labels).loss * mask.sum()
+        loss.backward()
+        total += float(loss)
+    return total, {name: one.grad.numpy() for name, one in model.named_parameters()}
+
+
+def apart(found: dict[str, Any], wanted: dict[str, Any]) -> float:
+    """The largest norm of a difference over the norm of what is wanted, of all tensors."""
+    assert found.keys() == wanted.keys()
+    return max(
+        float(np.linalg.norm(found[name] - one) / np.linalg.norm(one))
+        for name, one in wanted.items()
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_any_cut_of_a_batch_has_the_gradients_of_transformers(
+    ranks: int, model_dir: Path, tmp_path: Path
+) -> None:
+    loss, wanted = of_transformers(model_dir)
+    arguments = [(tmp_path, model_dir, CASES)] * ranks
+    for rank in in_ranks([tmp_path] * ranks, gradients_in, arguments):
+        for case, (found_loss, found) in zip(CASES, rank, strict=True):
+            assert found_loss == pytest.approx(loss, rel=CLOSE), case
+            assert apart(found, wanted) < CLOSE, case
+
+
+def test_the_balance_is_part_of_what_is_compared(model_dir: Path) -> None:
+    loss, wanted = of_transformers(model_dir)
+    described = AutoConfig.from_pretrained(model_dir)
+    without = AutoModelForCausalLM.from_pretrained(
+        model_dir,
+        config=described.__class__(**described.to_dict() | {"output_router_logits": False}),
+    )
+    assert RouterBalance(without).coefficient == 0
+    tokens = torch.tensor(samples()[0].token_ids)[None].long()
+    with_it = AutoModelForCausalLM.from_pretrained(model_dir)
+    assert RouterBalance(with_it).coefficient == COEFFICIENT
+    more = (
+        with_it(input_ids=tokens, labels=tokens).loss
+        - without(input_ids=tokens, labels=tokens).loss
+    )
+    assert more > COEFFICIENT  # an even router has 1 x its chosen experts
+    router = next(name for name in wanted if "gate.weight" in name)
+    assert np.linalg.norm(wanted[router]) > 0
+    assert loss > 0
