@@ -7,19 +7,21 @@ import pytest
 
 from libra_cli.core.actions import StartServer, StopServer, SyncServer
 from libra_cli.core.cluster.replica import Replica, ReplicaState
+from libra_cli.core.cluster.replica_set import GONE_S
 from libra_cli.core.cluster.restarts import MAX_RESTARTS
 from libra_cli.core.cluster.rollout_servers import MAX_FAILURES, RolloutServers
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.events import (
     PublishedVersion,
     ServerChecked,
+    ServerSampled,
     ServerStarted,
     ServerStopped,
     ServerSynced,
     SyncFailed,
 )
 from libra_cli.core.notices import ProcessGone, Result
-from libra_cli.core.types import Bucket, Plan, Pool, Slot, WeightVersion
+from libra_cli.core.types import Bucket, Plan, Pool, Role, Slot, TrajectoryId, WeightVersion
 
 SLOT = Slot("b/0", "b", (), Pool.ROLLOUT)
 BUCKET = Bucket("all", 1, 8, 1000)
@@ -104,6 +106,17 @@ def test_a_first_failed_sync_is_tried_again(servers, gap):
     assert servers.one.state is ReplicaState.SERVING
 
 
+def test_a_version_is_unproved_from_a_lost_answer_until_it_is_proved(servers):
+    servers.prove()
+    servers.publish(SECOND)
+    lost = SyncFailed(SLOT.id, servers.one.incarnation, SECOND, "reset", answered=False)
+    servers.sync_failed(lost, now=2.0)
+    assert servers.one.unproved == {SECOND.version}
+    servers.checked(ServerChecked(SLOT.id, servers.one.incarnation))
+    servers.prove()
+    assert servers.one.unproved == set()
+
+
 def test_a_server_that_never_proves_anything_is_replaced_once_and_then_failed(servers):
     assert [servers.refuse(), servers.refuse()] == [[SyncServer], [StopServer]]
     assert servers.end() == [StartServer]
@@ -112,6 +125,50 @@ def test_a_server_that_never_proves_anything_is_replaced_once_and_then_failed(se
     assert servers.end() == []
     assert servers.one.state is ReplicaState.FAILED
     assert servers.all_failed == "b/0: no"
+
+
+def test_a_server_that_failed_for_good_begins_anew_where_a_plan_hopes_for_it(servers):
+    for _ in range(2):
+        servers.refuse()
+        servers.refuse()
+        servers.end()
+        if servers.one.state is not ReplicaState.FAILED:
+            servers.begin()
+    one = servers.one
+    one.has_worked = one.restarts_unproved = True
+    one.reset(now=9.0)
+    assert (one.state, one.role) == (ReplicaState.IDLE, Role.IDLE)
+    assert (one.has_worked, one.restarts_unproved) == (False, False)
+
+
+@pytest.mark.parametrize(("seconds", "why"), [(GONE_S - 1, ""), (GONE_S, "b/0: its lease is over")])
+def test_no_server_is_left_once_the_last_ones_node_has_been_gone_for_an_hour(servers, seconds, why):
+    servers.prove()
+    servers.node_gone("b", "its lease is over", now=10.0)
+    assert servers.gone(ServerStopped(SLOT.id, servers.one.incarnation))
+    servers.after_end(servers.one, again=True, now=20.0)
+    servers.label_idle({SLOT.id})
+    servers.node_overdue("b", now=10.0 + seconds)
+    assert servers.all_failed == why
+    servers.back("b", frozenset(), now=10.0 + seconds)
+    assert servers.all_failed == ""
+
+
+def test_a_reading_is_rates_since_the_one_before_and_tells_none_of_a_process_that_began_anew(
+    servers, monkeypatch
+):
+    servers.prove()
+    (queue,) = servers.routable()
+    queue.inside[TrajectoryId(7, 0)] = queue.context = 500
+    servers.request_sent(SLOT.id, now=2.0)
+    rates, learnt = [], []
+    monkeypatch.setattr(servers._costs, "observe", lambda _, **told: learnt.append(told))
+    for at, tokens in ((2.0, 100), (12.0, 160), (22.0, 30)):
+        reading = ServerSampled(SLOT.id, servers.one.incarnation, 1, 0, 0.5, None, 0, tokens)
+        saved, _ = servers.sampled(reading, now=at)
+        rates.append((saved.record.tokens_per_s, saved.record.occupancy))
+    assert rates == [(0.0, 0.0), (6.0, 1 / BUCKET.max_num_seqs), (0.0, 1 / BUCKET.max_num_seqs)]
+    assert learnt == [{"running": 1.0, "kv_tokens": 500.0, "step_s": 10 / 60}]
 
 
 def test_the_process_that_replaces_it_may_work(servers):

@@ -37,6 +37,17 @@ def fail_next(world: Scene, every: int) -> int:
     return step
 
 
+def test_the_newest_checkpoint_is_the_last_that_is_there_or_asked_for():
+    checkpoints = Checkpoints(every=2)
+    assert checkpoints.newest == 0
+    checkpoints.asked(2)
+    assert (checkpoints.newest, checkpoints.writing) == (2, True)
+    checkpoints.forget_asked()
+    assert (checkpoints.newest, checkpoints.writing) == (0, False)
+    checkpoints.remember("/there", 4)
+    assert (checkpoints.newest, checkpoints.writing) == (4, False)
+
+
 def test_a_checkpoint_that_fails_is_made_up_for_with_the_next_step_and_kills_nobody():
     world = scene(checkpoint_every=4)
     step = fail_next(world, 4)

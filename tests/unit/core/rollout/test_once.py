@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.core.records import GroupRecord, StepRecord, TrajectoryRecord
+from libra_cli.core.records import GroupRecord, LateRecord, StepRecord, TrajectoryRecord
 from libra_cli.core.rollout.once import check_once, dropped_in
 from libra_cli.core.run.state import Resume
 from tests.world import FEW_RUNS, Faults, World
@@ -85,6 +85,23 @@ def test_steps_of_a_libra_that_named_no_groups_are_passed_over():
     world = World(Random(1)).run()
     rows = [replace(row, groups_json="[]") for row in world.steps]
     assert check_once(rows, last_position(world)) == []
+
+
+@pytest.mark.parametrize(
+    ("states", "dropped"),
+    [
+        (["open", "dropped"], True),
+        (["open", "filtered"], True),
+        (["open", "late", "filtered"], False),  # what it left behind is yet to be trained
+        (["late", "open", "filtered"], True),  # it was opened again
+        (["late", "dropped"], True),
+        (["filtered", "open"], False),
+    ],
+)
+def test_a_group_is_dropped_by_its_newest_row_unless_it_was_closed_first(states, dropped):
+    row = GroupRecord(7, "open", 0.0, None, 0, None, None, "")
+    rows = [LateRecord(7, 1, None) if one == "late" else replace(row, state=one) for one in states]
+    assert dropped_in(rows) == ({7} if dropped else set())
 
 
 def test_a_dropped_group_in_a_step_and_a_scored_failure_are_found():

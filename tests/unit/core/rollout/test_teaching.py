@@ -55,6 +55,7 @@ def test_every_token_that_is_trained_was_judged_by_the_teacher(seed: int, traini
         expected = 0.5 * (said + 1.0) + 0.25 * of_reward
         assert np.asarray(given)[mask] == pytest.approx(expected[mask], abs=1e-6)
         assert not np.asarray(given)[~mask].any()
+        assert not np.asarray(tokens.teacher)[~mask].any()
 
 
 def test_a_step_tells_the_reverse_kl_and_what_each_token_was_weighed_by():
