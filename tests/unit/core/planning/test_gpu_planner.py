@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libra_cli.core.costs.observed import UNCHECKED_GIB
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.launch.gpu_nodes import gpus_of
 from libra_cli.core.observation import MeasuredStep, Observation
@@ -24,14 +25,14 @@ from libra_cli.core.planning.baselines import (
     first_layout,
     planner_of,
 )
-from libra_cli.core.planning.gpu_placement import GpuPlacement
+from libra_cli.core.planning.gpu_placement import GpuPlacement, TrainerNeeds
 from libra_cli.core.planning.planner import Decision, DecisionMaker, Planner
 from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.planning.transition import moves_between, moves_cost_s
 from libra_cli.core.planning.triggers import COOLDOWN
 from libra_cli.core.reconcile.reconciler import GRACE_S
-from libra_cli.core.types import Plan, Slot
+from libra_cli.core.types import Plan, Pool, Slot
 from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
 
@@ -95,6 +96,20 @@ class Run:
             layouts.append(self.space.layout_of(self.plan, self.slots))
             decisions.append(decision)
         return layouts, decisions
+
+
+def test_where_memory_is_unknown_a_trainer_needs_the_ranks_that_run_and_a_worker_half_of_them() -> (
+    None
+):
+    run, load = Run("libra", work(4000)), work(4000)
+    unknown = replace(ROOMY, facts=replace(A800.facts, gpu_gib=UNCHECKED_GIB))
+    search = Search(replace(A800, training=unknown), load, GPUS, SETTINGS)
+    (slot, *_) = run.plan.train
+    for ranks, worker in ((6, 3), (5, 3)):
+        base = Slot(slot, "node-3", tuple(range(8 - ranks, 8)), Pool.TRAIN)
+        seen = replace(run.observed(load), slots=(base, Slot("x", "node-0", (0, 1), Pool.HYBRID)))
+        seen = replace(seen, plan=replace(run.plan, train=(slot,)))
+        assert run.space._needs(search, seen) == TrainerNeeds(ranks, worker)
 
 
 def test_a_steady_workload_moves_nothing() -> None:

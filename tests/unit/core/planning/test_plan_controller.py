@@ -14,6 +14,7 @@ from libra_cli.core import events as e
 from libra_cli.core.planning import controller
 from libra_cli.core.planning.triggers import COOLDOWN, ReplanTriggers
 from libra_cli.core.records import DecisionRecord, PlanRecord, StepRecord
+from libra_cli.core.rollout.groups import GroupState
 from libra_cli.core.types import Prediction
 from tests import sample_run
 from tests.elastic import Scene, scene
@@ -174,6 +175,24 @@ def test_a_look_that_slots_on_their_way_prevent_is_made_when_they_have_arrived()
     assert set(steps.tell_all([(0.5, 0.0)] * 5)) == {""}
     world.arrive()
     assert steps.tell(0.5, 0.0) == "training waited for 50% of a step"
+
+
+@pytest.mark.parametrize("starved", [True, False])
+def test_a_planner_is_shown_which_share_of_groups_lies_ready_unless_training_waited(starved):
+    world = scene()
+    count = world.machine.ledger.count
+
+    def both() -> bool:
+        seen = world.machine.observe()
+        if not (seen and seen.measured and seen.measured[-1].starved is starved):
+            return False
+        return count(GroupState.READY) > 0 and count(GroupState.OPEN) > 0
+
+    world.until(both)
+    seen, ready = world.machine.observe(), count(GroupState.READY)
+    assert seen is not None
+    assert seen.rollout_idle == (0.0 if starved else ready / (ready + count(GroupState.OPEN)))
+    assert seen.steps_left == 1000 - world.machine.training.step
 
 
 def order(world: Scene) -> None:

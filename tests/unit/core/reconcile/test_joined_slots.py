@@ -12,12 +12,14 @@ import pytest
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.replica import ReplicaState
+from libra_cli.core.reconcile.manual_plan import OrderRefused, ordered_plan
 from libra_cli.core.records import MoveRecord, TurnRecord
 from libra_cli.core.types import Role, Slot
 from tests.elastic import Scene, of
 from tests.world import recipe
 
 S = ReplicaState
+GRADIENT = Role.GRADIENT
 B0, B1, BOTH = "b/0", "b/1", "b/0+1"
 BUCKETS = [
     {"name": "small", "max_num_seqs": 3},
@@ -316,6 +318,23 @@ def test_a_split_of_roles_leaves_joined_slots_as_they_are():
     assert BOTH in serving(world)
     refused = world.order((BOTH, Role.GRADIENT))
     assert refused.text == f"slot {BOTH} is of pool rollout: it cannot be pinned to gradient"
+
+
+@pytest.mark.parametrize(("least", "accepted"), [(2, True), (3, False)])
+def test_a_joined_server_counts_as_many_as_its_slots_for_those_that_must_serve(least, accepted):
+    world = scene()
+    shape(world, joined=True)
+    slots, plan = world.machine.reconciler.slots, world.machine.plan
+    roles = {slot.id: world.machine.reconciler.role_of(slot.id) for slot in slots}
+    given = world.recipe.planner.model_copy(update={"min_rollout": least})
+    asked = world.recipe.model_copy(update={"planner": given})
+    if accepted:
+        assert BOTH in dict(
+            ordered_plan(asked, slots, roles, plan.train, {GRADIENT: 1}, {}).servers
+        )
+    else:
+        with pytest.raises(OrderRefused, match="2 slots would serve"):
+            ordered_plan(asked, slots, roles, plan.train, {GRADIENT: 1}, {})
 
 
 def test_the_planner_may_choose_joined_slots(world):

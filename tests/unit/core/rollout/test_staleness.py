@@ -122,6 +122,15 @@ def test_a_step_waits_for_an_open_group_at_its_last_call(rule, waits_until):
         assert ledger.claim(step) == ([] if waits else [ready])
 
 
+def test_no_step_waits_for_a_group_of_which_no_token_is_there():
+    for step in range(1, 8):
+        ledger = book(hold(1))
+        ledger.open(version=0, now=0.0)
+        ready = ledger.open(version=0, now=0.0)
+        end(ledger, ready, *range(SIZE), version=step - 1)
+        assert ledger.claim(step) == [ready]
+
+
 @pytest.mark.parametrize(
     ("rule", "oldest_trained"), [(hold(1), 1), (late(1, 2), 3), (soft(1), None), (cut(1), None)]
 )

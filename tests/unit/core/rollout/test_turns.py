@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
+
 import pytest
 
 from libra_cli.core import actions as a
+from libra_cli.core.events import TurnGenerated
 from libra_cli.core.records import TrajectoryRecord
 from libra_cli.core.rollout.trajectories import _ForgettingMean
-from libra_cli.core.rollout.turns import digest_of
+from libra_cli.core.rollout.turns import append_turn, digest_of
+from libra_cli.core.types import Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from tests.elastic import scene
 
 
@@ -17,6 +22,47 @@ def test_what_was_observed_long_ago_counts_less():
     assert mean.value == pytest.approx((0.99 * 10 + 20 * 3) / (0.99 + 3))
     mean.add(40.0, weight=1.0)
     assert mean.value == pytest.approx((0.99**2 * 10 + 0.99 * 60 + 40) / (0.99**2 + 0.99 * 3 + 1))
+
+
+def turn(begun_with: int, newest: int, *spans: int) -> TurnGenerated:
+    """One whose tokens are of these versions, a token each."""
+    key = WeightVersion(1, begun_with)
+    tokens = array("i", range(len(spans)))
+    return TurnGenerated(
+        request=1,
+        trajectory=TrajectoryId(0, 0),
+        slot="a/0",
+        incarnation=0,
+        prompt_ids=array("i"),
+        token_ids=tokens,
+        logprobs=array("f", [-1.0] * len(spans)),
+        spans=tuple(VersionSpan(version, at, at + 1) for at, version in enumerate(spans)),
+        newest=WeightVersion(1, newest),
+        cache_key=key,
+        finish_reason="stop",
+        started_at=0.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("turns", "version"),
+    [
+        ([(2, 2, 2)], 2),
+        ([(2, 2, 2), (2, 2, 2)], 2),
+        ([(2, 2, 2), (3, 3, 3)], None),
+        ([(2, 3, 2), (2, 2, 2)], None),  # a newer one was loaded meanwhile, if for no token
+        ([(2, 2, 1), (2, 2, 2)], None),  # the first token was of an older one
+        ([(2, 2, 2), (2, 2, 1)], None),
+    ],
+)
+def test_a_trajectory_is_of_one_version_if_each_of_its_turns_is_throughout(turns, version):
+    trajectory = Trajectory(TrajectoryId(0, 0))
+    trajectory.token_ids.extend([0])
+    for begun_with, newest, token in turns:
+        said = turn(begun_with, newest, token)
+        append_turn(trajectory, replace(said, prompt_ids=trajectory.token_ids[:]))
+    expected = None if version is None else WeightVersion(1, version)
+    assert trajectory.single_version == expected
 
 
 def test_a_turn_is_known_by_what_it_was_shown_last():
