@@ -141,8 +141,8 @@ class Trainer(World):
         from safetensors.torch import load_file
 
         (directory,) = self.versions.glob(f"v{version:06d}-e*")
-        tensors: dict[str, Any] = load_file(directory / "model-00000.safetensors")
-        return tensors
+        files = sorted(directory.glob("*.safetensors"))
+        return {name: one for file in files for name, one in load_file(file).items()}
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,7 @@ def test_two_shards_resume_a_replica_s_checkpoint_and_the_other_way_round(
         assert "sharded" in two.log.read_text()
         two.step(4)
         assert largest_difference(two.parameters(4), reference.last) < 1e-5
+        assert len([*two.versions.glob("v000004-e*/*.safetensors")]) == 2, "each rank writes"
         assert two.stop() == 0
     with trainer(tmp_path / "one", model_dir, resume=path) as one:
         assert one.wait_ready()["step"] == 3

@@ -7,7 +7,7 @@ ranks; all of them then carry it out, in the same order:
 
     wait for a command       at most IDLE_S, then all hear ``IdleCommand``: a dead rank is noticed
     take the step            gradients of each rank's samples, one sum, one update
-    copy the weights         to rank 0, which writes them meanwhile; the step is ``done``
+    copy the weights         to ranks that write them meanwhile; the step is ``done``
     write the checkpoint     if it was asked for
 
 Gradients of a step that comes in parts are added part by part, with the weights of the step before.
@@ -17,6 +17,7 @@ Gradients of a step that comes in parts are added part by part, with the weights
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -42,6 +43,7 @@ from libra_cli.node.trainer.config import TrainerConfig
 
 if TYPE_CHECKING:
     from libra_cli.node.trainer.trainer import Trainer
+    from libra_cli.node.weights.parts import PartWriter, Share
     from libra_cli.node.weights.publisher import Publisher
 
 IDLE_S = 10.0
@@ -95,9 +97,33 @@ class TrainerRank:
         self.trainer = trainer
         trainer.enter = self.enter = (heart or Heartbeat()).enter
         adapter = trainer.adapter_manifest()
-        self.publisher = self._open_publisher(queue, adapter) if queue is not None else None
+        share = self._share()
+        self.publisher = self._open_publisher(queue, adapter, share) if queue is not None else None
+        self.part = self._open_part(share) if queue is None and share is not None else None
 
-    def _open_publisher(self, queue: CommandQueue, adapter: dict[str, Any] | None) -> Publisher:
+    def _share(self) -> Share | None:
+        """*Collective.* What this rank writes of versions: those write that hold the first copy of
+        the weights and are on rank 0's host, whose ranks come first."""
+        from libra_cli.node.weights.parts import Share
+
+        firsts = [place == "0" for place in self.trainer.gather(os.environ.get("LOCAL_RANK", "0"))]
+        here = firsts.index(True, 1) if True in firsts[1:] else len(firsts)
+        writers = min(here, self.trainer.shards)
+        return Share(self.trainer.rank, writers) if self.trainer.rank < writers else None
+
+    def _open_part(self, share: Share) -> PartWriter:
+        from libra_cli.node.weights.parts import PartWriter
+
+        return PartWriter(
+            self.config.versions,
+            trainer_incarnation=self.config.trainer_incarnation,
+            dtype=self.trainer.published_dtype,
+            share=share,
+        )
+
+    def _open_publisher(
+        self, queue: CommandQueue, adapter: dict[str, Any] | None, share: Share | None
+    ) -> Publisher:
         from libra_cli.node.weights.publisher import Publisher
 
         def failed(error: BaseException) -> None:
@@ -111,6 +137,7 @@ class TrainerRank:
             published=queue.version_published,
             failed=failed,
             adapter=adapter,
+            share=share,
         )
 
     def begin(self) -> None:
@@ -138,6 +165,9 @@ class TrainerRank:
             if isinstance(command, StopCommand):
                 if self.publisher is not None:
                     self.publisher.close()
+                self.trainer.gather(None)  # until then it may need a part
+                if self.part is not None:
+                    self.part.close()
                 self.trainer.close()
                 return
             self._obey(command)
@@ -171,18 +201,23 @@ class TrainerRank:
         log.info("step %d: %s", command.step, json.dumps(told))
 
     def _publish(self) -> None:
-        """Copy the weights to rank 0, which has them written.
+        """Copy the weights to the ranks that write them.
 
-        The others of its replica send theirs, and other replicas have nothing to send.
+        The others of the first replica send theirs, and other replicas have nothing to send.
         """
         self.enter("copying the weights")
-        probe = self.trainer.probe()
-        weights = self.trainer.whole_weights()
-        if self.publisher is not None:
-            self.publisher.stage(weights, version=self.trainer.step, probe=probe)
-        elif self.trainer.replica == 0:
-            for _ in weights:
-                pass
+        with contextlib.ExitStack() as stack:
+            if self.publisher is not None:
+                stack.enter_context(self.publisher.settled())
+            probe = self.trainer.probe()  # no rank gets past this before rank 0 has settled
+            weights = self.trainer.whole_weights()
+            if self.publisher is not None:
+                self.publisher.stage(weights, version=self.trainer.step, probe=probe)
+            elif self.part is not None:
+                self.part.stage(weights, version=self.trainer.step)
+            elif self.trainer.replica == 0:
+                for _ in weights:
+                    pass
 
     def _save(self, command: CheckpointCommand) -> None:
         from libra_cli.node.trainer import checkpoint

@@ -1,10 +1,9 @@
 """Writes versions behind the trainer's steps, one at a time.
 
-The trainer stands still only while its weights are copied to the writing rank's memory (``stage``):
-already in the format of publication, into buffers that are kept for the next version, and on an
-accelerator into page-locked ones. Writing, hashing and comparing with the version before happen in
-a thread, while the next step is computed. There is one copy: a version whose predecessor is still
-being written waits for it.
+The trainer stands still only while its weights are copied to the memory of the ranks that write
+them (``staging``). Writing, hashing and comparing with the version before happen in a thread, while
+the next step is computed. There is one copy: a version whose predecessor is still being written
+waits for it.
 
 The copy outlives the writing. If the version is gone from the disk, because it was found damaged
 there and removed (``weight_server``), it is written again from memory.
@@ -14,16 +13,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from libra_cli.node.weights.checksum import as_rows, checksum_of
 from libra_cli.node.weights.chunks import MANIFEST
+from libra_cli.node.weights.parts import Share
+from libra_cli.node.weights.staging import StagedTensors
 from libra_cli.node.weights.versions import ProbeResult, VersionOnDisk, publish
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ LOOK_S = 0.5
 
 
 class Publisher:
-    """The versions of a trainer, on its writing rank."""
+    """The versions of a trainer, on its rank 0."""
 
     def __init__(
         self,
@@ -45,24 +46,38 @@ class Publisher:
         published: Callable[[VersionOnDisk], None],
         failed: Callable[[BaseException], None],
         adapter: Mapping[str, object] | None = None,
+        share: Share | None = None,
     ) -> None:
         """``published`` and ``failed`` are called by the thread that writes to ``root``;
-        ``adapter`` is what versions say of the model whose adapter they are."""
+        ``adapter`` is what versions say of the model whose adapter they are, and ``share`` what
+        this rank writes of them, if others write too (``parts``)."""
         self._root = root
         self._incarnation = trainer_incarnation
-        self._dtype = dtype
         self._keep = keep
         self._published = published
         self._failed = failed
         self._adapter = adapter
+        self._share = share or Share()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="publisher")
-        self._buffers: dict[str, Tensor] = {}
+        self._staged = StagedTensors(dtype)
         self._writing: Future[VersionOnDisk] | None = None
         self._again: Callable[[], VersionOnDisk]
         #: Held while the copy changes, and while it is looked whether to write it again.
-        self._copy = threading.Lock()
+        self._copy = threading.RLock()
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="publisher-watch", daemon=True).start()
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Wait until the version before is complete, and keep it from being written again: from now
+        on other ranks may change their parts of the copy.
+
+        Raises:
+            OSError, WeightsError: the version before could not be written.
+        """
+        with self._copy:
+            self.wait()
+            yield
 
     def stage(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, probe: ProbeResult
@@ -74,30 +89,8 @@ class Publisher:
         """
         with self._copy:
             self.wait()
-            known = self._copied(tensors)
+            known = self._staged.copy(self._share.of(tensors))
             self._writing = self._pool.submit(self._write, version, probe, known)
-
-    def _copied(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-        """Copy them into the buffers; return the checksums of those on an accelerator."""
-        sums: dict[str, Tensor] = {}
-        devices = set()
-        for name, tensor in tensors:
-            if tensor.device.type != "cpu":  # casts and sums up there, before the copy
-                tensor = tensor.to(self._dtype)
-                sums[name] = checksum_of(as_rows(tensor), 0, 0)
-                devices.add(tensor.device)
-            self._buffer(name, tensor).copy_(tensor, non_blocking=True)
-        for device in devices:
-            torch.accelerator.synchronize(device)
-        return {name: int(value.item()) for name, value in sums.items()}
-
-    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is None:
-            locked = tensor.device.type != "cpu"
-            buffer = torch.empty(tensor.shape, dtype=self._dtype, pin_memory=locked)
-            self._buffers[name] = buffer
-        return buffer
 
     def _write(self, version: int, probe: ProbeResult, sums: dict[str, int]) -> VersionOnDisk:
         try:
@@ -111,7 +104,7 @@ class Publisher:
 
     def _publish(self, version: int, probe: ProbeResult, sums: dict[str, int]) -> VersionOnDisk:
         return publish(
-            self._buffers.items(),
+            self._staged.tensors.items(),
             self._root,
             version=version,
             trainer_incarnation=self._incarnation,
@@ -119,6 +112,7 @@ class Publisher:
             keep=self._keep,
             sums=sums,
             adapter=self._adapter,
+            others=self._share.others,
         )
 
     def _watch(self) -> None:

@@ -23,8 +23,9 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,9 @@ class VersionOnDisk:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class FileOnDisk:
+    """A file as the manifest lists it."""
+
     name: str
     bytes: int
     sha256: Sequence[str]
@@ -86,9 +89,11 @@ _Described: TypeAlias = dict[str, dict[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
-    file: _File
-    delta: _File | None
+class WrittenFile:
+    """A file of tensors, its delta if it has one, and what the manifest says of its tensors."""
+
+    file: FileOnDisk
+    delta: FileOnDisk | None
     tensors: _Described
 
 
@@ -117,23 +122,25 @@ def publish(
     keep: int,
     sums: Mapping[str, int] | None = None,
     adapter: Mapping[str, object] | None = None,
+    others: Callable[[Path], Sequence[WrittenFile]] = lambda directory: (),
 ) -> VersionOnDisk:
     """Write one version and remove all but the last ``keep``.
 
     ``tensors`` are pairs of a Hugging Face name and a tensor on the CPU; ``sums`` are checksums
-    that are known already. If they are an adapter's, ``adapter`` tells of what model.
+    that are known already. If they are an adapter's, ``adapter`` tells of what model. ``others``
+    waits for what other ranks write into the directory (``parts``), whose name begins with a dot
+    and the version's name.
 
     Raises:
         OSError: it cannot be written.
     """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     name = version_name(version, trainer_incarnation)
-    temporary = root / f".{name}.{os.getpid()}"
     remove_unfinished(root)
-    temporary.mkdir(mode=0o700)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=root))
     try:
         base = root / version_name(version - 1, trainer_incarnation)
-        written = _write_tensors(tensors, temporary, base, sums or {})
+        written = [*write_tensors(tensors, temporary, base, sums or {}), *others(temporary)]
         files = [one.file for one in written]
         manifest = {
             "version": version,
@@ -153,7 +160,7 @@ def publish(
     return VersionOnDisk(name, version, sum(file.bytes for file in files), time.time())
 
 
-def _delta(base: Path, written: Sequence[_Written], directory: Path) -> dict[str, object] | None:
+def _delta(base: Path, written: Sequence[WrittenFile], directory: Path) -> dict[str, object] | None:
     """The manifest's entry. One file without a delta makes those of the others useless."""
     deltas = [one.delta for one in written if one.delta is not None]
     if len(deltas) == len(written):
@@ -163,17 +170,27 @@ def _delta(base: Path, written: Sequence[_Written], directory: Path) -> dict[str
     return None
 
 
-def _listed(files: Iterable[_File]) -> _Described:
+def _listed(files: Iterable[FileOnDisk]) -> _Described:
     return {file.name: {"bytes": file.bytes, "sha256": [*file.sha256]} for file in files}
 
 
-def _write_tensors(
-    tensors: Iterable[tuple[str, Tensor]], directory: Path, base: Path, sums: Mapping[str, int]
-) -> list[_Written]:
+def write_tensors(
+    tensors: Iterable[tuple[str, Tensor]],
+    directory: Path,
+    base: Path,
+    sums: Mapping[str, int],
+    *,
+    prefix: str = "model",
+) -> list[WrittenFile]:
+    """Write named tensors to files called ``prefix`` and a number, and their deltas from ``base``.
+
+    Raises:
+        OSError: they cannot be written.
+    """
     with ThreadPoolExecutor(WRITERS) as pool:
         writes = [
             pool.submit(
-                _write_file, directory / f"model-{number:05d}.safetensors", part, base, sums
+                _write_file, directory / f"{prefix}-{number:05d}.safetensors", part, base, sums
             )
             for number, part in enumerate(in_chunks(tensors, FILE_BYTES))
         ]
@@ -196,7 +213,7 @@ def in_chunks(tensors: Iterable[tuple[str, TensorT]], size: int) -> Iterator[dic
 
 def _write_file(
     path: Path, part: dict[str, Tensor], base: Path, sums: Mapping[str, int]
-) -> _Written:
+) -> WrittenFile:
     started = time.monotonic()
     try:
         save_file(part, path, metadata={"format": "pt"})
@@ -208,7 +225,7 @@ def _write_file(
     word_bytes = min(tensor.element_size() for tensor in part.values())
     delta = _write_delta(base / path.name, path, word_bytes, within_s)
     entries = {name: _entry(path, tensor, sums.get(name)) for name, tensor in part.items()}
-    return _Written(file, delta, entries)
+    return WrittenFile(file, delta, entries)
 
 
 def _entry(path: Path, tensor: Tensor, known: int | None) -> dict[str, object]:
@@ -216,7 +233,7 @@ def _entry(path: Path, tensor: Tensor, known: int | None) -> dict[str, object]:
     return {"file": path.name, **described(tensor, known)}
 
 
-def _write_delta(base: Path, path: Path, word_bytes: int, within_s: float) -> _File | None:
+def _write_delta(base: Path, path: Path, word_bytes: int, within_s: float) -> FileOnDisk | None:
     """Write a delta; None if it would be too large or cannot be written, since none is needed."""
     delta = path.with_name(path.name + patch.SUFFIX)
     limit = int(DELTA_SHARE * path.stat().st_size)
@@ -231,11 +248,11 @@ def _write_delta(base: Path, path: Path, word_bytes: int, within_s: float) -> _F
     return None
 
 
-def _on_disk(path: Path) -> _File:
+def _on_disk(path: Path) -> FileOnDisk:
     with path.open("rb") as file:
         os.fsync(file.fileno())
     found = listed(path)
-    return _File(path.name, found.bytes, found.sha256)
+    return FileOnDisk(path.name, found.bytes, found.sha256)
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -46,6 +46,7 @@ ALLOWED: dict[str, str] = {
     "runtime/monitors/dispatch.py:_work": "a thread that waits for calls; closing wakes it",
     # Parts of something that has a deadline as a whole.
     "node/agent/host_facts/bandwidth.py": "sockets have a timeout of their own",
+    "node/tls_stream.py:_await": "a socket that its owner gives a timeout",
     "node/processes/supervisor.py:_reap": "of a process that has exited",
     "node/processes/supervisor.py:stop": "of a process that was verified to be gone",
     "runtime/agents/episodes.py:_next": "it begins when another play ends, each within its own",
@@ -66,7 +67,7 @@ ALLOWED: dict[str, str] = {
     "node/gradient/writer.py:finish": "computing gradients",
     "node/trainer/main.py:begin": "copying the weights",
     "node/weights/publisher.py": "copying the weights",
-    "node/weights/versions.py:_write_tensors": "copying the weights",
+    "node/weights/versions.py:write_tensors": "copying the weights",
     # Of a server that loads a version: the controller gives it the time of its size.
     "node/rollout/prepared.py:tensors": "loading; the server has answered that all is there",
 }

@@ -32,9 +32,11 @@ class FakeTrainer:
     published_dtype = torch.float32
     packed_log_ratios = b""
 
-    def __init__(self, rank: int = 0, replica: int = 0) -> None:
+    def __init__(self, rank: int = 0, replica: int = 0, shards: int = 1) -> None:
         self.rank = rank
         self.replica = replica
+        self.shards = shards
+        self.local_ranks = ["0", "1"]
         self.step = 0
         self.weight = torch.zeros(4)
         self.begun: dict[int, threading.Event] = {1: threading.Event(), 2: threading.Event()}
@@ -42,6 +44,9 @@ class FakeTrainer:
 
     def broadcast(self, command: Any) -> Any:
         return command
+
+    def gather(self, value: Any) -> list[Any]:
+        return self.local_ranks if value is not None else [value]
 
     def train(self, step: int, samples: Any, shares: Any) -> dict[str, Any]:
         self.begun[step].set()
@@ -172,3 +177,29 @@ def test_only_rank_0_waits_for_commands(tmp_path, number: int, phase: str):
     rank = TrainerRank(config(tmp_path), queue, fake, heart)
     with pytest.raises(Seen, match=phase):
         rank.serve()
+
+
+@pytest.mark.parametrize(
+    ("local_ranks", "shards", "writers"),
+    [
+        (["0", "1", "2", "3"], 4, 4),
+        (["0", "1", "0", "1"], 4, 2),  # those of the other host cannot write here
+        (["0", "1", "2", "3"], 2, 2),  # those of another replica have nothing that these lack
+        (["0", "1"], 1, 1),
+        (["0", "0"], 2, 1),
+        (["0"], 1, 1),
+    ],
+)
+def test_the_ranks_of_the_first_host_that_hold_the_first_copy_write_versions(
+    tmp_path, local_ranks: list[str], shards: int, writers: int
+):
+    for number in range(len(local_ranks)):
+        fake = FakeTrainer(rank=number, replica=number // shards, shards=shards)
+        fake.local_ranks = local_ranks
+        queue = None if number else CommandQueue(len(local_ranks), 0, 16)
+        rank = TrainerRank(config(tmp_path), queue, cast("Trainer", fake))
+        assert (rank.publisher is not None) == (number == 0)
+        assert (rank.part is not None) == (0 < number < writers)
+        for writer in (rank.publisher, rank.part):
+            if writer is not None:
+                writer.close()
