@@ -263,8 +263,9 @@ class TrainingSpec(Section):
     cp_size: Positive | None = None
     """Context parallelism (Ulysses): so many neighbouring ranks of a replica share every forward
     pass, each with an equal part of its tokens. It must divide the model's attention heads; of
-    ranks that are no multiple of it, as many share as divide both. Null: 1. Elsewhere sp_size
-    (accelerate) and ulysses_sequence_parallel_size (verl)."""
+    ranks that are no multiple of it, as many share as divide both. Null: as few as have the memory
+    for micro_batch_tokens, and 1 where GPUs do not say theirs. Elsewhere sp_size (accelerate) and
+    ulysses_sequence_parallel_size (verl)."""
     worker_gradients: Literal["float32", "bfloat16"] = "float32"
     """How gradient workers send theirs; bfloat16 is half the bytes. Sums are float32 either way."""
     lora: Annotated[LoraSpec | None, fixed("the checkpoint holds these parameters only")] = None

@@ -22,7 +22,7 @@ from libra_cli.core.costs.architecture import Architecture, architecture_of
 from libra_cli.core.costs.memory import GIB, SERVER_OVERHEAD_GIB, server_contexts
 from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.launch.process import dtype_of
-from libra_cli.core.launch.sharding import RankConditions, cp_size, dp_shard_size
+from libra_cli.core.launch.sharding import RankConditions, dp_shard_size
 from libra_cli.core.launch.trainer_backend import ranks_per_node
 from libra_cli.core.types import Plan, Slot
 from libra_cli.runtime.doctor.discovery import FoundHost
@@ -177,13 +177,8 @@ def _fits_gpus(
 ) -> bool:
     plan, known = placed[0], {slot.id: slot for slot in placed[1]}
     train = [known[slot] for slot in plan.train]
+    conditions = RankConditions.of(recipe, on_gpu=True, dtype=dtype_of(recipe.model, train))
     shards = dp_shard_size(recipe.training, ranks_per_node(train), host_fits=False)
-    conditions = RankConditions.of(
-        recipe,
-        on_gpu=True,
-        dtype=dtype_of(recipe.model, train),
-        cp_size=cp_size(recipe.training, shards),
-    )
     if not conditions.fit(shape, shards, size):
         return False
     room = (size * recipe.rollout.gpu_memory - SERVER_OVERHEAD_GIB) * GIB

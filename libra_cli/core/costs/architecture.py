@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from libra_cli.config.errors import LibraError
 from libra_cli.config.training import LoraSpec, Optimizer
+from libra_cli.core.costs.heads import Heads
 from libra_cli.core.costs.mixture_transformer import Checkpointing, MixtureTransformer
 from libra_cli.core.costs.mixtures import experts_of
 
@@ -62,6 +63,10 @@ class Architecture(Protocol):
     @property
     def matrices(self) -> int:
         """Trained parameters that Muon moves."""
+
+    @property
+    def heads(self) -> Heads:
+        """The attention heads of a layer."""
 
     @property
     def largest_matrix(self) -> tuple[int, int]:
@@ -124,6 +129,8 @@ class DenseTransformer:
     """Whether the output layer is the embedding."""
     adapter: int | None = None
     """Parameters of the adapter that is trained in place of all; None if there is none."""
+    head: int = 128
+    """Of one head."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DenseTransformer:
@@ -143,6 +150,7 @@ class DenseTransformer:
             inner=int(inside["intermediate_size"]),
             vocabulary=int(inside["vocab_size"]),
             tied=bool(config.get("tie_word_embeddings", False)),
+            head=head,
         )
 
     def with_adapter(self, lora: LoraSpec | None) -> DenseTransformer:
@@ -166,6 +174,11 @@ class DenseTransformer:
         everything = "all-linear" in lora.target_modules
         targets = sides if everything else lora.target_modules
         return self.layers * lora.rank * sum(sides[name] for name in targets)
+
+    @property
+    def heads(self) -> Heads:
+        """The attention heads of a layer."""
+        return Heads(self.query, self.key, self.head)
 
     @property
     def trained(self) -> int:

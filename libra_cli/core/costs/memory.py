@@ -24,6 +24,9 @@ hidden, q and k in all query and key heads, and i inner units::
     selective   c (q + 2k + 2d + 2i) of products, c q of attention, and the layer's input
     full        the layer's input: c d, or 4 d under autocast
 
+Where n ranks share a forward pass (``training.cp_size``) t is what one has of it, and attention
+keeps the keys and values that are repeated (``costs.heads``) while a layer is computed again.
+
 A world of one computes under autocast: it keeps float32 inputs of the norms, and copies of the
 weights in c bytes as long as their activations. Of an **adapter** with n parameters the states are
 16 n / W beside c P / W of the model, which is held as it is computed with: so nothing is copied for
@@ -45,7 +48,8 @@ held while a part is computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from libra_cli.config.training import Optimizer
@@ -65,6 +69,8 @@ SERVER_OVERHEAD_GIB = 1.85
 """GiB a server takes on each GPU for CUDA graphs, activations and communication buffers."""
 TRAINER_OVERHEAD_GIB = 6.0
 """GiB a rank takes for the CUDA context, communication buffers and fragmentation."""
+LONGEST_CONTEXT = 2**24
+"""Tokens up to which the longest trajectory that fits is looked for."""
 USABLE_SHARE = 0.9
 """Share of a GPU's memory that an engine or a trainer may take; vLLM's default."""
 
@@ -91,9 +97,11 @@ def rank_memory(
     width: int = 2,
     optimizer: Optimizer = "adamw",
     reference: bool = False,
+    cp_size: int = 1,
 ) -> MemoryUse:
     """The most that a rank of the trainer holds that shares a replica with ``world - 1`` others;
-    ``tokens`` are those of its micro-batch. ``reference``: the first policy is kept beside it."""
+    ``tokens`` are those of its micro-batch, which ``cp_size`` ranks share and have a part of each.
+    ``reference``: the first policy is kept beside it."""
     offloads = optimizer == "adamw_offload"
     frozen = 0 if shape.adapter is None else width * shape.parameters
     states = {
@@ -102,9 +110,11 @@ def rank_memory(
         "moments": 0.0 if offloads else shape.moment_bytes(optimizer) / world,
         "reference": _reference(shape, world, width) if reference else 0.0,
     }
+    tokens = -(-tokens // cp_size)
+    repeated = width * shape.heads.repeated(cp_size)
     moments = {
         "head": _head(shape, world, tokens, choice, width),
-        "layer": _layer(shape, world, tokens, choice, width),
+        "layer": _layer(shape, world, tokens, choice, width, repeated),
         "reduction": _reduction(shape, world, width),
         "update": {"update": _update(shape, optimizer) / world},
     }
@@ -128,6 +138,12 @@ def _reference(shape: Architecture, world: int, width: int) -> float:
         return 0.0
     gathered = width * shape.outer_parameters if world > 1 else 0
     return 4.0 * shape.parameters / world + gathered
+
+
+def longest_context(memory: Callable[[Tokens], float], room: float) -> Tokens:
+    """Tokens of the longest trajectory with which ``memory``, bytes by tokens, is within ``room``
+    bytes; 0 where none is."""
+    return max(0, bisect_right(range(LONGEST_CONTEXT), room, key=memory) - 1)
 
 
 def shards_of(ranks: int, node_ranks: int, *, host_fits: bool) -> int:
@@ -173,11 +189,16 @@ def _head(
 
 
 def _layer(
-    shape: Architecture, world: int, tokens: Tokens, choice: Checkpointing, width: int
+    shape: Architecture,
+    world: int,
+    tokens: Tokens,
+    choice: Checkpointing,
+    width: int,
+    repeated: int,
 ) -> dict[str, float]:
     matrix = shape.vocabulary * shape.hidden
     own = width if world > 1 else 4
-    again = 0 if choice == "none" else shape.layer_bytes(width)
+    again = repeated + (0 if choice == "none" else shape.layer_bytes(width))
     computed = float(tokens * (again + shape.passing_bytes(width)))
     held = _activations(shape, world, tokens, choice, width) + computed
     gathered = width * (shape.outer_parameters + 2 * shape.layer_parameters) if world > 1 else 0

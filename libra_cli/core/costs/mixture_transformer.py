@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeAlias
 
 from libra_cli.config.training import LoraSpec, Optimizer
+from libra_cli.core.costs.heads import Heads
 
 Checkpointing: TypeAlias = Literal["none", "selective", "full"]
 """What of a layer is kept for the backward pass: ``training.activation_checkpointing``."""
@@ -54,6 +55,8 @@ class Attention:
     """Numbers that a token leaves in the KV cache of a layer."""
     sides: Mapping[str, int]
     """Rows and columns, added up, of each matrix that an adapter may be put on."""
+    head: int = 128
+    """Of one head of queries."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Attention:
@@ -68,7 +71,7 @@ class Attention:
             biases = query + 2 * key + hidden + heads
         elif config.get("attention_bias") or config.get("model_type") == "qwen2_moe":
             biases = query + 2 * key
-        return cls.grouped(hidden, query, key, biases)
+        return replace(cls.grouped(hidden, query, key, biases), head=head)
 
     @classmethod
     def grouped(cls, hidden: int, query: int, key: int, biases: int = 0) -> Attention:
@@ -103,7 +106,7 @@ class Attention:
         else:
             sides["q_proj"] = hidden + query
             parameters += hidden * query
-        return cls(query, query, parameters, rank + rope, sides)
+        return cls(query, query, parameters, rank + rope, sides, head=plain + rope)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +190,11 @@ class MixtureTransformer:
     def query(self) -> int:
         """Units of all query heads together."""
         return self.attention.query
+
+    @property
+    def heads(self) -> Heads:
+        """The attention heads of a layer."""
+        return Heads(self.attention.query, self.attention.key, self.attention.head)
 
     @property
     def expert_parameters(self) -> int:

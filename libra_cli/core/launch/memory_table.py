@@ -6,8 +6,9 @@ the hosts are asked; without it each line tells the smallest usual size on which
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from libra_cli.config.recipe import Recipe
-from libra_cli.config.training import TrainingSpec
 from libra_cli.core.costs.architecture import Architecture
 from libra_cli.core.costs.memory import (
     CHECKPOINT_BYTES,
@@ -18,12 +19,14 @@ from libra_cli.core.costs.memory import (
     server_contexts,
 )
 from libra_cli.core.launch.process import NUMBER_BYTES, dtype_of
-from libra_cli.core.launch.sharding import RankConditions, cp_size, dp_shard_size, is_sharded
+from libra_cli.core.launch.sharding import RankConditions, dp_shard_size, is_sharded
 from libra_cli.core.launch.trainer_backend import ranks_per_node
 from libra_cli.core.types import Plan, Slot
 
 USUAL_GIB = (24, 40, 48, 80, 94, 141, 180)
 """Memory of GPUs that people have: RTX 4090, A100, A6000 and L40S, H100, H100 NVL, H200, B200."""
+CONTEXT_GIB = (24, 48, 80, 141)
+"""Of these it is told how long contexts may be."""
 
 WORKER = "gradient worker"
 
@@ -58,16 +61,34 @@ def _trainer(recipe: Recipe, shape: Architecture, train: list[Slot]) -> list[str
     """A line on its ranks; two where it depends on the hosts' GPUs who shares what."""
     sizes, world = shard_sizes(recipe, train), sum(slot.num_devices for slot in train)
     if len(sizes) == 1:
-        return [_rank(recipe, shape, train, "trainer", sizes[0])]
+        line = _rank(recipe, shape, train, "trainer", sizes[0])
+        return [line, *_longest(recipe, shape, train, sizes[0])]
     names = [
         f"trainer, {world // shards} replicas of {shards} ranks"
         if shards < world
         else "trainer, or else all ranks share one replica"
         for shards in sizes
     ]
-    return [
+    lines = [
         _rank(recipe, shape, train, name, shards) for name, shards in zip(names, sizes, strict=True)
     ]
+    return [*lines, *_longest(recipe, shape, train, sizes[-1])]
+
+
+def _longest(recipe: Recipe, shape: Architecture, train: list[Slot], shards: int) -> Iterator[str]:
+    """A line on the longest trajectories that GPUs have the memory for, by how many ranks share
+    each forward pass; none without GPUs."""
+    if not train[0].gpus:
+        return
+    conditions = _conditions(recipe, train)
+    told = []
+    for sharing in conditions.degrees(shape, _ranks(train, shards)):
+        longest = {size: conditions.longest(shape, shards, sharing, size) for size in CONTEXT_GIB}
+        held = ", ".join(f"{size} GB {tokens:,}" for size, tokens in longest.items() if tokens)
+        told.append(f"{sharing}: {held or 'none'}")
+    yield "the longest trajectory that the trainer can learn from, by training.cp_size: " + (
+        "; ".join(told)
+    )
 
 
 def shard_sizes(recipe: Recipe, train: list[Slot]) -> list[int]:
@@ -83,32 +104,29 @@ def _worker(recipe: Recipe, shape: Architecture, slot: Slot) -> str:
     return _rank(recipe, shape, [slot], WORKER, slot.num_devices if sharded else 1)
 
 
-def rank_gib(recipe: Recipe, shape: Architecture, slots: list[Slot], shards: int) -> float:
-    """GiB of a trainer's rank at its peak, with what CUDA and NCCL take."""
-    parts = _parts(_conditions(recipe, slots, shards), shape, shards, "trainer")
-    return sum(parts.values()) / GIB + TRAINER_OVERHEAD_GIB
+def rank_gib(
+    recipe: Recipe, shape: Architecture, slots: list[Slot], shards: int, gpu_gib: float
+) -> float:
+    """GiB of a trainer's rank at its peak on GPUs of this size, with what CUDA and NCCL take."""
+    conditions = _conditions(recipe, slots)
+    sharing = conditions.sharing(shape, shards, _ranks(slots, shards), gpu_gib)
+    return conditions.rank_gib(shape, shards, sharing)
 
 
-def _conditions(recipe: Recipe, slots: list[Slot], shards: int) -> RankConditions:
-    return RankConditions.of(
-        recipe,
-        on_gpu=bool(slots[0].gpus),
-        dtype=dtype_of(recipe.model, slots),
-        cp_size=_sharing(recipe.training, slots, shards),
-    )
+def _conditions(recipe: Recipe, slots: list[Slot]) -> RankConditions:
+    dtype = dtype_of(recipe.model, slots)
+    return RankConditions.of(recipe, on_gpu=bool(slots[0].gpus), dtype=dtype)
 
 
-def _sharing(training: TrainingSpec, slots: list[Slot], shards: int) -> int:
-    """How many ranks of a world on these slots share each micro-batch."""
-    world = sum(slot.num_devices for slot in slots)
-    is_one = not is_sharded(training, on_gpu=bool(slots[0].gpus))
-    return cp_size(training, world if is_one else shards)
+def _ranks(slots: list[Slot], shards: int) -> int:
+    """The ranks of which neighbours may share a forward pass: of a replica, or all."""
+    return shards if shards > 1 else sum(slot.num_devices for slot in slots)
 
 
 def _parts(
-    conditions: RankConditions, shape: Architecture, shards: int, name: str
+    conditions: RankConditions, shape: Architecture, shards: int, sharing: int, name: str
 ) -> dict[str, float]:
-    parts = dict(conditions.use(shape, shards).parts)
+    parts = dict(conditions.use(shape, shards, sharing).parts)
     if name == WORKER:  # it has no optimizer
         parts = {what: size for what, size in parts.items() if what not in ("moments", "update")}
     return parts
@@ -117,9 +135,9 @@ def _parts(
 def _rank(recipe: Recipe, shape: Architecture, slots: list[Slot], name: str, shards: int) -> str:
     world = sum(slot.num_devices for slot in slots)
     on_gpu = bool(slots[0].gpus)
-    conditions = _conditions(recipe, slots, shards)
-    sharing = _sharing(recipe.training, slots, shards)
-    parts = _parts(conditions, shape, shards, name)
+    conditions = _conditions(recipe, slots)
+    sharing = conditions.sharing(shape, shards, _ranks(slots, shards))
+    parts = _parts(conditions, shape, shards, sharing, name)
     if name != WORKER and conditions.optimizer == "adamw_offload":
         name = f"{name} (and {8 * shape.trained / shards / GIB:.1f} GiB in the host's memory)"
     told = ", ".join(f"{what} {size / GIB:.1f}" for what, size in parts.items() if size > 0)
@@ -127,7 +145,7 @@ def _rank(recipe: Recipe, shape: Architecture, slots: list[Slot], name: str, sha
     whose = f"that {sharing} ranks share, each with" if sharing > 1 else "of"
     line = (
         f"{name}, each of {world} rank{'s' * (world > 1)}, micro-batches {whose} "
-        f"{conditions.tokens:,} tokens: {held:.1f} GiB = {told}"
+        f"{-(-conditions.tokens // sharing):,} tokens: {held:.1f} GiB = {told}"
     )
     return f"{line}; {_fits(held + TRAINER_OVERHEAD_GIB)}" if on_gpu else line
 
@@ -164,7 +182,7 @@ def _server(recipe: Recipe, shape: Architecture, slot: Slot, name: str) -> str:
             room=(size * recipe.rollout.gpu_memory - SERVER_OVERHEAD_GIB) * GIB,
             max_len=max_len,
         )
-        for size in (24, 48, 80, 141)
+        for size in CONTEXT_GIB
     }
     held = ", ".join(f"{size} GB {_contexts(n)}" for size, n in rooms.items() if n >= 1)
     return f"{line}; on GPUs of {held}" if held else f"{line}; DOES NOT FIT GPUs of 141 GB"

@@ -5,13 +5,13 @@ host is a replica (hybrid sharding, arXiv 2304.11277): weights are gathered insi
 between them go gradients alone, once a step. Where no host has the memory for that, or what it has
 is not known, and where hosts are uneven, all ranks are one replica. ``training.dp_shard_size`` says
 it otherwise. Of the ranks of a replica ``training.cp_size`` neighbours share each forward pass, and
-so do those of a gradient worker.
+so do those of a gradient worker; where it is null, as few as memory allows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from libra_cli.config.recipe import Recipe
@@ -22,6 +22,7 @@ from libra_cli.core.costs.memory import (
     TRAINER_OVERHEAD_GIB,
     USABLE_SHARE,
     MemoryUse,
+    longest_context,
     rank_memory,
     shards_of,
 )
@@ -34,29 +35,32 @@ class RankConditions:
     """What a rank's memory follows from beside the sizes of the model."""
 
     tokens: int
-    """Of the largest micro-batch, what a rank has of it."""
+    """Of the largest micro-batch, which ranks may share."""
     choice: Checkpointing
     width: int
     """Bytes of a number that is computed with."""
     optimizer: Optimizer
     reference: bool = False
     """Whether the first policy is kept beside the one that is trained."""
+    cp_size: int | None = None
+    """``training.cp_size``."""
 
     @classmethod
-    def of(cls, recipe: Recipe, *, on_gpu: bool, dtype: Dtype, cp_size: int = 1) -> RankConditions:
-        """The conditions that a recipe asks for, in ranks that compute in ``dtype``, of which
-        ``cp_size`` share each forward pass."""
+    def of(cls, recipe: Recipe, *, on_gpu: bool, dtype: Dtype) -> RankConditions:
+        """The conditions that a recipe asks for, in ranks that compute in ``dtype``."""
         training = recipe.training
         return cls(
-            tokens=-(-max(training.micro_batch_tokens, recipe.model.max_len) // cp_size),
+            tokens=max(training.micro_batch_tokens, recipe.model.max_len),
             choice=_choice(training.activation_checkpointing, on_gpu=on_gpu),
             width=NUMBER_BYTES[dtype],
             optimizer=training.optimizer,
             reference=training.needs.reference,
+            cp_size=training.cp_size,
         )
 
-    def use(self, shape: Architecture, shards: int) -> MemoryUse:
-        """What a rank holds that shares a replica's states with ``shards - 1`` others."""
+    def use(self, shape: Architecture, shards: int, sharing: int = 1) -> MemoryUse:
+        """What a rank holds that shares a replica's states with ``shards - 1`` others, and each
+        forward pass with ``sharing - 1``."""
         return rank_memory(
             shape,
             world=shards,
@@ -65,12 +69,45 @@ class RankConditions:
             width=self.width,
             optimizer=self.optimizer,
             reference=self.reference,
+            cp_size=sharing,
         )
 
+    def rank_gib(self, shape: Architecture, shards: int, sharing: int = 1) -> float:
+        """GiB of that, with what CUDA and NCCL take."""
+        return self.use(shape, shards, sharing).total / GIB + TRAINER_OVERHEAD_GIB
+
     def fit(self, shape: Architecture, shards: int, gpu_gib: float) -> bool:
-        """Whether that fits a GPU of this size."""
-        held = self.use(shape, shards).total / GIB + TRAINER_OVERHEAD_GIB
-        return held <= USABLE_SHARE * gpu_gib
+        """Whether that fits a GPU of this size, however many ranks share a forward pass."""
+        sharing = self.sharing(shape, shards, shards, gpu_gib)
+        return self.rank_gib(shape, shards, sharing) <= USABLE_SHARE * gpu_gib
+
+    def sharing(
+        self, shape: Architecture | None, shards: int, ranks: int, gpu_gib: float = 0.0
+    ) -> int:
+        """How many of ``ranks`` neighbours share each forward pass: what the recipe says, or of it
+        as many as divide them; else the fewest with which a rank fits a GPU of this size, or the
+        most where none does. One where sizes are not known (None, 0)."""
+        if self.cp_size is not None:
+            return gcd(self.cp_size, ranks)
+        if shape is None or not gpu_gib:
+            return 1
+        degrees = self.degrees(shape, ranks)
+        room = USABLE_SHARE * gpu_gib
+        return next((n for n in degrees if self.rank_gib(shape, shards, n) <= room), degrees[-1])
+
+    def degrees(self, shape: Architecture, ranks: int) -> list[int]:
+        """Numbers of ranks that may share a forward pass, ascending; the recipe's, if it says."""
+        if self.cp_size is not None:
+            return [gcd(self.cp_size, ranks)]
+        return [n for n in range(1, ranks + 1) if ranks % n == 0 and shape.heads.divides(n)]
+
+    def longest(self, shape: Architecture, shards: int, sharing: int, gpu_gib: float) -> int:
+        """Tokens of the longest trajectory that a GPU of this size has the memory for."""
+
+        def held(tokens: int) -> float:
+            return replace(self, tokens=tokens).use(shape, shards, sharing).total
+
+        return longest_context(held, (USABLE_SHARE * gpu_gib - TRAINER_OVERHEAD_GIB) * GIB)
 
 
 def is_sharded(training: TrainingSpec, *, on_gpu: bool) -> bool:
@@ -90,12 +127,6 @@ def dp_shard_size(training: TrainingSpec, ranks: Mapping[str, int], *, host_fits
         whole = wanted % here == 0 or here % wanted == 0
         return wanted if even and whole and world % wanted == 0 else world
     return shards_of(world, here if even else world, host_fits=host_fits)
-
-
-def cp_size(training: TrainingSpec, ranks: int) -> int:
-    """How many neighbours share each forward pass, where a replica has so many ``ranks``: what the
-    recipe says, or of it as many as divide them."""
-    return gcd(training.cp_size or 1, ranks)
 
 
 def _choice(given: str, *, on_gpu: bool) -> Checkpointing:

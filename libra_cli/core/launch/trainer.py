@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from libra_cli.config.recipe import Recipe
+from libra_cli.config.training import TrainingSpec
 from libra_cli.core.launch.process import (
     Dtype,
     HostFacts,
@@ -29,7 +30,7 @@ from libra_cli.core.launch.process import (
     worker_of,
     worker_ports,
 )
-from libra_cli.core.launch.sharding import RankConditions, cp_size, dp_shard_size, is_sharded
+from libra_cli.core.launch.sharding import RankConditions, dp_shard_size, is_sharded
 from libra_cli.core.launch.trainer_backend import TrainerLaunch, WorkerLaunch, ranks_per_node
 from libra_cli.core.types import Slot
 
@@ -184,7 +185,12 @@ def _trainer_config(
     recipe: Recipe, launch: TrainerLaunch, node: str, world: MachineRanks
 ) -> dict[str, object]:
     """The fields of ``libra_cli.node.trainer.config.TrainerConfig``."""
-    shards = _shards(recipe, launch, world)
+    gpu_gib = min(launch.facts[node].gpu_gib for node in ranks_per_node(launch.train))
+    conditions = RankConditions.of(recipe, on_gpu=world.gpus, dtype=world.dtype)
+    shards = _shards(recipe.training, conditions, launch, world, gpu_gib)
+    sharing = conditions.sharing(
+        launch.shape, shards, world.ranks if shards == 1 else shards, gpu_gib
+    )
     return _policy_config(recipe, launch.run_id, launch.model_dirs[node], world.ranks) | {
         "weights_dir": launch.facts[node].weights_dir,
         "checkpoint_dir": f"{launch.facts[node].run_dir}/checkpoints",
@@ -196,31 +202,32 @@ def _trainer_config(
         "resume": launch.resume[node] if launch.resume else None,
         "checkpoint_urls": list(launch.checkpoint_urls),
         "probe_tokens": PROBE_TOKENS,
-        "dp_shard_size": shards,
-        "cp_size": cp_size(recipe.training, shards or world.ranks),
+        "dp_shard_size": shards if 1 < shards < world.ranks else None,
+        "cp_size": sharing,
     }
 
 
-def _shards(recipe: Recipe, launch: TrainerLaunch, world: MachineRanks) -> int | None:
-    """Ranks of a replica; None is all of them, or one where the model is not sharded."""
-    ranks = ranks_per_node(launch.train)
-    if not is_sharded(recipe.training, on_gpu=world.gpus):
-        return None
-    gpu_gib = min(launch.facts[node].gpu_gib for node in ranks)
-    conditions = RankConditions.of(
-        recipe,
-        on_gpu=world.gpus,
-        dtype=world.dtype,
-        cp_size=cp_size(recipe.training, world.ranks_here),
-    )
+def _shards(
+    training: TrainingSpec,
+    conditions: RankConditions,
+    launch: TrainerLaunch,
+    world: MachineRanks,
+    gpu_gib: float,
+) -> int:
+    """Ranks of a replica."""
+    if not is_sharded(training, on_gpu=world.gpus):
+        return 1
     fits = launch.shape is not None and conditions.fit(launch.shape, world.ranks_here, gpu_gib)
-    shards = dp_shard_size(recipe.training, ranks, host_fits=fits)
-    return shards if shards < world.ranks else None
+    return dp_shard_size(training, ranks_per_node(launch.train), host_fits=fits)
 
 
 def _worker_config(recipe: Recipe, launch: WorkerLaunch, ranks: int) -> dict[str, object]:
     """The fields of ``libra_cli.node.gradient.config.WorkerConfig``."""
     side, _ = worker_ports(launch.slot)
+    on_gpu = bool(launch.slot.gpus)
+    dtype = dtype_of(recipe.model, [launch.slot])
+    conditions = RankConditions.of(recipe, on_gpu=on_gpu, dtype=dtype)
+    shards = ranks if is_sharded(recipe.training, on_gpu=on_gpu) else 1
     return _policy_config(recipe, launch.run_id, launch.model_dir, ranks) | {
         "slot": launch.slot.id,
         "incarnation": launch.incarnation,
@@ -228,7 +235,7 @@ def _worker_config(recipe: Recipe, launch: WorkerLaunch, ranks: int) -> dict[str
         "side_bind": launch.facts.peer_address.listens_at,
         "side_port": launch.ports[side],
         "shm_dir": f"{launch.facts.weights_dir}/{launch.run_id}",
-        "cp_size": cp_size(recipe.training, ranks),
+        "cp_size": conditions.sharing(launch.shape, shards, ranks, launch.facts.gpu_gib),
     }
 
 

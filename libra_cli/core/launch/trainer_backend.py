@@ -65,6 +65,8 @@ class WorkerLaunch:
     ports: Mapping[str, int]
     """Those of its node, by the names of ``ports_needed``; the worker's are ``worker_ports``."""
     model_dir: str
+    shape: Architecture | None = None
+    """The sizes of the model, if they are known; how many ranks share a forward pass follows."""
 
 
 class TrainerBackend(Protocol):

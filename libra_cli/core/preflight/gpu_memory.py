@@ -58,7 +58,8 @@ def _ranks(
         return
     # Of two ways to share a replica the one that needs less is taken where the other does not fit.
     need = min(
-        rank_gib(case.recipe, shape, train, shards) for shards in shard_sizes(case.recipe, train)
+        rank_gib(case.recipe, shape, train, shards, room)
+        for shards in shard_sizes(case.recipe, train)
     )
     if need <= USABLE_SHARE * room:
         yield Finding(CHECK, train[0].node, "fine", f"a rank takes {need:.0f} of {room:.0f} GiB")
@@ -72,7 +73,7 @@ def _ranks(
         Remedy(
             "person",
             "train on more GPUs, lower training.micro_batch_tokens, or set "
-            "training.activation_checkpointing: full or training.lora",
+            "training.activation_checkpointing: full, training.lora or training.cp_size",
         ),
     )
 

@@ -151,6 +151,7 @@ class TrainerProcesses:
         train = tuple(self._slots[slot] for slot in action.train)
         nodes = dict.fromkeys(slot.node for slot in train)
         name = checkpoint_name(action.resume)
+        asks = len(nodes) > 1 or any(cluster.facts[node].gpu_gib for node in nodes)
         launch = TrainerLaunch(
             train=train,
             facts=cluster.facts,
@@ -161,7 +162,7 @@ class TrainerProcesses:
             resume={node: directory_of(cluster.hosts[node], name) for node in nodes}
             if name
             else None,
-            shape=await cluster.models.architecture(self.head) if len(nodes) > 1 else None,
+            shape=await cluster.models.architecture(self.head) if asks else None,
             checkpoint_urls=urls,
         )
         return trainer_processes(self._recipe, launch)

@@ -98,13 +98,14 @@ class WorkerProcesses:
     async def _start(self, action: StartWorker) -> Event:
         self._forget_versions(action.slot)
         await self._check_memory(self._slots[action.slot])
-        processes = [self._process(action)]
+        processes = [await self._process(action)]
         worker = await self.processes.start(action.slot, action.incarnation, processes)
         await worker.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
         return WorkerStarted(action.slot, action.incarnation)
 
-    def _process(self, action: StartWorker) -> ProcessSpec:
+    async def _process(self, action: StartWorker) -> ProcessSpec:
         slot, cluster = self._slots[action.slot], self._cluster
+        asks = slot.num_devices > 1 and cluster.facts[slot.node].gpu_gib
         launch = WorkerLaunch(
             slot=slot,
             facts=cluster.facts[slot.node],
@@ -112,6 +113,7 @@ class WorkerProcesses:
             incarnation=action.incarnation,
             ports=cluster.ports[slot.node],
             model_dir=cluster.model_dirs[slot.node],
+            shape=await cluster.models.architecture(slot.node) if asks else None,
         )
         return worker_process(self._recipe, launch)
 
@@ -121,7 +123,7 @@ class WorkerProcesses:
         Raises:
             HostError: its host cannot be reached.
         """
-        await self.processes.adopt(action.slot, action.incarnation, [self._process(action)])
+        await self.processes.adopt(action.slot, action.incarnation, [await self._process(action)])
         if proved is not None:
             self._proved[action.slot, proved.name].set()
 

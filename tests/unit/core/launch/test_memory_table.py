@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+
+import pytest
 
 from libra_cli.app.dry_run import plan_of
 
@@ -21,10 +24,11 @@ def lines(tmp_path: Path, path: str) -> tuple[str, ...]:
 
 
 def test_trainer_and_servers_are_told_with_the_gpus_that_they_fit(tmp_path: Path):
-    source, trainer, server, transfers = lines(tmp_path, "/models/Qwen3-1.7B")
+    source, trainer, longest, server, transfers = lines(tmp_path, "/models/Qwen3-1.7B")
     assert "is not on this machine; by what is published of Qwen3-1.7B" in source
     assert "trainer, each of 1 rank, micro-batches of 8,192 tokens" in trainer
     assert "fits GPUs of 48 GB or more" in trainer
+    assert "by training.cp_size: 1: 48 GB 28," in longest
     assert "a context of 4,096 tokens 0.44 GiB" in server
     assert "a version 3.44 GB, to a host 2.8 s at 10 Gb/s" in transfers
     assert "a checkpoint 20.65 GB" in transfers
@@ -32,16 +36,21 @@ def test_trainer_and_servers_are_told_with_the_gpus_that_they_fit(tmp_path: Path
 
 def test_of_a_micro_batch_that_ranks_share_each_holds_its_part(tmp_path: Path):
     recipe = tmp_path / "recipe.yaml"
-    lines = []
+    found: list[str] = []
     for size in (1, 4):
         recipe.write_text(
             "nodes: [{host: a, gpus: 4, pool: train}, {host: b, gpus: 1, pool: rollout}]\n"
             "model: {max_len: 65536, path: /models/Qwen3-8B}\n"
             f"training: {{cp_size: {size}, micro_batch_tokens: 65536}}\n"
         )
-        lines.append(plan_of(recipe)[1].memory[1])
-    assert "micro-batches of 65,536 tokens" in lines[0]
-    assert "micro-batches that 4 ranks share, each with 16,384 tokens" in lines[1]
+        found += plan_of(recipe)[1].memory[1:3]
+    assert "micro-batches of 65,536 tokens" in found[0]
+    assert "micro-batches that 4 ranks share, each with 16,384 tokens" in found[2]
+    by_degree = [re.findall(r"(\d+): [^;]*80 GB ([\d,]+)", line) for line in (found[1], found[3])]
+    assert [degree for degree, _ in by_degree[0]] == ["1"]
+    assert [degree for degree, _ in by_degree[1]] == ["4"]
+    alone, together = (int(one[0][1].replace(",", "")) for one in by_degree)
+    assert together == pytest.approx(4 * alone, rel=0.001)
 
 
 def test_gradients_of_a_worker_are_told_as_they_are_sent(tmp_path: Path):
@@ -52,7 +61,7 @@ def test_gradients_of_a_worker_are_told_as_they_are_sent(tmp_path: Path):
 
 def test_of_an_adapter_versions_and_checkpoints_are_small_and_the_model_fits(tmp_path: Path):
     more = "/models/Qwen3-14B}\ntraining: {lora: {}, micro_batch_tokens: 4096}\n#"
-    source, trainer, _, transfers = lines(tmp_path, more)
+    source, trainer, _, _, transfers = lines(tmp_path, more)
     assert "14.8 billion parameters, of an adapter 64.2 million, which are trained" in source
     assert "fits GPUs of 48 GB or more" in trainer
     assert "a version 0.13 GB, to a host 0.1 s at 10 Gb/s" in transfers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -12,7 +13,7 @@ from libra_cli.config.training import TrainingSpec
 from libra_cli.core.costs.architecture import PUBLISHED
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.launch.process import HostFacts, ProcessSpec
-from libra_cli.core.launch.sharding import cp_size, dp_shard_size
+from libra_cli.core.launch.sharding import RankConditions, dp_shard_size
 from libra_cli.core.launch.trainer_backend import TrainerLaunch, trainer_processes
 
 
@@ -49,14 +50,36 @@ def test_what_a_recipe_says_holds_where_it_fits_the_hosts(
     assert shards(ranks, host_fits=False, wanted=wanted) == found
 
 
+def conditions(tokens: int = 131072, cp_size: int | None = None) -> RankConditions:
+    return RankConditions(tokens, "full", 2, "adamw", cp_size=cp_size)
+
+
+SMALL = PUBLISHED["Qwen3-8B"]
+
+
 @pytest.mark.parametrize(
-    ("wanted", "ranks", "found"),
-    [(None, 8, 1), (4, 8, 4), (8, 8, 8), (8, 4, 4), (4, 6, 2), (3, 8, 1)],
+    ("wanted", "ranks", "found"), [(4, 8, 4), (8, 8, 8), (8, 4, 4), (4, 6, 2), (3, 8, 1)]
 )
 def test_as_many_ranks_share_a_pass_as_divide_both_the_recipe_s_number_and_a_replica(
-    wanted: int | None, ranks: int, found: int
+    wanted: int, ranks: int, found: int
 ):
-    assert cp_size(TrainingSpec(cp_size=wanted), ranks) == found
+    assert conditions(cp_size=wanted).sharing(SMALL, ranks, ranks, 80.0) == found
+
+
+def test_as_few_ranks_share_a_pass_as_memory_allows_and_the_heads_divide():
+    longest = conditions().longest(SMALL, 8, 1, 80.0)
+    for tokens, found in ((longest, 1), (longest + 1, 2), (10**8, 8)):
+        assert conditions(tokens).sharing(SMALL, 8, 8, 80.0) == found
+    assert conditions().sharing(SMALL, 8, 8, 0.0) == 1, "nobody says how much memory there is"
+    assert conditions().sharing(None, 8, 8, 80.0) == 1
+    assert conditions().degrees(SMALL, 12) == [1, 2, 4]  # of 32 heads
+
+
+def test_a_trajectory_is_as_long_as_the_ranks_that_share_it_have_memory_for():
+    by_degree = [conditions().longest(SMALL, 8, sharing, 80.0) for sharing in (1, 2, 4, 8)]
+    for fewer, more in itertools.pairwise(by_degree):
+        assert more == pytest.approx(2 * fewer, rel=0.001)
+    assert conditions().longest(SMALL, 1, 1, 80.0) == 0
 
 
 RECIPE: dict[str, Any] = {
@@ -101,12 +124,15 @@ def test_a_host_s_ranks_are_a_replica_where_the_memory_law_says_they_hold_it(
 
 def test_ranks_that_share_a_pass_are_of_one_replica_and_hold_what_is_theirs_of_it():
     model = {"path": "/models/Qwen3-14B", "max_len": 131072}
-    long = RECIPE | {"model": model, "training": {"micro_batch_tokens": 131072}}
-    alone = json.loads(started(long, 79.6)[0].files["trainer.json"])
-    assert (alone["dp_shard_size"], alone["cp_size"]) == (None, 1)
-    shared = long | {"training": {"micro_batch_tokens": 131072, "cp_size": 8}}
-    together = json.loads(started(shared, 79.6)[0].files["trainer.json"])
-    assert (together["dp_shard_size"], together["cp_size"]) == (8, 8)
+    long = RECIPE | {"model": model}
+    found = []
+    for gpu_gib, cp_size in ((0.0, None), (0.0, 8), (79.6, None), (79.6, 16), (47.5, None)):
+        training = {"micro_batch_tokens": 131072, "cp_size": cp_size}
+        config = json.loads(
+            started(long | {"training": training}, gpu_gib)[0].files["trainer.json"]
+        )
+        found.append((config["dp_shard_size"], config["cp_size"]))
+    assert found == [(None, 1), (None, 8), (8, 4), (8, 8), (None, 8)]
 
 
 def test_uneven_hosts_form_one_world_with_the_launcher_that_can_start_it():

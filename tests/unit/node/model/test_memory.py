@@ -1,7 +1,8 @@
 """The memory law of a trainer's rank against torch's memory tracker on the trainer's own code.
 
 Tensors are fake and so is the process group: nothing is allocated and nothing computed, but every
-operation of forward, backward and update is run, sharded as on GPUs.
+operation of forward, backward and update is run, sharded as on GPUs. Where ranks share a pass, it
+is the first of them that counts.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from libra_cli.node.batch.samples import TokenSample  # noqa: E402
 from libra_cli.node.model import sharding  # noqa: E402
 from libra_cli.node.model.activations import checkpoint_activations  # noqa: E402
 from libra_cli.node.model.batching import collate  # noqa: E402
+from libra_cli.node.model.context_parallel import ContextGroup, context_group  # noqa: E402
 from libra_cli.node.model.scoring import ScoringModel  # noqa: E402
 from libra_cli.node.trainer.optimizer import optimizer_of  # noqa: E402
 
@@ -58,13 +60,16 @@ def config_of(shape: DenseTransformer) -> Any:
 
 
 @contextlib.contextmanager
-def fake_world(size: int) -> Iterator[DeviceMesh | None]:
+def fake_world(
+    size: int, cp_size: int = 1
+) -> Iterator[tuple[DeviceMesh | None, ContextGroup | None]]:
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     # Before tensors are fake: it reads its own.
     mesh = sharding.mesh_of(CPU, shards=size, replicas=1) if size > 1 else None
+    context = context_group(CPU, cp_size)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            yield mesh
+            yield mesh, context
     finally:
         dist.destroy_process_group()
 
@@ -104,6 +109,8 @@ def tracked(
     choice: Checkpointing,
     mesh: DeviceMesh | None,
     training: TrainingSpec,
+    context: ContextGroup | None = None,
+    tokens: int = TOKENS,
 ) -> Tracked:
     model = built(shape, mesh)
     # The tracker wants parameters that may have a gradient; under no_grad none is computed.
@@ -122,8 +129,8 @@ def tracked(
         tracker.track_external(model, optimizer, *([first] if first is not None else []))
     with trackers[1]:
         optimizer.step()
-    scoring = ScoringModel(model, model, CPU)
-    batch = collate(trajectories(TOKENS), CPU)
+    scoring = ScoringModel(model, model, CPU, context)
+    batch = collate(trajectories(tokens), CPU)
     narrow = torch.autocast("cpu", torch.bfloat16) if world == 1 else contextlib.nullcontext()
     reference = None if first is None else ScoringModel(first, first, CPU)
     with trackers[0]:
@@ -188,9 +195,47 @@ def test_the_law_knows_what_muon_and_a_reference_model_take(
     agrees(replace(MODELS[model], layers=LAYERS), world, "full", **training)
 
 
+def even_counts(group: ContextGroup, places: Any, tokens: int) -> list[int]:
+    """As ``ContextGroup.counts`` of places that are spread evenly: fake tensors have no values."""
+    part, last = divmod(len(places), group.size)
+    return [part] * (group.size - 1) + [part + last]
+
+
+LONG: list[tuple[str, int, int, int, Checkpointing]] = [
+    ("8B", 8, 8, 65536, "full"),
+    ("8B", 16, 16, 131072, "full"),  # of 8 heads of keys each is there twice
+]
+LONGER: list[tuple[str, int, int, int, Checkpointing]] = [
+    ("14B", 8, 4, 131072, "full"),
+    ("8B", 32, 32, 262144, "full"),
+    ("0.6B", 8, 2, 65536, "full"),
+    ("8B", 8, 4, 32768, "none"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "cp_size", "tokens", "choice"),
+    [*LONG, *(pytest.param(*row, marks=pytest.mark.nightly) for row in LONGER)],
+)
+def test_the_law_is_within_10_percent_where_ranks_share_a_long_pass(
+    model: str,
+    world: int,
+    cp_size: int,
+    tokens: int,
+    choice: Checkpointing,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(ContextGroup, "counts", even_counts)
+    shape = replace(MODELS[model], layers=LAYERS)
+    with fake_world(world, cp_size) as (mesh, context):
+        counted = tracked(shape, world, choice, mesh, TrainingSpec(), context, tokens)
+    said = rank_memory(shape, world=world, tokens=tokens, choice=choice, cp_size=cp_size)
+    assert said.total == pytest.approx(counted.step, rel=0.10), said
+
+
 def agrees(shape: DenseTransformer, world: int, choice: Checkpointing, **given: Any) -> None:
     training = TrainingSpec.model_validate(given)
-    with fake_world(world) as mesh:
+    with fake_world(world) as (mesh, _):
         counted = tracked(shape, world, choice, mesh, training)
     reference = training.kl_coef > 0
     said = rank_memory(
