@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Tests keep modules, not garbage, and going through all of them again is a seventh of their time.
+gc.set_threshold(100_000, 50, 50)
 
 settings.register_profile(
     "ci",

@@ -36,7 +36,15 @@ class Module:
 
     path: Path
     text: str
-    tree: ast.Module
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every node of the tree."""
+        return tuple(ast.walk(self.tree))
 
     @property
     def folder(self) -> str:
@@ -49,23 +57,28 @@ class Module:
 
     @cached_property
     def functions(self) -> list[Function]:
-        return [node for node in ast.walk(self.tree) if isinstance(node, Function)]
+        return [node for node in self.nodes if isinstance(node, Function)]
 
     def __str__(self) -> str:
         return str(self.path)
 
 
 def modules(root: Path = ROOT) -> tuple[Module, ...]:
-    """Every module of the package of the repository at ``root``, parsed once."""
-    return _parsed(root / PACKAGE)
+    """Every module of the package of the repository at ``root``, read once, parsed when asked."""
+    return _read(root / PACKAGE)
 
 
 @cache
-def _parsed(package: Path) -> tuple[Module, ...]:
-    texts = {path: path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py"))}
+def _read(package: Path) -> tuple[Module, ...]:
     return tuple(
-        Module(path.relative_to(package), text, ast.parse(text)) for path, text in texts.items()
+        Module(path.relative_to(package), path.read_text(encoding="utf-8"))
+        for path in sorted(package.rglob("*.py"))
     )
+
+
+def modules_with(*words: str) -> list[Module]:
+    """The modules in whose text one of ``words`` stands. Parsing all of them takes seconds."""
+    return [module for module in modules() if any(word in module.text for word in words)]
 
 
 def folder_imports(root: Path = ROOT) -> dict[str, set[str]]:
@@ -94,9 +107,7 @@ def knots(root: Path = ROOT) -> list[list[str]]:
 
 
 def match_arms(root: Path = ROOT) -> int:
-    return sum(
-        isinstance(node, ast.match_case) for one in modules(root) for node in ast.walk(one.tree)
-    )
+    return sum(isinstance(node, ast.match_case) for one in modules(root) for node in one.nodes)
 
 
 def functions_that_take(name: str, root: Path = ROOT) -> Counter[str]:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from libra_cli.cli.terminal import PrintingConsole
-from tests.package_graph import modules
+from tests.package_graph import modules_with
 
 OBEYED = "\x1b]52;c;aGk=\x07 \x9b31m \u202egnp.exe \x08\x7f"
 
@@ -54,8 +54,8 @@ def test_rich_itself_still_has_its_colours():
 def test_no_other_console_is_made():
     makers = {
         str(module)
-        for module in modules()
-        for node in ast.walk(module.tree)
+        for module in modules_with("Console(")
+        for node in module.nodes
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "Console"

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from tests.package_graph import modules
+from tests.package_graph import modules, modules_with
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,7 +30,7 @@ def imports_of(tree: ast.Module) -> set[str]:
 def test_paramiko_is_imported_by_the_ssh_transport_only() -> None:
     importers = {
         str(module)
-        for module in modules()
+        for module in modules_with("paramiko")
         if any(name.split(".")[0] == "paramiko" for name in imports_of(module.tree))
     }
     assert all(name.startswith("runtime/hosts/ssh") for name in importers), importers
@@ -38,17 +38,17 @@ def test_paramiko_is_imported_by_the_ssh_transport_only() -> None:
 
 def test_the_agent_needs_the_standard_library_only() -> None:
     """It runs on a host before anything of ours is installed there."""
-    trees = {f"libra_cli.{_dotted(module.path)}": module.tree for module in modules()}
+    known = {f"libra_cli.{_dotted(module.path)}": module for module in modules()}
     seen: set[str] = set()
     todo = {"libra_cli.node.agent.main"}
     while todo:
         module = todo.pop()
         seen.add(module)
-        for name in imports_of(trees[module]):
+        for name in imports_of(known[module].tree):
             top = name.split(".")[0]
             if top == "libra_cli":
                 assert name.startswith("libra_cli.node") or name == "libra_cli.config.errors", name
-                todo |= {name} & trees.keys() - seen
+                todo |= {name} & known.keys() - seen
             else:
                 assert top in sys.stdlib_module_names, f"{module} imports {name}"
 

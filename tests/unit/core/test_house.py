@@ -77,7 +77,7 @@ def test_no_docstring_only_repeats_the_name() -> None:
     offenders = [
         f"{module}:{node.lineno}: {node.name}: {docstring}"
         for module in modules()
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, Definition)
         and len(docstring := ast.get_docstring(node) or "") in range(1, 30)
         and stems(FILLERS.sub("", docstring)) <= stems(node.name)
@@ -103,7 +103,7 @@ def test_every_docstring_begins_with_a_sentence() -> None:
 def test_every_class_name_exists_once() -> None:
     places = defaultdict(list)
     for module in modules():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{module}:{node.lineno}")
     offenders = [f"{name}: {', '.join(found)}" for name, found in places.items() if found[1:]]
