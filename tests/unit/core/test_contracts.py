@@ -17,14 +17,17 @@ def project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def imports_of(tree: ast.Module) -> set[str]:
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add(node.module or "")
-    return found
+def imports_of(node: ast.AST) -> set[str]:
+    """What is imported when the code runs, and not only for a type checker."""
+    match node:
+        case ast.Import(names=names):
+            return {alias.name for alias in names}
+        case ast.ImportFrom(module=module):
+            return {module or ""}
+        case ast.If(test=ast.Name(id="TYPE_CHECKING"), orelse=orelse):
+            return set().union(*map(imports_of, orelse))
+        case _:
+            return set().union(*map(imports_of, ast.iter_child_nodes(node)))
 
 
 def test_paramiko_is_imported_by_the_ssh_transport_only() -> None:
