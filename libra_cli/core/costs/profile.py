@@ -34,6 +34,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from libra_cli.config.errors import LibraError
@@ -270,16 +271,7 @@ class TrainingCost:
         return shards_of(ranks, node, host_fits=fits)
 
     def _shard_gib(self, shards: int, longest_context: Tokens) -> float:
-        facts, tokens = self.facts, max(self.micro_tokens, longest_context)
-        use = rank_memory(
-            facts.architecture,
-            world=shards,
-            tokens=tokens,
-            choice="full",
-            optimizer=facts.optimizer,
-            reference=facts.reference,
-        )
-        return use.total / GIB + facts.trainer_overhead_gib
+        return _rank_gib(self.facts, shards, max(self.micro_tokens, longest_context))
 
     def _offload_s(self, ranks: int, workload: Workload) -> Seconds:
         if self.facts.optimizer != "adamw_offload":
@@ -297,6 +289,20 @@ class TrainingCost:
         gather_s = micro_batches * moved * (shards - 1) / shards / bandwidth
         reduce_s = 2 * 4 * trained * (replicas - 1) / replicas / self.network_bandwidth
         return gather_s + self.updates * reduce_s
+
+
+@lru_cache(maxsize=4096)
+def _rank_gib(facts: MemoryModel, shards: int, tokens: Tokens) -> float:
+    """GiB of a rank that shares a replica with ``shards - 1`` others. Plans ask again and again."""
+    use = rank_memory(
+        facts.architecture,
+        world=shards,
+        tokens=tokens,
+        choice="full",
+        optimizer=facts.optimizer,
+        reference=facts.reference,
+    )
+    return use.total / GIB + facts.trainer_overhead_gib
 
 
 def passes_of(training: TrainingSpec) -> float:

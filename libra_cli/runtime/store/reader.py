@@ -168,8 +168,11 @@ class Reader:
         names = ", ".join(f'"{column.name}"' for column in columns)
         keys = ", ".join(kind.KEY)
         query = f"SELECT {names} FROM {kind.TABLE} WHERE {where} ORDER BY {order or keys}"
-        rows = self._all(query, parameters)
-        return [kind(*map(_value, columns, row)) for row in rows]
+        as_stored = not any(column.kind is bool for column in columns)
+        return [
+            kind(*row) if as_stored and None not in row else kind(*map(_value, columns, row))
+            for row in self._all(query, parameters)
+        ]
 
     def run(self) -> RunRecord:
         """The run itself.
