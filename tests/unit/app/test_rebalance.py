@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,9 @@ def big_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return gpu_run(tmp_path_factory.mktemp("gpu") / "run")
 
 
+@cache
 def explained(run_dir: Path, profile: str | None = None) -> RebalanceResult:
+    """Of a run that no test changes."""
     return rebalance.explain(run_dir, trace=None, profile=profile)
 
 

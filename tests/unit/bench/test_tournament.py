@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from libra_cli.bench import tournament as bench
 from libra_cli.bench.jobs import Job, first_layout_of, run_job
-from libra_cli.bench.tournament import BEHIND, Bout, Standing, circumstance, standings
+from libra_cli.bench.tournament import BEHIND, Bout, Circumstance, Standing, circumstance, standings
 from libra_cli.cli.main import app
 from libra_cli.sim.traces import TraceError, load_trace
 from tests.sample_bench import row
@@ -29,11 +30,15 @@ def invented(run: object, jobs: Sequence[Job], progress: Callable[[str], None]) 
         yield replace(row(), throughput_tok_s=tokens, moves=3 * moving), None
 
 
+@cache
+def drawn_as(number: int) -> Circumstance:
+    return circumstance(TRACES, number)
+
+
 def test_a_number_stands_for_one_circumstance() -> None:
     for number in range(4):
-        first, again = (circumstance(TRACES, number) for _ in range(2))
-        assert first == again
-    drawn = [circumstance(TRACES, number) for number in range(30)]
+        assert circumstance(TRACES, number) == drawn_as(number)
+    drawn = [drawn_as(number) for number in range(30)]
     assert len({str(each) for each in drawn}) > 25
     assert {each.job.bound for each in drawn} == set(bench.BOUNDS)
     assert {each.rule for each in drawn} == set(bench.DRAWN_RULES)
@@ -49,7 +54,7 @@ def test_traces_that_no_run_can_play_are_refused_and_not_drawn_for_ever() -> Non
 
 def test_every_contender_holds_the_longest_trajectory() -> None:
     for number in range(10):
-        for job in bench._contenders(circumstance(TRACES, number).job):
+        for job in bench._contenders(drawn_as(number).job):
             layout = job.start or first_layout_of(job, job.workload)
             for bucket in layout.buckets:
                 assert job.profile.servers[bucket.tensor_parallel].kv_tokens >= job.max_len
@@ -69,7 +74,7 @@ def test_a_circumstance_is_played_four_times_with_the_same_groups() -> None:
 
 
 def test_standings_count_those_that_fell_behind() -> None:
-    drawn = circumstance(TRACES, 0)
+    drawn = drawn_as(0)
     bouts = [Bout(drawn, libra, 100.0, 100.0, 100.0, 0) for libra in (90.0, 99.5, 120.0)]
     standing = next(iter(standings(bouts)))
     assert standing == Standing.among("all", bouts)

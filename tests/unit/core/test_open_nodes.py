@@ -29,7 +29,7 @@ from libra_cli.sim.world import World
 
 PROFILE = load_profile("a800-qwen3-8b")
 A800 = frozenset({"NVIDIA A800-SXM4-80GB"})
-GROUPS, SIZE = 16, 8
+GROUPS, SIZE = 8, 8
 
 
 def recipe_of(*sizes: int, lengths: dict[str, Any], steps: int) -> Recipe:

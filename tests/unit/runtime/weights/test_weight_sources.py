@@ -81,14 +81,15 @@ def facts(node: str, *, data_address: str = "") -> HostFacts:
     )
 
 
-def weights_on(hosts: dict[str, FakeHost]) -> Weights:
+def weights_on(hosts: dict[str, FakeHost], timeout_s: float = 5.0) -> Weights:
     cluster: Any = SimpleNamespace(
         hosts=hosts,
         facts={name: facts(name) for name in hosts},
         ports={name: {"weights": 21000} for name in hosts},
         run_id="r",
     )
-    return weights_of(cluster, SPEC, origin="trainer")
+    spec = WeightSyncSpec(keep_versions=2, timeout_s=timeout_s)
+    return weights_of(cluster, spec, origin="trainer")
 
 
 def version(step: int) -> PublishedVersion:
@@ -178,11 +179,11 @@ def test_a_version_that_is_damaged_where_it_was_published_is_waited_for_until_it
 def test_a_version_that_stays_damaged_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RENEWAL_S", 0.05)
     hosts = {name: FakeHost() for name in ("trainer", "a")}
-    weights = weights_on(hosts)
+    weights = weights_on(hosts, 0.5)
     hosts["a"].damaged_for = 1000
     with pytest.raises(WeightsError, match="is damaged in chunk 0"):
         asyncio.run(weights.on("a", version(1)))
-    assert len(hosts["a"].pulled) == 100, "once every RENEWAL_S of the 5 s that a pull may take"
+    assert len(hosts["a"].pulled) == 10, "once every RENEWAL_S of the 0.5 s that a pull may take"
 
 
 def test_servers_of_the_publishing_host_wait_until_a_damaged_version_is_written_again(
