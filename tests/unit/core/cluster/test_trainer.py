@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.fatal_groups import MAX_DEATHS, FatalGroupDetector
@@ -141,3 +143,19 @@ def test_a_damaged_checkpoint_ends_the_run_with_what_to_type_at_once():
     assert "step-2 is damaged" in world.end.error
     assert "libra run RECIPE --resume RUN_DIR" in world.end.error
     assert len(world.did(a.StartTrainer)) == starts
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [(TrainerState.STARTING, "killed"), (TrainerState.READY, "step-2 is damaged: weights.pt")],
+)
+def test_a_trainer_that_dies_otherwise_is_started_again(state, reason):
+    world = scene(checkpoint_every=2)
+    training = world.machine.training
+    world.steps_on(3)
+    world.give(e.TrainerFailed(training.incarnation, "killed"))
+    world.until(lambda: training.state is state)
+    starts = len(world.did(a.StartTrainer))
+    world.give(e.TrainerFailed(training.incarnation, reason))
+    world.until(lambda: len(world.did(a.StartTrainer)) > starts)
+    assert world.end is None

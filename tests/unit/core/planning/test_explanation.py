@@ -113,6 +113,17 @@ def test_the_half_that_is_longer_binds() -> None:
     assert found.binding(few).constraint not in (Constraint.TRAINING, Constraint.TRAINER_MEMORY)
 
 
+@pytest.mark.parametrize(
+    ("communication", "constraint"), [(1.0, Constraint.TRAINING), (1.01, Constraint.NETWORK)]
+)
+def test_training_that_talks_for_longer_than_it_computes_is_bound_by_the_network(
+    communication: float, constraint: Constraint
+) -> None:
+    found = search(24)
+    plan = replace(found.training.plan(4), communication=communication)
+    assert found._binding_of_training(plan).constraint is constraint
+
+
 def test_a_trainer_that_does_not_fit_is_bound_by_its_memory() -> None:
     found = search(24)
     least = found.training.least()
@@ -120,6 +131,7 @@ def test_a_trainer_that_does_not_fit_is_bound_by_its_memory() -> None:
     assert least > 1
     too_few = Layout((PlannedBucket(1, 8, 4000, 64),), least - 1)
     assert found.binding(too_few).constraint is Constraint.TRAINER_MEMORY
+    assert found.times(too_few).rollout_s == found.rollout_s(too_few.buckets, 0.0)
 
 
 def test_rollout_that_can_get_no_gpu_of_the_trainer_is_bound_by_the_trainers_memory() -> None:

@@ -112,6 +112,22 @@ def test_where_memory_is_unknown_a_trainer_needs_the_ranks_that_run_and_a_worker
         assert run.space._needs(search, seen) == TrainerNeeds(ranks, worker)
 
 
+def test_another_base_group_is_offered_beside_that_there_is_if_it_is_worth_more() -> None:
+    run, load = Run("libra", work(4000)), work(4000)
+    needs = TrainerNeeds(1, table=search_of(load).training)
+    worth = run.space._worth(16, needs)
+    assert worth > 0
+
+    def offered(*sizes: int) -> list[list[int]]:
+        held = [Slot(str(size), "node-3", tuple(range(size)), Pool.TRAIN) for size in sizes]
+        kinds = run.space._bases(held, 16, needs)
+        return [[sum(len(slot.gpus) for slot in base) for base in kind] for kind in kinds]
+
+    assert offered(worth) == [[worth]]
+    assert offered(worth - 1) == [[worth - 1], [worth]]
+    assert offered() == [[run.space.base_gpus]]
+
+
 def test_a_steady_workload_moves_nothing() -> None:
     layouts, decisions = Run("libra", work(3000.0)).play([3000.0] * 10)
     assert len(set(layouts)) == 1

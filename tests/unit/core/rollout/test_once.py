@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from libra_cli.core.records import GroupRecord, LateRecord, StepRecord, TrajectoryRecord
 from libra_cli.core.rollout.once import check_once, dropped_in
 from libra_cli.core.run.state import Resume
+from libra_cli.core.sampling.curriculum import Curriculum
 from tests.world import FEW_RUNS, Faults, World
 
 FAULTS = Faults(server_dies=0.004, trainer_dies=0.004, environment_breaks=0.03, refused=0.02)
@@ -126,3 +127,11 @@ def test_a_group_dropped_after_the_checkpoint_is_not_opened_again_from_the_strea
     ledger.restore(position, dropped={8, 9, 10})
     opened = [ledger.open(version=3, now=0.0).id for _ in range(3)]
     assert opened == [7, 11, 12]
+
+
+def test_the_task_of_a_group_that_is_not_opened_again_is_dealt_and_forgotten():
+    ledger = World(Random(1)).machine.ledger
+    ledger.restore({"step": 3, "next_group": 9, "queue": []}, dropped={9, 10})
+    ledger.curriculum = Curriculum(5, 0.0, 1.0, 4)
+    assert ledger.open(version=3, now=0.0).id == 11
+    assert ledger.curriculum.task_of == {11: 2}
