@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,11 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from libra_cli.config.training import TrainingSpec  # noqa: E402
 from libra_cli.node.losses.policy_gradient import dapo, kl_estimate  # noqa: E402
 from libra_cli.node.losses.protocol import LossInputs, LossOutputs, loss_of  # noqa: E402
-from libra_cli.node.losses.ratios import rollout_weights  # noqa: E402
+from libra_cli.node.losses.ratios import (  # noqa: E402
+    effective_sample_size,
+    rollout_sums,
+    rollout_weights,
+)
 from libra_cli.node.model.logprobs import token_logprobs  # noqa: E402
 
 
@@ -176,6 +181,94 @@ def test_a_loss_is_summed_and_divided_as_its_paper_says(
     assert (outputs.divisor is None) == (divisor is None)
     if outputs.divisor is not None:
         assert float(outputs.divisor) == divisor
+
+
+@pytest.mark.parametrize("last", [6.0, 0.5])
+@pytest.mark.parametrize("name", ["dapo", "grpo", "dr_grpo", "gspo", "cispo", "sapo"])
+def test_a_surrogate_is_that_of_its_paper(name: str, last: float):
+    """The last token's advantage is -1, that of the others 1."""
+    advantages, ratios = [1.0, 1.0, 1.0, -1.0], [1.5, 0.5, 1.0, last]
+    logs = [math.log(ratio) - 1.0 for ratio in ratios]
+    low, high = 0.8, 1.28
+    if name == "gspo":
+        ratios, low, high = [0.75 ** (1 / 3)] * 3 + [last], 1 - 3e-4, 1 + 4e-4
+
+    def surrogate(ratio: float, advantage: float, log: float) -> float:
+        tau = 1.0 if advantage > 0 else 1.05
+        return {
+            "cispo": min(ratio, 5.0) * advantage * log,
+            "sapo": 4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage,
+        }.get(name, min(ratio * advantage, min(max(ratio, low), high) * advantage))
+
+    gains = [surrogate(*one) for one in zip(ratios, advantages, logs, strict=True)]
+    parts = [-gain for gain in gains]
+    if name in ("grpo", "gspo", "sapo"):
+        parts = [part / size for part, size in zip(parts, (3, 3, 3, 1), strict=True)]
+    outputs = shipped(name, clip_low=0.2, clip_high=0.28)(two_trajectories(logprobs=logs))
+    assert float(outputs.loss.detach()) == pytest.approx(sum(parts), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "last", "told"),
+    [
+        ("dapo", 6.0, (1, 0, 1)),
+        ("dapo", 0.5, (2, 1, 1)),
+        ("cispo", 6.0, (1, 1, 0)),
+        ("cispo", 4.9, (0, 0, 0)),
+        ("sapo", 6.0, (0, 0, 0)),
+    ],
+)
+def test_tokens_that_a_bound_stops_are_counted_by_the_sign_of_their_advantage(
+    name: str, last: float, told: tuple[int, int, int]
+):
+    logs = [math.log(ratio) - 1.0 for ratio in (1.5, 0.5, 1.0, last)]
+    sums = shipped(name, clip_low=0.2, clip_high=0.28)(two_trajectories(logprobs=logs)).metrics
+    names = ("clip_fraction", "clip_ratio/low_mean", "clip_ratio/high_mean")
+    assert tuple(int(sums[one]) for one in names) == told
+
+
+def test_kl_and_entropy_are_weighed_by_their_coefficients():
+    given = two_trajectories(logprobs=[-1.0, -1.0, -1.0, math.log(1.2) - 1])
+    inputs = replace(given, reference=vector(*[-1.5] * 4), entropy=vector(1.0, 2.0, 3.0, 4.0))
+    spec = {"kl_coef": 0.1, "kl_estimator": "k1", "entropy_coef": 0.01}
+    outputs = shipped("dapo", **spec)(inputs)
+    kls, bare = [0.5, 0.5, 0.5, 0.5 + math.log(1.2)], -3 + 1.2 - 0.1
+    kl = sum(kls[:3]) + 1.2 * kls[3]
+    assert float(outputs.loss) == pytest.approx(bare + 0.1 * kl)
+    assert float(outputs.metrics["kl"]) == pytest.approx(sum(kls))
+    of_reward = shipped("dapo", kl_in_reward=True, **spec)(inputs)
+    assert float(of_reward.loss) == pytest.approx(bare)
+    assert float(of_reward.metrics["kl"]) == pytest.approx(sum(kls))
+
+
+def test_weights_are_summed_and_those_of_none_counted():
+    inputs = two_trajectories(rollout=[-1.0, -1.0, -1.5, 1.0])
+    sums = shipped("dapo")(inputs).metrics
+    assert float(sums["tis_mean"]) == pytest.approx(2.0 + math.exp(0.5))
+    assert (int(sums["mask_fraction"]), int(sums["clip_fraction"])) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "below", "above"), [(0.49, 1, 0), (0.51, 0, 0), (1.99, 0, 0), (2.01, 0, 1)]
+)
+def test_how_far_the_rollout_policy_was_is_told_whatever_the_loss(
+    ratio: float, below: int, above: int
+):
+    log = math.log(ratio)
+    sums = rollout_sums(two_trajectories(rollout=[-1.0 - log, -1.0, -1.0, -1.0]))
+    told = {name: float(value) for name, value in sums.items()}
+    total, squares = 3 + ratio, 3 + ratio**2
+    assert told == pytest.approx(
+        {
+            "rollout_kl": ratio - log - 1,
+            "rollout_ratio/below_half": below,
+            "rollout_ratio/above_2": above,
+            "rollout_ratio_sum": total,
+            "rollout_ratio_square_sum": squares,
+        }
+    )
+    size = {"effective_sample_size": pytest.approx(total**2 / (4 * squares))}
+    assert effective_sample_size(total, squares, 4) == size
 
 
 def test_a_correction_of_a_sequence_is_the_product_of_its_tokens():
