@@ -80,7 +80,7 @@ class GpuNodes:
 
     def _worlds(self, least: int, most: int) -> Iterator[tuple[int, int]]:
         """Ranks in all, and nodes."""
-        for nodes in range(1, len(self.nodes) + 1):
+        for nodes, _ in enumerate(self.nodes, 1):
             ranks = -(-least // nodes)
             if ranks * nodes <= most and len(self._with(ranks)) >= nodes:
                 yield ranks * nodes, nodes

@@ -7,14 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.core.scheduling.baselines import StickyLeastLoaded
+from libra_cli.core.scheduling.baselines import (
+    AttainedService,
+    DynaRL,
+    Heddle,
+    RoundRobin,
+    SiblingHistory,
+    StickyLeastLoaded,
+    StreamRL,
+)
 from libra_cli.core.scheduling.least_cost import KV_SHARE, LeastExpectedCost
 from libra_cli.core.scheduling.policy import POLICIES, SchedulingPolicy
 from libra_cli.core.scheduling.request_scheduler import (
     EVALUATION_PATIENCE_S,
     RequestScheduler,
 )
-from libra_cli.core.scheduling.server_queues import Request, ServerQueue
+from libra_cli.core.scheduling.server_queues import Request, ServerQueue, ServerQueues
 from libra_cli.core.types import EVALUATION_GROUPS, Bucket, TrajectoryId, WeightVersion
 from libra_cli.plugins.finding import find
 from tests.sim_scene import COSTS
@@ -277,3 +285,66 @@ def test_an_evaluation_whose_server_is_gone_goes_to_another() -> None:
     made.submit(evaluated(1, last_slot="a", last_key=KEY), now=0.0)
     made.refresh([server("b")], latest=KEY, now=0.0)
     assert sent(made) == {EVALUATION_GROUPS + 1: "b"}
+
+
+# -- policies of others ----------------------------------------------------------------------------
+
+
+def chosen(policy: SchedulingPolicy, queues: ServerQueues, **more: Any) -> str | None:
+    queue = policy.choose(request(1, **more), queues, now=0.0)
+    return None if queue is None else queue.slot
+
+
+@pytest.mark.parametrize(
+    ("number", "long", "of_long", "of_short"),
+    [
+        (0, 900, None, None),
+        (1, 900, "0", "0"),  # all have the only one
+        (2, 900, "1", "0"),
+        (5, 900, "2", "0"),  # 0.2 x 900 of 260 tokens are of long ones: 3 of 5 servers
+        (5, 10, "4", "0"),  # one at least
+        (5, 90_000, "1", "0"),  # one at least is left
+    ],
+)
+def test_streamrl_gives_the_longest_fifth_servers_in_proportion_to_their_tokens(
+    number: int, long: int, of_long: str | None, of_short: str | None
+) -> None:
+    queues = ServerQueues(server(str(slot)) for slot in range(number))
+    for is_long, slot in ((True, of_long), (False, of_short)):
+        policy = StreamRL({TrajectoryId(1, 0): is_long}.__getitem__, long=long, short=100)
+        assert chosen(policy, queues) == slot
+        assert policy.rank(request(1, turn=70)) == 70 - (long if is_long else 100)
+
+
+def test_streamrl_keeps_a_request_where_it_was_if_that_is_of_its_group_and_has_a_seat() -> None:
+    queues = ServerQueues(server(str(slot), seats=1) for slot in range(5))
+    policy = StreamRL(lambda _: True, long=900, short=100)
+    assert chosen(policy, queues, last_slot="3") == "3"
+    assert chosen(policy, queues, last_slot="1") == "2"
+    queues.by_slot["3"].enter(request(2))
+    assert chosen(policy, queues, last_slot="3") == "2"
+
+
+def test_round_robin_goes_on_to_the_next_server_and_leaves_requests_there() -> None:
+    queues = ServerQueues((server("a"), server("b"), server("c")))
+    policy = RoundRobin()
+    assert [chosen(policy, queues) for _ in range(4)] == ["b", "c", "a", "b"]
+    assert not policy.allow_steal(request(1), queues.all[0], queues.all[1], now=0.0)
+    assert chosen(policy, ServerQueues()) is None
+
+
+@pytest.mark.parametrize(("tokens", "slot"), [(1600, "short"), (1601, "long"), (9999, "long")])
+def test_queues_of_levels_take_what_was_generated_or_is_expected(tokens: int, slot: str) -> None:
+    queues = ServerQueues((server("short", 1), server("long", 2)))
+    assert chosen(AttainedService(), queues, turn=tokens) == slot
+    assert chosen(SiblingHistory(), queues, turn=0, expected=float(tokens)) == slot
+    assert chosen(AttainedService(), ServerQueues()) is None
+    assert AttainedService().rank(request(1, turn=tokens)) == tokens
+
+
+def test_heddle_begins_on_the_fast_server_with_the_longest_and_stays() -> None:
+    queues = ServerQueues((server("slow", 1), server("fast", 4)))
+    assert chosen(Heddle(), queues) == "fast"
+    assert chosen(Heddle(), queues, last_slot="slow") == "slow"
+    assert Heddle().rank(request(1, expected=7.0)) == -7.0
+    assert DynaRL().rank(request(1, tools=3)) == -3.0

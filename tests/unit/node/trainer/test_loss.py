@@ -186,8 +186,7 @@ def test_a_loss_is_summed_and_divided_as_its_paper_says(
 @pytest.mark.parametrize("last", [6.0, 0.5])
 @pytest.mark.parametrize("name", ["dapo", "grpo", "dr_grpo", "gspo", "cispo", "sapo"])
 def test_a_surrogate_is_that_of_its_paper(name: str, last: float):
-    """The last token's advantage is -1, that of the others 1."""
-    advantages, ratios = [1.0, 1.0, 1.0, -1.0], [1.5, 0.5, 1.0, last]
+    advantages, ratios = [0.5, 0.5, 0.5, -0.5], [1.5, 0.5, 1.0, last]
     logs = [math.log(ratio) - 1.0 for ratio in ratios]
     low, high = 0.8, 1.28
     if name == "gspo":
@@ -204,7 +203,8 @@ def test_a_surrogate_is_that_of_its_paper(name: str, last: float):
     parts = [-gain for gain in gains]
     if name in ("grpo", "gspo", "sapo"):
         parts = [part / size for part, size in zip(parts, (3, 3, 3, 1), strict=True)]
-    outputs = shipped(name, clip_low=0.2, clip_high=0.28)(two_trajectories(logprobs=logs))
+    inputs = replace(two_trajectories(logprobs=logs), advantages=vector(*advantages))
+    outputs = shipped(name, clip_low=0.2, clip_high=0.28)(inputs)
     assert float(outputs.loss.detach()) == pytest.approx(sum(parts), rel=1e-5)
 
 
@@ -222,7 +222,8 @@ def test_tokens_that_a_bound_stops_are_counted_by_the_sign_of_their_advantage(
     name: str, last: float, told: tuple[int, int, int]
 ):
     logs = [math.log(ratio) - 1.0 for ratio in (1.5, 0.5, 1.0, last)]
-    sums = shipped(name, clip_low=0.2, clip_high=0.28)(two_trajectories(logprobs=logs)).metrics
+    inputs = replace(two_trajectories(logprobs=logs), advantages=vector(0.5, 0.5, 0.5, -0.5))
+    sums = shipped(name, clip_low=0.2, clip_high=0.28)(inputs).metrics
     names = ("clip_fraction", "clip_ratio/low_mean", "clip_ratio/high_mean")
     assert tuple(int(sums[one]) for one in names) == told
 
@@ -277,6 +278,13 @@ def test_a_correction_of_a_sequence_is_the_product_of_its_tokens():
     assert rollout_weights(inputs, wide)[0].tolist() == pytest.approx([math.exp(0.2)] * 3 + [1.0])
     narrow = TrainingSpec(sampler_correction="sequence_mask", tis_cap=1.1)
     assert rollout_weights(inputs, narrow)[0].tolist() == pytest.approx([0.0, 0.0, 0.0, 1.0])
+
+
+@pytest.mark.parametrize("band", [(1.0, 2.0), (0.5, 1.0)])
+def test_a_band_has_its_ends(band: tuple[float, float]):
+    floor, cap = band
+    spec = TrainingSpec(sampler_correction="token_mask", tis_floor=floor, tis_cap=cap)
+    assert rollout_weights(two_trajectories(), spec)[0].tolist() == [1.0] * 4
 
 
 def test_a_mask_leaves_out_both_sides_of_its_band():
