@@ -216,12 +216,12 @@ def _choose_train(
 ) -> tuple[frozenset[SlotId], str]:
     fixed = [slot.id for slot in slots if slot.pool is Pool.TRAIN]
     free = [slot.id for slot in slots if slot.pool is Pool.HYBRID]
-    rollout = len(slots) - len(fixed) - len(free)
     if not free:
         train = frozenset(fixed)
         return train, f"the pools of the recipe give {_count(len(train), 'slot')} to training"
     target = -(-len(slots) // 3)
-    most = len(free) if rollout else len(free) - 1
+    serves = any(slot.pool is Pool.ROLLOUT for slot in slots)
+    most = len(free) if serves else len(free) - 1
     wanted = min(max(target - len(fixed), 0 if fixed else 1), most)
     order = [*range(wanted, most + 1), *range(wanted - 1, -1, -1)]
     found: list[tuple[bool, frozenset[SlotId]]] = []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -23,6 +25,30 @@ SAMPLES = st.builds(
     turns=st.integers(1, 60),
     tool_s=st.floats(0, 300),
 )
+
+
+SAMPLE = TrajectorySample(1, 1)
+LEAST: dict[str, Any] = {"trajectories": 1, "overlap": 1.0, "late": 0, "group_size": 1}
+
+
+@pytest.mark.parametrize(
+    "less", [{"trajectories": 0}, {"overlap": 0.9}, {"late": -1}, {"group_size": 0}]
+)
+def test_a_workload_has_a_trajectory_a_group_and_a_step_at_least(less: dict[str, Any]) -> None:
+    assert Workload((SAMPLE,), **LEAST).trajectories == 1
+    with pytest.raises(ValueError, match="a workload needs trajectories"):
+        Workload((SAMPLE,), **{**LEAST, **less})
+    with pytest.raises(ValueError, match="at least one sample"):
+        Workload((), **LEAST)
+
+
+@pytest.mark.parametrize("field", ["prompt", "observed", "tool_s"])
+def test_a_sample_has_a_token_and_nothing_negative(field: str) -> None:
+    assert replace(SAMPLE, **{field: 0}).generated == 1
+    with pytest.raises(ValueError, match="nothing negative"):
+        replace(SAMPLE, **{field: -1})
+    with pytest.raises(ValueError, match="a token or more"):
+        TrajectorySample(1, 0)
 
 
 @given(sample=SAMPLES, limits=LIMITS)

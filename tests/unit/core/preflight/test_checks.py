@@ -445,7 +445,11 @@ def test_what_does_not_come_through_stops_and_what_is_slow_warns():
 
 def test_an_all_reduce_that_fails_stops():
     tried = AllReduce(("gpu-01", "gpu-02"), "nccl", "eth0", 2**24, error="timed out")
-    assert only(case(all_reduces=(tried,)), "all-reduce").severity == "stops"
+    found = only(case(all_reduces=(tried,)), "all-reduce")
+    assert found.severity == "stops"
+    assert found.host == "gpu-01 + gpu-02"
+    assert found.remedy is not None
+    assert "{host: gpu-01, env: {NCCL_SOCKET_IFNAME: another interface}}" in found.remedy.command
 
 
 # -- the model -----------------------------------------------------------------------------------
