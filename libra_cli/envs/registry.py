@@ -26,6 +26,7 @@ ENVIRONMENTS = PluginGroup(
         "calculator": "libra_cli.envs.calculator:Calculator",
         "dataset": "libra_cli.envs.dataset.environment:Dataset",
         "openenv": "libra_cli.envs.adapters.openenv:OpenEnvEpisode",
+        "opposites": "libra_cli.envs.opposites:Opposites",
         "pointer-chase": "libra_cli.envs.pointer_chase:PointerChase",
         "reasoning-gym": "libra_cli.envs.gyms.reasoning:ReasoningGym",
         "tau2": "libra_cli.envs.gyms.tau2:Tau2",

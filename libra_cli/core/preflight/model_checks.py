@@ -27,7 +27,10 @@ def model(case: PreflightCase) -> Iterator[Finding]:
     """The model is on every host, and the same."""
     path = case.recipe.model.path
     if path is None:
-        yield Finding("model", ALL, "fine", "libra builds it")
+        build = case.recipe.model.build
+        package = build.package if build is not None else None
+        told = "libra builds it" if package is None else f"made of {package}, which is fetched once"
+        yield Finding("model", ALL, "fine", told)
         return
     for node, facts in case.looked():
         if path not in facts.paths:
