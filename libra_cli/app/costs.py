@@ -148,7 +148,9 @@ def _as_the_recipe_trains(recipe: Recipe, costs: CostSource) -> CostSource:
             # Elsewhere its parameters are those of the versions, and its steps are the run's own,
             # with all their passes.
             facts = facts.with_adapter(given.lora)
-            training = replace(training, passes=passes_of(given), updates=given.updates)
+            training = replace(
+                training, passes=passes_of(given), updates=given.updates, cp_size=given.cp_size
+            )
         training = replace(
             training,
             facts=facts,

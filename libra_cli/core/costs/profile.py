@@ -7,7 +7,8 @@ are ``r = w / s`` replicas, with ``T`` tokens and ``Q`` pairs of them a step::
     compute = p max((token_s x T + pair_s x Q) / w, the longest trajectory on one rank)
     gather  = p x micro batches of a rank x 8 bytes x parameters x (s - 1) / s / bandwidth
     reduce  = u x 2 x 4 bytes x parameters x (r - 1) / r / bandwidth across nodes
-    seconds = step_s + compute + exposed x (gather + reduce) + u x offload
+    attend  = p x 3 x layers x 2 bytes x units exchanged of a token x T / w / bandwidth
+    seconds = step_s + compute + exposed x (gather + reduce) + attend + u x offload
 
 ``p`` are the passes over a batch and ``u`` its updates, 1 and 1 as a profile is measured
 (``passes_of``).
@@ -15,10 +16,13 @@ are ``r = w / s`` replicas, with ``T`` tokens and ``Q`` pairs of them a step::
 ``gather``: each micro batch gathers parameters forward and backward, 2 bytes of each, and scatters
 float32 gradients (FSDP2's ``reduce_dtype``), most of it under the compute; of an adapter, only its
 own gradients. ``reduce``: replicas exchange float32 gradients once a step; a ring sends each twice.
-``offload``: with moments in the host's memory, 16 bytes a trained parameter and replica at
-``HOST_BANDWIDTH``. Gradient workers shorten ``busy``, which is the step without ``step_s`` and
-``offload``: with workers i that would take ``c_i`` for all of it, and ``t = gradient bytes /
-link_bandwidth`` for their gradients, all end after ``T`` seconds, with::
+``attend``: where n ranks share a forward pass (``cp_size``), attention exchanges tokens for heads
+forward, forward once more and backward (``costs.heads``), and waits for them; the longest
+trajectory is then on n ranks, and a micro batch on as many. ``offload``: with moments in the host's
+memory, 16 bytes a trained parameter and replica at ``HOST_BANDWIDTH``. Gradient workers shorten
+``busy``, which is the step without ``step_s`` and ``offload``: with workers i that would take
+``c_i`` for all of it, and ``t = gradient bytes / link_bandwidth`` for their gradients, all end
+after ``T`` seconds, with::
 
     T / busy + sum of max(0, T - t) / c_i = 1
 
@@ -31,10 +35,10 @@ spread evenly over the ranks but for the longest trajectory; padding is part of 
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
+from math import gcd
 from typing import Any, TypeVar
 
 from libra_cli.config.errors import LibraError
@@ -46,6 +50,7 @@ from libra_cli.core.costs.memory import (
     SERVER_OVERHEAD_GIB,
     TRAINER_OVERHEAD_GIB,
     USABLE_SHARE,
+    longest_context,
     rank_memory,
     shards_of,
 )
@@ -61,8 +66,6 @@ HOST_BANDWIDTH = 2e10
 """Bytes a second between a GPU and its host's page-locked memory: PCIe 4.0 x16 has 3.2e10."""
 FORWARD = 0.25
 """Of a pass forward, backward (twice as dear) and forward once more for what was not kept."""
-LONGEST_CONTEXT = 2**24
-"""Tokens up to which the longest trajectory that fits is looked for."""
 _Part = TypeVar("_Part")
 
 
@@ -204,6 +207,9 @@ class TrainingCost:
     network, and then transfer counts nothing."""
     reload_s: Seconds = 0.0
     """From the end of a step until a gradient worker has loaded its version."""
+    cp_size: int | None = 1
+    """Ranks of a replica that share a forward pass, if it has a multiple of them; None: as few as
+    have the memory."""
 
     def seconds(self, ranks: int, workload: Workload) -> Seconds:
         """Seconds of a step on this workload."""
@@ -213,7 +219,8 @@ class TrainingCost:
     def busy_s(self, ranks: int, workload: Workload) -> Seconds:
         """Seconds of a step that gradient workers can shorten."""
         exchange_s = self._exchange_s(ranks, workload)
-        return self.compute_s(ranks, workload) + self.exposed * exchange_s
+        attend_s = self._attend_s(ranks, workload)
+        return self.compute_s(ranks, workload) + self.exposed * exchange_s + attend_s
 
     @property
     def transfer_s(self) -> Seconds:
@@ -228,15 +235,17 @@ class TrainingCost:
         return self.reload_s + self.transfer_s
 
     def compute_s(self, ranks: int, workload: Workload) -> Seconds:
-        """Seconds of arithmetic of a step: shared evenly, but a trajectory stays on one rank."""
+        """Seconds of arithmetic of a step: shared evenly, but a trajectory stays on one rank, or on
+        those that share a forward pass."""
         even = (self.token_s * workload.tokens + self.pair_s * workload.pairs) / ranks
         context = workload.longest_expected
         longest = self.token_s * context + self.pair_s * context**2 / 2
-        return self.passes * max(even, longest)
+        return self.passes * max(even, longest / self.sharing(ranks, workload.longest.context))
 
     def communication_ratio(self, ranks: int, workload: Workload) -> float:
         """Seconds of communication, hidden or not, for each second of arithmetic."""
-        return self._exchange_s(ranks, workload) / self.compute_s(ranks, workload)
+        moved_s = self._exchange_s(ranks, workload) + self._attend_s(ranks, workload)
+        return moved_s / self.compute_s(ranks, workload)
 
     def memory_gib(self, ranks: int, longest_context: Tokens) -> float:
         """The most GiB that a rank holds at once, with every layer's activations computed again."""
@@ -245,11 +254,20 @@ class TrainingCost:
     def longest_context(self, ranks: int) -> Tokens:
         """Tokens of the longest trajectory that a rank has the memory for; 0 where it has none for
         a micro batch."""
+        return longest_context(lambda tokens: self.memory_gib(ranks, tokens), self.facts.usable_gib)
+
+    def sharing(self, ranks: int, longest: Tokens) -> int:
+        """How many of so many ranks share a forward pass, of up to ``longest`` tokens."""
+        return self._fewest(self._shards(ranks, longest), longest)
+
+    def _fewest(self, shards: int, longest: Tokens) -> int:
+        if self.cp_size is not None:
+            return gcd(self.cp_size, shards)
+        heads = self.facts.architecture.heads
+        degrees = [n for n in range(1, shards + 1) if shards % n == 0 and heads.divides(n)]
         usable = self.facts.usable_gib
-        fitting = bisect_right(
-            range(LONGEST_CONTEXT), usable, key=lambda tokens: self.memory_gib(ranks, tokens)
-        )
-        return max(0, fitting - 1)
+        fitting = (n for n in degrees if self._shared_gib(shards, longest, n) <= usable)
+        return next(fitting, degrees[-1])
 
     def scaled(self, factor: float) -> TrainingCost:
         """The same trainer with every second ``factor`` times as long."""
@@ -270,8 +288,21 @@ class TrainingCost:
         fits = self._shard_gib(node, longest_context) <= self.facts.usable_gib
         return shards_of(ranks, node, host_fits=fits)
 
-    def _shard_gib(self, shards: int, longest_context: Tokens) -> float:
-        return _rank_gib(self.facts, shards, max(self.micro_tokens, longest_context))
+    def _shard_gib(self, shards: int, longest: Tokens) -> float:
+        return self._shared_gib(shards, longest, self._fewest(shards, longest))
+
+    def _shared_gib(self, shards: int, longest: Tokens, sharing: int) -> float:
+        return _rank_gib(self.facts, shards, max(self.micro_tokens, longest), sharing)
+
+    def _attend_s(self, ranks: int, workload: Workload) -> Seconds:
+        sharing = self.sharing(ranks, workload.longest.context)
+        if sharing == 1:
+            return 0.0
+        shape = self.facts.architecture
+        token_bytes = 3 * 2 * shape.layers * shape.heads.exchanged(sharing)
+        inside = sharing <= self.node_gpus
+        bandwidth = self.node_bandwidth if inside else self.network_bandwidth
+        return self.passes * token_bytes * workload.tokens / ranks / bandwidth
 
     def _offload_s(self, ranks: int, workload: Workload) -> Seconds:
         if self.facts.optimizer != "adamw_offload":
@@ -285,15 +316,17 @@ class TrainingCost:
         moved = 2 * 2 * self.facts.parameters + 4 * trained
         inside = shards <= self.node_gpus
         bandwidth = self.node_bandwidth if inside else self.network_bandwidth
-        micro_batches = self.passes * max(1.0, workload.tokens / ranks / self.micro_tokens)
+        groups = ranks / self.sharing(ranks, workload.longest.context)
+        micro_batches = self.passes * max(1.0, workload.tokens / groups / self.micro_tokens)
         gather_s = micro_batches * moved * (shards - 1) / shards / bandwidth
         reduce_s = 2 * 4 * trained * (replicas - 1) / replicas / self.network_bandwidth
         return gather_s + self.updates * reduce_s
 
 
 @lru_cache(maxsize=4096)
-def _rank_gib(facts: MemoryModel, shards: int, tokens: Tokens) -> float:
-    """GiB of a rank that shares a replica with ``shards - 1`` others. Plans ask again and again."""
+def _rank_gib(facts: MemoryModel, shards: int, tokens: Tokens, sharing: int) -> float:
+    """GiB of a rank that shares a replica with ``shards - 1`` others, and each forward pass with
+    ``sharing - 1``. Plans ask again and again."""
     use = rank_memory(
         facts.architecture,
         world=shards,
@@ -301,6 +334,7 @@ def _rank_gib(facts: MemoryModel, shards: int, tokens: Tokens) -> float:
         choice="full",
         optimizer=facts.optimizer,
         reference=facts.reference,
+        cp_size=sharing,
     )
     return use.total / GIB + facts.trainer_overhead_gib
 

@@ -295,9 +295,10 @@ class Search:
         return Binding(Constraint.TRAINER_MEMORY, f"{found}; training can give none: {ranks}")
 
     def _binding_of_training(self, plan: TrainingPlan) -> Binding:
+        shared = f", {plan.sharing} ranks share a forward pass" if plan.sharing > 1 else ""
         words = (
             f"training: arithmetic, {plan.communication:.0%} as much communication beside it, "
-            f"{plan.memory_gib:.0f} GiB a rank"
+            f"{plan.memory_gib:.0f} GiB a rank{shared}"
         )
         longer = Constraint.NETWORK if plan.communication > 1 else Constraint.TRAINING
         return Binding(longer, words)

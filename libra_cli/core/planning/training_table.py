@@ -34,13 +34,14 @@ def together_s(alone_s: Seconds, workers: Iterable[tuple[Seconds, Seconds]]) -> 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """A number of ranks and what it comes to: a step's seconds, a rank's memory in GiB, and the
-    seconds of communication for each second of arithmetic."""
+    """A number of ranks and what it comes to: a step's seconds, a rank's memory in GiB, the seconds
+    of communication for each second of arithmetic, and how many ranks share a forward pass."""
 
     ranks: int
     seconds: Seconds
     memory_gib: float
     communication: float
+    sharing: int = 1
 
 
 WORKER_BYTES = 8
@@ -78,6 +79,7 @@ class TrainingTable:
             seconds=self._cost.seconds(ranks, self._workload),
             memory_gib=self._cost.memory_gib(ranks, self._longest),
             communication=self._cost.communication_ratio(ranks, self._workload),
+            sharing=self._cost.sharing(ranks, self._longest),
         )
 
     def seconds(self, gpus: int, workers: Sequence[int] = ()) -> Seconds:

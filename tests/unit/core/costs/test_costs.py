@@ -60,6 +60,48 @@ def test_no_rank_has_less_than_the_longest_trajectory() -> None:
     assert many == pytest.approx(5e-4 * 40_500 + 1e-8 * 40_500**2 / 2)
 
 
+def test_ranks_that_share_a_pass_share_the_longest_trajectory_and_wait_for_one_another() -> None:
+    work = workload(120_000, trajectories=2)
+    shared = replace(TRAINING, cp_size=4)
+    longest = 5e-4 * 120_500 + 1e-8 * 120_500**2 / 2
+    assert TRAINING.compute_s(8, work) == pytest.approx(longest)
+    assert shared.compute_s(8, work) == pytest.approx(longest / 4)
+    # 32 heads of 128, 8 of keys: forward, forward once more and backward, 3 of 4 parts in 2 bytes.
+    a_token = 3 * 2 * 32 * (2 * 4096 + 2 * 1024) * 3 // 4
+    waits_s = a_token * work.tokens / 8 / 2e11
+    exchange_s = shared._exchange_s(8, work)
+    assert shared.busy_s(8, work) == pytest.approx(longest / 4 + 0.3 * exchange_s + waits_s)
+    near, far = (replace(TRAINING, cp_size=8, node_gpus=size)._attend_s(8, work) for size in (8, 6))
+    assert far == pytest.approx(2 * near)
+    assert TRAINING._attend_s(8, work) == 0.0
+
+
+def test_more_micro_batches_are_gathered_for_where_ranks_share_them() -> None:
+    work = workload(30_000, trajectories=64)
+    alone, shared = (replace(TRAINING, cp_size=size)._exchange_s(8, work) for size in (1, 4))
+    assert shared == pytest.approx(4 * alone)
+
+
+@pytest.mark.parametrize("ranks", [8, 12])
+def test_as_few_ranks_share_a_pass_as_have_the_memory(ranks: int) -> None:
+    chosen = replace(TRAINING, cp_size=None)
+    longest = {size: replace(TRAINING, cp_size=size).longest_context(ranks) for size in (1, 2, 4)}
+    for fewer, more in ((1, 2), (2, 4)):
+        assert chosen.sharing(ranks, longest[fewer]) == fewer
+        assert chosen.sharing(ranks, longest[fewer] + 1) == more
+    assert chosen.memory_gib(ranks, longest[4]) <= FACTS.usable_gib
+    assert chosen.longest_context(ranks) == longest[4] * (2 if ranks == 8 else 1)
+    assert replace(TRAINING, cp_size=8).sharing(12, 1) == 4
+
+
+def test_a_plan_says_how_many_ranks_share_a_pass() -> None:
+    work = workload(120_000, trajectories=2)
+    table = TrainingTable(replace(TRAINING, cp_size=None), work, 8)
+    assert (table.least(), table.plan(4).sharing, table.plan(8).sharing) == (4, 4, 2)
+    alone = TrainingTable(TRAINING, work, 8)
+    assert alone.least() is None
+
+
 SHARES = st.floats(0.0, 8.0)
 
 
