@@ -164,3 +164,14 @@ def test_a_load_is_priced_by_what_a_server_does_in_a_turn():
     assert computed == 2 * 30
     assert pairs == 60 * (100 + 15)
     assert (requests, turns) == (2, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("trajectories", "max_len", "numbers", "lengths"),
+    [(24, 128, (3, 8, 24), (8, 16, 32)), (2, 16, (1, 2), (8,))],
+)
+def test_a_trainer_is_measured_with_an_eighth_a_third_and_all_of_a_step(
+    trajectories: int, max_len: int, numbers: tuple[int, ...], lengths: tuple[int, ...]
+) -> None:
+    batches = [Batch(number, length) for number in numbers for length in lengths]
+    assert list(training_batches(trajectories, max_len)) == batches

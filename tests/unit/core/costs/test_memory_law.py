@@ -8,8 +8,14 @@ import pytest
 
 from libra_cli.config.errors import LibraError
 from libra_cli.config.training import LoraSpec
-from libra_cli.core.costs.architecture import PUBLISHED, Architecture, architecture_of
+from libra_cli.core.costs.architecture import (
+    PUBLISHED,
+    Architecture,
+    DenseTransformer,
+    architecture_of,
+)
 from libra_cli.core.costs.memory import rank_memory, server_contexts
+from libra_cli.core.costs.mixture_transformer import Checkpointing
 from libra_cli.core.launch.sharding import RankConditions
 from tests import world as sample_world
 
@@ -45,6 +51,42 @@ def test_a_config_json_that_says_too_little_is_named_with_what_it_lacks():
         architecture_of(lacking, "m")
     with pytest.raises(LibraError, match="has no usable 'num_experts_per_tok'"):
         architecture_of({**CONFIG, "num_experts": 128}, "m")
+
+
+SMALL = DenseTransformer(
+    layers=2, hidden=4, query=10, key=100, inner=1000, vocabulary=10_000, tied=False
+)
+"""Of 4 x (20 + 200 + 3000) parameters a layer, and 40,000 in each of the outer two matrices."""
+
+
+@pytest.mark.parametrize(
+    ("world", "choice", "kept", "copies"),
+    [
+        # 2 norms of 4 + 2 + 2 bytes, their like of query and key, what attention and the
+        # feed-forward part multiply
+        (8, "none", 2 * 8 * 4 + 6 * 110 + 2 * (30 + 200) + 8 * 1000, 0),
+        (8, "selective", 2 * ((10 + 200 + 8 + 2000) + 10 + 4), 0),
+        (8, "full", 2 * 4, 0),
+        # alone it computes under autocast: more of each token, and a copy of the layers
+        (1, "none", 2 * 8 * 4 + 6 * 110 + 2 * (30 + 200) + 8 * 1000 + 12 * 4, 2 * 25_760),
+        (1, "selective", 2 * ((10 + 200 + 8 + 2000) + 10 + 4) + 2 * 4, 2 * 25_760),
+        (1, "full", 2 * 4 + 2 * 4, 0),
+    ],
+)
+@pytest.mark.parametrize(("tokens", "logits"), [(10, 100_000), (4000, 2**25)])
+def test_at_the_head_a_rank_holds_activations_weights_and_a_block_of_logits(
+    world: int, choice: Checkpointing, kept: int, copies: int, tokens: int, logits: int
+):
+    use = rank_memory(SMALL, world=world, tokens=tokens, choice=choice)
+    assert SMALL.parameters == 2 * 12_880 + 80_000
+    own, states = (4, 20) if world == 1 else (2, 12)
+    expected = {
+        "activations": tokens * 2 * kept + copies,
+        "gathered weights": 0 if world == 1 else 2 * 80_000,
+        "head": own * 40_000 + 10 * logits + states * 4 * tokens,
+    }
+    assert use.moment == "head"
+    assert {name: use.parts[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("world", [1, 8])

@@ -99,6 +99,15 @@ def test_the_published_tree_trusts_one_visit_and_falls_back_to_the_parent() -> N
     assert estimator.agrees(TrajectoryId(0, 1), (20, 40)) == 1
 
 
+def test_the_published_tree_forgets_what_is_withdrawn() -> None:
+    estimator = PaperTree()
+    who = TrajectoryId(0, 0)
+    play(estimator, who, [10, 20], end=False)
+    estimator.withdrawn(who)
+    assert (estimator._paths, estimator._marks) == ({}, {})
+    estimator.withdrawn(who)  # nobody knows it any more
+
+
 def test_the_published_rule_gives_no_bucket_where_mean_and_p90_differ() -> None:
     estimator = PaperTree()
     for number, last in enumerate([10] * 8 + [1000] * 2):
