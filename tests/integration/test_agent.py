@@ -695,8 +695,8 @@ def publish(root: Path, name: str, files: dict[str, bytes]) -> None:
 
 def entry(path: Path) -> dict[str, object]:
     """What a manifest says of a file."""
-    found = listed(path)
-    return {"bytes": found.bytes, "sha256": found.sha256}
+    found = listed(path, "sha256")
+    return {"bytes": found.bytes, "sha256": found.digests}
 
 
 def versions_in(root: Path) -> list[str]:

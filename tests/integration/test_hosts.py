@@ -329,8 +329,8 @@ def test_hosts_have_ports_of_their_own_and_pass_weights_to_each_other(
             # Not the ports of the other tests: what they closed is not free for a minute.
             assert await one.ports(22000, 22999, 2) == await other.ports(22000, 22999, 2)
             (tmp_path / "model.bin").write_bytes(data)
-            entry = listed(tmp_path / "model.bin")
-            manifest = {"files": {"model.bin": {"bytes": entry.bytes, "sha256": entry.sha256}}}
+            entry = listed(tmp_path / "model.bin", "sha256")
+            manifest = {"files": {"model.bin": {"bytes": entry.bytes, "sha256": entry.digests}}}
             files = {"model.bin": data, "manifest.json": json.dumps(manifest).encode()}
             await one.transport.put_tree(files, f"{WEIGHTS_DIR}/{run_id}/v000001-e0")
             address = net.hosts[0].address
@@ -347,8 +347,8 @@ def test_hosts_that_pull_at_the_same_time_do_not_each_wait_for_the_publishers_li
 ) -> None:
     data = os.urandom(SHARED_BYTES)
     (tmp_path / "model.bin").write_bytes(data)
-    entry = listed(tmp_path / "model.bin")
-    manifest = {"files": {"model.bin": {"bytes": entry.bytes, "sha256": entry.sha256}}}
+    entry = listed(tmp_path / "model.bin", "sha256")
+    manifest = {"files": {"model.bin": {"bytes": entry.bytes, "sha256": entry.digests}}}
     files = {"model.bin": data, "manifest.json": json.dumps(manifest).encode()}
 
     async def scene() -> None:

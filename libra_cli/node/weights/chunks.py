@@ -1,4 +1,4 @@
-"""The files of a version as its manifest lists them: in chunks, each with a SHA-256 of its own.
+"""The files of a version as its manifest lists them: in chunks, each with digests of its own.
 
 A host checks a chunk as soon as it has come, and passes it on before it has the rest of the file.
 Standard library only.
@@ -6,15 +6,15 @@ Standard library only.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from libra_cli.config.errors import NONSENSE
+from libra_cli.node.weights.digests import ALGORITHMS, digest_of, quickest
 
 CHUNK_BYTES = 2 * 1024**2
 """Of every chunk of a file but the last. Hosts have nothing to pass on before the first ones have
@@ -31,10 +31,12 @@ class ManifestError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ListedFile:
-    """A file's size in bytes, and the SHA-256 of each of its chunks in hexadecimal."""
+    """A file's size in bytes, and the digest of each of its chunks in hexadecimal."""
 
     bytes: int
-    sha256: tuple[str, ...]
+    digests: tuple[str, ...]
+    algorithm: str
+    """A key of ``digests.ALGORITHMS``."""
 
     def span(self, index: int) -> tuple[int, int]:
         """Where a chunk begins in the file, and its size in bytes."""
@@ -57,14 +59,21 @@ def chunks_of(size: int) -> int:
     return -(-size // CHUNK_BYTES)
 
 
-def listed(path: Path) -> ListedFile:
-    """Read a file and describe it."""
-    digests, size, buffer = [], 0, memoryview(bytearray(CHUNK_BYTES))
+def listed(path: Path, algorithm: str) -> ListedFile:
+    """Read a file and describe it by one algorithm."""
+    return listings(path, [algorithm])[algorithm]
+
+
+def listings(path: Path, algorithms: Collection[str] = ALGORITHMS) -> dict[str, ListedFile]:
+    """Read a file once, and describe it by each algorithm."""
+    size, buffer = 0, memoryview(bytearray(CHUNK_BYTES))
+    digests: dict[str, list[str]] = {name: [] for name in algorithms}
     with path.open("rb", buffering=0) as file:
         while count := _fill(file, buffer):
-            digests.append(hashlib.sha256(buffer[:count]).hexdigest())
+            for name in algorithms:
+                digests[name].append(digest_of(name, buffer[:count]))
             size += count
-    return ListedFile(size, tuple(digests))
+    return {name: ListedFile(size, tuple(found), name) for name, found in digests.items()}
 
 
 def _fill(file: Any, buffer: memoryview) -> int:
@@ -97,11 +106,13 @@ def read_manifest(raw: bytes) -> Manifest:
 
 
 def _files(told: Mapping[str, Mapping[str, Any]]) -> dict[str, ListedFile]:
-    files = {
-        name: ListedFile(int(entry["bytes"]), tuple(map(str, entry["sha256"])))
-        for name, entry in told.items()
-    }
+    files = {name: _file(entry) for name, entry in told.items()}
     for one in files.values():
-        if one.bytes < 0 or len(one.sha256) != chunks_of(one.bytes):
+        if one.bytes < 0 or len(one.digests) != chunks_of(one.bytes):
             raise ValueError("a file does not have the chunks that its size asks for")
     return files
+
+
+def _file(entry: Mapping[str, Any]) -> ListedFile:
+    algorithm = quickest(entry)
+    return ListedFile(int(entry["bytes"]), tuple(map(str, entry[algorithm])), algorithm)

@@ -8,13 +8,12 @@ different hosts, which pass them on to each other, and its link is not the only 
 
 A download may take as long as it likes while bytes come: on a thin link nothing is begun anew.
 A source that fails is asked again what it has, and given up after ``FAILURES`` in a row; its chunks
-are fetched elsewhere. A chunk that does not have its SHA-256 is not asked of that source again.
+are fetched elsewhere. A chunk that does not have its digest is not asked of that source again.
 Standard library only.
 """
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import json
 import random
@@ -29,6 +28,7 @@ from itertools import islice
 from libra_cli.node.agent_errors import AgentRefused
 from libra_cli.node.credentials import Credentials, PeerConnection
 from libra_cli.node.weights.chunks import CHUNK_BYTES, ListedFile
+from libra_cli.node.weights.digests import digest_of
 from libra_cli.node.weights.draft import COMING, HERE, Draft
 
 STREAMS = 6
@@ -93,7 +93,8 @@ class _Chunk:
     index: int
     offset: int
     count: int
-    sha256: str
+    digest: str
+    algorithm: str
 
 
 class Client:
@@ -172,9 +173,9 @@ class Download:
         peers = random.sample(others, min(PEERS, len(others)))
         self._sources = [*map(_Source, peers), _Source(publisher, is_publisher=True)]
         self._chunks = [
-            _Chunk(file, index, *one.span(index), digest)
+            _Chunk(file, index, *one.span(index), digest, one.algorithm)
             for file, one in files.items()
-            for index, digest in enumerate(one.sha256)
+            for index, digest in enumerate(one.digests)
         ]
         # In an order of this host's own, so that the first ones that are missing are any.
         random.shuffle(self._chunks)
@@ -297,7 +298,7 @@ class Download:
             client.close()
             self._lost(source, f"{chunk.file}: {type(error).__name__}: {error}")
             return False
-        is_right = hashlib.sha256(buffer).hexdigest() == chunk.sha256
+        is_right = digest_of(chunk.algorithm, buffer) == chunk.digest
         with self._changed:
             self.received[source.url] += chunk.count
             source.failures = 0

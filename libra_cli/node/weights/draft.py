@@ -54,7 +54,7 @@ class Draft:
         with self._lock:
             new = {name: one for name, one in files.items() if name not in self._states}
             for name, one in new.items():
-                self._states[name] = bytearray([MISSING]) * len(one.sha256)
+                self._states[name] = bytearray([MISSING]) * len(one.digests)
                 with (self.directory / name).open("wb") as file:
                     file.truncate(one.bytes)
         self._check_room(files)
@@ -77,7 +77,7 @@ class Draft:
         return sum(
             one.span(index)[1]
             for name, one in files.items()
-            for index, state in enumerate(self._states.get(name, bytes(len(one.sha256))))
+            for index, state in enumerate(self._states.get(name, bytes(len(one.digests))))
             if state != HERE
         )
 
@@ -134,13 +134,15 @@ class Draft:
     def adopt(self, files: Mapping[str, ListedFile]) -> str:
         """Check files that were made here; returns the name of one that is wrong, or nothing."""
         with ThreadPoolExecutor(READERS) as threads:
-            found = threads.map(lambda name: listed(self.directory / name), files)
+            found = threads.map(
+                lambda name: listed(self.directory / name, files[name].algorithm), files
+            )
             for (name, one), there in zip(files.items(), found, strict=True):
                 if one != there:
                     return name
         with self._lock:
             for name, one in files.items():
-                self._states[name] = bytearray([HERE]) * len(one.sha256)
+                self._states[name] = bytearray([HERE]) * len(one.digests)
         return ""
 
     def drop(self, files: Iterable[str]) -> None:

@@ -8,7 +8,7 @@
 
 A directory appears by an atomic rename after everything in it is on disk, so whoever sees one sees
 all of it. A tensor's checksum is of its numbers (``checksum``), and tells a server whether it holds
-them; a file has the SHA-256 of each of its chunks (``chunks``), by which hosts check what comes.
+them; a file has digests of each of its chunks (``chunks``), by which hosts check what comes.
 The probe is a fixed token sequence with the log-probabilities that this version gives it: a server
 that computes as it should gives it nearly the same.
 
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from libra_cli.node.weights import patch
 from libra_cli.node.weights.checksum import described
-from libra_cli.node.weights.chunks import MANIFEST, listed
+from libra_cli.node.weights.chunks import MANIFEST, listings
 
 FILE_BYTES = 2 * 1024**3
 """A file is closed once it has this size, so that files are written and hashed in parallel."""
@@ -81,8 +81,8 @@ class FileOnDisk:
 
     name: str
     bytes: int
-    sha256: Sequence[str]
-    """Of each of its chunks."""
+    digests: Mapping[str, Sequence[str]]
+    """Of each of its chunks, by algorithm."""
 
 
 _Described: TypeAlias = dict[str, dict[str, object]]
@@ -171,7 +171,7 @@ def _delta(base: Path, written: Sequence[WrittenFile], directory: Path) -> dict[
 
 
 def _listed(files: Iterable[FileOnDisk]) -> _Described:
-    return {file.name: {"bytes": file.bytes, "sha256": [*file.sha256]} for file in files}
+    return {file.name: {"bytes": file.bytes, **file.digests} for file in files}
 
 
 def write_tensors(
@@ -251,8 +251,9 @@ def _write_delta(base: Path, path: Path, word_bytes: int, within_s: float) -> Fi
 def _on_disk(path: Path) -> FileOnDisk:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    found = listed(path)
-    return FileOnDisk(path.name, found.bytes, found.sha256)
+    found = listings(path)
+    size = path.stat().st_size
+    return FileOnDisk(path.name, size, {name: one.digests for name, one in found.items()})
 
 
 def write_durably(path: Path, data: bytes) -> None:

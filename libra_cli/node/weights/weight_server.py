@@ -1,6 +1,6 @@
 """Serves the weight versions that a host has to its peers, and pulls those that it lacks.
 
-A version is a directory with a ``manifest.json`` that gives the size of every file and the SHA-256
+A version is a directory with a ``manifest.json`` that gives the size of every file and the digests
 of each of its chunks. Only plain files of versions are served, and only to hosts of the run (mutual
 TLS). A pull is complete or has no effect: files go to a hidden directory (``draft``), chunk by
 chunk and each checked, from all hosts that have some (``download``), and the directory is renamed
@@ -199,7 +199,10 @@ class WeightServer:
             return ""
         try:
             files = read_manifest((place / MANIFEST).read_bytes()).files
-            wrong = next((file for file, one in files.items() if listed(place / file) != one), "")
+            wrong = next(
+                (name for name, one in files.items() if listed(place / name, one.algorithm) != one),
+                "",
+            )
         except (OSError, ManifestError):
             wrong = MANIFEST
         if wrong:

@@ -71,8 +71,8 @@ def publish(root: Path) -> None:
     version = root / NAME
     version.mkdir(parents=True)
     (version / FAULTY).write_bytes(DATA)
-    entry = listed(version / FAULTY)
-    files = {FAULTY: {"bytes": entry.bytes, "sha256": entry.sha256}}
+    entry = listed(version / FAULTY, "sha256")
+    files = {FAULTY: {"bytes": entry.bytes, "sha256": entry.digests}}
     (version / "manifest.json").write_text(json.dumps({"name": NAME, "files": files}))
 
 
