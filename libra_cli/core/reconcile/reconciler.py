@@ -280,10 +280,13 @@ class Reconciler:
 
     def _check_devices(self) -> None:
         """No two processes hold one GPU; on a host without GPUs two of one slot may meet."""
+        up = [replica.slot for replica in self._replicas() if replica.up]
+        devices = [device for slot in up for device in devices_of(slot)]
+        if len(set(devices)) == len(devices):
+            return
         held: dict[tuple[str, int | str], SlotId] = {}
-        for replica in self._replicas():
-            slot = replica.slot
-            for device in devices_of(slot) if replica.up else ():
+        for slot in up:
+            for device in devices_of(slot):
                 other = held.get(device)
                 alone = other is None or (other == slot.id and not slot.gpus)
                 assert alone, f"{slot.id} and {other} hold {device}"

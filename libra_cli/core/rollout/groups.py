@@ -130,8 +130,10 @@ class Group:
 
     def place(self, trajectory: TrajectoryId) -> int | None:
         """Where among its members that trajectory, or another attempt at it, is."""
-        places = (n for n, one in enumerate(self.members) if one.id.member == trajectory.member)
-        return next(places, None)
+        for place, one in enumerate(self.members):
+            if one.id.member == trajectory.member:
+                return place
+        return None
 
     @property
     def reward(self) -> float | None:
@@ -641,7 +643,8 @@ class GroupLedger:
         for group in self._all():
             claimed = group.state in (GroupState.CLAIMED, GroupState.TRAINED)
             assert claimed == (group.step is not None), f"group {group.id}: {group.state}"
-            assert (group.state is GroupState.OPEN) == (group.reward is None), group.id
+            is_played = any(member.reward is None for member in group.members)
+            assert (group.state is GroupState.OPEN) == is_played, group.id
         for rest in self.rests.values():
             group_of = self.groups.get(rest.id)
             twice = rest.step is not None and group_of is not None and group_of.step == rest.step

@@ -731,12 +731,16 @@ def _check_branches(trajectory: Trajectory) -> None:
     branches = trajectory.branches
     numbers = {*trajectory.others, trajectory.number}
     assert numbers == set(range(len(branches))), f"{trajectory.id}: branches {numbers}"
+    generated = 0
+    versions = []
     for branch in branches:
         assert len(branch.token_ids) == len(branch.loss_mask), trajectory.id
         assert len(branch.token_ids) == len(branch.logprobs), trajectory.id
-        spans = sum(span.end - span.start for span in branch.spans)
-        assert spans == sum(branch.loss_mask), trajectory.id
-    generated = sum(sum(branch.loss_mask) for branch in branches)
+        said, spanned = sum(branch.loss_mask), 0
+        for span in branch.spans:
+            spanned += span.end - span.start
+            versions.append(span.version)
+        assert spanned == said, trajectory.id
+        generated += said
     assert generated == trajectory.generated, trajectory.id
-    versions = [span.version for branch in branches for span in branch.spans]
     assert min(versions, default=None) == trajectory.min_version, trajectory.id
