@@ -56,14 +56,15 @@ def bench_of(
     ranks: int = 1,
     gpus: int = 0,
     rollout: Mapping[str, Any] | None = None,
+    training: Mapping[str, Any] | None = None,
 ) -> Iterator[Bench]:
     """A server of a model, with that many tensor-parallel ranks, on as many GPUs or on none.
 
-    ``rollout`` are more keys of the recipe's section.
+    ``rollout`` and ``training`` are more keys of the recipe's sections.
     """
     token = secrets.token_urlsafe(16)
     with asyncio.Runner() as loop:
-        opened = _opened(model_dir, base, token, dtype, ranks, gpus, rollout or {})
+        opened = _opened(model_dir, base, token, dtype, ranks, gpus, rollout or {}, training or {})
         host, server, endpoint = loop.run(opened.__aenter__())
         try:
             yield Bench(host, server, token, endpoint, loop)
@@ -81,6 +82,7 @@ async def _opened(
     ranks: int,
     gpus: int,
     rollout: Mapping[str, Any],
+    training: Mapping[str, Any],
 ) -> AsyncIterator[tuple[Host, ServerClient, Endpoint]]:
     recipe = Recipe.model_validate(
         {
@@ -94,6 +96,7 @@ async def _opened(
                 "buckets": [{"name": "all", "max_num_seqs": 8}],
                 **rollout,
             },
+            "training": training,
         }
     )
     slot = slots_of(recipe)[0]

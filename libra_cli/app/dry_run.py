@@ -12,6 +12,7 @@ from libra_cli.app.resume import begin_with
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.architecture import architecture_of, published
+from libra_cli.core.costs.mixtures import refused_routes
 from libra_cli.core.costs.tensor_parallel import allowed_degrees, refused_degree
 from libra_cli.core.launch.dry_run import HostPlan, dry_run
 from libra_cli.core.launch.memory_table import memory_table
@@ -54,6 +55,8 @@ def plan_of(recipe_path: Path, resume: Path | None = None) -> tuple[Recipe, DryR
     found = begin_with(recipe, resume)(None)
     placed = (found.plan, found.slots)
     file = Path(recipe.model.path or "").expanduser() / "config.json"
+    if recipe.training.rollout_routes:
+        _check_routes(file)
     _check_degrees(file, {bucket.tensor_parallel for _, bucket in found.plan.servers})
     hosts = dry_run(recipe, placed=placed)
     return recipe, DryRun(found.plan, hosts, _memory_of(recipe, *placed), tasks)
@@ -81,6 +84,18 @@ def _check_degrees(file: Path, degrees: Set[int]) -> None:
                 f"vLLM cannot divide {file.parent} among the {degree} GPUs of a server: {reason}",
                 hint=f"rollout.buckets[].tensor_parallel: one of {allowed}",
             )
+
+
+def _check_routes(file: Path) -> None:
+    try:
+        reason = refused_routes(_config_in(file))
+    except (OSError, ValueError):
+        return
+    if reason:
+        raise LibraError(
+            f"training.rollout_routes is not for {file.parent}: {reason}",
+            hint="training: {rollout_routes: false}",
+        )
 
 
 def _config_in(file: Path) -> Mapping[str, Any]:

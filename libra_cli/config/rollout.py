@@ -17,6 +17,7 @@ RESERVED_VLLM_FLAGS = frozenset(
     {
         "--api-key",
         "--dtype",
+        "--enable-return-routed-experts",
         "--enable-scale-out",
         "--enforce-eager",
         "--gpu-memory-utilization",

@@ -260,12 +260,22 @@ class TrainingSpec(Section):
     multiple of it or an equal part; a trainer to which it does not fit is one replica. Null: those
     of a host, where several hosts train with as many ranks each and a host has the memory for it;
     else all. The name is accelerate's, and dp_replicate_size is the number of replicas."""
-    cp_size: Positive | None = None
+    cp_size: Annotated[
+        Positive | None,
+        not_with("rollout_routes", True, why="ranks that share a row have parts of sequences"),
+    ] = None
     """Context parallelism (Ulysses): so many neighbouring ranks of a replica share every forward
     pass, each with an equal part of its tokens. It must divide the model's attention heads; of
     ranks that are no multiple of it, as many share as divide both. Null: as few as have the memory
     for micro_batch_tokens, and 1 where GPUs do not say theirs. Elsewhere sp_size (accelerate) and
     ulysses_sequence_parallel_size (verl)."""
+    rollout_routes: Annotated[
+        bool,
+        not_with("rollout.speculative", None, why="drafted tokens are routed before they are kept"),
+    ] = False
+    """Of a mixture of experts: train each token with the experts that the rollout's routers chose
+    for it (R3, arXiv 2510.11370), so that the two policies do not differ by other choices. A token
+    takes layers x chosen experts more bytes."""
     worker_gradients: Literal["float32", "bfloat16"] = "float32"
     """How gradient workers send theirs; bfloat16 is half the bytes. Sums are float32 either way."""
     lora: Annotated[LoraSpec | None, fixed("the checkpoint holds these parameters only")] = None

@@ -295,6 +295,8 @@ class Generate(ActionBase):
     max_tokens: Tokens
     cache_key: WeightVersion
     priority: int
+    routes_from: Tokens = 0
+    """The first token of the prompt of which it is not known which experts it was routed to."""
 
     def failed(self, reason: str) -> e.TurnFailed:
         """The generation has not come back."""

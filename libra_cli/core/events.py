@@ -17,6 +17,7 @@ from libra_cli.core.evidence import Recalibration
 from libra_cli.core.explanation import Explanation
 from libra_cli.core.types import (
     BranchPoint,
+    ChosenExperts,
     LogRatios,
     Plan,
     Prediction,
@@ -162,6 +163,7 @@ class TurnGenerated:
     cache_key: WeightVersion
     finish_reason: str
     started_at: Seconds
+    routes: ChosenExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)

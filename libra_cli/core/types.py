@@ -232,6 +232,37 @@ class BranchPoint(NamedTuple):
     kept: Tokens
 
 
+class ChosenExperts(NamedTuple):
+    """The experts that a server's routers chose for neighbouring tokens of a context."""
+
+    start: Tokens
+    """Where in the context the first of them is."""
+    layers: int
+    """Layers of the model, those without experts too: there all are 0."""
+    chosen: int
+    """Experts of a token in a layer."""
+    ids: array[int]
+    """``layers`` times ``chosen`` a token; typecode ``B`` up to 256 experts in a layer, else ``H``.
+    """
+
+    @property
+    def end(self) -> Tokens:
+        """Where in the context the token after the last is."""
+        return self.start + len(self.ids) // (self.layers * self.chosen)
+
+    def first(self, tokens: Tokens) -> ChosenExperts:
+        """A copy of those of the first tokens of the context."""
+        kept = max(0, tokens - self.start) * self.layers * self.chosen
+        return self._replace(ids=self.ids[:kept])
+
+    def extend(self, later: ChosenExperts) -> None:
+        """Add what ``later`` has of the tokens after these; nothing if tokens lie between."""
+        same = (later.layers, later.chosen, later.ids.typecode)
+        if later.start <= self.end and same == (self.layers, self.chosen, self.ids.typecode):
+            known = (self.end - later.start) * self.layers * self.chosen
+            self.ids.extend(later.ids[known:])
+
+
 @dataclass(slots=True, kw_only=True)
 class Branch:
     """One sequence of tokens of a trajectory.
@@ -250,6 +281,8 @@ class Branch:
     spans: list[VersionSpan] = field(default_factory=list)
     single_version: WeightVersion | None = None
     teacher: array[float] = field(default_factory=lambda: array("f"))
+    routes: ChosenExperts | None = None
+    """Of its first tokens, where training follows them."""
 
     def behind(self, held: Version) -> Iterator[tuple[int, int, int]]:
         """How many versions behind ``held`` tokens ``[start, end)`` are, as (behind, start, end).

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ pytestmark = [
 ]
 CLOSE = 1e-5
 COEFFICIENT = 0.5
+LAYERS = 3
 FAMILIES = {
     "qwen3_moe": {"moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [0]},
     "olmoe": {},
@@ -59,7 +61,7 @@ def config_of(family: str, **more: Any) -> Any:
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 48,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": LAYERS,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "num_experts": 8,
@@ -88,11 +90,15 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return directory
 
 
-def gradients_in(host: Path, model_dir: Path, cases: Sequence[Case]) -> list[Any]:
-    return [gradients_of(host, model_dir, case) for case in cases]
+def gradients_in(
+    host: Path, model_dir: Path, cases: Sequence[Case], given: Sequence[TokenSample]
+) -> list[Any]:
+    return [gradients_of(host, model_dir, case, given) for case in cases]
 
 
-def gradients_of(host: Path, model_dir: Path, case: Case) -> tuple[float, dict[str, Any]]:
+def gradients_of(
+    host: Path, model_dir: Path, case: Case, given: Sequence[TokenSample]
+) -> tuple[float, dict[str, Any]]:
     """The loss summed over generated tokens, and its gradients, gathered."""
     AcceleratorState._reset_state()
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
@@ -107,7 +113,7 @@ def gradients_of(host: Path, model_dir: Path, case: Case) -> tuple[float, dict[s
     trainer = Trainer(config)
     assert trainer.model.config._experts_implementation == "grouped_mm"
     assert trainer._scoring.packs
-    sums = trainer.gradients_of(samples())
+    sums = trainer.gradients_of(given)
     assert sums is not None
     return sums["loss"], whole(trainer)
 
@@ -131,6 +137,36 @@ def of_transformers(model_dir: Path) -> tuple[float, dict[str, Any]]:
     return total, {name: one.grad.numpy() for name, one in model.named_parameters()}
 
 
+def chosen_by(model: Any, tokens: Any) -> Any:
+    """``[tokens, layers, k]``: the experts that its routers choose; 0 in layers without."""
+    routes = np.zeros((tokens.shape[1], LAYERS, 2), dtype=np.uint8)
+    first = LAYERS - len(routers_of(model))
+    hooks = [
+        router.register_forward_hook(
+            lambda _, inputs, output, layer=layer: routes.__setitem__(
+                (slice(None), layer), output[2].numpy()
+            )
+        )
+        for layer, router in enumerate(routers_of(model), first)
+    ]
+    with torch.no_grad():
+        model(input_ids=tokens, output_router_logits=False)
+    for hook in hooks:
+        hook.remove()
+    return routes
+
+
+def with_routes(routes_of: Any) -> list[TokenSample]:
+    return [replace(sample, routes=routes_of(sample)) for sample in samples()]
+
+
+def of_others(sample: TokenSample) -> Any:
+    """Two random experts of each token in each layer; of its last tokens nothing is known."""
+    random = np.random.default_rng([3, sample.group, sample.member])
+    order = random.random((len(sample.token_ids) - 1, LAYERS, 8)).argsort(axis=-1)
+    return order[..., :2].astype(np.uint8)
+
+
 def apart(found: dict[str, Any], wanted: dict[str, Any]) -> float:
     """The largest norm of a difference over the norm of what is wanted, of all tensors."""
     assert found.keys() == wanted.keys()
@@ -145,8 +181,37 @@ def test_any_cut_of_a_batch_has_the_gradients_of_transformers(
     ranks: int, model_dir: Path, tmp_path: Path
 ) -> None:
     loss, wanted = of_transformers(model_dir)
-    arguments = [(tmp_path, model_dir, CASES)] * ranks
+    arguments = [(tmp_path, model_dir, CASES, samples())] * ranks
     for rank in in_ranks([tmp_path] * ranks, gradients_in, arguments):
+        for case, (found_loss, found) in zip(CASES, rank, strict=True):
+            assert found_loss == pytest.approx(loss, rel=CLOSE), case
+            assert apart(found, wanted) < CLOSE, case
+
+
+def test_replayed_choices_of_its_own_change_nothing(model_dir: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+
+    def own(sample: TokenSample) -> Any:
+        return chosen_by(model, torch.tensor(sample.token_ids)[None].long())
+
+    loss, wanted = of_transformers(model_dir)
+    arguments = [(tmp_path, model_dir, CASES[:1], with_routes(own))]
+    ((found_loss, found),) = in_ranks([tmp_path], gradients_in, arguments)[0]
+    assert found_loss == pytest.approx(loss, rel=CLOSE)
+    assert apart(found, wanted) < CLOSE
+
+
+def test_replayed_choices_of_others_are_those_of_any_cut(model_dir: Path, tmp_path: Path) -> None:
+    given = with_routes(of_others)
+    ((loss, wanted),) = in_ranks(
+        [tmp_path], gradients_in, [(tmp_path, model_dir, CASES[:1], given)]
+    )[0]
+    own_loss, _ = of_transformers(model_dir)
+    assert abs(loss - own_loss) > 1e-4 * own_loss
+    routers = [name for name in wanted if "gate.weight" in name]
+    assert all(np.linalg.norm(wanted[name]) > 0 for name in routers)
+    arguments = [(tmp_path, model_dir, CASES, given)] * 2
+    for rank in in_ranks([tmp_path] * 2, gradients_in, arguments):
         for case, (found_loss, found) in zip(CASES, rank, strict=True):
             assert found_loss == pytest.approx(loss, rel=CLOSE), case
             assert apart(found, wanted) < CLOSE, case

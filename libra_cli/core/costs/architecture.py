@@ -65,6 +65,10 @@ class Architecture(Protocol):
         """Trained parameters that Muon moves."""
 
     @property
+    def splits_rows(self) -> bool:
+        """Whether ranks may train on parts of a sequence."""
+
+    @property
     def heads(self) -> Heads:
         """The attention heads of a layer."""
 
@@ -208,6 +212,11 @@ class DenseTransformer:
     def parameters(self) -> int:
         """All parameters but those of norms."""
         return self.layers * self.layer_parameters + self.outer_parameters
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether ranks may train on parts of a sequence: always."""
+        return True
 
     @property
     def active_parameters(self) -> int:

@@ -134,6 +134,8 @@ class MixtureTransformer:
     """Whether router and experts have biases (gpt-oss)."""
     gated: bool = False
     """Whether a gate weighs what every token meets (Qwen2-MoE)."""
+    balanced: bool = False
+    """Whether the balance of its routers over whole sequences is part of the loss."""
     adapter: int | None = None
     """Parameters of the adapter that is trained in place of all; None if there is none."""
 
@@ -162,6 +164,7 @@ class MixtureTransformer:
             tied=bool(config.get("tie_word_embeddings", False)),
             biased=inside.get("model_type") == "gpt_oss",
             gated=bool(shared),
+            balanced=bool(inside.get("output_router_logits")),
         )
 
     def with_adapter(self, lora: LoraSpec | None) -> Self:
@@ -185,6 +188,11 @@ class MixtureTransformer:
             named = sides if everything else (one for one in lora.target_modules if one in sides)
             found += layers * lora.rank * sum(sides[name] for name in named)
         return found
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether ranks may train on parts of a sequence."""
+        return not self.balanced
 
     @property
     def query(self) -> int:

@@ -42,6 +42,16 @@ def experts_of(config: Mapping[str, Any]) -> int:
     return most if most > 1 else 0
 
 
+def refused_routes(config: Mapping[str, Any]) -> str:
+    """Why training cannot follow the choices of rollout's routers; empty if it can."""
+    if not experts_of(config):
+        return "the model has no experts"
+    inner = config.get("text_config") or config
+    if any(key in inner for key in ("n_group", "scoring_func", "topk_method")):
+        return "its routers do not weigh experts by a softmax"
+    return ""
+
+
 def is_named_mixture(model: str) -> bool:
     """Whether a model's name says that it is one: Qwen3-30B-A3B, Mixtral-8x7B, OLMoE."""
     return _NAMED.search(model) is not None

@@ -55,7 +55,7 @@ class RankConditions:
             width=NUMBER_BYTES[dtype],
             optimizer=training.optimizer,
             reference=training.needs.reference,
-            cp_size=training.cp_size,
+            cp_size=1 if training.rollout_routes else training.cp_size,
         )
 
     def use(self, shape: Architecture, shards: int, sharing: int = 1) -> MemoryUse:
@@ -99,6 +99,8 @@ class RankConditions:
         """Numbers of ranks that may share a forward pass, ascending; the recipe's, if it says."""
         if self.cp_size is not None:
             return [gcd(self.cp_size, ranks)]
+        if not shape.splits_rows:
+            return [1]
         return [n for n in range(1, ranks + 1) if ranks % n == 0 and shape.heads.divides(n)]
 
     def longest(self, shape: Architecture, shards: int, sharing: int, gpu_gib: float) -> int:

@@ -74,6 +74,8 @@ def _flags(recipe: Recipe, launch: ServerLaunch) -> Flags:
     }
     if recipe.rollout.speculative is not None:
         flags["--speculative-config"] = json.dumps(recipe.rollout.speculative.flags)
+    if recipe.training.rollout_routes:
+        flags["--enable-return-routed-experts"] = None
     if slot.gpus:
         flags["--gpu-memory-utilization"] = recipe.rollout.gpu_memory
     else:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from libra_cli.core.costs.mixtures import experts_of
+from libra_cli.core.costs.mixtures import experts_of, refused_routes
 from libra_cli.core.costs.tensor_parallel import allowed_degrees, refused_degree
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.findings import ALL, CONTROLLER, Finding, Remedy
@@ -113,6 +113,15 @@ def shape(case: PreflightCase) -> Iterator[Finding]:
             )
     yield from _shared_rows(case, config)
     yield from _adapted_experts(case, config)
+    if case.recipe.training.rollout_routes and (reason := refused_routes(config)):
+        yield Finding(
+            "shape",
+            ALL,
+            "stops",
+            f"training.rollout_routes is not for this model: {reason}",
+            "servers or the trainer would refuse to start",
+            Remedy("recipe", "training: {rollout_routes: false}"),
+        )
     longest, wanted = config.get("max_position_embeddings"), case.recipe.model.max_len
     if isinstance(longest, int) and wanted > longest and not _is_stretched(config):
         yield Finding(

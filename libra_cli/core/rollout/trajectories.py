@@ -301,6 +301,7 @@ class Trajectories:
             max_tokens=active.left_to_generate(self._limits),
             cache_key=server.verified.version,
             priority=active.trajectory.id.group,
+            routes_from=0 if active.trajectory.routes is None else active.trajectory.routes.end,
         )
 
     def _wait(self, active: ActiveTrajectory, now: Seconds) -> None:

@@ -11,6 +11,7 @@ from libra_cli.core.events import TurnGenerated
 from libra_cli.core.types import (
     Branch,
     BranchPoint,
+    ChosenExperts,
     Tokens,
     Trajectory,
     TurnReward,
@@ -47,6 +48,15 @@ def append_turn(trajectory: Trajectory, turn: TurnGenerated) -> None:
             key = None
     trajectory.single_version = key if first or trajectory.single_version == key else None
     trajectory.generated += said
+    if turn.routes is not None:
+        _add_routes(trajectory, turn.routes)
+
+
+def _add_routes(branch: Branch, routes: ChosenExperts) -> None:
+    if branch.routes is not None:
+        branch.routes.extend(routes)
+    elif routes.start == 0:
+        branch.routes = routes._replace(ids=routes.ids[:])
 
 
 def add_turn(trajectory: Trajectory, said: Tokens, anchor: int) -> None:
@@ -88,6 +98,8 @@ def go_on_at(trajectory: Trajectory, point: BranchPoint) -> None:
         return
     begun = Branch(token_ids=branch.token_ids[: point.kept])
     extend_masked(begun, point.kept)
+    if branch.routes is not None:
+        begun.routes = branch.routes.first(point.kept)
     _switch(trajectory, len(trajectory.others) + 1, begun)
 
 
@@ -114,7 +126,10 @@ def joined(parts: list[TurnGenerated]) -> TurnGenerated:
     if len(parts) == 1 and last.finish_reason != ABORTED:
         return last
     tokens, logprobs, spans = first.token_ids[:], first.logprobs[:], [*first.spans]
+    routes = None if first.routes is None else first.routes._replace(ids=first.routes.ids[:])
     for part in parts[1:]:
+        if routes is not None and part.routes is not None:
+            routes.extend(part.routes)
         spans += [
             VersionSpan(span.version, len(tokens) + span.start, len(tokens) + span.end)
             for span in part.spans
@@ -127,6 +142,7 @@ def joined(parts: list[TurnGenerated]) -> TurnGenerated:
         token_ids=tokens,
         logprobs=logprobs,
         spans=tuple(spans),
+        routes=routes,
         newest=max(part.newest for part in parts),
         started_at=first.started_at,
         finish_reason=LENGTH if last.finish_reason == ABORTED else last.finish_reason,

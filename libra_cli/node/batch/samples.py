@@ -63,6 +63,9 @@ class TokenSample:
     turns: tuple[tuple[int, int, float], ...] = ()
     """(number, token, reward): turn ``number`` of the trajectory begins at this token, and earned
     this; in order, where a critic estimates the advantages (``node.critic``)."""
+    routes: NDArray[np.unsignedinteger[Any]] | None = None
+    """``[n, layers, k]``: the experts that the rollout's routers chose for the first n tokens, of
+    every layer (0 in those without experts); None where it chooses itself."""
 
     @property
     def trajectory(self) -> tuple[int, int]:
@@ -136,6 +139,7 @@ def read_sample(message: Mapping[str, Any], *, max_len: int) -> TokenSample:
                 (int(number), int(token), float(reward))
                 for number, token, reward in message.get("turns", ())
             ),
+            routes=_routes(message.get("routes")),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise TrainerError(f"{name} cannot be read: {error!r}") from error
@@ -147,6 +151,14 @@ def read_sample(message: Mapping[str, Any], *, max_len: int) -> TokenSample:
 
 def _floats(given: bytes | None) -> NDArray[np.float32] | None:
     return None if given is None else np.frombuffer(given, dtype="<f4")
+
+
+def _routes(given: Mapping[str, Any] | None) -> NDArray[np.unsignedinteger[Any]] | None:
+    """``ids``, of ``layers`` and ``chosen`` each, in ``bytes`` each."""
+    if given is None:
+        return None
+    numbers = np.frombuffer(given["ids"], dtype=f"<u{int(given['bytes'])}")
+    return numbers.reshape(-1, int(given["layers"]), int(given["chosen"]))
 
 
 def read_samples(messages: Sequence[Mapping[str, Any]], max_len: int) -> tuple[TokenSample, ...]:
@@ -166,6 +178,8 @@ def _problem(sample: TokenSample, max_len: int) -> str:
         return f"has {tokens} tokens, allowed are 2 to {max_len}"
     if not bool(np.isin(mask, (0, 1)).all()) or mask[0]:
         return "has a loss mask with something other than 0 and 1, or a 1 on the first token"
+    if sample.routes is not None and len(sample.routes) > tokens:
+        return f"has {tokens} tokens, but routes of {len(sample.routes)}"
     starts = [start for start, _ in sample.behind]
     if starts != sorted(set(starts)) or any(age < 0 for _, age in sample.behind):
         return "has ages that are not by rising token, or one below 0"

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from libra_cli.node.batch.samples import TokenSample
 from libra_cli.node.model.packed_attention import PackedSequences
+from libra_cli.node.model.routers import Routes
 from libra_cli.node.model.scoring import ScoringRequest
 
 
@@ -151,6 +152,7 @@ def collate(
             packed=PackedSequences(tuple(lengths), here(starts)),
             places=here(places),
             turns=here(_turns(samples, starts)) if turns else None,
+            routes=_routes(samples, lengths, device),
         ),
         rows=here(rows),
         groups=here(groups[rows]),
@@ -182,6 +184,23 @@ def _token_scores(
         group_mean=of_rows([one.group_mean for one in scores]),
         excess_kl=of_rows([one.excess_kl for one in scores]),
     )
+
+
+def _routes(
+    samples: Sequence[TokenSample], lengths: Sequence[int], device: torch.device
+) -> Routes | None:
+    """The routes of a row, if any of its samples has some."""
+    given = [sample.routes for sample in samples]
+    shape = next((one.shape[1:] for one in given if one is not None), None)
+    if shape is None:
+        return None
+    experts = np.zeros((sum(lengths), *shape), dtype=np.int64)
+    known: NDArray[np.bool_] = np.zeros(sum(lengths), dtype=bool)
+    for start, routes in zip(np.cumsum([0, *lengths]), given, strict=False):
+        if routes is not None:
+            experts[start : start + len(routes)] = routes
+            known[start : start + len(routes)] = True
+    return Routes(torch.from_numpy(experts).to(device), torch.from_numpy(known).to(device))
 
 
 def _turns(samples: Sequence[TokenSample], starts: NDArray[np.int32]) -> NDArray[np.int64]:

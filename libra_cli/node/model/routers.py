@@ -1,9 +1,15 @@
-"""The routers of a mixture of experts, and the loss that keeps their choices balanced.
+"""The routers of a mixture of experts: what balances them, and the choices of a rollout's routers.
 
-transformers' loss (Switch Transformers, arXiv 2101.03961, eq. 4 to 6) multiplies two means over all
-tokens of a batch, so its sum over micro-batches is another number. Here it is of each sequence by
-itself, as DeepSeek-V3's (arXiv 2412.19437, eq. 17): with T tokens in a sequence, L layers, E
-experts and p the softmax of a router's logits::
+**Routes** (R3, arXiv 2510.11370). Rollout and training compute in other kernels, so their routers
+now and then choose other experts, and then the two policies differ by more than rounding. Given
+the experts that the rollout chose, a router here weighs those: with x its logits and S the experts
+of a token, w_e is softmax(x)_e, or that over the sum of it over S, as the model has it. So routers
+have gradients, of the experts that were chosen.
+
+**Balance.** transformers' loss (Switch Transformers, arXiv 2101.03961, eq. 4 to 6) multiplies two
+means over all tokens of a batch, so its sum over micro-batches is another number. Here it is of
+each sequence by itself, as DeepSeek-V3's (arXiv 2412.19437, eq. 17): with T tokens in a sequence,
+L layers, E experts and p the softmax of a router's logits::
 
     f_e = tokens and layers whose k largest p have e, over L T        P_e = mean of p_e over L T
     balance = E sum over e of f_e P_e
@@ -13,13 +19,18 @@ loss's divisor (its generated tokens, usually), so the gradient of the whole bat
 however the batch is cut into micro-batches and over ranks.
 
 Guarantee: prompt tokens count as generated ones do; f has no gradient. Limit: ranks that share a
-row (``training.cp_size``) have parts of sequences, and are refused.
+row (``training.cp_size``) have parts of sequences, and are refused for both. Routers can follow a
+rollout's that take the largest of a softmax (Qwen, OLMoE, Mixtral); others (DeepSeek, GLM) are
+refused at the first pass.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,15 +38,91 @@ from torch import Tensor, nn
 
 from libra_cli.config.errors import TrainerError
 
+OUTPUTS = 3
+"""Of a router: logits, weights of the chosen experts, and which these are."""
+ROUNDING = 0.02
+"""Of a weight, relative and absolute: that of bfloat16, several times."""
+
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
     """The routers of a transformers model in the order of its layers; none of a dense model."""
-    kinds = {
-        recorder.target_class
-        for part in model.modules()
-        if (recorder := (getattr(part, "_can_record_outputs", None) or {}).get("router_logits"))
-    }
+    told: Iterator[Any] = (getattr(part, "_can_record_outputs", None) for part in model.modules())
+    kinds = {one["router_logits"].target_class for one in told if one and "router_logits" in one}
     return [part for part in model.modules() if type(part) in kinds]
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Experts that were chosen for the tokens of a row."""
+
+    experts: Tensor
+    """int64, ``[tokens, layers, k]``; 0 in layers without experts."""
+    known: Tensor
+    """bool, ``[tokens]``; the others choose for themselves."""
+
+
+class RolloutRoutes:
+    """Lets the routers of a model choose as they are told."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.routes: Routes | None = None
+        """What routers choose in every pass until it is changed, also when a backward pass computes
+        activations again; None: what they will."""
+        self._normed: dict[nn.Module, bool] = {}
+        wanted = {id(router) for router in routers_of(model)}
+        for name, part in model.named_modules():
+            if id(part) in wanted:
+                part.register_forward_hook(partial(self._choose, _layer_of(name)))
+
+    def _choose(
+        self, layer: int, router: nn.Module, inputs: object, output: Any
+    ) -> tuple[Tensor, ...] | None:
+        if self.routes is None:
+            return None
+        if not isinstance(output, tuple) or len(output) != OUTPUTS:
+            raise _not_followed(router)
+        logits, scores, own = output
+        if router not in self._normed:
+            self._normed[router] = _is_normed(router, logits, scores, own)
+        experts = torch.where(self.routes.known[:, None], self.routes.experts[:, layer], own)
+        weights = _weights(logits, experts, normed=self._normed[router])
+        return logits, weights.to(scores.dtype), experts
+
+
+def _layer_of(name: str) -> int:
+    found = re.search(r"layers\.(\d+)\.", name)
+    if found is None:
+        raise TrainerError(f"the router {name} is in no numbered layer")
+    return int(found[1])
+
+
+def _weights(logits: Tensor, experts: Tensor, *, normed: bool) -> Tensor:
+    """What the experts weigh, ``[tokens, k]``; ``normed``: in sum 1."""
+    if normed:
+        return torch.softmax(logits.gather(-1, experts).float(), dim=-1)
+    return torch.softmax(logits.float(), dim=-1).gather(-1, experts)
+
+
+def _is_normed(router: nn.Module, logits: Tensor, scores: Tensor, own: Tensor) -> bool:
+    """Whether what it chose itself weighs 1 in sum.
+
+    Raises:
+        TrainerError: its weights are not those of a softmax.
+    """
+    with torch.no_grad():
+        for normed in (True, False):
+            again = _weights(logits, own, normed=normed)
+            if torch.allclose(again, scores.float(), rtol=ROUNDING, atol=ROUNDING):
+                return normed
+    raise _not_followed(router)
+
+
+def _not_followed(router: nn.Module) -> TrainerError:
+    return TrainerError(
+        f"the choices of {type(router).__name__} cannot follow a rollout's: they are not weighed "
+        "by a softmax",
+        hint="set training.rollout_routes: false",
+    )
 
 
 class RouterBalance:

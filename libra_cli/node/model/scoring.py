@@ -24,6 +24,7 @@ from libra_cli.config.errors import TrainerError
 from libra_cli.node.model.context_parallel import ContextGroup
 from libra_cli.node.model.logprobs import ChosenTokens, chosen_logprobs, token_logprobs
 from libra_cli.node.model.packed_attention import PackedSequences, use_packed_attention
+from libra_cli.node.model.routers import RolloutRoutes, Routes
 
 log = logging.getLogger("libra.model")
 
@@ -42,6 +43,8 @@ class ScoringRequest:
     turns: Tensor | None = None
     """``[S]``: where turns begin before which the hidden state is wanted; none where a sequence
     does."""
+    routes: Routes | None = None
+    """The experts that routers are told to choose."""
 
     @property
     def targets(self) -> Tensor:
@@ -68,6 +71,7 @@ class _Question:
     counts: list[int]
     """How many targets each rank is asked about."""
     turn_counts: list[int]
+    routes: Routes | None = None
 
     @classmethod
     def whole(cls, request: ScoringRequest) -> _Question:
@@ -81,6 +85,7 @@ class _Question:
             turns=turns,
             counts=[],
             turn_counts=[],
+            routes=request.routes,
         )
 
     @classmethod
@@ -137,6 +142,7 @@ class ScoringModel:
         """Whether a request may hold more than one sequence."""
         if context is not None:
             check_shared_rows(model, context.size, packs=self.packs)
+        self._told = RolloutRoutes(model)
         self._head = model.get_output_embeddings()
         self._open: tuple[_Question, float, bool] | None = None
         self._answer: Tensor | None = None
@@ -195,6 +201,7 @@ class ScoringModel:
 
     def _run(self, question: _Question) -> Tensor:
         self._turns, self.hidden = question.turns, None
+        self._told.routes = question.routes
         where: dict[str, Any] = {}
         if self.packs:
             where = {"position_ids": question.positions, "packed": question.packed}

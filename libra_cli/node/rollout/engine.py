@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -34,6 +35,7 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.stats import SchedulerStats
 
+from libra_cli.node.rollout.cpu_routes import FLAG
 from libra_cli.node.rollout.draft_switch import DraftSwitch
 from libra_cli.node.rollout.proof import prove_loaded
 from libra_cli.node.rollout.turn import Answer, TurnRefused, TurnTokens
@@ -48,7 +50,9 @@ class VllmEngine:
     def __init__(self, arguments: Sequence[str]) -> None:
         """Load the model that vLLM's command-line ``arguments`` describe."""
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-        told = EngineArgs.from_cli_args(parser.parse_args(list(arguments)))
+        records = FLAG in arguments and current_platform.is_cpu()
+        given = [one for one in arguments if not (records and one == FLAG)]
+        told = EngineArgs.from_cli_args(parser.parse_args(given))
         config = told.create_engine_config(UsageContext.OPENAI_API_SERVER)
         self._client = InprocClient(
             config,
@@ -70,6 +74,10 @@ class VllmEngine:
         if config.speculative_config is not None:
             self._core.collective_rpc("mend_sampler")
             self._drafts = DraftSwitch()
+        self._records = records
+        """Whether a worker of ours keeps the experts of tokens, in place of vLLM's."""
+        if records:
+            self._core.collective_rpc("record_routes")
 
     @property
     def busy(self) -> bool:
@@ -95,6 +103,7 @@ class VllmEngine:
                 tuple(order["stop_token_ids"]),
                 bool(order["to_the_end"]),
                 bool(order["score_prompt"]),
+                order["routes_from"],
             ),
             pooling_params=None,
             arrival_time=time.time(),
@@ -105,7 +114,9 @@ class VllmEngine:
             priority=order["priority"],
         )
         self._client.add_request(request)
-        self._turns[name] = TurnTokens()
+        self._turns[name] = TurnTokens(
+            prompt_tokens=len(prompt_ids), routes_from=order["routes_from"]
+        )
 
     def _check(self, prompt_ids: Sequence[int]) -> None:
         length = len(prompt_ids)
@@ -152,6 +163,7 @@ class VllmEngine:
             self._grow(turn, output)
             if output.finish_reason is not None:
                 del self._turns[output.request_id]
+                self._add_routes(output.request_id, turn)
                 ended.append((output.request_id, turn.answer(str(output.finish_reason))))
         self._counters["steps"] += 1
         if outputs.scheduler_stats is not None:
@@ -172,8 +184,17 @@ class VllmEngine:
             turn.prompt_logprobs.extend(output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist())
         if output.new_token_ids:
             turn.grow(output.new_token_ids, self._label)
+        if output.routed_experts is not None:
+            turn.routes.append(output.routed_experts)
         if output.new_logprobs is not None:
             turn.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+
+    def _add_routes(self, name: str, turn: TurnTokens) -> None:
+        """The experts of all its tokens but the last, of which nothing was computed."""
+        if self._records:
+            found = self._core.collective_rpc("routes_of", args=(name,))[0]
+            last = turn.prompt_tokens + len(turn.token_ids) - 1
+            turn.routes.append(found[turn.routes_from : last])
 
     def _count(self, output: EngineCoreOutput) -> None:
         self._counters["generated_tokens"] += len(output.new_token_ids)
@@ -194,6 +215,7 @@ class VllmEngine:
         if turn is None:
             return None
         self._client.abort_requests([name])
+        self._add_routes(name, turn)
         return turn.answer("abort")
 
     def prepare(self, directory: str) -> bool:
@@ -262,6 +284,7 @@ def _sampling_params(
     stop_token_ids: tuple[int, ...],
     to_the_end: bool,
     score_prompt: bool,
+    routes_from: int,
 ) -> SamplingParams:
     """One object for each kind of sampling: vLLM checks all its fields when it is made."""
     return SamplingParams(
@@ -273,6 +296,7 @@ def _sampling_params(
         logprobs=0,
         prompt_logprobs=0 if score_prompt else None,
         detokenize=False,
+        routed_experts_prompt_start=routes_from,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

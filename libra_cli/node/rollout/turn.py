@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 Answer: TypeAlias = dict[str, Any]
 """What the controller is sent, as msgpack."""
 
@@ -19,11 +22,17 @@ class TurnRefused(ValueError):
 class TurnTokens:
     """The tokens of a turn in flight."""
 
+    prompt_tokens: int = 0
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     """In nats, after temperature; one for each of ``token_ids``."""
     prompt_logprobs: array[float] = field(default_factory=lambda: array("f"))
     """In nats, of every token of the prompt but the first; empty unless asked for."""
+    routes_from: int = 0
+    """The first token of the context whose experts are wanted."""
+    routes: list[NDArray[Any]] = field(default_factory=list)
+    """``[tokens, layers, k]`` each: the experts that routers chose for the tokens from there on;
+    empty unless the server was asked for them."""
     spans: list[list[Any]] = field(default_factory=list)
     """Of each version the label, the first token and the one after the last."""
 
@@ -42,4 +51,17 @@ class TurnTokens:
             "prompt_logprobs": self.prompt_logprobs.tobytes(),
             "spans": self.spans,
             "finish_reason": finish_reason,
+            "routes": self._routes(),
+        }
+
+    def _routes(self) -> Answer | None:
+        if not self.routes:
+            return None
+        whole = np.concatenate(self.routes)
+        return {
+            "start": self.routes_from,
+            "layers": whole.shape[1],
+            "chosen": whole.shape[2],
+            "bytes": whole.itemsize,
+            "ids": whole.tobytes(),
         }

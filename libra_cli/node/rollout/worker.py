@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_cli.node.rollout import cpu_sampler
+from libra_cli.node.rollout.cpu_routes import RouteRecorder
 from libra_cli.node.rollout.held_tensors import held_parts, regions_of
 from libra_cli.node.rollout.merged_weights import MergedWeights
 from libra_cli.node.rollout.prepared import PreparedVersion
@@ -28,10 +29,20 @@ class VersionLoader:
     base_model: Path | None = None
     """The directory that the server began with, once a version was loaded."""
     prepared: PreparedVersion | None = None
+    recorder: RouteRecorder | None = None
 
     def mend_sampler(self) -> None:
         """Mend what vLLM samples drafted tokens with."""
         cpu_sampler.mend()
+
+    def record_routes(self) -> None:
+        """Keep from now on which experts tokens are routed to."""
+        self.recorder = RouteRecorder(self.model_runner)
+
+    def routes_of(self, request: str) -> Any:
+        """The experts of a request that has just ended, ``[tokens, layers, k]``."""
+        assert self.recorder is not None
+        return self.recorder.routes_of(request)
 
     def prepare_version(self, directory: str) -> bool:
         """Begin to bring a version into memory, or tell whether it is; generation goes on."""

@@ -110,9 +110,12 @@ def decode(values: Any, asked: object = None) -> Event | None:
     if values is None:
         return None
     kind = _class_of(values[0])
-    fields = [
+    names, told = _fields(kind), values[1:]
+    if len(told) > len(names):
+        raise ValueError(f"{values[0]} has {len(told)} fields, {len(names)} are known")
+    fields = [  # an older libra has told fewer; the others have defaults
         getattr(asked, name) if value == (_ASKED,) else _decoded(value)
-        for name, value in zip(_fields(kind), values[1:], strict=True)
+        for name, value in zip(names, told, strict=False)
     ]
     event: Event = kind(*fields)
     return event

@@ -26,7 +26,7 @@ from libra_cli.core.events import (
     StepDone,
     TurnAdvantages,
 )
-from libra_cli.core.types import LogRatios, WeightVersion
+from libra_cli.core.types import ChosenExperts, LogRatios, WeightVersion
 from libra_cli.runtime.supervision.answers import finite, numbers_by_name, reads_answers
 from libra_cli.runtime.supervision.failures import MOST_CHARACTERS
 from libra_cli.runtime.trainer.connection import NotSaved, Unreachable
@@ -250,6 +250,19 @@ def pack_sample(sample: TrainSample) -> dict[str, Any]:
         "advantages": [list(change) for change in sample.advantages],
         "token_advantages": None if by_token is None else by_token.tobytes(),
         "turns": [list(turn) for turn in sample.turns],
+        "routes": _routes(tokens.routes),
+    }
+
+
+def _routes(routes: ChosenExperts | None) -> dict[str, Any] | None:
+    if routes is None:
+        return None
+    ids = routes.ids
+    return {
+        "layers": routes.layers,
+        "chosen": routes.chosen,
+        "bytes": ids.itemsize,
+        "ids": ids.tobytes(),
     }
 
 

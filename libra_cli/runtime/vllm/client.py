@@ -12,7 +12,14 @@ from libra_cli.config.errors import NONSENSE, ServerError
 from libra_cli.core.actions import Generate
 from libra_cli.core.events import PublishedVersion, ServerSampled, TurnFailed, TurnGenerated
 from libra_cli.core.rollout.turns import ABORTED
-from libra_cli.core.types import STARTED_WITH, SlotId, VersionSpan, WeightVersion
+from libra_cli.core.types import (
+    STARTED_WITH,
+    ChosenExperts,
+    SlotId,
+    Tokens,
+    VersionSpan,
+    WeightVersion,
+)
 from libra_cli.runtime.hosts.transport import Endpoint
 from libra_cli.runtime.rollout.connection import (
     RequestRefused,
@@ -140,6 +147,7 @@ class ServerClient:
             cache_salt=action.cache_key.label,
             priority=action.priority,
             sampling=sampling,
+            routes_from=action.routes_from,
         )
         started_at = time.time()
         try:
@@ -253,6 +261,7 @@ def _order(
     priority: int = 0,
     sampling: Sampling = PLAIN,
     score_prompt: bool = False,
+    routes_from: Tokens = 0,
 ) -> Answer:
     return {
         "prompt_ids": array("i", prompt_ids).tobytes(),
@@ -262,6 +271,7 @@ def _order(
         "stop_token_ids": sampling.stop_token_ids,
         "to_the_end": sampling.to_the_end,
         "score_prompt": score_prompt,
+        "routes_from": routes_from,
         "cache_salt": cache_salt,
         "priority": priority,
     }
@@ -311,4 +321,16 @@ def _turn(action: Generate, answer: Answer, started_at: float, vocabulary: int) 
         cache_key=action.cache_key,
         finish_reason=answer["finish_reason"],
         started_at=started_at,
+        routes=_routes(answer.get("routes"), len(action.prompt_ids) + len(token_ids)),
     )
+
+
+def _routes(told: Answer | None, tokens: Tokens) -> ChosenExperts | None:
+    """The experts of a turn. Raises ServerError where they are of more than its tokens."""
+    if told is None:
+        return None
+    ids = array("B" if told["bytes"] == 1 else "H", told["ids"])
+    routes = ChosenExperts(told["start"], told["layers"], told["chosen"], ids)
+    if len(ids) % (routes.layers * routes.chosen) or routes.end > tokens:
+        raise ServerError(f"experts of {routes.end} tokens were told, of a context of {tokens}")
+    return routes

@@ -135,6 +135,20 @@ def test_two_servers_never_have_the_same_seed() -> None:
     assert len(set(seeds)) == len(seeds) == 7
 
 
+@pytest.mark.parametrize("replay", [False, True])
+def test_servers_are_asked_for_experts_where_these_are_replayed(replay: bool) -> None:
+    case = json.loads(CASES[0].read_text(encoding="utf-8"))
+    case["recipe"]["training"] = {
+        **case["recipe"].get("training", {}),
+        "rollout_routes": replay,
+    }
+    flag = "--enable-return-routed-experts"
+    servers = [spec for spec in processes(case) if spec.process.startswith("server")]
+    assert servers
+    assert all((flag in spec.argv) == replay for spec in servers)
+    assert flag in RESERVED_VLLM_FLAGS
+
+
 def test_the_trainer_gets_the_whole_training_section() -> None:
     case = json.loads(CASES[0].read_text(encoding="utf-8"))
     recipe = Recipe.model_validate(case["recipe"])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.training import TrainingSpec
-from libra_cli.core.costs.architecture import PUBLISHED
+from libra_cli.core.costs.architecture import PUBLISHED, published
+from libra_cli.core.costs.mixture_transformer import MixtureTransformer
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.launch.process import HostFacts, ProcessSpec
 from libra_cli.core.launch.sharding import RankConditions, dp_shard_size
@@ -73,6 +75,29 @@ def test_as_few_ranks_share_a_pass_as_memory_allows_and_the_heads_divide():
     assert conditions().sharing(SMALL, 8, 8, 0.0) == 1, "nobody says how much memory there is"
     assert conditions().sharing(None, 8, 8, 80.0) == 1
     assert conditions().degrees(SMALL, 12) == [1, 2, 4]  # of 32 heads
+
+
+def test_ranks_share_no_pass_of_a_mixture_whose_routers_look_at_whole_sequences():
+    mixture = published("Qwen3-30B-A3B")
+    assert isinstance(mixture, MixtureTransformer)
+    balanced = replace(mixture, balanced=True)
+    assert len(conditions().degrees(mixture, 8)) > 1
+    assert conditions().degrees(balanced, 8) == [1]
+    assert conditions(10**8).sharing(mixture, 8, 8, 80.0) > 1
+    assert conditions(10**8).sharing(balanced, 8, 8, 80.0) == 1
+
+
+@pytest.mark.parametrize(("replay", "found"), [(True, 1), (False, None)])
+def test_ranks_share_no_pass_where_routes_are_replayed(replay: bool, found: int | None):
+    recipe = Recipe.model_validate(
+        {
+            "nodes": [{"host": "local", "slots": 2}],
+            "model": {"build": {}},
+            "environment": {"name": "pointer-chase"},
+            "training": {"rollout_routes": replay},
+        }
+    )
+    assert RankConditions.of(recipe, on_gpu=True, dtype="bfloat16").cp_size == found
 
 
 def test_a_trajectory_is_as_long_as_the_ranks_that_share_it_have_memory_for():

@@ -532,6 +532,23 @@ def test_an_adapter_is_not_put_on_experts(
     assert told == ([severity] if severity else [])
 
 
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"num_experts": 8}, ""),
+        ({}, "the model has no experts"),
+        ({"n_routed_experts": 8, "n_group": 1}, "do not weigh experts by a softmax"),
+    ],
+)
+def test_only_routers_with_a_softmax_are_replayed(config: dict[str, Any], reason: str):
+    for asked in (True, False):
+        of = recipe(training={"rollout_routes": asked})
+        made = case(of=of, model=ModelFiles(MODEL.files, {**CONFIG, **config}))
+        told = [one.what for one in wrong(made) if "rollout_routes" in one.what]
+        assert len(told) == bool(reason and asked)
+        assert all(reason in one for one in told)
+
+
 def test_contexts_end_where_positions_do_unless_they_are_stretched():
     (found,) = shaped(1, max_position_embeddings=2048)
     assert "model.max_len is 4096, the model's positions end at 2048" in found.what

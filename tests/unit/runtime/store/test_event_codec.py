@@ -128,3 +128,12 @@ def test_log_ratios_are_told_again_and_described_by_their_number():
     done = e.StepDone(1, 2, log_ratios=told)
     assert again(done) == done
     assert describe(done)["log_ratios"] == {"branches": 4, "values": 3}
+
+
+def test_an_event_of_an_older_libra_lacks_fields_that_have_defaults():
+    told = encode(TURN)
+    assert decode(unpack(pack(told[:-1]))) == TURN
+    with pytest.raises(ValueError, match="TurnGenerated has"):
+        decode(unpack(pack([*told, 1])))
+    with pytest.raises(TypeError):
+        decode(unpack(pack(told[:5])))
