@@ -63,7 +63,8 @@ class Scene:
             run=SimpleNamespace(lease_s=20.0), training=SimpleNamespace(backend="accelerate")
         )
         cluster: Any = SimpleNamespace(
-            facts={"n": None}, ports={"n": {"rendezvous": 1}}, model_dirs={"n": "/m"}, token="t",
+            facts={"n": SimpleNamespace(gpu_gib=0.0)}, ports={"n": {"rendezvous": 1}},
+            model_dirs={"n": "/m"}, token="t",
             run_id="r", hosts={}, start=self._nothing, dial=self._nothing, stop=self._stop,
         )  # fmt: skip
         slots = {"n/0": Slot("n/0", "n", (), Pool.TRAIN)}
