@@ -52,6 +52,13 @@ def test_the_longest_held_make_room():
     assert set(drawn_often(buffer)) == {2, 3, 4}
 
 
+def test_a_group_that_is_trained_again_is_held_from_then_on():
+    buffer = buffer_of(capacity=2)
+    for step, number in enumerate([0, 1, 0, 2]):
+        buffer.add([group_of(number)], step)
+    assert set(drawn_often(buffer)) == {0, 2}
+
+
 def test_a_draw_is_the_same_for_the_same_seed_and_step_and_another_for_another_step():
     buffer = buffer_of(capacity=20)
     buffer.add([group_of(number) for number in range(20)], 1)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
+from libra_cli.config.errors import TrainerError  # noqa: E402
 from libra_cli.config.training import TrainingSpec  # noqa: E402
 from libra_cli.node.losses.policy_gradient import dapo, kl_estimate  # noqa: E402
 from libra_cli.node.losses.protocol import LossInputs, LossOutputs, loss_of  # noqa: E402
@@ -285,6 +286,17 @@ def test_a_band_has_its_ends(band: tuple[float, float]):
     floor, cap = band
     spec = TrainingSpec(sampler_correction="token_mask", tis_floor=floor, tis_cap=cap)
     assert rollout_weights(two_trajectories(), spec)[0].tolist() == [1.0] * 4
+
+
+def test_a_weight_at_the_cap_is_bound_by_it():
+    spec = TrainingSpec(sampler_correction="token_truncate", tis_cap=1.0)
+    inputs = two_trajectories(rollout=[-1.0, -0.9, -1.1, -1.0])
+    assert rollout_weights(inputs, spec)[1].tolist() == [True, False, True, True]
+
+
+def test_arguments_that_a_loss_does_not_take_are_refused_with_those_that_it_takes():
+    with pytest.raises(TrainerError, match=r"'dapo' was given training\.loss_args \['beta'\]"):
+        shipped("dapo", loss_args={"beta": 1.0})
 
 
 def test_a_mask_leaves_out_both_sides_of_its_band():
