@@ -22,7 +22,7 @@ Named: TypeAlias = Iterator[tuple[str, Tensor]]
 Rule: TypeAlias = Callable[[str, Tensor], Named]
 """What of the files a tensor in memory is."""
 
-VOCABULARY, WIDTH, LAYERS = 256, 64, 2
+VOCABULARY, WIDTH, LAYERS = 256, 128, 2
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": WIDTH,
@@ -111,6 +111,10 @@ class Family:
     """The model type of the model that the language model is a part of."""
     example: str = ""
     """One name that the hub's files have."""
+    served: tuple[str, ...] = ()
+    """Further flags of its server."""
+    dtype: str = "float32"
+    """What it is served in: some of vLLM's CPU kernels have bfloat16 alone."""
     extra: tuple[str, ...] = ()
     """Names of tensors of other parts, which the language model lacks."""
 
@@ -173,6 +177,7 @@ _DEEPSEEK = {
     "n_group": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+    "topk_method": "noaux_tc",
 }
 _MLA = {
     "q_lora_rank": 32,
@@ -211,6 +216,7 @@ FAMILIES = (
         MOE | _HYBRID | {"shared_expert_intermediate_size": 32},
         split(),
         example="model.layers.0.mlp.experts.0.up_proj.weight",
+        dtype="bfloat16",
     ),
     Family(
         "Qwen3.5",
@@ -219,6 +225,8 @@ FAMILIES = (
         _HYBRID,
         behind("model.language_model"),
         whole="qwen3_5",
+        dtype="bfloat16",
+        served=("--hf-overrides", '{"architectures": ["Qwen3_5ForCausalLM"]}'),
         example="model.language_model.layers.0.linear_attn.in_proj_qkv.weight",
         extra=("model.visual.patch_embed.proj.bias", "mtp.norm.weight"),
     ),
@@ -229,6 +237,8 @@ FAMILIES = (
         MOE | _HYBRID | {"shared_expert_intermediate_size": 32},
         behind("model.language_model"),
         whole="qwen3_5_moe",
+        dtype="bfloat16",
+        served=("--hf-overrides", '{"architectures": ["Qwen3_5MoeForCausalLM"]}'),
         example="model.language_model.layers.0.mlp.experts.gate_up_proj",
         extra=("mtp.norm.weight",),
     ),
@@ -317,6 +327,7 @@ FAMILIES = (
         "lfm2",
         {
             "layer_types": ["conv", "full_attention"],
+            "conv_dim": WIDTH,
             "block_auto_adjust_ff_dim": False,
             "head_dim": ...,
         },
@@ -381,6 +392,30 @@ FAMILIES = (
     ),
     Family("Hunyuan", "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
 )
+
+SERVED = {
+    "Qwen2.5",
+    "Qwen3",
+    "Qwen3, tied",
+    "Qwen3-MoE",
+    "Llama 3",
+    "Mistral",
+    "Mixtral",
+    "Gemma 3 1B",
+    "GLM 4.5",
+    "OLMo 3",
+    "OLMoE",
+    "GLM 4",
+    "Granite 3",
+    "Granite 4, dense",
+    "Seed-OSS",
+    "SmolLM3",
+    "Phi 4",
+    "EXAONE 4",
+    "ERNIE 4.5",
+    "Hunyuan",
+}
+"""Families that come through all of it with vLLM's CPU kernels."""
 
 
 def named_family(name: str) -> Family:

@@ -131,3 +131,14 @@ def test_a_rank_that_holds_another_version_of_any_tensor_is_noticed(models):
         other[name].view(-1)[-1] += 1e-6
         (said,) = proof_of(other, models).different
         assert said.startswith(f"{name} ")
+
+
+def test_what_the_files_have_as_one_layer_is_found_in_each_of_its_parts():
+    from libra_cli.node.rollout.held_tensors import Slice, _stacked
+
+    assert _stacked(["qkv"], [(1, 8), (0, 4), (0, 4)], [16, 4, 4]) == [
+        Slice("qkv", 0, (8, 16)),
+        Slice("qkv", 8, (16, 20)),
+        Slice("qkv", 12, (20, 24)),
+    ]
+    assert _stacked(["q", "k"], [(1, 8), (0, 4), (0, 4)], [16, 4, 4]) == []

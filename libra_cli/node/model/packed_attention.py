@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
 from libra_cli.node.model.context_parallel import ContextGroup
 
@@ -39,10 +39,20 @@ class PackedSequences:
     """The ranks that have a part of the row each; None if it is here as a whole."""
 
 
+def attention_of(config: PreTrainedConfig) -> str:
+    """Return the attention that a model is made with: torch's kernels, where its class has them.
+
+    gpt-oss has none: its heads attend to learned sinks besides.
+    """
+    model = AutoModelForCausalLM._model_mapping[type(config)]
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
 def use_packed_attention(model: nn.Module) -> bool:
     """Let a transformers model attend as above, and return True, if every layer of it can."""
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    if not (getattr(model, "_supports_attention_backend", False) and kinds <= PACKABLE):
+    able = getattr(model, "_supports_attention_backend", False) and model._supports_sdpa
+    if not (able and kinds <= PACKABLE):
         return False
     AttentionInterface.register(NAME, packed_attention)
     model.set_attn_implementation(NAME)

@@ -55,6 +55,7 @@ from libra_cli.node.model.activations import checkpoint_activations
 from libra_cli.node.model.adapter import add_adapter, published_name, without_adapter
 from libra_cli.node.model.batching import MicroBatch, collate, deal
 from libra_cli.node.model.context_parallel import context_group
+from libra_cli.node.model.packed_attention import attention_of
 from libra_cli.node.model.policy_config import PolicyConfig
 from libra_cli.node.model.routers import RouterBalance
 from libra_cli.node.model.scores import BranchScores, with_scores
@@ -441,7 +442,9 @@ class PolicyModel:
             self._read,
             lambda: self._prepared(
                 AutoModelForCausalLM.from_config(
-                    description, dtype=self._stored_dtype, attn_implementation="sdpa"
+                    description,
+                    dtype=self._stored_dtype,
+                    attn_implementation=attention_of(description),
                 )
             ),
             device=self.device,
@@ -451,12 +454,13 @@ class PolicyModel:
         )
 
     def _read(self) -> nn.Module:
+        description = text_config(self._config.model_dir)
         return self._prepared(
             AutoModelForCausalLM.from_pretrained(
                 self._config.model_dir,
-                config=text_config(self._config.model_dir),
+                config=description,
                 dtype=self._stored_dtype,
-                attn_implementation="sdpa",
+                attn_implementation=attention_of(description),
             )
         )
 

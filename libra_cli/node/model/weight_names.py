@@ -10,6 +10,7 @@ tensors at a time: a group is as small as the conversion allows, for example one
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from libra_cli.node.weights.adapter import A, B
 from libra_cli.node.weights.model_files import shapes_in
 
 WEIGHT = ".weight"
+DROPOUT = re.compile(r"dropout|_pdrop$")
+"""What configurations call the share of numbers that training leaves out."""
 LANGUAGE_MODEL = "language_model"
 """What transformers calls the text part of a model that also sees or hears."""
 
@@ -137,7 +140,9 @@ class Conversion:
     def to_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert as transformers does when it writes files."""
         converted = self._reversed(tensors)
-        return {own: converted[name].reshape(shape) for name, (own, shape) in self._disk.items()}
+        return {  # of its own, since what shares its memory with others cannot be written
+            own: converted[name].reshape(shape).clone() for name, (own, shape) in self._disk.items()
+        }
 
     def _reversed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         converter, first = deepcopy(self._reverse), ""
@@ -247,7 +252,8 @@ def text_config(model_dir: Path | str) -> PreTrainedConfig:
 
     Where the language model is a part, its class knows only its own names. transformers maps those
     of the files to the whole model's; what is added here is that the whole model's are the part's
-    behind a prefix, as transformers itself says of Qwen3.5.
+    behind a prefix, as transformers itself says of Qwen3.5. Dropout is off: the tokens' ratios are
+    of probabilities that a model with dropout would give otherwise at every pass.
     """
     whole = AutoConfig.from_pretrained(model_dir)
     part = whole.get_text_config(decoder=True)
@@ -255,6 +261,9 @@ def text_config(model_dir: Path | str) -> PreTrainedConfig:
         to_whole = get_checkpoint_conversion_mapping(whole.model_type) or []
         prefix = PrefixChange(prefix_to_remove=LANGUAGE_MODEL, model_prefix="model")
         register_checkpoint_conversion_mapping(part.model_type, [*to_whole, prefix])
+    for name, value in part.to_dict().items():
+        if DROPOUT.search(name) and isinstance(value, float):
+            setattr(part, name, 0.0)
     return part
 
 

@@ -8,26 +8,27 @@ of their ranks.
 
 Every part is read where the kernels read it. vLLM's CPU kernels keep a packed copy of a matrix and
 drop the matrix itself: such a copy is multiplied by blocks of the identity, which gives its columns
-back exactly, since every other product is zero.
+back exactly, since every other product is zero. The experts of mixtures are ``held_experts``.
+
+Modules are called otherwise than the published tensors where the language model is a part of
+another: vLLM's own mapping of the files' names to its modules' says how (``own_names``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from libra_cli.node.rollout import held_experts
+from libra_cli.node.rollout.held_experts import Block
 from libra_cli.node.weights.checksum import FORMATS, MODULUS, as_rows, checksum_of
 
 IDENTITY_ROWS = 512
 """Columns of a packed matrix that are read back at a time."""
-
-
-_Block: TypeAlias = tuple[int, int, Tensor]
-"""Rows and columns of a published tensor: the first of each, and the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +58,66 @@ def held_parts(model: nn.Module, dtypes: Mapping[str, str]) -> list[dict[str, An
     published tensor, and ``checksum``; or ``problem``, if the numbers held cannot be those.
     """
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    own = own_names(model, dtypes)
     named = model.named_parameters(remove_duplicate=False)
-    tied = {id(parameter): name for name, parameter in named if name in dtypes}
+    tied = {id(parameter): own[name] for name, parameter in named if name in own}
     parts = []
     for path, module in model.named_modules():
-        for name, blocks in _of_module(path, module, packed):
-            if name not in dtypes:  # a tied one is published under the other's name
+        if held_experts.is_experts(module) and (why := held_experts.unreadable(module)):
+            parts.append({"name": path, "source": path, "problem": f"{path}: {why}"})
+            continue
+        for name, blocks in _of_module(path, module, packed, own):
+            name = own.get(name, "")
+            if not name:  # a tied one is published under the other's name
                 name = tied.get(id(getattr(module, "weight", None)), "")
-            if name in dtypes:
+            if name:
                 parts.append(_part(name, path, blocks, dtypes[name]))
     return parts
 
 
+def own_names(model: nn.Module, published: Iterable[str]) -> dict[str, str]:
+    """Return published names by what vLLM's modules call those tensors.
+
+    Parts of a model that load themselves may rename what is below them once more. That several
+    tensors are one parameter is left out of it: ``slices_of`` takes them apart.
+    """
+    mappers = []
+    for path, module in model.named_modules():
+        mapper = getattr(module, "hf_to_vllm_mapper", None)
+        if mapper is not None:
+            mappers.append((f"{path}." if path else "", replace(mapper, orig_to_new_stacked={})))
+    return {_own_name(name, mappers): name for name in published}
+
+
+def _own_name(name: str, mappers: Sequence[tuple[str, Any]]) -> str:
+    for prefix, mapper in mappers:  # the outermost first, as vLLM loads
+        if name.startswith(prefix):
+            name = prefix + (mapper.map_name(name.removeprefix(prefix)) or "")
+    return name
+
+
 def _of_module(
-    path: str, module: nn.Module, packed: Mapping[str, list[str]]
-) -> Iterator[tuple[str, Iterator[_Block]]]:
-    """Published name and blocks of every parameter that is the module's own."""
-    parent, _, last = path.rpartition(".")
+    path: str, module: nn.Module, packed: Mapping[str, list[str]], own: Mapping[str, str]
+) -> Iterator[tuple[str, Iterator[Block]]]:
+    """Name and blocks of every parameter that is the module's own."""
+    if held_experts.is_experts(module):
+        yield from held_experts.blocks_of(path, module)
+        return
     for name, parameter in module.named_parameters(recurse=False):
         if name in ("weight", "bias"):
-            parts = [f"{parent}.{part}".lstrip(".") for part in packed.get(last, [last])]
-            for one in slices_of(module, parts):
+            for one in slices_of(module, _layers(path, packed, own)):
                 read = _weight if name == "weight" else _bias
                 yield f"{one.name}.{name}", read(module, one)
         else:
             yield f"{path}.{name}".lstrip("."), iter([(0, 0, as_rows(parameter.detach()))])
+
+
+def _layers(path: str, packed: Mapping[str, list[str]], own: Mapping[str, str]) -> list[str]:
+    """What a module is made of: itself, where that is published, else what vLLM packs into it."""
+    if f"{path}.weight" in own:
+        return [path]
+    parent, _, last = path.rpartition(".")
+    return [f"{parent}.{part}".lstrip(".") for part in packed.get(last, [last])]
 
 
 def slices_of(layer: nn.Module, names: list[str]) -> list[Slice]:
@@ -102,27 +138,34 @@ def slices_of(layer: nn.Module, names: list[str]) -> list[Slice]:
             query = (layer.tp_rank, layer.num_heads * layer.head_size)
             key = (shared, layer.num_kv_heads * layer.head_size)
             value = (shared, layer.num_kv_heads * layer.v_head_size)
-            return _stacked(names, [query, key, value])
+            wholes = [
+                layer.total_num_heads * layer.head_size,
+                layer.total_num_kv_heads * layer.head_size,
+                layer.total_num_kv_heads * layer.v_head_size,
+            ]
+            return _stacked(names, [query, key, value], wholes)
         case linear.MergedColumnParallelLinear():
             sizes = [size // layer.tp_size for size in layer.output_sizes]
-            return _stacked(names, [(layer.tp_rank, size) for size in sizes])
+            return _stacked(names, [(layer.tp_rank, size) for size in sizes], layer.output_sizes)
         case linear.ColumnParallelLinear():
             shard = (layer.tp_rank, layer.output_size_per_partition)
-            return _stacked(names, [shard])
+            return _stacked(names, [shard], [0])
         case _:
             return [Slice(names[0], 0)]
 
 
-def regions_of(model: nn.Module) -> dict[str, tuple[slice, slice]]:
-    """The rows and columns that a worker holds of each published tensor, by name."""
+def regions_of(model: nn.Module, published: Iterable[str]) -> dict[str, tuple[slice, slice]]:
+    """The rows and columns that a worker holds of published tensors, by name."""
+    own = own_names(model, published)
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     regions = {}
     for path, module in model.named_modules():
         if isinstance(getattr(module, "weight", None), nn.Parameter):
-            parent, _, last = path.rpartition(".")
-            parts = [f"{parent}.{part}".lstrip(".") for part in packed.get(last, [last])]
-            for one in slices_of(module, parts):
-                regions[f"{one.name}.weight"] = _region(module, one)
+            slices = slices_of(module, _layers(path, packed, own))
+            for one in slices:
+                if (name := own.get(f"{one.name}.weight")) is not None:
+                    several = sum(other.name == one.name for other in slices) > 1
+                    regions[name] = (slice(None),) * 2 if several else _region(module, one)
     return regions
 
 
@@ -134,33 +177,46 @@ def _region(layer: nn.Module, one: Slice) -> tuple[slice, slice]:
     return slice(None), columns
 
 
-def _stacked(names: list[str], shards: list[tuple[int, int]]) -> list[Slice]:
+def _stacked(
+    names: Sequence[str], shards: Sequence[tuple[int, int]], wholes: Sequence[int]
+) -> list[Slice]:
     """For each published layer one shard: its number and how many rows it has.
 
-    Several layers that are published as one, which no rank has in one piece, are left out.
+    What the files have as one layer is stacked there as well, each part with all its rows
+    (``wholes``). Other layers that are published together are left out.
     """
-    if len(names) != len(shards):
+    together = len(names) == 1 < len(shards)
+    if not together and len(names) != len(shards):
         return []
-    slices, first = [], 0
-    for name, (number, size) in zip(names, shards, strict=True):
-        slices.append(Slice(name, first, (number * size, (number + 1) * size)))
+    slices, first, before = list[Slice](), 0, 0
+    for place, (number, size) in enumerate(shards):
+        begin = before + number * size
+        name = names[0] if together else names[place]
+        slices.append(Slice(name, first, (begin, begin + size)))
         first += size
+        before += wholes[place] if together else 0
     return slices
 
 
-def _weight(layer: nn.Module, one: Slice) -> Iterator[_Block]:
+def _weight(layer: nn.Module, one: Slice) -> Iterator[Block]:
     """Rows of a layer's weight, in blocks of columns, as its kernel reads them."""
     weight = layer.weight.detach()
     row, held = (one.rows[0], one.held) if one.rows else (0, slice(None))
     if not _has_packed_copy(layer):
         yield row, one.column, as_rows(weight)[held]
         return
-    size = int(getattr(layer, "input_size_per_partition", 0) or layer.embedding_dim)
+    size = _columns_of(layer)
     for begin in range(0, size, IDENTITY_ROWS):
         height = min(IDENTITY_ROWS, size - begin)
         unit = torch.zeros(height, size, dtype=weight.dtype)
         unit[torch.arange(height), torch.arange(begin, begin + height)] = 1
         yield row, one.column + begin, layer.cpu_linear(unit, weight, None)[:, held].T
+
+
+def _columns_of(layer: nn.Module) -> int:
+    """Numbers that a layer of linear maps takes, or that an embedding has."""
+    names = ("input_size_per_partition", "input_size", "embedding_dim")
+    return int(next(getattr(layer, name) for name in names if hasattr(layer, name)))
 
 
 def _has_packed_copy(layer: nn.Module) -> bool:
@@ -171,12 +227,12 @@ def _has_packed_copy(layer: nn.Module) -> bool:
     return alone and hasattr(layer, "cpu_linear")
 
 
-def _bias(layer: nn.Module, one: Slice) -> Iterator[_Block]:
+def _bias(layer: nn.Module, one: Slice) -> Iterator[Block]:
     held = one.held if one.rows else slice(None)
     yield 0, one.rows[0] if one.rows else 0, as_rows(layer.bias.detach()[held])
 
 
-def _part(name: str, source: str, blocks: Iterator[_Block], dtype: str) -> dict[str, Any]:
+def _part(name: str, source: str, blocks: Iterator[Block], dtype: str) -> dict[str, Any]:
     """Sum up the blocks, side by side, that a module holds of one tensor."""
     published = getattr(torch, dtype, None)
     total, rows, columns = 0, set[int](), set[int]()

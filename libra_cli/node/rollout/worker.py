@@ -13,6 +13,7 @@ from typing import Any
 
 from libra_cli.node.rollout import cpu_sampler
 from libra_cli.node.rollout.cpu_routes import RouteRecorder
+from libra_cli.node.rollout.held_experts import order_again
 from libra_cli.node.rollout.held_tensors import held_parts, regions_of
 from libra_cli.node.rollout.merged_weights import MergedWeights
 from libra_cli.node.rollout.prepared import PreparedVersion
@@ -47,7 +48,8 @@ class VersionLoader:
     def prepare_version(self, directory: str) -> bool:
         """Begin to bring a version into memory, or tell whether it is; generation goes on."""
         if self.prepared is None or self.prepared.directory != directory:
-            self.prepared = PreparedVersion(directory, regions_of(self.model_runner.get_model()))
+            model, tensors = self.model_runner.get_model(), _manifest(directory)["tensors"]
+            self.prepared = PreparedVersion(directory, regions_of(model, tensors))
         return self.prepared.is_done
 
     def load_version(self, directory: str) -> dict[str, Any]:
@@ -56,7 +58,7 @@ class VersionLoader:
         if self.base_model is None:  # vLLM calls the last directory that it loaded its model
             self.base_model = Path(self.vllm_config.model_config.model)
         version, model = Path(directory), self.model_runner.get_model()
-        manifest: dict[str, Any] = json.loads((version / MANIFEST).read_bytes())
+        manifest = _manifest(directory)
         expected, wrong = manifest["tensors"], list[str]()
         self.prepare_version(directory)
         prepared, self.prepared = self.prepared, None
@@ -68,10 +70,16 @@ class VersionLoader:
         else:
             self.reload_weights(weights_iterator=prepared.tensors())
         _pack_tied_heads(model)
+        order_again(model)
         began = time.monotonic()
         held = held_parts(model, {name: about["dtype"] for name, about in expected.items()})
         proof_s = time.monotonic() - began
         return {"expected": expected, "wrong": wrong, "held": held, "proof_s": proof_s}
+
+
+def _manifest(directory: str) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((Path(directory) / MANIFEST).read_bytes())
+    return manifest
 
 
 def _pack_tied_heads(model: Any) -> None:

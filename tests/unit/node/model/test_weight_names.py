@@ -61,7 +61,7 @@ def test_a_group_is_no_more_than_one_layer_s_experts(tmp_path: Path):
         (["model.layers.0.mlp.experts.3.up_proj.weight"], r"makes model\.layers\.0\.mlp\.experts"),
         (
             [f"model.layers.1.mlp.experts.7.{part}_proj.weight" for part in ("gate", "up")],
-            r"gate_up_proj of the shape \[7, 64, 64\]",
+            r"gate_up_proj of the shape \[7, 64, 128\]",
         ),
     ],
 )

@@ -126,6 +126,7 @@ def test_a_worker_merges_into_the_model_it_began_with_whatever_it_has_loaded_sin
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("libra_cli.node.rollout.worker._pack_tied_heads", lambda model: None)
+    monkeypatch.setattr("libra_cli.node.rollout.worker.order_again", lambda model: None)
     monkeypatch.setattr(
         "libra_cli.node.rollout.worker.held_parts", lambda model, dtypes: [dict(dtypes)]
     )
