@@ -128,8 +128,11 @@ class PartWriter:
     def _watch(self) -> None:
         while not self._closed.wait(LOOK_S):
             with self._copy:
-                if self._version >= 0:
-                    self._look()
+                try:
+                    if self._version >= 0:
+                        self._look()
+                except OSError as error:  # a file system that hangs or is away, for a while
+                    log.warning("%s cannot be looked at: %s", self._root, error)
 
     def _look(self) -> None:
         name = version_name(self._version, self._incarnation)
@@ -150,8 +153,8 @@ class PartWriter:
                 prefix=f"model-{self._share.writer:02d}",
             )
             told["files"] = [asdict(one) for one in files]
-        except OSError as error:
-            told["problem"] = str(error)
+        except Exception as error:  # noqa: BLE001  rank 0 must hear of it, or would wait
+            told["problem"] = f"{type(error).__name__}: {error}"
         draft = directory / f".{_part(self._share.writer)}"
         try:
             write_durably(draft, json.dumps(told).encode())

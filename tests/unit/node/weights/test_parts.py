@@ -150,15 +150,22 @@ def test_a_version_that_is_gone_is_written_again_by_all(ranks: Ranks) -> None:
     check(ranks.root / after.name, 1)
 
 
-def test_a_writer_whose_disk_takes_nothing_is_named(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("problem", "told"),
+    [
+        (OSError(28, "No space left on device"), r"writer 1: OSError: \[Errno 28\] No space left"),
+        (RuntimeError("of another kind"), "writer 1: RuntimeError: of another kind"),
+    ],
+)
+def test_a_writer_that_cannot_write_is_named(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, problem: Exception, told: str
 ) -> None:
-    def full(*args: object, **options: object) -> None:
-        raise OSError(28, "No space left on device")
+    def fails(*args: object, **options: object) -> None:
+        raise problem
 
-    monkeypatch.setattr(parts, "write_tensors", full)
+    monkeypatch.setattr(parts, "write_tensors", fails)
     ranks.stage(0)
-    with pytest.raises(OSError, match=r"writer 1: \[Errno 28\] No space left"):
+    with pytest.raises(OSError, match=told):
         ranks.first.wait()
     assert len(ranks.problems) == 1
     assert not [*ranks.root.glob("v*")]
@@ -181,3 +188,22 @@ def test_tensors_go_to_the_writer_that_has_the_least() -> None:
     shares = [[name for name, _ in Share(number, 3).of(iter(given))] for number in range(3)]
     assert shares == [["8"], ["3", "1", "4"], ["3", "5"]]
     assert [name for name, _ in Share().of(iter(given))] == [name for name, _ in given]
+
+
+def test_a_disk_that_is_away_for_a_while_is_looked_at_again(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    look = PartWriter._look
+
+    def sometimes(writer: PartWriter) -> None:
+        looks.append(1)
+        if len(looks) <= WRITERS:
+            raise OSError(116, "Stale file handle")
+        look(writer)
+
+    monkeypatch.setattr(PartWriter, "_look", sometimes)
+    ranks.stage(0)
+    done = ranks.first.wait()
+    assert done is not None
+    check(ranks.root / done.name, 0)
