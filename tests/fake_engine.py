@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from libra_cli.node.rollout.connections import Connections
+from libra_cli.node.connections import Connections
 from libra_cli.node.rollout.server import Server
 from libra_cli.node.rollout.turn import TurnTokens
 from libra_cli.node.unix_socket import bind_unix

@@ -1,12 +1,8 @@
-"""The rollout server: a vLLM engine that speaks to the controller over one stream of bytes.
+"""The rollout server: a vLLM engine that the controller gives orders over a control stream.
 
     python -m libra_cli.node.rollout.server --socket PATH <flags of vLLM's engine>
 
-It listens on a Unix socket that only this user can reach, and nothing is answered before the run's
-token (read from LIBRA_TOKEN_FILE) has come; see ``connections`` for the form of messages. The
-controller sends
-``[call, operation, order]`` and the answer is ``[call, "done" | "refused" | "failed", answer]``;
-calls are numbers of its own, any number may be open, and answers come when they are ready.
+See ``node.control`` for the form of the stream; the run's token is read from LIBRA_TOKEN_FILE.
 
     operation   order                                   answer
     facts       {}                                      version (of vLLM), kv_tokens
@@ -36,8 +32,9 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from libra_cli.node.connections import Connection, Connections
+from libra_cli.node.control import ControlServer
 from libra_cli.node.http import read_token
-from libra_cli.node.rollout.connections import Connection, Connections, Message
 from libra_cli.node.rollout.turn import Answer
 from libra_cli.node.unix_socket import bind_unix
 
@@ -45,12 +42,12 @@ if TYPE_CHECKING:
     from libra_cli.node.rollout.engine import VllmEngine
 
 
-class Server:
+class Server(ControlServer):
     """Steps an engine and answers its clients between the steps."""
 
     def __init__(self, engine: VllmEngine, connections: Connections) -> None:
+        super().__init__(connections)
         self._engine = engine
-        self._connections = connections
         self._asked: dict[str, tuple[Connection, int]] = {}
         """Who asked for a turn, and by which call, by the turn's name."""
         self._loads = 0
@@ -63,7 +60,7 @@ class Server:
                 if message is None:
                     self._gone(connection)
                 else:
-                    self._answer(connection, message)
+                    self._obey(connection, message)
             if self._engine.busy:
                 self._reply(self._engine.step())
             self._connections.flush()
@@ -79,23 +76,9 @@ class Server:
             connection, call = self._asked.pop(name)
             connection.send([call, "done", answer])
 
-    def _answer(self, connection: Connection, message: Message) -> None:
-        call = 0
-        try:
-            call, operation, order = message
-            answer = self._perform(connection, call, operation, order)
-        except (KeyError, TypeError, ValueError) as error:
-            connection.send([call, "refused", f"{type(error).__name__}: {error}"])
-        except Exception as error:  # noqa: BLE001  the caller must hear of any failure
-            connection.send([call, "failed", f"{type(error).__name__}: {error}"])
-        else:
-            if answer is not None:
-                connection.send([call, "done", answer])
-
     def _perform(
         self, connection: Connection, call: int, operation: str, order: dict[str, Any]
     ) -> Answer | None:
-        """Carry out one operation; None if its answer comes later."""
         match operation:
             case "generate":
                 name = _name(connection, call)

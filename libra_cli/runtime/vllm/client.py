@@ -21,6 +21,8 @@ from libra_cli.core.types import (
     WeightVersion,
 )
 from libra_cli.runtime.hosts.transport import Endpoint
+from libra_cli.runtime.processes.control import ControlClient
+from libra_cli.runtime.processes.stream import Answer, Stream, StreamErrors
 from libra_cli.runtime.rollout.connection import (
     RequestRefused,
     Sampling,
@@ -31,9 +33,10 @@ from libra_cli.runtime.rollout.connection import (
 from libra_cli.runtime.supervision.answers import finite, reads_answers
 from libra_cli.runtime.supervision.failures import words_of
 from libra_cli.runtime.vllm.metrics import named
-from libra_cli.runtime.vllm.stream import Answer, Stream
 
+ERRORS = StreamErrors(ServerError, RequestRefused, ServerUnreachable)
 GENERATE_TIMEOUT_S = 1800.0
+"""Of a turn, and of silence: a server that compiles or loads says nothing for minutes."""
 CONTROL_TIMEOUT_S = 30.0
 POLL_S = 0.25
 PREPARED_EVERY_S = 0.02
@@ -61,60 +64,22 @@ def parse_label(text: str) -> WeightVersion:
     return WeightVersion(int(incarnation), int(version))
 
 
-class ServerClient:
+class ServerClient(ControlClient):
     """One vLLM server, seen from the controller."""
 
     def __init__(self, slot: SlotId, incarnation: int, endpoint: Endpoint, token: str) -> None:
+        super().__init__(slot, endpoint, token, ERRORS, silence_s=GENERATE_TIMEOUT_S)
         self.slot = slot
         self.incarnation = incarnation
-        self._endpoint = endpoint
-        self._token = token
-        self._stream: Stream | None = None
-        self._connecting = asyncio.Lock()
-        self._closed = False
         self._turns: dict[int, tuple[Stream, int]] = {}
         """Of each request in flight the call that is its generation."""
         self._counters: Mapping[str, float] = {}
         """Of the last reading."""
 
-    async def close(self) -> None:
-        """Drop the connection; the server itself is not touched."""
-        self._closed = True
-        if self._stream is not None:
-            self._stream.close()
-
-    async def _connected(self) -> Stream:
-        async with self._connecting:
-            if self._closed:
-                raise ServerUnreachable(f"{self.slot} is being stopped")
-            if self._stream is None or self._stream.closed:
-                self._stream = await Stream.to(self.slot, self._endpoint, self._token)
-            return self._stream
-
     async def _call(
-        self, operation: str, order: Answer, *, timeout_s: float = CONTROL_TIMEOUT_S
+        self, operation: str, order: Answer, *, timeout_s: float | None = CONTROL_TIMEOUT_S
     ) -> Answer:
-        stream = await self._connected()
-        call, answer = stream.begin(operation, order)
-        return await self._answer(stream, call, answer, operation, timeout_s)
-
-    async def _answer(
-        self,
-        stream: Stream,
-        call: int,
-        answer: asyncio.Future[Answer],
-        operation: str,
-        timeout_s: float,
-    ) -> Answer:
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await answer
-        except TimeoutError as error:
-            raise ServerUnreachable(
-                f"{self.slot}: no answer to {operation} in {timeout_s:.0f} s"
-            ) from error
-        finally:
-            stream.forget(call)
+        return await super()._call(operation, order, timeout_s=timeout_s)
 
     @reads_answers(ServerError)
     async def wait_ready(self, *, timeout_s: float) -> None:

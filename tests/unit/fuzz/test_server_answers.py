@@ -15,9 +15,9 @@ from libra_cli.core.actions import Generate
 from libra_cli.core.events import PublishedVersion, ServerSampled, TurnFailed, TurnGenerated
 from libra_cli.core.types import GroupId, TrajectoryId, WeightVersion
 from libra_cli.runtime.hosts.transport import Endpoint
+from libra_cli.runtime.processes.stream import Stream
 from libra_cli.runtime.rollout.connection import Sampling
-from libra_cli.runtime.vllm.client import ServerClient
-from libra_cli.runtime.vllm.stream import Stream
+from libra_cli.runtime.vllm.client import ERRORS, ServerClient
 from tests.unit.fuzz import nonsense
 
 VERSION = WeightVersion(1, 2)
@@ -179,7 +179,7 @@ MESSAGES = [
 )
 def test_whatever_bytes_come_a_call_is_answered_or_fails(data):
     async def main() -> None:
-        stream = Stream("a/0", "token")
+        stream = Stream("a/0", "token", ERRORS, silence_s=1.0)
         stream._transport = Mute()  # type: ignore[assignment]
         _, future = stream.begin("check", {})
         stream.data_received(data)
@@ -193,7 +193,7 @@ def test_whatever_bytes_come_a_call_is_answered_or_fails(data):
 
 def test_what_a_server_says_of_a_refusal_cannot_reach_a_terminal_as_it_is():
     async def main() -> str:
-        stream = Stream("a/0", "token")
+        stream = Stream("a/0", "token", ERRORS, silence_s=1.0)
         stream._transport = Mute()  # type: ignore[assignment]
         _, future = stream.begin("check", {})
         stream.data_received(nonsense.as_msgpack([0, "refused", "\x1b]0;x\x07" + "y" * 10**6]))

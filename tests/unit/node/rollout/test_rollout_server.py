@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,31 +10,9 @@ from typing import Any
 import msgpack
 import pytest
 
-from libra_cli.node.rollout.connections import LONGEST_TOKEN
+from libra_cli.node.connections import LONGEST_TOKEN
+from tests.control import DEADLINE_S, ControlConnection
 from tests.fake_engine import TOKEN, FakeEngine, serve
-
-DEADLINE_S = 20.0
-
-
-class Client:
-    def __init__(self, path: str, first: bytes) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(DEADLINE_S)
-        self.sock.connect(path)
-        self.sock.sendall(first)
-        self.unpacker = msgpack.Unpacker()
-
-    def send(self, *messages: Any) -> None:
-        self.sock.sendall(b"".join(map(msgpack.packb, messages)))
-
-    def answers(self, count: int) -> list[Any]:
-        found: list[Any] = []
-        while len(found) < count:
-            data = self.sock.recv(1 << 16)
-            assert data, "the server has closed the connection"
-            self.unpacker.feed(data)
-            found += self.unpacker
-        return found
 
 
 @dataclass
@@ -44,10 +21,10 @@ class Served:
 
     engine: FakeEngine
     path: str
-    clients: list[Client] = field(default_factory=list)
+    clients: list[ControlConnection] = field(default_factory=list)
 
-    def client(self, first: bytes = msgpack.packb(TOKEN)) -> Client:
-        self.clients.append(Client(self.path, first))
+    def client(self, first: bytes = msgpack.packb(TOKEN)) -> ControlConnection:
+        self.clients.append(ControlConnection(self.path, first))
         return self.clients[-1]
 
 

@@ -1,58 +1,71 @@
-"""One connection to a rollout server, on which any number of calls are open at the same time.
+"""One connection to a process, on which any number of calls are open at the same time.
 
-What the messages are is in ``libra_cli.node.rollout.server``. Those that are sent in one turn of
-the event loop leave in one piece.
+What the messages are is in ``libra_cli.node.control``. Those that are sent in one turn of the event
+loop leave in one piece.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgpack
 
-from libra_cli.config.errors import NONSENSE, ServerError
+from libra_cli.config.errors import NONSENSE, LibraError
 from libra_cli.config.text import one_line
 from libra_cli.runtime.hosts.transport import Endpoint
-from libra_cli.runtime.processes.http import describe
-from libra_cli.runtime.rollout.connection import RequestRefused, ServerUnreachable
 from libra_cli.runtime.supervision.failures import MOST_CHARACTERS, words_of
 
 CONNECT_S = 15.0
+BEAT_S = 10.0
+"""How often a process whose answer is awaited is asked whether it is there."""
 LONGEST_ANSWER = 1 << 30
 """Bytes that are kept of an answer that has not come whole."""
 
 Answer: TypeAlias = dict[str, Any]
 
 
-class Stream(asyncio.Protocol):
-    """The calls that are open on one connection. ``who`` is the server, for messages."""
+class StreamErrors(NamedTuple):
+    """What is raised of a kind of process: it failed, it refuses an order, or no answer comes."""
 
-    def __init__(self, who: str, token: str) -> None:
+    failed: type[LibraError]
+    refused: type[LibraError]
+    unreachable: type[LibraError]
+
+
+class Stream(asyncio.Protocol):
+    """The calls that are open on one connection."""
+
+    def __init__(self, who: str, token: str, errors: StreamErrors, *, silence_s: float) -> None:
+        """``who`` names the process in messages.
+
+        It is given up when it has said nothing, and taken nothing of what is sent, for
+        ``silence_s`` while an answer is awaited.
+        """
         self._who = who
         self._token = token
+        self._errors = errors
+        self._silence_s = silence_s
         self._transport: asyncio.Transport | None = None
         self._unpacker = msgpack.Unpacker(max_buffer_size=LONGEST_ANSWER)
         self._open: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = itertools.count()
         self._unsent: list[bytes] = []
         self._loop = asyncio.get_running_loop()
+        self.heard_at = 0.0
+        """When something last came, by the clock of the event loop; 0 if nothing ever has."""
+        self._moved_at = 0.0
+        self._left = 0
+        """Bytes that the process had not taken at the last beat."""
 
-    @classmethod
-    async def to(cls, who: str, endpoint: Endpoint, token: str) -> Stream:
-        """Connect. Raises ServerUnreachable."""
-        loop = asyncio.get_running_loop()
-
-        def make() -> Stream:
-            return cls(who, token)
-
+    async def connect(self, endpoint: Endpoint) -> None:
+        """Connect. Raises the error of a process that cannot be reached."""
         try:
             async with asyncio.timeout(CONNECT_S):
-                _, stream = await loop.create_unix_connection(make, endpoint.path)
+                await self._loop.create_unix_connection(lambda: self, endpoint.path)
         except OSError as error:
-            raise ServerUnreachable(f"{who}: {describe(error)}") from error
-        return stream
+            raise self._errors.unreachable(f"{self._who}: {words_of(error)}") from error
 
     @property
     def closed(self) -> bool:
@@ -62,6 +75,8 @@ class Stream(asyncio.Protocol):
     def begin(self, operation: str, order: Answer) -> tuple[int, asyncio.Future[Answer]]:
         """Send an order; return the number of the call and what will be its answer."""
         call, answer = self.tell(operation, order), self._loop.create_future()
+        if not self._open:
+            self._moved_at = self._loop.time()
         self._open[call] = answer
         return call, answer
 
@@ -95,17 +110,35 @@ class Stream(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.write(msgpack.packb(self._token))
+        self._loop.call_later(BEAT_S, self._beat)
+
+    def _beat(self) -> None:
+        """Ask whether the process is there, and hang up if it has been silent for too long."""
+        if self._transport is None:
+            return
+        now, left = self._loop.time(), self._transport.get_write_buffer_size()
+        if left < self._left:
+            self._moved_at = now
+        self._left = left
+        if self._open and now - max(self._moved_at, self.heard_at) > self._silence_s:
+            self._fail(self._errors.unreachable(f"{self._who}: silent for {self._silence_s:.0f} s"))
+            self.close()
+            return
+        if self._open:
+            self.tell("check", {})
+        self._loop.call_later(BEAT_S, self._beat)
 
     def data_received(self, data: bytes) -> None:
         """Hand the answers over that are complete; after nonsense the connection is closed."""
+        self.heard_at = self._loop.time()
         try:
             self._unpacker.feed(data)
             for call, outcome, answer in self._unpacker:
                 self._answered(call, outcome, answer)
         except (msgpack.UnpackException, *NONSENSE) as error:
-            self._fail(ServerError(f"{self._who} says what cannot be read: {words_of(error)}"))
-            if self._transport is not None:
-                self._transport.abort()
+            said = f"{self._who} says what cannot be read: {words_of(error)}"
+            self._fail(self._errors.failed(said))
+            self.close()
 
     def _answered(self, call: int, outcome: str, answer: Answer) -> None:
         waiting = self._open.pop(call, None)
@@ -114,17 +147,17 @@ class Stream(asyncio.Protocol):
         if outcome == "done":
             waiting.set_result(answer)
         else:
-            kind = RequestRefused if outcome == "refused" else ServerError
+            kind = self._errors.refused if outcome == "refused" else self._errors.failed
             said = one_line(f"{outcome}: {answer}"[:MOST_CHARACTERS])
             waiting.set_exception(kind(f"{self._who} {said}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Every call that is open has failed."""
         self._transport = None
-        reason = describe(exc) if exc else "the connection was closed"
-        self._fail(ServerUnreachable(f"{self._who}: {reason}"))
+        reason = words_of(exc) if exc else "the connection was closed"
+        self._fail(self._errors.unreachable(f"{self._who}: {reason}"))
 
-    def _fail(self, error: ServerError) -> None:
+    def _fail(self, error: LibraError) -> None:
         for waiting in self._open.values():
             if not waiting.done():
                 waiting.set_exception(error)

@@ -1,4 +1,4 @@
-"""Connections of clients to a server: messages of msgpack, served by the thread of the engine.
+"""Connections of clients to a process: messages of msgpack, served by one thread.
 
 A connection begins with the run's token. Until it is there nothing else is read and nothing is
 answered; a wrong one closes the connection. After that every message is a list, and so is every
@@ -21,8 +21,8 @@ import msgpack
 RECEIVE_BYTES = 1 << 18
 LONGEST_TOKEN = 1024
 """Bytes that are kept of a client that has not shown the token."""
-LONGEST_MESSAGE = 64 << 20
-"""Bytes of one message: a prompt of ten million tokens."""
+LONGEST_VALUE = 64 << 20
+"""Bytes of one value in a message: the ids of sixteen million tokens. A batch is many values."""
 
 QUEUE = 1024
 """Connections that wait to be taken. A Unix socket refuses more at once."""
@@ -62,18 +62,18 @@ class Connection:
                 yield message
                 continue
             given = message.encode() if isinstance(message, str) else b""
-            if not hmac.compare_digest(given, token.encode()):
+            if not (token and hmac.compare_digest(given, token.encode())):
                 raise PermissionError("wrong token")
             self.trusted = True
             rest = self._unpacker.read_bytes(LONGEST_TOKEN)
-            self._unpacker = msgpack.Unpacker(max_buffer_size=LONGEST_MESSAGE)
+            self._unpacker = msgpack.Unpacker(max_buffer_size=LONGEST_VALUE)
             self._unpacker.feed(rest)
             yield from self._unpacker
             return
 
 
 class Connections:
-    """All clients of a server that listens on a Unix socket."""
+    """All clients of a process that listens on a Unix socket."""
 
     def __init__(self, sock: socket.socket, token: str) -> None:
         """Take over a socket that is bound; from now on it listens."""
@@ -82,20 +82,28 @@ class Connections:
         self._listener.setblocking(False)
         self._listener.listen(QUEUE)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._waker, woken = socket.socketpair()
+        self._waker.setblocking(False)
+        self._selector.register(woken, selectors.EVENT_READ, lambda: woken.recv(RECEIVE_BYTES))
         self._open: set[Connection] = set()
         self._numbers = itertools.count()
 
+    def wake(self) -> None:
+        """End a wait of ``receive``; any thread may call it."""
+        with suppress(BlockingIOError):  # woken so often already
+            self._waker.send(b"\0")
+
     def receive(self, *, wait: bool) -> Iterator[tuple[Connection, Message | None]]:
-        """Read all messages there are; ``wait`` for one if there are none.
+        """Read all messages there are; ``wait`` for one, or for ``wake``, if there are none.
 
         A message that is None says that this connection is gone.
         """
         for key, events in self._selector.select(None if wait else 0):
-            if key.data is None:
-                self._accept()
+            if not isinstance(key.data, Connection):
+                key.data()
                 continue
-            connection: Connection = key.data
+            connection = key.data
             try:
                 if events & selectors.EVENT_WRITE:
                     self._send(connection)
