@@ -1,4 +1,4 @@
-"""Real trainers and gradient workers for tests: ``accelerate launch`` on this host, over HTTP."""
+"""Real trainers and gradient workers for tests: ``accelerate launch`` on this host."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 
 from libra_cli.config.training import TrainingSpec
 from libra_cli.node.batch.log_ratios import BranchLogRatios, read_log_ratios
 from libra_cli.node.trainer.config import TrainerConfig
+from tests import control
 from tests.credentials import credentials_of, url_of
-from tests.sockets import UnixConnection, socket_path
+from tests.sockets import socket_path
 
 TOKEN = "of-this-run"
 START_S = 120.0
@@ -40,38 +40,29 @@ class World:
     log: Path
     marker: str
 
-    def ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, dict[str, Any]]:
-        status, data = self._asked(method, path, body)
-        return status, json.loads(data)
+    def ask(self, operation: str, order: Mapping[str, Any] | None = None) -> tuple[str, Any]:
+        """The outcome of an order, and its answer, or why there is none."""
+        return control.ask(self.socket, TOKEN, operation, order, timeout_s=START_S)
 
-    def bytes_of(self, path: str) -> bytes:
-        status, data = self._asked("GET", path, b"")
-        assert status == 200, data
-        return data
-
-    def _asked(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
-        connection = UnixConnection(self.socket)
-        try:
-            connection.request(method, path, body, {"Authorization": f"Bearer {TOKEN}"})
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
+    def told(self, operation: str, order: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        outcome, answer = self.ask(operation, order)
+        assert outcome == "done", answer
+        found: dict[str, Any] = answer
+        return found
 
     def wait_ready(self) -> dict[str, Any]:
+        """What it tells once every rank is there. Raises AssertionError with what it says else."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
-                _, health = self.ask("GET", "/health")
-            except OSError:
-                health = {"state": "starting"}
-            if health["state"] != "starting":
-                return health
-            time.sleep(0.1)
+                return self.told("ready")
+            except OSError:  # it does not listen yet
+                time.sleep(0.1)
         raise AssertionError(self.log.read_text())
 
     def stop(self) -> int:
-        self.ask("POST", "/stop")
+        with contextlib.suppress(OSError):  # it may be gone before it answers
+            self.ask("stop")
         return self.process.wait(60)
 
     def signal(self, number: signal.Signals) -> None:
@@ -101,41 +92,30 @@ class Trainer(World):
         return self.result(number)
 
     def send(self, number: int, trajectories: Sequence[Mapping[str, Any]], **more: Any) -> None:
-        message = {"step": number, "checkpoint": None, "trajectories": trajectories, **more}
-        status, answer = self.ask("POST", "/train", msgpack.packb(message))
-        assert status == 202, answer
+        order = {"step": number, "checkpoint": None, "trajectories": trajectories, **more}
+        self.told("train", order)
 
     def result(self, number: int) -> dict[str, Any]:
-        _, result = self.ask("GET", f"/train/{number}?wait_s={STEP_S - 5}")
-        assert result["state"] == "done", result
-        _, written = self.ask("GET", f"/versions/{number}?wait_s={STEP_S - 5}")
-        assert written["state"] == "done", written
-        return {**result, "version": written["version"]}
+        """Metrics and version of a step."""
+        step = {"step": number}
+        return {**self.told("done", step), "version": self.told("published", step)}
 
     def log_ratios(self, number: int) -> BranchLogRatios:
         """Those of the step that was taken last."""
-        return read_log_ratios(self.bytes_of(f"/log-ratios/{number}"))
+        return read_log_ratios(self.told("log_ratios", {"step": number})["packed"])
 
     def accumulate(
         self, step: int, part: int, trajectories: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
-        message = {"step": step, "part": part, "trajectories": trajectories}
-        status, answer = self.ask("POST", "/accumulate", msgpack.packb(message))
-        assert status == 202, answer
-        _, result = self.ask("GET", f"/accumulate/{step}/{part}?wait_s={STEP_S - 5}")
-        assert result["state"] == "done", result
-        metrics: dict[str, Any] = result["metrics"]
+        about = {"step": step, "part": part}
+        self.told("accumulate", about | {"trajectories": trajectories})
+        metrics: dict[str, Any] = self.told("accumulated", about)["metrics"]
         return metrics
 
     def checkpoint(self, number: int, ledger: Mapping[str, Any]) -> Path:
         """Take a step and wait for the checkpoint that was asked for with it."""
         self.step(number, ledger)
-        deadline = time.monotonic() + STEP_S
-        while time.monotonic() < deadline:
-            if path := self.ask("GET", f"/train/{number}")[1]["checkpoint"]:
-                return Path(path)
-            time.sleep(0.05)
-        raise AssertionError(self.log.read_text())
+        return Path(self.told("saved", {"step": number})["path"])
 
     def parameters(self, version: int) -> dict[str, Any]:
         from safetensors.torch import load_file
@@ -152,27 +132,20 @@ class Worker(World):
     side_port: int
     outbox: Path
 
-    def load(self, directory: Path, *, trainer_incarnation: int = 0) -> tuple[int, dict[str, Any]]:
-        message = {
-            "directory": str(directory),
-            "name": directory.name,
-            "version": int(directory.name[1:7]),
-            "trainer_incarnation": trainer_incarnation,
-        }
-        return self.ask("POST", "/load", json.dumps(message).encode())
+    def load(self, directory: Path) -> None:
+        """Load a version, whose probe it must give as the core does."""
+        order = {"directory": str(directory), "name": directory.name, "trainer_incarnation": 0}
+        assert self.told("load", order)["gap"] < 1e-5
 
-    def share(
-        self, step: int, trajectories: Sequence[Mapping[str, Any]], **changes: Any
-    ) -> tuple[int, dict[str, Any]]:
-        message = {
+    def share(self, step: int, trajectories: Sequence[Mapping[str, Any]]) -> None:
+        order = {
             "step": step,
             "trainer_incarnation": 0,
             "incarnation": 3,
             "version": f"v{step - 1:06d}-e0",
             "trajectories": trajectories,
-            **changes,
         }
-        return self.ask("POST", "/share", msgpack.packb(message))
+        self.told("share", order)
 
     def offer(self, step: int, groups: Sequence[int], **changes: Any) -> dict[str, Any]:
         """What the core is told of the share."""

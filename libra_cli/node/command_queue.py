@@ -1,18 +1,35 @@
-"""The queue between the HTTP threads of rank 0 and its working loop: commands in, results out.
+"""The queue between the control stream of a rank 0 and its working loop: commands in, results out.
 
 The trainer and the gradient workers extend it with commands and results of their own. Everything
-that threads share is guarded by one condition. Needs no torch, so rank 0 answers while it imports.
+that the two threads share is guarded by one condition. Needs no torch, so rank 0 answers while it
+imports.
+
+    operation   order   answer
+    check       {}      {} at once
+    ready       {}      when every rank is there: see the subclass
+    stop        {}      {}: all ranks leave after what they are doing
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from http import HTTPStatus
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from libra_cli.node.http import Answer, refusal
+from libra_cli.config.errors import ProcessError, TrainerError
+from libra_cli.node.connections import Connection, Connections
+from libra_cli.node.control import Answer, ControlServer
+from libra_cli.node.unix_socket import bind_unix
+
+Later: TypeAlias = Callable[[], Answer | None]
+"""The answer to an order, or None while there is none; asked again after every change."""
+
+
+def taken() -> Answer:
+    """The answer to an order of which nothing is to be told but that it is taken."""
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +53,8 @@ class BaseCommandQueue(Generic[CommandT]):
     """``starting | ready | failed``"""
     error: str = ""
     stopping: bool = False
+    changed: Callable[[], None] = lambda: None
+    """Called after every change, with the condition held."""
     _commands: deque[CommandT | StopCommand] = field(default_factory=deque)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -48,33 +67,102 @@ class BaseCommandQueue(Generic[CommandT]):
             return self._commands.popleft() if self._commands else IdleCommand()
 
     def fail(self, error: str) -> None:
-        """Record that this process can do no more, and wake everybody who waits for a result."""
+        """Record that this process can do no more, and tell everybody who waits for a result."""
         with self._changed:
             self.state, self.error = "failed", error
-            self._changed.notify_all()
+            self._tell()
 
     def wait_for_stop(self, timeout_s: float) -> bool:
         """Wait after a failure for the stop of whoever has read it; tell whether one came."""
         with self._changed:
             return self._changed.wait_for(lambda: self.stopping, timeout_s)
 
-    # The HTTP threads' side.
+    # The control thread's side.
 
-    def stop(self) -> Answer:
+    def take(self, operation: str, order: Mapping[str, Any]) -> Later:
+        """Carry out an order, or queue it. No two threads may.
+
+        Raises:
+            KeyError, TypeError, ValueError, TrainerError: it cannot be taken.
+            ProcessError: this process can do no more.
+        """
+        match operation:
+            case "check":
+                return taken
+            case "ready":
+                return self._later(lambda: self._about() if self.state == "ready" else None)
+            case "stop":
+                self.stop()
+                return taken
+            case _:
+                raise KeyError(f"no operation {operation!r}")
+
+    def _about(self) -> Answer:
+        """What is told of a rank 0 that is ready."""
+        return {}
+
+    def stop(self) -> None:
         """Queue the end, after the commands that are waiting."""
         with self._changed:
             self.stopping = True
             self._add(StopCommand())
-        return HTTPStatus.ACCEPTED, {"state": "stopping"}
 
     def _add(self, command: CommandT | StopCommand) -> None:
         """Queue a command. The caller holds the condition."""
         self._commands.append(command)
-        self._changed.notify_all()
+        self._tell()
 
-    def _unavailable(self, name: str) -> Answer | None:
-        """Answer 503 unless commands can be taken. The caller holds the condition."""
-        if self.state == "ready" and not self.stopping:
-            return None
-        reason = self.error or f"{name} is {'stopping' if self.stopping else self.state}"
-        return refusal(HTTPStatus.SERVICE_UNAVAILABLE, reason)
+    def _tell(self) -> None:
+        """Wake whoever waits for a change. The caller holds the condition."""
+        self._changed.notify_all()
+        self.changed()
+
+    def _later(self, find: Later) -> Later:
+        """Find an answer with the condition held; one that a failure has left out raises."""
+
+        def found() -> Answer | None:
+            with self._changed:
+                answer = find()
+                if answer is None and self.state == "failed":
+                    raise ProcessError(self.error)
+                return answer
+
+        return found
+
+    def _check_available(self, name: str) -> None:
+        """Raise unless commands can be taken. The caller holds the condition."""
+        if self.state == "failed":
+            raise ProcessError(self.error)
+        if self.state != "ready" or self.stopping:
+            raise TrainerError(f"the {name} is {'stopping' if self.stopping else self.state}")
+
+
+class RankServer(ControlServer):
+    """Answers for a queue, in a daemon thread of its own."""
+
+    def __init__(self, queue: BaseCommandQueue[Any], *, path: str, token: str) -> None:
+        """Listen on a Unix socket. Raises OSError, see ``bind_unix``."""
+        super().__init__(Connections(bind_unix(path), token))
+        self._queue = queue
+        self._awaited: list[tuple[Connection, int, Later]] = []
+        queue.changed = self._connections.wake
+        threading.Thread(target=self._run, name="control", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            for connection, message in self._connections.receive(wait=True):
+                if message is None:
+                    self._awaited = [one for one in self._awaited if one[0] is not connection]
+                else:
+                    self._obey(connection, message)
+            self._awaited = [one for one in self._awaited if not self._say(*one)]
+            self._connections.flush()
+
+    def _perform(
+        self, connection: Connection, call: int, operation: str, order: dict[str, Any]
+    ) -> Answer | None:
+        later = self._queue.take(operation, order)
+        answer = later()
+        if answer is None:
+            self._awaited.append((connection, call, later))
+        return answer

@@ -1,9 +1,8 @@
-"""HTTP servers for the processes of a run, with the run's bearer token on every route.
+"""HTTP servers that processes of a run are for other hosts, with the run's bearer token demanded.
 
-``BearerHandler`` checks the token; ``JsonHandler`` adds routes that answer with JSON or bytes.
-What the controller asks listens on a Unix socket (``node.unix_socket``); what other hosts ask
-speaks TLS with hosts of the run alone (``node.credentials``), and listens at the address that the
-recipe names. Standard library only.
+``BearerHandler`` checks the token; ``JsonHandler`` adds routes that answer with JSON or bytes. They
+speak TLS with hosts of the run alone (``node.credentials``), and listen at the address that the
+recipe names. What the controller orders comes over ``node.control``. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,9 +24,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from libra_cli.config.errors import NONSENSE, TrainerError
 from libra_cli.node.credentials import Credentials
-from libra_cli.node.unix_socket import bind_unix
 
-MAX_BODY_BYTES = 4 * 1024**3
 SOCKET_TIMEOUT_S = 120.0
 HANDSHAKE_S = 10.0
 """How long whoever connects may take to show a certificate."""
@@ -86,18 +83,14 @@ class BearerHandler(BaseHTTPRequestHandler):
 
 
 class JsonHandler(BearerHandler):
-    """A handler whose subclasses implement the routes ``get`` and ``post``.
+    """A handler whose subclasses implement the routes of ``get``.
 
     A request without the token is answered with 401 before any route sees it. ``TrainerError``, and
-    a body or a query that cannot be read, become 400.
+    a query that cannot be read, become 400.
     """
 
     def get(self, path: str, query: Mapping[str, str]) -> Reply:
         """Answer a GET request."""
-        return self.no_route(path)
-
-    def post(self, path: str, body: bytes) -> Reply:
-        """Answer a POST request."""
         return self.no_route(path)
 
     def no_route(self, path: str) -> Answer:
@@ -105,20 +98,10 @@ class JsonHandler(BearerHandler):
 
     def do_GET(self) -> None:
         """Route a GET request; ``http.server`` calls this."""
-        url = urlsplit(self.path)
-        self._answer(lambda: self.get(url.path, dict(parse_qsl(url.query))))
-
-    def do_POST(self) -> None:
-        """Route a POST request; ``http.server`` calls this."""
-        self._answer(lambda: self.post(urlsplit(self.path).path, self._body()))
-
-    def _answer(self, route: Callable[[], Reply]) -> None:
         status: HTTPStatus
         body: dict[str, Any] | Blob
         try:
-            status, body = (
-                route() if self.is_trusted() else refusal(HTTPStatus.UNAUTHORIZED, "token")
-            )
+            status, body = self._route()
         except TrainerError as error:
             status, body = refusal(HTTPStatus.BAD_REQUEST, str(error))
         except NONSENSE as error:
@@ -127,6 +110,12 @@ class JsonHandler(BearerHandler):
             self._send(status, "application/octet-stream", body)
         else:
             self._send(status, "application/json", Blob(json.dumps(body).encode()))
+
+    def _route(self) -> Reply:
+        if not self.is_trusted():
+            return refusal(HTTPStatus.UNAUTHORIZED, "token")
+        url = urlsplit(self.path)
+        return self.get(url.path, dict(parse_qsl(url.query)))
 
     def _send(self, status: HTTPStatus, kind: str, blob: Blob) -> None:
         self.send_response(status)
@@ -140,28 +129,15 @@ class JsonHandler(BearerHandler):
         self.end_headers()
         self.wfile.write(blob.data)
 
-    def _body(self) -> bytes:
-        length = int(self.headers.get("Content-Length", "0"))
-        if not 0 <= length <= MAX_BODY_BYTES:
-            raise ValueError(f"a body of {length} bytes")
-        body = self.rfile.read(length)
-        if len(body) != length:
-            raise ValueError(f"{len(body)} bytes came of {length}")
-        return body
-
 
 class HostServer(ThreadingHTTPServer):
-    """Answers each connection in a thread of its own; with ``tls`` after both have verified it."""
+    """Answers each connection in a thread of its own, after both have verified the other."""
 
     daemon_threads = True
-    # A Unix socket refuses whoever comes when it is full, where a port would let them wait.
     request_queue_size = 1024
 
     def __init__(
-        self,
-        bound: socket.socket,
-        handler: type[BearerHandler],
-        tls: ssl.SSLContext | None = None,
+        self, bound: socket.socket, handler: type[BearerHandler], tls: ssl.SSLContext
     ) -> None:
         """Listen on a socket that is bound, and answer until ``shutdown()``.
 
@@ -175,9 +151,6 @@ class HostServer(ThreadingHTTPServer):
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Talk; ``socketserver`` calls this in the connection's thread."""
-        if self.tls is None:
-            super().finish_request(request, client_address)
-            return
         request.settimeout(HANDSHAKE_S)
         # With Nagle's algorithm delayed acks add 40 ms to every answer.
         request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -188,17 +161,6 @@ class HostServer(ThreadingHTTPServer):
         """A connection that broke, or a stranger, is no error of ours; anything else is logged."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
-
-
-def serve_controller(
-    handler: type[BearerHandler], *, path: str, token: str, **attributes: object
-) -> HostServer:
-    """Answer on a Unix socket with a handler that has these class attributes.
-
-    Raises:
-        OSError: see ``bind_unix``.
-    """
-    return HostServer(bind_unix(path), _with(handler, token, attributes))
 
 
 def serve_hosts(
@@ -219,13 +181,8 @@ def serve_hosts(
         OSError: somebody else listens there, or ``bind`` is no address of this host.
     """
     sock = bind_port((own_address(bind), port), is_reserved=is_reserved)
-    return HostServer(sock, _with(handler, credentials.token, attributes), credentials.server())
-
-
-def _with(
-    handler: type[BearerHandler], token: str, attributes: Mapping[str, object]
-) -> type[BearerHandler]:
-    return type(handler.__name__, (handler,), {"token": token, **attributes})
+    own = type(handler.__name__, (handler,), {"token": credentials.token, **attributes})
+    return HostServer(sock, own, credentials.server())
 
 
 def bind_port(place: tuple[str, int], *, is_reserved: bool) -> socket.socket:

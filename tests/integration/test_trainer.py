@@ -1,4 +1,4 @@
-"""The trainer as it is run: real ``accelerate launch``, real gloo worlds, driven over HTTP."""
+"""The trainer as it is run: real ``accelerate launch``, real gloo worlds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 
@@ -25,7 +24,14 @@ from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
 from libra_cli.runtime.hosts.local import LocalTransport  # noqa: E402
 from libra_cli.runtime.trainer import rank_watch  # noqa: E402
 from libra_cli.runtime.trainer.rank_watch import RankWatch  # noqa: E402
-from tests.trainers import batch, largest_difference, processes_marked, trainer  # noqa: E402
+from tests.control import is_silent  # noqa: E402
+from tests.trainers import (  # noqa: E402
+    TOKEN,
+    batch,
+    largest_difference,
+    processes_marked,
+    trainer,
+)
 
 pytestmark = [
     pytest.mark.integration,
@@ -68,7 +74,7 @@ class Reference:
 @pytest.fixture(scope="module")
 def reference(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     with trainer(tmp_path_factory.mktemp("one") / "run", model_dir) as one:
-        assert one.wait_ready()["world_size"] == 1
+        one.wait_ready()
         first = one.step(1)
         path = one.checkpoint(2, {"position": [2, "groups"]})
         results = [first, one.step(3), one.step(4)]
@@ -97,8 +103,7 @@ def test_resuming_gives_exactly_what_going_on_would_have(
     }
     directory = tmp_path / "again"
     with trainer(directory, model_dir, resume=reference.checkpoint, incarnation=1) as resumed:
-        health = resumed.wait_ready()
-        assert (health["state"], health["step"], health["trainer_incarnation"]) == ("ready", 2, 1)
+        assert resumed.wait_ready()["published"]["name"] == "v000002-e1"
         again = [resumed.step(number)["metrics"] for number in (3, 4)]
         before = [result["metrics"] for result in reference.results[1:]]
         for name in ("loss", "grad_norm", "entropy", "learning_rate"):
@@ -111,7 +116,7 @@ def test_two_replicas_give_the_same_parameters_and_end_when_one_dies(
     reference: Reference, model_dir: Path, tmp_path: Path
 ):
     with trainer(tmp_path / "two", model_dir, processes=2, sharding="ddp") as two:
-        assert two.wait_ready()["world_size"] == 2
+        two.wait_ready()
         for number in range(1, 5):
             two.step(number)
         assert largest_difference(two.parameters(4), reference.last) < 1e-5
@@ -129,7 +134,7 @@ def test_two_shards_resume_a_replica_s_checkpoint_and_the_other_way_round(
 ):
     options: dict[str, Any] = {"resume": reference.checkpoint, "sharding": "fsdp2"}
     with trainer(tmp_path / "two", model_dir, processes=2, **options) as two:
-        assert two.wait_ready()["step"] == 2
+        assert two.wait_ready()["published"]["version"] == 2
         path = two.checkpoint(3, {"position": 3})
         assert "sharded" in two.log.read_text()
         two.step(4)
@@ -137,7 +142,7 @@ def test_two_shards_resume_a_replica_s_checkpoint_and_the_other_way_round(
         assert len([*two.versions.glob("v000004-e*/*.safetensors")]) == 2, "each rank writes"
         assert two.stop() == 0
     with trainer(tmp_path / "one", model_dir, resume=path) as one:
-        assert one.wait_ready()["step"] == 3
+        assert one.wait_ready()["published"]["version"] == 3
         one.step(4)
         assert largest_difference(one.parameters(4), reference.last) < 1e-5
         assert one.stop() == 0
@@ -199,9 +204,8 @@ def test_the_kl_to_the_reference_starts_at_zero_and_grows(model_dir: Path, tmp_p
 
 def test_a_world_of_the_wrong_size_fails_at_start_and_says_so(model_dir: Path, tmp_path: Path):
     with trainer(tmp_path / "wrong", model_dir, processes=1, world_size=2) as wrong:
-        health = wrong.wait_ready()
-        assert health["state"] == "failed"
-        assert "rank 0 is in a world of 1, but the plan has 2 processes" in health["error"]
+        with pytest.raises(AssertionError, match="rank 0 is in a world of 1, but the plan has 2"):
+            wrong.wait_ready()
         assert wrong.stop() != 0
 
 
@@ -209,15 +213,14 @@ def test_a_step_that_fails_is_reported_and_ends_the_trainer(model_dir: Path, tmp
     with trainer(tmp_path / "failing", model_dir) as failing:
         failing.wait_ready()
         silent = {**batch(1)[0], "loss_mask": bytes(len(batch(1)[0]["loss_mask"]))}
-        message = {"step": 1, "checkpoint": None, "trajectories": [silent]}
-        assert failing.ask("POST", "/train", msgpack.packb(message))[0] == 202
-        _, result = failing.ask("GET", "/train/1?wait_s=20")
-        assert result["state"] == "failed"
-        assert "step 1 has no generated token to learn from" in result["error"]
+        failing.send(1, [silent])
+        outcome, reason = failing.ask("done", {"step": 1})
+        assert outcome == "failed"
+        assert "step 1 has no generated token to learn from" in reason
         assert failing.stop() != 0
 
 
-def test_a_rank_that_is_stopped_in_a_step_is_named_while_rank_0_says_that_it_runs(
+def test_a_rank_that_is_stopped_in_a_step_is_named_while_rank_0_goes_on_answering(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     speed = 6.0  # of the watch's clock: in its 50 s of silence every rank beats many times
@@ -235,7 +238,7 @@ def test_a_rank_that_is_stopped_in_a_step_is_named_while_rank_0_says_that_it_run
         two.send(1, batch(1))
         watch = RankWatch(cluster, [spec], 0)
         told = asyncio.run(asyncio.wait_for(watch.until_stalled(), 60.0))
-        assert two.ask("GET", "/train/1")[1]["state"] == "running"
+        assert is_silent(two.socket, TOKEN, "done", {"step": 1})
     assert re.search(
         r"trainer-0 on here made no progress for \d+ s \(rank 1, .*it is stopped", told
     )

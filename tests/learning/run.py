@@ -31,7 +31,7 @@ from libra_cli.node.model.build import provide
 from libra_cli.node.trainer.config import TrainerConfig
 from libra_cli.node.trainer.trainer import Trainer
 from libra_cli.runtime.episodes.renderer import Renderer
-from libra_cli.runtime.trainer.client import pack_batch
+from libra_cli.runtime.trainer.client import batch_order
 from tests.learning.sampling import BatchPlayer
 from tests.learning.teacher import HeldTeacher
 from tests.world import machine_of
@@ -154,7 +154,7 @@ class LearningRun:
         }
 
     def _trained(self, train: Train) -> dict[str, float | None]:
-        message = msgpack.unpackb(pack_batch(train))
+        message = msgpack.unpackb(msgpack.packb(batch_order(train)))
         samples = read_samples(message["trajectories"], self._recipe.model.max_len)
         metrics = self._trainer.train(train.step, samples)
         self._model.load_state_dict(dict(self._trainer.whole_weights()))

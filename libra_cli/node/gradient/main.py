@@ -27,20 +27,18 @@ from typing import TYPE_CHECKING, cast
 from libra_cli.config.errors import TrainerError
 from libra_cli.node.batch.log_ratios import BranchLogRatios, pack_log_ratios
 from libra_cli.node.batch.samples import counted
-from libra_cli.node.command_queue import IdleCommand, StopCommand
+from libra_cli.node.command_queue import IdleCommand, RankServer, StopCommand
 from libra_cli.node.credentials import Credentials
 from libra_cli.node.gradient.commands import (
     Command,
     ComputeCommand,
     LoadCommand,
     WorkerCommandQueue,
-    serve,
 )
 from libra_cli.node.gradient.config import WorkerConfig
-from libra_cli.node.gradient.server import GradientStore
-from libra_cli.node.gradient.server import serve as serve_gradients
+from libra_cli.node.gradient.server import GradientStore, serve
 from libra_cli.node.heartbeat import Heartbeat, beside
-from libra_cli.node.rank import answering, attempt, log_ready, start_logging
+from libra_cli.node.rank import attempt, log_ready, start_logging
 
 if TYPE_CHECKING:
     from libra_cli.node.model.policy import PolicyModel
@@ -61,15 +59,10 @@ def main() -> int:
     # An exit like any other, so that the memory-backed files are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     here = Credentials.here()
-    queue = WorkerCommandQueue(config.world_size, config.max_len, GradientStore(config.incarnation))
-    servers = [
-        serve(queue, path=config.socket, token=here.token),
-        serve_gradients(
-            queue.store, bind=config.side_bind, port=config.side_port, credentials=here
-        ),
-    ]
-    with answering(servers):
-        return attempt(lambda: _work(config, queue, heart), queue)
+    queue = WorkerCommandQueue(config.max_len, GradientStore(config.incarnation))
+    RankServer(queue, path=config.socket, token=here.token)
+    serve(queue.store, bind=config.side_bind, port=config.side_port, credentials=here)
+    return attempt(lambda: _work(config, queue, heart), queue)
 
 
 def _work(config: WorkerConfig, queue: WorkerCommandQueue | None, heart: Heartbeat) -> None:
@@ -146,7 +139,7 @@ class WorkerRank:
             gap = load_version(self.policy, Path(command.directory))
         except TrainerError as error:
             if self.queue is not None:
-                self.queue.not_loaded(str(error))
+                self.queue.not_loaded(command, str(error))
             return
         if self.queue is not None:
             self.queue.loaded(command, gap, time.monotonic() - began)

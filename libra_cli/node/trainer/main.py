@@ -2,7 +2,7 @@
 
     accelerate launch ... -m libra_cli.node.trainer.main config.json
 
-Rank 0 answers HTTP on a Unix socket (``commands``) and broadcasts every command to the other
+Rank 0 takes orders over a control stream (``commands``) and broadcasts every command to the other
 ranks; all of them then carry it out, in the same order:
 
     wait for a command       at most IDLE_S, then all hear ``IdleCommand``: a dead rank is noticed
@@ -27,17 +27,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from libra_cli.config.errors import TrainerError
-from libra_cli.node.command_queue import IdleCommand, StopCommand
+from libra_cli.node.command_queue import IdleCommand, RankServer, StopCommand
 from libra_cli.node.heartbeat import Heartbeat, beside
 from libra_cli.node.http import read_token
-from libra_cli.node.rank import answering, attempt, last_line, log_ready, start_logging
+from libra_cli.node.rank import attempt, last_line, log_ready, start_logging
 from libra_cli.node.trainer.commands import (
     AccumulateCommand,
     CheckpointCommand,
     Command,
     CommandQueue,
     TrainCommand,
-    serve,
 )
 from libra_cli.node.trainer.config import TrainerConfig
 
@@ -60,10 +59,9 @@ def main() -> int:
     if rank:
         return attempt(lambda: _work(config, None, heart), None)
     # Before torch is imported, so that the controller hears "starting" within a second.
-    queue = CommandQueue(config.world_size, config.trainer_incarnation, config.max_len)
-    server = serve(queue, path=config.socket, token=read_token(os.environ["LIBRA_TOKEN_FILE"]))
-    with answering([server]):
-        return attempt(lambda: _work(config, queue, heart), queue)
+    queue = CommandQueue(config.max_len)
+    RankServer(queue, path=config.socket, token=read_token(os.environ["LIBRA_TOKEN_FILE"]))
+    return attempt(lambda: _work(config, queue, heart), queue)
 
 
 def _work(config: TrainerConfig, queue: CommandQueue | None, heart: Heartbeat) -> None:
@@ -151,7 +149,7 @@ class TrainerRank:
         if self.queue is not None and self.publisher is not None:
             version = self.publisher.wait()
             assert version is not None, "it was just published"
-            self.queue.ready(version, self.config.resume or "")
+            self.queue.ready(version)
 
     def serve(self) -> None:
         """Carry out commands until told to stop."""

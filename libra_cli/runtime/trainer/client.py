@@ -1,17 +1,14 @@
-"""The HTTP side of the trainer's first rank: ready, train, checkpoint.
+"""The controller's side of the trainer's first rank: ready, train, checkpoint.
 
-A step is handed over once and then asked for until it is done; both requests may be repeated, so a
-connection that drops in between loses nothing.
+An order is handed over, and then what comes of it is asked for; both may be repeated
+(``libra_cli.node.trainer.commands``), so a connection that drops in between loses nothing.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
-import time
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -27,16 +24,14 @@ from libra_cli.core.events import (
     TurnAdvantages,
 )
 from libra_cli.core.types import ChosenExperts, LogRatios, WeightVersion
+from libra_cli.runtime.processes.stream import Answer
 from libra_cli.runtime.supervision.answers import finite, numbers_by_name, reads_answers
 from libra_cli.runtime.supervision.failures import MOST_CHARACTERS
-from libra_cli.runtime.trainer.connection import NotSaved, Unreachable
-from libra_cli.runtime.trainer.rank_client import CALL_TIMEOUT_S, POLL_S, RankClient
+from libra_cli.runtime.trainer.connection import NotSaved
+from libra_cli.runtime.trainer.rank_client import RankClient
 
-RETRY_S = 0.5
-LONG_POLL_S = 20
-CHECKPOINT_TIMEOUT_S = 1800.0
 LOG_RATIOS_TIMEOUT_S = 20.0
-"""Without a byte; a step waits no longer for what is only shown."""
+"""A step waits no longer for what is only shown."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,19 +41,6 @@ class TrainerClient(RankClient):
 
     who = "trainer"
 
-    async def _persist(
-        self, ask: Callable[[], Awaitable[dict[str, Any]]], *, patience_s: float
-    ) -> dict[str, Any]:
-        """Repeat a request while the connection is down, but not for ever."""
-        give_up = time.monotonic() + patience_s
-        while True:
-            try:
-                return await ask()
-            except Unreachable:
-                if time.monotonic() > give_up:
-                    raise
-            await asyncio.sleep(RETRY_S)
-
     @reads_answers(TrainerError)
     async def wait_ready(self, *, timeout_s: float) -> PublishedVersion:
         """Every rank is there; returns the version it starts from, published.
@@ -66,8 +48,7 @@ class TrainerClient(RankClient):
         Raises:
             TrainerError: a rank failed, or not ready in time.
         """
-        health = await self._ready(timeout_s=timeout_s)
-        return self._published(health["published"])
+        return self._published((await self._ready(timeout_s=timeout_s))["published"])
 
     @reads_answers(TrainerError)
     async def train(
@@ -78,15 +59,16 @@ class TrainerClient(RankClient):
         Raises:
             TrainerError: the step failed, or the trainer was out of reach for ``patience_s``.
         """
-        body = pack_batch(action, shares)
-        result = f"/train/{action.step}"
-        answer = await self._hand_over("/train", body, result, patience_s=patience_s)
-        found = dict(answer["metrics"])
+        step = action.step
+        await self._persist("train", batch_order(action, shares), patience_s=patience_s)
+        found = dict(
+            (await self._persist("done", {"step": step}, patience_s=patience_s))["metrics"]
+        )
         done = tuple(_share_done(row, action.shares) for row in found.pop("shares", ()))
         advantages = tuple(map(_advantages_of, found.pop("advantages", ())))
         metrics = numbers_by_name(found)
-        log_ratios = await self._log_ratios(action.step)
-        return StepDone(self.incarnation, action.step, None, metrics, done, log_ratios, advantages)
+        log_ratios = await self._log_ratios(step)
+        return StepDone(self.incarnation, step, None, metrics, done, log_ratios, advantages)
 
     async def _log_ratios(self, step: int) -> LogRatios | None:
         """The log ratios of a step that is done; None if they cannot be read."""
@@ -98,9 +80,9 @@ class TrainerClient(RankClient):
 
     @reads_answers(TrainerError)
     async def _read_log_ratios(self, step: int) -> LogRatios:
-        path = f"/log-ratios/{step}"
-        answer = msgpack.unpackb(await self._bytes("GET", path, timeout_s=LOG_RATIOS_TIMEOUT_S))
-        branches, values = array("q", answer["branches"]), array("H", answer["values"])
+        answer = await self._call("log_ratios", {"step": step}, timeout_s=LOG_RATIOS_TIMEOUT_S)
+        told = msgpack.unpackb(answer["packed"])
+        branches, values = array("q", told["branches"]), array("H", told["values"])
         if len(branches) % 4 or sum(branches[3::4]) != len(values) or min(branches, default=0) < 0:
             raise ValueError(f"{len(values)} log-ratios are not those of its branches")
         return LogRatios(branches, values)
@@ -112,8 +94,9 @@ class TrainerClient(RankClient):
         Raises:
             TrainerError: it could not be written, or the trainer was out of reach.
         """
-        answer = await self._until_done(f"/versions/{step}", patience_s=patience_s)
-        return self._published(answer["version"])
+        return self._published(
+            await self._persist("published", {"step": step}, patience_s=patience_s)
+        )
 
     @reads_answers(TrainerError)
     async def accumulate(self, action: Accumulate, *, patience_s: float) -> Accumulated:
@@ -122,62 +105,23 @@ class TrainerClient(RankClient):
         Raises:
             TrainerError: it failed, or the trainer was out of reach for ``patience_s``.
         """
-        result = f"/accumulate/{action.step}/{action.part}"
-        body = pack_part(action)
-        await self._hand_over("/accumulate", body, result, patience_s=patience_s)
+        part = {"step": action.step, "part": action.part}
+        order = part | {"trajectories": [pack_sample(sample) for sample in action.samples]}
+        await self._persist("accumulate", order, patience_s=patience_s)
+        await self._persist("accumulated", part, patience_s=patience_s)
         return Accumulated(self.incarnation, action.step, action.part)
-
-    async def _hand_over(
-        self, path: str, body: bytes, result: str, *, patience_s: float
-    ) -> dict[str, Any]:
-        async def give() -> dict[str, Any]:
-            return await self._call("POST", path, body, timeout_s=CALL_TIMEOUT_S)
-
-        await self._persist(give, patience_s=patience_s)
-        return await self._until_done(result, patience_s=patience_s)
-
-    async def _until_done(self, result: str, *, patience_s: float) -> dict[str, Any]:
-        async def ask() -> dict[str, Any]:
-            asked = f"{result}?wait_s={LONG_POLL_S}"
-            return await self._call("GET", asked, timeout_s=CALL_TIMEOUT_S)
-
-        while True:
-            answer = await self._persist(ask, patience_s=patience_s)
-            if answer["state"] == "failed":
-                raise TrainerError(f"{result[1:]}: {answer['error']}")
-            if answer["state"] == "done":
-                return answer
-            _check_runs(answer, result)
 
     @reads_answers(TrainerError)
     async def wait_checkpoint(self, step: int, *, patience_s: float) -> str:
         """The path of the checkpoint that was asked for with a step, when it is written."""
-
-        async def ask() -> dict[str, Any]:
-            return await self._call("GET", f"/train/{step}", timeout_s=CALL_TIMEOUT_S)
-
-        while True:
-            answer = await self._persist(ask, patience_s=patience_s)
-            if answer["state"] == "failed":
-                raise TrainerError(f"checkpoint of step {step}: {answer['error']}")
-            if answer.get("checkpoint"):
-                return str(answer["checkpoint"])
-            if answer.get("checkpoint_error"):
-                raise NotSaved(str(answer["checkpoint_error"]))
-            _check_runs(answer, f"checkpoint of step {step}")
-            await asyncio.sleep(POLL_S)
+        return _path_of(await self._persist("saved", {"step": step}, patience_s=patience_s))
 
     @reads_answers(TrainerError)
     async def checkpoint(self, ledger: dict[str, Any]) -> str:
         """Write a checkpoint now; returns its path on the trainer's host."""
-        body = json.dumps({"ledger": ledger}).encode()
-        timeout_s = CHECKPOINT_TIMEOUT_S
-        answer = await self._call("POST", "/checkpoint", body, timeout_s=timeout_s)
-        if answer.get("error"):
-            raise NotSaved(str(answer["error"]))
-        return str(answer["path"])
+        return _path_of(await self._call("checkpoint", {"ledger": ledger}))
 
-    def _published(self, answer: dict[str, Any]) -> PublishedVersion:
+    def _published(self, answer: Answer) -> PublishedVersion:
         return PublishedVersion(
             version=WeightVersion(self.incarnation, int(answer["version"])),
             bytes=int(answer["bytes"]),
@@ -185,10 +129,11 @@ class TrainerClient(RankClient):
         )
 
 
-def _check_runs(answer: Mapping[str, Any], what: str) -> None:
-    """Refuse a state that there is not, which nobody would wait the end of."""
-    if answer["state"] not in ("running", "done"):
-        raise TrainerError(f"{what}: the trainer says {str(answer['state'])[:80]!r}")
+def _path_of(answer: Answer) -> str:
+    """The path of a checkpoint. Raises NotSaved."""
+    if "error" in answer:
+        raise NotSaved(str(answer["error"]))
+    return str(answer["path"])
 
 
 def _advantages_of(row: Sequence[Any]) -> TurnAdvantages:
@@ -212,26 +157,15 @@ def _share_done(row: Mapping[str, Any], shares: Sequence[BatchPartition]) -> Sha
     )
 
 
-def pack_part(action: Accumulate) -> bytes:
-    """The wire form of a part of a batch."""
-    samples = [pack_sample(sample) for sample in action.samples]
-    part = {"step": action.step, "part": action.part, "trajectories": samples}
-    return bytes(msgpack.packb(part))
-
-
-def pack_batch(action: Train, shares: Sequence[Mapping[str, object]] = ()) -> bytes:
-    """The wire form of a batch: msgpack, token arrays as little-endian bytes."""
-    return bytes(
-        msgpack.packb(
-            {
-                "step": action.step,
-                "checkpoint": None if action.ledger is None else {"ledger": action.ledger},
-                "trajectories": [pack_sample(sample) for sample in action.samples],
-                "parts": action.parts,
-                "shares": list(shares),
-            }
-        )
-    )
+def batch_order(action: Train, shares: Sequence[Mapping[str, object]] = ()) -> dict[str, Any]:
+    """The order of a step, token arrays as little-endian bytes."""
+    return {
+        "step": action.step,
+        "checkpoint": None if action.ledger is None else {"ledger": action.ledger},
+        "trajectories": [pack_sample(sample) for sample in action.samples],
+        "parts": action.parts,
+        "shares": list(shares),
+    }
 
 
 def pack_sample(sample: TrainSample) -> dict[str, Any]:

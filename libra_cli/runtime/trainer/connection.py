@@ -24,10 +24,6 @@ class Unreachable(TrainerError):
     """The process gave no answer; the request may be repeated."""
 
 
-class Conflict(TrainerError):
-    """The process is busy, or holds something else than the request is about."""
-
-
 class NotSaved(TrainerError):
     """A checkpoint could not be written; the trainer works on, and another may be asked for."""
 

@@ -59,7 +59,7 @@ async def no_shares(action: Train) -> AsyncIterator[Shares]:
 
 
 class TrainerProcesses:
-    """The trainer's processes, one launcher a node, and the first rank's HTTP endpoint."""
+    """The trainer's processes, one launcher a node, and the first rank's control stream."""
 
     def __init__(
         self,

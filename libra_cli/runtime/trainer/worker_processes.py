@@ -56,7 +56,7 @@ and what waits to be fetched; activations come on top and are small beside a ser
 
 
 class WorkerProcesses:
-    """The gradient workers of a run, as processes and as HTTP endpoints."""
+    """The gradient workers of a run, as processes and by their control streams."""
 
     def __init__(
         self,

@@ -1,18 +1,18 @@
-"""What comes to the processes on a host: a request is answered or refused, a manifest damaged."""
+"""What comes to the processes on a host: an order is answered or refused, a manifest damaged."""
 
 from __future__ import annotations
 
-import io
-from http import HTTPStatus
 from typing import Any
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.node.gradient.commands import WorkerCommandQueue, _WorkerHandler
+from libra_cli.node.command_queue import RankServer
+from libra_cli.node.gradient.commands import WorkerCommandQueue
 from libra_cli.node.gradient.server import GradientStore
-from libra_cli.node.trainer.commands import CommandQueue, _TrainerHandler
+from libra_cli.node.trainer.commands import CommandQueue
 from libra_cli.node.weights.chunks import NAME, ManifestError, read_manifest
 from tests.unit.fuzz import nonsense
 
@@ -37,86 +37,65 @@ SHARE = {
     "version": "e1v0",
     "trajectories": [SAMPLE],
 }
-LOAD = {"directory": "/v", "name": "e1v0", "version": 0, "trainer_incarnation": 1}
-PACKED = {"/train": TRAIN, "/accumulate": PART, "/share": SHARE}
-PLAIN: dict[str, Any] = {
-    "/checkpoint": {"ledger": {}},
-    "/load": LOAD,
-    "/drop": {"step": 1},
-    "/stop": {},
-    "/nowhere": {},
+LOAD = {"directory": "/v", "name": "e1v0", "trainer_incarnation": 1}
+ABOUT = {"step": 1, "part": 1}
+ORDERS: dict[str, Any] = {
+    "train": TRAIN,
+    "accumulate": PART,
+    "share": SHARE,
+    "checkpoint": {"ledger": {}},
+    "load": LOAD,
+    "done": ABOUT,
+    "published": ABOUT,
+    "accumulated": ABOUT,
+    "saved": ABOUT,
+    "log_ratios": ABOUT,
+    "ready": {},
+    "stop": {},
+    "nothing": {},
 }
-posts = st.one_of(
-    st.sampled_from(sorted(PACKED)).flatmap(
-        lambda path: st.tuples(
-            st.just(path),
-            nonsense.broken(nonsense.changed(PACKED[path]).map(nonsense.as_msgpack)),
-        )
-    ),
-    st.sampled_from(sorted(PLAIN)).flatmap(
-        lambda path: st.tuples(st.just(path), nonsense.json_like(PLAIN[path]))
-    ),
+messages = st.sampled_from(sorted(ORDERS)).flatmap(
+    lambda operation: nonsense.changed([1, operation, ORDERS[operation]])
 )
-paths = st.sampled_from(
-    [
-        "/health",
-        "/train/1",
-        "/train/x",
-        "/train/-1",
-        "/versions/1",
-        "/log-ratios/1",
-        "/accumulate/1/1",
-        "/",
-        "//",
-    ]
-)
-queries = st.sampled_from(["", "?wait_s=0", "?wait_s=nan", "?wait_s=x", "?wait_s=-1e999", "?%ff"])
 
 
-def handled(kind: Any, queue: Any, path: str, body: bytes | None) -> int:
-    """The status that a handler answers a request with."""
-    handler = kind.__new__(kind)
-    handler.queue, handler.path, handler.token = queue, path, "token"
-    handler.headers = {"Authorization": "Bearer token", "Content-Length": str(len(body or b""))}
-    handler.rfile = io.BytesIO(body or b"")
-    statuses: list[int] = []
-    handler._send = lambda status, *rest: statuses.append(status)
-    handler.do_GET() if body is None else handler.do_POST()
-    return statuses[0]
+class Said:
+    """A connection that remembers what it should send."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(msgpack.packb(message))
+
+
+def obeyed(queue: Any, message: Any) -> Said:
+    """What a rank 0 says to a message at once."""
+    server, said = RankServer.__new__(RankServer), Said()
+    server._queue, server._awaited = queue, []
+    server._obey(said, message)  # type: ignore[arg-type]
+    return said
 
 
 def trainer() -> CommandQueue:
-    queue = CommandQueue(world_size=1, trainer_incarnation=1, max_len=8, checkpoint_timeout_s=0.0)
+    queue = CommandQueue(max_len=8)
     queue.state = "ready"
     return queue
 
 
 def worker() -> WorkerCommandQueue:
-    queue = WorkerCommandQueue(world_size=1, max_len=8, store=GradientStore(1), load_timeout_s=0.0)
+    queue = WorkerCommandQueue(max_len=8, store=GradientStore(1))
     queue.ready()
     return queue
 
 
-@given(post=posts, is_trainer=st.booleans())
-def test_a_post_is_answered_or_refused(post, is_trainer):
-    kind, queue = (_TrainerHandler, trainer()) if is_trainer else (_WorkerHandler, worker())
+@given(message=messages, is_trainer=st.booleans())
+def test_an_order_is_answered_once_or_later(message, is_trainer):
+    queue = trainer() if is_trainer else worker()
     with nonsense.thrown_at("requests to nodes"):
-        assert HTTPStatus(handled(kind, queue, *post))
-
-
-@given(path=paths, query=queries, is_trainer=st.booleans())
-def test_a_get_is_answered_or_refused(path, query, is_trainer):
-    kind, queue = (_TrainerHandler, trainer()) if is_trainer else (_WorkerHandler, worker())
-    with nonsense.thrown_at("requests to nodes"):
-        assert HTTPStatus(handled(kind, queue, f"{path}{query}", None))
-
-
-@pytest.mark.parametrize("length", ["-1", "x", "1e3", str(10**12)])
-def test_a_length_that_cannot_be_is_refused(length):
-    handler = _TrainerHandler.__new__(_TrainerHandler)
-    handler.headers = {"Content-Length": length}  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"body|invalid literal"):
-        handler._body()
+        said = obeyed(queue, msgpack.unpackb(nonsense.as_msgpack(message), strict_map_key=False))
+        assert len(said.sent) <= 1
+    assert queue.state == "ready"
 
 
 MANIFEST = {

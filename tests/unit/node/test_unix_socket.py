@@ -7,20 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from libra_cli.node.http import JsonHandler, serve_controller
+from libra_cli.node.command_queue import BaseCommandQueue, RankServer
 from libra_cli.node.unix_socket import LONGEST, bind_unix
-from tests.sockets import UnixConnection, socket_path
+from tests.control import ask
+from tests.sockets import socket_path
 
 TOKEN = "of-this-run"
-
-
-def ask(path: str, token: str = TOKEN) -> int:
-    connection = UnixConnection(path)
-    try:
-        connection.request("GET", "/", headers={"Authorization": f"Bearer {token}"})
-        return connection.getresponse().status
-    finally:
-        connection.close()
 
 
 def test_nobody_else_can_enter_the_directory_of_a_socket() -> None:
@@ -52,10 +44,8 @@ def test_a_socket_that_a_killed_process_left_is_replaced() -> None:
     path = socket_path()
     bind_unix(path).close()
     assert os.path.lexists(path)
-    server = serve_controller(JsonHandler, path=path, token=TOKEN)
-    assert (ask(path), ask(path, "of-another-run")) == (404, 401)
-    server.shutdown()
-    server.server_close()
+    RankServer(BaseCommandQueue(), path=path, token=TOKEN)
+    assert ask(path, TOKEN, "check") == ("done", {})
 
 
 def test_a_path_that_is_too_long_says_what_to_do() -> None:

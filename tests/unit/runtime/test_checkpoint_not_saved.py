@@ -3,53 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
 from libra_cli.config.errors import TrainerError
 from libra_cli.core.events import CheckpointFailed, CheckpointSaved
 from libra_cli.runtime.hosts.transport import Endpoint
+from libra_cli.runtime.processes.stream import Answer
 from libra_cli.runtime.trainer.client import TrainerClient
 from libra_cli.runtime.trainer.connection import NotSaved
 from libra_cli.runtime.trainer.processes import saved_or_not
 
 
-class OneAnswer:
-    """A session in which every request has this answer."""
+class OneAnswer(TrainerClient):
+    """A trainer that says of every checkpoint that the disk is full."""
 
-    closed, status = False, 200
-
-    def __init__(self, answer: dict[str, Any]) -> None:
-        self.answer = answer
-
-    @asynccontextmanager
-    async def request(self, *arguments: Any, **named: Any) -> AsyncIterator[OneAnswer]:
-        yield self
-
-    async def read(self) -> bytes:
-        return json.dumps(self.answer).encode()
-
-    async def close(self) -> None: ...
-
-
-async def client(answer: dict[str, Any]) -> TrainerClient:
-    made = TrainerClient(1, Endpoint("/nowhere.sock"), "token")
-    await made.close()
-    made._session = OneAnswer(answer)  # type: ignore[assignment]
-    return made
+    async def _call(
+        self, operation: str, order: Answer, *, timeout_s: float | None = None
+    ) -> Answer:
+        return {"error": "disk full"}
 
 
 @pytest.mark.parametrize("with_a_step", [True, False])
 def test_the_trainer_says_why_it_could_not_write_one(with_a_step: bool) -> None:
     async def ask() -> str:
+        client = OneAnswer(1, Endpoint("/nowhere.sock"), "token")
         if with_a_step:
-            told = {"state": "done", "checkpoint": "", "checkpoint_error": "disk full"}
-            return await (await client(told)).wait_checkpoint(3, patience_s=1.0)
-        return await (await client({"path": "", "error": "disk full"})).checkpoint({})
+            return await client.wait_checkpoint(3, patience_s=1.0)
+        return await client.checkpoint({})
 
     with pytest.raises(NotSaved, match="disk full"):
         asyncio.run(ask())

@@ -14,7 +14,9 @@ pytest.importorskip("torch", reason="needs torch")
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from libra_cli.config.errors import ProcessError
 from libra_cli.config.training import TrainingSpec
+from libra_cli.node.control import Answer
 from libra_cli.node.heartbeat import Heartbeat
 from libra_cli.node.trainer.commands import CommandQueue, TrainCommand
 from libra_cli.node.trainer.config import TrainerConfig
@@ -91,6 +93,14 @@ def train(queue: CommandQueue, step: int) -> None:
         queue._add(TrainCommand(step, ()))
 
 
+def told(queue: CommandQueue, what: str, step: int, within_s: float = PATIENCE_S) -> Answer | None:
+    """The news of a step, waiting a while for it."""
+    answer = queue.take(what, {"step": step})
+    with queue._changed:
+        queue._changed.wait_for(lambda: answer() is not None, within_s)
+        return answer()
+
+
 def test_the_next_step_begins_before_the_version_of_the_last_is_complete(tmp_path, monkeypatch):
     free = threading.Event()
 
@@ -99,23 +109,22 @@ def test_the_next_step_begins_before_the_version_of_the_last_is_complete(tmp_pat
         return publish(*args, version=version, **options)
 
     monkeypatch.setattr(module, "publish", slowly)
-    fake, queue = FakeTrainer(), CommandQueue(1, 0, 16)
+    fake, queue = FakeTrainer(), CommandQueue(max_len=16)
     rank = TrainerRank(config(tmp_path), queue, cast("Trainer", fake))
     rank.begin()
-    assert queue.health()[1]["published"]["version"] == 0
+    assert queue.published["version"] == 0
     train(queue, 1)
     train(queue, 2)
     working = threading.Thread(target=rank.serve, daemon=True)
     working.start()
-    assert queue.result(1, PATIENCE_S)[1]["state"] == "done"
+    assert told(queue, "done", 1)
     assert fake.begun[2].wait(PATIENCE_S), "the second step, while nothing of the first is written"
-    assert queue.version_result(1, 0)[1] == {"state": "running"}
-    assert queue.health()[1]["published"]["version"] == 0
+    assert told(queue, "published", 1, 0.0) is None
     queue.stop()
     free.set()
     working.join(PATIENCE_S)
     assert not working.is_alive()
-    names = [queue.version_result(step, 0)[1]["version"]["name"] for step in (1, 2)]
+    names = [(told(queue, "published", step, 0.0) or {})["name"] for step in (1, 2)]
     assert names == ["v000001-e0", "v000002-e0"], "the end has waited for both"
 
 
@@ -126,14 +135,13 @@ def test_a_version_that_cannot_be_written_fails_the_trainer(tmp_path, monkeypatc
         return publish(*args, version=version, **options)
 
     monkeypatch.setattr(module, "publish", broken)
-    fake, queue = FakeTrainer(), CommandQueue(1, 0, 16)
+    fake, queue = FakeTrainer(), CommandQueue(max_len=16)
     rank = TrainerRank(config(tmp_path), queue, cast("Trainer", fake))
     rank.begin()
     rank._obey(TrainCommand(1, ()))
     queue.accepted = 1
-    answer = queue.version_result(1, PATIENCE_S)[1]
-    assert answer["state"] == "failed"
-    assert "the version was not written: OSError" in answer["error"]
+    with pytest.raises(ProcessError, match="the version was not written: OSError"):
+        told(queue, "published", 1)
 
 
 class Operations(TorchDispatchMode):  # type: ignore[misc]
@@ -172,7 +180,7 @@ def test_only_rank_0_waits_for_commands(tmp_path, number: int, phase: str):
         def enter(self, entered: str) -> None:
             raise Seen(entered)
 
-    queue = None if number else CommandQueue(2, 0, 16)
+    queue = None if number else CommandQueue(max_len=16)
     fake, heart = cast("Trainer", FakeTrainer(rank=number)), cast("Heartbeat", Heart())
     rank = TrainerRank(config(tmp_path), queue, fake, heart)
     with pytest.raises(Seen, match=phase):
