@@ -1,7 +1,7 @@
 """One connection to a process, on which any number of calls are open at the same time.
 
 What the messages are is in ``libra_cli.node.control``. Those that are sent in one turn of the event
-loop leave in one piece.
+loop leave together, and what a process does not take yet waits here.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from libra_cli.runtime.supervision.failures import MOST_CHARACTERS, words_of
 CONNECT_S = 15.0
 BEAT_S = 10.0
 """How often a process whose answer is awaited is asked whether it is there."""
+PIECE_BYTES = 1 << 16
+TOGETHER = 64
+"""Pieces that are given to the transport at a time, which copies what it cannot send at once."""
 LONGEST_ANSWER = 1 << 30
 """Bytes that are kept of an answer that has not come whole."""
 
@@ -51,7 +54,9 @@ class Stream(asyncio.Protocol):
         self._unpacker = msgpack.Unpacker(max_buffer_size=LONGEST_ANSWER)
         self._open: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = itertools.count()
-        self._unsent: list[bytes] = []
+        self._unsent: list[memoryview] = []
+        self._is_full = False
+        """Whether the transport has more than the process takes."""
         self._loop = asyncio.get_running_loop()
         self.heard_at = 0.0
         """When something last came, by the clock of the event loop; 0 if nothing ever has."""
@@ -85,13 +90,14 @@ class Stream(asyncio.Protocol):
         call = next(self._numbers)
         if not self._unsent:
             self._loop.call_soon(self._flush)
-        self._unsent.append(msgpack.packb([call, operation, order]))
+        data = memoryview(msgpack.packb([call, operation, order]))
+        self._unsent += [data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)]
         return call
 
     def _flush(self) -> None:
-        if self._transport is not None:
-            self._transport.write(b"".join(self._unsent))
-        self._unsent.clear()
+        while self._unsent and self._transport is not None and not self._is_full:
+            self._transport.write(b"".join(self._unsent[:TOGETHER]))
+            del self._unsent[:TOGETHER]
 
     def forget(self, call: int) -> None:
         """Nobody waits for this call any more."""
@@ -112,11 +118,21 @@ class Stream(asyncio.Protocol):
         transport.write(msgpack.packb(self._token))
         self._loop.call_later(BEAT_S, self._beat)
 
+    def pause_writing(self) -> None:
+        """Keep what is sent until the transport has less."""
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        """Go on sending."""
+        self._is_full = False
+        self._flush()
+
     def _beat(self) -> None:
         """Ask whether the process is there, and hang up if it has been silent for too long."""
         if self._transport is None:
             return
         now, left = self._loop.time(), self._transport.get_write_buffer_size()
+        left += sum(map(len, self._unsent))
         if left < self._left:
             self._moved_at = now
         self._left = left
@@ -154,6 +170,7 @@ class Stream(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Every call that is open has failed."""
         self._transport = None
+        self._unsent.clear()
         reason = words_of(exc) if exc else "the connection was closed"
         self._fail(self._errors.unreachable(f"{self._who}: {reason}"))
 
