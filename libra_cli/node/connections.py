@@ -21,8 +21,9 @@ import msgpack
 RECEIVE_BYTES = 1 << 18
 LONGEST_TOKEN = 1024
 """Bytes that are kept of a client that has not shown the token."""
-LONGEST_VALUE = 64 << 20
-"""Bytes of one value in a message: the ids of sixteen million tokens. A batch is many values."""
+LONGEST_VALUE = 1 << 30
+"""Bytes of one value in a message: the routes of half a million tokens through 128 layers of eight
+experts each. A batch is many values."""
 
 QUEUE = 1024
 """Connections that wait to be taken. A Unix socket refuses more at once."""

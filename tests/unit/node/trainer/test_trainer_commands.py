@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from libra_cli.config.errors import ProcessError, TrainerError
+from libra_cli.node import connections
 from libra_cli.node.batch.samples import read_sample
 from libra_cli.node.command_queue import IdleCommand, RankServer, StopCommand
-from libra_cli.node.connections import LONGEST_VALUE
 from libra_cli.node.control import Answer
 from libra_cli.node.trainer.commands import (
     KEPT_STEPS,
@@ -312,13 +312,17 @@ def test_what_cannot_be_sent_is_a_failure_of_its_call_alone(queue: CommandQueue,
     assert ask(socket, TOKEN, "check") == ("done", {})
 
 
-def test_a_batch_may_be_larger_than_any_value_in_it(queue: CommandQueue, socket: str):
-    large = trajectory(padding=bytes(LONGEST_VALUE // 3))
-    order = {"step": 1, "trajectories": [large] * 4}
+def test_a_batch_may_be_larger_than_any_value_in_it(
+    queue: CommandQueue, socket: str, monkeypatch: pytest.MonkeyPatch
+):
+    longest = 2 * connections.RECEIVE_BYTES
+    monkeypatch.setattr(connections, "LONGEST_VALUE", longest)
+    order = {"step": 1, "trajectories": [trajectory(padding=bytes(longest // 3))] * 8}
     assert ask(socket, TOKEN, "train", order) == ("done", TAKEN)
-    order = {"step": 2, "trajectories": [trajectory(padding=bytes(LONGEST_VALUE + 1))]}
+    order = {"step": 2, "trajectories": [trajectory(padding=bytes(longest + 1))]}
     with pytest.raises(ConnectionError):
         ask(socket, TOKEN, "train", order)
+    assert queue.accepted == 1
 
 
 @pytest.mark.parametrize("order", [{}, {"step": 1}, [1], None, {"step": "x"}, {"step": 1e400}])
