@@ -50,7 +50,7 @@ test: $(VENV)/.stamp-test check ## install what is missing and run everything (2
 	$(MAKE) heavy
 
 # Side by side: tests wait a third of their time.
-check: $(VENV)/.stamp-dev ## lint, types, contracts and unit tests (2 minutes on 2 cores)
+check: $(VENV)/.stamp-dev ## lint, types, contracts and unit tests (3 minutes on 2 cores)
 	+$(MAKE) --no-print-directory -j 2 lint unit
 
 lint: $(VENV)/.stamp-dev
