@@ -42,6 +42,7 @@ CHECKS = (
     Check("limits", True, host_checks.limits),
     Check("clock", True, host_checks.clock),
     Check("model", True, model_checks.model),
+    Check("family", True, model_checks.family),
     Check("shape", True, model_checks.shape),
     Check("template", False, model_checks.template),
     Check("teacher", False, model_checks.teacher),

@@ -9,6 +9,7 @@ from typing import Any
 from libra_cli.core.costs.mixtures import experts_of, refused_routes
 from libra_cli.core.costs.tensor_parallel import allowed_degrees, refused_degree
 from libra_cli.core.preflight.case import PreflightCase
+from libra_cli.core.preflight.families import refused_family
 from libra_cli.core.preflight.findings import ALL, CONTROLLER, Finding, Remedy
 from libra_cli.core.preflight.host_report import ModelFiles
 
@@ -91,6 +92,25 @@ def differing_files(reference: ModelFiles, other: ModelFiles) -> list[str]:
     names = sorted({*reference.files, *other.files})
     counted = (name for name in names if name.endswith(COUNTED))
     return [name for name in counted if reference.files.get(name) != other.files.get(name)]
+
+
+def family(case: PreflightCase) -> Iterator[Finding]:
+    """The model is of a family that can be trained, published and proved."""
+    if case.model is None or not case.model.config:
+        return
+    refused = refused_family(case.model.config)
+    if refused is None:
+        kind = case.model.config.get("model_type", "?")
+        yield Finding("family", ALL, "fine", f"{kind} is none of those that are refused")
+        return
+    yield Finding(
+        "family",
+        ALL,
+        "stops",
+        f"{case.recipe.model.path} cannot be trained: {refused.why}",
+        "the run would end in the trainer, or at the first version that a server loads",
+        Remedy("recipe", refused.instead),
+    )
 
 
 def shape(case: PreflightCase) -> Iterator[Finding]:
