@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 OTHER_NAMES: Mapping[str, str] = {
+    "activation_offloading": "training.activation_offload",
     "adv_estimator": "training.advantage",
     "adv_tau": "teacher.advantage_coef",
     "batch_size": "training.groups_per_step",

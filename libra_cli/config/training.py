@@ -235,6 +235,21 @@ class TrainingSpec(Section):
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """What a backward pass computes again: nothing, what is between matrix products, or each layer.
     auto is full on GPUs, none without."""
+    activation_offload: Annotated[
+        bool, not_with("activation_checkpointing", "none", why="no layer is computed again")
+    ] = False
+    """On GPUs, keep the inputs of layers that are computed again in the memory of the host: two
+    copies of each for every pass, and of a long context most of what a GPU holds is free."""
+    tiled_mlp: Annotated[
+        bool,
+        not_with(
+            "activation_checkpointing",
+            "selective",
+            why="it keeps the products that tiles compute again",
+        ),
+    ] = False
+    """Compute the feed-forward part of layers for 4,096 tokens at a time, and once more backward;
+    not of mixtures of experts. The name is that of ALST (arXiv 2506.13996) and Axolotl."""
     max_staleness: Count = 1
     """Versions that a token may be behind the step that trains on it; 0 is on-policy. How strictly
     it is kept is the matter of staleness."""

@@ -22,6 +22,7 @@ from accelerate.state import AcceleratorState  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from libra_cli.node.batch.samples import TokenSample, read_samples  # noqa: E402
+from libra_cli.node.model import tiled_mlp  # noqa: E402
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
 from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
 from libra_cli.node.trainer.trainer import Trainer  # noqa: E402
@@ -46,6 +47,7 @@ class Case(NamedTuple):
     bonus: bool = False
     critic: bool = False
     """Whether hidden states before turns are looked at too."""
+    tiled: bool = False
 
 
 CASES = [
@@ -53,6 +55,8 @@ CASES = [
     Case("dapo", "ddp", "selective", lora=True, kl=True),
     Case("dapo", "fsdp2", lora=True, kl=True, bonus=True),
     Case("dapo", "ddp", "full", critic=True),
+    Case("dapo", "fsdp2", "full", kl=True),
+    Case("dapo", "ddp", "full", lora=True, kl=True),
     Case("bnpo", "ddp"),
     Case("grpo", "fsdp2", "selective", kl=True, bonus=True),
     Case("dr_grpo", "ddp", lora=True),
@@ -63,6 +67,8 @@ CASES = [
     Case("tba", "fsdp2", lora=True, kl=True),
     Case("sft", "ddp", lora=True),
     Case("sft", "fsdp2", "full"),
+    Case("dapo", "fsdp2", "full", kl=True, tiled=True),
+    Case("dapo", "ddp", "full", lora=True, kl=True, tiled=True),
 ]
 WORLDS = {
     "4 of 4": pytest.param(4, 4),
@@ -98,8 +104,10 @@ def found_of(host: Path, model_dir: Path, case: Case, cp_size: int) -> Found:
         "kl_coef": 1.0 * case.kl,
         "entropy_coef": 0.1 * case.bonus,
         "lora": {"rank": 4, "alpha": 8} if case.lora else None,
+        "tiled_mlp": case.tiled,
         "micro_batch_tokens": 150,  # several on each rank, of one trajectory and more
     }
+    tiled_mlp.TILE_TOKENS = 16
     world = int(os.environ["WORLD_SIZE"])
     trainer = Trainer(trainer_config(host, model_dir, world, training, cp_size=cp_size))
     off_the_first(trainer, case.lora)
@@ -164,13 +172,20 @@ def alone(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Cas
     return dict(zip(CASES, found, strict=True))
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.tiled])
+def test_tiles_change_nothing_on_one_rank_either(case: Case, alone: dict[Case, Found]):
+    found, wanted = alone[case], alone[case._replace(tiled=False)]
+    assert apart(found, wanted) < CLOSE
+    assert found.sums == pytest.approx(wanted.sums, rel=CLOSE, abs=CLOSE)
+
+
 @pytest.mark.parametrize(("ranks", "cp_size"), list(WORLDS.values()), ids=list(WORLDS))
 def test_ranks_that_share_rows_find_what_one_finds_alone(
     ranks: int, cp_size: int, model_dir: Path, alone: dict[Case, Found], tmp_path: Path
 ):
     for rank in in_a_world(tmp_path, model_dir, ranks, cp_size):
         for case, found in zip(CASES, rank, strict=True):
-            wanted = alone[case]
+            wanted = alone[case._replace(tiled=False)]
             assert apart(found, wanted) < CLOSE, case
             assert found.sums == pytest.approx(wanted.sums, rel=CLOSE, abs=CLOSE), case
             np.testing.assert_allclose(found.probe, wanted.probe, atol=CLOSE, rtol=0)

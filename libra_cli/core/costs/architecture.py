@@ -98,6 +98,9 @@ class Architecture(Protocol):
     def passing_bytes(self, width: int = 2) -> int:
         """Bytes of a token while a layer's feed-forward part is computed, which nobody keeps."""
 
+    def tiled_bytes(self, width: int = 2) -> int:
+        """Of ``layer_bytes``, those that are there for one tile with ``training.tiled_mlp``."""
+
 
 def architecture_of(config: Mapping[str, Any], model: str) -> Architecture:
     """The architecture that a ``config.json`` describes; ``model`` is told to people.
@@ -257,6 +260,10 @@ class DenseTransformer:
     def passing_bytes(self, width: int = 2) -> int:
         """Bytes of a token while a layer's feed-forward part is computed, which nobody keeps."""
         return width * (3 * self.inner + self.hidden)
+
+    def tiled_bytes(self, width: int = 2) -> int:
+        """Of ``layer_bytes``, those that are there for one tile with ``training.tiled_mlp``."""
+        return 4 * width * self.inner
 
 
 PUBLISHED: Mapping[str, DenseTransformer] = MappingProxyType(

@@ -27,6 +27,9 @@ hidden, q and k in all query and key heads, and i inner units::
 Where n ranks share a forward pass (``training.cp_size``) t is what one has of it, and attention
 keeps the keys and values that are repeated (``costs.heads``) while a layer is computed again.
 
+With ``activation_offload`` the inputs of two layers are there at a time. With ``tiled_mlp`` inner
+units are there of ``TILE_TOKENS`` tokens, and beside them three hidden states of every token.
+
 A world of one computes under autocast: it keeps float32 inputs of the norms, and copies of the
 weights in c bytes as long as their activations. Of an **adapter** with n parameters the states are
 16 n / W beside c P / W of the model, which is held as it is computed with: so nothing is copied for
@@ -60,6 +63,8 @@ from libra_cli.core.types import Tokens
 GIB = 2.0**30
 BLOCK_LOGITS = 2**25
 """Logits of a block of the output layer, as in ``node.model.logprobs``."""
+TILE_TOKENS = 4096
+"""As in ``node.model.tiled_mlp``."""
 BLOCK_BYTES = 10
 """Of a logit of a block at its worst: two in float32, or one and its gradient, and one in c."""
 CHECKPOINT_BYTES = 12
@@ -98,6 +103,8 @@ def rank_memory(
     optimizer: Optimizer = "adamw",
     reference: bool = False,
     cp_size: int = 1,
+    activation_offload: bool = False,
+    tiled_mlp: bool = False,
 ) -> MemoryUse:
     """The most that a rank of the trainer holds that shares a replica with ``world - 1`` others;
     ``tokens`` are those of its micro-batch, which ``cp_size`` ranks share and have a part of each.
@@ -111,10 +118,23 @@ def rank_memory(
         "reference": _reference(shape, world, width) if reference else 0.0,
     }
     tokens = -(-tokens // cp_size)
-    repeated = width * shape.heads.repeated(cp_size)
+    kept = _activations(shape, world, tokens, choice, width)
+    if activation_offload and choice != "none":
+        kept -= tokens * _input_bytes(shape, world, width) * max(0, shape.layers - 2)
+    computed = float(tokens * width * shape.heads.repeated(cp_size))
+    again = 0 if choice == "none" else shape.layer_bytes(width)
+    if tiled_mlp and (tiled := shape.tiled_bytes(width)):
+        few = min(tokens, TILE_TOKENS)
+        computed += few * (tiled + shape.passing_bytes(width)) + 3 * width * shape.hidden * tokens
+        if choice == "none":
+            kept -= tokens * tiled * shape.layers
+        else:
+            computed += tokens * (again - tiled)
+    else:
+        computed += tokens * (again + shape.passing_bytes(width))
     moments = {
-        "head": _head(shape, world, tokens, choice, width),
-        "layer": _layer(shape, world, tokens, choice, width, repeated),
+        "head": _head(shape, world, tokens, width, kept),
+        "layer": _layer(shape, world, width, kept + computed),
         "reduction": _reduction(shape, world, width),
         "update": {"update": _update(shape, optimizer) / world},
     }
@@ -174,33 +194,28 @@ def _activations(
     return float(tokens * shape.layers * kept + copies)
 
 
+def _input_bytes(shape: Architecture, world: int, width: int) -> int:
+    """Bytes of a token as a layer is given it: in float32 under autocast."""
+    return (4 if world == 1 and shape.adapter is None else width) * shape.hidden
+
+
 def _head(
-    shape: Architecture, world: int, tokens: Tokens, choice: Checkpointing, width: int
+    shape: Architecture, world: int, tokens: Tokens, width: int, kept: float
 ) -> dict[str, float]:
     matrix = shape.vocabulary * shape.hidden
     own = width if world > 1 else 4
     blocks = BLOCK_BYTES * min(BLOCK_LOGITS, tokens * shape.vocabulary)
     states = (4 + 4 + 2 * width + (8 if world == 1 else 0)) * shape.hidden * tokens
     return {
-        "activations": _activations(shape, world, tokens, choice, width),
+        "activations": kept,
         "gathered weights": float(width * shape.outer_parameters) if world > 1 else 0.0,
         "head": float((own * matrix if shape.adapter is None else 0) + blocks + states),
     }
 
 
-def _layer(
-    shape: Architecture,
-    world: int,
-    tokens: Tokens,
-    choice: Checkpointing,
-    width: int,
-    repeated: int,
-) -> dict[str, float]:
+def _layer(shape: Architecture, world: int, width: int, held: float) -> dict[str, float]:
     matrix = shape.vocabulary * shape.hidden
     own = width if world > 1 else 4
-    again = repeated + (0 if choice == "none" else shape.layer_bytes(width))
-    computed = float(tokens * (again + shape.passing_bytes(width)))
-    held = _activations(shape, world, tokens, choice, width) + computed
     gathered = width * (shape.outer_parameters + 2 * shape.layer_parameters) if world > 1 else 0
     reduced = (own + 4 if world > 1 else own) * (
         shape.layer_parameters if shape.adapter is None else shape.adapter / shape.layers

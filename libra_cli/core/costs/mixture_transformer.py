@@ -325,6 +325,11 @@ class MixtureTransformer:
         experts = self.chosen * (3 * self.expert_inner + self.hidden)
         return width * (experts + 3 * self.shared_inner + self.hidden)
 
+    def tiled_bytes(self, width: int = 2) -> int:
+        """Of ``layer_bytes``, those that are there for one tile with ``training.tiled_mlp``: none,
+        experts are not tiled."""
+        return 0
+
 
 def _dense_layers(config: Mapping[str, Any], layers: int) -> int:
     """Layers without experts: the first ones of DeepSeek and GLM, named ones of Qwen."""

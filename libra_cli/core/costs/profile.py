@@ -103,6 +103,10 @@ class MemoryModel:
     optimizer: Optimizer = "adamw"
     reference: bool = False
     """Whether the trainer keeps the first policy beside the one that it trains."""
+    activation_offload: bool = False
+    """``training.activation_offload``."""
+    tiled_mlp: bool = False
+    """``training.tiled_mlp``."""
     experts: int = 0
     """Routed experts of a layer; 0 for a dense model."""
     chosen: int = 0
@@ -335,6 +339,8 @@ def _rank_gib(facts: MemoryModel, shards: int, tokens: Tokens, sharing: int) -> 
         optimizer=facts.optimizer,
         reference=facts.reference,
         cp_size=sharing,
+        activation_offload=facts.activation_offload,
+        tiled_mlp=facts.tiled_mlp,
     )
     return use.total / GIB + facts.trainer_overhead_gib
 

@@ -44,6 +44,8 @@ class RankConditions:
     """Whether the first policy is kept beside the one that is trained."""
     cp_size: int | None = None
     """``training.cp_size``."""
+    activation_offload: bool = False
+    tiled_mlp: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe, *, on_gpu: bool, dtype: Dtype) -> RankConditions:
@@ -56,6 +58,8 @@ class RankConditions:
             optimizer=training.optimizer,
             reference=training.needs.reference,
             cp_size=1 if training.rollout_routes else training.cp_size,
+            activation_offload=training.activation_offload,
+            tiled_mlp=training.tiled_mlp,
         )
 
     def use(self, shape: Architecture, shards: int, sharing: int = 1) -> MemoryUse:
@@ -70,6 +74,8 @@ class RankConditions:
             optimizer=self.optimizer,
             reference=self.reference,
             cp_size=sharing,
+            activation_offload=self.activation_offload,
+            tiled_mlp=self.tiled_mlp,
         )
 
     def rank_gib(self, shape: Architecture, shards: int, sharing: int = 1) -> float:

@@ -132,6 +132,7 @@ def shape(case: PreflightCase) -> Iterator[Finding]:
                 Remedy("recipe", f"rollout.buckets[].tensor_parallel: one of {_listed(allowed)}"),
             )
     yield from _shared_rows(case, config)
+    yield from _tiled_experts(case, config)
     yield from _adapted_experts(case, config)
     if case.recipe.training.rollout_routes and (reason := refused_routes(config)):
         yield Finding(
@@ -155,6 +156,18 @@ def shape(case: PreflightCase) -> Iterator[Finding]:
     heads, groups = config.get("num_attention_heads", "?"), config.get("num_key_value_heads", "?")
     told = f"{heads} heads, {groups} of keys, among {_listed(sorted(degrees))} GPUs"
     yield Finding("shape", ALL, "fine", told)
+
+
+def _tiled_experts(case: PreflightCase, config: Mapping[str, Any]) -> Iterator[Finding]:
+    if case.recipe.training.tiled_mlp and experts_of(config):
+        yield Finding(
+            "shape",
+            ALL,
+            "stops",
+            "training.tiled_mlp is for dense models, and this is a mixture of experts",
+            "the trainer refuses to start",
+            Remedy("recipe", "training.tiled_mlp: false"),
+        )
 
 
 def _shared_rows(case: PreflightCase, config: Mapping[str, Any]) -> Iterator[Finding]:

@@ -4,7 +4,9 @@
     selective    results of matrix products and of attention; what is between them is computed again
     full         each layer's input; the whole layer is computed again
 
-Recomputation gives the same numbers, so the choice is between memory and time alone.
+Recomputation gives the same numbers, so the choice is between memory and time alone. The inputs of
+layers that are computed again may be kept in the host's memory, by transformers; without a GPU they
+are there anyway.
 """
 
 from __future__ import annotations
@@ -30,8 +32,11 @@ KEPT = [
 """Operations whose results are kept when the choice is selective."""
 
 
-def checkpoint_activations(model: nn.Module, choice: str, *, on_gpu: bool) -> None:
-    """Apply ``training.activation_checkpointing`` to a transformers model."""
+def checkpoint_activations(
+    model: nn.Module, choice: str, *, on_gpu: bool, offload: bool = False
+) -> None:
+    """Apply ``training.activation_checkpointing`` and ``activation_offload`` to a transformers
+    model."""
     if choice == "auto":
         choice = "full" if on_gpu else "none"
     if choice == "none":
@@ -39,4 +44,4 @@ def checkpoint_activations(model: nn.Module, choice: str, *, on_gpu: bool) -> No
     how: dict[str, object] = {"use_reentrant": False}
     if choice == "selective":
         how["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
-    model.gradient_checkpointing_enable(how)
+    model.gradient_checkpointing_enable(how, offload=offload and on_gpu)

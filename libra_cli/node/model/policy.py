@@ -61,6 +61,7 @@ from libra_cli.node.model.routers import RouterBalance
 from libra_cli.node.model.scores import BranchScores, with_scores
 from libra_cli.node.model.scoring import ScoringModel, one_sequence
 from libra_cli.node.model.sharding import load_sharded, mesh_of
+from libra_cli.node.model.tiled_mlp import tile_mlp
 from libra_cli.node.model.weight_names import TensorGroup, names_of, text_config
 from libra_cli.node.weights.adapter import is_adapter
 from libra_cli.node.weights.versions import in_chunks
@@ -478,8 +479,15 @@ class PolicyModel:
     def _wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to call: accelerate adds autocast and DDP, FSDP2 has its own policy."""
         model.train()
-        choice = self._config.training.activation_checkpointing
-        checkpoint_activations(model, choice, on_gpu=self.device.type == "cuda")
+        training = self._config.training
+        checkpoint_activations(
+            model,
+            training.activation_checkpointing,
+            on_gpu=self.device.type == "cuda",
+            offload=training.activation_offload,
+        )
+        if training.tiled_mlp:
+            tile_mlp(model)
         if self.sharded:
             return model
         return cast(nn.Module, self._accelerator.prepare_model(model))

@@ -13,6 +13,7 @@ from libra_cli.core.costs.architecture import (
     Architecture,
     DenseTransformer,
     architecture_of,
+    published,
 )
 from libra_cli.core.costs.memory import rank_memory, server_contexts
 from libra_cli.core.costs.mixture_transformer import Checkpointing
@@ -109,6 +110,40 @@ def test_more_ranks_hold_less_and_more_tokens_more():
         for tokens in (1024, 8192, 65536)
     ]
     assert by_tokens == sorted(by_tokens)
+
+
+@pytest.mark.parametrize("choice", ["none", "selective", "full"])
+def test_inputs_of_layers_are_elsewhere_where_any_is_computed_again(choice: Checkpointing):
+    kept, gone = (
+        rank_memory(MODEL, world=8, tokens=65536, choice=choice, activation_offload=offload).parts[
+            "activations"
+        ]
+        for offload in (False, True)
+    )
+    inputs = 65536 * 2 * 2048 * (28 - 2)
+    assert kept - gone == (0 if choice == "none" else inputs)
+
+
+def test_inner_units_are_there_for_a_tile():
+    few, many = (
+        rank_memory(MODEL, world=8, tokens=tokens, choice="full", tiled_mlp=True).total
+        for tokens in (65536, 131072)
+    )
+    wider = replace(MODEL, inner=2 * MODEL.inner)
+    few_wider, many_wider = (
+        rank_memory(wider, world=8, tokens=tokens, choice="full", tiled_mlp=True).total
+        for tokens in (65536, 131072)
+    )
+    assert many - few == many_wider - few_wider
+    whole = rank_memory(MODEL, world=8, tokens=65536, choice="full").total
+    assert few < whole
+    mixture = published("Qwen3-30B-A3B")
+    assert mixture is not None
+    same = [
+        rank_memory(mixture, world=8, tokens=65536, choice="full", tiled_mlp=tiled).total
+        for tiled in (False, True)
+    ]
+    assert same[0] == same[1]
 
 
 def test_logits_of_all_tokens_are_not_among_what_is_held():

@@ -549,6 +549,14 @@ def test_only_routers_with_a_softmax_are_replayed(config: dict[str, Any], reason
         assert all(reason in one for one in told)
 
 
+@pytest.mark.parametrize("experts", [0, 8])
+def test_tiles_are_for_dense_models(experts: int):
+    of = recipe(training={"tiled_mlp": True})
+    config = {**CONFIG, **({"num_experts": experts} if experts else {})}
+    made = case(of=of, model=ModelFiles(MODEL.files, config))
+    assert any("tiled_mlp" in one.what for one in wrong(made)) == bool(experts)
+
+
 def test_contexts_end_where_positions_do_unless_they_are_stretched():
     (found,) = shaped(1, max_position_embeddings=2048)
     assert "model.max_len is 4096, the model's positions end at 2048" in found.what

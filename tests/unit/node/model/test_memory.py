@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 import torch.distributed as dist  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
 from torch.distributed._tools.mem_tracker import MemTracker  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
@@ -34,6 +35,7 @@ from libra_cli.node.model.activations import checkpoint_activations  # noqa: E40
 from libra_cli.node.model.batching import collate  # noqa: E402
 from libra_cli.node.model.context_parallel import ContextGroup, context_group  # noqa: E402
 from libra_cli.node.model.scoring import ScoringModel  # noqa: E402
+from libra_cli.node.model.tiled_mlp import tile_mlp  # noqa: E402
 from libra_cli.node.trainer.optimizer import optimizer_of  # noqa: E402
 
 pytestmark = [
@@ -116,7 +118,10 @@ def tracked(
     # The tracker wants parameters that may have a gradient; under no_grad none is computed.
     first = built(shape, mesh).eval() if training.kl_coef else None
     model.train()
-    checkpoint_activations(model, choice, on_gpu=False)
+    offload = training.activation_offload
+    checkpoint_activations(model, choice, on_gpu=offload, offload=offload)
+    if training.tiled_mlp:
+        tile_mlp(model)
     parameters = list(model.parameters())
     matrices = [one for one in model.model.layers.parameters() if one.ndim == 2]
     optimizer = optimizer_of(training, parameters, matrices)
@@ -199,6 +204,44 @@ def even_counts(group: ContextGroup, places: Any, tokens: int) -> list[int]:
     """As ``ContextGroup.counts`` of places that are spread evenly: fake tensors have no values."""
     part, last = divmod(len(places), group.size)
     return [part] * (group.size - 1) + [part + last]
+
+
+class Elsewhere(saved_tensors_hooks):  # type: ignore[misc]  # torch is Any here
+    """In place of ``save_on_cpu``: of a tensor that is on the host nothing is on the device."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__(
+            lambda tensor: (tensor.shape, tensor.dtype),
+            lambda packed: torch.empty(packed[0], dtype=packed[1]),
+        )
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "cp_size", "tokens", "training"),
+    [
+        ("8B", 8, 4, 131072, {"activation_offload": True, "tiled_mlp": True}),
+        pytest.param(*("8B", 8, 1, 32768, {"activation_offload": True}), marks=pytest.mark.nightly),
+        pytest.param(*("14B", 8, 1, 32768, {"tiled_mlp": True}), marks=pytest.mark.nightly),
+    ],
+)
+def test_the_law_knows_what_offload_and_tiles_free(
+    model: str,
+    world: int,
+    cp_size: int,
+    tokens: int,
+    training: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(ContextGroup, "counts", even_counts)
+    monkeypatch.setattr("transformers.modeling_utils.save_on_cpu", Elsewhere)
+    shape = replace(MODELS[model], layers=2 * LAYERS)
+    spec = TrainingSpec.model_validate(training)
+    with fake_world(world, cp_size) as (mesh, context):
+        counted = tracked(shape, world, "full", mesh, spec, context, tokens)
+    said = rank_memory(
+        shape, world=world, tokens=tokens, choice="full", cp_size=cp_size, **training
+    )
+    assert said.total == pytest.approx(counted.step, rel=0.10), said
 
 
 LONG: list[tuple[str, int, int, int, Checkpointing]] = [
