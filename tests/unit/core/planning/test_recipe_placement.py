@@ -13,7 +13,7 @@ from libra_cli.core.launch.joined_slots import part_slots
 from libra_cli.core.launch.placement import initial_plan, plan_with, seats_of, slots_of
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.planner import Decision, Planner
-from libra_cli.core.planning.recipe_placement import RecipePlacement
+from libra_cli.core.planning.recipe_placement import RecipePlacement, _choices
 from libra_cli.core.planning.search import Layout, PlannerSettings
 from libra_cli.core.types import Plan, Role, Slot
 from libra_cli.core.workload import TrajectorySample, Workload
@@ -243,3 +243,10 @@ def test_before_a_run_nothing_is_joined() -> None:
     slots, today = slots_of(recipe), initial_plan(recipe)
     decision = propose_plan(recipe, slots, today, few_long(), PROFILE)
     assert not any(slot.is_joined for slot in decision.slots or ())
+
+
+def test_every_number_of_free_slots_is_offered_to_training() -> None:
+    recipe = recipe_of(2, slots=2, pool=["train", "auto"])
+    slots = slots_of(recipe)
+    offered = {len(train) for train in _choices(slots, initial_plan(recipe))}
+    assert offered == {2, 3, 4}

@@ -673,6 +673,8 @@ def test_processes_without_gpus_have_weights_and_states_in_the_memory_of_the_hos
     """Of two billion parameters, in float32."""
     cache = {"rollout": {"kv_gib": 3}}
     assert beside_versions("gpu-02", 2) == 2 * RANK_BYTES
+    offloads = {"training": {"optimizer": "adamw_offload"}}
+    assert beside_versions("gpu-02", 2, **offloads) == 2 * RANK_BYTES + 8 * 2 * GB
     assert beside_versions("gpu-02", 0) == 2 * (RANK_BYTES + 16 * 2 * GB)
     assert beside_versions("gpu-01", 2, **cache) == 2 * SERVER_BYTES
     assert beside_versions("gpu-01", 0, **cache) == 2 * (SERVER_BYTES + 8 * GB + 3 * 2**30)

@@ -288,6 +288,14 @@ def test_a_band_has_its_ends(band: tuple[float, float]):
     assert rollout_weights(two_trajectories(), spec)[0].tolist() == [1.0] * 4
 
 
+def test_demonstrations_are_imitated_by_their_cross_entropy():
+    inputs = two_trajectories(logprobs=[-1.0, -2.0, -3.0, -0.5])
+    told = shipped("sft")(inputs)
+    assert (float(told.loss), told.metrics) == (6.5, {})
+    greedy = shipped("sft")(replace(inputs, greedy=vector(1.0, 0.0, 1.0, 1.0))).metrics
+    assert float(greedy["token_accuracy"]) == 3.0
+
+
 def test_a_weight_at_the_cap_is_bound_by_it():
     spec = TrainingSpec(sampler_correction="token_truncate", tis_cap=1.0)
     inputs = two_trajectories(rollout=[-1.0, -0.9, -1.1, -1.0])
