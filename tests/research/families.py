@@ -131,6 +131,7 @@ def scored(engine: VllmEngine, token_ids: Sequence[int], salt: str) -> list[floa
         "score_prompt": True,
         "cache_salt": salt,
         "priority": 0,
+        "routes_from": 0,
     }
     engine.add(salt, order)
     while True:
