@@ -166,6 +166,10 @@ def longest_context(memory: Callable[[Tokens], float], room: float) -> Tokens:
     return max(0, bisect_right(range(LONGEST_CONTEXT), room, key=memory) - 1)
 
 
+NO_MOMENTS: Optimizer = "adamw_offload"
+"""The optimizer of which a GPU holds no moments: what a gradient worker holds is the same."""
+
+
 def shards_of(ranks: int, node_ranks: int, *, host_fits: bool) -> int:
     """How many of these ranks share a replica: those of each node, where there are several nodes
     with ``node_ranks`` each and ``host_fits``, that is each has the memory; else all of them."""

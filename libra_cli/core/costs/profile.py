@@ -47,6 +47,7 @@ from libra_cli.core.costs.architecture import Architecture, DenseTransformer
 from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.costs.memory import (
     GIB,
+    NO_MOMENTS,
     SERVER_OVERHEAD_GIB,
     TRAINER_OVERHEAD_GIB,
     USABLE_SHARE,
@@ -272,6 +273,11 @@ class TrainingCost:
         usable = self.facts.usable_gib
         fitting = (n for n in degrees if self._shared_gib(shards, longest, n) <= usable)
         return next(fitting, degrees[-1])
+
+    @property
+    def of_worker(self) -> TrainingCost:
+        """The cost of a gradient worker, whose GPUs hold no moments."""
+        return replace(self, facts=replace(self.facts, optimizer=NO_MOMENTS))
 
     def scaled(self, factor: float) -> TrainingCost:
         """The same trainer with every second ``factor`` times as long."""

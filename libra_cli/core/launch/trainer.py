@@ -14,10 +14,11 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.training import TrainingSpec
+from libra_cli.core.costs.memory import NO_MOMENTS
 from libra_cli.core.launch.process import (
     Dtype,
     HostFacts,
@@ -226,7 +227,9 @@ def _worker_config(recipe: Recipe, launch: WorkerLaunch, ranks: int) -> dict[str
     side, _ = worker_ports(launch.slot)
     on_gpu = bool(launch.slot.gpus)
     dtype = dtype_of(recipe.model, [launch.slot])
-    conditions = RankConditions.of(recipe, on_gpu=on_gpu, dtype=dtype)
+    conditions = replace(
+        RankConditions.of(recipe, on_gpu=on_gpu, dtype=dtype), optimizer=NO_MOMENTS
+    )
     shards = ranks if is_sharded(recipe.training, on_gpu=on_gpu) else 1
     return _policy_config(recipe, launch.run_id, launch.model_dir, ranks) | {
         "slot": launch.slot.id,

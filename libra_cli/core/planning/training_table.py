@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from libra_cli.core.costs.memory import GIB
 from libra_cli.core.costs.observed import UNCHECKED_GIB
 from libra_cli.core.costs.profile import NothingFits, TrainingCost
 from libra_cli.core.types import Seconds
@@ -89,7 +88,8 @@ class TrainingTable:
         if not workers:
             return alone_s
         busy_s, lag_s = self._cost.busy_s(base, self._workload), self._cost.lag_s
-        each = [self._cost.busy_s(ranks, self._workload) for ranks in workers]
+        worker = self._cost.of_worker
+        each = [worker.busy_s(ranks, self._workload) for ranks in workers]
         return alone_s - busy_s + together_s(busy_s, [(lag_s, one) for one in each])
 
     def base_group(self, gpus: int, least: int, node: int) -> int:
@@ -132,14 +132,10 @@ class TrainingTable:
     def least_worker(self) -> int | None:
         """The smallest world of a gradient worker that has the memory, or None: a replica with
         its gradients, and no optimizer."""
-        facts = self._cost.facts
-        offloads = facts.optimizer == "adamw_offload"
-        state = 0 if offloads else facts.architecture.moment_bytes(facts.optimizer) / GIB
-        usable = self._cost.facts.usable_gib
-        for ranks in range(1, len(self._best)):
-            if self._cost.memory_gib(ranks, self._longest) - state / ranks <= usable:
-                return ranks
-        return None
+        worker, usable = self._cost.of_worker, self._cost.facts.usable_gib
+        worlds = range(1, len(self._best))
+        fitting = (n for n in worlds if worker.memory_gib(n, self._longest) <= usable)
+        return next(fitting, None)
 
     def refusal(self, gpus: int) -> NothingFits:
         """Why no world up to ``gpus`` runs, with the numbers of the best that was tried."""
