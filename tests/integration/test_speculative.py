@@ -135,11 +135,13 @@ def test_tokens_are_drawn_as_often_as_the_policy_says(bench, model):
 
 
 def test_drafts_are_accepted_and_told(bench):
+    """Of one turn, which no test before has played alone: both kinds of steps are tried."""
+
     async def sample() -> Any:
         return await bench.server.sample()
 
     bench.play(sample)
-    played(bench, 0.0)
+    played(bench, 0.0, turns=1)
     metrics = bench.play(sample).metrics
     assert metrics["draft_acceptance"] > 0.2
     assert 0 < metrics["draft_steps"] <= 1
