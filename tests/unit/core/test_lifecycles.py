@@ -16,7 +16,7 @@ from libra_cli.core.rollout.groups import GroupLedger
 from libra_cli.core.rollout.staleness import hold
 from libra_cli.core.run import state as run_state
 from libra_cli.core.run.state import Phase, RunIdentity, RunState
-from libra_cli.core.types import Pool, Slot, Trajectory, TrajectoryId
+from libra_cli.core.types import Pool, Role, Slot, Trajectory, TrajectoryId
 
 TABLES: dict[str, Mapping[Any, Mapping[Any, str]]] = {
     "replica": replica.TRANSITIONS,
@@ -43,6 +43,19 @@ def test_a_replica_that_may_not_change_so_keeps_its_state_and_tells_its_past() -
     with pytest.raises(IllegalMove, match=r"slot a/0 .*idle -> starting at 1.0 s.*-> serving"):
         one.move(ReplicaState.SERVING, now=2.0)
     assert (one.state, one.since) == (ReplicaState.STARTING, 1.0)
+
+
+def test_a_server_has_served_for_as_long_as_requests_might_be_inside_it() -> None:
+    one, states = Replica(Slot("a/0", "a", (), Pool.ROLLOUT), since=0.0), ReplicaState
+    one.role = Role.ROLLOUT
+    for now, state in {1.0: states.STARTING, 3.0: states.JOINING, 4.0: states.SERVING}.items():
+        one.move(state, now=now)
+    assert one.serving_s == 0.0
+    one.move(states.DRAINING, now=9.0)
+    assert one.serving_s == 5.0
+    one.move(states.STOPPING, now=11.5)
+    one.move(states.IDLE, now=20.0)
+    assert one.serving_s == 7.5
 
 
 def test_a_trajectory_cannot_generate_before_it_has_a_prompt() -> None:

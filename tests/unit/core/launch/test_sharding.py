@@ -14,9 +14,15 @@ from libra_cli.config.training import TrainingSpec
 from libra_cli.core.costs.architecture import PUBLISHED, published
 from libra_cli.core.costs.mixture_transformer import MixtureTransformer
 from libra_cli.core.launch.placement import initial_plan, slots_of
-from libra_cli.core.launch.process import HostFacts, ProcessSpec
+from libra_cli.core.launch.process import HostFacts, ProcessSpec, worker_ports
 from libra_cli.core.launch.sharding import RankConditions, dp_shard_size
-from libra_cli.core.launch.trainer_backend import TrainerLaunch, trainer_processes
+from libra_cli.core.launch.trainer_backend import (
+    TrainerLaunch,
+    WorkerLaunch,
+    trainer_processes,
+    worker_process,
+)
+from libra_cli.core.types import Pool, Slot
 
 
 def shards(ranks: dict[str, int], *, host_fits: bool = True, wanted: int | None = None) -> int:
@@ -158,6 +164,25 @@ def test_ranks_that_share_a_pass_are_of_one_replica_and_hold_what_is_theirs_of_i
         )
         found.append((config["dp_shard_size"], config["cp_size"]))
     assert found == [(None, 1), (None, 8), (8, 4), (8, 8), (None, 8)]
+
+
+@pytest.mark.parametrize(("max_len", "sharing"), [(16_384, 1), (32_768, 2)])
+def test_a_gradient_worker_shares_passes_by_what_it_holds_and_it_holds_no_moments(
+    max_len: int, sharing: int
+):
+    """A rank of the trainer of one host's size would need all eight for Qwen3-32B at any length."""
+    training = {"micro_batch_tokens": max_len}
+    model = {"path": "/m", "max_len": max_len}
+    recipe = Recipe.model_validate(RECIPE | {"model": model, "training": training})
+    slot, shape = Slot("b/0", "b", tuple(range(8)), Pool.TRAIN), PUBLISHED["Qwen3-32B"]
+    facts = HostFacts("b", "py", "/w", "/w/r", "/shm", "b", gpu_gib=79.6)
+    ports = dict.fromkeys(worker_ports(slot), 21001)
+    launch = WorkerLaunch(slot, facts, "r", 1, ports, "/models/m", shape)
+    files = worker_process(recipe, launch).files
+    (config,) = (text for name, text in files.items() if name.endswith(".json"))
+    assert json.loads(config)["cp_size"] == sharing
+    trainer = RankConditions.of(recipe, on_gpu=True, dtype="bfloat16")
+    assert trainer.sharing(shape, 8, 8, 79.6) == 8
 
 
 def test_uneven_hosts_form_one_world_with_the_launcher_that_can_start_it():
