@@ -276,8 +276,13 @@ class _Refuse(paramiko.MissingHostKeyPolicy):
 
 
 def is_turned_away(error: BaseException) -> bool:
-    """Whether a server hung up before its banner, as sshd does above ``MaxStartups``."""
-    return isinstance(error, paramiko.SSHException) and "protocol banner" in str(error)
+    """Whether a server hung up before its banner, as sshd does above ``MaxStartups``.
+
+    One that says nothing at all is not busy: paramiko raises the same of it, after a timeout.
+    """
+    is_silent = isinstance(error.__context__, TimeoutError)
+    banner = isinstance(error, paramiko.SSHException) and "protocol banner" in str(error)
+    return banner and not is_silent
 
 
 def readable_keys(hops: Sequence[Hop]) -> list[str]:

@@ -324,7 +324,7 @@ def test_a_port_where_nobody_listens_is_told_from_a_host_that_is_silent(home) ->
     assert "cannot be reached: Connection refused" in str(error)
     assert error.hint == f"ssh -p {port} {getpass.getuser()}@127.0.0.1 true"
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        error = failure(SshTransport("127.0.0.1", port=silent.getsockname()[1]), timeout_s=1.0)
+        error = failure(SshTransport("127.0.0.1", port=silent.getsockname()[1]), timeout_s=0.3)
     assert "cannot be reached" in str(error)
 
 
