@@ -25,7 +25,7 @@ TOKENS = 96
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> tuple[Any, Any]:
-    """A model that copies: its next token is mostly the one after the same token before."""
+    """A random model whose policy is peaked, and its directory."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
