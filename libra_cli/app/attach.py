@@ -23,7 +23,7 @@ from libra_cli.runtime.store.run_directory import CONSOLE_LOG, make_run_dir
 from libra_cli.runtime.store.schema import DATABASE
 
 POLL_S = 0.5
-"""Progress is drawn twice a second."""
+"""Seconds between two looks at the journal: progress is drawn twice a second."""
 PASSED = ("RunStarted", ADOPTED)
 """The events with which a controller begins, once its hosts are ready for it."""
 
@@ -99,7 +99,6 @@ class DetachedRun:
 
     @property
     def pid(self) -> int:
-        """The controller's process."""
         return self._process.pid
 
     def until_started(self, told: Watched) -> int | None:
@@ -114,7 +113,7 @@ class DetachedRun:
         return status
 
     def said(self) -> str:
-        """What the controller has printed so far."""
+        """Return what this controller has written to ``console.log`` so far, stderr included."""
         with self._log.open("rb") as file:
             file.seek(self._began)
             return file.read().decode(errors="replace")

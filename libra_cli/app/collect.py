@@ -52,16 +52,16 @@ What looks like a secret reads {mask}. Look through it before you send it to any
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What was made."""
+    """The archive that ``libra collect`` has written, and what is in it."""
 
     path: Path
     bytes: int
     files: tuple[tuple[str, int], ...]
-    """Names in the archive, with bytes."""
+    """Pairs of a file's name in the archive and its size in bytes."""
     masked: int
     """How many secrets were masked; of the database, how many texts."""
     problems: tuple[str, ...]
-    """What could not be collected."""
+    """A line for each thing that could not be collected, with the reason."""
 
 
 class _Archive:
@@ -75,7 +75,7 @@ class _Archive:
         self.masked = 0
 
     def text(self, name: str, text: str) -> None:
-        """Add a file of text, masked."""
+        """Add a text file whose secrets this method masks first."""
         seen = self._mask(text)
         self.masked += seen.count(MASK) - text.count(MASK)
         self._add(name, seen.encode())
@@ -87,12 +87,11 @@ class _Archive:
         self.files.append((name, len(data)))
 
     def file(self, name: str, path: Path) -> None:
-        """Add a file that has been masked."""
+        """Add a file from disk whose secrets the caller has masked already."""
         self._tar.add(path, f"{self._name}/{name}", filter=_anonymous)
         self.files.append((name, path.stat().st_size))
 
     def close(self) -> None:
-        """Finish the archive."""
         self._tar.close()
 
 

@@ -28,7 +28,7 @@ from libra_cli.sim.profiles import known_profiles, load_profile, require_gpu, re
 
 
 class PricesError(LibraError):
-    """There are no prices for these hosts."""
+    """No profile has prices for the model on these hosts, so nothing can be planned."""
 
     exit_code = 2
 
@@ -107,7 +107,7 @@ def costs_of_run(recipe: Recipe, gpus: frozenset[str], name: str | None = None) 
 
 
 def _always(profile: Profile) -> CostSource:
-    """The source that knows one profile."""
+    """Return a cost source that gives this profile for every plan and whatever is measured."""
     return lambda plan, evidence: profile
 
 

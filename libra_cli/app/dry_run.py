@@ -24,7 +24,7 @@ from libra_cli.runtime.tasks.mixture import Tasks
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What ``libra run --dry-run`` tells."""
+    """What ``libra run --dry-run`` shows: the plan, each host's processes, memory and tasks."""
 
     plan: Plan
     hosts: tuple[HostPlan, ...]
@@ -102,7 +102,7 @@ def _check_routes(file: Path) -> None:
 
 
 def _config_in(file: Path) -> Mapping[str, Any]:
-    """A model's config.json; raises OSError or ValueError."""
+    """Return a model's config.json, empty if it holds no object; raises OSError or ValueError."""
     found = json.loads(file.read_bytes())
     return found if isinstance(found, dict) else {}
 

@@ -112,7 +112,7 @@ def _whole(model: Path) -> Path:
 
 
 def _with_model(recipe: Recipe, model: Path) -> Recipe:
-    """The recipe, of this model."""
+    """Return a copy of the recipe whose model is the directory ``model``."""
     update = {"path": str(model), "build": None}
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=update)})
 

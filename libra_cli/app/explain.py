@@ -34,7 +34,7 @@ class KeyMeaning:
 
     key: str
     of: str
-    """``recipe``, or ``status --json``."""
+    """``recipe`` or ``status --json``, whichever has the key."""
     type: str
     default: str
     """As it would be written in a recipe; empty where the key must be given, and for status."""
@@ -158,7 +158,7 @@ def _default(node: _Schema) -> str:
 
 
 def _type(node: _Schema) -> str:
-    """In words: ``integer, at least 1``."""
+    """Write a schema's type in words, for example ``integer, at least 1``."""
     if "anyOf" in node:
         return " or ".join(dict.fromkeys(_type(one) for one in node["anyOf"]))
     if "enum" in node:
@@ -220,7 +220,7 @@ def _row_of(path: str, rows: Sequence[tuple[list[str], str]]) -> str:
 
 
 def _spelled_out(keys: Sequence[str]) -> list[str]:
-    """``lengths.mean``, ``.p99`` in full, without ``[]``."""
+    """Write keys in full: ``lengths.mean``, ``.p99`` give ``lengths.p99``; ``[]`` is left out."""
     found: list[str] = []
     for key in keys:
         bare = key.replace("[]", "")

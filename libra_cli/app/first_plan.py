@@ -50,7 +50,7 @@ class KnownPrices:
 
 
 def first_plan(recipe: Recipe, gpus: frozenset[str] | None = None) -> Placed:
-    """The plan of ``explained_first_plan``, and its slots."""
+    """Return the plan of ``explained_first_plan`` and its slots, without the reasons."""
     found = explained_first_plan(recipe, gpus)
     return found.plan, found.slots
 

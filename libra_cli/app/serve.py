@@ -38,7 +38,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ReportServer:
-    """The report of one run over HTTP."""
+    """Serves the report and the status of one run over HTTP, for ``libra serve``."""
 
     def __init__(self, run_dir: Path | None) -> None:
         """Find the run; the newest one if none is named.
@@ -81,7 +81,6 @@ class ReportServer:
         return f"http://127.0.0.1:{port}/?token={self.token}"
 
     async def close(self) -> None:
-        """Stop listening."""
         if self._runner is not None:
             await self._runner.cleanup()
 

@@ -19,7 +19,7 @@ from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import newest_run, recipe_of
 
 COLORS = ("advantage", "ratio", "version", "logprob")
-"""What tokens can be coloured by."""
+"""Values of ``--color``: what the colour of a token can stand for."""
 _KNOWN = "--color version is always known"
 
 

@@ -53,7 +53,7 @@ class Calculator:
 
     @property
     def tools(self) -> Sequence[ToolSchema]:
-        """The schema of the calculator."""
+        """The one tool, ``calculator``, whose argument is an expression."""
         return (
             function(
                 "calculator",

@@ -87,7 +87,6 @@ class Opposites:
         ]
 
     def step(self, call: ToolCall) -> str:
-        """Refuse: there are no tools."""
         raise ToolFailed("there are no tools")
 
     def reply(self, text: str) -> list[Message] | None:

@@ -213,7 +213,6 @@ class Store:
         return random_key(rng)
 
     def follow(self, key: str, hops: int) -> str:
-        """Return the key after so many hops."""
         for _ in range(hops):
             key = self.get(key)
         return key
@@ -238,7 +237,6 @@ def _check_drift(factors: Sequence[float], tasks: int, *, moving: bool) -> None:
 
 
 def prompt(start: str, hops: int) -> str:
-    """Return the user's message."""
     return f"start {start} hops {hops}"
 
 

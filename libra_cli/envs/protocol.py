@@ -65,7 +65,8 @@ from typing import Any, Literal, NotRequired, Protocol, TypeAlias, TypedDict, ru
 Task: TypeAlias = Mapping[str, Any]
 """The data of one problem: a line of the tasks file, or made by ``task``."""
 ToolSchema: TypeAlias = Mapping[str, Any]
-"""``{"type": "function", "function": {"name", "description", "parameters"}}``."""
+"""A tool as OpenAI's Chat Completions describe it, with a JSON Schema of its parameters: ``{"type":
+"function", "function": {"name", "description", "parameters"}}``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class ToolCall:
 
 
 class Message(TypedDict):
-    """One message of a conversation."""
+    """One message of a conversation, with the keys that chat templates read."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
@@ -108,7 +109,7 @@ class Reply:
     """What the user says to an answer; none of it is shown to the model if ``done``."""
 
     messages: Sequence[Message]
-    """Of role user, or system."""
+    """Messages of the roles ``user`` and ``system``."""
     reward: float = 0.0
     done: bool = False
 

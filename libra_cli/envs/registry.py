@@ -48,7 +48,7 @@ _MEMBERS = ("tools", "task", "reset", "step", "score")
 
 
 class Factory(Protocol):
-    """Makes the environment of one trajectory."""
+    """A callable that makes the environment of one trajectory, as the recipe names it."""
 
     def __call__(self, **arguments: Any) -> Environment:
         """Make one from ``environment.args``, and ``secrets`` if the recipe has any."""

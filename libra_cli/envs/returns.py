@@ -24,7 +24,7 @@ LONGEST_PROMPT = 4_000_000
 MOST_METRICS = 64
 """Names that ``metrics`` may return; each is a column of every monitor."""
 LONGEST_NAME = 100
-"""Characters of a metric's name."""
+"""Characters of a metric's name, at most."""
 _ROLES = ("system", "user", "assistant", "tool")
 _SPOKEN = ("user", "system")
 
@@ -168,7 +168,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def whole_text(text: str) -> str:
-    """The text as UTF-8 can carry it."""
+    """Return the text with "?" for each lone surrogate, which UTF-8 cannot carry."""
     if text.isascii():
         return str(text)
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -53,32 +53,32 @@ class RunMember(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The beginning of an episode."""
+    """What ``EnvironmentSession.reset`` returns: the first messages and the tools of an episode."""
 
     messages: list[Message]
     tools: list[ToolSchema]
     replies: bool
     """Whether the environment has ``reply``, so that a turn without a tool call may go on."""
     task: Task
-    """What it was begun with."""
+    """The task of the episode: the given one, or the one that the environment made."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswer:
-    """What a tool call came to."""
+    """What ``EnvironmentSession.step`` returns: the text for the model, reward and end."""
 
     text: str
-    """Shortened to ``returns.LONGEST_OBSERVATION``."""
+    """What the model reads, cut to ``returns.LONGEST_OBSERVATION`` characters."""
     size: int
-    """Characters before that."""
+    """Characters of the text before it was cut."""
     failed: bool = False
-    """The tool refused the call."""
+    """Whether the tool refused the call with ToolFailed."""
     reward: float = 0.0
     done: bool = False
     seconds: float = 0.0
     """How long it took, by a monotonic clock."""
     tools: list[ToolSchema] | None = None
-    """The new list, if it has changed."""
+    """The new list of tools; None if it has not changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,11 @@ class EnvironmentSession:
             self._seconds = time.monotonic() - started
 
     async def _checked(self, where: str, member: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a member that may raise nothing."""
+        """Call a member for which any exception means that the environment broke.
+
+        Raises: EnvironmentBroken: the member raised; its own EnvironmentBroken is passed on as it
+        is.
+        """
         try:
             return await self._timed(member, *arguments)
         except Raised as raised:

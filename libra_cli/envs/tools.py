@@ -24,7 +24,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A tool call that cannot be read."""
+    """A tool call in a turn that cannot be read: its text, and why it cannot be read."""
 
     text: str
     reason: str

@@ -35,7 +35,6 @@ class WordProblem:
 
     @cached_property
     def steps(self) -> int:
-        """The number of operations in the expression."""
         return len(re.findall(r"[-+*/]", self.expression))
 
 

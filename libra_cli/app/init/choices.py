@@ -53,11 +53,11 @@ class NodeChoice:
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """What a model's directory says."""
+    """What config.json and the chat template in a model's directory say of the model."""
 
     path: str
     context: int | None
-    """``max_position_embeddings``; None where config.json has none."""
+    """Tokens, by ``max_position_embeddings``; None where config.json has none."""
     shape: Architecture | None
     notes: tuple[str, ...]
     """What its chat template can and cannot, and what is not known of it, in sentences."""
@@ -115,7 +115,7 @@ def _node(
 
 
 def in_words(one: FoundHost) -> str:
-    """Say what a host has."""
+    """Write a host's GPUs, CPUs and memory for a person, with the GPUs that are in use."""
     told = [f"{len(one.gpus)} x {one.gpus[0].name}"] if one.gpus else []
     if one.gpus and one.gpus[0].gib:
         told[0] += f" of {min(gpu.gib for gpu in one.gpus):.0f} GiB"
@@ -142,7 +142,9 @@ def left_out(found: Sequence[FoundHost], nodes: Sequence[NodeChoice]) -> Iterato
 
 
 def sizes_for(model: FoundModel, *, on_gpus: bool) -> Iterator[SizeChoice]:
-    """Yield what to try, the best first."""
+    """Yield sizes to try, the best first: any size that trains all weights comes before LoRA, and
+    longer trajectories come before shorter ones.
+    """
     context = model.context or LENGTHS[-1]
     if not on_gpus:
         length = min(context, LENGTH_ON_CPUS)

@@ -41,13 +41,13 @@ _TEMPLATE = "recipe.yaml.j2"
 
 @dataclass(frozen=True, slots=True)
 class InitOrder:
-    """What the user asks for."""
+    """What the user asks of ``libra init`` on the command line."""
 
     hosts: tuple[str, ...]
     """As ``ssh`` takes them, or ranges; none is this machine."""
     model: str | None
     recipe: Path
-    """Where to write it."""
+    """Path that the recipe is written to."""
     force: bool
     schema: bool
     """Whether to write the JSON Schema beside it."""
@@ -55,7 +55,7 @@ class InitOrder:
 
 @dataclass(frozen=True, slots=True)
 class InitResult:
-    """What was found and written."""
+    """What ``libra init`` found on the hosts and in the model, and what to type next."""
 
     found: tuple[str, ...]
     """A line for each host, for the model and for what is not used."""

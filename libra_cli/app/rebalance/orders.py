@@ -14,7 +14,7 @@ from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import newest_run
 
 ORDERED = {str(role): role for role in (Role.ROLLOUT, Role.GRADIENT, Role.TRAIN)}
-"""What a user may order and pin."""
+"""Maps what ``--to`` and ``--pin`` take to the role of a slot."""
 LET_GO = "auto"
 """What a slot is pinned to that is not to be held any more."""
 _V = TypeVar("_V")
@@ -27,7 +27,7 @@ class RebalanceError(LibraError):
 
 
 def refuse_explaining(*, as_json: bool, profile: str | None, trace: str | None) -> None:
-    """These belong to ``--dry-run``. Raises RebalanceError."""
+    """Raise RebalanceError if an option is given that only ``--dry-run`` takes."""
     given = {"--json": as_json, "--profile": profile, "--trace": trace}
     flags = [flag for flag, value in given.items() if value]
     if flags:

@@ -94,7 +94,7 @@ class WithMcpTools:
         return session.call(name, call.arguments)
 
     async def close(self) -> None:
-        """Close the environment, and end the sessions."""
+        """Close the MCP sessions first, then the environment, if it has ``close``."""
         await asyncio.gather(*(one.close() for one in self._sessions))
         close = getattr(self._inner, "close", None)
         if inspect.iscoroutinefunction(close):

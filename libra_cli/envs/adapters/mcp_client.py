@@ -57,7 +57,7 @@ class McpSession:
         await self._post({"jsonrpc": "2.0", "method": "notifications/initialized"}, None)
 
     async def tools(self) -> list[ToolSchema]:
-        """List the server's tools, page by page."""
+        """List the tools of all pages, with the JSON Schemas that the server gave them."""
         found: list[ToolSchema] = []
         cursor: dict[str, Any] = {}
         while True:
@@ -87,7 +87,7 @@ class McpSession:
         return text
 
     async def close(self) -> None:
-        """End the session, if there is one."""
+        """End the session at the server, if that can be reached, and close the connection."""
         if self._http is None:
             return
         if "Mcp-Session-Id" in self._headers:

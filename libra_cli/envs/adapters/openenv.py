@@ -174,10 +174,10 @@ class _OpenEnvServer:
         self._reader: asyncio.Task[None] | None = None
         self._inbox: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue()
         self.rewards: list[float] = []
-        """Of every step so far."""
+        """The rewards of all steps so far, in order; a step without a reward has no entry."""
 
     async def open(self) -> Mapping[str, Any]:
-        """Connect, and return the server's schemas."""
+        """Connect, and return the JSON of ``/schema``; raises EnvironmentBroken."""
         self._http = aiohttp.ClientSession()
         try:
             async with self._http.get(f"{self._url}/schema", raise_for_status=True) as answer:
@@ -215,7 +215,7 @@ class _OpenEnvServer:
         return answer  # type: ignore[no-any-return]
 
     async def close(self) -> None:
-        """End the connection, if there is one."""
+        """Close the WebSocket and what it is read by; before ``open``, this does nothing."""
         if self._reader is not None:
             self._reader.cancel()
         if self._socket is not None:

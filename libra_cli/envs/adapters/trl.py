@@ -134,7 +134,7 @@ class TrlEnvironment:
         return total
 
     def _takes(self, row: Task) -> dict[str, Any]:
-        """Return what of a row ``reset`` takes."""
+        """Return the keys of a row that ``reset`` takes: all, if it has ``**kwargs``."""
         parameters = inspect.signature(self._inner.reset).parameters
         if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
             return dict(row)

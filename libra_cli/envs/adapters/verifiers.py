@@ -50,7 +50,7 @@ class VerifiersTasks:
         self.tools: tuple[ToolSchema, ...] = ()
 
     def task(self, index: int, seed: int) -> Task:
-        """Name task ``index``; the seed changes nothing."""
+        """Return the taskset, its config and ``index`` as a task; the seed changes nothing."""
         return {"taskset": self._taskset, "config": self._config, "index": index}
 
     def reset(self, task: Task, seed: int) -> list[Message]:
@@ -58,7 +58,6 @@ class VerifiersTasks:
         return [{"role": "user", "content": f"Task {task['index']} of {task['taskset']}."}]
 
     def step(self, call: ToolCall) -> str:
-        """Refuse: the agent has the tools."""
         raise ToolFailed("the tools are the agent's")
 
     def score(self, answer: str) -> float:

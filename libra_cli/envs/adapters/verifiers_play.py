@@ -165,7 +165,7 @@ class _Taskset:
 
 
 _OPEN: dict[tuple[int, str], _Taskset] = {}
-"""By event loop, and taskset with config."""
+"""The tasksets that are loaded, by the id of the event loop and the JSON of name and config."""
 
 
 async def play(row: Mapping[str, Any], base_url: str, api_key: str, model: str) -> float:

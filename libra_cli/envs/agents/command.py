@@ -30,12 +30,12 @@ _DRAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class CommandEnd:
-    """How it ended."""
+    """The exit status of a command, and the end of its output."""
 
     code: int
     """The exit status, or a signal's number below 0."""
     words: str
-    """The end of what it printed."""
+    """The last ``LAST_WORDS`` bytes of its output as text, stripped."""
     flooded: bool
     """Whether it printed more than ``MOST_OUTPUT`` and was ended for that."""
 
@@ -90,7 +90,7 @@ class GroupCommand:
         return CommandEnd(code, words, self._size > MOST_OUTPUT)
 
     def kill(self) -> None:
-        """End the whole group now."""
+        """Send SIGKILL to the whole group, unless its leader has been waited for."""
         with self._lock, contextlib.suppress(ProcessLookupError):
             if not self._reaped:
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -146,7 +146,7 @@ async def _serve() -> None:
 
 
 def main() -> None:
-    """Serve until stdin ends."""
+    """Serve the controller until it closes stdin."""
     asyncio.run(_serve())
 
 

@@ -35,16 +35,15 @@ def message(say: Say, number: int, body: Any = None) -> bytes:
 
 
 class MessageReader:
-    """Cuts a stream into messages."""
+    """Cuts a stream of bytes into messages of kind, number (of a job or a connection) and body."""
 
     def __init__(self) -> None:
         self._unpacker = msgpack.Unpacker(max_buffer_size=LARGEST, strict_map_key=False)
 
     def feed(self, data: bytes) -> Iterator[tuple[Say, int, Any]]:
-        """The messages that are whole now.
+        """Take in bytes and yield the messages that are complete.
 
-        Raises:
-            ValueError: the peer says something else.
+        Raises: ValueError: the bytes are not msgpack, or a message is longer than ``LARGEST``.
         """
         try:
             self._unpacker.feed(data)

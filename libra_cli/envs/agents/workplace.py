@@ -18,12 +18,12 @@ from libra_cli.envs.agents.command import CommandEnd, GroupCommand
 
 @dataclass(frozen=True, slots=True)
 class CommandJob:
-    """What a command is told."""
+    """What a command is told: its task, and the endpoint that answers for the model."""
 
     id: str
-    """Names its directory."""
+    """The name of the job's directory."""
     task: str
-    """JSON."""
+    """The task as JSON."""
     root_url: str
     api_key: str
     model: str
@@ -31,7 +31,7 @@ class CommandJob:
 
 @dataclass(frozen=True, slots=True)
 class Workplace:
-    """Starts commands. Its methods block."""
+    """Starts commands in directories of their own, and removes these; its methods block."""
 
     command: Sequence[str]
     env: Mapping[str, str]
@@ -63,11 +63,11 @@ class Workplace:
         return GroupCommand(self.command, work, self._environment(job, home, work))
 
     def clear(self, job: CommandJob) -> None:
-        """Remove its directories."""
+        """Remove the job's directory; a file that cannot be removed stays."""
         shutil.rmtree(self.root / job.id, ignore_errors=True)
 
     def clear_all(self) -> None:
-        """Remove whatever is left."""
+        """Remove the directories of all jobs."""
         shutil.rmtree(self.root, ignore_errors=True)
 
     def _environment(self, job: CommandJob, home: Path, work: Path) -> dict[str, str]:

@@ -86,7 +86,6 @@ class Dataset:
         return rows.messages_of(task, self._prompt_column, self._instructions)
 
     def step(self, call: ToolCall) -> str:
-        """Refuse, since there are no tools."""
         raise ToolFailed(f"there is no tool {call.name!r}: answer in words")
 
     def score(self, answer: str, conversation: Sequence[Message]) -> Any:

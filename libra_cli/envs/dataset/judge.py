@@ -77,7 +77,7 @@ class JudgeBudget(_Spec):
 
 
 class JudgeSpec(_Spec):
-    """The argument ``judge``."""
+    """The keys of the argument ``judge`` of the environment ``dataset``."""
 
     url: str
     """The base URL, for example http://127.0.0.1:8000/v1; /chat/completions is added."""
@@ -90,7 +90,7 @@ class JudgeSpec(_Spec):
     scale: tuple[float, float] = (0.0, 1.0)
     """The scores that are worth 0 and 1; a number outside is no score."""
     budget: JudgeBudget = JudgeBudget()
-    """What it may cost."""
+    """How many requests and tokens the judge may cost in a run."""
     body: dict[str, JsonValue] = {}
     """Keys of the request, in place of temperature 0 and max_tokens 1024; null removes one."""
     concurrency: int = Field(default=32, ge=1)

@@ -33,7 +33,7 @@ _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
 
 
 def main() -> None:
-    """Answer every line of stdin."""
+    """Compare a truth with an answer for each line of stdin, and write each result to stdout."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     sys.stdout = sys.stderr  # what a library prints is no answer
 

@@ -28,7 +28,7 @@ from libra_cli.envs.dataset import math_process
 from libra_cli.envs.dataset.match import text_of, worked_out
 
 MOST = min(4, os.cpu_count() or 1)
-"""Processes that compare at the same time."""
+"""Processes that compare at the same time, at most."""
 
 
 def math(
@@ -128,7 +128,6 @@ class _ComparerPool:
         return bool(said["same"])
 
     def close(self) -> None:
-        """End all idle processes."""
         while self._idle:
             self._idle.pop().close()
 

@@ -116,7 +116,10 @@ def _graded(
 def _taken(
     name: str, parameters: Mapping[str, inspect.Parameter], given: dict[str, Any], task: Task
 ) -> dict[str, Any]:
-    """The arguments that the function takes."""
+    """Return those of ``given`` that the function has parameters for: all, if it has ``**kwargs``.
+
+    Raises: EnvironmentBroken: a parameter without a default is in none of ``given``.
+    """
     lacking = [
         one.name
         for one in parameters.values()

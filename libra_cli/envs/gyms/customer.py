@@ -19,7 +19,7 @@ MOST_CALLS = 20
 
 
 class CustomerSpec(BaseModel):
-    """The argument ``user``."""
+    """The keys of the argument ``user`` of the environment ``tau2``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

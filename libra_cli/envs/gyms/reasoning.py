@@ -99,7 +99,9 @@ class ReasoningGym:
         return ()
 
     def task(self, index: int, seed: int) -> Task:
-        """Name problem ``index``; the datasets take turns."""
+        """Return where to find problem ``index`` of the stream ``seed``; the datasets take
+        turns.
+        """
         names = list(self._options)
         place, which = divmod(index, len(names))
         name = names[which]
@@ -128,7 +130,6 @@ class ReasoningGym:
         return str(self._problem.get("answer") or "")
 
     def step(self, call: ToolCall) -> str:
-        """Refuse: there are no tools."""
         raise ToolFailed("there are no tools; answer in text")
 
     def score(self, answer: str) -> float:
@@ -155,7 +156,7 @@ class ReasoningGym:
 
 
 def names() -> Sequence[str]:
-    """Return the datasets that may be named."""
+    """Return the names that ``datasets`` may have: the package's, but for those in ``REFUSED``."""
     return sorted(set(imported("reasoning_gym.factory", INSTALL).DATASETS) - set(REFUSED))
 
 

@@ -227,7 +227,7 @@ def _module(domain: str) -> Any:
 
 
 def _split(domain: str, split: str) -> Sequence[str]:
-    """Return the ids of a split's tasks."""
+    """Return the ids of a split's tasks; raises EnvironmentBroken if there is no such split."""
     splits: Mapping[str, Sequence[str]] = _data(domain, "split_tasks")
     if split not in splits:
         raise EnvironmentBroken(

@@ -91,11 +91,10 @@ class TextWorld:
 
     @property
     def tools(self) -> Sequence[ToolSchema]:
-        """The schema of ``command``."""
         return (COMMAND,)
 
     def task(self, index: int, seed: int) -> Task:
-        """Name game ``index`` of the stream ``seed``."""
+        """Return the options of game ``index`` of the stream ``seed``, and a seed of its own."""
         return {"seed": random.Random(f"{seed} {index}").randrange(1 << 31), **self._options}
 
     def reset(self, task: Task, seed: int) -> list[Message]:
@@ -131,7 +130,7 @@ class TextWorld:
 
 
 def walkthrough(file: Path) -> Sequence[str]:
-    """Return the commands that win a game."""
+    """Return the commands that win the game in ``file``, in order."""
     game = imported("textworld", INSTALL).Game.load(str(file.with_suffix(".json")))
     return tuple(game.metadata["walkthrough"])
 

@@ -56,7 +56,7 @@ class _Worker:
     ending: int
     """A descriptor of the process, readable when it has ended."""
     output: int
-    """Where it prints."""
+    """The descriptor of what it prints."""
     frames: Frames = field(default_factory=Frames)
     unsent: bytearray = field(default_factory=bytearray)
     said: bytearray = field(default_factory=bytearray)
@@ -64,7 +64,7 @@ class _Worker:
     deadline: float = float("inf")
     """When to kill it, by the monotonic clock."""
     fault: str = ""
-    """Why it was killed."""
+    """Why it was killed; empty if it was not."""
 
 
 class ForkServer:
@@ -242,7 +242,7 @@ class ForkServer:
         self._relay(one)
 
     def _relay(self, one: _Worker) -> None:
-        """Pass on what a worker has answered."""
+        """Pass a worker's answers on to the controller; kill the worker if they cannot be read."""
         try:
             data = one.channel.recv(_READ)
         except BlockingIOError:

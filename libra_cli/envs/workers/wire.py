@@ -23,20 +23,20 @@ _TOOL_CALL, _INTEGER = 1, 2
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """The kinds of frames; each number is the last byte of a frame's header."""
 
     HELLO = 0
     """To a fork server: which environment; from it: whether it could be imported."""
     CALL = 1
     """Of an episode: a call, or the answer to one. The first call begins the episode."""
     CLOSE = 2
-    """The episode is over, or must be."""
+    """To a fork server, which passes it on: the episode is over, so its worker is to end."""
     ENDED = 3
     """An episode's process has ended; the body says how, or is empty if it was closed."""
 
 
 class TooLarge(ValueError):
-    """A frame is longer than ``LARGEST_FRAME``."""
+    """A frame's body is longer than ``LARGEST_FRAME`` bytes."""
 
 
 def frame(kind: Kind, episode: int, body: bytes = b"") -> bytes:

@@ -53,7 +53,7 @@ class Drawing:
         dashes: str = "",
         opacity: float = 1.0,
     ) -> None:
-        """Connect points."""
+        """Draw straight lines from point to point; without points, nothing is drawn."""
         points = [self._point(x, y) for x, y in zip(xs, ys, strict=True)]
         if points:
             dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
@@ -111,7 +111,7 @@ class Drawing:
         self._fill(path, colour, opacity)
 
     def level(self, y: float, colour: str, *, width: float = 0.8, dashes: str = "") -> None:
-        """Draw a line across the whole drawing."""
+        """Draw a horizontal line at ``y`` from the left edge to the right one."""
         self.line((self.x.low, self.x.high), (y, y), colour, width=width, dashes=dashes)
 
     def upright(self, x: float, colour: str, *, width: float = 0.8, dashes: str = "") -> None:
@@ -132,7 +132,7 @@ class Drawing:
             self._text(self._centred(tick, word), bottom + 16, word, "middle")
 
     def y_axis(self, places: Sequence[float], words: Sequence[str]) -> None:
-        """Write labels on the left."""
+        """Write the words left of the drawing, each at the height of its place."""
         for place, word in zip(places, words, strict=True):
             self._text(self.x.begin - 7, self.y(place) + 4, word, "end")
 

@@ -32,7 +32,7 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Return the pixel of a value."""
+        """Return the pixel of a value, also of one outside the range."""
         low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
         share = ((math.log(value) if self.log else value) - low) / (high - low)
         return self.begin + share * (self.end - self.begin)

@@ -73,7 +73,7 @@ def _sum(known: _Steps, name: str) -> float:
 
 
 def _mean(known: _Steps, name: str) -> float | None:
-    """Over the steps that have the number."""
+    """Return the mean over the steps whose batch has this number; None if none has."""
     values = [value for _, batch in known if (value := batch.get(name)) is not None]
     return sum(values) / len(values) if values else None
 

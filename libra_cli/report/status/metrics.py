@@ -56,7 +56,7 @@ def of_servers(
 
 
 def mean_of_servers(samples: Iterable[SampleRecord]) -> dict[str, float | None]:
-    """Name -> the mean over these readings."""
+    """Return for each metric its mean over these readings; None if none of them is finite."""
     return mean_by_name(sample.metrics for sample in samples)
 
 

@@ -31,7 +31,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class MigrationImpact:
-    """Before, during and after one move."""
+    """Speed of the other servers, and of the core's steps, before, during and after one move."""
 
     before: Span
     during: Span

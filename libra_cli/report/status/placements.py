@@ -51,7 +51,7 @@ def buckets(
     ways: Sequence[TurnPlacement],
     samples: Sequence[SampleRecord],
 ) -> list[BucketPart]:
-    """One entry a bucket, short trajectories first."""
+    """Return one entry for each bucket, that of the shortest trajectories first."""
     order = sorted(set(shapes.values()), key=lambda bucket: (bucket.up_to_tokens, bucket.name))
     return [_bucket(bucket, shapes, slots, ways, samples) for bucket in order]
 

@@ -17,7 +17,7 @@ from libra_cli.report.status.parts import part_of
 from libra_cli.runtime.store.reader import Reader
 
 DECISIONS = 100
-"""The newest so many are told."""
+"""Number of decisions in a summary, the newest ones."""
 PHASES = ("drain", "stop", "start", "sync", "verify", "join")
 """Of a move, in the order they come in; which of them it has depends on the two roles."""
 
@@ -94,7 +94,7 @@ class PredictedPart(TypedDict):
 
 
 class ExplanationPart(TypedDict):
-    """``core.explanation.Explanation`` as JSON."""
+    """The keys that ``core.explanation.Explanation`` has as JSON."""
 
     move: bool
     why_not: str

@@ -27,7 +27,7 @@ class StageTimes(TypedDict):
 
 
 class TimesPart(TypedDict):
-    """The columns of ``times``, told apart above."""
+    """The four columns of ``times``, as this module's docstring explains them."""
 
     measured: StageTimes
     priced: StageTimes

@@ -61,7 +61,7 @@ class ServerPart(TypedDict):
 
 
 class NodePart(TypedDict):
-    """One host of the recipe."""
+    """One host of the recipe and its state; ``since`` is in seconds since the epoch."""
 
     node: str
     host: str
@@ -153,5 +153,4 @@ def nodes(reader: Reader) -> list[NodePart]:
 
 
 def processes(reader: Reader) -> list[ProcessPart]:
-    """Every process, by host and name."""
     return [part_of(ProcessPart, process) for process in reader.processes()]

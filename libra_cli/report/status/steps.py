@@ -46,7 +46,7 @@ class IdlePart(TypedDict):
 
 
 class TrajectoryCountsPart(TypedDict):
-    """Attempts, by what became of them."""
+    """Numbers of attempts at trajectories, by what became of them."""
 
     finished: int
     trained: int
@@ -98,7 +98,7 @@ def _weighted(
 
 
 def reward(steps: Sequence[StepRecord]) -> FirstLast:
-    """How the reward has changed."""
+    """Return the mean reward of the first and of the last ``RECENT`` steps."""
     return {
         "first": mean(step.reward for step in steps[:RECENT]),
         "last": mean(step.reward for step in steps[-RECENT:]),
@@ -134,7 +134,7 @@ def logprob_gap(steps: Sequence[StepRecord]) -> float | None:
 
 
 def logprob_gap_max(steps: Sequence[StepRecord]) -> float | None:
-    """The largest gap of a step."""
+    """Return the largest gap of a step in nats; None if no step measured one."""
     return largest(_gap(step) for step in _measured(steps))
 
 
@@ -157,7 +157,9 @@ def period_s(step: StepRecord) -> float:
 
 
 def lengths(steps: Sequence[StepRecord]) -> Lengths:
-    """How long the trajectories have become."""
+    """Return generated tokens a trajectory, over the last ``RECENT`` steps that trained any: the
+    mean, and the largest p99 of a step. Both are None if there is no such step.
+    """
     recent = [step for step in steps[-RECENT:] if step.mean_length > 0]
     trajectories = sum(step.generated_tokens / step.mean_length for step in recent)
     return {
@@ -224,7 +226,7 @@ def _waited_share(steps: Sequence[StepRecord]) -> float | None:
 
 
 def checkpoint(steps: Sequence[StepRecord]) -> CheckpointPart | None:
-    """The newest one, if any was written."""
+    """Return the newest checkpoint; None if no step wrote one."""
     for step in reversed(steps):
         if step.checkpoint:
             return {"step": step.step, "path": step.checkpoint}

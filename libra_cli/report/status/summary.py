@@ -142,7 +142,7 @@ def status_of(run_dir: Path | None) -> RunSummary:
 
 
 def summary(reader: Reader, *, now: float) -> RunSummary:
-    """Everything about the run, as of ``now``."""
+    """Compute the object of ``libra status --json``; ``now`` is in seconds since the epoch."""
     run = run_part(reader, now=now)
     record, steps, syncs = reader.run(), reader.steps(), reader.syncs()
     slots = _slots(reader)

@@ -29,7 +29,7 @@ from libra_cli.report.terminal.plots import Plot, Portable, bar, sparkline
 _BAR_WIDTH = 34
 _SLOT_WIDTH = 12
 _MOVES = 5
-"""The newest so many are shown."""
+"""Number of moves that are shown, the newest ones."""
 
 _COLOURS = {
     "starting": "yellow",
@@ -49,7 +49,7 @@ _COLOURS = {
 
 
 def duration(seconds: float) -> str:
-    """``0.8 s``, ``42 s``, ``4:12``, ``1:02:03``."""
+    """Write seconds for a person, as ``0.8 s``, ``42 s``, ``4:12`` or ``1:02:03``."""
     if seconds < 9.95:
         return f"{max(0.0, seconds):.1f} s"
     if seconds < 59.5:
@@ -60,7 +60,7 @@ def duration(seconds: float) -> str:
 
 
 def status_view(summary: RunSummary, *, now: float) -> RenderableType:
-    """One run, as ``libra status`` shows it."""
+    """Draw one run as ``libra status`` shows it; ``now`` is in seconds since the epoch."""
     parts: list[RenderableType] = [_title(summary), Text()]
     parts.append(Padding(_facts(summary, now=now), (0, 0, 0, 2)))
     if summary["slots"]:
@@ -112,7 +112,6 @@ def slot_label(slot: str) -> str:
 
 
 def styled(state: str) -> Text:
-    """The state in its colour."""
     return Text(state, style=_COLOURS.get(state, ""))
 
 
@@ -298,7 +297,7 @@ def _fact_trajectories(facts: Table, summary: RunSummary) -> None:
 
 
 def _fact_scheduler(facts: Table, summary: RunSummary) -> None:
-    """The queue, and who went on elsewhere."""
+    """Add how many turns wait, and how many went on at another server than the one before."""
     buckets, placed = summary["buckets"], summary["placement"]
     if summary["run"]["state"] in LIVE and buckets:
         waiting = sum(bucket["waiting"] for bucket in buckets)
@@ -376,7 +375,7 @@ def _moves(summary: RunSummary) -> list[RenderableType]:
 
 
 def _decision(summary: RunSummary) -> list[RenderableType]:
-    """The newest decision of the planner."""
+    """Draw the planner's newest decision; nothing if it was never asked."""
     if summary["decision"] is None:
         return []
     facts = grid()

@@ -32,7 +32,7 @@ def _estimates(part: EvaluationPart) -> list[str]:
 
 
 def evaluation_table(parts: Sequence[EvaluationPart]) -> Table:
-    """Every estimate with its 95 % interval."""
+    """Draw a row for every estimate of every evaluation, with its 95 % interval."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title in ("evaluation", "estimate", "value", "95 % interval", "tasks", "failed"):
         table.add_column(title, justify="left" if title in ("evaluation", "estimate") else "right")

@@ -41,11 +41,10 @@ class LastingFile(io.RawIOBase):
         self._stuck = False
 
     def fileno(self) -> int:
-        """The descriptor, which stays the same."""
+        """Return the descriptor's number, which stays the same when output goes to the log."""
         return self._number
 
     def isatty(self) -> bool:
-        """Whether a terminal is still there."""
         return self._terminal and os.isatty(self._number)
 
     def hung_up(self) -> None:

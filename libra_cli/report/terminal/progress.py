@@ -123,7 +123,7 @@ class Progress:
             self._log(text)
 
     def on(self, record: Record) -> None:
-        """Take in one record that was saved."""
+        """Take in a record that the machine has saved, and without a live area write its line."""
         with self._mutex:
             line = self._take(record)
         if line and not self._on_terminal():

@@ -26,10 +26,9 @@ from libra_cli.report.trajectories.choice import PlayedTrajectory, first_by
 from libra_cli.report.trajectories.conversation import PlayedConversation, ShownMessage, ShownToken
 
 _ROWS = 40
-"""The most trajectories that the table shows."""
 _ROLE_STYLES = {"system": "magenta", "user": "blue", "assistant": "bold green", "tool": "yellow"}
 _VERSION_STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
-"""In turn, the oldest version first."""
+"""Styles of weight versions, the oldest first; after the last they begin again."""
 _IMPROBABLE = ((0.01, "bold red", "<1%"), (0.1, "red", "<10%"), (0.5, "yellow", "<50%"))
 """Probability below which a token has the style and the mark."""
 _RATIOS = (
@@ -43,7 +42,7 @@ _RATIOS = (
 mark; the ends are those of ``rollout_ratio/below_half`` and ``above_2``."""
 _UNTRAINED = "not trained"
 _ONE_LINE = 16
-"""Token ids on a line."""
+"""Number of token ids on a line."""
 
 
 def table_view(
@@ -186,7 +185,7 @@ class _Mark:
     """How tokens of one value are told from others."""
 
     label: str
-    """Empty for what needs none."""
+    """The name in the legend, and without colours in the text; empty for none."""
     style: str = ""
 
 

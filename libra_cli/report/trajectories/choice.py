@@ -19,7 +19,7 @@ NEWEST = 64
 
 @dataclass(frozen=True, slots=True)
 class PlayedTrajectory:
-    """One that has ended, in the group that it is compared with."""
+    """A trajectory that has ended, the step that trained it, and how it compares with its group."""
 
     row: TrajectoryRecord
     step: int | None
@@ -34,7 +34,7 @@ class PlayedTrajectory:
 
     @property
     def reward(self) -> float:
-        """The reward that its environment gave."""
+        """The reward, where 0 stands for a trajectory that has none."""
         return self.row.reward or 0.0
 
 
@@ -130,7 +130,7 @@ def _key(row: TrajectoryRecord) -> TrajectoryId:
 
 
 def _steps_of(reader: Reader, rows: Sequence[TrajectoryRecord]) -> dict[int, int | None]:
-    """Group -> the step that trained it."""
+    """Return for each group id the step that trained it; None if none has yet."""
     if not rows:
         return {}
     low, high = min(row.group_id for row in rows), max(row.group_id for row in rows)

@@ -75,7 +75,7 @@ class ShownMessage:
     tokens: Sequence[ShownToken]
     turn: int | None = None
     length: int = 0
-    """In tokens, of one that was generated."""
+    """Tokens of a generated message; 0 for messages of others."""
 
     @property
     def text(self) -> str:
@@ -101,7 +101,7 @@ class PlayedConversation:
     played: PlayedTrajectory
     turns: Sequence[TurnRecord]
     tokens: Sequence[ShownBranch]
-    """None of one that was never finished."""
+    """One entry for each branch; empty if the trajectory was never finished."""
     branches: Sequence[Sequence[ShownMessage]]
     """Their messages; none if there is no tokenizer."""
     problem: str
@@ -151,7 +151,7 @@ def messages_of(
 
 
 def _cuts(branch: ShownBranch, start: int, end: int) -> list[int]:
-    """Where another version or another advantage begins."""
+    """Return where the version or the advantage changes, as token numbers from ``start`` on."""
     changes = [span.start for span in branch.spans] + [at for at, _ in branch.advantages]
     return sorted({start, *(at for at in changes if start < at < end)})
 

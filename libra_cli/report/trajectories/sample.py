@@ -24,7 +24,7 @@ ANY = "any"
 
 @dataclass(frozen=True, slots=True)
 class SampleTrajectory:
-    """One that a report shows."""
+    """A trajectory that a report shows, and why it was chosen among those of its step."""
 
     step: int
     names: Sequence[str]
@@ -56,7 +56,7 @@ class TurnCountPart(TypedDict):
 
 
 def sample(reader: Reader) -> list[SampleTrajectory]:
-    """The newest step first."""
+    """Choose the trajectories that a report shows, those of the newest step first."""
     return [one for step in reversed(_steps(reader)) for one in _of_step(reader, step)]
 
 

@@ -25,11 +25,11 @@ _MOST_NATS = 700.0
 
 @dataclass(frozen=True, slots=True)
 class ShownBranch:
-    """One branch of a trajectory."""
+    """The tokens of one branch of a trajectory, and what the run kept of each of them."""
 
     token_ids: Sequence[int]
     spans: Sequence[VersionSpan]
-    """The generated tokens, in order."""
+    """Which version generated which tokens, in order of the tokens."""
     logprobs: Sequence[float]
     """Of the rollout policy in nats, one a token, 0 for tokens of others; empty if not kept."""
     advantages: Sequence[tuple[int, float]]
