@@ -34,7 +34,7 @@ def taken() -> Answer:
 
 @dataclass(frozen=True, slots=True)
 class StopCommand:
-    """Tells every rank to leave."""
+    """Tells every rank to end after what it is doing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,27 +32,25 @@ Message: TypeAlias = list[Any]
 
 
 class Connection:
-    """One client."""
+    """A client of ``Connections``: its socket, and what is still to be sent to it."""
 
     def __init__(self, sock: socket.socket, number: int) -> None:
         self.sock = sock
         self.number = number
-        """No other connection of this server ever has it."""
+        """The number of this connection, which no later one of the same server has."""
         self.trusted = False
         self.unsent = bytearray()
         self._unpacker = msgpack.Unpacker(max_buffer_size=LONGEST_TOKEN)
 
     def send(self, message: Message) -> None:
-        """Have it sent by the next ``Connections.flush``."""
+        """Append a message to ``unsent``, which the next ``Connections.flush`` sends."""
         self.unsent += msgpack.packb(message)
 
     def receive(self, token: str) -> Iterator[Message]:
-        """Read what is there.
+        """Read what has come without waiting for more, and yield the whole messages in it.
 
-        Raises:
-            OSError: the client has closed the connection.
-            PermissionError: it does not know the token.
-            ValueError: it sends something else than messages.
+        Raises: OSError: the client has closed the connection. PermissionError: it does not know the
+        token. ValueError: it sends something else than messages.
         """
         data = self.sock.recv(RECEIVE_BYTES if self.trusted else LONGEST_TOKEN)
         if not data:

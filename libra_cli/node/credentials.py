@@ -44,7 +44,6 @@ class Credentials:
         return cls(**json.loads(Path(os.environ["LIBRA_CREDENTIALS_FILE"]).read_bytes()))
 
     def as_json(self) -> str:
-        """The text that ``here`` reads."""
         return json.dumps(asdict(self))
 
     def server(self) -> ssl.SSLContext:
@@ -83,6 +82,6 @@ class PeerConnection(http.client.HTTPConnection):
         self._name = place.fragment
 
     def connect(self) -> None:
-        """Connect, and verify each other."""
+        """Connect, and exchange certificates; raises OSError if the server is another node."""
         super().connect()
         self.sock = TlsStream(self.sock, self._context, self._name)

@@ -44,7 +44,7 @@ class Heartbeat:
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def enter(self, phase: str) -> None:
-        """The rank goes on, with this."""
+        """Write that the rank goes on with ``phase``, of which ``PHASE_CHARACTERS`` are kept."""
         with self._lock:
             self._count += 1
             self._phase = phase.encode("ascii", "replace").decode()[:PHASE_CHARACTERS]

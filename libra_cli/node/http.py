@@ -90,14 +90,14 @@ class JsonHandler(BearerHandler):
     """
 
     def get(self, path: str, query: Mapping[str, str]) -> Reply:
-        """Answer a GET request."""
+        """Answer a GET request; this one, for servers without routes, says that there is none."""
         return self.no_route(path)
 
     def no_route(self, path: str) -> Answer:
         return refusal(HTTPStatus.NOT_FOUND, f"no route {path}")
 
     def do_GET(self) -> None:
-        """Route a GET request; ``http.server`` calls this."""
+        """Answer a GET request by ``get``; ``http.server`` calls this by its name."""
         status: HTTPStatus
         body: dict[str, Any] | Blob
         try:

@@ -27,7 +27,7 @@ class FailureListener(Protocol):
     """The part of rank 0's queue that hears of a failure."""
 
     def fail(self, error: str) -> None:
-        """Tell everybody who waits."""
+        """Record the failure and answer everybody who waits with it."""
 
     def wait_for_stop(self, timeout_s: float) -> bool:
         """Wait until somebody has read the failure and sends a stop."""

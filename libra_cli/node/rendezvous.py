@@ -45,7 +45,7 @@ def store_at(
 
 
 def main() -> None:
-    """Run the launcher that the arguments name."""
+    """Run the launcher that the command line names, with ``store_at`` in place of torch's store."""
     static_tcp_rendezvous.TCPStore = store_at
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -59,7 +59,7 @@ class TlsStream:
         return count
 
     def sendall(self, data: ReadableBuffer) -> None:
-        """Send all of it. Raises OSError."""
+        """Encrypt and send all of ``data``; raises OSError."""
         self._tls.write(data)
         self._send()
 

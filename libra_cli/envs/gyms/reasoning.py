@@ -99,9 +99,7 @@ class ReasoningGym:
         return ()
 
     def task(self, index: int, seed: int) -> Task:
-        """Return where to find problem ``index`` of the stream ``seed``; the datasets take
-        turns.
-        """
+        """Return where problem ``index`` of the stream ``seed`` is; the datasets take turns."""
         names = list(self._options)
         place, which = divmod(index, len(names))
         name = names[which]

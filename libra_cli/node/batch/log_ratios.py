@@ -35,14 +35,14 @@ PER_NAT = 128
 
 
 def rounded(log_ratios: NDArray[np.float32]) -> NDArray[np.float16]:
-    """Log-ratios as they are kept."""
+    """Round log-ratios to multiples of 1/128 nat, as they are kept and sent."""
     with np.errstate(over="ignore"):  # an infinite one stays so, and one over 65,504 becomes so
         steps = np.round(log_ratios * PER_NAT) / PER_NAT
         return (steps + 0.0).astype(np.float16)  # there is no -0, which would be another pattern
 
 
 def pack_log_ratios(found: Mapping[tuple[int, int, int], NDArray[np.float16]]) -> bytes:
-    """Encode them for the wire."""
+    """Encode the log-ratios of branches, by (group, member, branch), in the form above."""
     branches = [(*key, len(values)) for key, values in found.items()]
     return bytes(
         msgpack.packb(

@@ -20,7 +20,7 @@ class Scores:
     ``node.model.scores`` computes them."""
 
     proximal: NDArray[np.float32]
-    """``[N]``: log-probabilities, in nats."""
+    """``[N]``: log-probabilities under that model, in nats."""
     reference: NDArray[np.float32]
     """``[N]``: those of the model at the start of the run; 0 where nobody needs them."""
     own_value: float = 0.0
@@ -59,7 +59,7 @@ class TokenSample:
     scores: Scores | None = None
     """Where a step needs them before its first update."""
     branch: int = 0
-    """Its number among the trajectory's branches."""
+    """The number of this branch among the trajectory's, from 0 on."""
     turns: tuple[tuple[int, int, float], ...] = ()
     """(number, token, reward): turn ``number`` of the trajectory begins at this token, and earned
     this; in order, where a critic estimates the advantages (``node.critic``)."""

@@ -20,16 +20,16 @@ class WorkerShare:
     """The trajectories of one step that a gradient worker was given."""
 
     worker: str
-    """The worker's slot."""
+    """The slot of the gradient worker."""
     incarnation: int
-    """The number of that slot's assignment."""
+    """Number of the slot's assignment as a gradient worker."""
     url: str
     """URL of the worker's gradient server, ``https://address:port#name``; the name is that in its
     host's certificate."""
     version: str
     """Name of the weight version that the worker computes with."""
     trajectories: frozenset[tuple[int, int]]
-    """Their groups and members."""
+    """Pairs of a group and a member of it."""
 
 
 def read_shares(

@@ -28,7 +28,7 @@ READERS = 8
 
 
 def about_bytes(about: Mapping[str, Any]) -> bytes:
-    """Return the text of ``checkpoint.json``."""
+    """Return the text of ``checkpoint.json``: ``about``, and the SHA-256 of all that it says."""
     return json.dumps({**about, "sha256": _sum_of(about)}).encode()
 
 

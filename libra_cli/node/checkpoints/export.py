@@ -266,7 +266,7 @@ def _hub_name(base: Path, name: str) -> str:
 
 
 def main() -> int:
-    """Carry out the order and answer."""
+    """Read the order from stdin, carry it out, and answer on stdout; returns the exit status."""
     order = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
     os.nice(NICE)

@@ -19,7 +19,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Give this process those states."""
+    """Set the generators of Python, NumPy and torch, and CUDA's if it was saved and is there."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, *rest = state["numpy"]

@@ -39,7 +39,6 @@ class RemoteFile:
         self._name = name
 
     def part(self, start: int, length: int) -> io.BytesIO:
-        """Return ``length`` bytes from ``start`` on."""
         return io.BytesIO(self._source.fetch(self._name, start, length))
 
 
@@ -148,7 +147,7 @@ class PlainValues(DefaultLoadPlanner):  # type: ignore[misc]  # torch is not fol
 
 
 class CheckpointReader(FileSystemReader):  # type: ignore[misc]  # torch is not followed
-    """What ``torch.distributed.checkpoint.load`` reads with."""
+    """Reads a checkpoint for ``torch.distributed.checkpoint.load`` from this and other hosts."""
 
     def __init__(self, directory: Path, files: CheckpointFiles) -> None:
         super().__init__(directory)

@@ -83,7 +83,7 @@ def serve(root: Path, bind: str, ports: range, credentials: Credentials) -> Host
 
 
 def main() -> int:
-    """Serve until the end of standard input."""
+    """Serve the files until the end of standard input; returns the exit status."""
     root, bind, first, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     credentials = Credentials(**json.loads(sys.stdin.readline()))
     if not (root / COMPLETE).is_file() or verified(root)["damaged"]:

@@ -21,7 +21,7 @@ LEDGER = "ledger.json"
 
 
 def verified(directory: Path) -> dict[str, Any]:
-    """Return the answer about one directory."""
+    """Return what this module prints about one directory of a checkpoint."""
     name = COMPLETE
     try:
         about = about_of((directory / name).read_bytes(), name)

@@ -46,7 +46,7 @@ def all_reduce(backend: str, rank: int, ranks: int, place: tuple[str, int], size
 
 
 def main(arguments: list[str]) -> None:
-    """Run one rank."""
+    """Run the rank that the command line describes; rank 0 prints the seconds."""
     backend, rank, ranks, address, port, size = arguments
     took = all_reduce(backend, int(rank), int(ranks), (address, int(port)), int(size))
     if int(rank) == 0:

@@ -27,7 +27,7 @@ from libra_cli.node.critic.advantages import TurnKey, credited, scaled, turn_adv
 from libra_cli.node.critic.value_head import ValueHead, features_of
 
 Gather = Callable[[Any], list[Any]]
-"""*Collective.* Every rank's value, in rank order."""
+"""A *collective* function that returns the values of all ranks, in rank order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Critic:
         """Features of this rank's turns, of the samples that are being scored. A pass that begins
         again looks at the same."""
         self._known: dict[TurnKey, Tensor] = {}
-        """The same of samples that have advantages."""
+        """Features of this rank's turns, of the samples that have advantages."""
         self._targets: dict[TurnKey, TurnTarget] = {}
-        """Of the turns of all ranks."""
+        """Old and target value of each turn of all ranks."""
         self._advantages: dict[TurnKey, float] = {}
 
     def look(self, samples: Sequence[TokenSample], hidden: Tensor) -> None:

@@ -96,7 +96,7 @@ class ValueHead:
         self._optimizer.state[self.weights] = state
 
     def _moments(self) -> dict[str, Tensor]:
-        """AdamW's state; empty before the first update."""
+        """Return a copy of AdamW's state by name, which is empty before the first update."""
         return dict(self._optimizer.state[self.weights])
 
 

@@ -48,7 +48,7 @@ class Rows:
 
     @property
     def width(self) -> int:
-        """The number of values in a row."""
+        """Numbers in one row: the product of all dimensions but the first."""
         return int(np.prod(self.shape[1:], dtype=np.int64))
 
 
@@ -61,7 +61,7 @@ class Arrival:
     sums: Mapping[str, float] = field(default_factory=dict)
     """Over the share's generated tokens, by name, as ``PolicyModel.gradients_of`` gives them."""
     seconds: float | None = None
-    """How long the worker computed."""
+    """Seconds that the worker computed; None if it has not told."""
     bytes: int = 0
     transfer_s: float = 0.0
     waited_s: float = 0.0
@@ -113,7 +113,6 @@ class GradientClient:
         self._thread = threading.Thread(target=self._run, name="gradient-client", daemon=True)
 
     def start(self) -> None:
-        """Begin to fetch; returns at once."""
         self._thread.start()
 
     def settle(self, since: float, patience_s: float) -> Arrival:

@@ -32,7 +32,7 @@ class LoadCommand:
 
     directory: str
     name: str
-    """Name of the version, as in ``v000007-e0``."""
+    """Name of the version, for example ``v000007-e0``."""
     trainer_incarnation: int
     """Incarnation of the trainer that published the version."""
 
@@ -61,10 +61,10 @@ class WorkerCommandQueue(BaseCommandQueue[LoadCommand | ComputeCommand]):
     computing: int | None = None
     """The step of the share under way, dropped or not."""
     _load: LoadCommand | None = None
-    """The last one that was asked for."""
+    """The last load that was asked for; None before the first."""
     _loaded: Answer | None = None
     _problem: str = ""
-    """Why it was not loaded."""
+    """Why that version could not be loaded; empty if it could or is not yet."""
 
     # The computing side.
 
@@ -91,7 +91,7 @@ class WorkerCommandQueue(BaseCommandQueue[LoadCommand | ComputeCommand]):
                 self._tell()
 
     def not_loaded(self, load: LoadCommand, problem: str) -> None:
-        """Record that a version does not fit."""
+        """Record why a version cannot be loaded, unless another was asked for meanwhile."""
         with self._changed:
             if load == self._load:
                 self._problem = problem

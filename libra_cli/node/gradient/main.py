@@ -97,7 +97,7 @@ class WorkerRank:
         self.writer = GradientWriter(policy, store, config.outbox, dtype)
 
     def serve(self) -> None:
-        """Carry out commands until told to stop."""
+        """Carry out commands until a ``StopCommand`` comes, and leave the process group."""
         if self.queue is not None:
             self.writer.clear()
             self.queue.ready()

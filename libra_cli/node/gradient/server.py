@@ -96,7 +96,7 @@ class GradientStore:
             self._changed.notify_all()
 
     def finish(self, name: str, tensor: FinishedGradient) -> None:
-        """Offer the complete gradient of a tensor."""
+        """Offer the complete gradient of a tensor to whoever waits for it."""
         with self._changed:
             self._finished[name] = tensor
             self._changed.notify_all()
@@ -183,7 +183,7 @@ class GradientStore:
         return HTTPStatus.OK, Blob(data)
 
     def log_ratios(self, about: Mapping[str, str]) -> Reply:
-        """Answer those of the share's tokens."""
+        """Answer ``GET /log-ratios`` with the packed log-ratios of the share's tokens."""
         with self._changed:
             if other := self._other(about):
                 return other
@@ -204,7 +204,7 @@ class GradientStore:
 
 
 def serve(store: GradientStore, *, bind: str, port: int, credentials: Credentials) -> HostServer:
-    """Answer until ``shutdown()``; returns at once."""
+    """Start a server of this store in threads of its own, and return it; ``shutdown`` ends it."""
     return serve_hosts(
         _GradientHandler,
         bind=bind,

@@ -15,7 +15,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def to_float32(data: bytes, dtype: str) -> NDArray[np.float32]:
-    """Return numbers that came as little-endian ``dtype``."""
+    """Decode little-endian numbers of ``dtype``, which is ``float32`` or else means bfloat16."""
     if dtype == "float32":
         return np.frombuffer(data, dtype="<f4")
     wide = np.frombuffer(data, dtype="<u2").astype("<u4") << np.uint32(16)

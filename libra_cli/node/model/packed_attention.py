@@ -32,7 +32,7 @@ class PackedSequences:
     """Where the sequences of a packed row are."""
 
     lengths: tuple[int, ...]
-    """Tokens of each sequence."""
+    """Number of tokens of each sequence."""
     starts: Tensor
     """int32, ``[sequences + 1]``: where each begins, and the end of the last."""
     context: ContextGroup | None = None
@@ -92,7 +92,7 @@ def _attend(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """``[1, T, heads, width]``, of whole sequences."""
+    """Attend within each sequence: ``[1, heads, T, width]`` gives ``[1, T, heads, width]``."""
     if packed is not None and query.is_cuda and query.dtype in HALF and not dropout:
         rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
         longest = max(packed.lengths)

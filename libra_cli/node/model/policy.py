@@ -88,7 +88,7 @@ class PolicyModel:
             WeightsError: its files cannot be made of the model's tensors.
         """
         self.enter: Callable[[str], None] = _nobody
-        """Told what this rank goes on with."""
+        """Called with a phase whenever this rank goes on with something else."""
         torch_objects.restrict()
         timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         self._accelerator = Accelerator(kwargs_handlers=[timeout])
@@ -119,7 +119,7 @@ class PolicyModel:
         self._mesh, self._copies = self._meet()
         self._names = names_of(Path(config.model_dir))
         self.cp_size = config.cp_size
-        """Ranks that compute a micro-batch together."""
+        """Neighbouring ranks that compute a micro-batch together."""
         self._context = context_group(self.device, self.cp_size)
         self._tells = self.rank % self.cp_size == 0
         self.model = self._load()
@@ -192,7 +192,7 @@ class PolicyModel:
         return with_scores(samples, of_all, leave_one_out=needs.leave_one_out)
 
     def _dealt(self, samples: Sequence[TokenSample]) -> list[list[int]]:
-        """This rank's micro-batches of the samples."""
+        """Return this rank's micro-batches, each as indices of ``samples``."""
         lengths = [len(sample.token_ids) for sample in samples]
         budget = self.micro_batch_tokens if self._scoring.packs else 1
         shares = self.world // self.cp_size
@@ -220,7 +220,7 @@ class PolicyModel:
 
     @property
     def hidden_size(self) -> int:
-        """Numbers of a hidden state."""
+        """Numbers in the model's hidden state of one token."""
         return int(self.model.config.get_text_config().hidden_size)
 
     def hidden_matrices(self) -> list[nn.Parameter]:
@@ -309,7 +309,7 @@ class PolicyModel:
         return self._names.adapter_groups({name: named[name] for name in filter(is_adapter, named)})
 
     def base(self) -> tuple[TensorGroup, ...]:
-        """Return what the model's own files have."""
+        """Return the tensors of the model's own files, without an adapter's."""
         return self._names.groups
 
     def close(self) -> None:
@@ -387,7 +387,7 @@ class PolicyModel:
         )
 
     def _scores_of(self, batch: MicroBatch, samples: Sequence[TokenSample]) -> list[BranchScores]:
-        """*Collective*, if the model is sharded."""
+        """Score a micro-batch's samples without gradient; *collective*, if the model is sharded."""
         with torch.no_grad():
             reference = self._reference_logprobs(batch)
             temperature = self._config.temperature
@@ -502,7 +502,7 @@ class PolicyModel:
 
 
 def is_scored(samples: Sequence[TokenSample]) -> bool:
-    """Whether they have scores: all, or none."""
+    """Say whether the samples have scores; either all of them have, or none."""
     return bool(samples) and samples[0].scores is not None
 
 

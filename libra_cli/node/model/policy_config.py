@@ -8,7 +8,7 @@ from libra_cli.config.training import TrainingSpec
 
 
 class PolicyConfig(Protocol):
-    """What ``PolicyModel`` needs of either configuration."""
+    """What ``PolicyModel`` reads of a configuration, be it the trainer's or a gradient worker's."""
 
     @property
     def model_dir(self) -> str:
@@ -20,7 +20,7 @@ class PolicyConfig(Protocol):
 
     @property
     def seed(self) -> int:
-        """Seed of every random state."""
+        """The seed of all random generators of every rank."""
 
     @property
     def temperature(self) -> float:
@@ -36,8 +36,8 @@ class PolicyConfig(Protocol):
 
     @property
     def max_len(self) -> int:
-        """The longest trajectory, in tokens."""
+        """Most tokens of a trajectory."""
 
     @property
     def training(self) -> TrainingSpec:
-        """The recipe's ``training``."""
+        """The section ``training`` of the recipe."""

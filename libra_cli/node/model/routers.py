@@ -58,7 +58,7 @@ class Routes:
     experts: Tensor
     """int64, ``[tokens, layers, k]``; 0 in layers without experts."""
     known: Tensor
-    """bool, ``[tokens]``; the others choose for themselves."""
+    """bool, ``[tokens]``: where it is false, the router chooses."""
 
 
 class RolloutRoutes:

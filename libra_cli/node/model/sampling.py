@@ -24,7 +24,7 @@ MAX_TOKENS = 256
 
 @dataclass(slots=True)
 class PlayedEpisode:
-    """One episode being played."""
+    """A pointer-chase episode in play, with the tokens that the model is still to be fed."""
 
     environment: PointerChase
     tokenizer: Tokenizer

@@ -20,11 +20,11 @@ class BranchScores:
     """Scores of one branch of N tokens that count, as the rank that has it computed them."""
 
     proximal: NDArray[np.float32]
-    """``[N]``, nats."""
+    """``[N]``: log-probabilities before the first update of the step, in nats."""
     reference: NDArray[np.float32]
-    """``[N]``, nats."""
+    """``[N]``: log-probabilities of the model at the start of the run, in nats; 0 without one."""
     value: float
-    """The sum of the loss's ``group_value``."""
+    """The sum of the loss's ``group_value`` over the tokens; 0 if it has none."""
     kl: float
     """The sum of proximal - reference (k1), nats."""
 

@@ -34,7 +34,7 @@ class ScoringRequest:
     """Tokens of sequences in one row, and which of them are to be scored."""
 
     token_ids: Tensor
-    """``[1, T]``."""
+    """``[1, T]``: the tokens of the row."""
     positions: Tensor
     """``[1, T]``: of each token in its sequence."""
     packed: PackedSequences
@@ -48,7 +48,7 @@ class ScoringRequest:
 
     @property
     def targets(self) -> Tensor:
-        """The tokens to score, ``[N]``."""
+        """``[N]``: the ids of the tokens to score."""
         return self.token_ids[0, self.places]
 
 
@@ -57,15 +57,15 @@ class _Question:
     """What the model of this rank is asked: of a row of t tokens, of its part of one."""
 
     token_ids: Tensor
-    """``[1, t]``."""
+    """``[1, t]``: the tokens of this rank's part of the row."""
     positions: Tensor
-    """``[1, t]``."""
+    """``[1, t]``: the position of each of them in its sequence."""
     packed: PackedSequences
-    """Of the whole row."""
+    """Where the sequences are in the whole row."""
     before: Tensor
     """``[n]``: where in these tokens those are that come before the ``targets``."""
     targets: Tensor
-    """``[n]``."""
+    """``[n]``: the ids of the tokens to score."""
     turns: Tensor | None
     """``[s]``: where in these tokens the hidden state is wanted."""
     counts: list[int]

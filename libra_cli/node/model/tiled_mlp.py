@@ -41,7 +41,7 @@ def tile_mlp(model: nn.Module) -> None:
 
 
 def _tiled(forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """``hidden`` is [1, tokens, width]."""
+    """Apply ``forward`` to ``hidden [1, tokens, width]`` tile by tile."""
     tiles = hidden.split(TILE_TOKENS, 1)
     if len(tiles) == 1:
         return forward(hidden)

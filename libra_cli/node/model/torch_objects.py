@@ -62,7 +62,7 @@ ALLOWED = {
     "traceback": {"FrameSummary", "StackSummary"},
 }
 ERRORS = ("builtins", "libra_cli.config.errors")
-"""Of these modules the exceptions, too."""
+"""Modules whose exceptions may be unpickled, too."""
 
 
 class PlanUnpickler(pickle.Unpickler):

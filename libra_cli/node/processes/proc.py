@@ -24,7 +24,7 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """Identifies one process until the next boot."""
+    """A process's pid and start time, which no other process has until the next boot."""
 
     pid: int
     started: int
@@ -38,7 +38,7 @@ class ProcessIdentity:
 
     @property
     def ignores_term(self) -> bool:
-        """Whether the process ignores SIGTERM."""
+        """Whether the process is alive and ignores SIGTERM."""
         now = status(self.pid)
         return now is not None and now.identity == self and now.ignores_term
 
@@ -48,7 +48,7 @@ class ProcessIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The fields of ``/proc/<pid>/stat`` that libra reads."""
+    """What libra reads of a process in ``/proc/<pid>/stat``."""
 
     identity: ProcessIdentity
     state: str

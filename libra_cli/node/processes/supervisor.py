@@ -91,7 +91,7 @@ class Child:
         return os.waitid(os.P_PID, self.identity.pid, options) is not None
 
     def describe(self) -> dict[str, object]:
-        """Describe the process for the controller."""
+        """Return the process's state for the controller; once it has ended, with its log's end."""
         ended = self.reaped.is_set()
         return {
             "process": self.name,
@@ -197,7 +197,6 @@ class Supervisor:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any process runs."""
         return any(not child.reaped.is_set() for child in self._children.values())
 
     def describe(self) -> list[dict[str, object]]:

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 FLAG = "--enable-return-routed-experts"
 """vLLM's own flag, by which a server is asked for them."""
 SMALL = 256
-"""Experts whose numbers fit a byte."""
+"""Most experts whose numbers fit a byte."""
 
 
 class RouteRecorder:
     """Keeps the choices of a model runner's routers."""
 
     def __init__(self, runner: Any) -> None:
-        """Watch every step of the runner."""
+        """Wrap the runner's ``execute_model``, and have every router tell what it chooses."""
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
         config = runner.vllm_config
@@ -37,7 +37,7 @@ class RouteRecorder:
             (cache.num_gpu_blocks * cache.block_size, *shape), dtype=kind
         )
         self._places: dict[str, NDArray[Any]] = {}
-        """Of each request, where in the KV cache its tokens are."""
+        """Places in the KV cache of each request's tokens, by the request's id."""
         for module in runner.get_model().modules():
             if isinstance(module, MoERunner):
                 module.router.set_capture_fn(partial(self._capture, module.layer_id))

@@ -66,7 +66,7 @@ class VllmEngine:
         self._vocabulary: int = config.model_config.get_vocab_size()
         cache = config.cache_config
         self.kv_tokens: int = (cache.num_gpu_blocks or 0) * cache.block_size
-        """Capacity of the KV cache."""
+        """Capacity of the KV cache, in tokens."""
         self._turns: dict[str, TurnTokens] = {}
         self._label = UNKNOWN_VERSION
         self._counters: Counter[str] = Counter()
@@ -267,7 +267,6 @@ class VllmEngine:
         return {"running": running, "waiting": waiting, "kv_use": use, **self._counters}
 
     def close(self) -> None:
-        """End the engine's workers."""
         self._client.shutdown()
 
 

@@ -70,7 +70,7 @@ def _all(experts: list[tuple[int, int]], column: int, part: Tensor) -> Iterator[
 
 
 def _numbers_of(layer: Any) -> list[tuple[int, int]]:
-    """Where this rank holds which expert."""
+    """Return (place, expert) for every expert that this rank holds."""
     if layer.expert_map is None:
         return [(expert, expert) for expert in range(layer.local_num_experts)]
     places = layer.expert_map.tolist()

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Answer: TypeAlias = dict[str, Any]
-"""What the controller is sent, as msgpack."""
+"""A map that the controller is sent as msgpack."""
 
 
 class TurnRefused(ValueError):
@@ -20,7 +20,7 @@ class TurnRefused(ValueError):
 
 @dataclass(slots=True)
 class TurnTokens:
-    """The tokens of a turn in flight."""
+    """The tokens of a turn that is being generated, with log-probability, version and experts."""
 
     prompt_tokens: int = 0
     token_ids: array[int] = field(default_factory=lambda: array("i"))

@@ -33,7 +33,7 @@ class VersionLoader:
     recorder: RouteRecorder | None = None
 
     def mend_sampler(self) -> None:
-        """Mend what vLLM samples drafted tokens with."""
+        """Replace a function of vLLM's rejection sampler on CPUs, see ``cpu_sampler``."""
         cpu_sampler.mend()
 
     def record_routes(self) -> None:

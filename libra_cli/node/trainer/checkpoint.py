@@ -315,7 +315,7 @@ def _small_files(trainer: Trainer, draft: Path, ledger: Mapping[str, Any]) -> di
 
 
 def _about(trainer: Trainer, ledger: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint says of itself."""
+    """Return what ``checkpoint.json`` says besides its files: step, ranks, score and adapter."""
     about = {"step": trainer.step, "world_size": trainer.world, "score": ledger.get("score")}
     if trainer.rank == 0 and (adapter := _adapter(trainer)):
         about["adapter"] = adapter

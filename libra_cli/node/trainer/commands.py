@@ -66,7 +66,7 @@ class AccumulateCommand:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointCommand:
-    """Write a checkpoint now."""
+    """Tells the ranks to write a checkpoint of the step that was taken last."""
 
     ledger: Mapping[str, Any]
 
@@ -81,7 +81,7 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
 
     max_len: int
     step: int = 0
-    """The last step that is done."""
+    """The last step that is done, or at first the one to start from."""
     accepted: int = 0
     """The last step that was taken; step or step + 1."""
     parts: int = 0
@@ -93,43 +93,43 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
     _news: dict[tuple[str, int, int], Answer] = field(default_factory=dict)
     """The answers to ``done``, ``accumulated``, ``published`` and ``saved``, by step and part."""
     _log_ratios: bytes = b""
-    """Of the last step that is done, as ``node.batch.log_ratios`` packs them."""
+    """Log-ratios of the last step that is done, as ``node.batch.log_ratios`` packs them."""
     _taken: dict[tuple[int, int], bytes] = field(default_factory=dict)
     """What was taken for the newest steps and their parts (the step itself: 0), as ``_digest``."""
     _checkpoints: int = 0
-    """Those that were asked for."""
+    """Number of ``checkpoint`` orders that have come."""
     _written: dict[int, Answer] = field(default_factory=dict)
-    """What came of them, in order."""
+    """The answer to each of these orders that is carried out, by its number from 1 on."""
 
     # The training loop's side.
 
     def ready(self, version: VersionOnDisk) -> None:
-        """The version to start from is published."""
+        """Record the published version to start from, with which the trainer is ready."""
         with self._changed:
             self.state, self.published = "ready", asdict(version)
             self.step = self.accepted = self.began_at = version.version
             self._tell()
 
     def done(self, step: int, metrics: Mapping[str, Any], log_ratios: bytes = b"") -> None:
-        """Step ``step`` is taken and its weights are copied."""
+        """Record the metrics of a step that is taken and whose weights are copied."""
         with self._changed:
             self.step, self._log_ratios = step, log_ratios
             self._tell_news("done", step, {"metrics": dict(metrics)})
 
     def version_published(self, version: VersionOnDisk) -> None:
-        """The version of a step is complete; told by the thread that has written it."""
+        """Record that a step's version is complete; the thread that has written it calls this."""
         self._tell_news("published", version.version, asdict(version))
 
     def accumulated(self, step: int, part: int, metrics: Mapping[str, Any]) -> None:
-        """The gradients of a part are added."""
+        """Record that the gradients of a part are added, with its metrics."""
         self._tell_news("accumulated", step, {"metrics": dict(metrics)}, part)
 
     def saved(self, step: int, path: str) -> None:
-        """A checkpoint is complete."""
+        """Record the path of the checkpoint that a step was asked for."""
         self._tell_saved(step, {"path": path})
 
     def not_saved(self, step: int, reason: str) -> None:
-        """A checkpoint could not be written; everything else goes on."""
+        """Record why a step's checkpoint could not be written; everything else goes on."""
         self._tell_saved(step, {"error": reason})
 
     def _tell_saved(self, step: int, answer: Answer) -> None:
@@ -239,7 +239,7 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
         return self._later(find)
 
     def _is_due(self, step: int, part: int) -> bool:
-        """Whether news of it may still come."""
+        """Say whether news of the step, or of this part of it, is kept or may still come."""
         if part:
             return (step, part) in self._taken
         return max(self.began_at, self.step - KEPT_STEPS) < step <= self.accepted
@@ -253,7 +253,7 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
         return lambda: answer
 
     def _save(self, ledger: Mapping[str, Any]) -> Later:
-        """A checkpoint of now."""
+        """Order a checkpoint, and return what gives its path or error once it is written."""
         with self._changed:
             self._check_available("trainer")
             self._checkpoints += 1

@@ -17,7 +17,7 @@ class TrainerConfig:
     run_id: str
     model_dir: str
     weights_dir: str
-    """Versions are published in ``<weights_dir>/<run_id>/``."""
+    """Directory in whose ``<run_id>/`` versions are published."""
     checkpoint_dir: str
     """This host's part of every checkpoint is written there."""
     socket: str
@@ -31,7 +31,7 @@ class TrainerConfig:
     temperature: float
     training: TrainingSpec
     max_len: int
-    """The longest trajectory, in tokens."""
+    """Most tokens of a trajectory."""
     dp_shard_size: int | None = None
     """Ranks that hold one replica together where the model is sharded; None is all of them."""
     cp_size: int = 1
@@ -52,5 +52,5 @@ class TrainerConfig:
 
     @property
     def versions(self) -> Path:
-        """Where this run's version directories appear."""
+        """The directory in which this run's version directories appear."""
         return Path(self.weights_dir) / self.run_id

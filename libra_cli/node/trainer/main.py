@@ -152,7 +152,7 @@ class TrainerRank:
             self.queue.ready(version)
 
     def serve(self) -> None:
-        """Carry out commands until told to stop."""
+        """Carry out what rank 0 broadcasts until a ``StopCommand`` comes, then close."""
         while True:
             if self.queue is None:
                 self.enter("waiting for rank 0")

@@ -67,7 +67,6 @@ class OffloadedAdamW(torch.optim.AdamW):  # type: ignore[misc]  # torch is not f
         self.register_load_state_dict_post_hook(OffloadedAdamW._offload_all)
 
     def offload(self, parameter: nn.Parameter) -> None:
-        """Move a parameter's moments to the host."""
         state = self.state[parameter]
         for name in MOMENTS:
             state[name] = on_host(state[name])

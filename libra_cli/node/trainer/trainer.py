@@ -80,21 +80,21 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What came of one update."""
+    """What one update of the optimizer did, with sums over the tokens of all ranks."""
 
     sums: Mapping[str, float]
-    """As of ``PolicyModel.gradients_of``."""
+    """Sums over these tokens by name, as ``PolicyModel.gradients_of`` gives them."""
     tokens: int
-    """Generated tokens that they are over."""
+    """Generated tokens of the update."""
     norm: float
-    """Of the gradient, before it was clipped."""
+    """Norm of the gradient before it was clipped."""
     finite: bool
     ratio: float
     """Norm of the change of the parameters over theirs."""
 
     @property
     def loss(self) -> float:
-        """Divided by what the gradient was."""
+        """The loss, divided as its gradient was: by the loss's divisor."""
         return self.sums["loss"] / (self.sums["divisor"] or 1.0)
 
 
@@ -117,15 +117,15 @@ class Trainer(PolicyModel):
         self._tokens = self._left_out = self._skipped = 0
         self._sums: dict[str, float] = {}
         self._held: list[TokenSample] = []
-        """Those whose gradients are in the sums."""
+        """Samples whose gradients are in the sums."""
         self._given: list[TokenSample] = []
         """Those of the coming step, with the tokens that do not count too."""
         self.packed_log_ratios = b""
-        """Of the last step, on rank 0; ``node.batch.log_ratios``."""
+        """Log-ratios of the last step, on rank 0, as ``node.batch.log_ratios`` packs them."""
         self._budget_file = Path(config.checkpoint_dir).parent / BUDGET_FILE
         self.micro_batch_tokens = min(self.gather(self._remembered_budget()))
         self._tokens_per_s = 0.0
-        """Of all tokens, not only generated ones: what a pass costs."""
+        """Tokens a second of a pass; all tokens count, not only generated ones."""
 
     def accumulate(self, samples: Sequence[TokenSample]) -> dict[str, Any]:
         """*Collective.* Add a part of the coming step; every rank is given all of it."""
@@ -445,7 +445,6 @@ class Trainer(PolicyModel):
 
     @property
     def published_dtype(self) -> torch.dtype:
-        """The format of published versions."""
         return torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:

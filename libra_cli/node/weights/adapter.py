@@ -23,7 +23,7 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """A and B of one matrix."""
+    """A ``[rank, in]`` and B ``[out, rank]``, with which an adapter changes one matrix."""
 
     a: Tensor
     b: Tensor

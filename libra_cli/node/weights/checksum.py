@@ -39,7 +39,7 @@ _INTEGER = {2: torch.int16, 4: torch.int32}
 _NOT_ZERO = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7FFF}
 """Bits of which one is set in every number that counts: the exponent's, or all but the sign."""
 FORMATS = tuple(_NOT_ZERO)
-"""The number formats that have a checksum."""
+"""Number formats that a checksum can be made of."""
 _COLUMNS = 2**63
 """Where the numbers of the columns begin in the sequence; those of the rows begin at 0."""
 

@@ -36,7 +36,7 @@ class ListedFile:
     bytes: int
     digests: tuple[str, ...]
     algorithm: str
-    """A key of ``digests.ALGORITHMS``."""
+    """The digests' algorithm, a key of ``digests.ALGORITHMS``."""
 
     def span(self, index: int) -> tuple[int, int]:
         """Where a chunk begins in the file, and its size in bytes."""

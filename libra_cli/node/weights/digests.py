@@ -39,6 +39,5 @@ def quickest(named: Collection[str]) -> str:
 
 
 def digest_of(algorithm: str, data: memoryview) -> str:
-    """The digest in hexadecimal."""
     digest: str = ALGORITHMS[algorithm](data).hexdigest()
     return digest

@@ -69,11 +69,11 @@ class DownloadFailed(Exception):
 class _Source:
     url: str
     has: set[int] = field(default_factory=set)
-    """The chunks to be had there."""
+    """Indices of the chunks that can be fetched from it."""
     fetches: set[int] = field(default_factory=set)
-    """Those that it is fetching itself."""
+    """Indices of the chunks that it is fetching itself."""
     damaged: set[int] = field(default_factory=set)
-    """Those that it gave wrongly."""
+    """Indices of the chunks that came from it with another digest."""
     asked: int = 0
     """How many chunks are being fetched from it."""
     failures: int = 0
@@ -101,7 +101,7 @@ class Client:
     """A connection to one host's weight server, opened when it is needed and kept."""
 
     def __init__(self, url: str, credentials: Credentials, tls: ssl.SSLContext) -> None:
-        """``tls`` is ``credentials.client()``, which many connections share."""
+        """Connect to nothing yet; ``tls`` is ``credentials.client()``, which clients can share."""
         self._connection = PeerConnection(url, tls, STALL_S)
         self._headers = {"Authorization": f"Bearer {credentials.token}"}
 
@@ -142,7 +142,7 @@ class Client:
             raise
 
     def close(self) -> None:
-        """Hang up; the next request connects again."""
+        """Close the connection; the next request opens another."""
         self._connection.close()
 
 

@@ -39,7 +39,7 @@ class Draft:
         self.raw = raw
         self.manifest = manifest
         self.is_wanted = True
-        """Whether whoever fetches it may go on."""
+        """Whether the version is still wanted; if not, whoever fetches it must end."""
         self._lock = threading.Lock()
         self._states: dict[str, bytearray] = {}
         directory.mkdir(mode=0o700)
@@ -69,7 +69,7 @@ class Draft:
             )
 
     def free(self) -> int:
-        """Bytes that are free where it lies."""
+        """Return the free bytes of the disk that the draft is on."""
         return shutil.disk_usage(self.directory).free
 
     def missing_bytes(self, files: Mapping[str, ListedFile]) -> int:
@@ -114,7 +114,7 @@ class Draft:
 
     @property
     def is_begun(self) -> bool:
-        """Whether any of it has come."""
+        """Whether any chunk has come."""
         return any(HERE in states for states in self._states.values())
 
     def states(self) -> dict[str, str]:
@@ -146,7 +146,7 @@ class Draft:
         return ""
 
     def drop(self, files: Iterable[str]) -> None:
-        """Remove what there is of these files."""
+        """Remove these files of the draft, with all of their chunks."""
         with self._lock:
             for name in files:
                 self._states.pop(name, None)

@@ -122,7 +122,7 @@ class PartWriter:
             self._version, self._given = version, None
 
     def close(self) -> None:
-        """Give no more parts."""
+        """Have the thread end that writes parts; it finishes the one that it is writing."""
         self._closed.set()
 
     def _watch(self) -> None:

@@ -23,7 +23,7 @@ class StagedTensors:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """What was copied last."""
+        """The buffers by tensor name, as the last ``copy`` left them."""
         return self._buffers
 
     def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:

@@ -64,25 +64,25 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class VersionOnDisk:
-    """A version that is complete on disk."""
+    """A published version: its name, size and time."""
 
     name: str
     version: int
-    """The number of optimizer steps taken."""
+    """Number of optimizer steps that the weights have had."""
     bytes: int
     """Size of its tensors' files, without deltas and manifest."""
     published_at: float
-    """Seconds since the epoch."""
+    """When it was complete, in seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileOnDisk:
-    """A file as the manifest lists it."""
+    """A file of a version, as the manifest lists it."""
 
     name: str
     bytes: int
     digests: Mapping[str, Sequence[str]]
-    """Of each of its chunks, by algorithm."""
+    """Digests of its chunks in order, by algorithm."""
 
 
 _Described: TypeAlias = dict[str, dict[str, object]]
@@ -229,7 +229,7 @@ def _write_file(
 
 
 def _entry(path: Path, tensor: Tensor, known: int | None) -> dict[str, object]:
-    """The manifest's, of a tensor."""
+    """Return what the manifest says of a tensor: its file, shape, dtype and checksum."""
     return {"file": path.name, **described(tensor, known)}
 
 

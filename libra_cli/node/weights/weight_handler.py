@@ -35,7 +35,7 @@ class WeightHandler(BearerHandler):
     drafts: Mapping[str, Draft]
 
     def do_GET(self) -> None:  # noqa: N802
-        """Route a request; ``http.server`` calls this."""
+        """Answer one of the two routes, or 401 or 404; ``http.server`` calls this by its name."""
         version, _, file = self.path.removeprefix("/").partition("/")
         if not self.is_trusted():
             self._send_status(HTTPStatus.UNAUTHORIZED)

@@ -239,7 +239,7 @@ class _RebuildFailed(Exception):
 
 
 class _Pull:
-    """One attempt to complete a draft."""
+    """One attempt to complete a draft, by delta or by a full copy."""
 
     def __init__(
         self,
@@ -260,7 +260,11 @@ class _Pull:
         self.detail = ""
 
     def run(self) -> str:
-        """Fetch and check; return ``delta`` or ``full``."""
+        """Fetch and check all files; return ``delta`` or ``full``, by which they came.
+
+        Raises: DownloadFailed: the sources could not give all of them. AgentRefused: the disk has
+        no room for them.
+        """
         manifest = self._draft.manifest
         # A host that is further behind has no base, and a full copy that broke off goes on.
         is_full = not manifest.files.keys().isdisjoint(self._draft.states())

@@ -23,7 +23,7 @@ STREAMS = 4
 """Connections at a time: one does not fill a fast network."""
 CONNECT_S = 5.0
 WAIT_S = 30.0
-"""How long the sender listens."""
+"""Seconds that the sender waits for all connections to be made."""
 CHUNK = 1024**2
 
 

@@ -23,7 +23,7 @@ from libra_cli.node.processes.agent_log import open_log
 from libra_cli.node.processes.proc import Marker, ProcessIdentity
 
 BEAT_S = 1.0
-"""How often each tells the other."""
+"""Seconds between two messages of the agent to its guard, and of the guard to the agent."""
 SILENCE_S = 30.0
 """After how long without a word the other counts as frozen, and is killed and replaced: far longer
 than a disk that hangs blocks the agent, and far shorter than a lease."""
@@ -43,7 +43,6 @@ class LeaseWord:
 
     @property
     def speaker(self) -> ProcessIdentity:
-        """The process that speaks."""
         return ProcessIdentity(self.pid, self.started)
 
 
@@ -61,7 +60,7 @@ class LeaseLink:
         self._looked_at = time.monotonic()
 
     def tell(self, deadline: float, lease_s: float) -> None:
-        """Tell the other end the lease."""
+        """Send the other process when the lease ends (``CLOCK_MONOTONIC``) and how long it is."""
         word = LeaseWord(self._own.pid, self._own.started, deadline, lease_s)
         with suppress(OSError):  # its buffer is full because it is frozen, or it is gone
             self.socket.send(json.dumps(asdict(word)).encode())
