@@ -28,29 +28,29 @@ from libra_cli.core.types import (
 
 
 class ActionBase:
-    """What all actions have in common."""
+    """An action that the runtime carries out, and the event that ends it if it fails."""
 
     __slots__ = ()
 
     must_end: ClassVar[bool] = False
-    """Whether the machine waits for its end and there is no failure to end in, as where a process
-    is either gone or not: such an action is carried out again."""
+    """Whether the machine waits for this action and no event reports its failure, as where a
+    process is either gone or not: the driver then carries it out again.
+    """
 
     def failed(self, reason: str) -> e.Event | None:
-        """The failure that it ends in; None where nobody waits for its end."""
+        """Return the event that reports the failure; None where the machine waits for no event."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class StartServer(ActionBase):
-    """Ends in ServerStarted or ServerFailed."""
+    """Start a vLLM server. Ends in ServerStarted or ServerFailed."""
 
     slot: SlotId
     incarnation: int
     bucket: Bucket
 
     def failed(self, reason: str) -> e.ServerFailed:
-        """The server counts as failed."""
         return e.ServerFailed(self.slot, self.incarnation, reason)
 
 
@@ -62,13 +62,12 @@ class CheckServer(ActionBase):
     incarnation: int
 
     def failed(self, reason: str) -> e.ServerFailed:
-        """The server counts as failed."""
         return e.ServerFailed(self.slot, self.incarnation, reason)
 
 
 @dataclass(frozen=True, slots=True)
 class StopServer(ActionBase):
-    """Ends in ServerStopped, when no process of it is left."""
+    """Stop a server. Ends in ServerStopped, when none of its processes is left."""
 
     must_end: ClassVar[bool] = True
     slot: SlotId
@@ -84,7 +83,9 @@ class SyncServer(ActionBase):
     published: e.PublishedVersion
 
     def failed(self, reason: str) -> e.SyncFailed:
-        """As if the server itself had said so: it is tried once more, then in a new process."""
+        """Return a failure that the server itself answered: it is tried once more, then in a new
+        process.
+        """
         return e.SyncFailed(self.slot, self.incarnation, self.published, reason, answered=True)
 
 
@@ -97,13 +98,12 @@ class StartTrainer(ActionBase):
     resume: str
 
     def failed(self, reason: str) -> e.TrainerFailed:
-        """The trainer counts as failed."""
         return e.TrainerFailed(self.incarnation, reason)
 
 
 @dataclass(frozen=True, slots=True)
 class StopTrainer(ActionBase):
-    """Ends in TrainerStopped."""
+    """Stop every rank of the trainer. Ends in TrainerStopped."""
 
     must_end: ClassVar[bool] = True
     incarnation: int
@@ -136,7 +136,7 @@ class TrainSample:
 
     @property
     def staleness(self) -> int:
-        """How many versions its oldest token is behind."""
+        """Versions between the oldest generated token's and the one that the trainer holds."""
         return max((behind for behind, _, _ in self.tokens.behind(self.held)), default=0)
 
 
@@ -147,7 +147,9 @@ def without_advantage(sample: TrainSample) -> TrainSample:
 
 @dataclass(frozen=True, slots=True)
 class BatchPartition:
-    """What a worker computes the gradients of; the trainer can always do it too."""
+    """The trajectories whose gradients a worker computes; the trainer can always compute them
+    too.
+    """
 
     slot: SlotId
     incarnation: int
@@ -173,7 +175,6 @@ class Train(ActionBase):
     shares: tuple[BatchPartition, ...] = ()
 
     def failed(self, reason: str) -> e.TrainerFailed:
-        """The trainer counts as failed."""
         return e.TrainerFailed(self.incarnation, reason)
 
 
@@ -187,7 +188,6 @@ class Accumulate(ActionBase):
     samples: tuple[TrainSample, ...]
 
     def failed(self, reason: str) -> e.TrainerFailed:
-        """The trainer counts as failed."""
         return e.TrainerFailed(self.incarnation, reason)
 
 
@@ -199,7 +199,6 @@ class StartWorker(ActionBase):
     incarnation: int
 
     def failed(self, reason: str) -> e.WorkerFailed:
-        """The worker counts as failed."""
         return e.WorkerFailed(self.slot, self.incarnation, reason)
 
 
@@ -212,7 +211,6 @@ class SyncWorker(ActionBase):
     published: e.PublishedVersion
 
     def failed(self, reason: str) -> e.WorkerFailed:
-        """The worker counts as failed."""
         return e.WorkerFailed(self.slot, self.incarnation, reason)
 
 
@@ -236,14 +234,14 @@ class AbortTurn(ActionBase):
 
 @dataclass(frozen=True, slots=True)
 class Propose(ActionBase):
-    """What plan should this run have? ``planner.answer`` says; ends in PlanChosen or PlanKept."""
+    """Ask the planner for a plan (``planner.answer``). Ends in PlanChosen or PlanKept."""
 
     why: str
     observation: Observation
     order: str = ""
 
     def failed(self, reason: str) -> e.PlanKept:
-        """Today's plan stays."""
+        """Return that the present plan is kept, with the planner's failure as the reason."""
         return e.PlanKept(f"the planner failed: {reason}", self.order)
 
 
@@ -258,14 +256,15 @@ class AnswerOrder(ActionBase):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint(ActionBase):
-    """Ends in CheckpointSaved, CheckpointFailed or TrainerFailed."""
+    """Write a checkpoint of this step. Ends in CheckpointSaved, CheckpointFailed or
+    TrainerFailed.
+    """
 
     incarnation: int
     step: int
     ledger: dict[str, Any]
 
     def failed(self, reason: str) -> e.CheckpointFailed:
-        """The checkpoint has not been written."""
         return e.CheckpointFailed(self.incarnation, self.step, reason)
 
 
@@ -278,7 +277,6 @@ class StartEpisode(ActionBase):
     task: int | None = None
 
     def failed(self, reason: str) -> e.EpisodeFailed:
-        """The environment counts as broken."""
         return e.EpisodeFailed(self.trajectory, reason)
 
 
@@ -299,7 +297,6 @@ class Generate(ActionBase):
     """The first token of the prompt of which it is not known which experts it was routed to."""
 
     def failed(self, reason: str) -> e.TurnFailed:
-        """The generation has not come back."""
         return e.TurnFailed(self.request, self.trajectory, self.slot, self.incarnation, reason)
 
 
@@ -313,7 +310,6 @@ class AdvanceEpisode(ActionBase):
     logprobs: array[float]
 
     def failed(self, reason: str) -> e.EpisodeFailed:
-        """The environment counts as broken."""
         return e.EpisodeFailed(self.trajectory, reason)
 
 
@@ -324,20 +320,19 @@ class FinishEpisode(ActionBase):
     trajectory: TrajectoryId
 
     def failed(self, reason: str) -> e.EpisodeFailed:
-        """The environment counts as broken."""
         return e.EpisodeFailed(self.trajectory, reason)
 
 
 @dataclass(frozen=True, slots=True)
 class AskTeacher(ActionBase):
-    """How likely does it find these tokens, of each branch that has generated some? Ends in
-    TeacherAnswered or TeacherFailed."""
+    """Ask a teacher for the log-probability of each token, of each branch with generated ones. Ends
+    in TeacherAnswered or TeacherFailed.
+    """
 
     trajectory: TrajectoryId
     sequences: tuple[array[int], ...]
 
     def failed(self, reason: str) -> e.TeacherFailed:
-        """The teacher has not answered."""
         return e.TeacherFailed(self.trajectory, reason)
 
 
@@ -350,7 +345,7 @@ class ForgetEpisode(ActionBase):
 
 @dataclass(frozen=True, slots=True)
 class Wake(ActionBase):
-    """Send TimerFired(name) after ``after_s``."""
+    """Send ``TimerFired(name)`` after ``after_s`` seconds."""
 
     must_end: ClassVar[bool] = True
     name: str
@@ -359,8 +354,6 @@ class Wake(ActionBase):
 
 @dataclass(frozen=True, slots=True)
 class Save(ActionBase):
-    """Write a record to the journal."""
-
     record: Record
 
 
@@ -388,5 +381,5 @@ RuntimeAction: TypeAlias = (
     | AnswerOrder
     | Wake
 )
-"""What the runtime carries out; Save and End are the driver's own."""
+"""The actions that the runtime carries out; the driver itself does Save and End."""
 Action: TypeAlias = RuntimeAction | Save | End

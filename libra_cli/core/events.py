@@ -43,7 +43,7 @@ class PublishedVersion:
 
     @property
     def name(self) -> str:
-        """The name of its directory."""
+        """The name of the version's directory."""
         return self.version.name
 
 
@@ -98,7 +98,7 @@ class ServerFailed:
 
 @dataclass(frozen=True, slots=True)
 class ServerChecked:
-    """The server answers after all."""
+    """A suspected server has answered its check."""
 
     slot: SlotId
     incarnation: int
@@ -148,7 +148,7 @@ class TurnGenerated:
     """One generation ended. ``request`` and ``prompt_ids`` are those of the Generate action.
 
     ``spans`` count from the first generated token; ``newest`` is the newest version among them;
-    ``cache_key`` is the one whose KV cache the request might reuse.
+    ``cache_key`` is the version whose KV cache the request might reuse.
     """
 
     request: int
@@ -213,10 +213,10 @@ class EpisodeAdvanced:
     done: bool
     reward: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the environment has named of an episode that is done."""
+    """Metrics that the environment reports of an episode that is done, by name."""
     branch: BranchPoint | None = None
     turn_reward: float = 0.0
-    """What the turn has earned, of an episode that goes on; it is a part of the last reward."""
+    """The turn's own reward, of an episode that goes on; it is a part of the final reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,10 +275,11 @@ class TrainerStopped:
 
 @dataclass(frozen=True, slots=True)
 class ShareDone:
-    """What became of a worker's share of a step: added to the trainer's gradients, or why not.
+    """The end of a worker's share of a step: added to the trainer's gradients, or the reason why
+    not.
 
-    ``seconds`` are the worker's own, None if it never said; ``waited_s`` are the trainer's, after
-    its own part; ``bytes`` were fetched in ``transfer_s``.
+    ``seconds`` are the worker's own, None if it never reported; ``waited_s`` are the trainer's,
+    after its own part; ``bytes`` were fetched in ``transfer_s``.
     """
 
     slot: SlotId
@@ -294,7 +295,7 @@ class ShareDone:
 
 @dataclass(frozen=True, slots=True)
 class TurnAdvantages:
-    """For each turn of a trajectory that was trained, what it was weighed by."""
+    """The advantages that a critic estimated for a trained trajectory, one a turn."""
 
     group: int
     member: int
@@ -314,7 +315,7 @@ class StepDone:
     log_ratios: LogRatios | None = None
     """None if the trainer does not tell them."""
     advantages: tuple[TurnAdvantages, ...] = ()
-    """Where a critic in the trainer has estimated them."""
+    """The advantages that a critic in the trainer estimated; empty without a critic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +416,7 @@ class ServerSampled:
     preemptions: int
     generated_tokens: int
     metrics: Mapping[str, float | None] = field(default_factory=dict)
-    """By name: what else the backend's page says."""
+    """Other metrics of the backend's page, by name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ class PlayedTurn:
 
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
-    """One optimizer step. ``pairs``: of a token and one it attends to."""
+    """One optimizer step. ``pairs`` counts each token with each token it attends to."""
 
     seconds: Seconds
     tokens: float
@@ -32,7 +32,7 @@ class TrainedStep:
 
 @dataclass(frozen=True, slots=True)
 class Starts:
-    """How long servers and trainers took to be ready, as seen; None for never.
+    """Seconds until servers and trainers were ready, as seen in the run; None for never.
 
     ``to_training_s`` and ``to_rollout_s`` are the seconds in which a slot that moved did nothing.
     """
@@ -45,7 +45,7 @@ class Starts:
 
 @dataclass(frozen=True, slots=True)
 class CostEvidence:
-    """What a run has shown of its own costs.
+    """What a run has measured of its own costs.
 
     ``steps`` are the newest ones under one plan with all its slots in place, and ``ranks`` is the
     number of GPUs that trained under it. ``version_bytes`` is the size of a weight version;

@@ -35,18 +35,21 @@ PRIOR = 2.0
 Z = 1.28
 """Four of five values of a normal distribution lie within so many standard deviations."""
 PRICED_ERROR = 0.30
-"""Of a step predicted by costs alone, when nothing is measured yet: |log(observed / predicted)|, as
-the mean over 17 simulated plans."""
+"""Error of a step predicted by costs alone, when nothing is measured yet: |log(observed /
+predicted)|, as the mean over 17 simulated plans.
+"""
 MOVED_ERROR = 0.15
-"""Of a step under another plan, predicted by costs that measured steps have corrected: simulated on
-three traces, steady and drifting twofold, 0.16 in the root mean square (3 moves)."""
+"""Error of a step under another plan, predicted by costs that measured steps have corrected:
+simulated on three traces, steady and drifting twofold, 0.16 in the root mean square (3 moves).
+"""
 KEPT_ERROR = 0.08
-"""Of a step under today's plan, predicted so: 0.06 where nothing drifts and 0.12 over all of these
-runs (18 decisions, of which 14 had what came in the interval)."""
+"""Error of a step under the present plan, predicted by such costs: 0.06 where nothing drifts and
+0.12 over all of these runs (18 decisions, of which 14 had the observed step in the interval).
+"""
 
 
 class Constraint(StrEnum):
-    """What a step would be shorter without."""
+    """What bounds a step: the limits that a ``Binding`` names."""
 
     TRAINER_MEMORY = "trainer memory"
     KV_CACHE = "KV cache"
@@ -90,7 +93,9 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True)
 class PastPrediction:
-    """What an earlier decision predicted of a step, and the mean that came; whether it moved."""
+    """The step time that an earlier decision predicted, the mean observed, and whether slots
+    moved.
+    """
 
     moved: bool
     predicted_s: Seconds
@@ -98,7 +103,7 @@ class PastPrediction:
 
     @property
     def error(self) -> float:
-        """The logarithm of observed over predicted."""
+        """The logarithm of observed over predicted seconds."""
         return log(self.observed_s / self.predicted_s)
 
 
@@ -122,7 +127,7 @@ class Explanation:
     """One decision. ``today`` and ``chosen`` are the same placement where nothing moves.
 
     ``cost_s`` and ``payback_steps`` are of the moves that were proposed, carried out or not;
-    ``horizon_steps`` those that they may count on. Infinite and unknown is null in JSON.
+    ``horizon_steps`` are the steps that they may count on. Infinite and unknown is null in JSON.
     """
 
     move: bool
@@ -185,7 +190,7 @@ def predicted_step(
 
 
 def past_prediction(told: object, observed_s: Seconds | None) -> PastPrediction | None:
-    """What a kept explanation predicted, beside what came.
+    """Return the prediction of a kept explanation beside the observed step.
 
     None where either is not known, or nothing was measured yet: such errors are of another kind.
     """
@@ -197,7 +202,7 @@ def past_prediction(told: object, observed_s: Seconds | None) -> PastPrediction 
 
 
 def _finite(value: object) -> object:
-    """JSON knows no infinity: it is null."""
+    """Return the value with null for infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not isfinite(value) else value

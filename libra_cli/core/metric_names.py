@@ -24,15 +24,15 @@ before, or the readings of the servers since then."""
 
 @dataclass(frozen=True, slots=True)
 class MetricName:
-    """One number of a step: what monitors call it, and what it is."""
+    """One number of a step: its name in monitors, where it comes from, and its meaning."""
 
     key: str
-    """For example ``reward/mean``."""
+    """The name in monitors, for example ``reward/mean``."""
     name: str
-    """As in the run's database, for example the column ``reward``; empty if it has none."""
+    """The name in the run's database, for example the column ``reward``; empty if it has none."""
     source: Source
     unit: str
-    """Empty for a number without one."""
+    """The unit; empty for a number without one."""
     meaning: str
 
 
@@ -181,7 +181,7 @@ def evaluation_metrics(evaluation: EvaluationRecord) -> dict[str, float]:
 
 
 def is_number(value: float | None) -> TypeGuard[float]:
-    """Whether it is known and finite."""
+    """Whether the value is known and finite."""
     return value is not None and isfinite(value)
 
 

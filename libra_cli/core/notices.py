@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class NoticeBase:
-    """Tells notices from actions."""
+    """The base of all notices, by which the machine tells them from actions."""
 
     __slots__ = ()
 
@@ -79,14 +79,14 @@ class GraceOver(NoticeBase):
 
 @dataclass(frozen=True, slots=True)
 class RequestSent(NoticeBase):
-    """One more request is inside the server."""
+    """A request was sent to the server of this slot."""
 
     slot: SlotId
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded(NoticeBase):
-    """One request less is inside the server; ``answered``: with a reply that counts."""
+    """A request on the server of this slot ended; ``answered`` with a reply that counts."""
 
     slot: SlotId
     answered: bool
@@ -180,4 +180,4 @@ Notice: TypeAlias = (
     | PlanMended
 )
 Result: TypeAlias = Action | Notice
-"""What a part's method gives back, in order."""
+"""What a part's method returns, in order: actions for the runtime, notices for other parts."""

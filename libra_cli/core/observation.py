@@ -24,12 +24,13 @@ NO_EVIDENCE = CostEvidence()
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One optimizer step as it was: all of it in seconds, those of training, those in which
-    training waited, and those that trajectories were in play, summed over them.
+    """One measured optimizer step.
 
-    ``concurrency`` is how many trajectories were in play, averaged over those seconds: trajectories
-    come in bursts, and each is slowed down by those that it meets. ``held_s`` are those in which
-    training waited with a full batch ready, for the staleness rule.
+    ``step_s`` is all of it, ``train_s`` training, ``waited_s`` the time that training waited, and
+    ``in_play_s`` the time that trajectories were in play, summed over them. ``concurrency`` is how
+    many trajectories were in play, averaged over those seconds: trajectories come in bursts, and
+    each is slowed down by those that it meets. ``held_s`` is the time that training waited with a
+    full batch ready, for the staleness rule.
     """
 
     step_s: Seconds
@@ -76,7 +77,7 @@ class Observation:
 
 
 class InPlay:
-    """How many trajectories are in play, integrated over time."""
+    """The number of trajectories in play, integrated over time."""
 
     def __init__(self) -> None:
         self._playing = 0

@@ -19,17 +19,19 @@ T = TypeVar("T")
 
 
 class Taker(Protocol):
-    """Whoever takes events."""
+    """A part that takes the events of one union."""
 
     events: ClassVar[Any]
     """The union of the events that it takes."""
 
     def handle(self, event: Any, *, now: Seconds) -> Iterable[Result]:
-        """What comes of one of its events."""
+        """Return the actions and notices that follow from one of its events."""
 
 
 class Part(Taker, Protocol):
-    """What decides about one thing: the servers, the trainer, the trajectories."""
+    """A part of the machine, which decides about one thing: the servers, the trainer, the
+    trajectories.
+    """
 
     actions: ClassVar[Any]
     """The union of the actions that it asks for."""
@@ -44,10 +46,11 @@ def kinds_of(union: Any) -> tuple[type, ...]:
 
 
 def takers(owners: Iterable[tuple[Any, T]], every: Any) -> dict[type, tuple[T, ...]]:
-    """For each class of the union ``every`` whoever has it in their own union, in this order.
+    """Return, for each class of the union ``every``, the owners whose own union has it, in this
+    order.
 
     Raises:
-        TypeError: a class has nobody, or somebody has a class that is not in the union.
+        TypeError: a class has no owner, or an owner has a class that is not in the union.
     """
     found: dict[type, tuple[T, ...]] = dict.fromkeys(kinds_of(every), ())
     for union, owner in owners:

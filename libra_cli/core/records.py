@@ -24,7 +24,7 @@ RENAMED: Final[Mapping[str, str]] = {
 }
 """Column, in whichever table it is -> its name in databases of libra 0.1.0."""
 NO_COLUMN: Final[Mapping[str, bool]] = {"column": False}
-"""Of a field that is kept elsewhere."""
+"""Metadata of a field that is kept elsewhere than in a column."""
 
 
 def to_metrics_json(metrics: Mapping[str, float | None]) -> str:
@@ -38,7 +38,7 @@ def to_metrics_json(metrics: Mapping[str, float | None]) -> str:
 
 
 def from_metrics_json(text: str) -> dict[str, float | None]:
-    """The metrics in a column ``metrics_json``."""
+    """Return the metrics of a column ``metrics_json``, by name."""
     metrics: dict[str, float | None] = loads(text)
     return metrics
 
@@ -59,7 +59,7 @@ class RunRecord:
     step: int
     version: int
     waiting: str
-    """A sentence: who waits on whom."""
+    """A sentence on what waits for what."""
     error: str
     controller_pid: int
     controller_started: float
@@ -92,7 +92,7 @@ class ProcessRecord:
     """``agent``, ``model``, ``trainer-<rank>``, ``server-<index of slot>``, ``gradient-<index>``"""
     pid: int
     state: str
-    """``running | exited``"""
+    """Either ``running`` or ``exited``."""
     since: float
     exit_code: int | None
     log: str
@@ -101,7 +101,7 @@ class ProcessRecord:
 
 @dataclass(frozen=True, slots=True)
 class SlotRecord:
-    """One slot as it is now; ``SlotStateRecord`` keeps what it was before."""
+    """One slot as it is now; ``SlotStateRecord`` keeps its earlier states."""
 
     TABLE: ClassVar[str] = "slots"
     KEY: ClassVar[tuple[str, ...]] = ("slot",)
@@ -111,14 +111,14 @@ class SlotRecord:
     pool: str
     role: str
     state: str
-    """A state of ``core.cluster.replica``."""
+    """A ``ReplicaState`` of ``core.cluster.replica``."""
     since: float
     incarnation: int
     bucket: str
     version: int | None
     verified: bool
     running: int
-    """Requests of ours now inside the server."""
+    """Requests of this run inside the server now."""
     waiting: int
     """Trajectories that the scheduler holds back for this bucket."""
     busy_s: float
@@ -130,7 +130,7 @@ class SlotRecord:
 
 @dataclass(frozen=True, slots=True)
 class SlotStateRecord:
-    """From ``since`` until the next row of its slot, the slot was this.
+    """The state of a slot from ``since`` until the next row of the slot.
 
     ``runtime.store.journal`` writes one whenever a ``SlotRecord`` differs from the one before.
     """
@@ -160,14 +160,13 @@ class SampleRecord:
     occupancy: float
     """Mean share of its seats that were taken since the reading before, by our own count."""
     generated_tokens: int
-    """The server's counter, since its start."""
+    """Tokens generated since the server started, by its own counter."""
     tokens_per_s: float
     metrics_json: str = "{}"
     """Name -> number or null: all else that the rollout backend names."""
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """``metrics_json``, read."""
         return from_metrics_json(self.metrics_json)
 
 
@@ -185,7 +184,7 @@ class GroupRecord:
     started_version: int
     step: int | None
     reward: float | None
-    """Mean over its members, once ready."""
+    """Mean reward of the members; None until all have ended."""
     detail: str
     task: int | None = None
     """Which task of the stream it plays, where a curriculum has chosen it."""
@@ -220,7 +219,7 @@ class TrajectoryRecord:
     turns: int
     generated_tokens: int
     context_tokens: int
-    """Of all its branches."""
+    """Tokens of all its branches, prompts and tool returns included."""
     min_version: int | None
     max_version: int | None
     spans_json: str
@@ -233,23 +232,22 @@ class TrajectoryRecord:
     metrics_json: str = "{}"
     """Name -> number: what its environment has named."""
     tokens_at: int | None = None
-    """Where its tokens lie in ``tokens.bin``; None if it has not ended."""
+    """Offset of its tokens in ``tokens.bin``; None if it has not ended."""
     tokens: tuple[BranchTokens, ...] = field(
         default=(), repr=False, compare=False, kw_only=True, metadata=NO_COLUMN
     )
-    """Of each branch, that which it ended in last; on their way to the file."""
+    """The tokens of each branch on their way to the file, the branch it ended in last."""
     truncated: bool = False
     """Whether a limit of turns or tokens cut it (``core.sampling.overlong``)."""
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """``metrics_json``, read."""
         return from_metrics_json(self.metrics_json)
 
 
 @dataclass(frozen=True, slots=True)
 class CreditRecord:
-    """What a trajectory was weighed by in the loss of the step that trained it, and what for."""
+    """The advantages and log-ratios of a trajectory in the step that trained it."""
 
     TABLE: ClassVar[str] = "credits"
     KEY: ClassVar[tuple[str, ...]] = ("group_id", "member", "attempt")
@@ -264,12 +262,13 @@ class CreditRecord:
     """``[[branch, start, end, reward], ...]``: of each turn its place among these branches, its
     tokens and what it earned."""
     log_ratios_at: int | None = None
-    """Where the log-ratios of its tokens lie in ``tokens.bin``; None if there are none."""
+    """Offset of the log-ratios of its tokens in ``tokens.bin``; None if there are none."""
     log_ratios: tuple[bytes, ...] = field(
         default=(), repr=False, compare=False, kw_only=True, metadata=NO_COLUMN
     )
-    """Of each branch, as ``LogRatios.by_branch`` has them, empty where it has none; on their way to
-    the file."""
+    """The log-ratios of each branch on their way to the file, as ``LogRatios.by_branch`` has them;
+    empty for a branch without.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +314,7 @@ class StepRecord:
     generated_tokens: int
     context_tokens: int
     mean_length: float
-    """Generated tokens a trajectory."""
+    """Mean generated tokens of a trajectory."""
     p99_length: float
     staleness_mean: float
     staleness_max: int
@@ -339,7 +338,6 @@ class StepRecord:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """``metrics_json``, read."""
         return from_metrics_json(self.metrics_json)
 
     @property
@@ -361,7 +359,7 @@ class VersionRecord:
 
 @dataclass(frozen=True, slots=True)
 class SyncRecord:
-    """One server taking one version."""
+    """One server loading one version."""
 
     TABLE: ClassVar[str] = "syncs"
     KEY: ClassVar[tuple[str, ...]] = ("slot", "incarnation", "version", "trainer_incarnation")
@@ -371,14 +369,14 @@ class SyncRecord:
     trainer_incarnation: int
     published_at: float
     served_at: float
-    """When the server resumed with the version."""
+    """When the server served again, with the version."""
     verified_at: float
     pull_s: float
     load_s: float
     bytes: int
-    """Of the whole version."""
+    """Bytes of the whole version."""
     sent_bytes: int
-    """What travelled for it: 0 where it was on the server's host already."""
+    """Bytes sent to the host for it: 0 where the version was on the host already."""
     kind: str
     """``full | delta | local``; empty if the sync failed."""
     gap: float | None
@@ -388,7 +386,7 @@ class SyncRecord:
 
     @property
     def problem(self) -> str:
-        """What kept the server from serving the version, in words; empty if nothing did."""
+        """A sentence on why the server does not serve the version; empty if it does."""
         if self.verified:
             return ""
         what = "was not loaded" if self.gap is None else "does not verify"
@@ -409,14 +407,14 @@ class PlanRecord:
     """The slots of the trainer, in rank order."""
     reasons_json: str
     gradient_json: str = "[]"
-    """The slots of gradient workers."""
+    """The slots of gradient workers, as a list."""
     cause: str = "start"
     """``start | planner | order``"""
     predicted_before_s: float | None = None
     """Seconds a step would go on to take under the plan before, as predicted when it was chosen."""
     predicted_after_s: float | None = None
     cost_s: float | None = None
-    """What its moves were predicted to cost, in seconds of the whole job."""
+    """Predicted cost of its moves, in seconds of the whole job."""
     observed_before_s: float | None = None
     """Mean seconds of the last steps before it was chosen."""
     observed_after_s: float | None = None
@@ -431,7 +429,7 @@ class MoveRecord:
     KEY: ClassVar[tuple[str, ...]] = ("move",)
     move: int
     plan: int
-    """The plan that asked for it."""
+    """The number of the plan that asked for the move."""
     slot: str
     from_role: str
     to_role: str
@@ -447,41 +445,46 @@ class MoveRecord:
 
 @dataclass(frozen=True, slots=True)
 class DecisionRecord:
-    """One time that the planner was asked, and what it decided."""
+    """One call of the planner, and its decision."""
 
     TABLE: ClassVar[str] = "decisions"
     KEY: ClassVar[tuple[str, ...]] = ("at",)
     at: float
     step: int
     why: str
-    """What made the run ask."""
+    """The reason why the planner was called."""
     plan: int | None
     """The number of the plan that was adopted; None to stay."""
     why_not: str
     rollout_factor: float
-    """What the costs of rollout were multiplied by, to agree with what was measured."""
+    """Factor on the costs of rollout that makes them agree with measured steps; ``training_factor``
+    likewise.
+    """
     training_factor: float
     explanation_json: str = "{}"
-    """What was chosen and why, a ``core.explanation.Explanation``; empty where the planner could
-    not decide, or what it chose was not done."""
+    """The decision explained, a ``core.explanation.Explanation``; empty where the planner could not
+    decide, or its choice was not carried out.
+    """
     observed_s: float | None = None
     """Mean seconds of the first steps after it and after the last of its moves; None until they are
     done."""
     observed_steps: int = 0
-    """How many these are: fewer than planned where the next decision came first."""
+    """Steps of that mean: fewer than planned where the next decision came first."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRecord:
-    """One evaluation: what was played, and what it says of the policy."""
+    """One evaluation: the trajectories played, and the estimates from their rewards."""
 
     TABLE: ClassVar[str] = "evaluations"
     KEY: ClassVar[tuple[str, ...]] = ("evaluation",)
     evaluation: int
-    """Counted from 0."""
+    """The number of the evaluation in the run, from 0."""
     name: str
     step: int
-    """Of the weight version at which it began, with the next."""
+    """Step of the weight version at which it began; ``trainer_incarnation`` is of that version
+    too.
+    """
     trainer_incarnation: int
     state: str
     """``running | finished | cut``"""
@@ -503,7 +506,6 @@ class EvaluationRecord:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """``metrics_json``, read."""
         return from_metrics_json(self.metrics_json)
 
     @property
@@ -514,20 +516,20 @@ class EvaluationRecord:
 
 @dataclass(frozen=True, slots=True)
 class ExportRecord:
-    """One checkpoint as a Hugging Face directory."""
+    """One checkpoint exported as a Hugging Face directory."""
 
     TABLE: ClassVar[str] = "exports"
     KEY: ClassVar[tuple[str, ...]] = ("path", "node")
     step: int
     node: str
     path: str
-    """On the node."""
+    """The directory, on the node."""
     at: float
     bytes: int
     seconds: float
-    """What making it took."""
+    """Seconds that the export took."""
     score: float | None
-    """The checkpoint's, by which the best one is known."""
+    """The checkpoint's score, by which the best one is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,12 +539,12 @@ class NoteRecord:
     TABLE: ClassVar[str] = "notes"
     KEY: ClassVar[tuple[str, ...]] = ("kind", "subject")
     kind: str
-    """What it is about, such as ``checkpoint``."""
+    """The kind of thing that the note is about, such as ``checkpoint``."""
     subject: str
     """Which one; what is told of it again takes the place of what was told before."""
     at: float
     text: str
-    """What happened, what follows from it, and what can be done."""
+    """Sentences: what happened, what follows from it, and what can be done."""
     resolved_at: float | None = None
     """Since when it no longer matters; None while it does."""
 

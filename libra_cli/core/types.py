@@ -24,7 +24,7 @@ EVALUATION_GROUPS: GroupId = 1 << 52
 
 
 def is_evaluation(group: GroupId) -> bool:
-    """Whether it is a task of an evaluation, whose trajectories are never trained on."""
+    """Whether the group is a task of an evaluation, whose trajectories are never trained on."""
     return group >= EVALUATION_GROUPS
 
 
@@ -41,7 +41,7 @@ def parts_of(slot: SlotId) -> tuple[int, ...]:
 
 
 class Pool(StrEnum):
-    """What a slot may do."""
+    """The sides that a slot may be used for."""
 
     ROLLOUT = "rollout"
     TRAIN = "train"
@@ -49,7 +49,7 @@ class Pool(StrEnum):
 
 
 class Role(StrEnum):
-    """What a slot does now."""
+    """The side that a slot is used for now."""
 
     ROLLOUT = "rollout"
     TRAIN = "train"
@@ -59,7 +59,7 @@ class Role(StrEnum):
 
 
 class ToolOutcome(StrEnum):
-    """How a tool call ended."""
+    """The outcome of a tool call."""
 
     OK = "ok"
     ERROR = "error"
@@ -67,7 +67,7 @@ class ToolOutcome(StrEnum):
 
 
 INVALID = "invalid"
-"""In place of a tool's name: what the model wrote could not be read as a call of any."""
+"""The tool's name of a call that could not be read as one of any tool."""
 
 
 class TrajectoryId(NamedTuple):
@@ -97,7 +97,7 @@ class WeightVersion(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What a server reports with each token, and salts its prefix cache with: ``e1v7``."""
+        """The version's name in servers' replies and the salt of their prefix caches: ``e1v7``."""
         return f"e{self.trainer_incarnation}v{self.step}"
 
 
@@ -117,7 +117,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class ToolReturn:
-    """What one tool call gave back. ``size`` is the length of its payload in characters."""
+    """The return of one tool call. ``size`` is the length of its payload in characters."""
 
     tool: str
     outcome: ToolOutcome
@@ -141,7 +141,7 @@ class Slot:
 
     @property
     def is_joined(self) -> bool:
-        """Whether it has several of its node's parts."""
+        """Whether the slot joins several of its node's parts."""
         return len(self.parts) > 1
 
     @property
@@ -156,7 +156,8 @@ class Slot:
 
 @cache
 def devices_of(slot: Slot) -> frozenset[tuple[str, int | str]]:
-    """What no process of another slot may have: GPUs, without any parts of the node, else a name.
+    """Return the devices that only one process may have: GPUs, else parts of the node, else the
+    slot.
 
     Of two slots of one node both have GPUs or neither.
     """
@@ -194,7 +195,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a plan promises: seconds a step before and after it, and what its moves cost in all."""
+    """Predicted seconds of a step before and after a plan, and the cost of its moves in seconds."""
 
     before_s: Seconds
     after_s: Seconds
@@ -202,30 +203,30 @@ class Prediction:
 
 
 class TurnReward(NamedTuple):
-    """What a turn has earned, and where its tokens are: ``[start, end)`` of a branch."""
+    """The reward of a turn, and its tokens ``[start, end)`` in a branch."""
 
     branch: int
     start: Tokens
     end: Tokens
     reward: float = 0.0
     anchor: int = 0
-    """A digest of what the model was shown before it: the prompt, or what came back last."""
+    """A digest of what the model was shown before the turn: the prompt, or the last observation."""
 
 
 class Outcome(NamedTuple):
-    """How a trajectory ended, which is all that an advantage is estimated from."""
+    """The rewards and lengths of an ended trajectory, from which alone advantages are estimated."""
 
     reward: float
-    """Of the episode: the sum of those of its turns."""
+    """Reward of the episode: the sum of those of its turns."""
     generated: Tokens = 0
     turns: tuple[TurnReward, ...] = ()
 
 
 class BranchPoint(NamedTuple):
-    """Where a trajectory's context goes on: after the first ``kept`` tokens of a branch.
+    """The point where a trajectory's context goes on: after the first ``kept`` tokens of a branch.
 
-    Where that is all of the branch it goes on itself; else a new one begins with them. Branches
-    are numbered from 0 in the order in which they begin.
+    If ``kept`` is all of the branch, that goes on itself; else a new branch begins with these
+    tokens. Branches are numbered from 0 in the order in which they begin.
     """
 
     branch: int
@@ -236,7 +237,7 @@ class ChosenExperts(NamedTuple):
     """The experts that a server's routers chose for neighbouring tokens of a context."""
 
     start: Tokens
-    """Where in the context the first of them is."""
+    """Index in the context of the first of these tokens."""
     layers: int
     """Layers of the model, those without experts too: there all are 0."""
     chosen: int
@@ -247,7 +248,7 @@ class ChosenExperts(NamedTuple):
 
     @property
     def end(self) -> Tokens:
-        """Where in the context the token after the last is."""
+        """Index in the context of the token after the last."""
         return self.start + len(self.ids) // (self.layers * self.chosen)
 
     def first(self, tokens: Tokens) -> ChosenExperts:
@@ -270,9 +271,10 @@ class Branch:
     ``token_ids``, ``logprobs`` and ``loss_mask`` have one entry a token; tokens that it does not
     train on (of prompts and tools, and those that it began with, which another branch trains on)
     have log-probability 0 and mask 0. ``spans`` cover exactly the others, in order.
-    ``single_version`` is the one that produced each of these, from a KV cache of its own, so that
-    log-probabilities can be compared with the trainer's; None when mixed. ``teacher`` has the
-    teacher's log-probabilities, where the mask is, once a trajectory that has one has ended.
+    ``single_version`` is the version that produced each of these, from a KV cache of its own, so
+    that log-probabilities can be compared with the trainer's; None when mixed. ``teacher`` has the
+    teacher's log-probabilities, where the mask is 1, once a trajectory of a run with a teacher has
+    ended.
     """
 
     token_ids: array[int] = field(default_factory=lambda: array("i"))
@@ -282,10 +284,10 @@ class Branch:
     single_version: WeightVersion | None = None
     teacher: array[float] = field(default_factory=lambda: array("f"))
     routes: ChosenExperts | None = None
-    """Of its first tokens, where training follows them."""
+    """The experts chosen for its first tokens, where training follows them; else None."""
 
     def behind(self, held: Version) -> Iterator[tuple[int, int, int]]:
-        """How many versions behind ``held`` tokens ``[start, end)`` are, as (behind, start, end).
+        """Return (versions behind ``held``, start, end) for the generated tokens ``[start, end)``.
 
         After a rollback a token may come from a version yet to be trained again: that is 0.
         """
@@ -297,19 +299,21 @@ class BranchTokens:
     """A branch of a trajectory that has ended, as it is kept; see ``Branch``."""
 
     number: int
-    """In the order in which branches began."""
+    """Index of the branch, in the order in which they began."""
     token_ids: array[int]
     loss_mask: array[int]
     """1 where the policy generated the token in this branch."""
     logprobs: array[float]
-    """As they were sampled, in nats, 0 where the mask is; empty where an older libra kept none."""
+    """Log-probabilities as sampled, in nats, 0 where the mask is; empty where an older libra kept
+    none.
+    """
     spans: tuple[VersionSpan, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LogRatios:
-    """For the tokens that a step trained: the log-probability that the trainer's model gave each
-    before its first update, less that of the rollout policy, in nats.
+    """Log-ratios of the tokens that a step trained: the log-probability that the trainer's model
+    gave each before its first update, less that of the rollout policy, in nats.
     """
 
     branches: array[int]
@@ -319,7 +323,9 @@ class LogRatios:
     left out of the loss."""
 
     def by_branch(self) -> dict[tuple[int, int, int], bytes]:
-        """By group, member and number, the float16 values of a branch, little-endian."""
+        """Return the float16 values of each branch, little-endian, by group, member and branch
+        number.
+        """
         found, start, of = {}, 0, self.branches
         for at in range(0, len(of), 4):
             end = start + of[at + 3]
@@ -343,23 +349,23 @@ class Trajectory(Branch):
     generated: Tokens = 0
     """Tokens the policy produced, in all branches."""
     tools: int = 0
-    """Tool calls that have come back."""
+    """Tool calls that have returned."""
     unreadable: int = 0
-    """Those of them that could not be read as a call of a tool that there is."""
+    """Tool calls that could not be read as a call of a tool there is."""
     reward: float | None = None
     started_at: Seconds = 0.0
     environment: str = ""
     """The name of its environment, in a run that has several."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The numbers that its environment has named."""
+    """Metrics that its environment reported, by name."""
     truncated: bool = False
     """Whether a limit cut its last turn, or ended it (``core.sampling.overlong``)."""
     number: int = 0
-    """Of the branch that goes on."""
+    """The number of the branch that goes on."""
     others: dict[int, Branch] = field(default_factory=dict)
     """The other branches, by number."""
     turn_rewards: list[TurnReward] = field(default_factory=list)
-    """Of each turn that its environment has looked at, in order."""
+    """The reward of each turn that its environment has answered, in order."""
 
     def add_span(self, span: VersionSpan) -> None:
         self.spans.append(span)
@@ -368,12 +374,12 @@ class Trajectory(Branch):
 
     @property
     def outcome(self) -> Outcome:
-        """How it ended; without a reward it counts as 0."""
+        """The outcome so far; a trajectory without a reward counts as 0."""
         return Outcome(self.reward or 0.0, self.generated, tuple(self.turn_rewards))
 
     @property
     def branches(self) -> list[Branch]:
-        """All sequences of the trajectory, in order."""
+        """All branches of the trajectory, by number."""
         numbered = {**self.others, self.number: self}
         return [numbered[number] for number in sorted(numbered)] if self.others else [self]
 

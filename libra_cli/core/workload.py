@@ -22,7 +22,7 @@ three profiles, bounds 0 to 4, hold, cut and token), of 0.3, 0.4, 0.5 and 0.7.""
 
 @dataclass(frozen=True, slots=True)
 class TrajectorySample:
-    """One finished trajectory: its tokens by who wrote them, its turns, its time in tools."""
+    """One finished trajectory: its tokens by who wrote them, its turns, its seconds in tools."""
 
     prompt: Tokens
     generated: Tokens
@@ -36,7 +36,7 @@ class TrajectorySample:
 
     @property
     def context(self) -> Tokens:
-        """Tokens of its context at its end."""
+        """Tokens of the trajectory at its end."""
         return self.prompt + self.generated + self.observed
 
     @property
@@ -99,11 +99,11 @@ class TrajectoryLimits:
 
 @dataclass(frozen=True, slots=True)
 class BatchOverhead:
-    """What is played and trained beside a batch: generated tokens for each one that it trains.
+    """Work beside a batch: generated tokens for each one that the batch trains.
 
-    ``filtered`` are of groups that dynamic sampling left out, whose places others took;
-    ``surplus`` of oversampled members that were stopped, which played beside the others;
-    ``replayed`` of groups that were trained again. Raises ValueError below 0.
+    ``filtered`` are of groups that dynamic sampling left out, whose places others took; ``surplus``
+    of oversampled members that were stopped, which played beside the others; ``replayed`` of groups
+    that were trained again. Raises ValueError below 0.
     """
 
     filtered: float = 0.0
@@ -116,17 +116,17 @@ class BatchOverhead:
 
     @property
     def played(self) -> float:
-        """What rollout plays of a batch, the batch being 1."""
+        """Tokens that rollout plays for a batch, the batch being 1."""
         return 1 + self.filtered + self.surplus
 
     @property
     def at_once(self) -> float:
-        """What is played at the same time, the batch being 1."""
+        """Tokens played at the same time, the batch being 1."""
         return 1 + self.surplus
 
     @property
     def trained(self) -> float:
-        """What a step trains of a batch, the batch being 1."""
+        """Tokens that a step trains, the batch being 1."""
         return 1 + self.replayed
 
 
@@ -153,9 +153,9 @@ class Workload:
     limits: TrajectoryLimits | None = None
     # Sums over the samples, made once: planning asks for them thousands of times.
     mean_generated: float = field(init=False, compare=False, repr=False)
-    """Generated tokens of a trajectory."""
+    """Mean generated tokens of a trajectory."""
     mean_context: float = field(init=False, compare=False, repr=False)
-    """Tokens of a trajectory at its end."""
+    """Mean tokens of a trajectory at its end."""
     longest: TrajectorySample = field(init=False, compare=False, repr=False)
     """The sample with the most tokens at its end."""
     longest_expected: float = field(init=False, compare=False, repr=False)

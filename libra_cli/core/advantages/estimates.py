@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from libra_cli.core.rollout.groups import Group
 
 Advantages: TypeAlias = Mapping[TrajectoryId, tuple[float, ...]]
-"""Of each trajectory: one, or one for each of its turns."""
+"""By trajectory: one advantage of the whole, or one of each of its turns."""
 
 
 def checked(groups: Sequence[Group], estimate: Estimate, name: str) -> Advantages:
-    """What the estimator ``name`` returned, by trajectory.
+    """Return the advantages of the estimator ``name`` by trajectory.
 
     Raises:
-        PluginError: it is not what ``core.advantages.protocol`` asks for.
+        PluginError: they are not what ``core.advantages.protocol`` asks for.
     """
     found = [list(members) for members in estimate]
     if [len(members) for members in found] != [len(group.members) for group in groups]:

@@ -43,11 +43,11 @@ class ComparedGroup:
 
     members: tuple[Outcome, ...]
     before: tuple[Outcome, ...] = ()
-    """Those that the group was closed with, if these are its late ones."""
+    """If ``members`` are late: the members that the group was closed with, else empty."""
 
     @property
     def compared(self) -> tuple[Outcome, ...]:
-        """Whom the members are compared with."""
+        """The outcomes whose rewards make the baseline: ``before``, or else ``members``."""
         return self.before or self.members
 
     @property
@@ -57,5 +57,5 @@ class ComparedGroup:
 
 
 Estimate: TypeAlias = Sequence[Sequence[tuple[float, ...]]]
-"""Of each group, of each of its members: its advantages."""
+"""The advantages of each member of each group, in the order given."""
 Estimator: TypeAlias = Callable[[Sequence[ComparedGroup], TrainingSpec], Estimate]

@@ -41,7 +41,7 @@ def pooled_std(samples: Sequence[Sequence[float]]) -> float:
 
 
 def divisors(groups: Sequence[ComparedGroup], scale: RewardScale) -> list[float]:
-    """What the advantages of each group are divided by, as TRL's ``scale_rewards`` has it.
+    """Return the divisor of each group's advantages by ``training.scale_rewards``, named as in TRL.
 
     The standard deviation is the whole group's, also for late members: that of the finished ones
     alone is often 0.

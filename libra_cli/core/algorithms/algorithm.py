@@ -21,7 +21,9 @@ Find: TypeAlias = Callable[[PluginGroup, str], Any]
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """How a run learns. The core asks it, and never for its name."""
+    """What a recipe's advantage and loss do in the controller. The core never asks for their
+    names.
+    """
 
     recipe: Recipe
     advantage: Advantage
@@ -52,10 +54,10 @@ class Algorithm:
 
 
 def algorithm_of(recipe: Recipe, find: Find) -> Algorithm:
-    """What a recipe's ``training`` names.
+    """Return the algorithm that the recipe's ``training`` names.
 
     Raises:
-        PluginError: there is no such estimator; by ``find``.
+        PluginError: ``find`` knows no such estimator or loss.
     """
     training = recipe.training
     found, path = find(ADVANTAGES, training.advantage), controller_of(training.loss)

@@ -20,28 +20,31 @@ from libra_cli.core.types import Branch, Trajectory
 
 Rules: TypeAlias = Callable[[Recipe], Iterator[Problem]]
 Turns: TypeAlias = tuple[tuple[int, int, float], ...]
-"""Of a branch: the number of each turn, its first token, its reward."""
+"""The turns of a branch: the number, the index of the first token and the reward of each."""
 
 
 def no_turns(trajectory: Trajectory, branch: int | None) -> Turns:
-    """Tell the trainer of no turns."""
+    """Return no turns, for the estimators whose advantages the controller computes."""
     return ()
 
 
 @dataclass(frozen=True, slots=True)
 class Advantage:
-    """What ``training.advantage`` names: an estimator, and what goes with it."""
+    """What ``training.advantage`` names: an estimator, its rules, and the turns it tells the
+    trainer.
+    """
 
     estimate: Estimator
     problems: Rules | None = None
     """The rules that a recipe with it has beside those of all."""
     turns_of: Callable[[Trajectory, int | None], Turns] = no_turns
-    """What the trainer is told of the turns of a branch; None: of the trajectory's own tokens."""
+    """Returns the turns that the trainer is sent of a branch; None is the trajectory's own branch.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What the controller does for what ``training.loss`` names."""
+    """The controller's part of the loss that ``training.loss`` names."""
 
     recipe: Recipe
 

@@ -95,7 +95,10 @@ class Distillation(Objective):
 def taught_advantages(
     tokens: Branch, runs: Sequence[tuple[int, float]], spec: TeacherSpec
 ) -> array[float]:
-    """One a token of a branch, 0 where the policy has not generated; ``runs`` are A by token."""
+    """Return the advantage of each token of a branch; 0 for tokens the policy has not generated.
+
+    ``runs`` are A of the module's formula, as (first token, value).
+    """
     if not tokens.spans:
         return array("f", bytes(4 * len(tokens.token_ids)))
     of_reward: NDArray[np.float32] = np.zeros(len(tokens.token_ids), dtype=np.float32)

@@ -17,7 +17,7 @@ from libra_cli.core.types import Trajectory
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield what a critic cannot go with."""
+    """Yield the settings that cannot be used with ``advantage: gae``."""
     if recipe.training.kl_in_reward:
         yield Problem(
             ("training.kl_in_reward", "training.advantage"),
@@ -52,9 +52,9 @@ def _estimate(groups: Sequence[ComparedGroup], training: TrainingSpec) -> Estima
 
 
 def turns_of(trajectory: Trajectory, branch: int | None) -> Turns:
-    """What a critic needs to know of a branch: (number of a turn, its first token, its reward).
+    """Return (number of a turn, its first token, its reward) for each turn of a branch.
 
-    Turns are numbered through all branches of the trajectory. None: its own tokens.
+    Turns are numbered through all branches of the trajectory. None: the trajectory's own branch.
     """
     own = trajectory.number if branch is None else branch
     return tuple(

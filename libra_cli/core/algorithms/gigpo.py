@@ -39,7 +39,7 @@ def gigpo(groups: Sequence[ComparedGroup], training: TrainingSpec) -> Estimate:
 
 
 def _divisor_of(training: TrainingSpec, batch: float) -> Callable[[Sequence[float]], float]:
-    """What the returns that are compared with one another are divided by."""
+    """Return the function that gives the divisor s for the returns of turns with one anchor."""
     match training.scale_rewards:
         case "none":
             return lambda values: 1.0
@@ -52,7 +52,7 @@ def _divisor_of(training: TrainingSpec, batch: float) -> Callable[[Sequence[floa
 def _steps(
     group: ComparedGroup, gamma: float, divide: Callable[[Sequence[float]], float]
 ) -> list[list[float]]:
-    """For each member the second part of each turn; 0 where no other was shown the same."""
+    """Return the second part of each turn of each member; 0 where no other turn has its anchor."""
     shown: dict[int, list[float]] = defaultdict(list)
     for one in group.compared:
         for anchor, value in _anchored(one, gamma):
@@ -67,6 +67,6 @@ def _steps(
 
 
 def _anchored(outcome: Outcome, gamma: float) -> Iterator[tuple[int, float]]:
-    """For each turn what it was shown, and its return; without turns 0 and the reward."""
+    """Yield the anchor and the return of each turn; without turns 0 and the reward."""
     anchors = [one.anchor for one in outcome.turns] or [0]
     return zip(anchors, returns_of(outcome, gamma), strict=True)

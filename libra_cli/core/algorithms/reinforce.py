@@ -17,7 +17,7 @@ from libra_cli.core.advantages.protocol import ComparedGroup, Estimate
 from libra_cli.core.advantages.scales import mean_of
 
 VARIANCE_FLOOR = 1e-8
-"""Added to the variance; verl's value."""
+"""Added to the variance before the root is taken, as in verl's ``masked_whiten``."""
 
 
 def reinforce_plus_plus(groups: Sequence[ComparedGroup], training: TrainingSpec) -> Estimate:

@@ -52,9 +52,10 @@ class ReplayBuffer:
             del self._held[group_id]
 
     def draw(self, step: int, held: Version, batch: Iterable[Group]) -> list[Group]:
-        """What the step, taken from version ``held``, trains again beside the groups of its batch.
+        """Return the groups to train again in ``step``, from version ``held``, beside those of
+        ``batch``.
 
-        Fewer than the recipe wants where fewer are held.
+        These are fewer than the recipe's ``groups`` where fewer are held.
         """
         taken = {group.id for group in batch}
         ranked = sorted(self._candidates(held, taken), key=self._priority, reverse=True)
@@ -133,7 +134,7 @@ def replay_metrics(groups: Sequence[Group], held: Version) -> dict[str, float | 
 
 
 def _spread(group: Group) -> float:
-    """Mean |reward - mean| over its members."""
+    """Return the mean of |reward - mean reward| over the members of a group."""
     middle = fmean(group.ended)
     return fmean(abs(reward - middle) for reward in group.ended)
 

@@ -33,8 +33,9 @@ def algorithm_problems(recipe: Recipe, find: Find) -> Iterator[Problem]:
 
 
 def _need_problems(training: TrainingSpec, given: Needs, group_size: int) -> Iterator[Problem]:
-    """What is missing beside an algorithm, and what it has no use for; ``given`` are the
-    needs that sections of the recipe are for."""
+    """Yield what an algorithm lacks, and what it has no use for; ``given`` are the needs that
+    sections of the recipe are for.
+    """
     yield from _demonstration_problems(training, given=given.offline)
     yield from _batch_problems(training)
     yield from _turn_problems(training)
@@ -99,7 +100,7 @@ def _turn_problems(training: TrainingSpec) -> Iterator[Problem]:
 
 
 def _kl_problems(training: TrainingSpec) -> Iterator[Problem]:
-    """A KL term without a weight."""
+    """Yield a KL term that has no weight."""
     if training.kl_in_reward and not training.kl_coef:
         yield Problem(
             ("training.kl_in_reward", "training.kl_coef"),

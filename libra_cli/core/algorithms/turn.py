@@ -64,13 +64,15 @@ def all_returns(groups: Sequence[ComparedGroup], gamma: float) -> list[float]:
 
 
 def _by_turn(outcomes: Sequence[Outcome], gamma: float) -> list[list[float]]:
-    """For each turn the returns of those who have one."""
+    """Return for each turn the returns of the members that have such a turn."""
     columns = zip_longest(*(returns_of(one, gamma) for one in outcomes))
     return [[value for value in column if value is not None] for column in columns]
 
 
 def _baselines(group: ComparedGroup, gamma: float) -> list[float]:
-    """For each turn the mean that it is compared with, as far as there are such; then the last."""
+    """Return the baseline b_t of each turn; where too few members have a turn, that of the turn
+    before.
+    """
     enough = 1 if group.before else 2
     found: list[float] = []
     for values in _by_turn(group.compared, gamma):

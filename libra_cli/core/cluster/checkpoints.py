@@ -14,7 +14,7 @@ that is full then is full for longer than a run may take to end. Chosen."""
 
 
 class Checkpoints:
-    """What is known of them; ``path`` and ``step`` are the last one's, -1 where there is none."""
+    """The checkpoints of a run; ``path`` and ``step`` are of the last one, -1 for no step."""
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -37,31 +37,31 @@ class Checkpoints:
 
     @property
     def writing(self) -> bool:
-        """Whether one was asked for that is not there yet."""
+        """Whether a checkpoint was asked for that is not written yet."""
         return self._asked > self.step
 
     @property
     def newest(self) -> int:
-        """The step of the newest that is there or asked for; 0 where there is none."""
+        """The step of the newest checkpoint, written or asked for; 0 where there is none."""
         return max(self.step, self._asked, 0)
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether this step, of a run that ends with ``last``, is to be saved.
 
-        One that could not be written is made up for with the next step.
+        After a checkpoint that could not be written, every step is due until one was written.
         """
         return step % self._every == 0 or step >= last or self.failures > 0
 
     def asked(self, step: int) -> None:
-        """One of this step is to be written."""
+        """Note that the trainer was asked to write the checkpoint of ``step``."""
         self._asked = step
 
     def forget_asked(self) -> None:
-        """The trainer that was asked is gone."""
+        """Drop the checkpoint being written: the trainer that was asked for it is gone."""
         self._asked = self.step
 
     def failed(self, step: int, reason: str) -> bool:
-        """One of this step could not be written; False if it was not the newest asked for."""
+        """Note that the checkpoint of ``step`` failed; False if it was not the newest asked for."""
         if step != self._asked or not self.writing:
             return False
         self.failures = self.failures + 1 if step == self.failed_step else 1
@@ -75,7 +75,7 @@ class Checkpoints:
 
     @property
     def unsaved(self) -> str:
-        """What could not be saved, and what that means."""
+        """A sentence on the checkpoint that could not be written, and on the newest there is."""
         newest = f"is that of step {self.step}" if self.path else "does not exist"
         return (
             f"the checkpoint of step {self.failed_step} could not be written: "
@@ -83,7 +83,7 @@ class Checkpoints:
         )
 
     def remember(self, path: str, step: int) -> None:
-        """One of this step exists; it is the last."""
+        """Note the checkpoint of ``step`` at ``path`` as the last one."""
         self.path, self.step, self.failures = path, step, 0
 
     def learn_reward(self, step: int, reward: float) -> None:
@@ -113,10 +113,10 @@ class Checkpoints:
             self.evaluated = {**(self.evaluated or {}), step: score}
 
     def told(self, step: int) -> dict[str, Any]:
-        """What a checkpoint of the step says of scores: its own, and all that are known.
+        """Return what the checkpoint of ``step`` records of scores.
 
-        Evaluations end after the checkpoints that they are of, so all of their scores are told, and
-        which steps go on being evaluated.
+        An evaluation ends after the checkpoint of its weights was written, so each checkpoint
+        records the scores of all earlier ones, and the steps whose evaluation goes on.
         """
         told = {"score": self.score(step), "evaluating": sorted(self.evaluating)}
         if self.evaluated is None:

@@ -146,8 +146,9 @@ class GradientWorkers(ReplicaSet):
     def shares(
         self, samples: Sequence[TrainSample], trainer_gpus: int
     ) -> tuple[BatchPartition, ...]:
-        """What each worker that is ready computes of a step; the trainer, on so many GPUs, does the
-        rest."""
+        """Return the share of a step for each worker that is ready; the trainer computes the rest,
+        on ``trainer_gpus`` GPUs.
+        """
         self._speeds.resized(trainer_gpus)
         ready = [replica for replica in self.replicas.values() if self._is_ready(replica)]
         if not self._shares_steps:
@@ -177,7 +178,9 @@ class GradientWorkers(ReplicaSet):
         return replica.state is ReplicaState.TRAINING and replica.reachable and holds
 
     def step_over(self, step: StepOver, *, now: Seconds) -> list[Result]:
-        """Learn from its shares, let leavers go."""
+        """Learn speeds from the shares of a step that ended, take out the workers that are leaving,
+        and sync the others.
+        """
         results: list[Result] = []
         self._speeds.trainer(step.tokens, step.seconds)
         self._sharing.clear()
@@ -220,7 +223,7 @@ class GradientWorkers(ReplicaSet):
         return self.take_out(replica, why, now=now)
 
     def check(self) -> None:
-        """Invariants that hold between any two events."""
+        """Raise AssertionError if a worker with a share of the step neither trains nor drains."""
         super().check()
         for slot in self._sharing:
             states = (ReplicaState.TRAINING, ReplicaState.DRAINING)

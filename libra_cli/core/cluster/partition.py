@@ -46,7 +46,7 @@ class Speeds:
         self._late: dict[SlotId, Seconds] = {}
 
     def trainer(self, tokens: float, seconds: Seconds) -> None:
-        """The trainer group computed its own part."""
+        """Learn the trainer group's speed from the tokens it computed itself, in ``seconds``."""
         if tokens > 0 and seconds > 0:
             self._trainer = _blend(self._trainer, tokens / seconds)
 
@@ -58,7 +58,7 @@ class Speeds:
         self._trainer_gpus = gpus
 
     def worker(self, slot: SlotId, tokens: Tokens, seconds: Seconds) -> None:
-        """A worker computed a share."""
+        """Learn a worker's speed from the tokens of a share, computed in ``seconds``."""
         if tokens > 0 and seconds > 0:
             self._workers[slot] = _blend(self._workers.get(slot), tokens / seconds)
 
@@ -84,7 +84,7 @@ class Speeds:
         return self._late.get(slot, 0.0) + self.transfer_s(slot)
 
     def would_fetch(self, slot: SlotId, transfer_s: Seconds) -> None:
-        """By what else has gone over its network, that would take so long; the least counts."""
+        """Lower the guess of how long fetching a worker's gradients takes to ``transfer_s``."""
         self._guessed[slot] = min(transfer_s, self._guessed.get(slot, transfer_s))
 
     def transfer_s(self, slot: SlotId) -> Seconds:
@@ -134,7 +134,7 @@ def deal_shares(
 def _units(
     tokens_of: Mapping[TrajectoryId, Tokens], whole_groups: bool
 ) -> list[list[TrajectoryId]]:
-    """What is dealt together, longest first: a trajectory, or all of a group."""
+    """Return what is dealt as one, longest first: single trajectories, or whole groups."""
     units: dict[tuple[int, ...], list[TrajectoryId]] = {}
     for one in tokens_of:
         units.setdefault((one.group,) if whole_groups else tuple(one), []).append(one)

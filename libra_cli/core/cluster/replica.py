@@ -23,7 +23,7 @@ from libra_cli.core.types import Bucket, GroupId, Role, Seconds, Slot, WeightVer
 
 
 class ReplicaState(StrEnum):
-    """Where a replica is in its life."""
+    """The states of a replica's process; ``TRANSITIONS`` has the changes allowed."""
 
     IDLE = "idle"
     STARTING = "starting"
@@ -176,12 +176,11 @@ class Replica:
 
     @property
     def serving(self) -> bool:
-        """Whether requests may be inside it."""
+        """Whether requests may be running on the server."""
         return self.role is Role.ROLLOUT and self.state in (S.SERVING, S.DRAINING)
 
     @property
     def up(self) -> bool:
-        """Whether a process may hold its GPUs."""
         return self.state not in (S.IDLE, S.FAILED)
 
     @property
@@ -195,7 +194,7 @@ class Replica:
         return self.state is S.SERVING and self.reachable and not self.suspect
 
     def check(self) -> None:
-        """Invariants that hold between any two events."""
+        """Raise AssertionError if requests are counted wrongly, or an unverified server serves."""
         assert self.running >= 0, f"{self.slot.id} counts {self.running} requests"
         assert self.state is not S.SERVING or self.verified is not None, self.slot.id
         assert self.running == 0 or self.state in (S.SERVING, S.DRAINING), self.slot.id

@@ -58,13 +58,16 @@ from libra_cli.core.records import NoteRecord
 from libra_cli.core.types import Role, Seconds, Slot, SlotId
 
 GONE_S: Seconds = 3600.0
-"""How long a run that has nothing else waits for a node that was given up. Chosen: a host that is
-repaired or rebooted by hand is back by then."""
+"""Seconds that a run with nothing else to do waits for a node that was given up. Chosen: a host
+that is repaired or rebooted by hand is back by then.
+"""
 TIMER = "again "
 
 
 class ReplicaSet(ABC):
-    """The replicas of one role, at most one a slot. Methods return what they call for."""
+    """The replicas of one role, at most one a slot. Methods return the actions and notices that
+    follow.
+    """
 
     events: ClassVar[Any]
     actions: ClassVar[Any]
@@ -83,7 +86,7 @@ class ReplicaSet(ABC):
 
     @abstractmethod
     def _take_in(self, event: Any, now: Seconds) -> list[Result]:
-        """What comes of an event of one of its processes."""
+        """Return what follows from an event of one of the set's processes."""
 
     @abstractmethod
     def _start_action(self, replica: Replica) -> Action: ...
@@ -96,14 +99,14 @@ class ReplicaSet(ABC):
 
     @abstractmethod
     def _process_of(self, slot: SlotId) -> str:
-        """The name of its process on the node."""
+        """Return the name of the replica's process on its node."""
 
     @abstractmethod
     def _taken_out(self, slot: SlotId, *, died: bool) -> list[Result]:
         """Forget what was known of the process there."""
 
     def handle(self, event: Any, *, now: Seconds) -> list[Result]:
-        """What comes of an event of a process, or of a node that one may be on."""
+        """Return what follows from an event of a process, or of a node."""
         if isinstance(event, NodeEvent):
             return self._of_node(event, now)
         return self._take_in(event, now)
@@ -134,7 +137,7 @@ class ReplicaSet(ABC):
 
     @property
     def stopped(self) -> bool:
-        """Whether no process can be left."""
+        """Whether every process of the set is verified gone."""
         return not any(replica.up for replica in self.replicas.values())
 
     # -- coming and going -----------------------------------------------------------------------
@@ -152,7 +155,6 @@ class ReplicaSet(ABC):
         return replica
 
     def start(self, replica: Replica, *, now: Seconds) -> list[Result]:
-        """Start a process on the slot."""
         replica.move(ReplicaState.STARTING, now=now)
         replica.role = self.role
         return [self._start_action(replica), ReplicaChanged(replica)]
@@ -182,15 +184,16 @@ class ReplicaSet(ABC):
         return [stop, ReplicaChanged(replica), *self._taken_out(replica.slot.id, died=died)]
 
     def gone(self, event: ServerStopped | WorkerStopped) -> list[Result]:
-        """Verified gone."""
+        """Return ProcessGone for a process that was being stopped and is verified gone."""
         replica = self.current(event.slot, event.incarnation)
         if replica is None or replica.state is not ReplicaState.STOPPING:
             return []
         return [ProcessGone(replica)]
 
     def after_end(self, replica: Replica, *, again: bool, now: Seconds) -> list[Result]:
-        """What becomes of a replica whose process is gone: started again, if it is to be and
-        deserves it.
+        """Start the process of a replica that ended again, at once or after a rest, or give it up.
+
+        With ``again`` False, or while its node does not answer, it is only left idle.
         """
         why = replica.detail
         replica.move(ReplicaState.IDLE, now=now, why=why)
@@ -222,7 +225,9 @@ class ReplicaSet(ABC):
     def rested(
         self, timer: str, restarts: Callable[[Replica], bool], *, now: Seconds
     ) -> list[Result]:
-        """One that died has waited long enough, or one that was given up may be tried again."""
+        """Act on a timer: a replica's rest is over, or a replica that was given up is tried
+        again.
+        """
         role, slot, incarnation = timer.removeprefix(TIMER).split(" ")
         replica = self.current(slot, int(incarnation)) if role == self.role else None
         if replica is None:
@@ -236,7 +241,6 @@ class ReplicaSet(ABC):
         return [*results, ReplicaChanged(replica)]
 
     def stop(self, why: str, *, now: Seconds) -> list[Result]:
-        """Take every replica out."""
         every = self.replicas.values()
         return [result for replica in every for result in self.take_out(replica, why, now=now)]
 
@@ -333,6 +337,5 @@ class ReplicaSet(ABC):
         return [ReplicaChanged(replica) for replica in touched]
 
     def check(self) -> None:
-        """Invariants that hold between any two events."""
         for replica in self.replicas.values():
             replica.check()

@@ -17,14 +17,15 @@ from __future__ import annotations
 from libra_cli.core.types import Seconds
 
 WINDOW_S: Seconds = 600.0
-"""Of work, after which a death counts no more."""
+"""Seconds of useful work after which a death no longer counts."""
 MAX_RESTARTS = 5
 """Deaths that may count together before a process is given up."""
 FIRST_WAIT_S: Seconds = 10.0
 MOST_WAIT_S: Seconds = 300.0
 LATER_S: Seconds = 1800.0
-"""After which something given up is tried once more. Chosen: a neighbour's job on the GPUs, or a
-full disk, may have gone by then, and six starts in three hours disturb nobody."""
+"""Seconds after which something given up is tried once more. Chosen: a neighbour's job on the GPUs,
+or a full disk, may have gone by then, and six starts in three hours disturb nobody.
+"""
 
 
 class RestartBudget:
@@ -41,7 +42,7 @@ class RestartBudget:
         self._works_since = now
 
     def worked(self, *, now: Seconds) -> None:
-        """Its time since ``works``, or since this was last said, was of use."""
+        """Count the time since ``works``, or since the last call of this, as useful work."""
         self._worked_s += max(0.0, now - self._works_since)
         self._works_since = now
 
@@ -58,5 +59,5 @@ class RestartBudget:
         return min(MOST_WAIT_S, FIRST_WAIT_S * 2.0 ** (counted - 1)) if counted else 0.0
 
     def refill(self) -> None:
-        """What happened before counts no more."""
+        """Forget every death so far."""
         self._deaths.clear()

@@ -68,7 +68,7 @@ class _Counters(NamedTuple):
 
 
 class RolloutServers(ReplicaSet):
-    """Every slot that serves, in plan order."""
+    """The replicas of all slots that serve or may serve, in plan order, and their queues."""
 
     events: ClassVar[Any] = ServerEvent | NodeEvent
     actions: ClassVar[Any] = ServerAction
@@ -242,11 +242,13 @@ class RolloutServers(ReplicaSet):
     # -- requests -------------------------------------------------------------------------------
 
     def request_sent(self, slot: SlotId, *, now: Seconds) -> None:
-        """One more request is inside."""
+        """Count one more running request."""
         self.replicas[slot].count(+1, now=now)
 
     def request_ended(self, slot: SlotId, *, answered: bool, now: Seconds) -> None:
-        """One less is; ``answered``: the server works."""
+        """Count one running request less; with ``answered`` the server works, and its failures are
+        forgotten.
+        """
         replica = self.replicas[slot]
         replica.count(-1, now=now)
         if answered:
@@ -256,7 +258,7 @@ class RolloutServers(ReplicaSet):
     def request_broke(
         self, slot: SlotId, reason: str, group: GroupId, *, now: Seconds
     ) -> list[Result]:
-        """A request broke off on this server."""
+        """Suspect the server on which a request of ``group`` broke off, and have it checked."""
         replica = self.replicas[slot]
         replica.broken.add(group)
         return self._doubt(replica, reason, now)
@@ -309,7 +311,9 @@ class RolloutServers(ReplicaSet):
         return [Save(sample), ReplicaChanged(replica)]
 
     def _learn(self, slot: SlotId, before: _Counters, this: _Counters) -> None:
-        """What a token took there since the reading before, at the load there was."""
+        """Learn the shape's prices from the tokens and seconds between two readings, at the mean
+        load.
+        """
         queue = self._queues.get(slot)
         tokens, busy_s = this.tokens - before.tokens, this.busy_s - before.busy_s
         if queue is None or not queue.running or tokens <= 0 or busy_s <= 0:
@@ -323,7 +327,6 @@ class RolloutServers(ReplicaSet):
         queue.reprice(self._costs.of(queue.bucket))
 
     def check(self) -> None:
-        """Invariants that hold between any two events."""
         super().check()
         for slot, replica in self.replicas.items():
             queue = self._queues.get(slot)

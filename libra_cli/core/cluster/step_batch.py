@@ -71,7 +71,9 @@ class StepBatch:
         return not self._apart and self._ledger.batch_is_full
 
     def claim(self, step: int, *, now: Seconds) -> tuple[list[Result], list[Group], bool]:
-        """What comes of it, the groups to send now, and whether the step is whole with them."""
+        """Return what follows, the groups to send now, and whether the step is complete with
+        them.
+        """
         if self._apart:
             return [], *self._next_alone()
         closed: list[Result] = [GroupClosed(group) for group in self._ledger.close(step)]
@@ -123,12 +125,12 @@ class StepBatch:
         return [Save(NoteRecord("sampling", "", now, text))]
 
     def send(self, groups: list[Group]) -> None:
-        """These are in the trainer."""
+        """Note that these groups are being sent to the trainer."""
         self.groups = [*self.groups, *groups] if self.parts else groups
         self._sent = groups
 
     def send_part(self) -> int:
-        """What is sent is a part; returns its number."""
+        """Count one more part of a streamed batch, and return its number, from 1."""
         self.parts += 1
         self._awaited = self.parts
         return self.parts
@@ -141,7 +143,9 @@ class StepBatch:
         return True
 
     def draw_again(self, step: int, trained: int) -> list[Group]:
-        """What the step trains again; nothing while the trainer is watched dying of a group."""
+        """Draw the replayed groups of a step; none while groups are sent one by one to find a fatal
+        one.
+        """
         if self._replay is None or self._fatal_groups:
             self.replayed = []
         else:
@@ -191,10 +195,10 @@ class StepBatch:
     # -- how it is weighed ----------------------------------------------------------------------
 
     def samples_of(self, groups: list[Group], held: WeightVersion) -> tuple[TrainSample, ...]:
-        """What the trainer, which holds this version, is given of the groups: all, or where
-        truncated ones are masked the others.
+        """Return the samples of the groups for a trainer that holds this version; without truncated
+        trajectories where the recipe masks them.
 
-        A message in which all are truncated has them without an advantage.
+        Where all are truncated, all are returned, without an advantage.
         """
         samples = self.samples(groups, held)
         if not self._masks:
@@ -233,9 +237,9 @@ class StepBatch:
                     self._advantages[member.id] = values
 
     def credits(self, event: StepDone) -> Iterator[CreditRecord]:
-        """What each trajectory of the batch was weighed by, and what the trainer said of it.
+        """Yield the record of each trajectory of the batch: its advantages and its log-ratios.
 
-        Not of what was trained again: its rows are of the step that trained it first.
+        Replayed groups have none: their records are of the step that trained them first.
         """
         log_ratios = event.log_ratios.by_branch() if event.log_ratios else {}
         for group in self.groups:
@@ -253,7 +257,9 @@ class StepBatch:
         return replace(row, replayed_json=dumps([group.id for group in self.replayed]))
 
     def metrics(self, samples: Sequence[TrainSample], trained: int) -> dict[str, Any]:
-        """What there is to say of the weights of these samples, after ``trained`` steps."""
+        """Return the metrics of advantages, sampling, replay and the loss, after ``trained``
+        steps.
+        """
         metrics = dict(advantage_metrics(self.groups, self._advantages))
         members = (member for group in self.groups for member in group.members)
         metrics |= self._ledger.take_sampling(sum(member.generated for member in members))

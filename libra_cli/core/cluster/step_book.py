@@ -13,14 +13,15 @@ from libra_cli.core.rollout.groups import GroupLedger
 from libra_cli.core.types import Seconds, WeightVersion
 
 PATIENCE_S: Seconds = 1800.0
-"""How long a step or a checkpoint may take that the end of a run waits for: the time-out of the
-trainer's collectives, by which a rank that hangs ends the others (``torch.distributed``)."""
+"""Seconds that the end of a run waits for a step or a checkpoint under way: the time-out of the
+trainer's collectives, by which a rank that hangs ends the others (``torch.distributed``).
+"""
 KEPT = 8
 """Steps whose rows are kept: a checkpoint that is written later completes the row of its own."""
 
 
 class StepBook:
-    """What is known of the last steps."""
+    """The rows of the last steps, and the times from which the next row is computed."""
 
     def __init__(self, ledger: GroupLedger) -> None:
         self._ledger = ledger
@@ -40,7 +41,9 @@ class StepBook:
 
     @property
     def patience_s(self) -> Seconds:
-        """How long what the trainer does is to be waited for: twice the slowest so far, or more."""
+        """Seconds to wait for what the trainer does: twice the slowest step or checkpoint so far,
+        and at least ``PATIENCE_S``.
+        """
         return max(PATIENCE_S, 2 * self._slowest_s)
 
     def idle(self, *, now: Seconds) -> None:
@@ -49,19 +52,17 @@ class StepBook:
         self._full_since = inf
 
     def full(self, *, now: Seconds) -> None:
-        """A whole batch waits for the trainer."""
+        """Note that a whole batch waits for the trainer from now on."""
         self._full_since = min(self._full_since, now)
 
     def began(self, *, now: Seconds) -> None:
-        """A step has begun."""
         self._began_at = now
 
     def save_asked(self, *, now: Seconds) -> None:
-        """A checkpoint is to be written."""
         self._save_asked_at = now
 
     def saved(self, *, now: Seconds) -> None:
-        """A checkpoint is written."""
+        """Note that the checkpoint asked for is written, and count how long that took."""
         self._slowest_s = max(self._slowest_s, now - self._save_asked_at)
 
     def done(

@@ -18,7 +18,7 @@ from libra_cli.core.types import Seconds, TrajectoryId
 _WITH_A_PLACE = frozenset(
     {"logprob_gap", "logprob_gap_tokens", "generated_tokens", "trainer_s", "own_tokens", "own_s"}
 )
-"""What the trainer says of a step that is a column, or that is for the workers' speeds only."""
+"""Metrics of the trainer that have a column of their own, or serve only to learn speeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class StepPeriod:
     began: Seconds
     ended: Seconds
     since_last: Seconds
-    """From the end of the step before to the end of this one."""
+    """Seconds from the end of the step before to the end of this one."""
     waited_s: Seconds
-    """The trainer, for the batch."""
+    """Seconds that the trainer waited for a batch."""
     held_s: Seconds
-    """The batch, for the trainer."""
+    """Seconds that the full batch waited for the trainer."""
 
 
 def step_record(

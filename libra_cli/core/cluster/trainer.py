@@ -83,7 +83,9 @@ class TrainerGroup:
         self.published: PublishedVersion | None = None
 
     def handle(self, event: TrainerEvent | NodeEvent, *, now: Seconds) -> Iterable[Result]:
-        """What comes of an event of the trainer, or of a node that a rank may be on."""
+        """Return what follows from an event of the trainer, or of a node that may hold one of its
+        ranks.
+        """
         match event:
             case NodeLost():
                 return ()
@@ -141,27 +143,26 @@ class TrainerGroup:
 
     @property
     def state(self) -> TrainerState:
-        """What it does now."""
         return self.life.state
 
     @property
     def incarnation(self) -> int:
-        """How many trainers there have been."""
+        """The number of trainers started so far, which numbers the present one."""
         return self.life.incarnation
 
     @property
     def detail(self) -> str:
-        """Why it was stopped last."""
+        """Why the trainer was stopped last; empty if it never was."""
         return self.life.detail
 
     @property
     def replicas(self) -> list[Replica]:
-        """Its ranks."""
+        """The replicas of its ranks, in rank order."""
         return self.life.replicas
 
     @property
     def slots(self) -> tuple[SlotId, ...]:
-        """The slots of its ranks, in order."""
+        """The slots of its ranks, in rank order."""
         return self.life.slots
 
     @property
@@ -171,7 +172,6 @@ class TrainerGroup:
 
     @property
     def current_version(self) -> WeightVersion:
-        """The version that the trainer computes with."""
         return WeightVersion(self.incarnation, self.step)
 
     @property
@@ -194,7 +194,9 @@ class TrainerGroup:
 
     @property
     def work(self) -> str:
-        """What is waited for while it is ``at_work``."""
+        """The name of what the trainer does while it is ``at_work``: a step, a version or a
+        checkpoint.
+        """
         if self.state is TrainerState.BUSY:
             return f"step {self.step + 1}"
         if self.publishing:
@@ -203,7 +205,7 @@ class TrainerGroup:
 
     @property
     def patience_s(self) -> Seconds:
-        """How long what it does now is to be waited for."""
+        """Seconds that the end of a run waits for ``work``."""
         return self._book.patience_s
 
     # -- coming and going -----------------------------------------------------------------------
@@ -213,7 +215,7 @@ class TrainerGroup:
         return self.life.start(self.checkpoints.path, now=now)
 
     def restart(self, *, now: Seconds) -> list[Result]:
-        """Start again after the rest."""
+        """Start the trainer from the last checkpoint, when its wait before a restart is over."""
         return self.life.restart(self.checkpoints.path, now=now)
 
     def gone(self, *, now: Seconds) -> list[Result]:
@@ -246,7 +248,7 @@ class TrainerGroup:
         return [*dropped, *self.stop(reason, now=now)]
 
     def stop(self, why: str, *, now: Seconds) -> list[Result]:
-        """Stop every rank."""
+        """Stop every rank, and end the step under way without a result."""
         if self.life.is_over:
             return []
         if self.state is TrainerState.READY and not self.streaming:
@@ -381,7 +383,9 @@ class TrainerGroup:
         self._book.save_asked(now=now)
 
     def _position(self, step: int) -> dict[str, Any]:
-        """What a checkpoint of ``step`` is given: the ledger's position, and its score."""
+        """Return what a checkpoint of ``step`` records of the run: the ledger's position, and its
+        scores.
+        """
         return {**self._ledger.position(step), **self.checkpoints.told(step)}
 
     def save(self, *, now: Seconds) -> list[Result]:
@@ -414,7 +418,9 @@ class TrainerGroup:
         return [Save(NoteRecord("checkpoint", "", now, f"{self.checkpoints.unsaved}; {NEXT}"))]
 
     def check(self) -> None:
-        """Invariants that hold between any two events."""
+        """Raise AssertionError if the trainer is busy before its first version, or behind its
+        checkpoint.
+        """
         busy = self.state is TrainerState.BUSY
         assert not busy or self.published is not None, "busy before the first version"
         assert self.step >= self.checkpoints.step, f"step {self.step} < {self.checkpoints.step}"

@@ -26,13 +26,15 @@ from libra_cli.core.types import Role, Seconds, Slot, SlotId
 RESTART_EVERY_S: Seconds = 60.0
 TIMER = "restart trainer"
 DAMAGED = "is damaged"
-"""What a trainer says of a checkpoint that it cannot start from (``node.trainer.checkpoint``)."""
+"""Words in the error of a trainer that cannot start from its checkpoint
+(``node.trainer.checkpoint``).
+"""
 
 _ROLES = {ReplicaState.FAILED: Role.FAILED, ReplicaState.IDLE: Role.IDLE}
 
 
 class TrainerState(StrEnum):
-    """What the trainer does now."""
+    """The states of the trainer as a whole; ``TRANSITIONS`` has the changes allowed."""
 
     DOWN = "down"
     STARTING = "starting"
@@ -69,7 +71,10 @@ TRANSITIONS: dict[TrainerState, dict[TrainerState, str]] = {
 
 
 class TrainerLife:
-    """Its state, its ranks and its slots. Where it may start, it does so from ``path``."""
+    """The trainer's state, ranks and slots.
+
+    Methods that may start it take ``path``, the checkpoint to start from; empty: the model.
+    """
 
     def __init__(self, slots: Iterable[Slot]) -> None:
         self.state = TrainerState.DOWN
@@ -91,24 +96,28 @@ class TrainerLife:
         self._started_at: Seconds = 0.0
 
     def enter(self, state: TrainerState) -> None:
-        """Go on to another state. Raises IllegalMove."""
+        """Change the state along ``TRANSITIONS``.
+
+        Raises:
+            IllegalMove: the table has no such change.
+        """
         self.state = follow(TRANSITIONS, self.state, state, "the trainer")
 
     # -- where it is ----------------------------------------------------------------------------
 
     @property
     def up(self) -> bool:
-        """Whether it computes, or could."""
+        """Whether the trainer computes, or is ready to."""
         return self.state in (TrainerState.READY, TrainerState.BUSY)
 
     @property
     def is_over(self) -> bool:
-        """Whether it is stopped, or being stopped."""
+        """Whether the trainer has stopped, failed, or is being stopped."""
         return self.state in (TrainerState.DOWN, TrainerState.STOPPING, TrainerState.FAILED)
 
     @property
     def slots(self) -> tuple[SlotId, ...]:
-        """The slots of its ranks, in order."""
+        """The slots of the ranks, in rank order."""
         return tuple([replica.slot.id for replica in self.replicas])
 
     @property
@@ -123,12 +132,12 @@ class TrainerLife:
 
     @property
     def resizing(self) -> bool:
-        """Whether it is on its way to other slots."""
+        """Whether the trainer is moving to other slots."""
         return bool(self.next or self.previous)
 
     @property
     def may_resize(self) -> bool:
-        """Whether it may be asked to move to other slots now."""
+        """Whether the trainer may be asked to move to other slots now."""
         return self.up and not self.previous
 
     @property
@@ -149,7 +158,7 @@ class TrainerLife:
         ]
 
     def started(self, *, now: Seconds) -> list[Result]:
-        """Every rank is there."""
+        """Enter READY, since every rank has started; a resize is done with that."""
         self.enter(TrainerState.READY)
         self._ever_started = True
         self._budget.works(now=now)
@@ -157,7 +166,7 @@ class TrainerLife:
         return self._move(ReplicaState.TRAINING, now=now)
 
     def worked(self, *, now: Seconds) -> None:
-        """What it has done until now was of use: a death counts for less, the more it was."""
+        """Count the time until now as useful work, after which deaths count for less."""
         self._budget.worked(now=now)
 
     def failed(self, reason: str) -> None:
@@ -165,7 +174,6 @@ class TrainerLife:
         self._damaged = self.state is TrainerState.STARTING and DAMAGED in reason
 
     def stop(self, why: str, *, now: Seconds) -> list[Result]:
-        """Stop every rank."""
         self.enter(TrainerState.STOPPING)
         self.detail = why
         return [

@@ -42,15 +42,15 @@ class Architecture(Protocol):
 
     @property
     def parameters(self) -> int:
-        """All parameters, but for norms."""
+        """All parameters but those of norms."""
 
     @property
     def active_parameters(self) -> int:
-        """Of these, those that one token meets."""
+        """The parameters that one token is multiplied with: all, but for experts not chosen."""
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one transformer layer, the largest."""
+        """Parameters of the largest transformer layer."""
 
     @property
     def outer_parameters(self) -> int:
@@ -58,11 +58,11 @@ class Architecture(Protocol):
 
     @property
     def trained(self) -> int:
-        """Parameters that have a gradient and moments."""
+        """Parameters that have a gradient and optimizer states: all, or the adapter's."""
 
     @property
     def matrices(self) -> int:
-        """Trained parameters that Muon moves."""
+        """Trained parameters that Muon updates."""
 
     @property
     def splits_rows(self) -> bool:
@@ -70,7 +70,7 @@ class Architecture(Protocol):
 
     @property
     def heads(self) -> Heads:
-        """The attention heads of a layer."""
+        """The sizes of a layer's attention heads."""
 
     @property
     def largest_matrix(self) -> tuple[int, int]:
@@ -78,7 +78,7 @@ class Architecture(Protocol):
 
     @property
     def largest_parameter(self) -> int:
-        """Numbers of the largest tensor."""
+        """Elements of the largest tensor."""
 
     def with_adapter(self, lora: LoraSpec | None) -> Architecture:
         """The same model of which such an adapter is trained."""
@@ -99,7 +99,7 @@ class Architecture(Protocol):
         """Bytes of a token while a layer's feed-forward part is computed, which nobody keeps."""
 
     def tiled_bytes(self, width: int = 2) -> int:
-        """Of ``layer_bytes``, those that are there for one tile with ``training.tiled_mlp``."""
+        """The part of ``layer_bytes`` that ``training.tiled_mlp`` needs for one tile alone."""
 
 
 def architecture_of(config: Mapping[str, Any], model: str) -> Architecture:
@@ -127,9 +127,9 @@ class DenseTransformer:
     layers: int
     hidden: int
     query: int
-    """Of all query heads together."""
+    """Units of all query heads together."""
     key: int
-    """Of all key heads together, and as many of values."""
+    """Units of all key heads together, and as many of values."""
     inner: int
     vocabulary: int
     tied: bool
@@ -137,7 +137,7 @@ class DenseTransformer:
     adapter: int | None = None
     """Parameters of the adapter that is trained in place of all; None if there is none."""
     head: int = 128
-    """Of one head."""
+    """Units of one head."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DenseTransformer:
@@ -184,12 +184,10 @@ class DenseTransformer:
 
     @property
     def heads(self) -> Heads:
-        """The attention heads of a layer."""
         return Heads(self.query, self.key, self.head)
 
     @property
     def trained(self) -> int:
-        """Parameters that have a gradient and moments."""
         return self.parameters if self.adapter is None else self.adapter
 
     @property
@@ -213,7 +211,6 @@ class DenseTransformer:
 
     @property
     def parameters(self) -> int:
-        """All parameters but those of norms."""
         return self.layers * self.layer_parameters + self.outer_parameters
 
     @property
@@ -223,7 +220,7 @@ class DenseTransformer:
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token meets: all."""
+        """All parameters: a dense model multiplies each token with all."""
         return self.parameters
 
     def kv_bytes(self, width: int = 2) -> int:
@@ -262,7 +259,6 @@ class DenseTransformer:
         return width * (3 * self.inner + self.hidden)
 
     def tiled_bytes(self, width: int = 2) -> int:
-        """Of ``layer_bytes``, those that are there for one tile with ``training.tiled_mlp``."""
         return 4 * width * self.inner
 
 

@@ -31,7 +31,7 @@ TOOL_S = 1.0
 
 
 def guessed_lengths(limits: TrajectoryLimits) -> LengthsSpec:
-    """What trajectories may be like, by the limits of a recipe."""
+    """Return a guess of the mean lengths of trajectories, from the limits of a recipe."""
     allowed = min(limits.max_turns * limits.max_turn_tokens, limits.max_len)
     generated = max(1, round(GENERATED * allowed))
     turns = max(1, round(TURNS * limits.max_turns))

@@ -17,7 +17,7 @@ class Heads:
 
     query: int
     key: int
-    """Of keys, and as many of values."""
+    """Units of all key heads together, and as many of values."""
     width: int
     """Units of one head."""
 

@@ -24,11 +24,11 @@ class ServerLaw(Protocol):
 
     @property
     def tensor_parallel(self) -> int:
-        """GPUs of the server."""
+        """GPUs of one server."""
 
     @property
     def kv_tokens(self) -> Tokens:
-        """Tokens that its KV cache holds."""
+        """Tokens that the server's KV cache holds."""
 
     @property
     def chunk_tokens(self) -> Tokens:
@@ -36,10 +36,12 @@ class ServerLaw(Protocol):
 
     @property
     def sequence_s(self) -> Seconds:
-        """What one more sequence adds to a decoding step, beside the reading of its context."""
+        """Seconds that one more sequence adds to a decoding step, without the reading of its
+        context.
+        """
 
     def context_s(self, context: Tokens) -> Seconds:
-        """What a decoding step takes to read the KV cache of so many tokens."""
+        """Seconds that a decoding step takes to read the KV cache of ``context`` tokens."""
 
     def decode_step_s(self, batch: float, kv_tokens: float) -> Seconds:
         """Seconds of one step that decodes ``batch`` sequences holding ``kv_tokens`` in all."""
@@ -64,13 +66,17 @@ class ServerLaw(Protocol):
     def trajectory_work(
         self, *, prompt: Any, generated: Any, observed: Any, context: Any, turns: Any
     ) -> TrajectoryWork:
-        """What trajectories of these tokens take, with a mean ``context`` at their turns."""
+        """Return the server's time for trajectories of these tokens; ``context`` is the mean at
+        their turns.
+        """
 
     def step_share(self, running: Any) -> Any:
-        """Of the ``engine_s`` of ``trajectory_work``, what it is with so many sequences a step."""
+        """Return the share of ``trajectory_work``'s ``engine_s`` that steps of ``running``
+        sequences take.
+        """
 
     def decode_amounts(self, running: float, kv_tokens: float) -> tuple[float, ...]:
-        """How much of each of ``decode_prices`` a step has."""
+        """Return the amount of each of ``decode_prices`` in one step."""
 
     @property
     def decode_prices(self) -> tuple[Seconds, ...]:
@@ -86,10 +92,10 @@ class ServerLaw(Protocol):
         """The same with a KV cache of so many tokens."""
 
     def linear(self) -> ServerCost:
-        """The straight lines nearest to it in large batches, for tables."""
+        """Return the linear law that this one nears in large batches, for tables."""
 
     def floor(self) -> ServerCost:
-        """Straight lines that no step is below, for bounds."""
+        """Return a linear law that no step of this one is below, for bounds."""
 
     def to_dict(self) -> dict[str, float]:
-        """Its fields by name, in seconds and tokens."""
+        """Return the fields by name, in seconds and tokens."""

@@ -58,7 +58,9 @@ class ServerLoad:
     generate: float
 
     def amounts(self, chunk_tokens: Tokens) -> tuple[float, ...]:
-        """How much of each of ``SERVER_PRICES`` the server does in the seconds of one turn."""
+        """Return the amount of each of ``SERVER_PRICES`` that the server does in the time of one
+        turn.
+        """
         decoded = self.players * (self.generate - 1)
         context = self.cached + self.fresh + self.generate / 2
         computed = self.players * self.fresh
@@ -81,7 +83,7 @@ class Batch:
     length: Tokens
 
     def amounts(self) -> tuple[float, ...]:
-        """How much of each of ``TRAINING_PRICES`` a step on this batch takes."""
+        """Return the amount of each of ``TRAINING_PRICES`` in a step on this batch."""
         tokens = self.trajectories * self.length
         return (1.0, tokens, tokens * self.length / 2)
 
@@ -123,7 +125,7 @@ def training_batches(trajectories: int, max_len: Tokens) -> Iterator[Batch]:
 
 
 def _doubling(most: int) -> list[int]:
-    """1, 2, 4, ... and ``most``."""
+    """Return 1, 2, 4, ... below ``most``, and ``most``."""
     numbers = [1 << power for power in range(most.bit_length()) if 1 << power < most]
     return [*numbers, most]
 

@@ -64,11 +64,13 @@ GIB = 2.0**30
 BLOCK_LOGITS = 2**25
 """Logits of a block of the output layer, as in ``node.model.logprobs``."""
 TILE_TOKENS = 4096
-"""As in ``node.model.tiled_mlp``."""
+"""Tokens of a tile, as in ``node.model.tiled_mlp``."""
 BLOCK_BYTES = 10
-"""Of a logit of a block at its worst: two in float32, or one and its gradient, and one in c."""
+"""Bytes of a logit of a block at its worst: two in float32, or one and its gradient, and one in c.
+"""
 CHECKPOINT_BYTES = 12
-"""Of a parameter in a checkpoint: float32 weight and two moments (Kingma and Ba, arXiv 1412.6980).
+"""Bytes of a parameter in a checkpoint: float32 weight and two moments (Kingma and Ba, arXiv
+1412.6980).
 """
 SERVER_OVERHEAD_GIB = 1.85
 """GiB a server takes on each GPU for CUDA graphs, activations and communication buffers."""
@@ -89,7 +91,7 @@ class MemoryUse:
 
     @property
     def total(self) -> float:
-        """The sum of all parts, in bytes."""
+        """Bytes of all parts together."""
         return sum(self.parts.values())
 
 
@@ -171,8 +173,9 @@ NO_MOMENTS: Optimizer = "adamw_offload"
 
 
 def shards_of(ranks: int, node_ranks: int, *, host_fits: bool) -> int:
-    """How many of these ranks share a replica: those of each node, where there are several nodes
-    with ``node_ranks`` each and ``host_fits``, that is each has the memory; else all of them."""
+    """Return how many of these ranks share a replica: the ranks of a node, where there are several
+    nodes with ``node_ranks`` each and ``host_fits``, that is each has the memory; else all of them.
+    """
     several = node_ranks > 1 and ranks > node_ranks and ranks % node_ranks == 0
     return node_ranks if several and host_fits else ranks
 

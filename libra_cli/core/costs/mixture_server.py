@@ -34,11 +34,11 @@ class MixtureServerCost(ServerCost):
     """
 
     experts: int = 0
-    """Routed ones in a layer."""
+    """Routed experts of a layer."""
     chosen: int = 0
-    """Of these, those that a token meets."""
+    """Experts that the router chooses for a token, of ``experts``."""
     expert_s: Seconds = 0.0
-    """To read one expert of every layer: ``e``."""
+    """Seconds to read one expert of every layer: ``e``."""
 
     def __post_init__(self) -> None:
         ServerCost.__post_init__(self)
@@ -80,17 +80,21 @@ class MixtureServerCost(ServerCost):
     def trajectory_work(
         self, *, prompt: Any, generated: Any, observed: Any, context: Any, turns: Any
     ) -> TrajectoryWork:
-        """What trajectories of these tokens take where each step reads all experts."""
+        """Return the time of trajectories by ``ServerCost``'s law, as if each step read all
+        experts.
+        """
         return self.linear().trajectory_work(
             prompt=prompt, generated=generated, observed=observed, context=context, turns=turns
         )
 
     def step_share(self, running: Any) -> Any:
-        """Of what a step takes that reads all experts, what one with so many sequences takes."""
+        """Return the time of a step of ``running`` sequences over that of a step that reads all
+        experts.
+        """
         return (self.step_s + self.reading_s(running)) / self.linear().step_s
 
     def decode_amounts(self, running: float, kv_tokens: float) -> tuple[float, ...]:
-        """How much of each of ``decode_prices`` a step has."""
+        """Return 1, the distinct experts read, the sequences and their KV tokens, of one step."""
         met = expected_experts(self.experts, self.chosen, running)
         return (1.0, met, running, kv_tokens)
 
@@ -114,11 +118,13 @@ class MixtureServerCost(ServerCost):
         )
 
     def linear(self) -> ServerCost:
-        """The straight lines that it nears in large batches: each step reads all experts."""
+        """Return the linear law that this one nears in large batches: each step reads all
+        experts.
+        """
         return self._line(self.experts)
 
     def floor(self) -> ServerCost:
-        """Straight lines that no step is below: each reads the experts of one token."""
+        """Return a linear law that no step is below: each reads the experts of one token."""
         return self._line(self.chosen)
 
     def _line(self, met: int) -> ServerCost:

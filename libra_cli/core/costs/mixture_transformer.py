@@ -31,7 +31,7 @@ from libra_cli.core.costs.heads import Heads
 Checkpointing: TypeAlias = Literal["none", "selective", "full"]
 """What of a layer is kept for the backward pass: ``training.activation_checkpointing``."""
 FLOPS_A_PARAMETER = 2
-"""Of a token, forward: a multiplication and an addition."""
+"""FLOPs of a token forward: a multiplication and an addition."""
 
 
 def expected_experts(experts: int, chosen: int, tokens: Any) -> Any:
@@ -47,20 +47,25 @@ class Attention:
     """The attention of one layer; sizes are in units."""
 
     query: int
-    """Of all query heads together."""
+    """Units of all query heads together."""
     key: int
-    """Of all key heads together, and as many of values."""
+    """Units of all key heads together, and as many of values."""
     parameters: int
     cached: int
     """Numbers that a token leaves in the KV cache of a layer."""
     sides: Mapping[str, int]
     """Rows and columns, added up, of each matrix that an adapter may be put on."""
     head: int = 128
-    """Of one head of queries."""
+    """Units of one query head."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Attention:
-        """What a ``config.json`` describes; raises KeyError, TypeError or ValueError."""
+        """Return the attention that a ``config.json`` describes.
+
+        Raises:
+            KeyError: a size is missing.
+            TypeError, ValueError: a size is no number.
+        """
         if config.get("kv_lora_rank"):
             return cls._latent(config)
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
@@ -87,7 +92,7 @@ class Attention:
 
     @classmethod
     def _latent(cls, config: Mapping[str, Any]) -> Attention:
-        """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+        """Return multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
         rank, rope = int(config["kv_lora_rank"]), int(config["qk_rope_head_dim"])
         plain, value = int(config["qk_nope_head_dim"]), int(config["v_head_dim"])
@@ -115,18 +120,18 @@ class MixtureTransformer:
 
     layers: int
     dense_layers: int
-    """Of these, those without experts."""
+    """Layers without experts, of ``layers``."""
     hidden: int
     attention: Attention
     inner: int
-    """Of the layers without experts."""
+    """Inner units of a layer without experts."""
     experts: int
-    """Routed ones in a layer."""
+    """Routed experts of a layer."""
     chosen: int
-    """Of these, those that a token meets."""
+    """Experts that the router chooses for a token, of ``experts``."""
     expert_inner: int
     shared_inner: int
-    """Of what every token meets beside them."""
+    """Inner units of the shared expert, which every token is multiplied with; 0 without one."""
     vocabulary: int
     tied: bool
     """Whether the output layer is the embedding."""
@@ -201,7 +206,6 @@ class MixtureTransformer:
 
     @property
     def heads(self) -> Heads:
-        """The attention heads of a layer."""
         return Heads(self.attention.query, self.attention.key, self.attention.head)
 
     @property
@@ -240,12 +244,11 @@ class MixtureTransformer:
 
     @property
     def parameters(self) -> int:
-        """All parameters but those of norms."""
         return int(self._of(self.experts))
 
     @property
     def active_parameters(self) -> int:
-        """Of these, those that one token meets, embedding and output layer among them."""
+        """Parameters that one token is multiplied with, embedding and output layer included."""
         return int(self._of(self.chosen))
 
     def read_bytes(self, tokens: float, width: int = 2) -> float:
@@ -326,8 +329,7 @@ class MixtureTransformer:
         return width * (experts + 3 * self.shared_inner + self.hidden)
 
     def tiled_bytes(self, width: int = 2) -> int:
-        """Of ``layer_bytes``, those that are there for one tile with ``training.tiled_mlp``: none,
-        experts are not tiled."""
+        """Return 0: experts are not tiled."""
         return 0
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from libra_cli.config.errors import LibraError
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What config.json calls the number of experts: Qwen, Mixtral, DeepSeek, ERNIE."""
+"""Keys of config.json for the number of experts: Qwen, Mixtral, DeepSeek, ERNIE."""
 _NAMED = re.compile(r"(?:^|[-_/])(?:A\d+(?:\.\d+)?B|\d+x\d+B)(?:$|[-_])|moe|mixtral", re.IGNORECASE)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 ROUNDS = 30
-"""How often each column may enter on average; chosen. Only rounding errors bring a set back."""
+"""Times that each column may enter on average; chosen. Only rounding errors bring a set back."""
 
 
 def non_negative_least_squares(matrix: Any, right: Any) -> tuple[float, ...]:

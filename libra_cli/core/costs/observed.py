@@ -32,9 +32,9 @@ from libra_cli.core.types import Plan, Seconds, SlotId, Tokens
 UNCHECKED_GIB = 1e9
 """Memory of a GPU that nobody has asked."""
 NODE_BANDWIDTH, NETWORK_BANDWIDTH = 1e11, 1e10
-"""Bytes a second, assumed."""
+"""Bytes a second inside a node and between nodes; assumed, not measured."""
 CORRELATED = 1e-2
-"""What the prior's proportions weigh, in turns for each turn: turns side by side tell the same."""
+"""Weight of the prior's proportions, in turns for each turn: turns side by side tell the same."""
 MOVE_S: Seconds = 60.0
 """A server or a trainer started, where none has been seen to."""
 
@@ -103,7 +103,9 @@ def measured_profile(
     model: str,
     provenance: Mapping[str, str],
 ) -> Profile:
-    """The profile of everything that was measured."""
+    """Return the profile of the measured servers, training and starts; ``MOVE_S`` where a start was
+    never seen.
+    """
     server_s = MOVE_S if starts.server_s is None else starts.server_s
     trainer_s = MOVE_S if starts.trainer_s is None else starts.trainer_s
     moves = MoveCost(
@@ -175,7 +177,7 @@ class ObservedCosts:
 
 
 def _server_costs(plan: Plan, turns: Sequence[PlayedTurn]) -> dict[int, ServerCost]:
-    """By tensor-parallel degree, each from the turns that its servers played."""
+    """Return the prices by tensor-parallel degree, each from the turns that its servers played."""
     costs: dict[int, ServerCost] = {}
     ordered = sorted(turns, key=lambda turn: turn.ended)
     for bucket in dict(plan.servers).values():
@@ -187,7 +189,7 @@ def _server_costs(plan: Plan, turns: Sequence[PlayedTurn]) -> dict[int, ServerCo
 
 
 class _Load:
-    """What was on one server when: B, K and prompt tokens as running sums over time."""
+    """The load of one server over time: B, K and computed prompt tokens as running sums."""
 
     def __init__(self, turns: Sequence[PlayedTurn]) -> None:
         changes = [(turn.began, 1, _held(turn)) for turn in turns]

@@ -34,7 +34,7 @@ from libra_cli.core.types import Bucket, Seconds
 MEMORY = 500.0
 """Observations until one has faded to 1/e; chosen, not measured."""
 TRUST = 0.1
-"""What the prior's proportions weigh, in observations; chosen, not measured."""
+"""Weight of the prior's proportions, in observations; chosen, not measured."""
 OUTLIER = 8.0
 """Times the level, beyond which an observation counts as that much; chosen, not measured."""
 SETTLED = 8
@@ -107,7 +107,10 @@ class ForgettingLeastSquares:
 
 
 class OnlineServerCost:
-    """One server shape's decode prices. Those of prefill keep their proportion to them."""
+    """The decode prices of one server shape, learned from observed steps.
+
+    Prices of prefill keep their proportion to those of decoding.
+    """
 
     def __init__(self, prior: ServerLaw) -> None:
         self._prior = prior
@@ -115,7 +118,7 @@ class OnlineServerCost:
 
     @property
     def seen(self) -> int:
-        """How many observations were taken in."""
+        """The number of observations so far."""
         return self._line.seen
 
     def observe(self, running: float, kv_tokens: float, step_s: Seconds) -> None:
@@ -135,7 +138,7 @@ class OnlineServerCost:
 
 
 class LearnedCosts:
-    """What each shape of a run costs, as far as is known. ``cost_of`` gives the priors."""
+    """The prices of each server shape of a run, learned so far. ``cost_of`` gives the priors."""
 
     def __init__(self, cost_of: Callable[[Bucket], ServerLaw]) -> None:
         self._cost_of = cost_of

@@ -66,7 +66,9 @@ from libra_cli.core.workload import Workload
 HOST_BANDWIDTH = 2e10
 """Bytes a second between a GPU and its host's page-locked memory: PCIe 4.0 x16 has 3.2e10."""
 FORWARD = 0.25
-"""Of a pass forward, backward (twice as dear) and forward once more for what was not kept."""
+"""Share of a forward pass in a whole pass: forward, backward (twice as dear) and forward once more
+for what was not kept.
+"""
 _Part = TypeVar("_Part")
 
 
@@ -88,7 +90,9 @@ class ProfileError(LibraError):
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
-    """What memory is made of, by model and GPU; ``kv_bytes`` is of one token in all layers."""
+    """The sizes of a model and a GPU that memory follows from; ``kv_bytes`` is of one token in all
+    layers.
+    """
 
     parameters: float
     layers: int
@@ -105,15 +109,13 @@ class MemoryModel:
     reference: bool = False
     """Whether the trainer keeps the first policy beside the one that it trains."""
     activation_offload: bool = False
-    """``training.activation_offload``."""
     tiled_mlp: bool = False
-    """``training.tiled_mlp``."""
     experts: int = 0
     """Routed experts of a layer; 0 for a dense model."""
     chosen: int = 0
-    """Of these, those that a token meets."""
+    """Experts that the router chooses for a token, of ``experts``."""
     expert_inner: int = 0
-    """Inner units of one."""
+    """Inner units of one expert."""
 
     def with_adapter(self, lora: LoraSpec | None) -> MemoryModel:
         """The same model of which such an adapter is trained."""
@@ -121,7 +123,7 @@ class MemoryModel:
 
     @property
     def trained(self) -> float:
-        """Parameters that have a gradient and moments."""
+        """Parameters that have a gradient and optimizer states: all, or the adapter's."""
         return self.parameters if self.adapter is None else self.adapter
 
     @property
@@ -178,7 +180,7 @@ class MemoryModel:
 
 
 CHANGED = 0.02
-"""Of a version in bf16, what is sent: twice what was at the default learning rate (1e-6)."""
+"""Share of a bf16 version that is sent: twice what was at the default learning rate (1e-6)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,22 +204,21 @@ class TrainingCost:
     micro_tokens: Tokens = 16384
     exposed: float = 0.3
     gradient_bytes: float = 4.0
-    """What a gradient worker sends for each trained parameter."""
+    """Bytes that a gradient worker sends for each trained parameter."""
     passes: float = 1.0
     """Times that a step computes its tokens forward and backward."""
     updates: int = 1
-    """Times that it moves the weights."""
+    """Optimizer updates of a step."""
     link_bandwidth: float = 0.0
     """Bytes a second from a gradient worker to the trainer; 0 until something has come over the
     network, and then transfer counts nothing."""
     reload_s: Seconds = 0.0
-    """From the end of a step until a gradient worker has loaded its version."""
+    """Seconds from the end of a step until a gradient worker has loaded its version."""
     cp_size: int | None = 1
     """Ranks of a replica that share a forward pass, if it has a multiple of them; None: as few as
     have the memory."""
 
     def seconds(self, ranks: int, workload: Workload) -> Seconds:
-        """Seconds of a step on this workload."""
         offload_s = self._offload_s(ranks, workload)
         return self.step_s + self.busy_s(ranks, workload) + offload_s
 
@@ -262,7 +263,9 @@ class TrainingCost:
         return longest_context(lambda tokens: self.memory_gib(ranks, tokens), self.facts.usable_gib)
 
     def sharing(self, ranks: int, longest: Tokens) -> int:
-        """How many of so many ranks share a forward pass, of up to ``longest`` tokens."""
+        """Return how many of ``ranks`` share a forward pass of up to ``longest`` tokens
+        (``cp_size``).
+        """
         return self._fewest(self._shards(ranks, longest), longest)
 
     def _fewest(self, shards: int, longest: Tokens) -> int:
@@ -291,7 +294,7 @@ class TrainingCost:
         )
 
     def _shards(self, ranks: int, longest_context: Tokens) -> int:
-        """How many of them share a replica."""
+        """Return how many of ``ranks`` share a replica."""
         node = self.node_gpus
         if ranks <= node or ranks % node:  # not several nodes, or uneven ones
             return ranks
@@ -352,11 +355,11 @@ def _rank_gib(facts: MemoryModel, shards: int, tokens: Tokens, sharing: int) -> 
 
 
 def passes_of(training: TrainingSpec) -> float:
-    """How many times a recipe's step computes its tokens, forward and backward being 1.
+    """Return how many times a recipe's step computes its tokens, forward and backward being 1.
 
-    Of a pass that is measured, ``FORWARD`` is that without gradient. One more of these says what
-    the policy thinks before several updates, or where trajectories of a group are compared, one
-    what the first policy does, and one before each update but the first what a loss compares.
+    A pass without gradient counts ``FORWARD``. There is one more for the policy's log-probabilities
+    before several updates, or where trajectories of a group are compared; one for the reference
+    model's; and one before each update but the first for what a loss compares.
     """
     needs = training.needs
     before = training.updates > 1 or needs.group_values or training.kl_in_reward
@@ -392,12 +395,13 @@ class MoveCost:
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """What a run meets beside its engines and its trainer; measured where it runs, else nothing.
+    """Delays of a run beside those of engines and trainer; measured where it runs, else the
+    defaults.
 
-    ``sync_s``: from a published version to a server that has proved it. ``stall_s``: of that, how
-    long its engine stands still. ``turn_s``: of a turn, what is spent outside the engine. Where
-    servers and the trainer share cores, a step of either takes longer while the other works:
-    ``serving_slowdown`` and ``training_slowdown`` times as long.
+    ``sync_s``: from a published version to a server that has proved it. ``stall_s``: how long of
+    that the server's engine stands still. ``turn_s``: what a turn spends outside the engine. Where
+    servers and the trainer share cores, a step of either takes ``serving_slowdown`` or
+    ``training_slowdown`` times as long while the other works.
     """
 
     sync_s: Seconds = 1.0
@@ -447,7 +451,7 @@ class Profile:
         )
 
     def recalibrated(self, factors: Recalibration) -> Profile:
-        """These costs times the factors, each half its own."""
+        """Return these costs times the factors: ``rollout`` for servers, ``training`` for steps."""
         slower = self.scaled(factors.rollout)
         return replace(slower, training=slower.training.scaled(factors.training))
 
@@ -469,10 +473,10 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """What ``to_json`` wrote.
+        """Return the profile that ``to_json`` wrote.
 
         Raises:
-            ProfileError: it is not that; names the key.
+            ProfileError: the text is no such profile; names the key.
             MixtureRefused: its model is a mixture of experts, and its servers have the law of a
                 dense one.
         """
@@ -498,7 +502,7 @@ class Profile:
 
 
 def _server(given: Any) -> ServerCost:
-    """One server's prices: of a mixture, if they say how many experts it has."""
+    """Return one server's prices; those of a mixture, if they have ``experts``."""
     mixture = isinstance(given, Mapping) and "experts" in given
     return _part(MixtureServerCost if mixture else ServerCost, given, "servers")
 

@@ -47,12 +47,12 @@ class SortedParts:
         return len(self._starts)
 
     def too_long(self, cost: ServerLaw) -> Any:
-        """Where the parts hold a context that this server does not, or there are no parts."""
+        """Where [j, i] is empty, or holds a context longer than the server's KV cache."""
         matrix = _maxima(self.contexts) > cost.kv_tokens
         return matrix | np.tri(len(self) + 1, dtype=bool)
 
     def load(self, cost: ServerLaw) -> RolloutLoad:
-        """What they are for these servers."""
+        """Return the load that each range of parts is for servers of this shape."""
         prompt, generated, observed, context, turns, tool_s, _ = self._columns
         work_s, prompt_s, engine_s, chunks_s = cost.trajectory_work(
             prompt=prompt, generated=generated, observed=observed, context=context, turns=turns
@@ -81,7 +81,9 @@ class SortedParts:
         return np.maximum(ends[None, :] - ends[:, None], 0.0)
 
     def _longest(self, key: Any, values: tuple[Any, ...]) -> list[Any]:
-        """These values of the trajectory with the largest key to be expected."""
+        """Return the means of ``values`` for the trajectory expected to have the largest
+        ``key``.
+        """
         order = np.argsort(-key, kind="stable")
         starts = _class_starts(len(key))
         sizes = np.diff([*starts, len(key)])

@@ -52,22 +52,23 @@ from libra_cli.core.types import Seconds
 from libra_cli.core.workload import Workload
 
 ROUNDS = 8
-"""Of finding what is computed again and what is in flight, which depend on the time that they
-change; each halves the distance."""
+"""Rounds of finding what is computed again and what is in flight, which depend on the time that
+they change; each halves the distance.
+"""
 TRAINING_SHARE = 0.75
 """Share of a step that training takes, before the first round."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutLoad:
-    """What some trajectories of a step are for servers of one shape: numbers, or equal arrays.
+    """The load of some trajectories of a step on servers of one shape: numbers, or equal arrays.
 
     ``playing`` is the share of open groups' members that play. Sums: ``count`` trajectories;
-    ``work_s`` without prompts, and ``prompt_s`` if each computes its
-    own; ``engine_s`` and ``tool_s``, P and Z of the module; ``engine_context`` and
-    ``tool_context``, these times mean contexts; ``boundaries``, mean contexts at all turns but the
-    first; ``chunks_s``, an engine step for each chunk of prompts. Of one trajectory, the longest to
-    be expected: ``longest_work_s``, ``longest_engine_s`` and ``longest_tool_s``.
+    ``work_s`` without prompts, and ``prompt_s`` if each computes its own; ``engine_s`` and
+    ``tool_s``, P and Z of the module; ``engine_context`` and ``tool_context``, these times mean
+    contexts; ``boundaries``, mean contexts at all turns but the first; ``chunks_s``, an engine step
+    for each chunk of prompts. Of one trajectory, the longest to be expected: ``longest_work_s``,
+    ``longest_engine_s`` and ``longest_tool_s``.
     """
 
     count: Any
@@ -131,7 +132,6 @@ class RolloutTime:
 
     @property
     def seconds(self) -> Any:
-        """Seconds of rollout for one step."""
         held = np.maximum(self.seats_s, self.longest_s)
         return np.maximum(held, self.work_s + self.chunks_s)
 
@@ -160,7 +160,9 @@ class EqualServers:
         return playing * float(self._time(mine, workload, playing / self.number).seats_s)
 
     def _time(self, mine: RolloutLoad, workload: Workload, playing: float | None) -> RolloutTime:
-        """With so many in play on a server; None: as many as there may be."""
+        """Return the time with ``playing`` trajectories on a server; None: as many as there may
+        be.
+        """
         slower, again, training = 1.0, 0.0, TRAINING_SHARE * np.sign(self.train_s)
         whole, share = mine, 1.0
         time = self._step(mine, workload, mine.work_s, 1.0, workload.in_flight(training))
@@ -213,7 +215,7 @@ class EqualServers:
 
 
 def _step_s(work_s: Any, engine_s: Any, tool_s: Any, steps: Any) -> Any:
-    """T(W, P, Z, F) of the module."""
+    """Return T(W, P, Z, F) of the module, in seconds."""
     waits = tool_s / steps
     total = work_s + engine_s / steps + waits
     return (total + np.sqrt(np.maximum(total * total - 4 * work_s * waits, 0.0))) / 2

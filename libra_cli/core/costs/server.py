@@ -30,11 +30,11 @@ from typing import Any, NamedTuple, Self
 from libra_cli.core.types import Bucket, Seconds, Tokens
 
 ENDLESS = 1 << 62
-"""More steps than any request has."""
+"""A number of steps larger than any request has."""
 
 
 class TrajectoryWork(NamedTuple):
-    """What trajectories take of a server, as numbers or arrays, in seconds.
+    """The time that trajectories take of a server, as numbers or arrays, in seconds.
 
     ``work_s`` passes the slower the more others there are, and ``prompt_s`` likewise where a prompt
     is not cached. ``engine_s`` passes whoever else is there: a step for each generated token and
@@ -95,7 +95,6 @@ class ServerCost:
                 raise ValueError(f"{name} must be at least 1, not {size}")
 
     def context_s(self, context: Tokens) -> Seconds:
-        """What a decoding step takes to read the KV cache of so many tokens."""
         return self.kv_token_s * context
 
     def decode_step_s(self, batch: float, kv_tokens: float) -> float:
@@ -137,7 +136,6 @@ class ServerCost:
     def trajectory_work(
         self, *, prompt: Any, generated: Any, observed: Any, context: Any, turns: Any
     ) -> TrajectoryWork:
-        """What trajectories of these tokens take, with a mean ``context`` at their turns."""
         chunks = (prompt + observed) / self.chunk_tokens
         decode_s = (self.sequence_s + self.kv_token_s * context) * generated
         observed_s = (self.prefill_token_s + self.prefill_pair_s * context) * observed
@@ -149,11 +147,13 @@ class ServerCost:
         )
 
     def step_share(self, running: Any) -> Any:
-        """Of the ``engine_s`` above, what steps with so many sequences take: all of it."""
+        """Return 1: a dense model's step takes the same for any number of sequences, but for
+        ``work_s``.
+        """
         return 1.0
 
     def decode_amounts(self, running: float, kv_tokens: float) -> tuple[float, ...]:
-        """How much of each of ``decode_prices`` a step has."""
+        """Return 1, the sequences and their KV tokens, of one step."""
         return (1.0, running, kv_tokens)
 
     @property
@@ -183,15 +183,14 @@ class ServerCost:
         return replace(self, kv_tokens=tokens)
 
     def linear(self) -> ServerCost:
-        """Itself."""
+        """Return this law itself: it is linear."""
         return self
 
     def floor(self) -> ServerCost:
-        """Itself."""
+        """Return this law itself: it is its own lower bound."""
         return self
 
     def to_dict(self) -> dict[str, float]:
-        """Its fields by name, in seconds and tokens."""
         return asdict(self)
 
     def _chunk_s(self, chunk: int, batch: float) -> float:

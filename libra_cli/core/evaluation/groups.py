@@ -21,15 +21,15 @@ class EvaluatedTask(NamedTuple):
     """A task of one round of one evaluation, which its group's number tells."""
 
     evaluation: int
-    """The evaluations of the run that began before it."""
+    """Evaluations of the run that began before this one."""
     entry: int
-    """Its place in the recipe's list of evaluations."""
+    """Index of the evaluation in the recipe's list."""
     task: int
-    """From 0."""
+    """Index of the task, from 0."""
 
     @property
     def group(self) -> GroupId:
-        """What its trajectories have as their group."""
+        """The group id of the task's trajectories."""
         return EVALUATION_GROUPS + self.evaluation * _ROUND + self.entry * MAX_TASKS + self.task
 
 

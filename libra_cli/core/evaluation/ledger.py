@@ -42,7 +42,7 @@ once for every trajectory would be by their square."""
 
 
 class EvaluationState(StrEnum):
-    """Where an evaluation is."""
+    """The states of an evaluation, as its row has them."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -127,7 +127,7 @@ class Evaluation:
 
     @property
     def wanted(self) -> int:
-        """Trajectories of all its tasks."""
+        """The number of trajectories of all its tasks."""
         return self.plan.num_tasks * self.plan.samples
 
     @property
@@ -141,13 +141,13 @@ class Evaluation:
         return self.failed_in_a_row >= MAX_FAILED
 
     def next_id(self) -> TrajectoryId:
-        """The next trajectory that was never begun."""
+        """Return the id of the next trajectory that was never begun, and count it as begun."""
         task, member = divmod(self.begun, self.plan.samples)
         self.begun += 1
         return TrajectoryId(EvaluatedTask(self.number, self.entry, task).group, member)
 
     def take(self, ended: Trajectory, reward: float) -> None:
-        """A trajectory has ended with this reward."""
+        """Add the reward, length, turns and versions of a trajectory that ended."""
         task = evaluated_task(ended.id.group).task
         self.failed_in_a_row = 0
         self.rewards.setdefault(task, []).append(reward)
@@ -159,7 +159,9 @@ class Evaluation:
                 self.tokens[span.version] = known + span.end - span.start
 
     def record(self, now: Seconds) -> EvaluationRecord:
-        """The evaluation's row of the database."""
+        """Return the evaluation's row; metrics are estimated again only now and then, and at the
+        end.
+        """
         ended = len(self.lengths)
         is_due = ended % max(1, self.wanted // ESTIMATES) == 0
         if ended and (is_due or self.state is not EvaluationState.RUNNING):
@@ -201,7 +203,7 @@ class EvaluationLedger:
         retries: int,
         make: Callable[[TrajectoryId, Seconds], Trajectory],
     ) -> None:
-        """``make`` makes a new trajectory."""
+        """Take the recipe's evaluations; ``make`` makes a trajectory of an id, begun at a time."""
         self._plans = tuple(plans)
         self._retries = retries
         self._make = make
@@ -209,7 +211,7 @@ class EvaluationLedger:
         #: The step of the version of each entry's newest evaluation; -1 before the first.
         self._newest = [-1] * len(self._plans)
         self.running: dict[int, Evaluation] = {}
-        """By number."""
+        """Evaluations under way, by number."""
         self._failures: dict[tuple[int, int], int] = {}
         #: The newest rows of those that a killed controller has left under way.
         self._left: list[EvaluationRecord] = []
@@ -219,7 +221,7 @@ class EvaluationLedger:
 
     @property
     def playing(self) -> int:
-        """Trajectories that are played now."""
+        """The number of trajectories being played."""
         return sum(len(one.playing) for one in self.running.values())
 
     def remember(
@@ -264,7 +266,7 @@ class EvaluationLedger:
             yield begun.record(now)
 
     def close(self) -> None:
-        """Begin no evaluation any more."""
+        """Begin no further evaluation."""
         self._closed = True
 
     def _is_due(self, entry: int, step: int, target: int) -> bool:
@@ -290,7 +292,7 @@ class EvaluationLedger:
         return trajectory
 
     def find(self, who: TrajectoryId) -> Trajectory | None:
-        """The trajectory, while it is played."""
+        """Return the trajectory of this id; None unless it is being played."""
         one = self.running.get(evaluated_task(who.group).evaluation)
         return one.playing.get(who) if one else None
 
@@ -348,7 +350,9 @@ class EvaluationLedger:
         return one.record(now)
 
     def check(self) -> None:
-        """Invariants that hold between any two events."""
+        """Raise AssertionError if a running evaluation has lost a trajectory, or should have
+        ended.
+        """
         for number, one in self.running.items():
             assert (one.number, one.state) == (number, EvaluationState.RUNNING)
             done = len(one.lengths) + one.failed

@@ -38,7 +38,7 @@ class Accelerate(NativeTrainer):
         return ""
 
     def command(self, facts: HostFacts, world: MachineRanks, module: str, config: str) -> Command:
-        """One machine's ``accelerate launch``, or ``torchrun`` where nodes are uneven."""
+        """Return one machine's ``accelerate launch``, or ``torchrun`` where nodes are uneven."""
         launcher = (facts.python, "-m", RENDEZVOUS)
         env = {} if world.gpus else {"ACCELERATE_USE_CPU": "true"}
         if not world.even:

@@ -65,7 +65,7 @@ def dry_run(
 
 
 def guessed_facts(node: NodeSpec, weight_sync: WeightSyncSpec) -> HostFacts:
-    """What a host would probably say, without asking it."""
+    """Return facts that a host would probably report, with placeholders in angle brackets."""
     workdir = node.workdir
     python = node.python or ("<this python>" if node.is_local else "~/.libra/venv/bin/python")
     return HostFacts(
@@ -92,7 +92,9 @@ def masked(env: Mapping[str, str]) -> dict[str, str]:
 def _processes(
     recipe: Recipe, plan: Plan, known: Sequence[Slot], facts: Mapping[str, HostFacts]
 ) -> list[ProcessSpec]:
-    """In the order they are started: the model's builder, servers, trainer, gradient workers."""
+    """Return the processes in the order they are started: the model's builder, servers, trainer,
+    gradient workers.
+    """
     slots = {slot.id: slot for slot in known}
     ports = _first_ports(recipe, plan)
     model_dirs = {

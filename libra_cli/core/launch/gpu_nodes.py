@@ -41,7 +41,6 @@ class GpuNodes:
 
     @property
     def gpus(self) -> int:
-        """GPUs of all nodes together."""
         return sum(number for _, number in self.nodes)
 
     @property
@@ -79,7 +78,9 @@ class GpuNodes:
         return tuple(_of_nodes(gpus[len(gpus) - ranks :], Pool.TRAIN, BASE))
 
     def _worlds(self, least: int, most: int) -> Iterator[tuple[int, int]]:
-        """Ranks in all, and nodes."""
+        """Yield (ranks of the base group, nodes that hold them), for each world of ``least`` to
+        ``most`` ranks.
+        """
         for nodes, _ in enumerate(self.nodes, 1):
             ranks = -(-least // nodes)
             if ranks * nodes <= most and len(self._with(ranks)) >= nodes:
@@ -145,7 +146,9 @@ class GpuNodes:
                     yield name, run
 
     def _make_room(self, kept: list[Slot], degree: int, held: set[Gpu]) -> list[Slot]:
-        """One more server, on the run of GPUs where the fewest must make way for it."""
+        """Place one more server of ``degree`` GPUs, where the fewest other servers must be moved
+        for it.
+        """
         owner = {gpu: slot for slot in kept for gpu in gpus_of([slot])}
         large = sum(number for _, number in self.nodes)
 
@@ -170,7 +173,6 @@ class GpuNodes:
 
 
 def gpus_of(slots: Iterable[Slot]) -> set[Gpu]:
-    """The GPUs of these slots."""
     return {(slot.node, gpu) for slot in slots for gpu in slot.gpus}
 
 

@@ -26,7 +26,7 @@ from libra_cli.core.types import Plan, Slot
 USUAL_GIB = (24, 40, 48, 80, 94, 141, 180)
 """Memory of GPUs that people have: RTX 4090, A100, A6000 and L40S, H100, H100 NVL, H200, B200."""
 CONTEXT_GIB = (24, 48, 80, 141)
-"""Of these it is told how long contexts may be."""
+"""The sizes of ``USUAL_GIB`` for which the table tells how long contexts may be."""
 
 WORKER = "gradient worker"
 
@@ -46,7 +46,9 @@ def memory_table(
 
 
 def _transfers(recipe: Recipe, shape: Architecture, train: list[Slot]) -> str:
-    """What goes over the network and to disk, whole: a delta is smaller."""
+    """Return the sizes of whole versions, gradients and checkpoints as a line; a delta is
+    smaller.
+    """
     version = NUMBER_BYTES[dtype_of(recipe.model, train)] * shape.trained
     sent = NUMBER_BYTES[recipe.training.worker_gradients] * shape.trained
     checkpoint = CHECKPOINT_BYTES * shape.trained
@@ -92,7 +94,9 @@ def _longest(recipe: Recipe, shape: Architecture, train: list[Slot], shards: int
 
 
 def shard_sizes(recipe: Recipe, train: list[Slot]) -> list[int]:
-    """How many ranks may share a replica, fewest first; two where it depends on the hosts' GPUs."""
+    """Return how many ranks may share a replica, fewest first; two where it depends on the hosts'
+    GPUs.
+    """
     if not is_sharded(recipe.training, on_gpu=bool(train[0].gpus)):
         return [1]
     ranks = ranks_per_node(train)
@@ -151,7 +155,7 @@ def _rank(recipe: Recipe, shape: Architecture, slots: list[Slot], name: str, sha
 
 
 def _fits(wanted: float) -> str:
-    """On which GPUs so many GiB fit, what CUDA and NCCL take being among them."""
+    """Return on which GPUs so many GiB fit, with what CUDA and NCCL take included."""
     size = next((size for size in USUAL_GIB if wanted <= USABLE_SHARE * size), None)
     if size is not None:
         return f"fits GPUs of {size} GB or more"

@@ -49,7 +49,7 @@ class PlanError(RecipeError):
 
 
 NEAR = 16
-"""How many GPUs more or fewer than a third may train where that leaves fewer without work."""
+"""GPUs more or fewer than a third that may train where that leaves fewer without work."""
 IMITATES = "every slot trains on demonstrations"
 SEATS = 128
 """Requests that a server of open nodes runs at a time; its KV cache is what admits them."""
@@ -198,7 +198,7 @@ def _of_any_shape(recipe: Recipe, serving: tuple[Slot, ...]) -> tuple[tuple[Slot
 
 
 def _slots_of_node(node: NodeSpec, free: Pool) -> tuple[Slot, ...]:
-    """Its slots; ``free`` is the pool of those that the recipe binds to no side."""
+    """Return the node's slots; ``free`` is the pool of those that the recipe binds to no side."""
     share = node.gpus_per_slot
     return tuple(
         Slot(

@@ -9,13 +9,14 @@ from libra_cli.core.types import Plan, Pool, Slot, node_of
 
 
 def ports_needed(recipe: Recipe, plan: Plan) -> dict[str, tuple[str, ...]]:
-    """What listens on each node: one name a port, in the order the ports should be handed out.
+    """Return the names of the ports on each node, one a port, in the order they should be handed
+    out.
 
     ``side-gradient-<place>`` (its side channel) and ``rendezvous-`` for a slot that may be a
     gradient worker, where a place is the slot's index, or on open nodes its first GPU, of which no
     two slots in use share one; on the first train node ``rendezvous``, where the ranks meet;
-    ``weights`` where the agent serves versions to peers. The controller needs none: what it asks
-    listens on Unix sockets.
+    ``weights`` where the agent serves versions to peers. The controller needs none: the processes
+    that it talks to listen on Unix sockets.
     """
     names: dict[str, list[str]] = {node.name: [] for node in recipe.nodes}
     for slot in _places(recipe):
@@ -29,7 +30,7 @@ def ports_needed(recipe: Recipe, plan: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def _places(recipe: Recipe) -> tuple[Slot, ...]:
-    """Where processes may stand: the slots, or every GPU of open nodes."""
+    """Return the slots that processes may be on, or for open nodes one for each GPU."""
     if not recipe.has_open_nodes:
         return slots_of(recipe)
     return tuple(

@@ -22,16 +22,18 @@ Flags: TypeAlias = Mapping[str, str | int | float | None]
 
 
 class PeerAddress(NamedTuple):
-    """Where the other hosts of a run reach one, and where it listens for them."""
+    """The address at which the other hosts of a run reach a host, and the one it listens on for
+    them.
+    """
 
     serves_at: str
-    """The others' word for it."""
+    """The name or number by which the other hosts reach it."""
     listens_at: str
     """An address of its own; it listens at no other."""
 
     @classmethod
     def of(cls, address: str, data_address: str, own_address: str) -> PeerAddress:
-        """From what ``HostFacts`` has by these names."""
+        """Return the addresses that follow from the fields of ``HostFacts`` with these names."""
         serves_at = data_address or address
         is_own = data_address or address[:1].isdigit()
         return cls(serves_at, serves_at if is_own else own_address or address)
@@ -39,25 +41,28 @@ class PeerAddress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What a command must know of its host. Paths are absolute there."""
+    """The facts of a host that the commands of its processes depend on. Paths are absolute
+    there.
+    """
 
     node: str
     python: str
     workdir: str
     run_dir: str
     weights_dir: str
-    """Versions are in ``<weights_dir>/<run id>/<version name>``."""
+    """The directory of versions: ``<weights_dir>/<run id>/<version name>``."""
     address: str
-    """How the other hosts reach it."""
+    """The name or number at which the other hosts reach this host."""
     data_address: str = ""
-    """How they reach it for weights, gradients and checkpoints; empty: at ``address``."""
+    """The same for weights, gradients and checkpoints; empty: ``address``."""
     own_address: str = ""
-    """Of that interface, a number; the two above may be names."""
+    """The number of that interface; the two addresses above may be names."""
     interface: str = ""
     """The network interface that routes to the other hosts."""
     tmp_dir: str = ""
-    """For the run's temporary files and sockets, removed with it; empty: the host's own place for
-    the former, and ``run_dir`` for the latter."""
+    """The directory of the run's temporary files and sockets, removed with it; empty: the host's
+    own place for the former, and ``run_dir`` for the latter.
+    """
     cpus: int | None = None
     """Cores the processes of libra may use together; None when nobody has looked."""
     gpu_gib: float = 0.0
@@ -69,13 +74,13 @@ class HostFacts:
 
     @property
     def peer_address(self) -> PeerAddress:
-        """Where others fetch weights, gradients and checkpoints."""
+        """The addresses at which others fetch weights, gradients and checkpoints."""
         return PeerAddress.of(self.address, self.data_address, self.own_address)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One process, ready for the agent of its node."""
+    """One process, ready for the agent of its node to start."""
 
     node: str
     process: str
@@ -84,9 +89,9 @@ class ProcessSpec:
     argv: tuple[str, ...]
     env: Mapping[str, str]
     files: Mapping[str, str] = field(default_factory=dict)
-    """Path below the run directory -> text."""
+    """The text of each file to write before the start, by its path below the run directory."""
     ports: Mapping[str, int] = field(default_factory=dict)
-    """What it listens on -> port."""
+    """Port numbers, by the name of what listens there."""
 
 
 def process_of(slot: SlotId) -> str:
@@ -111,7 +116,9 @@ def worker_ports(slot: Slot) -> tuple[str, str]:
 
 
 def _place(slot: Slot) -> str:
-    """Its index, of a joined slot its first part's, or the first GPU of one named after GPUs."""
+    """Return the slot's index, of a joined slot its first part's, or the first GPU of one named
+    after GPUs.
+    """
     return str(slot.parts[0]) if slot.parts else f"gpu{slot.gpus[0]}"
 
 
@@ -123,7 +130,7 @@ def dtype_of(model: ModelSpec, slots: Iterable[Slot]) -> Dtype:
 
 
 NUMBER_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2}
-"""Of a number in each format."""
+"""Bytes of a number in each format."""
 
 
 def common_env(

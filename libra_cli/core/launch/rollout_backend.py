@@ -33,7 +33,7 @@ ROLLOUT_BACKENDS = PluginGroup(
 
 @dataclass(frozen=True, slots=True)
 class ServerLaunch:
-    """What a server must be told: where it runs, what it serves, in which shape."""
+    """The arguments of a rollout server's start: its slot, host, shape and model."""
 
     slot: Slot
     bucket: Bucket
@@ -41,12 +41,14 @@ class ServerLaunch:
     socket: str
     """Path of the Unix socket on which it answers the controller."""
     seed: int
-    """Its own: two servers with one seed may give two members of a group the same tokens."""
+    """The server's own seed: two servers with one seed may give two members of a group the same
+    tokens.
+    """
     model_dir: str
 
 
 class RolloutBackend(Protocol):
-    """The pure half of a rollout backend."""
+    """The pure half of a rollout backend: the process of a slot's server."""
 
     packages: tuple[str, ...]
     """Python packages that a host needs to serve."""

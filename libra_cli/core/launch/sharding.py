@@ -32,10 +32,10 @@ from libra_cli.core.launch.process import NUMBER_BYTES, Dtype
 
 @dataclass(frozen=True, slots=True)
 class RankConditions:
-    """What a rank's memory follows from beside the sizes of the model."""
+    """What a rank's memory depends on beside the sizes of the model."""
 
     tokens: int
-    """Of the largest micro-batch, which ranks may share."""
+    """Tokens of the largest micro-batch, which ranks may share."""
     choice: Checkpointing
     width: int
     """Bytes of a number that is computed with."""
@@ -43,7 +43,7 @@ class RankConditions:
     reference: bool = False
     """Whether the first policy is kept beside the one that is trained."""
     cp_size: int | None = None
-    """``training.cp_size``."""
+    """Ranks that share a forward pass, as ``training.cp_size``; None: as few as memory allows."""
     activation_offload: bool = False
     tiled_mlp: bool = False
 
@@ -63,8 +63,9 @@ class RankConditions:
         )
 
     def use(self, shape: Architecture, shards: int, sharing: int = 1) -> MemoryUse:
-        """What a rank holds that shares a replica's states with ``shards - 1`` others, and each
-        forward pass with ``sharing - 1``."""
+        """Return the memory of a rank that shares a replica's states with ``shards - 1`` others,
+        and each forward pass with ``sharing - 1``.
+        """
         return rank_memory(
             shape,
             world=shards,
@@ -90,9 +91,10 @@ class RankConditions:
     def sharing(
         self, shape: Architecture | None, shards: int, ranks: int, gpu_gib: float = 0.0
     ) -> int:
-        """How many of ``ranks`` neighbours share each forward pass: what the recipe says, or of it
-        as many as divide them; else the fewest with which a rank fits a GPU of this size, or the
-        most where none does. One where sizes are not known (None, 0)."""
+        """Return how many of ``ranks`` neighbours share each forward pass: the greatest common
+        divisor of ``cp_size`` and ``ranks``; where that is None the fewest with which a rank fits a
+        GPU of ``gpu_gib``, or the most where none does. One where sizes are not known (None, 0).
+        """
         if self.cp_size is not None:
             return gcd(self.cp_size, ranks)
         if shape is None or not gpu_gib:

@@ -44,17 +44,17 @@ class MachineRanks:
     """The ranks that compute together, and one machine's place among them."""
 
     machine: int
-    """From 0, in the order of the nodes; rank 0 is on machine 0."""
+    """The machine's number, from 0, in the order of the nodes; rank 0 is on machine 0."""
     machines: int
     ranks_here: int
     ranks: int
-    """Of all machines together."""
+    """Ranks of all machines together."""
     head_address: str
     rendezvous_port: int
     gpus: bool
     dtype: Dtype
     even: bool = True
-    """Whether every machine has as many ranks."""
+    """Whether all machines have equally many ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,12 @@ class NativeTrainer(ABC):
 
     @abstractmethod
     def command(self, facts: HostFacts, world: MachineRanks, module: str, config: str) -> Command:
-        """One machine's launcher of ``python -m <module> <config>`` for each of its ranks."""
+        """Return one machine's launcher of ``python -m <module> <config>`` for each of its
+        ranks.
+        """
 
     def trainer(self, recipe: Recipe, launch: TrainerLaunch) -> tuple[ProcessSpec, ...]:
-        """One launcher a node, in rank order; rank 0 is on the first node."""
+        """Return one launcher a node, in rank order; rank 0 is on the first node."""
         ranks = ranks_per_node(launch.train)
         head = launch.facts[next(iter(ranks))]
         # On itself a name may be the loopback's.
@@ -124,7 +126,9 @@ class NativeTrainer(ABC):
         )
 
     def gradient_worker(self, recipe: Recipe, launch: WorkerLaunch) -> ProcessSpec:
-        """The gradient worker of a slot."""
+        """Return the launcher of a gradient worker: a world of its own on one slot, one rank a
+        GPU.
+        """
         slot, process = launch.slot, worker_of(launch.slot.id)
         side, rendezvous = (launch.ports[name] for name in worker_ports(slot))
         ranks = slot.num_devices
@@ -163,7 +167,7 @@ class NativeTrainer(ABC):
         config: Mapping[str, object],
         ports: Mapping[str, int],
     ) -> ProcessSpec:
-        """One machine's launcher; ``name`` is the file that ``config`` is written to."""
+        """Return one machine's launcher; ``name`` is the file that ``config`` is written to."""
         node = recipe.node(facts.node)
         command = self.command(facts, world, module, f"{facts.run_dir}/{name}")
         interface = facts.interface if world.machines > 1 else "lo"
@@ -215,7 +219,7 @@ def _shards(
     world: MachineRanks,
     gpu_gib: float,
 ) -> int:
-    """Ranks of a replica."""
+    """Return how many ranks share a replica."""
     if not is_sharded(training, on_gpu=world.gpus):
         return 1
     fits = launch.shape is not None and conditions.fit(launch.shape, world.ranks_here, gpu_gib)
@@ -243,7 +247,7 @@ def _worker_config(recipe: Recipe, launch: WorkerLaunch, ranks: int) -> dict[str
 
 
 def _policy_config(recipe: Recipe, run_id: str, model_dir: str, ranks: int) -> dict[str, object]:
-    """What the trainer and a gradient worker have in common."""
+    """Return the fields that the configurations of the trainer and of a gradient worker share."""
     return {
         "run_id": run_id,
         "model_dir": model_dir,

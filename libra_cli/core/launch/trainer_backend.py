@@ -36,14 +36,15 @@ TRAINER_BACKENDS = PluginGroup(
 
 @dataclass(frozen=True, slots=True)
 class TrainerLaunch:
-    """What the ranks of the trainer must be told. The node of the first slot holds rank 0."""
+    """The arguments of the trainer's start. The node of the first slot holds rank 0."""
 
     train: tuple[Slot, ...]
     facts: Mapping[str, HostFacts]
-    """Of every train node, by name, as the two mappings below."""
+    """The facts of every train node, by its name; ``model_dirs`` and ``resume`` have the same keys.
+    """
     run_id: str
     rendezvous_port: int
-    """Where the ranks meet, on the first node."""
+    """The port at which the ranks meet, on the first node."""
     model_dirs: Mapping[str, str]
     trainer_incarnation: int
     resume: Mapping[str, str] | None = None
@@ -51,26 +52,31 @@ class TrainerLaunch:
     shape: Architecture | None = None
     """The sizes of the model, if they are known; whether a host holds a replica follows from it."""
     checkpoint_urls: tuple[str, ...] = ()
-    """Where a node's ranks get what that directory lacks of it (``node.checkpoints.server``)."""
+    """URLs from which a node's ranks fetch the files that its directory lacks
+    (``node.checkpoints.server``).
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLaunch:
-    """What a gradient worker must be told: a world of its own on one slot, one rank a GPU."""
+    """The arguments of a gradient worker's start: a world of its own on one slot, one rank a
+    GPU.
+    """
 
     slot: Slot
     facts: HostFacts
     run_id: str
     incarnation: int
     ports: Mapping[str, int]
-    """Those of its node, by the names of ``ports_needed``; the worker's are ``worker_ports``."""
+    """The ports of its node, by the names of ``ports_needed``; the worker's are ``worker_ports``.
+    """
     model_dir: str
     shape: Architecture | None = None
     """The sizes of the model, if they are known; how many ranks share a forward pass follows."""
 
 
 class TrainerBackend(Protocol):
-    """The pure half of a trainer backend."""
+    """The pure half of a trainer backend: the processes of the trainer and of gradient workers."""
 
     packages: tuple[str, ...]
     """Python packages that a host needs to train."""

@@ -41,7 +41,6 @@ class Vllm:
     connection = "libra_cli.runtime.vllm.client:ServerClient"
 
     def server(self, recipe: Recipe, launch: ServerLaunch) -> ProcessSpec:
-        """The process of one vLLM server."""
         slot = launch.slot
         return ProcessSpec(
             node=slot.node,

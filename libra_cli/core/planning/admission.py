@@ -45,7 +45,7 @@ class Admission:
     """Steps until the next expected drift, or the end."""
 
     def why_not(self, before: Times, after: Times, cost_s: Seconds) -> str:
-        """Why to stay; empty to move."""
+        """Return why the moves are not worth their cost; empty if they are."""
         gain_s = before.step_s - after.step_s
         if gain_s <= 0:
             return "no plan is predicted to be faster"
@@ -91,7 +91,7 @@ def expected_change(lengths: Sequence[float], steps: float, spread: float) -> fl
 
 
 def _rate(lengths: Sequence[float]) -> float:
-    """By which the logarithm of the mean length has changed a step; 0 where that is not known."""
+    """Return the change of the logarithm of the mean length a step; 0 where that is not known."""
     recent = lengths[-RECENT:]
     half = len(recent) // 2
     if not half:

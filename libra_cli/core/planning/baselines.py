@@ -36,14 +36,14 @@ from libra_cli.core.workload import Workload
 
 PLANNERS = ("colocated", "uniform", "static-best", "greedy", "streamrl", "dynarl", "libra")
 STATIC = ("colocated", "uniform", "static-best")
-"""Those that never move anything."""
+"""The planners that never move a slot."""
 QUEUE_PRESSURE, ACTIVE_PRESSURE, ROLLOUT_STARVES = 0.75, 0.85, 1.25
 BORROW, NEVER_BORROW = 1.15, 0.80
 """Thresholds of the artifact of Libra (arXiv 2606.03077), see ``_dynarl``."""
 
 
 class PlannerError(LibraError):
-    """A planner that is not known."""
+    """No planner has the name asked for."""
 
     exit_code = 2
 
@@ -139,7 +139,7 @@ def decided(
     *,
     why_not: str,
 ) -> Decision:
-    """To have this layout, for a rule's reason; to stay where ``why_not`` says why."""
+    """Return the decision for a layout with a rule's reason; to stay where ``why_not`` says why."""
     plan, slots = space.place(layout, now.slots)
     before, after = search.times(space.layout_of(now.plan, now.slots)), search.times(layout)
     candidate = Candidate(layout, after, (), lambda: (plan, slots))
@@ -194,7 +194,7 @@ def _uniform(search: Search, settings: PlannerSettings) -> Layout:
 
 
 def _equal(search: Search, degree: int, gpus: int, settings: PlannerSettings) -> Layout:
-    """As many servers of this degree as ``gpus`` hold, the other GPUs training."""
+    """Return as many servers of this degree as ``gpus`` hold, with the other GPUs training."""
     longest = max(sample.generated for sample in search.workload.samples)
     servers = max(1, gpus // degree)
     bucket = PlannedBucket(degree, servers, longest, settings.max_num_seqs)

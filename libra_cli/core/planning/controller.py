@@ -78,7 +78,7 @@ class PlanController:
         self._ending = False
 
     def handle(self, event: PlanEvent, *, now: Seconds) -> list[Result]:
-        """What comes of an answer of the planner, or of an order."""
+        """Return what follows from the planner's answer, or from a user's order."""
         if isinstance(event, PlanKept):
             return self.kept(event, now=now)
         if self._ending:
@@ -158,7 +158,7 @@ class PlanController:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Into which the nodes are divided now."""
+        """The slots into which the nodes are divided now."""
         return self._reconciler.slots
 
     @property
@@ -305,7 +305,7 @@ class PlanController:
         return self._close() if len(self._came) == WINDOW else []
 
     def _close(self) -> list[Result]:
-        """What came after the newest decision is known as far as it ever will be."""
+        """Save the mean step time seen under the newest decision, which is now final."""
         decision, self._decision = self._decision, None
         came, self._came = self._came, []
         if decision is None or not came:
@@ -339,7 +339,7 @@ def record_of_plan(
 
 
 def plan_of_record(row: PlanRecord) -> Plan:
-    """The plan that a row tells of."""
+    """Return the plan that a row of the database describes."""
     servers = tuple((slot, Bucket(*shape)) for slot, *shape in loads(row.servers_json))
     reasons = tuple(loads(row.reasons_json or "[]"))
     train, gradient = loads(row.train_json), loads(row.gradient_json)

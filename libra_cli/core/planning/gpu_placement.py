@@ -101,7 +101,7 @@ class GpuPlacement:
     def on(
         cls, nodes: GpuNodes, *, max_len: Tokens, min_rollout: int, elastic: bool
     ) -> GpuPlacement:
-        """The space of a recipe's open nodes."""
+        """Return the placement space of a recipe's open nodes."""
         return cls(nodes.gpus, 1, max_len, nodes=nodes, min_rollout=min_rollout, elastic=elastic)
 
     def check(self, plan: Plan, profile: Profile) -> None:
@@ -134,10 +134,10 @@ class GpuPlacement:
     def _on_nodes(
         self, search: Search, now: Observation, today: Layout, layouts: Sequence[Layout]
     ) -> Iterator[Candidate]:
-        """What stands on the nodes, as it really comes out there, with its gradient workers.
+        """Yield what layouts come to on the nodes, with their gradient workers.
 
-        Tried in the order of their best times, until no better one can come: what a node has no
-        room for never trains faster.
+        They are tried in the order of their best times, until no better one can come: GPUs that a
+        node has no room for never make training faster.
         """
         needs = self._needs(search, now)
         before = now.slots if self.elastic else ()
@@ -167,7 +167,9 @@ class GpuPlacement:
         return sorted(distinct.values(), key=lambda layout: search.times(layout).step_s)
 
     def _needs(self, search: Search, now: Observation) -> TrainerNeeds:
-        """What memory asks for; where nobody knows it, what is known to run."""
+        """Return the GPUs that memory asks for; where sizes are unknown, those that are known to
+        suffice.
+        """
         if search.training.knows_memory:
             base = search.training.least() or 1
             why = search.training.unpaid(base)
@@ -265,8 +267,10 @@ class GpuPlacement:
     def _small_bases(
         self, nodes: GpuNodes, spare: int, needs: TrainerNeeds, *, held: bool
     ) -> Iterator[Sequence[Slot]]:
-        """As many ranks as memory needs, or the head node if that is more, which is preferred
-        where there is no base group yet."""
+        """Yield base groups of as many ranks as memory needs, and of the head node if that is more.
+
+        The head node comes first where there is no base group yet.
+        """
         head = min(spare, dict(nodes.nodes)[nodes.head])
         sizes = (needs.base, max(needs.base, head))
         for least in sizes if held else reversed(sizes):
@@ -292,7 +296,9 @@ class GpuPlacement:
         )
 
     def cost_s(self, now: Observation, chosen: Candidate, then: Plan, profile: Profile) -> Seconds:
-        """What the moves cost, in seconds of the whole job, and a restart of the base group."""
+        """Return the cost of the moves, in seconds of the whole job, with a restart of the base
+        group.
+        """
         today = self.layout_of(now.plan, now.slots)
         cost_s = moves_cost_s(profile, now.workload, today, chosen.layout)
         return cost_s + (profile.moves.resize_s if then.train != now.plan.train else 0.0)
@@ -318,7 +324,7 @@ def _keeps(now: Observation, plan: Plan) -> bool:
 
 
 def _buckets(layout: Layout, max_len: int) -> dict[int, Bucket]:
-    """One bucket a shape, short to long; the last one takes whatever is longer."""
+    """Return one bucket a shape, by degree; the one for the longest takes whatever is longer."""
     found: dict[int, PlannedBucket] = {}
     for bucket in layout.buckets:
         held = found.get(bucket.tensor_parallel)

@@ -53,9 +53,9 @@ CostSource: TypeAlias = Callable[[Plan, CostEvidence], Profile]
 
 @dataclass(frozen=True, slots=True)
 class SlotMove:
-    """One slot changes its role: the name of a bucket, ``train``, ``gradient`` or ``idle``.
+    """A slot's change of role: the name of a bucket, ``train``, ``gradient`` or ``idle``.
 
-    Meanwhile it does nothing for ``seconds``.
+    The slot does nothing for ``seconds`` meanwhile.
     """
 
     slot: SlotId
@@ -89,15 +89,19 @@ class PlacementSpace(Protocol):
         """The plan as numbers of servers and ranks."""
 
     def candidates(self, search: Search, now: Observation) -> Iterable[Candidate]:
-        """What the planner may choose from. Raises NothingFits if there is nothing."""
+        """Return the placements that the planner may choose from.
+
+        Raises:
+            NothingFits: there is none.
+        """
 
     def moves(
         self, now: Observation, then: Plan, slots: Sequence[Slot], profile: Profile
     ) -> tuple[SlotMove, ...]:
-        """The slots whose role changes."""
+        """Return the moves of all slots whose role changes."""
 
     def cost_s(self, now: Observation, chosen: Candidate, then: Plan, profile: Profile) -> Seconds:
-        """What the moves cost, in seconds of the whole job."""
+        """Return the cost of the moves, in seconds of the whole job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +157,7 @@ class DecisionMaker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """libra's own; the law is the module's."""
+    """libra's own planner, by the law of this module."""
 
     space: PlacementSpace
     costs: CostSource
@@ -186,12 +190,13 @@ class Planner:
     def _recalibrated(
         self, now: Observation, profile: Profile, today: Layout
     ) -> RecalibratedSearch:
-        """With the work to come, if lengths change on as they did, and that of measured steps.
+        """Return the search for the work to come, with prices corrected by measured steps.
 
-        To come is that of the middle of the horizon: for training of the trajectories that end
-        then, for rollout of those that begin then and end ``overlap`` steps later. In the first
-        steps lengths grow since the short ones end first, and what has ended is too short by as
-        much. Where it is longer than anything that fits, with the trajectories as they were.
+        The work to come is that of the middle of the horizon, if lengths change on as they did: for
+        training of the trajectories that end then, for rollout of those that begin then and end
+        ``overlap`` steps later. In the first steps lengths grow since the short ones end first, and
+        what has ended is too short by as much. Where such trajectories are longer than anything
+        that fits, the work is taken as it was.
         """
         work = now.workload
         lengths = now.lengths[-len(now.measured) :] if now.measured else ()
@@ -233,7 +238,9 @@ class Planner:
         today: Layout,
         candidates: Sequence[Candidate],
     ) -> Candidate:
-        """With the shortest steps, once each has its share of the seconds that the moves cost."""
+        """Return the candidate with the shortest steps, its moves' seconds shared by the horizon's
+        steps.
+        """
         steps = max(1.0, horizon(now.lengths, now.steps_left))
 
         def seconds(each: Candidate) -> Seconds:
@@ -307,7 +314,9 @@ class Planner:
         )
 
     def _runner_up(self, times: Times, others: Sequence[Candidate]) -> RunnerUp | None:
-        """The best of the others."""
+        """Return the best of the other candidates, and why it is not chosen; None without
+        others.
+        """
         if not others:
             return None
         best = min(others, key=lambda each: each.times.step_s)
@@ -321,7 +330,7 @@ class Planner:
 
 
 def binding(search: Search, layout: Layout, now: Observation, *, measured: bool) -> Binding:
-    """What binds a layout: its longer half, the network, or the staleness rule.
+    """Return what binds a layout: its longer half, the network, or the staleness rule.
 
     The network where a version takes longer than a step; the rule where training waits with a full
     batch ready for more than half of its waiting, which only steps that were ``measured`` show.
@@ -345,13 +354,13 @@ def _option(layout: Layout, times: Times) -> PlanOption:
 
 
 def roles_of(plan: Plan) -> dict[SlotId, str]:
-    """What each slot of the plan does: the name of its bucket, ``train`` or ``gradient``."""
+    """Return the role of each slot of the plan: a bucket's name, ``train`` or ``gradient``."""
     servers = {slot: bucket.name for slot, bucket in plan.servers}
     return servers | dict.fromkeys(plan.train, "train") | dict.fromkeys(plan.gradient, "gradient")
 
 
 def answer(planner: DecisionMaker, action: Propose) -> PlanChosen | PlanKept:
-    """What becomes of a ``Propose``, in a live run and in the simulator alike."""
+    """Return the event that a ``Propose`` ends in, in a live run and in the simulator alike."""
     try:
         decision = planner.decide(action.observation)
     except LibraError as error:

@@ -107,7 +107,7 @@ class RecipePlacement:
         return tuple(moves)
 
     def cost_s(self, now: Observation, chosen: Candidate, then: Plan, profile: Profile) -> Seconds:
-        """What the moves cost, and a restart of the base group where that changes."""
+        """Return the cost of the moves in seconds, with a restart where the base group changes."""
         today = self.layout_of(now.plan, now.slots)
         cost_s = moves_cost_s(profile, now.workload, today, chosen.layout)
         resized = self.elastic and then.train != now.plan.train
@@ -187,7 +187,9 @@ def _by_size(slots: tuple[Slot, ...], free: list[SlotId]) -> list[SlotId]:
 
 
 def _across(slots: tuple[Slot, ...], free: list[SlotId]) -> list[SlotId]:
-    """One slot of every node, then a second of every node, and so on."""
+    """Sort slots by their place on their node: the first of every node, then the second, and so
+    on.
+    """
     rank: dict[SlotId, int] = {}
     seen: dict[str, int] = {}
     for slot in slots:

@@ -117,7 +117,7 @@ class RolloutTable:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """The tensor-parallel degrees of its servers."""
+        """The tensor-parallel degrees that have prices, ascending."""
         return tuple(self._servers)
 
     def buckets_s(self, buckets: tuple[PlannedBucket, ...], train_s: Seconds = 0.0) -> Seconds:
@@ -163,7 +163,7 @@ class RolloutTable:
         return tuple(reversed(placed))
 
     def binding(self, buckets: tuple[PlannedBucket, ...], train_s: Seconds = 0.0) -> Binding:
-        """What the slowest of these buckets waits for."""
+        """Return the constraint that binds the slowest of these buckets."""
         slowest, found = -1.0, Binding(Constraint.KV_CACHE, "no server holds the trajectories")
         for servers, load in self._filled(buckets, train_s):
             time = servers.time(load, self.workload)

@@ -40,7 +40,7 @@ from libra_cli.core.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many servers of each shape, short to long, and of ranks that train, one a GPU.
+    """Servers of each shape, short to long, and the number of training ranks, one a GPU.
 
     ``colocated``: every GPU plays and then trains, in turn. ``workers`` are the GPUs of each
     gradient worker, which are among those that train.
@@ -58,7 +58,7 @@ class Layout:
 
     @property
     def servers(self) -> dict[int, int]:
-        """Servers by tensor-parallel degree."""
+        """Numbers of servers, by tensor-parallel degree."""
         counts: dict[int, int] = {}
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.tensor_parallel):
             degree = bucket.tensor_parallel
@@ -104,7 +104,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class PlannerSettings:
-    """What a planner may do.
+    """The limits of a planner's choice.
 
     ``groups``: parts the trajectories are cut into where unlike servers share them. ``shapes``:
     tensor-parallel degrees of servers.
@@ -142,8 +142,9 @@ class Proposal:
 
 
 MISSED = 0.25
-"""By how much unlike servers take longer than their table says. In the simulator (four traces, 12
-and 24 GPUs) they came out 6 to 35 % further above the table than equal ones."""
+"""Share by which unlike servers take longer than their table says. In the simulator (four traces,
+12 and 24 GPUs) they came out 6 to 35 % further above the table than equal ones.
+"""
 
 
 ALIKE = 0.03
@@ -197,7 +198,7 @@ class Search:
         self._order = self._scan()
 
     def best(self) -> Proposal:
-        """The best plan, with its reasons."""
+        """Return the plan with the shortest step, and its reasons."""
         (layout, times), *others = self._order
         runner_up = others[0] if others else None
         binding = self.binding(layout)
@@ -247,7 +248,7 @@ class Search:
         return self._binding_of_training(plan)
 
     def uniform(self, split: int) -> tuple[PlannedBucket, ...]:
-        """The best equal servers on ``split`` GPUs."""
+        """Return the best equal servers on ``split`` GPUs."""
         options = {degree: split // degree for degree in self.table.degrees if degree <= split}
         best = min(options, key=lambda degree: self.table.equal_s(degree, options[degree]))
         return (self._bucket(best, options[best]),)

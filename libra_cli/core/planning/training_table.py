@@ -47,8 +47,9 @@ WORKER_BYTES = 8
 """Bytes of a parameter in a gradient worker: float32 weight and gradient (as in
 ``node.model.policy``)."""
 SMALLER = 0.02
-"""By how much longer a step may be for a base group that leaves more GPUs free to change sides. As
-much as plans may differ and count as equal (``Admission.tolerance``)."""
+"""Share by which a step may be longer for a base group that leaves more GPUs free to change sides.
+As much as plans may differ and count as equal (``Admission.tolerance``).
+"""
 LARGEST = 256
 """GPUs up to which the least world that fits is looked for when none does."""
 
@@ -68,11 +69,11 @@ class TrainingTable:
         return self._best[min(max(gpus, 0), len(self._best) - 1)]
 
     def least(self) -> int | None:
-        """The smallest world that runs, or None."""
+        """Return the fewest GPUs that a training world fits on; None if none does."""
         return next((gpus for gpus, plan in enumerate(self._best) if plan is not None), None)
 
     def plan(self, ranks: int) -> TrainingPlan:
-        """What so many ranks come to, whether they fit or not."""
+        """Return the times and memory of a world of ``ranks``, whether they fit or not."""
         return TrainingPlan(
             ranks=ranks,
             seconds=self._cost.seconds(ranks, self._workload),
@@ -121,7 +122,7 @@ class TrainingTable:
         )
 
     def fits(self, ranks: int) -> bool:
-        """Whether each rank holds what it must."""
+        """Whether each of ``ranks`` ranks has the memory for its share."""
         return self._cost.memory_gib(ranks, self._longest) <= self._cost.facts.usable_gib
 
     @property

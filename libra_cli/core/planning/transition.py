@@ -45,7 +45,7 @@ class Moves:
 
     @property
     def number(self) -> int:
-        """Servers stopped and started."""
+        """Servers stopped and servers started, added up."""
         return sum(self.stopped.values()) + sum(self.started.values())
 
 

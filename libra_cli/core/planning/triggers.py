@@ -120,7 +120,7 @@ def cooldown(overlap: float) -> int:
 
 
 def steps_to_average(overlap: float) -> int:
-    """How many steps measurements are averaged over: twice as many as may be in flight.
+    """Return how many steps measurements are averaged over: twice as many as may be in flight.
 
     Trajectories begun together end together, and the oldest are waited for: single steps are far
     too long or too short.

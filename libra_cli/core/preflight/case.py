@@ -23,24 +23,24 @@ from libra_cli.core.types import Plan, node_of
 
 @dataclass(frozen=True, slots=True)
 class PreflightCase:
-    """What is known before a run starts. What was not measured is empty, and has no findings."""
+    """Everything known before a run starts. What was not measured is empty, and has no findings."""
 
     recipe: Recipe
     plan: Plan
     hosts: Mapping[str, HostReport]
     recipe_path: str = "RECIPE"
-    """As it is typed in commands."""
+    """The recipe's path as it is typed in commands."""
     transfers: tuple[Transfer, ...] = ()
     all_reduces: tuple[AllReduce, ...] = ()
     template: TemplateReport | None = None
-    """What trying the model's chat template has shown."""
+    """The result of trying the model's chat template; None if it was not tried."""
     teacher: TeacherReport | None = None
-    """What asking the teacher has shown, of a recipe that has one."""
+    """The result of asking the teacher, of a recipe that has one."""
     open_files: int | None = None
-    """How many files the controller may have open; None without a limit."""
+    """Files that the controller may have open; None without a limit."""
 
     def looked(self) -> Iterator[tuple[NodeSpec, NodeFacts]]:
-        """Every node that has told of itself."""
+        """Yield every node whose facts are known, with these."""
         for node in self.recipe.nodes:
             facts = self.hosts[node.name].facts if node.name in self.hosts else None
             if facts is not None:
@@ -70,7 +70,7 @@ class PreflightCase:
         return next((model for model in found if model is not None), None)
 
     def needs(self, node: NodeSpec) -> HostNeeds:
-        """What the run needs of a node."""
+        """Return the memory and disk that the run needs on a node."""
         return host_needs(self.recipe, self.plan, node, self.model)
 
     def seats(self, nodes: Iterable[str]) -> int:
@@ -93,5 +93,5 @@ def packages_needed(recipe: Recipe) -> dict[str, tuple[str, ...]]:
 
 
 def all_packages(recipe: Recipe) -> list[str]:
-    """The packages of both halves, by name."""
+    """Return the packages that rollout and training need, sorted."""
     return sorted({name for names in packages_needed(recipe).values() for name in names})

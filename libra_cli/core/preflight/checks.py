@@ -18,7 +18,7 @@ from libra_cli.core.preflight.findings import Finding
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that is looked at."""
+    """One check of the list: its name, when it is made, and its rule."""
 
     name: str
     quick: bool

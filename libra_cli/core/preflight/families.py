@@ -23,7 +23,7 @@ _UNPROVED = {
     "lfm2_moe": "vLLM's model and transformers' give other log-probabilities",
     "nemotron_h": _DERIVED.format("decay rates of its Mamba layers"),
 }
-"""By ``model_type``, why servers cannot say which version they hold."""
+"""Why servers cannot prove which version they hold, by ``model_type``."""
 _DENSE = "a dense model, or a mixture such as Qwen3-MoE, GLM 4.5, OLMoE or Mixtral"
 
 

@@ -8,11 +8,13 @@ from typing import Literal, TypeAlias
 
 Severity: TypeAlias = Literal["stops", "warns", "fine"]
 Place: TypeAlias = Literal["host", "here", "recipe", "person"]
-"""Where the mending is done: on the host, on the controller, in the recipe, or by asking somebody
-(root or the owner of a process)."""
+"""Where a remedy is carried out: on the host, on the controller, in the recipe, or by asking
+somebody (root or the owner of a process).
+"""
 Fix: TypeAlias = Literal["environment", "model", "remains"]
-"""What ``--fix`` can do without root: make the Python environment, copy the model, remove what dead
-runs have left in the directory of weight versions."""
+"""Remedies that ``--fix`` carries out without root: make the Python environment, copy the model,
+remove what dead runs have left in the directory of weight versions.
+"""
 
 ALL = "all hosts"
 CONTROLLER = "controller"
@@ -20,7 +22,7 @@ CONTROLLER = "controller"
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What mends a finding: a command, or the key of the recipe to change."""
+    """A command that mends a finding, or the key of the recipe to change."""
 
     place: Place
     command: str
@@ -29,7 +31,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found on one host, or between hosts."""
+    """The result of one check on one host, or between hosts."""
 
     check: str
     host: str
@@ -45,10 +47,10 @@ class Finding:
 
 
 def stopping(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings that forbid to start."""
+    """Return the findings that forbid to start a run."""
     return [one for one in findings if one.severity == "stops"]
 
 
 def warning(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings with which a run may start."""
+    """Return the findings with which a run may start, but that are worth a warning."""
     return [one for one in findings if one.severity == "warns"]

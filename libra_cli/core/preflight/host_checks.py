@@ -12,7 +12,9 @@ from libra_cli.core.preflight.needs import GIB, MIB
 
 MAX_CLOCK_SKEW_S = 5.0
 BUSY_BYTES = GIB
-"""On a GPU beyond what a driver takes for itself, which is half of that on a GB200."""
+"""Bytes in use on a GPU from which on it counts as busy: twice what a driver takes for itself on a
+GB200.
+"""
 FILES_A_REQUEST = 4
 """Descriptors of a request over SSH: two ends of a socket here, and two of a channel."""
 FILES_OF_A_PROCESS = 256
@@ -107,7 +109,7 @@ def versions_room(case: PreflightCase) -> Iterator[Finding]:
 
 
 def disk(case: PreflightCase) -> Iterator[Finding]:
-    """Disk for checkpoints, on hosts that train."""
+    """Check that hosts that train have the disk for checkpoints."""
     for node, facts in case.looked():
         needs = case.needs(node)
         if facts.disk_free < needs.checkpoints:
@@ -127,7 +129,7 @@ def disk(case: PreflightCase) -> Iterator[Finding]:
 
 
 def limits(case: PreflightCase) -> Iterator[Finding]:
-    """How much memory may be locked, and how many files may be open."""
+    """Check how much memory may be locked, and how many files may be open."""
     for node, facts in case.looked():
         if facts.rdma and facts.memlock is not None:
             yield Finding(
@@ -160,7 +162,7 @@ def _files(case: PreflightCase, host: str, most: int | None, seats: int) -> Iter
 
 
 def clock(case: PreflightCase) -> Iterator[Finding]:
-    """A host's clock is the controller's."""
+    """Check that the clock of each host is the controller's, within ``MAX_CLOCK_SKEW_S``."""
     most = 0.0
     for node, facts in case.looked():
         report = case.hosts[node.name]

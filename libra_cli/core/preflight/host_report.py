@@ -33,10 +33,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class NetworkRoute:
-    """How a host reaches a peer."""
+    """The network route from a host to a peer."""
 
     peer: str
-    """As the recipe names it."""
+    """The peer's name in the recipe."""
     interface: str
     address: str
     """The host's own address on that interface."""
@@ -48,13 +48,11 @@ class NetworkRoute:
 
 @dataclass(frozen=True, slots=True)
 class NetworkInterface:
-    """A network interface of a host."""
-
     name: str
     up: bool
     addresses: tuple[str, ...]
     speed_mbit: int
-    """What its driver says in Mb/s; 0 where it does not tell."""
+    """Speed by the interface's driver, in Mb/s; 0 where the driver does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,9 @@ class NodeFacts:
     mem_free: int
     disk_free: int
     shm_free: int
-    """Of the directory of weight versions, which is memory unless the recipe says otherwise."""
+    """Bytes free in the directory of weight versions, which is memory unless the recipe says
+    otherwise.
+    """
     shm_total: int
     gpus: tuple[Gpu, ...]
     interface: str
@@ -88,28 +88,28 @@ class NodeFacts:
     packages: Mapping[str, str]
     """The requested packages that can be imported there, with their versions."""
     paths: tuple[str, ...]
-    """The requested paths that exist there."""
+    """The requested paths that exist on the host."""
     markers: Mapping[str, str] = field(default_factory=dict)
-    """What the markers of a package's requirements depend on (PEP 508)."""
+    """Values of the environment markers of requirements (PEP 508), by name."""
     requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By package, what it requires of the other packages."""
+    """Requirements of each package on the other packages, by the package's name."""
     driver: str = ""
-    """NVIDIA's driver; empty where there is none."""
+    """Version of NVIDIA's driver; empty where there is none."""
     torch_cuda: str = ""
     """The CUDA that torch is built for; empty for a build without."""
     routes: tuple[NetworkRoute, ...] = ()
     interfaces: tuple[NetworkInterface, ...] = ()
     memlock: int | None = None
-    """How much memory a process may lock; None without a limit."""
+    """Bytes of memory that a process may lock; None without a limit."""
     open_files: int | None = None
-    """How many files a process may have open; None without a limit."""
+    """Files that a process may have open; None without a limit."""
     rdma: bool = False
     """Whether there is an InfiniBand or RoCE device."""
     remains: tuple[Remains, ...] = ()
 
     @classmethod
     def read(cls, answer: Mapping[str, Any]) -> NodeFacts:
-        """Facts from an agent's answer."""
+        """Return the facts of an agent's answer, parsed from JSON."""
         gpus = (
             Gpu(**{**gpu, "holders": tuple(GpuHolder(**one) for one in gpu["holders"])})
             for gpu in answer["gpus"]
@@ -138,14 +138,14 @@ class ModelFiles:
 
     @property
     def weight_bytes(self) -> int:
-        """The size of all files with tensors."""
+        """Bytes of all files with tensors."""
         tensors = (".safetensors", ".bin", ".pt")
         return sum(size for name, (size, _) in self.files.items() if name.endswith(tensors))
 
 
 @dataclass(frozen=True, slots=True)
 class TorchReport:
-    """What torch said when it was imported in the Python of a run."""
+    """What importing torch in the Python of a run has shown."""
 
     version: str
     cuda: str
@@ -155,7 +155,7 @@ class TorchReport:
     """Why it cannot be imported, or used on a GPU; empty if it can."""
     nccl: str
     errors: Mapping[str, str]
-    """By package, why it cannot be imported."""
+    """Why a package cannot be imported, by its name; only those that cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class HostReport:
     asked_at: float = 0.0
     """The controller's clock before it asked for the facts, in seconds since the epoch."""
     answered_at: float = 0.0
-    """The same when it had the answer."""
+    """The controller's clock when it had the facts, in seconds since the epoch."""
     model: ModelFiles | None = None
     torch: TorchReport | None = None
 
@@ -186,7 +186,7 @@ class Transfer:
 
     @property
     def gbit_s(self) -> float:
-        """Gb/s (1e9 bits a second)."""
+        """The rate in Gb/s (1e9 bits a second); 0 where no time was measured."""
         return 8 * self.bytes / self.seconds / 1e9 if self.seconds else 0.0
 
 
@@ -198,11 +198,11 @@ class TemplateReport:
     """Why turns cannot be appended to it exactly; empty if they can."""
     hint: str = ""
     tool_format: str = ""
-    """How tool calls are read."""
+    """The name of the format in which tool calls are read."""
     misfits: tuple[str, ...] = ()
-    """What of it makes it unlikely that the model can use tools."""
+    """Sentences on why the model probably cannot use tools."""
     notes: tuple[str, ...] = ()
-    """What else it cannot do."""
+    """Sentences on what else the template cannot do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class TeacherReport:
     """Why it cannot teach this policy; empty if it can."""
     hint: str = ""
     model: str = ""
-    """Its name at its server."""
+    """The teacher's name at its server."""
     compared: bool = False
     """Whether its vocabulary was compared with the policy's."""
 

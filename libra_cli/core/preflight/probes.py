@@ -23,7 +23,7 @@ def torch_probe(node: NodeSpec, facts: HostFacts, packages: tuple[str, ...]) -> 
 def all_reduce_probe(
     node: NodeSpec, facts: HostFacts, *, backend: str, rank: int, address: str, port: int
 ) -> ProcessSpec:
-    """One of two ranks that meet at an address, over the interface that the trainer would use."""
+    """Return one of two ranks that meet at an address, over the interface the trainer would use."""
     module = "libra_cli.node.checks.all_reduce"
     return ProcessSpec(
         node=node.name,

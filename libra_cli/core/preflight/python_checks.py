@@ -18,11 +18,11 @@ from libra_cli.core.preflight.versions import (
 
 SHOWN = ("vllm", "torch", "transformers", "accelerate")
 MUST_BE_EQUAL = ("torch", "accelerate", "transformers")
-"""Of hosts that train together."""
+"""Packages whose versions must be equal on all hosts that train together."""
 
 
 def install(case: PreflightCase, node: NodeSpec) -> Remedy:
-    """What installs libra's packages on a node."""
+    """Return the command that installs libra's packages on a node."""
     if node.is_local:
         return Remedy("here", f"{node.python or 'python3'} -m pip install 'libra-rl[{node.extra}]'")
     return Remedy("here", f"libra setup {case.recipe_path}", fix="environment")
@@ -52,7 +52,7 @@ def _remedy_of_error(case: PreflightCase, node: NodeSpec, hint: str) -> Remedy |
 
 
 def packages(case: PreflightCase) -> Iterator[Finding]:
-    """What both halves need is installed, is what libra is made for, and fits each other."""
+    """Check that the packages needed are installed, supported by libra, and fit each other."""
     needed = packages_needed(case.recipe)
     for node, facts in case.looked():
         wanted = {name for half in case.halves(node) for name in needed[half]}
@@ -111,7 +111,7 @@ def _versions_told(case: PreflightCase) -> str:
 
 
 def _joined(values: Sequence[str]) -> str:
-    """Distinct values, in order."""
+    """Return the distinct values in order, joined by "or"."""
     return " or ".join(dict.fromkeys(values))
 
 
@@ -178,7 +178,7 @@ def driver(case: PreflightCase) -> Iterator[Finding]:
 
 
 def torch(case: PreflightCase) -> Iterator[Finding]:
-    """In the very Python of a run, torch and what stands on it load and see the GPUs."""
+    """Check that torch and the packages on it load in the Python of a run, and see the GPUs."""
     told = []
     for node, _ in case.looked():
         report = case.hosts[node.name].torch

@@ -13,7 +13,7 @@ TESTED: Mapping[str, str] = {
     "transformers": ">=5.17,<6",
     "accelerate": ">=1.15,<2",
 }
-"""What libra is made for; as the extras in pyproject.toml (a test compares them)."""
+"""Versions that libra supports, as in the extras of pyproject.toml (a test compares them)."""
 LEAST_DRIVER: Mapping[int, int] = {11: 450, 12: 525, 13: 580}
 """The oldest driver of a CUDA major version (docs.nvidia.com/deploy/cuda-compatibility, minor
 version compatibility, table 1). A newer driver runs everything older."""

@@ -38,9 +38,9 @@ PHASES: Mapping[str, Seconds] = {
 """The longest that a rank may be in a phase, by its name up to a colon. Chosen: the phases that
 read or write whole models as long as the collectives of ranks that wait for them."""
 LONGEST_S: Seconds = 1800.0
-"""For a phase that has no name here."""
+"""Seconds that a phase without an entry in ``PHASES`` may take."""
 
 
 def phase_limit_s(phase: str) -> Seconds:
-    """How long a rank may be at this without going on."""
+    """Return the seconds that a rank may be in this phase without going on."""
     return PHASES.get(phase.partition(":")[0], LONGEST_S)

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from libra_cli.core.types import Seconds
 
 FOUND_S: Seconds = 60.0
-"""What is stalled is found within this, unless it has been slower before; asked for by whoever
-leaves a run alone, for whom a minute is nothing and half an hour is not."""
+"""Seconds within which a stall is found, unless the watched thing has been slower before. Whoever
+leaves a run alone asks for that: to them a minute is nothing and half an hour is not.
+"""
 LEAST_S: Seconds = 50.0
 """The least silence that counts: ``FOUND_S`` without what a look at it may take."""
 SLOWEST_FACTOR = 2.0
-"""What has been silent for so long and then went on may be silent for so many times as long."""
+"""Factor on the longest silence that ended with a sign, up to which silence is allowed."""
 LONGEST_LOOK_S: Seconds = 15.0
 """More time than this between two looks was lost by whoever looks (a laptop asleep, a controller
 that was stopped), and is not the other's silence."""
@@ -26,7 +27,7 @@ that was stopped), and is not the other's silence."""
 
 @dataclass(slots=True)
 class ProgressWatch:
-    """One thing that should move, as it was seen."""
+    """One thing that should move, and the silence seen of it. Times are in seconds."""
 
     least_s: Seconds = LEAST_S
     silent_s: Seconds = 0.0
@@ -34,7 +35,7 @@ class ProgressWatch:
     slowest_s: Seconds = 0.0
     """The longest silence that ended with a sign."""
     allowed_s: Seconds = 0.0
-    """How long what it does just now may take without a sign; 0 if nothing is known of it."""
+    """How long its present work may take without a sign; 0 if nothing is known of it."""
     _looked_at: Seconds | None = None
     _sign: Hashable = None
 
@@ -45,7 +46,7 @@ class ProgressWatch:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether it has been silent for too long."""
+        """Whether its silence has reached the limit."""
         return self.silent_s >= self.limit_s
 
     def look(

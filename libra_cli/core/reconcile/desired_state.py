@@ -25,7 +25,7 @@ class DesiredState:
         self.adopt(plan)
 
     def adopt(self, plan: Plan) -> None:
-        """Take another plan."""
+        """Want what this plan has, and forget that the trainer refused slots of an earlier one."""
         self.servers: dict[SlotId, Bucket] = dict(plan.servers)
         self.gradient: set[SlotId] = set(plan.gradient)
         self.trainer: tuple[SlotId, ...] = plan.train
@@ -33,7 +33,7 @@ class DesiredState:
         self.refusal = ""
 
     def divide(self, slots: Iterable[Slot]) -> None:
-        """These slots exist, and no others."""
+        """Take these slots as the ones that exist."""
         now = {slot.id: slot for slot in slots}
         self.slots |= now
         self._existing = list(now)
@@ -49,7 +49,7 @@ class DesiredState:
         return Plan(tuple(self.servers.items()), self.trainer, reasons, gradient)
 
     def role_of(self, slot: SlotId) -> Role:
-        """What the slot is to do."""
+        """Return the role that is wanted of the slot."""
         if slot in self.servers:
             return Role.ROLLOUT
         if slot in self.gradient:
@@ -101,7 +101,9 @@ class DesiredState:
         self._existing[place:] = [*sorted(begun, key=list(self.slots).index), *rest]
 
     def check(self) -> None:
-        """Invariants that hold between any two events."""
+        """Raise AssertionError if a slot or a device is wanted twice, or a wanted slot does not
+        exist.
+        """
         assert not self.servers.keys() & self.gradient, "a slot is wanted twice"
         wanted = [*self.servers, *self.gradient, *self.trainer]
         devices = [device for slot in wanted for device in devices_of(self.slots[slot])]

@@ -36,10 +36,10 @@ def ordered_plan(
     to: Mapping[Role, int],
     pins: Mapping[SlotId, Role],
 ) -> Plan:
-    """The plan nearest to ``roles`` with so many slots a role.
+    """Return the plan nearest to ``roles`` with as many slots of each role as ``to`` says.
 
     Raises:
-        Refused: the numbers, the pools, the pins, a minimum or the recipe's buckets forbid it.
+        OrderRefused: the numbers, the pools, the pins, a minimum or the recipe's buckets forbid it.
     """
     counts = _counts(slots, roles, to, pins)
     fixed = _fixed(slots, pins)

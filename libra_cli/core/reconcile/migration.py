@@ -26,8 +26,6 @@ DONE, FAILED = "done", "failed"
 
 
 class MigrationPhase(StrEnum):
-    """The phase of a move."""
-
     DRAIN = "drain"
     STOP = "stop"
     START = "start"
@@ -37,7 +35,7 @@ class MigrationPhase(StrEnum):
 
 
 class PhaseRule(NamedTuple):
-    """How a phase ends: well by ``cause``, within ``deadline_s``, else ``otherwise``."""
+    """The end of a phase: well by ``cause``, within ``deadline_s`` seconds, else ``otherwise``."""
 
     cause: str
     deadline_s: Seconds
@@ -83,7 +81,9 @@ LIFECYCLE: dict[MigrationPhase, PhaseRule] = {
 
 @dataclass(slots=True)
 class SlotMigration:
-    """One slot on its way. ``bucket`` is the shape of the server it was, if it was one."""
+    """The move of one slot from a role to another. ``bucket`` is the shape of its server before, if
+    any.
+    """
 
     number: int
     plan: int
@@ -125,7 +125,6 @@ class SlotMigration:
         return f"{TIMER}{self.number} {self.phase}"
 
     def record(self) -> MoveRecord:
-        """The move's row of the database."""
         ends = [began for _, began in self.phases[1:]] + [self.ended_at]
         rows = [[phase, began, end] for (phase, began), end in zip(self.phases, ends, strict=False)]
         return MoveRecord(

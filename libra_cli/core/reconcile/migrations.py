@@ -55,7 +55,7 @@ class MigrationTracker:
         self._number = last
 
     def begin(self, changed: Reshape, plan: int, *, now: Seconds) -> list[Result]:
-        """These slots are to do something else from now on than they do."""
+        """Begin the moves of these slots to their new roles, for plan number ``plan``."""
         self._reshapes = [old for old in self._reshapes if old.keys().isdisjoint(changed)]
         for group in _overlapping([self._wanted.slots[slot] for slot in changed]):
             self._reshapes.append({slot: changed[slot] for slot in group})
@@ -85,7 +85,9 @@ class MigrationTracker:
         return [*actions, Save(move.record())]
 
     def _story(self, slot: SlotId, before: Role, after: Role) -> str:
-        """What becomes of a slot that is joined or split, or what it is made of."""
+        """Return which slots this one makes way for, or replaces; empty if it is not joined or
+        split.
+        """
         group = next((group for group in self._reshapes if slot in group), {})
         slots, mine = self._wanted.slots, self._wanted.slots[slot]
         others = [other for other in group if other != slot and slots[other].overlaps(mine)]
@@ -119,7 +121,6 @@ class MigrationTracker:
         return actions
 
     def check(self) -> None:
-        """Invariants that hold between any two events."""
         for slot, move in self.moves.items():
             assert move.ended_at is None, f"the move of {slot} has ended and is kept"
 
@@ -225,7 +226,7 @@ class MigrationTracker:
         return any(t is not None and t.state is ReplicaState.STOPPING for t in tenants)
 
     def _stop_new(self, move: SlotMigration, why: str, now: Seconds) -> list[Result]:
-        """That it is being stopped then makes the move fail."""
+        """Stop the new process of a move that is overdue; the move fails by that."""
         if move.after is Role.TRAIN:
             return self._training.failed(why, now=now)
         new = self._tenant(move.slot, move.after)
@@ -291,7 +292,7 @@ def _hope(replica: Replica) -> tuple[bool, bool]:
 
 
 def _phase(move: SlotMigration, old: Replica | None, new: Replica | None) -> MigrationPhase | None:
-    """Where the slot is, from the states of its processes; None before anything has happened."""
+    """Return the phase that the states of the slot's processes show; None before the first."""
     if new is not None and new.state in _COMING:
         return _COMING[new.state]
     if old is not None and old.state in _LEAVING:

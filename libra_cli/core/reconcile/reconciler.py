@@ -44,7 +44,7 @@ WHY = "the plan has something else on it"
 
 
 class Reconciler:
-    """What the plan wants of every slot, and how far it is. Methods return actions."""
+    """Brings each slot to the role that the plan has for it. Methods return actions and notices."""
 
     def __init__(
         self,
@@ -65,12 +65,11 @@ class Reconciler:
 
     @property
     def moves(self) -> dict[SlotId, SlotMigration]:
-        """Migrations under way, by slot."""
         return self._tracker.moves
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Into which the nodes are divided now; a move that failed has changed it."""
+        """The slots into which the nodes are divided now; a move that failed has changed them."""
         return self._wanted.existing
 
     def number_on(self, last: int) -> None:
@@ -95,11 +94,11 @@ class Reconciler:
         self._ending = True
 
     def plan(self, reasons: tuple[str, ...]) -> Plan:
-        """What is wanted now; a move that failed has changed it."""
+        """Return the placement wanted now as a plan; a move that failed has changed it."""
         return self._wanted.plan(reasons)
 
     def role_of(self, slot: SlotId) -> Role:
-        """What the slot is to do."""
+        """Return the role that is wanted of the slot."""
         return self._wanted.role_of(slot)
 
     # -- another plan ---------------------------------------------------------------------------
@@ -273,7 +272,6 @@ class Reconciler:
         return self._tracker.deadline(timer, now=now)
 
     def check(self) -> None:
-        """Invariants that hold between any two events."""
         self._tracker.check()
         self._wanted.check()
         self._check_devices()

@@ -13,7 +13,7 @@ from libra_cli.core.types import Seconds, SlotId, Tokens, ToolReturn, Trajectory
 
 
 class Stage(StrEnum):
-    """Where a trajectory is between its prompt and its reward."""
+    """The stages of a trajectory between its prompt and its reward."""
 
     RESETTING = "resetting"
     WAITING = "waiting"
@@ -55,7 +55,7 @@ class Limits:
     buffer: Tokens = 0
 
     def penalty_of(self, context: Tokens) -> float:
-        """What a trajectory that ends with so many tokens loses of its reward."""
+        """Return what a trajectory that ends with ``context`` tokens loses of its reward."""
         return overlong_penalty(
             context, most=self.max_len, buffer=self.buffer, penalty=self.penalty
         )
@@ -90,11 +90,15 @@ class ActiveTrajectory:
     broke_at: set[SlotId] = field(default_factory=set)
 
     def enter(self, stage: Stage) -> None:
-        """Go on to another stage. Raises IllegalMove."""
+        """Change the stage along ``TRANSITIONS``.
+
+        Raises:
+            IllegalMove: the table has no such change.
+        """
         self.stage = follow(TRANSITIONS, self.stage, stage, self.trajectory.id)
 
     def left_to_generate(self, limits: Limits) -> Tokens:
-        """How many more may be in this turn."""
+        """Return how many more tokens the model may generate in this turn."""
         said = sum([len(part.token_ids) for part in self.parts])
         return min(limits.max_turn_tokens - said, limits.max_len - len(self.trajectory.token_ids))
 

@@ -38,7 +38,10 @@ class FatalPromptDetector:
         return bool(self._deaths or self._breaks)
 
     def broke(self, who: TrajectoryId) -> int:
-        """Its turn broke off where all others were answered; how often those of its group did."""
+        """Count that the trajectory's turn broke off where all others were answered.
+
+        Returns how many turns of its group have.
+        """
         breaks = self._breaks.setdefault(who.group, Counter())
         breaks[who] += 1
         return breaks.total()
@@ -48,7 +51,7 @@ class FatalPromptDetector:
         return self._level.get(who.group, 0)
 
     def is_suspect(self, who: TrajectoryId) -> bool:
-        """Whether it is to be sent only while few other suspects are out."""
+        """Whether the trajectory is sent only while few other suspects are out."""
         return self.deaths_of(who) >= SUSPECT
 
     def died(self, inside: Collection[TrajectoryId]) -> list[TrajectoryId]:

@@ -48,7 +48,7 @@ from libra_cli.core.types import (
 
 
 class GroupState(StrEnum):
-    """Where a group is on its way to the optimizer."""
+    """The states of a group between its prompt and the optimizer."""
 
     OPEN = "open"
     READY = "ready"
@@ -61,8 +61,9 @@ class GroupState(StrEnum):
 
 S = GroupState
 TRAINED_STEPS = 1000
-"""Of so many of the newest steps a checkpoint names what each trained, so that a run for weeks does
-not write them all each time; the journal has every step's."""
+"""Newest steps of which a checkpoint names what each trained, so that a run for weeks does not
+write them all each time; the journal has every step's.
+"""
 
 TRANSITIONS: dict[GroupState, dict[GroupState, str]] = {
     S.OPEN: {
@@ -129,7 +130,9 @@ class Group:
         return ComparedGroup(tuple(ended), self.finished)
 
     def place(self, trajectory: TrajectoryId) -> int | None:
-        """Where among its members that trajectory, or another attempt at it, is."""
+        """Return the index of that trajectory, or of another attempt at it; None if it is no
+        member.
+        """
         for place, one in enumerate(self.members):
             if one.id.member == trajectory.member:
                 return place
@@ -137,7 +140,7 @@ class Group:
 
     @property
     def reward(self) -> float | None:
-        """Mean reward, once every member has one."""
+        """Mean reward of the members; None until every member has one."""
         ended = self.ended
         return sum(ended) / len(ended) if len(ended) == len(self.members) else None
 
@@ -151,7 +154,7 @@ def _outcome(said: Any) -> Outcome:
 
 
 def new_trajectory(trajectory: TrajectoryId, now: Seconds) -> Trajectory:
-    """A trajectory without a token yet."""
+    """Return a trajectory that begins now, without a token yet."""
     return Trajectory(trajectory, started_at=now)
 
 
@@ -212,7 +215,7 @@ class GroupLedger:
     _ready: int = 0
 
     def count(self, *states: GroupState) -> int:
-        """How many groups are in one of these states."""
+        """Return how many groups are in one of these states."""
         return sum(self._counts[state] for state in states)
 
     def _enter(self, group: Group, state: GroupState) -> None:
@@ -239,7 +242,7 @@ class GroupLedger:
 
     @property
     def members_started(self) -> int:
-        """How many trajectories a group begins with."""
+        """Trajectories that a group begins with."""
         return self.group_size + self.oversample
 
     @property
@@ -349,7 +352,7 @@ class GroupLedger:
         group.oldest = _oldest(group, group.started_version)
 
     def _lacks_signal(self, group: Group) -> bool:
-        """Whether it is to be filtered, with the members that have ended."""
+        """Whether dynamic sampling filters the group, by its members that have ended."""
         return self.filtered.filters(group.compared)
 
     def _filter(self, group: Group) -> None:
@@ -367,10 +370,11 @@ class GroupLedger:
         return taken
 
     def take_sampling(self, trained: Tokens) -> dict[str, float]:
-        """What was generated and not trained since this was last asked, and what is known of the
-        curriculum's pool, as ``batches`` names it.
+        """Return the metrics of untrained trajectories since the last call, and of the curriculum's
+        pool.
 
-        ``trained`` are the tokens that were.
+        ``trained`` is the number of tokens that were trained meanwhile. ``core.rollout.batches``
+        lists the names.
         """
         surplus, self._surplus_tokens = self._surplus_tokens, 0
         over = {"surplus_tokens": surplus} if self.oversample else {}
@@ -491,7 +495,7 @@ class GroupLedger:
 
     @property
     def _open_places(self) -> int:
-        """In the next step's batch; parts of it may be claimed already."""
+        """Free places of the next step's batch, of which parts may be claimed already."""
         return self.groups_per_step - self._counts[GroupState.CLAIMED]
 
     def _claim(self, step: int, most: int, rests: Sequence[Group] = ()) -> list[Group]:
@@ -529,7 +533,9 @@ class GroupLedger:
         return done
 
     def named(self, groups: Sequence[Group]) -> list[Any]:
-        """What of these groups is trained, for a journal: a group, or ``[group, members]``."""
+        """Return the groups as a journal names them: the id, or ``[id, members]`` of one that is
+        not whole.
+        """
         names: list[Any] = []
         for group in sorted(groups, key=lambda group: (group.id, group.is_rest)):
             whole = not group.is_rest and not group.missing
@@ -543,7 +549,7 @@ class GroupLedger:
             del self._unpublished[before]
 
     def _all(self) -> Iterator[Group]:
-        """Every group, and every rest of one."""
+        """Yield every group, and every rest of one."""
         yield from self.groups.values()
         yield from self.rests.values()
 
@@ -579,7 +585,9 @@ class GroupLedger:
                 group.step = None
 
     def position(self, step: int) -> dict[str, Any]:
-        """What a checkpoint after ``step`` must know to go on with exactly the prompts left."""
+        """Return the state that a checkpoint after ``step`` needs to go on with exactly the prompts
+        left.
+        """
         groups, rests = (
             {group.id: group for group in found.values() if (group.step or step + 1) > step}
             for found in (self.groups, self.rests)
@@ -604,7 +612,9 @@ class GroupLedger:
         }
 
     def _claimed(self, step: int) -> dict[Version, list[Any]]:
-        """What a step that is being taken will have trained."""
+        """Return the groups of a step that is being taken, as ``{step: named}``; empty if there are
+        none.
+        """
         claimed = [group for group in self._all() if group.step == step]
         return {step: self.named(claimed)} if claimed else {}
 
@@ -628,7 +638,9 @@ class GroupLedger:
         }
 
     def check(self) -> None:
-        """Invariants that hold between any two events."""
+        """Raise AssertionError if the counts of groups and trajectories differ from what is
+        there.
+        """
         assert not set(self.queue) & set(self.groups), "a group is both queued and alive"
         assert all(group < self.next_group for group in [*self.queue, *self.groups])
         unrewarded = [m for g in self._all() for m in g.members if m.reward is None]

@@ -22,14 +22,14 @@ from libra_cli.core.records import (
 from libra_cli.core.types import GroupId
 
 WHOLE = -1
-"""Stands for all members of a group."""
+"""In place of a member's number: all members of a group."""
 
 
 def check_once(records: Iterable[Record], position: Mapping[str, Any] | None = None) -> list[str]:
-    """What is wrong with a run of which these are all rows, in the order written; empty if nothing.
+    """Return sentences on what a run trained twice, or lost; empty if nothing.
 
-    ``position`` is the ledger's, of a checkpoint of the run. Rows of steps by a libra that did not
-    name groups yet are passed over.
+    ``records`` are all rows of the run in the order written, ``position`` the ledger's of one of
+    its checkpoints. Rows of steps by a libra that did not name groups yet are passed over.
     """
     rows = list(records)
     steps = _kept(rows)
@@ -67,7 +67,7 @@ def _never_trained(records: Iterable[Record]) -> dict[GroupId, str]:
 
 
 def _kept(rows: Iterable[Record]) -> dict[int, list[Any]]:
-    """What each step trained, of those that the run has not taken back."""
+    """Return the groups that each step trained, for the steps that the run has not taken back."""
     steps: dict[int, list[Any]] = {}
     last: float = float("inf")
     for row in rows:
@@ -123,7 +123,7 @@ def _scored(rows: Iterable[Record]) -> Iterator[str]:
 
 
 def _unlike(position: Mapping[str, Any], steps: Mapping[int, list[Any]]) -> Iterator[str]:
-    """Where a checkpoint says something else than the journal of the same timeline."""
+    """Yield each difference of a checkpoint from the journal of the same timeline."""
     for step, names in position.get("trained", ()):
         if steps.get(int(step)) not in (None, [], names):
             yield f"step {step}: the checkpoint has trained {names}, the journal {steps[int(step)]}"

@@ -126,7 +126,7 @@ def _log_ratios(
 
 
 def _tokens(trajectory: Trajectory) -> tuple[BranchTokens, ...]:
-    """Its arrays themselves: nothing changes them any more."""
+    """Return the tokens of each branch without copying them: no array changes after the end."""
     branches = [*sorted(trajectory.others.items()), (trajectory.number, trajectory)]
     return tuple(
         BranchTokens(number, one.token_ids, one.loss_mask, one.logprobs, tuple(one.spans))
@@ -142,7 +142,6 @@ def group_records(group: Group, now: Seconds) -> list[GroupRecord] | list[LateRe
 
 
 def group_record(group: Group, now: Seconds, *, detail: str = "") -> GroupRecord:
-    """The group's row of the database."""
     detail = detail or "; ".join(_details(group))
     return GroupRecord(
         group_id=group.id,

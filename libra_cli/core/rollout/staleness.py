@@ -52,7 +52,9 @@ LEAST = 0.5
 
 @dataclass(frozen=True, slots=True)
 class StalenessRule:
-    """What a rule comes to. Ages are in versions; None is any."""
+    """The ages at which a rule waits, trains and closes groups. Ages are in versions; None is
+    any.
+    """
 
     bound: int
     """``training.max_staleness``: admits groups, and tokens over it are counted."""
@@ -86,7 +88,8 @@ class StalenessRule:
         return size if self.least is None else sqrt(size)
 
     def least_of(self, size: int) -> int | None:
-        """How many of so many members must be finished to close a group; None: it never is.
+        """Return how many of ``size`` members must be finished to close a group; None: it is never
+        closed.
 
         Two at least: one reward by itself is nothing to learn from.
         """
@@ -114,7 +117,7 @@ def cut(bound: int, least: float = LEAST, *, keeps_rest: bool = True) -> Stalene
 
 
 def rule_of(training: TrainingSpec) -> StalenessRule:
-    """The rule that a recipe names."""
+    """Return the staleness rule that ``training.staleness`` names, with its defaults."""
     spec, bound = training.staleness, training.max_staleness
     match spec.rule or default_rule(bound):
         case "hold":

@@ -33,7 +33,7 @@ STRIKES = 3
 
 
 class TeacherQueue:
-    """Whom the teacher is asked about. Methods return the actions that they call for."""
+    """The trajectories that wait for the teacher. Methods return the actions that follow."""
 
     def __init__(self, url: str, patience_s: Seconds) -> None:
         self._url = url
@@ -62,7 +62,7 @@ class TeacherQueue:
         return self._silent_since is not None
 
     def ask(self, trajectory: Trajectory) -> list[Action]:
-        """Ask about a trajectory that is over."""
+        """Ask about a trajectory that is over, or hold it while the teacher does not answer."""
         sequences = tuple(branch.token_ids for branch in taught_branches(trajectory))
         action = AskTeacher(trajectory.id, sequences)
         if self.is_silent and (self._paused or self._asked):
@@ -114,7 +114,11 @@ class TeacherQueue:
         )
 
     def strike(self, who: TrajectoryId) -> bool:
-        """One without an answer; whether it has had its chances while others were answered."""
+        """Count a failure to answer about the trajectory.
+
+        Returns whether that was the last one allowed; only failures while others are answered
+        count.
+        """
         then, strikes = self._strikes.get(who, (self._answers, 0))
         strikes += self._answers > then
         self._strikes[who] = (self._answers, strikes)

@@ -39,8 +39,11 @@ def repeats(branch: Branch) -> bool:
 
 
 def _turns(branch: Branch) -> list[tuple[int, int]]:
-    """Where the last ``LOOKED_AT`` generated tokens are, [start, end) of each turn; one that
-    several versions generated has several spans."""
+    """Return [start, end) of each turn within the last ``LOOKED_AT`` generated tokens of the
+    branch.
+
+    A turn that several versions generated has several spans.
+    """
     turns: list[tuple[int, int]] = []
     left = LOOKED_AT
     for span in reversed(branch.spans):

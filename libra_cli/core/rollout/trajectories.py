@@ -119,7 +119,7 @@ class _ForgettingMean:
         return self._sum / self._weight
 
     def add(self, value: float, *, weight: float) -> None:
-        """One more; the hundredth of memory that it takes is taken from all."""
+        """Add a value, and lower the weight of all earlier ones by 1 %."""
         self._sum = 0.99 * self._sum + value * weight
         self._weight = 0.99 * self._weight + weight
 
@@ -165,7 +165,7 @@ class Trajectories:
         self.last_failure = ""
 
     def handle(self, event: RolloutEvent, *, now: Seconds) -> list[Result]:
-        """What comes of an event of a turn or an episode."""
+        """Return what follows from an event of a turn or an episode."""
         match event:
             case TurnGenerated():
                 return self.generated(event, now=now)
@@ -249,7 +249,7 @@ class Trajectories:
 
     @property
     def _with_teacher(self) -> int:
-        """How many trajectories are over and need no seat, but have no reward yet."""
+        """Trajectories that are over and need no seat, but wait for the teacher."""
         return 0 if self.teacher is None else len(self.teacher)
 
     def evaluate(self, *, now: Seconds) -> list[Result]:
@@ -355,7 +355,7 @@ class Trajectories:
         ]
 
     def advanced(self, event: EpisodeAdvanced, *, now: Seconds) -> list[Result]:
-        """The environment has looked at a turn."""
+        """Append the environment's observation and ask for the next turn, or end the trajectory."""
         active = self.active.get(event.trajectory)
         if active is None or active.stage is not Stage.ADVANCING:
             return []
@@ -389,14 +389,18 @@ class Trajectories:
         return actions
 
     def episode_failed(self, event: EpisodeFailed, *, now: Seconds) -> list[Result]:
-        """The environment broke; play the trajectory again."""
+        """Play the trajectory again, since its environment broke; after too many attempts drop its
+        group.
+        """
         active = self.active.get(event.trajectory)
         if active is None:
             return []
         return self._break(active, event.reason, now, counts=event.counts)
 
     def _played(self, active: ActiveTrajectory, reward: float, now: Seconds) -> list[Result]:
-        """Its episode is over; one that has a teacher waits for that."""
+        """End a trajectory whose episode is over, or ask the teacher about it first, in a run with
+        one.
+        """
         trajectory = active.trajectory
         if is_evaluation(trajectory.id.group):
             return self._end_evaluated(trajectory, reward, now)
@@ -639,7 +643,7 @@ class Trajectories:
         return [*self._drop(active, why, now), broke]
 
     def answered(self, slot: SlotId) -> list[Result]:
-        """What broke off on a server was not its end."""
+        """Forget that turns broke off on this server: an answer shows that the server works."""
         for active in self.active.values():
             active.broke_at.discard(slot)
         return []
@@ -708,7 +712,7 @@ class Trajectories:
         return [Save(turn_record(active, turn, asked, returns))]
 
     def check(self) -> None:
-        """Invariants that hold between any two events."""
+        """Raise AssertionError if tokens, branches or running requests are counted wrongly."""
         for trajectory_id, active in self.active.items():
             trajectory = active.trajectory
             evaluated = is_evaluation(trajectory_id.group)

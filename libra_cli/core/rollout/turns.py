@@ -60,14 +60,14 @@ def _add_routes(branch: Branch, routes: ChosenExperts) -> None:
 
 
 def add_turn(trajectory: Trajectory, said: Tokens, anchor: int) -> None:
-    """Its last ``said`` tokens are a turn, which has earned nothing yet."""
+    """Count the trajectory's last ``said`` tokens as a turn, with a reward of 0 so far."""
     end = len(trajectory.token_ids)
     trajectory.turns += 1
     trajectory.turn_rewards.append(TurnReward(trajectory.number, end - said, end, anchor=anchor))
 
 
 def earned(trajectory: Trajectory, reward: float) -> None:
-    """What the last turn has earned, by itself."""
+    """Set the reward of the trajectory's last turn, without those of earlier turns."""
     trajectory.turn_rewards[-1] = trajectory.turn_rewards[-1]._replace(reward=reward)
 
 
@@ -83,7 +83,8 @@ def digest_of(tokens: array[int]) -> int:
 
 
 def go_on_at(trajectory: Trajectory, point: BranchPoint) -> None:
-    """Its context becomes the first ``kept`` tokens of a branch; its other tokens are kept too.
+    """Make the first ``kept`` tokens of a branch the trajectory's context; its other tokens are
+    kept.
 
     Raises:
         IllegalMove: there is no such branch, or it has fewer tokens.
@@ -121,7 +122,7 @@ def extend_masked(branch: Branch, count: int) -> None:
 
 
 def joined(parts: list[TurnGenerated]) -> TurnGenerated:
-    """One turn that began with the first part's prompt; the last part says how it ended."""
+    """Return the parts of a turn as one: the prompt of the first, the finish reason of the last."""
     first, last = parts[0], parts[-1]
     if len(parts) == 1 and last.finish_reason != ABORTED:
         return last

@@ -103,7 +103,7 @@ class Machine:
             self._begin_at(resume)
 
     def _name(self, parts: RunParts) -> None:
-        """What others read of a run."""
+        """Name the parts that are read from outside, such as the driver and the simulator."""
         self.recipe, self.run = parts.recipe, parts.run
         self.ledger, self.scheduler = parts.ledger, parts.scheduler
         self.servers, self.workers = parts.servers, parts.workers
@@ -120,7 +120,9 @@ class Machine:
         self._remember(resume.records)
 
     def _remember(self, records: Sequence[Record]) -> None:
-        """What the run has written before it goes on."""
+        """Go on from the rows that the run wrote before: checkpoints, and the numbers of plans and
+        moves.
+        """
         checkpoints = self.training.checkpoints
         for version in records:
             if isinstance(version, VersionRecord):
@@ -168,21 +170,22 @@ class Machine:
 
     @property
     def phase(self) -> Phase:
-        """Where the run is."""
         return self.run.phase
 
     @property
     def plan(self) -> Plan:
-        """The newest plan."""
+        """The newest plan adopted."""
         return self.controller.plan
 
     @property
     def waiting(self) -> str:
-        """Who waits on whom, for people."""
+        """A sentence on what waits for what."""
         return waiting(self.parts)
 
     def observe(self) -> Observation | None:
-        """What a planner may know now; None before a trajectory has finished."""
+        """Return the planner's observation of the run now; None before a trajectory has
+        finished.
+        """
         return self._watch.observe()
 
     # -- settling ---------------------------------------------------------------------------------
@@ -204,7 +207,7 @@ class Machine:
         )
 
     def _settle(self, actions: list[a.Action], now: Seconds) -> None:
-        """Whatever can go on now, goes on."""
+        """Take every step that has become possible since the last event."""
         route = self._router.route
         if self.run.going:
             route(self._settle_slots(now), actions, now)
@@ -215,7 +218,10 @@ class Machine:
             route(self._course.end(now=now), actions, now)
 
     def _settle_slots(self, now: Seconds) -> Iterator[n.Result]:
-        """What this changes itself is looked at again after the next event."""
+        """Bring slots towards the plan.
+
+        Changes that this makes itself are looked at after the next event.
+        """
         agenda = self._agenda
         changed, agenda.look = agenda.look, False
         yield from self.reconciler.settle(changed=changed, now=now)
@@ -274,7 +280,9 @@ class Machine:
         return self.scheduler.queues.seats > 0
 
     def check(self) -> None:
-        """Invariants that hold between any two events."""
+        """Raise AssertionError if an invariant of the machine, or of one of its parts, does not
+        hold.
+        """
         self.parts.check()
         routable = [slot for slot, server in self.servers.replicas.items() if server.routable]
         known = list(self.scheduler.queues.by_slot)

@@ -54,7 +54,7 @@ LEAST_STEPS = 2
 """Steps under one plan from which training can be priced."""
 
 Member: TypeAlias = tuple[int, int, int]
-"""Group, member and attempt of a trajectory."""
+"""The group, member and attempt numbers of a trajectory."""
 
 
 def workload_of(
@@ -75,13 +75,15 @@ def workload_of(
 
 
 def limits_of(recipe: Recipe) -> TrajectoryLimits:
-    """What the recipe lets a trajectory grow to."""
+    """Return the limits of a trajectory's growth, by the recipe."""
     rollout = recipe.rollout
     return TrajectoryLimits(recipe.model.max_len, rollout.max_turns, rollout.max_turn_tokens)
 
 
 def extras_of(recipe: Recipe) -> BatchOverhead:
-    """At most, of what the recipe says; which groups will have no signal nobody knows."""
+    """Return an upper bound on work beside the batch, by the recipe; without filtered groups, whose
+    number nobody knows.
+    """
     replayed = recipe.replay.groups / recipe.training.groups_per_step if recipe.replay else 0.0
     return BatchOverhead(
         surplus=recipe.rollout.oversample / recipe.group_size,
@@ -116,7 +118,9 @@ class RunObserver:
         self._predictions: deque[PastPrediction] = deque(maxlen=RECENT)
 
     def saw(self, record: Record) -> None:
-        """One more record is written; what is played to evaluate is none of the work to come."""
+        """Take in a record that is being written; trajectories that are not trained on are passed
+        over.
+        """
         match record:
             case TurnRecord() | TrajectoryRecord() if is_evaluation(record.group_id):
                 pass
@@ -164,7 +168,9 @@ class RunObserver:
 
     @property
     def signs(self) -> Mapping[str, float]:
-        """What trajectories are like of late but for their lengths; empty before the first ends."""
+        """Means over the newest trajectories other than lengths, by name; empty before the first
+        ends.
+        """
         newest = list(self._samples)[-self._recipe.trajectories_per_step :]
         if not newest:
             return {}
@@ -185,7 +191,7 @@ class RunObserver:
 
     @property
     def evidence(self) -> CostEvidence:
-        """What the run has shown of its own costs."""
+        """What the run has measured of its own costs."""
         return CostEvidence(
             turns=tuple(self._turns),
             steps=self._training.steps,
@@ -202,7 +208,7 @@ class RunObserver:
 
     @property
     def sync_s(self) -> Seconds:
-        """How long a server took to pull and load its newest version."""
+        """Seconds that a server took to pull and load the newest version."""
         return self._sync_s
 
     def _decision(self, row: DecisionRecord) -> None:
@@ -313,7 +319,7 @@ class _Conversations:
 
 
 class _ToolTimes:
-    """How long tools take now, and took in the newest trajectories that have ended."""
+    """The time that tools take now, and took in the newest trajectories that have ended."""
 
     def __init__(self, finished: int) -> None:
         self._now: deque[Seconds] = deque(maxlen=RECENT_TOOLS)
@@ -322,7 +328,7 @@ class _ToolTimes:
         self._finished: deque[tuple[Seconds, int]] = deque(maxlen=finished)
 
     def returned(self, tool_s: Seconds) -> None:
-        """The next turn is asked for."""
+        """Add the ``tool_s`` seconds between a turn and the next one."""
         self._now.append(tool_s)
 
     def played(self, seconds: Seconds) -> None:
@@ -330,7 +336,9 @@ class _ToolTimes:
         self._on_servers.append(seconds)
 
     def finished(self, tool_s: Seconds, returns: int) -> None:
-        """A trajectory has ended."""
+        """Add a trajectory that has ended, with its seconds in tools and its number of tool
+        returns.
+        """
         self._finished.append((tool_s, returns))
 
     @property
@@ -344,8 +352,8 @@ class _ToolTimes:
     def factor(self) -> float:
         """How many times as long tools take now, as far as that is more than chance.
 
-        Of a change r, a logarithm, it is r^2 / (r^2 + s^2), with s its standard error (Stein's
-        estimator).
+        A change r, a logarithm, counts with the weight r^2 / (r^2 + s^2), with s its standard error
+        (Stein's estimator).
         """
         then_s = sum(tool_s for tool_s, _ in self._finished)
         if not (then_s and any(self._now)):
@@ -358,7 +366,7 @@ class _ToolTimes:
 
 
 class _Extras:
-    """What the newest steps played and trained beside their batches."""
+    """The tokens that the newest steps played and trained beside their batches."""
 
     def __init__(self) -> None:
         #: Of each step: tokens of its batch, filtered, surplus and replayed ones.
@@ -432,7 +440,7 @@ class _Training:
         return len(self._steady) >= LEAST_STEPS or not self._before[0]
 
     def slot(self, row: SlotRecord) -> None:
-        """How many GPUs a slot has."""
+        """Remember the number of the slot's GPUs."""
         if row.slot not in self._gpus:
             self._gpus[row.slot] = len(json.loads(row.gpus_json)) or 1
 
@@ -459,7 +467,9 @@ class _Training:
         self._pairs[row.group_id] = self._pairs.get(row.group_id, 0.0) + pairs
 
     def group(self, row: GroupRecord) -> None:
-        """A group is trained, or given up."""
+        """Add the tokens' pairs of a trained group to its step; those of a dropped one are
+        forgotten.
+        """
         if row.state in ("open", "ready", "claimed"):
             return
         pairs = self._pairs.pop(row.group_id, 0.0)
@@ -477,7 +487,7 @@ class _Training:
 
 
 class _StartTimes:
-    """How long servers and trainers took to be ready, and slots that moved did nothing."""
+    """Seconds until servers and trainers were ready, and in which slots that moved did nothing."""
 
     def __init__(self) -> None:
         self._began: dict[SlotId, Seconds] = {}
@@ -504,7 +514,7 @@ class _StartTimes:
         self._idle.setdefault((row.from_role, row.to_role), _MeanOrNone()).add(idle_s)
 
     def seen(self) -> Starts:
-        """The means of the starts so far."""
+        """Return the means of the starts so far."""
         return Starts(
             self._waits["serving"].value,
             self._waits["training"].value,

@@ -17,7 +17,7 @@ from libra_cli.core.types import Seconds, SlotId
 
 @dataclass(slots=True)
 class Agenda:
-    """What notices have left to do until the machine settles, or writes its rows."""
+    """The work that notices leave until the machine settles, or writes its rows."""
 
     #: Slots whose row is to be written, with a replica there that has changed.
     rows: dict[SlotId, Replica] = field(default_factory=dict)
@@ -32,13 +32,12 @@ class Agenda:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is left to do."""
         return not (self.look or self.reroute or self.rows or self.lost or self.plan_repaired)
 
 
 @dataclass(slots=True)
 class NoticeRouter:
-    """Knows which part each notice is for."""
+    """Hands each notice to the part that it is for."""
 
     parts: RunParts
     watch: RunWatch
@@ -53,7 +52,7 @@ class NoticeRouter:
                 self.route(more, actions, now)
 
     def _deliver(self, notice: n.Notice, now: Seconds) -> Iterable[n.Result]:
-        """What another part does about it."""
+        """Tell a notice to the part that it is for, and return what follows."""
         match notice:
             case n.RequestSent() | n.RequestEnded() | n.RequestBroke():
                 return self._tell_servers(notice, now)
@@ -152,9 +151,9 @@ class NoticeRouter:
         return []
 
     def slot_rows(self, now: Seconds, waiting: Callable[[SlotId], int]) -> list[Action]:
-        """One row for each slot that has changed: that of the replica that works.
+        """Return a row for each slot that has changed: that of the replica that works.
 
-        ``waiting`` tells how many requests wait for its server.
+        ``waiting`` returns how many requests wait for a slot's server.
         """
         if not self.agenda.rows:
             return []

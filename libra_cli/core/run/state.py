@@ -14,7 +14,7 @@ from libra_cli.core.types import Seconds
 
 
 class Phase(StrEnum):
-    """Where the run is."""
+    """The phases of a run."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -45,7 +45,7 @@ TRANSITIONS: dict[Phase, dict[Phase, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """What the run's row says that never changes."""
+    """The fields of the run's row that never change."""
 
     run_id: str
     recipe: str
@@ -55,11 +55,12 @@ class RunIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Where a run continues: a checkpoint, the ledger position in it, and the last trainer
-    incarnation, so that no version of the continued run bears a name that was given before.
+    """The point that a run goes on from: a checkpoint, the ledger position in it, and the last
+    trainer incarnation, so that no version of the continued run bears a name that was given before.
 
     ``records`` are what the run has written, in order: its observer begins with them, and plans and
-    moves are numbered on."""
+    moves are numbered on.
+    """
 
     checkpoint: str
     position: dict[str, Any]
@@ -82,21 +83,27 @@ class RunState:
 
     @property
     def going(self) -> bool:
-        """Whether it is not being wound down."""
+        """Whether the run is not being wound down."""
         return self.phase is Phase.RUNNING or self.phase is Phase.STARTING
 
     def enter(self, phase: Phase) -> None:
-        """Go on to another phase. Raises IllegalMove."""
+        """Change the phase along ``TRANSITIONS``.
+
+        Raises:
+            IllegalMove: the table has no such change.
+        """
         self.phase = follow(TRANSITIONS, self.phase, phase, "the run")
 
     def controlled_by(self, identity: RunIdentity) -> None:
-        """Another controller goes on with it."""
+        """Write the identity of another controller, which goes on with the run, into later rows."""
         self._identity, self._written = identity, ()
 
     def changed_row(
         self, step: int, published: PublishedVersion | None, waiting: str
     ) -> RunRecord | None:
-        """Its row, if there is news since the last one; ``waiting`` says who waits on whom."""
+        """Return the run's row; None if nothing in it has changed. ``waiting`` is what waits for
+        what.
+        """
         telling = (self.phase, self.outcome, self.error, published, waiting)
         if telling == self._written:
             return None

@@ -47,7 +47,7 @@ class Timers:
         return True
 
     def _due(self, name: str, now: Seconds) -> Iterable[Result]:
-        """What a timer calls for in a run that goes on."""
+        """Return what a timer calls for, in a run that goes on."""
         parts = self._parts
         if name == trainer_life.TIMER:
             return parts.training.restart(now=now)

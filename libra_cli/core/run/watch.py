@@ -64,7 +64,9 @@ class RunWatch:
         return ready / max(1, ready + played)
 
     def observe(self) -> Observation | None:
-        """What a planner may know now; None before a trajectory has finished."""
+        """Return the planner's observation of the run now; None before a trajectory has
+        finished.
+        """
         workload, measured = self._observer.workload, self._observer.measured
         if workload is None:
             return None

@@ -23,7 +23,7 @@ class Curriculum:
     """Which task each group plays, and how well each task went."""
 
     pool: int
-    """How many tasks there are."""
+    """Tasks of the pool."""
     low: float
     high: float
     revisit: int
@@ -32,12 +32,14 @@ class Curriculum:
     """Tasks that were looked at, over all rounds."""
     success: dict[int, float] = field(default_factory=dict)
     passed_over: dict[int, int] = field(default_factory=dict)
-    """Rounds in a row, by task."""
+    """Rounds in a row in which a task was passed over, by task."""
     task_of: dict[GroupId, int] = field(default_factory=dict)
-    """Of groups that are not forgotten yet."""
+    """The task of each group that is not forgotten yet."""
 
     def deal(self, group: GroupId) -> int:
-        """The task of a new group."""
+        """Return the task that a new group plays: the next one that teaches, or is due to be tried
+        again.
+        """
         while not self._is_wanted(task := self.visits % self.pool):
             self.visits += 1
         self.visits += 1
@@ -56,23 +58,23 @@ class Curriculum:
         return self.low < self.success[task] < self.high
 
     def ended(self, group: GroupId, rewards: Sequence[float]) -> None:
-        """A group has these rewards."""
+        """Take the rewards of a group into the success of its task."""
         task, now = self.task_of[group], fmean(rewards)
         self.success[task] = (self.success.get(task, now) + now) / 2
 
     def forget(self, group: GroupId) -> None:
-        """The group will not be played again."""
+        """Forget a group that will not be played again."""
         self.task_of.pop(group, None)
 
     def metrics(self) -> dict[str, float]:
-        """What is known of the pool: tasks that were played, and those of them that teach."""
+        """Return how many tasks of the pool were played, and how many of them teach."""
         return {
             "tasks_played": len(self.success),
             "tasks_in_band": sum(map(self.teaches, self.success)),
         }
 
     def position(self, groups: Collection[GroupId]) -> dict[str, Any]:
-        """What a checkpoint must know of it, with the tasks of these groups."""
+        """Return what a checkpoint keeps of the curriculum, with the tasks of these groups."""
         return {
             "visits": self.visits,
             "success": sorted(self.success.items()),
@@ -81,7 +83,6 @@ class Curriculum:
         }
 
     def restore(self, position: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
         self.visits = int(position["visits"])
         self.success = {int(task): float(value) for task, value in position["success"]}
         self.passed_over = {int(task): int(rounds) for task, rounds in position["passed_over"]}

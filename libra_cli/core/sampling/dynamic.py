@@ -32,19 +32,19 @@ class WeighsTurns(Protocol):
 
 @dataclass(slots=True)
 class FilteredGroups:
-    """What was filtered since it was last asked; of a run that filters nothing it stays 0."""
+    """The groups filtered since the numbers were last taken; all 0 in a run that filters none."""
 
     algorithm: WeighsTurns | None = None
-    """None: trajectories are weighed as a whole."""
+    """The algorithm that weighs single turns; None where trajectories are weighed as a whole."""
     most: int = 0
     """Groups that may be filtered from one batch to the next; 0: none is."""
     in_a_row: int = 0
-    """Those since the last batch."""
+    """Groups filtered since the last batch."""
     groups: int = 0
     tokens: Tokens = 0
     """Generated in them, and in what closed groups had left of them."""
     environments: Counter[str] = field(default_factory=Counter)
-    """How many groups of each environment, by its name in the recipe; empty if there is one."""
+    """Filtered groups of each environment, by its name in the recipe; empty if there is one."""
 
     @property
     def is_exhausted(self) -> bool:
@@ -62,7 +62,7 @@ class FilteredGroups:
         return self.algorithm is not None and self.algorithm.has_signal(group)
 
     def add(self, tokens: Tokens, environment: str) -> None:
-        """One more group with so many generated tokens."""
+        """Count a filtered group with ``tokens`` generated tokens."""
         self.in_a_row += 1
         self.groups += 1
         self.tokens += tokens

@@ -12,8 +12,9 @@ from libra_cli.core.types import Tokens
 
 
 def overlong_penalty(context: Tokens, *, most: Tokens, buffer: Tokens, penalty: float) -> float:
-    """What a trajectory of so many tokens loses of its reward: 0 up to ``most - buffer`` tokens,
-    ``penalty`` at ``most``, and in proportion between them."""
+    """Return what a trajectory of ``context`` tokens loses of its reward: 0 up to ``most - buffer``
+    tokens, ``penalty`` at ``most``, and in proportion between them.
+    """
     if not buffer:
         return 0.0
     return penalty * min(1.0, max(0, context - (most - buffer)) / buffer)

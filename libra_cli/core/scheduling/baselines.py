@@ -39,7 +39,7 @@ class LeastLoaded:
         return least_loaded(queues.all)
 
     def rank(self, request: Request) -> float:
-        """First come, first served."""
+        """Return 0: requests are served in the order they came."""
         return 0.0
 
     def admits(self, request: Request, queue: ServerQueue) -> bool:
@@ -53,12 +53,12 @@ class LeastLoaded:
         return True
 
     def has_room(self, contexts: Tokens, queues: ServerQueues) -> bool:
-        """Always true: only seats limit these policies."""
+        """Return True: only seats limit these policies."""
         return True
 
 
 class RoundRobin(LeastLoaded):
-    """The next server in turn."""
+    """Sends each request to the next server in turn."""
 
     def __init__(self, estimator: Estimator | None = None) -> None:
         super().__init__(estimator)
@@ -87,7 +87,7 @@ class DynaRL(StickyLeastLoaded):
     """Requests with more finished tool calls go first."""
 
     def rank(self, request: Request) -> float:
-        """Minus the finished tool calls."""
+        """Return minus the number of finished tool calls."""
         return -float(request.tools)
 
 
@@ -95,13 +95,15 @@ class _Bucketed(LeastLoaded):
     """One queue level a bucket: the least loaded server of the bucket that a rule names."""
 
     def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
-        """In its bucket, the last server if it has a seat, else the least loaded."""
+        """Return the last server if it is of the request's bucket and has a seat, else the least
+        loaded.
+        """
         if not queues.all:
             return None
         return stay_or_least(request, queues, queues.buckets[self.level(request, queues.bounds)])
 
     def level(self, request: Request, bounds: Sequence[int]) -> int:
-        """Index of the request's bucket, shortest first."""
+        """Return the index of the request's bucket, shortest first."""
         raise NotImplementedError
 
 
@@ -113,7 +115,7 @@ class AttainedService(_Bucketed):
         return bucket_of(request.generated, bounds[:-1])
 
     def rank(self, request: Request) -> float:
-        """Least served first."""
+        """Return the generated tokens: the least served first."""
         return float(request.generated)
 
 
@@ -157,7 +159,7 @@ class Heddle(LeastLoaded):
         return stay(request, queues) or min(queues.all, key=_next_step_s, default=None)
 
     def rank(self, request: Request) -> float:
-        """Minus the predicted tokens left."""
+        """Return minus the predicted tokens left."""
         return -request.expected
 
 
@@ -186,7 +188,9 @@ class StreamRL(LeastLoaded):
         return stay_or_least(request, queues, mine or queues.all)
 
     def rank(self, request: Request) -> float:
-        """Longest first."""
+        """Return minus the tokens left by the mean length of the trajectory's class: longest
+        first.
+        """
         return float(request.generated - self._expected[self._is_long(request.trajectory)])
 
 

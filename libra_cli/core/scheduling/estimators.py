@@ -15,7 +15,7 @@ from typing import Protocol
 from libra_cli.core.types import GroupId, Tokens, ToolOutcome, ToolReturn, TrajectoryId
 
 GUESS = 1000.0
-"""What remains, in tokens, before anything has finished."""
+"""Tokens left of a trajectory before anything has finished."""
 IDLE_GROUPS = 4096
 """Groups with nothing under way that are remembered."""
 WINDOW = 128

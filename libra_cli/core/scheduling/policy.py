@@ -37,11 +37,15 @@ POLICIES = PluginGroup(
         "cmlfq-published": f"{_HERE}.baselines:PaperCmlfq",
     },
 )
-"""By the names a recipe uses; what must know true lengths is in ``libra_cli.bench.contenders``."""
+"""Policies by the names a recipe uses; what must know true lengths is in
+``libra_cli.bench.contenders``.
+"""
 
 
 class SchedulingPolicy(Protocol):
-    """Where a request queues, when it may enter, and who may take it over."""
+    """A rule of where a request queues, when it enters a server, and which server may take it
+    over.
+    """
 
     estimator: Estimator | None
     """Estimates the tokens that a trajectory has left; None: nothing here reads an estimate."""

@@ -56,7 +56,7 @@ class RequestScheduler:
         return len(self._queued) + len(self._unplaced)
 
     def waiting(self, slot: SlotId) -> int:
-        """Requests that wait for this server."""
+        """Return how many requests wait for this server."""
         queue = self.queues.by_slot.get(slot)
         return len(queue.waiting) if queue else 0
 
@@ -69,7 +69,7 @@ class RequestScheduler:
         latest: WeightVersion | None = None,
         now: Seconds,
     ) -> None:
-        """These are the routable servers now, and ``latest`` the newest version.
+        """Take the routable servers, and ``latest`` as the newest version.
 
         Requests queued at a server that is gone choose again.
         """
@@ -209,7 +209,9 @@ class RequestScheduler:
         return queued.has_seat and self.policy.admits(request, queued)
 
     def check(self) -> None:
-        """Invariants that hold between any two events."""
+        """Raise AssertionError if a server has more requests than seats, or contexts are counted
+        wrongly.
+        """
         for slot, queue in self.queues.by_slot.items():
             assert queue.running <= queue.bucket.max_num_seqs, slot
             assert queue.context == sum(queue.inside.values()), slot

@@ -37,7 +37,7 @@ class Request:
 
 @dataclass(slots=True)
 class ServerQueue:
-    """One routable server. ``key`` is the weight version it generates with now."""
+    """The queue of one routable server. ``key`` is the weight version it generates with now."""
 
     slot: SlotId
     bucket: Bucket
@@ -71,12 +71,12 @@ class ServerQueue:
 
     @property
     def running(self) -> int:
-        """Requests of ours inside the server."""
+        """Requests of this run inside the server."""
         return len(self.inside)
 
     @property
     def load(self) -> float:
-        """Requests inside and waiting, per seat."""
+        """Requests inside and waiting, over the number of seats."""
         return self.num_requests / self.bucket.max_num_seqs
 
     @property
@@ -100,7 +100,6 @@ class ServerQueue:
         return self.waiting[self._ranked[0][2]] if self.waiting else None
 
     def dequeue(self, trajectory: TrajectoryId) -> None:
-        """Take a request out of the queue."""
         self._take(trajectory)
         self._settle()
 

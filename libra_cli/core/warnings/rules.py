@@ -52,7 +52,7 @@ it in ``WINDOW`` steps, of one group each, is then a chance of less than 1 %."""
 REWARD_LEFT = 0.7
 """The share of its best mean over ten steps that a reward has fallen to."""
 LONGER = 1.3
-"""How much longer trajectories have become."""
+"""Factor by which trajectories have become longer."""
 LENGTH_PAYS = 0.5
 """Correlation of length and reward within groups; a third of the variance is a rule of thumb."""
 UNREADABLE = 0.3
@@ -61,7 +61,7 @@ UNREADABLE = 0.3
 
 @dataclass(frozen=True, slots=True)
 class RuleBounds:
-    """What of the recipe the rules compare with."""
+    """Settings of the recipe that rules compare with."""
 
     max_grad_norm: float
 
@@ -71,7 +71,7 @@ LearningRule: TypeAlias = Callable[[Sequence[Numbers], RuleBounds], str]
 
 
 def entropy_collapse(series: Sequence[Numbers], _: RuleBounds) -> str:
-    """Entropy has halved while the reward fell."""
+    """Warn where the entropy has halved while the reward fell."""
     entropy, reward = change(series, "entropy", WINDOW), change(series, "reward", WINDOW)
     if entropy is None or reward is None or not (entropy.fell and reward.fell):
         return ""
@@ -85,7 +85,7 @@ def entropy_collapse(series: Sequence[Numbers], _: RuleBounds) -> str:
 
 
 def signal_gone(series: Sequence[Numbers]) -> str:
-    """No group teaches anything any more, with a lower reward than when most of them did.
+    """Warn where no group teaches any more, with a lower reward than when most of them did.
 
     A run whose learning rate was 20 times too high had a reward of 0.31 in its second step and of 0
     from the fourth on, before there were steps enough for ``reward_collapse`` to compare.
@@ -108,7 +108,7 @@ def signal_gone(series: Sequence[Numbers]) -> str:
 
 
 def reward_collapse(series: Sequence[Numbers], _: RuleBounds) -> str:
-    """The reward is far below what it has been."""
+    """Warn where the reward is far below what it has been."""
     if gone := signal_gone(series):
         return gone
     rewards = newest(series, "reward", min(len(series), LONGEST))
@@ -129,7 +129,7 @@ def reward_collapse(series: Sequence[Numbers], _: RuleBounds) -> str:
 
 
 def off_policy(series: Sequence[Numbers], _: RuleBounds) -> str:
-    """The trainer's policy is far from the one that generated, step after step."""
+    """Warn where the trainer's policy is far from the one that generated, step after step."""
     kl = newest(series, "rollout_kl", WINDOW // 2)
     if not kl or min(kl) <= ROLLOUT_KL:
         return ""
@@ -141,7 +141,7 @@ def off_policy(series: Sequence[Numbers], _: RuleBounds) -> str:
 
 
 def few_effective_samples(series: Sequence[Numbers], _: RuleBounds) -> str:
-    """A few tokens carry all the weight."""
+    """Warn where a few tokens carry all the weight."""
     sizes = newest(series, "effective_sample_size", WINDOW // 2)
     if not sizes or fmean(sizes) >= EFFECTIVE:
         return ""
@@ -153,7 +153,7 @@ def few_effective_samples(series: Sequence[Numbers], _: RuleBounds) -> str:
 
 
 def without_signal(series: Sequence[Numbers], _: RuleBounds) -> str:
-    """Nearly all groups teach nothing."""
+    """Warn where nearly all groups teach nothing."""
     shares = newest(series, "share_without_signal", LONG)
     if signal_gone(series):
         return ""  # told by ``reward_collapse``, with what helps
@@ -168,7 +168,7 @@ def without_signal(series: Sequence[Numbers], _: RuleBounds) -> str:
 
 
 def truncated(series: Sequence[Numbers], _: RuleBounds) -> str:
-    """Most trajectories are cut."""
+    """Warn where most trajectories are cut."""
     shares = newest(series, "share_truncated", WINDOW)
     if not shares or fmean(shares) <= TRUNCATED:
         return ""
@@ -179,9 +179,9 @@ def truncated(series: Sequence[Numbers], _: RuleBounds) -> str:
 
 
 def gradient_clipped(series: Sequence[Numbers], bounds: RuleBounds) -> str:
-    """The gradient is clipped in every step, and its norm does not come down.
+    """Warn where the gradient is clipped in every step, and its norm does not come down.
 
-    It was 0.08 to 0.5 in healthy runs. Imitation begins with 8 (three runs of
+    The norm was 0.08 to 0.5 in healthy runs. Imitation begins with 8 (three runs of
     ``recipes/warm-start-sft.yaml``) and is mostly below 1 from step 32 on: that is no trouble.
     """
     norms, moved = newest(series, "grad_norm", WINDOW), change(series, "grad_norm", WINDOW)
@@ -195,7 +195,7 @@ def gradient_clipped(series: Sequence[Numbers], bounds: RuleBounds) -> str:
 
 
 def repetition(series: Sequence[Numbers], _: RuleBounds) -> str:
-    """Text repeats itself, and did less before."""
+    """Warn where text repeats itself, and did less before."""
     repeated = change(series, "share_repeated", WINDOW)
     if repeated is None or repeated.after <= max(REPEATED, 1.5 * repeated.before):
         return ""
@@ -207,7 +207,7 @@ def repetition(series: Sequence[Numbers], _: RuleBounds) -> str:
 
 
 def length_pays(series: Sequence[Numbers], _: RuleBounds) -> str:
-    """The reward rises with the length, and so does the length."""
+    """Warn where the reward rises with the length, and so does the length."""
     length, reward = change(series, "mean_length", LONG), change(series, "reward", LONG)
     pays = newest(series, "reward_length_correlation", LONG)
     if length is None or reward is None or not pays or fmean(pays) <= LENGTH_PAYS:
@@ -223,7 +223,7 @@ def length_pays(series: Sequence[Numbers], _: RuleBounds) -> str:
 
 
 def unreadable_calls(series: Sequence[Numbers], _: RuleBounds) -> str:
-    """Many tool calls cannot be read."""
+    """Warn where many tool calls cannot be read."""
     shares = newest(series, "share_unreadable", WINDOW)
     if not shares or fmean(shares) <= UNREADABLE:
         return ""
@@ -245,6 +245,6 @@ RULES: Final[Mapping[str, LearningRule]] = {
     "length": length_pays,
     "tool-format": unreadable_calls,
 }
-"""By the name under which a warning is told; a new rule needs no other edit."""
+"""The rules, by the name under which a warning is told; a new rule needs no other edit."""
 LONGEST = 60
 """The most steps that a rule looks back."""

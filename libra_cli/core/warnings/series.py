@@ -16,7 +16,7 @@ from typing import TypeAlias
 from libra_cli.core.records import StepRecord
 
 Numbers: TypeAlias = Mapping[str, float]
-"""Of one step: name -> number; those that are not known are left out."""
+"""The known numbers of one step, by name."""
 CERTAIN = 4.0
 """Standard errors; what healthy runs were told at this bound is in ``rules``."""
 
@@ -28,21 +28,23 @@ class Change:
     before: float
     after: float
     errors: float
-    """Their difference over its standard error; above 0 where the number rose."""
+    """The difference of the means over its standard error; above 0 where the number rose."""
 
     @property
     def rose(self) -> bool:
-        """Whether that is more than chance."""
+        """Whether the number rose by more than chance."""
         return self.errors > CERTAIN
 
     @property
     def fell(self) -> bool:
-        """Whether that is more than chance."""
+        """Whether the number fell by more than chance."""
         return self.errors < -CERTAIN
 
 
 def numbers_of(step: StepRecord) -> dict[str, float]:
-    """What is known of a step, by the names of ``StepRecord``, its batch and its trainer."""
+    """Return the known numbers of a step, by the names of ``StepRecord``, its batch and its
+    trainer.
+    """
     named: dict[str, float | None] = {"reward": step.reward, "mean_length": step.mean_length}
     named |= step.batch | step.metrics
     return {name: value for name, value in named.items() if value is not None and isfinite(value)}
@@ -55,7 +57,9 @@ def newest(series: Sequence[Numbers], name: str, steps: int) -> list[float]:
 
 
 def change(series: Sequence[Numbers], name: str, steps: int) -> Change | None:
-    """From the ``steps`` before the newest ``steps`` to these; None if a step lacks the number."""
+    """Return the change from one window of ``steps`` steps to the newest; None if a step lacks the
+    number.
+    """
     values = newest(series, name, 2 * steps)
     if not values:
         return None

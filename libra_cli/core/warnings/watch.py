@@ -18,13 +18,13 @@ from libra_cli.core.warnings.rules import LONGEST, RULES, RuleBounds
 from libra_cli.core.warnings.series import Numbers, numbers_of
 
 KIND = "learning"
-"""Of notes that are warnings."""
+"""The kind of notes that are warnings."""
 QUIET = 30
 """Steps without its rule's word after which a warning has gone away."""
 
 
 def where_to_look(step: int) -> str:
-    """What to type to see trajectories of the step."""
+    """Return the command that shows the worst trajectories of the step."""
     return f"libra show RUN_DIR --step {step} --worst"
 
 
