@@ -1,4 +1,4 @@
-"""The clock of a run."""
+"""The clock that a run's machine and records use."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class Driver:
-    """Runs one machine to its end."""
+    """Feeds one machine its events and starts its actions, until it says that the run is over."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Driver:
         log: RunLog | None = None,
         mask: Callable[[str], str] = str,
     ) -> None:
-        """``mask`` takes secrets out of what events quote."""
+        """Take a machine to drive; ``mask`` takes secrets out of what events quote."""
         self._mask = mask
         self._machine = machine
         self._log = log
@@ -71,7 +71,7 @@ class Driver:
         self._failure: BaseException | None = None
 
     def post(self, event: Event) -> None:
-        """Something happened outside. Call it from the loop's own thread."""
+        """Queue an event from outside; call it from the loop's own thread."""
         self._events.put_nowait((event, 0))
 
     async def run(
@@ -183,7 +183,7 @@ async def _tried(
 
 
 _PLAIN = frozenset({bool, float, int, str})
-"""Types of JSON, which most fields have."""
+"""Types that JSON has, too; most fields of events are of one of them."""
 QUIET = (ServerSampled,)
 """Events that have a table of their own and are not worth a second row."""
 

@@ -1,4 +1,4 @@
-"""What hosts report, as events of the machine: processes that ended, nodes lost and found again."""
+"""Turns what hosts report into events of the machine: processes that ended, nodes lost and back."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ class HostEvents:
                 self._background.start(f"asking {node} what runs there", self._take_stock(node))
 
     async def close(self) -> None:
-        """Cancel what is under way."""
         await self._background.close()
 
     async def _take_stock(self, node: str) -> None:

@@ -43,7 +43,7 @@ class Interrupts:
         self._call = call
 
     def stop_machine(self, driver: Driver) -> None:
-        """The first asks the machine to stop gently, any other at once."""
+        """Have the first interrupt stop the machine gently, and any later one at once."""
 
         def call(at_once: bool) -> None:
             gently = "stopping: checkpoint, drain, stop (once more: at once)"
@@ -53,11 +53,11 @@ class Interrupts:
         self._call = call
 
     def break_off(self, work: asyncio.Task[None]) -> None:
-        """Any cancels this work, and nothing else."""
+        """Have every interrupt from now on cancel ``work``."""
         self._call = lambda at_once: work.cancel()
 
     def end_nothing(self, why: str) -> None:
-        """Only say why."""
+        """Have every interrupt from now on only tell ``why`` it ends nothing."""
         self._call = lambda at_once: self._note(why)
 
     def _interrupted(self) -> None:

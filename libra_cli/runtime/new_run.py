@@ -1,4 +1,4 @@
-"""The machine of a run that begins, or that goes on from a checkpoint."""
+"""Makes the machine of a run that begins, or that goes on from a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Planning:
     """How a run is planned on GPUs of given names."""
 
     first_plan: Callable[[frozenset[str]], FirstPlan]
-    """What it begins with."""
+    """Makes the plan that a run begins with."""
     planner: Callable[[frozenset[str]], DecisionMaker]
-    """What looks for better plans later."""
+    """Makes what looks for better plans while the run goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class LastCheckpoint:
 def new_machine(
     recipe: Recipe, begun_with: FirstPlan, identity: RunIdentity, resume: Resume | None
 ) -> Machine:
-    """A machine in its first state."""
+    """Return the machine of a run, to which nothing has happened yet."""
     curriculum = recipe.rollout.curriculum
     counts = curriculum is not None and curriculum.tasks is None
     return Machine(

@@ -33,9 +33,9 @@ _log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 MOST_CHARACTERS = 1_000_000
-"""That are read of an order."""
+"""Characters that are read of an order's file."""
 MOST_SLOTS = 1_000_000
-"""Of one role in an order: more than any cluster has."""
+"""Most slots of one role in an order: more than any cluster has."""
 ANSWER_S = 90.0
 """How long to wait for an answer; planning for a long run takes seconds."""
 _ANSWER = ".answer.json"
@@ -49,7 +49,7 @@ class Orders:
         self._post = post
         self._taken: set[str] = set()
         self._answers: dict[str, dict[str, object]] = {}
-        """What could not be written yet."""
+        """Answers that could not be written yet, by the name of the order."""
 
     async def watch(self) -> None:
         """Post every order that comes, for ever; those to an earlier controller are removed."""

@@ -30,10 +30,10 @@ class Owner(Protocol):
 
 
 class EpisodeSource(Protocol):
-    """Where trajectories come from: environments that are played, or demonstrations."""
+    """Carries out the actions about episodes: plays environments, or reads demonstrations."""
 
     async def perform(self, action: a.EpisodeAction) -> Event | None:
-        """Carry out one action."""
+        """Carry out one action; what comes of it is the machine's next event, if anything does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +43,20 @@ class Proposals:
     planner: DecisionMaker
 
     async def perform(self, action: a.Propose) -> PlanChosen | PlanKept:
-        """Ask it."""
         return await asyncio.to_thread(answer, self.planner, action)
 
 
 class Alarms:
-    """Waits, in the time of the event loop."""
+    """Carries out the machine's timers, by the clock of the event loop."""
 
     async def perform(self, action: a.Wake) -> TimerFired:
-        """Wait as long as was asked for."""
         await asyncio.sleep(action.after_s)
         return TimerFired(action.name)
 
 
 @dataclass(slots=True)
 class Performer:
-    """Carries out the actions of one run."""
+    """Gives each action of a run to the part of the runtime that carries it out."""
 
     servers: Servers
     trainer: TrainerProcesses
@@ -68,7 +66,7 @@ class Performer:
     weights: Weights
     planner: DecisionMaker
     teacher: Teacher | None = None
-    """Of a recipe that has one."""
+    """The connection to the teacher's server; None if the recipe has no teacher."""
     _owners: dict[type, Owner] = field(init=False)
 
     def __post_init__(self) -> None:

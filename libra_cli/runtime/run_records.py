@@ -31,11 +31,11 @@ class Listeners:
     """Who is told what a run says, beside its database."""
 
     watch: Callable[[Record], None]
-    """Every record."""
+    """Called with every record that is saved."""
     note: Callable[[str], None]
-    """What is said to a person, without secrets."""
+    """Called with each line for a person, without secrets."""
     mask: Callable[[str], str]
-    """Takes secrets out of a text."""
+    """Returns a text with its secrets masked."""
 
 
 class RunRecords:
@@ -48,7 +48,7 @@ class RunRecords:
         self._listeners = listeners
 
     def save(self, record: Record) -> None:
-        """Write a row, and show it."""
+        """Write a record to the journal and show it; the run keeps its ``started_at``."""
         if isinstance(record, RunRecord):
             record = self.row = replace(record, started_at=self.row.started_at)
         self.journal.save(record)
@@ -65,7 +65,6 @@ class RunRecords:
         self.journal.event(time.time(), NOTE, {"text": self.mask(text)})
 
     def end(self, state: str, error: str, *, at: Seconds) -> None:
-        """Write how the run ended."""
         error = quoted(error, self.mask)
         self.save(replace(self.row, state=state, error=error, waiting="", ended_at=at))
 

@@ -195,7 +195,7 @@ class Session:
     async def _drive(
         self, machine: Machine, memory: RunMemory, source: TrajectorySource, begin: Begin
     ) -> End:
-        """Run the machine to its end."""
+        """Run the machine to its end, with whatever carries out its actions and reports to it."""
         log = RunLog(self._log, machine, memory, lambda: self._cluster.kept)
         asked_before = memory.number
         driver = Driver(

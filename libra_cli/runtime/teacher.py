@@ -50,7 +50,7 @@ class _TriedAgain(TeacherError):
 
 
 class Teacher:
-    """One server. It belongs to one event loop."""
+    """A client of the teacher's server; it belongs to one event loop."""
 
     def __init__(self, spec: TeacherSpec) -> None:
         self._spec = spec
@@ -60,7 +60,7 @@ class Teacher:
         self._session: aiohttp.ClientSession | None = None
 
     async def perform(self, action: AskTeacher) -> TeacherAnswered | TeacherFailed:
-        """Ask about the tokens of a trajectory."""
+        """Ask for the log-probabilities of a trajectory's tokens; a failure is an event."""
         try:
             asked = [self._logprobs(tokens) for tokens in action.sequences]
             return TeacherAnswered(action.trajectory, tuple(await asyncio.gather(*asked)))

@@ -27,12 +27,12 @@ from libra_cli.runtime.performer import EpisodeSource
 
 @dataclass(frozen=True, slots=True)
 class TrajectorySource:
-    """The open source of a run's trajectories."""
+    """What a run's trajectories come from, opened, with the renderer of its model."""
 
     renderer: Renderer
     episodes: EpisodePlayer | Demonstrations
     seed: int
-    """The run's."""
+    """The seed of the run."""
 
     def performer(self, histories: Mapping[TrajectoryId, EpisodeHistory]) -> EpisodeSource:
         """Carries out what the machine wants of episodes; those in ``histories`` are rebuilt."""

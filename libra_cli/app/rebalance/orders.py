@@ -1,4 +1,4 @@
-"""What a user may order of a live run, as written on the command line."""
+"""Reads the orders of a user to a live run from the command line, and gives them to the run."""
 
 from __future__ import annotations
 

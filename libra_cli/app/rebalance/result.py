@@ -1,4 +1,4 @@
-"""A decision in the words of ``libra rebalance --json``."""
+"""Writes a decision of the planner as the object of ``libra rebalance --json``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has been generated of one turn, in the form in which it is sent."""
+"""Collects what is generated of one turn, in the form in which it is sent to the controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rule that makes batches comes to: tokens over the bound, late ones, lengths trained."""
+"""The part of the summary on batches: tokens over the bound, late trajectories, lengths trained."""
 
 from __future__ import annotations
 

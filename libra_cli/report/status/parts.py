@@ -1,4 +1,4 @@
-"""How a part of the summary is filled from a record."""
+"""Fills the parts of the summary from records."""
 
 from __future__ import annotations
 

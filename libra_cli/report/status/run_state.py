@@ -1,4 +1,4 @@
-"""In which state a run is, and what is wrong with it."""
+"""The parts of the summary on the run itself: its state, warnings and errors."""
 
 from __future__ import annotations
 

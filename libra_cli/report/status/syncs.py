@@ -1,4 +1,4 @@
-"""How weight versions came to the servers."""
+"""The part of the summary on syncs: how fast weight versions came to servers, and their bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What evaluations came to, in a line for people and in a table."""
+"""Shows the results of evaluations, in a line for people and in a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a person sees what ``libra rebalance --dry-run`` tells: fits 80 columns, computes nothing."""
+"""Draws what ``libra rebalance --dry-run`` tells in 80 columns; it computes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which trajectories a step trained, and which of them is asked for."""
+"""Finds the trajectories that a step trained, and the one that is asked for."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ class AskedAction:
 
 @dataclass(slots=True)
 class RunMemory:
-    """Actions are numbered in the order in which the machine gives them out, from 1."""
+    """What was asked for and played; actions are numbered from 1 as the machine gives them out."""
 
     number: int = 0
     asked: dict[int, AskedAction] = field(default_factory=dict)
     episodes: dict[TrajectoryId, EpisodeHistory] = field(default_factory=dict)
 
     def ask(self, action: RuntimeAction, *, now: Seconds) -> int:
-        """The machine wants something; returns its number."""
+        """Remember an action that the machine wants carried out, and return its number."""
         self.number += 1
         self.asked[self.number] = AskedAction(now, action)
         if isinstance(action, StartEpisode):

@@ -41,7 +41,7 @@ def _must_be_same(recipe: Recipe) -> dict[str, Any]:
 
 
 class RunLog:
-    """Of one machine. Numbers name the actions that it has given out."""
+    """Writes one machine's events, each with the number of the action that ended in it."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class RunLog:
         remembered: RunMemory,
         cluster: Callable[[], KeptCluster],
     ) -> None:
-        """``cluster`` says how the hosts are now."""
+        """Begin with a snapshot due; ``cluster`` gives the state of the hosts for every one."""
         self._log = log
         self._machine = machine
         self._memory = remembered
@@ -111,7 +111,7 @@ class ReplayedRun:
     memory: RunMemory
     cluster: KeptCluster
     happened: Sequence[ReplayedEvent]
-    """Since the snapshot."""
+    """The events since the snapshot, in order."""
 
     @property
     def until(self) -> Seconds:

@@ -52,7 +52,7 @@ class Adoption:
 
     @property
     def told(self) -> str:
-        """What is adopted, for people."""
+        """A sentence for people: after which step the run goes on, and with what."""
         machine = self.replayed.machine
         processes = sum(len(names or ()) for names in self.running.values())
         ready = machine.ledger.count(GroupState.READY)

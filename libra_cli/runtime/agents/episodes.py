@@ -82,7 +82,7 @@ class AgentEpisodes:
         self.server = AgentServer(recipe, self._runner, run_dir, note=note)
         self._episodes: dict[TrajectoryId, _AgentEpisode] = {}
         self._leaving: set[asyncio.Task[None]] = set()
-        """Agents that are being ended."""
+        """Tasks of agents that are being ended."""
 
     @property
     def running(self) -> int:
@@ -234,7 +234,7 @@ class AgentEpisodes:
         self._tasks.forget(trajectory)
 
     async def close(self) -> None:
-        """End all agents and the server."""
+        """End all agents, which have ``LEAVE_S`` seconds to go, then the server and the runner."""
         for trajectory in list(self._episodes):
             self.forget(trajectory)
         if self._leaving:
@@ -257,7 +257,7 @@ def _failed(play: AgentPlay, error: AgentFailed) -> AgentFailed:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message as Chat Completions has it."""
+    """Return a message in the form of Chat Completions."""
     plain: dict[str, Any] = {"role": message["role"], "content": message["content"]}
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [

@@ -46,7 +46,7 @@ class Node:
     tokens: int
     """The number of tokens of that sequence up to and including the reply's last one."""
     said: Message = field(repr=False)
-    """The reply as a message."""
+    """The reply, as a message of the conversation."""
 
     def conversation(self) -> list[Message]:
         """Return all messages, up to and including the reply."""
@@ -56,7 +56,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How a request is to be rendered."""
+    """Which tokens a request keeps, and which of its messages are rendered after them."""
 
     node: Node | None
     """The node whose tokens are kept; None: the prompt is rendered afresh."""
@@ -66,7 +66,7 @@ class Match:
 
 
 class Conversations:
-    """All turns of one trajectory."""
+    """The tree of all turns of one trajectory, in which a request is looked up."""
 
     def __init__(self, rule: Rule = "strict") -> None:
         self._rule = rule
@@ -75,7 +75,7 @@ class Conversations:
         self._by_id: dict[str, Node] = {}
         self._by_digest: dict[str, list[Node]] = {}
         self._tips: list[Node] = []
-        """The last node of every branch."""
+        """The last node of each branch, by its number."""
 
     @property
     def branches(self) -> int:

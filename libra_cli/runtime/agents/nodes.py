@@ -40,7 +40,7 @@ _LAST_WORDS = 2000
 
 
 class AgentNodes:
-    """All hosts that commands run on."""
+    """Runs an agent's commands on the hosts that the recipe names for them."""
 
     def __init__(
         self, spec: AgentSpec, env: dict[str, str], open_on: OpenOnNode, port_of: Callable[[], int]
@@ -73,7 +73,6 @@ class AgentNodes:
             node.playing -= 1
 
     async def close(self) -> None:
-        """End everything on the hosts."""
         open_ones = [node.connection for node in self._nodes if node.connection is not None]
         await asyncio.gather(*(one.close() for one in open_ones))
 
@@ -121,7 +120,7 @@ class _Inflow:
 
     chunks: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
     waiting: int = 0
-    """Bytes."""
+    """Bytes in ``chunks``."""
     carrying: asyncio.Task[None] | None = None
 
 
@@ -140,7 +139,7 @@ class AgentNodeConnection:
         self._outbox = Outbox(stream)
         self._listening = self._background.start(f"hearing {name}'s agents", self._listen())
         self.ended = ""
-        """How it ended, once it has."""
+        """How the host's process ended; empty while it runs."""
 
     async def hello(self, hello: dict[str, Any]) -> None:
         """Say what is to be run there.
@@ -175,7 +174,7 @@ class AgentNodeConnection:
         return CommandEnd(int(code), str(words), bool(flooded))
 
     async def close(self) -> None:
-        """End it, with all of its commands."""
+        """Close the stream, with which the host's process and all of its commands end."""
         await self._outbox.close()
         await asyncio.wait({self._listening}, timeout=LEAVE_S)
         await self._stream.close()

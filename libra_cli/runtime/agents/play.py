@@ -45,7 +45,7 @@ THINKING = "agent"
 
 @dataclass(frozen=True, slots=True)
 class PlayLimits:
-    """What a trajectory may come to."""
+    """The limits of one trajectory that an agent plays."""
 
     max_len: Tokens
     """Tokens of the longest context, what is generated included."""
@@ -92,7 +92,7 @@ class AgentPlay:
     inbox: asyncio.Queue[Ask | AgentEnd] = field(default_factory=asyncio.Queue)
     """What the agent did, in order, for ``AgentEpisodes`` to take."""
     taken: asyncio.Event = field(default_factory=asyncio.Event)
-    """Whether an agent has the task."""
+    """Set once an agent has begun with the task."""
     reward: float | None = None
     """What the agent has said its reward is."""
     refusal: str = ""
@@ -109,7 +109,7 @@ class AgentPlay:
     _over: bool = False
     """Whether the last request was more than the limits allow."""
     _lengths: dict[int, Tokens] = field(default_factory=dict)
-    """Tokens of each branch."""
+    """Tokens of each branch, by its number."""
 
     def __post_init__(self) -> None:
         self._conversations = Conversations(self.rule)
@@ -275,7 +275,7 @@ class AgentPlay:
 
     @property
     def turns(self) -> int:
-        """Turns that it was answered with."""
+        """How many turns the agent was answered with."""
         return self._conversations.turns
 
     @property

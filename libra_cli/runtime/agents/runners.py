@@ -44,20 +44,20 @@ _FUNCTIONS = PluginGroup("libra.agents", "agent", {}, error=AgentFailed)
 
 @dataclass(frozen=True, slots=True)
 class AgentJob:
-    """What an agent is told."""
+    """What an agent is told: its task, and the endpoint, key and name of the model."""
 
     id: str
-    """The trajectory's, as ``group.member.attempt``."""
+    """The name of the trajectory, ``group.member.attempt``."""
     task: Mapping[str, Any]
     """``data``: the row of the tasks; ``messages``: the prompt; ``tools``: the environment's."""
     root_url: str
-    """``http://host:port/t/KEY``: Anthropic's clients add ``/v1/messages``."""
+    """``http://host:port/t/KEY``, to which Anthropic's clients add ``/v1/messages``."""
     api_key: str
     model: str
 
     @property
     def base_url(self) -> str:
-        """OpenAI's clients add ``/chat/completions`` or ``/responses``."""
+        """The URL to which OpenAI's clients add ``/chat/completions`` or ``/responses``."""
         return f"{self.root_url}/v1"
 
 
@@ -109,7 +109,7 @@ def find_function(spec: AgentSpec) -> Callable[..., Any]:
 
 
 class FunctionRunner:
-    """Calls a function of somebody's package."""
+    """Calls a Python function for each job, up to ``agent.concurrency`` at the same time."""
 
     def __init__(self, spec: AgentSpec) -> None:
         self._function = find_function(spec)
@@ -124,7 +124,10 @@ class FunctionRunner:
         self._loop.close()
 
     async def run(self, job: AgentJob, taken: asyncio.Event) -> float | None:
-        """Call it; see ``AgentRunner``."""
+        """Call the function in a thread or on the shared loop, and return its reward.
+
+        Raises: AgentFailed: it raised, cancelled itself, or returned something that is no reward.
+        """
         async with self._permits:
             taken.set()
             future = self._started(job)
@@ -230,7 +233,10 @@ class CommandRunner:
         self._workplace.clear_all()  # of a controller that was killed
 
     async def run(self, job: AgentJob, taken: asyncio.Event) -> float | None:
-        """Run it; see ``AgentRunner``."""
+        """Run the command to its end, on this machine; its reward is posted, if there is one.
+
+        Raises: AgentFailed: it cannot be started, did not exit with 0, or printed too much.
+        """
         told = CommandJob(root_url=job.root_url, **_told(job))
         async with self._permits:
             taken.set()
@@ -269,13 +275,11 @@ class NodesRunner:
         self._permits = asyncio.Semaphore(spec.concurrency * len(spec.nodes))
 
     async def run(self, job: AgentJob, taken: asyncio.Event) -> float | None:
-        """Run it; see ``AgentRunner``."""
         async with self._permits:
             _check(await self._nodes.run(_told(job), taken))
         return None
 
     async def close(self) -> None:
-        """End what runs on the hosts."""
         await self._nodes.close()
 
 
@@ -346,4 +350,4 @@ class ExternalRunner:
             return None
 
     async def close(self) -> None:
-        """Do nothing: external agents share nothing."""
+        """Do nothing, since agents that live elsewhere share nothing here."""

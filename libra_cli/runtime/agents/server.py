@@ -45,9 +45,9 @@ QUIET_S = 15.0
 """How long a client waits before it is kept alive."""
 KEEP_ALIVE_S = 5.0
 MOST_NOTES = 100
-"""What is told of requests of agents in a run."""
+"""Different lines that a run is told of what requests of agents ask for in vain."""
 _NOTED = 300
-"""Characters of one."""
+"""Most characters of such a line."""
 MAX_BODY_BYTES = 64 * 1024**2
 WAIT_S = 20.0
 """How long whoever wants a task waits for one, if it does not say."""
@@ -60,7 +60,7 @@ _FINAL = {"x-should-retry": "false"}
 
 
 class AgentServer:
-    """Answers the agents of all trajectories in play."""
+    """The HTTP server that answers the agents of all trajectories in play."""
 
     def __init__(
         self,
@@ -85,15 +85,14 @@ class AgentServer:
 
     @property
     def url(self) -> str:
-        """The URL at which agents reach it."""
         return f"http://{LOOPBACK}:{self.port}"
 
     def add(self, play: AgentPlay) -> None:
-        """Serve the agent of one more trajectory."""
+        """Answer requests with the key of this play from now on."""
         self._plays[play.key] = play
 
     def remove(self, play: AgentPlay) -> None:
-        """A trajectory has ended."""
+        """Answer 409 to requests with the key of this play, whose trajectory has ended."""
         if self._plays.pop(play.key, None) is None:
             return
         self._ended[play.key] = None
@@ -101,7 +100,7 @@ class AgentServer:
             del self._ended[next(iter(self._ended))]
 
     async def start(self) -> None:
-        """Listen on a port of loopback."""
+        """Listen on a free port of loopback; for agents elsewhere, write ``agents.json``."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._http = web.AppRunner(
@@ -117,7 +116,6 @@ class AgentServer:
             self._note(f"agents fetch their tasks at {self.url}/tasks; the token: {self._file}")
 
     async def close(self) -> None:
-        """Answer nobody any more."""
         if self._http is not None:
             await self._http.cleanup()
 
@@ -258,7 +256,7 @@ def _task_response(job: AgentJob) -> web.Response:
 
 
 class _Waiting:
-    """One request that waits for its turn."""
+    """A request of an agent, from its arrival until it is answered."""
 
     def __init__(
         self, http: web.Request, play: AgentPlay, request: AgentRequest, dialect: Dialect

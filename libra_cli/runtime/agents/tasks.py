@@ -1,4 +1,4 @@
-"""The environments' part where an agent plays: they give the tasks and, at the end, may score."""
+"""Gives agents their tasks from the recipe's environments, which may also score the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _AgentTask:
 
 
 class AgentTasks:
-    """The environments of all trajectories in play."""
+    """The environments of all trajectories in play: each gives the task and may score the end."""
 
     def __init__(self, recipe: Recipe, run_directory: Path, open_on: OpenOnNode = no_nodes) -> None:
         """Find the environments and read the tasks.
@@ -99,7 +99,7 @@ class AgentTasks:
         )
 
     def forget(self, trajectory: TrajectoryId) -> None:
-        """Close the environment, if there is one."""
+        """Close the trajectory's environment; nothing happens if it has none."""
         task = self._tasks.pop(trajectory, None)
         if task is not None:
             task.environment.close(task.line)

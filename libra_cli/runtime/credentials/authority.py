@@ -44,10 +44,10 @@ def peer_url(address: str, port: int, node: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """The certificate authority of one run."""
+    """The certificate authority of one run, which signs the certificates of its hosts."""
 
     certificate: str
-    """In PEM, as the key."""
+    """Its own certificate in PEM, as is its ``key``."""
     key: str
 
     @classmethod
@@ -64,7 +64,7 @@ class Authority:
         return cls(_pem(built), _private_pem(key))
 
     def issue(self, node: str) -> Mapping[str, str]:
-        """What a node must have: its ``certificate``, its ``key`` and the ``authority``, in PEM."""
+        """Return a new ``certificate`` and ``key`` for a node, and the ``authority``, in PEM."""
         key = ec.generate_private_key(ec.SECP256R1())
         own = x509.load_pem_x509_certificate(self.certificate.encode())
         signer = load_pem_private_key(self.key.encode(), password=None)

@@ -36,7 +36,7 @@ class RunSecrets:
 
     @classmethod
     def new(cls) -> Self:
-        """New secrets, kept nowhere."""
+        """Make new secrets, which are written nowhere."""
         authority = Authority.make()
         return cls(secrets.token_urlsafe(TOKEN_BYTES), authority.certificate, authority.key)
 

@@ -46,11 +46,11 @@ IN_USE_GIB = 1.0
 
 @dataclass(frozen=True, slots=True)
 class FoundGpu:
-    """One GPU as nvidia-smi tells of it."""
+    """A GPU, as nvidia-smi describes it."""
 
     name: str
     gib: float
-    """Its memory; 0 where it does not tell."""
+    """Its memory in GiB; 0 where nvidia-smi does not tell."""
     used_gib: float
 
 
@@ -66,7 +66,7 @@ class FoundHost:
     python: str = ""
     """The version of the interpreter that a run would use; empty if there is none."""
     packages: tuple[str, ...] = ()
-    """Those of ``PACKAGES`` that it has."""
+    """Names in ``PACKAGES`` that are installed there."""
     model: str = ""
     """The model's directory there; empty if it is not there."""
     error: str = ""
@@ -79,7 +79,7 @@ class FoundHost:
 
     @property
     def gpus_in_use(self) -> int:
-        """On how many GPUs somebody has memory."""
+        """Number of GPUs with more than ``IN_USE_GIB`` of memory in use."""
         return sum(gpu.used_gib > IN_USE_GIB for gpu in self.gpus)
 
 

@@ -40,7 +40,7 @@ any model of transformers fails."""
 
 @dataclass(frozen=True, slots=True)
 class Packages:
-    """What to install, and where from."""
+    """What to install on a host, and from where: an index or a directory of wheels."""
 
     requirements: Sequence[str]
     wheels: Path | None = None

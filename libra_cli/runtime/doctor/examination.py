@@ -48,12 +48,12 @@ Pairs: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class Examination:
-    """One examination of all hosts of a recipe."""
+    """One examination of all hosts of a recipe, with agents of its own on them."""
 
     def __init__(
         self, recipe: Recipe, plan: Plan, recipe_path: str, *, on_stage: Callable[[str], None]
     ) -> None:
-        """``on_stage`` is told what is being done."""
+        """Connect to nothing yet; ``on_stage`` is called with what is being done."""
         run = recipe.run.model_copy(update={"lease_s": LEASE_S})
         self._recipe = recipe.model_copy(update={"run": run})
         self._plan = plan
@@ -72,7 +72,7 @@ class Examination:
         self._renderer: Renderer | None = None
 
     async def run(self) -> list[Finding]:
-        """Examine, and leave nothing on the hosts."""
+        """Examine all hosts, return what was found, and leave nothing on them."""
         try:
             return examine(await self._case(), quick=False)
         finally:

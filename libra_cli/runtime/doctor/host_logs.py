@@ -14,17 +14,17 @@ from libra_cli.runtime.hosts.cluster import transport_to
 from libra_cli.runtime.hosts.transport import Transport
 
 TAIL_BYTES = 500_000
-"""Of each log: some thousand lines."""
+"""Bytes that are fetched of the end of each log: some thousand lines."""
 TAIL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class HostLogs:
-    """The logs that one host gave."""
+    """The ends of the logs on one host."""
 
     node: str
     logs: Mapping[str, bytes]
-    """By process; ``agent`` is what keeps them."""
+    """Ends of logs by process; ``agent`` is the host's agent."""
     problems: tuple[str, ...]
     """Why the host, or a log, cannot be read."""
 

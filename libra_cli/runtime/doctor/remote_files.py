@@ -24,18 +24,18 @@ SHELL_S = 60.0
 
 
 class FileSource(Protocol):
-    """Where files of a directory come from, by name."""
+    """A directory that files are copied from, each by its name."""
 
     async def hashes(self) -> Mapping[str, str]:
-        """The SHA-256 of every file."""
+        """Return the SHA-256 of every file, by name."""
 
     async def read(self, name: str, offset: int, size: int) -> bytes:
-        """At most ``size`` bytes from ``offset`` on; empty at the end."""
+        """Return at most ``size`` bytes from ``offset`` on; empty at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalFiles:
-    """Files of a directory of the controller."""
+    """A directory of the controller, as a source of files."""
 
     directory: Path
 

@@ -28,10 +28,10 @@ from libra_cli.runtime.hosts.transport import Transport
 
 
 class SetupProgress(Protocol):
-    """Who is told how far each host is."""
+    """Shows somebody how far ``Setup`` is on each host."""
 
     def stage(self, host: str, what: str) -> None:
-        """What is being done there."""
+        """Show what is being done on a host now."""
 
     def bytes(self, host: str, count: int) -> None:
         """Count bytes that have been copied there; negative if they come again."""
@@ -39,7 +39,7 @@ class SetupProgress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SetupResult:
-    """How it ended on one host."""
+    """What was done on one host, and what failed there."""
 
     host: str
     done: tuple[str, ...]

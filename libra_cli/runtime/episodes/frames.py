@@ -71,7 +71,7 @@ class Frame:
         return _ID in self.parts
 
     def filled(self, places: Places) -> str:
-        """Return the text with the places filled."""
+        """Return the frame with its texts, names of tools and ids of calls filled in."""
         filled = [self.parts[0]]
         for index in range(1, len(self.parts), 3):
             kind, number, text = self.parts[index : index + 3]

@@ -23,4 +23,4 @@ class EpisodeHistory:
     prompt_ids: array[int]
     turns: list[RecordedTurn] = field(default_factory=list)
     task: int | None = None
-    """As ``StartEpisode`` has it."""
+    """The number of the task, as ``StartEpisode.task`` has it."""

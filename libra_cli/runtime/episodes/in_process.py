@@ -30,7 +30,7 @@ _closing = Background()
 
 
 class InProcessEnvironment:
-    """The environment of one episode."""
+    """The environment of one episode in this process, as an ``EpisodeEnvironment``."""
 
     def __init__(self, name: str, make: Callable[[], Environment], threads: Threads) -> None:
         """``make`` is called by the first call, where sync members run."""
@@ -39,7 +39,6 @@ class InProcessEnvironment:
         self._awaiting = False
 
     async def reset(self, task: Task | None, index: int, task_seed: int, seed: int) -> Opening:
-        """See ``EnvironmentSession``, as for the next three."""
         return await self._session.reset(task, index, task_seed, seed)
 
     async def step(self, call: ToolCall) -> ToolAnswer:

@@ -47,13 +47,13 @@ class EpisodePlayer(Protocol):
         finish_reason: str,
         logprobs: Sequence[float] = (),
     ) -> TurnResult:
-        """Return what follows a generated turn."""
+        """Take in a generated turn, and return what the environment answers, or the end."""
 
     async def finish(self, trajectory: TrajectoryId) -> TurnResult:
         """Score what there is, since a limit is reached."""
 
     def forget(self, trajectory: TrajectoryId) -> None:
-        """Drop the episode, if there is one."""
+        """Drop the trajectory's episode; nothing happens if it has none."""
 
     async def close(self) -> None:
         """Forget all episodes and end whatever they shared."""

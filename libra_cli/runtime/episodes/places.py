@@ -39,16 +39,16 @@ class EpisodeEnvironment(Protocol):
         """Make it, and begin the task; without one its own of this ``index``."""
 
     async def step(self, call: ToolCall) -> ToolAnswer:
-        """Run one tool call."""
+        """Run a tool call; what the tool refuses is in the answer and raises nothing."""
 
     async def reply(self, text: str) -> Answered:
-        """Let the user answer; only if ``Opening.replies``."""
+        """Return what the user says to a turn without tool calls; only if ``Opening.replies``."""
 
     async def score(self, answer: str, conversation: Sequence[Message]) -> Scored:
-        """Score the episode, and read its metrics."""
+        """Score the episode by its last turn, and read its metrics."""
 
     def close(self, line: CallLine) -> None:
-        """Close it, once the call that may be under way is over."""
+        """Close the environment, once the call that may be under way is over."""
 
 
 class EnvironmentFactory:
@@ -90,8 +90,6 @@ def arguments_of(spec: EnvironmentSpec) -> dict[str, Any]:
 
 
 class _ThisProcess:
-    """Environments in the controller's process."""
-
     def __init__(self, spec: EnvironmentSpec, run_directory: Path | None) -> None:
         self._name = spec.name
         self._factory = EnvironmentFactory(spec, run_directory)

@@ -78,7 +78,7 @@ class _Episode:
     answer: str = ""
     """The text of the last turn."""
     reward: float = 0.0
-    """The rewards on the way."""
+    """Sum of the rewards before the score."""
 
 
 class Episodes:

@@ -60,7 +60,7 @@ class Renderer:
         config = read_json(model_dir / "tokenizer_config.json")
         self._template = ChatTemplate(model_dir, config, template_args or {})
         self.stop_token_ids: frozenset[int] = self._stop_tokens(config)
-        """The tokens that end a generation."""
+        """Ids of the tokens that end a generation."""
         stops = [self.decode([token]) for token in self.stop_token_ids]
         self._controls = self._control_pattern(stops)
         self._frames = TurnFrames(model_dir, self._template, stops)
@@ -77,7 +77,7 @@ class Renderer:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the template cannot do, in words."""
+        """Sentences that say what the chat template cannot do."""
         return tuple(notes(self._template, self._frames))
 
     @property

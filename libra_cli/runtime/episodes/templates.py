@@ -95,7 +95,7 @@ class ChatTemplate:
             ) from error
 
     def takes(self, messages: Sequence[FormedMessage], tools: Sequence[ToolSchema] = ()) -> bool:
-        """Say whether the template renders a conversation."""
+        """Say whether the template renders this conversation without an error."""
         try:
             self.render(messages, tools)
         except LibraError:

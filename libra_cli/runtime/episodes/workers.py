@@ -71,15 +71,15 @@ async def _open_here() -> ByteStream:
 
 @dataclass(frozen=True, slots=True)
 class WorkersHello:
-    """What a fork server is told first."""
+    """What a fork server is told first: which environment it serves."""
 
     name: str
     arguments: Mapping[str, Any]
-    """Of the factory, secrets included."""
+    """Keyword arguments of the factory, secrets included."""
     run_directory: str | None = None
-    """For a factory that takes it."""
+    """Path of the run's directory, for a factory that takes it; None outside a run."""
     own_tasks: bool = True
-    """Whether the environment makes its tasks."""
+    """Whether the environment makes its own tasks, so that it must have ``task``."""
 
     def pack(self) -> bytes:
         """The body of its frame.
@@ -138,7 +138,6 @@ class EnvironmentWorkers:
             await asyncio.sleep(1.0)
 
     async def close(self) -> None:
-        """End all workers and the fork servers."""
         servers = [place.server for place in self._places if place.server is not None]
         await asyncio.gather(*(server.close() for server in servers))
 
@@ -173,7 +172,7 @@ class _Place:
 
     @property
     def playing(self) -> int:
-        """Episodes that are played there."""
+        """Number of episodes that are played there."""
         return 0 if self.server is None else self.server.playing
 
 
@@ -190,12 +189,12 @@ class ForkServerConnection:
         self._outbox = Outbox(stream)
         self._listening = Background().start(f"hearing the fork server of {name}", self._listen())
         self.playing = 0
-        """Episodes that were begun and not closed."""
+        """Number of episodes that were begun and not closed."""
         self.ended = ""
-        """How it ended, once it has."""
+        """How the fork server ended; empty while it runs."""
 
     def begin(self) -> int:
-        """The number of a new episode."""
+        """Count a new episode, and return its number."""
         self.playing += 1
         return next(self._numbers)
 
@@ -306,7 +305,6 @@ class WorkerEnvironment:
         self._episode = episode
 
     async def reset(self, task: Task | None, index: int, task_seed: int, seed: int) -> Opening:
-        """See ``EnvironmentSession``, as for the next three."""
         found = await self._call("reset", task, index, task_seed, seed)
         with understood(EnvironmentBroken, "what reset returned"):
             opening = Opening(**found)
@@ -314,7 +312,7 @@ class WorkerEnvironment:
             return replace(opening, messages=messages, tools=tools)
 
     async def step(self, call: ToolCall) -> ToolAnswer:
-        """Run one tool call."""
+        """Run a tool call in the worker, and check what it sends back; raises EnvironmentBroken."""
         found = await self._call("step", call)
         with understood(EnvironmentBroken, "what step returned"):
             answer = ToolAnswer(**found)
@@ -326,7 +324,6 @@ class WorkerEnvironment:
             )
 
     async def reply(self, text: str) -> Answered:
-        """Let the user answer."""
         found = await self._call("reply", text)
         with understood(EnvironmentBroken, "what reply returned"):
             said = Answered(**found)
@@ -335,7 +332,6 @@ class WorkerEnvironment:
             return replace(said, messages=messages, reward=reward, tools=tools)
 
     async def score(self, answer: str, conversation: Sequence[Message]) -> Scored:
-        """Score the episode."""
         found = await self._call("score", answer, list(conversation))
         with understood(EnvironmentBroken, "what score returned"):
             scored = Scored(**found)

@@ -130,7 +130,6 @@ class EvaluatedEpisodes:
         return await self._player(trajectory).finish(trajectory)
 
     def forget(self, trajectory: TrajectoryId) -> None:
-        """Drop the episode, if there is one."""
         self._player(trajectory).forget(trajectory)
 
     async def close(self) -> None:
@@ -142,7 +141,7 @@ class SamplingOf:
     """How the turns of a group are sampled: as the run's, or as its evaluation's."""
 
     def __init__(self, recipe: Recipe, stop_token_ids: tuple[int, ...], *, vocabulary: int) -> None:
-        """``vocabulary`` is what token ids are below."""
+        """Read the recipe's sampling; token ids are below ``vocabulary``."""
 
         def sampling(temperature: float, top_p: float) -> Sampling:
             return Sampling(temperature, top_p, stop_token_ids, vocabulary=vocabulary)

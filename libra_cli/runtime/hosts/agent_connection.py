@@ -137,11 +137,10 @@ class AgentConnection:
         return now - self._unanswered[0] if self._unanswered else 0.0
 
     def restore(self) -> None:
-        """Take requests again, after ``fail``."""
         self._failure = None
 
     def fail(self, error: LibraError) -> None:
-        """Fail all requests, now and until ``restore``."""
+        """Fail all requests with ``error``, and those to come until ``restore``."""
         self._failure = error
         for _, answer in self._waiting.values():
             if not answer.done():

@@ -25,7 +25,7 @@ class StoppedProcess:
 
     @property
     def stopped(self) -> bool:
-        """Whether nothing of the process is left."""
+        """Whether no process is left."""
         return not self.leftovers
 
 
@@ -43,14 +43,14 @@ class ProcessState:
     tail: str
     """The end of its log, once it has exited."""
     requested: bool
-    """Whether it was asked to stop."""
+    """Whether the agent was asked to stop it."""
     moved_ports: Mapping[str, int] = field(default_factory=dict)
     """As in ``Exited``; by the port in decimal digits, since JSON has no other keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class PulledVersion:
-    """A weight version now on the host."""
+    """A weight version that an agent now has on its host, and what the transfer took."""
 
     path: str
     kind: str

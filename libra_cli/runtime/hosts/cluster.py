@@ -346,7 +346,7 @@ class Cluster:
 
     @property
     def model_dirs(self) -> Mapping[str, str]:
-        """Where each node has the model."""
+        """The model's directory on each node, by its name."""
         return self.models.directories
 
     async def restore(self, node: str) -> None:

@@ -34,10 +34,10 @@ class LocalTransport:
         return str(Path.home())
 
     async def connect(self, *, timeout_s: float = CONNECT_S) -> None:
-        """Do nothing: this machine is always there."""
+        """Do nothing, since this machine is always there."""
 
     async def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, since there is no connection."""
 
     async def run(
         self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float
@@ -57,7 +57,6 @@ class LocalTransport:
         return CommandResult(process.returncode or 0, stdout, stderr)
 
     async def open_stream(self, argv: Sequence[str]) -> ProcessStream:
-        """Start a command and return its pipes."""
         return ProcessStream(await _spawn(argv))
 
     async def put_tree(self, files: Mapping[str, bytes], directory: str) -> None:
@@ -87,7 +86,6 @@ class LocalTransport:
             raise HostError(f"local: {path}: {error.strerror}") from error
 
     async def dial(self, path: str) -> Endpoint:
-        """Return the socket itself."""
         return Endpoint(path)
 
     async def reach(self, path: str) -> None:
@@ -95,7 +93,7 @@ class LocalTransport:
 
 
 class ProcessStream:
-    """The pipes of a subprocess."""
+    """A subprocess's pipes as a ``ByteStream``."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -104,21 +102,18 @@ class ProcessStream:
 
     @property
     def errors(self) -> str:
-        """The end of the process's standard error."""
         return self._errors.decode(errors="replace").strip()
 
     @property
     def link_silent_s(self) -> float:
-        """Infinite: its pipes are its own."""
+        """Infinite, since pipes share no connection."""
         return math.inf
 
     async def read(self) -> bytes:
-        """Read what is there of standard output."""
         assert self._process.stdout is not None
         return await self._process.stdout.read(READ_BYTES)
 
     async def readline(self) -> bytes:
-        """Read the next line of standard output."""
         assert self._process.stdout is not None
         return await self._process.stdout.readline()
 

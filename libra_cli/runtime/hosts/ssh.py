@@ -58,7 +58,7 @@ logging.getLogger("paramiko.transport").addFilter(_is_no_refused_channel)
 
 
 class SshTransport:
-    """A host that is reached over SSH."""
+    """Reaches a host over SSH, through jump hosts if need be, as a ``Transport``."""
 
     default_python = "~/.libra/venv/bin/python"
 
@@ -103,7 +103,7 @@ class SshTransport:
         self.home = await self._call(self._find_home)
 
     async def close(self) -> None:
-        """Disconnect, and remove the sockets of ``dial``."""
+        """Disconnect for good, and remove the sockets that ``dial`` has made."""
         for forward in self._forwards.values():
             await forward.close()
         self._forwards.clear()
@@ -134,7 +134,6 @@ class SshTransport:
         return CommandResult(exit_code, bytes(stdout), stream.errors.encode())
 
     async def open_stream(self, argv: Sequence[str]) -> ChannelStream:
-        """Start a command and return its channel."""
         channel = await self._call(self._execute, shlex.join(argv), timeout_s=OPEN_S)
         return ChannelStream(channel, self._call)
 
@@ -147,7 +146,7 @@ class SshTransport:
         await self._call(self._append, path, data, timeout_s=COPY_S)
 
     async def get(self, path: str) -> bytes:
-        """Read a file over SFTP."""
+        """Read a file over SFTP, which may take ``COPY_S`` seconds."""
         return await self._call(self._get, path, timeout_s=COPY_S)
 
     async def fetch(self, path: str, target: Path) -> None:

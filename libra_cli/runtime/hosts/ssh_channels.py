@@ -36,7 +36,7 @@ Dial: TypeAlias = "Callable[[str], Awaitable[ChannelStream]]"
 
 
 class ChannelStream:
-    """One channel, which the event loop reads."""
+    """An SSH channel as a ``ByteStream``, read on the event loop."""
 
     def __init__(self, channel: paramiko.Channel, call: Call) -> None:
         self._channel = channel
@@ -47,7 +47,6 @@ class ChannelStream:
 
     @property
     def errors(self) -> str:
-        """The end of the command's standard error."""
         return self._errors.decode(errors="replace").strip()
 
     @property
@@ -85,7 +84,6 @@ class ChannelStream:
         await self._call(self._channel.sendall, data)
 
     async def end_input(self) -> None:
-        """Close the command's standard input."""
         await self._call(self._channel.shutdown_write)
 
     async def exit_code(self) -> int:
@@ -127,11 +125,11 @@ class Forward:
         self._connections = Background()
 
     async def open(self) -> None:
-        """Listen on a local port."""
+        """Listen on the Unix socket at ``endpoint``."""
         self._server = await asyncio.start_unix_server(self._accept, self.endpoint.path)
 
     async def close(self) -> None:
-        """Stop listening and close all connections."""
+        """Stop listening, close all connections, and remove the socket."""
         if self._server is not None:
             self._server.close()
         await self._connections.close()

@@ -46,7 +46,7 @@ class Hop:
 
     @property
     def command(self) -> str:
-        """The command that reaches it by hand."""
+        """The ``ssh`` command with which a person reaches the server."""
         port = f"-p {self.port} " if self.port != 22 else ""
         return f"ssh {port}{self.user}@{self.address}"
 
@@ -181,7 +181,6 @@ def connect(hops: Sequence[Hop], timeout_s: float) -> list[paramiko.SSHClient]:
 
 
 def close(clients: Sequence[paramiko.SSHClient]) -> None:
-    """Close the connections, the last hop first."""
     for client in reversed(clients):
         client.close()
 

@@ -40,7 +40,7 @@ class Endpoint:
 
 
 class ByteStream(Protocol):
-    """Standard input and output of a running command."""
+    """Standard input and output of a command that runs on a host."""
 
     @property
     def errors(self) -> str:
@@ -57,7 +57,7 @@ class ByteStream(Protocol):
         """Read the next line with its newline; empty at the end."""
 
     async def write(self, data: bytes) -> None:
-        """Send all of it."""
+        """Write all of ``data`` to its standard input; raises HostLost if it reads no more."""
 
     async def end_input(self) -> None:
         """Let the command see the end of its input, and go on reading."""
@@ -97,10 +97,10 @@ class Transport(Protocol):
     async def run(
         self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float
     ) -> CommandResult:
-        """Run a command to its end."""
+        """Run a command and return its output and exit code; raises HostLost at the deadline."""
 
     async def open_stream(self, argv: Sequence[str]) -> ByteStream:
-        """Start a command and return its stream."""
+        """Start a command, and return its input and output."""
 
     async def put_tree(self, files: Mapping[str, bytes], directory: str) -> None:
         """Create a directory with these files, by name and content.
@@ -112,7 +112,7 @@ class Transport(Protocol):
         """Write data at the end of a file, which is made if it is not there."""
 
     async def get(self, path: str) -> bytes:
-        """Read a file."""
+        """Return the content of a file."""
 
     async def fetch(self, path: str, target: Path) -> None:
         """Copy a file of any size from the host to this machine."""

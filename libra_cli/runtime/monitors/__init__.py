@@ -1,1 +1,1 @@
-"""Who is told of a run's steps while it goes on; ``protocol`` says what a monitor is."""
+"""Monitors, which are told of a run's steps while it goes on; ``protocol`` says what one is."""

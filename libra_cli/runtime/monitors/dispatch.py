@@ -1,4 +1,4 @@
-"""Telling the monitors of a run what is saved of it."""
+"""Tells the monitors of a run what is saved of it, each monitor in a thread of its own."""
 
 from __future__ import annotations
 
@@ -129,7 +129,6 @@ class _MonitorThread:
         self._over = threading.Event()
 
     def start(self) -> None:
-        """Begin with what it is told."""
         self._thread.start()
 
     def tell(self, method: str, *arguments: object) -> None:
@@ -146,7 +145,7 @@ class _MonitorThread:
                 self._make_room(method, arguments)
 
     def _make_room(self, method: str, arguments: tuple[Any, ...]) -> None:
-        """The end is told in any case."""
+        """Queue the end of the run in place of the oldest call that waits."""
         with contextlib.suppress(Empty):
             self._calls.get_nowait()
         self._calls.put_nowait((method, arguments))

@@ -20,7 +20,6 @@ class JsonLines:
     """Appends, so a run that is resumed goes on in its file."""
 
     def start(self, run: MonitoredRun) -> None:
-        """Remember where to write."""
         self._path = run.directory / FILE
         self._lines: list[str] = []
 

@@ -16,7 +16,7 @@ from libra_cli.runtime.monitors.protocol import MonitoredRun
 from libra_cli.runtime.monitors.samples import SampledTrajectory, as_markdown
 
 TAG = "libra.run"
-"""Holds the run's id."""
+"""The tag of an MLflow run that holds the id of libra's run."""
 _STATES = {"finished": "FINISHED", "failed": "FAILED"}
 
 
@@ -26,7 +26,7 @@ class Mlflow:
     packages = ("mlflow",)
 
     def __init__(self, *, tracking_uri: str | None = None, experiment: str = "libra") -> None:
-        """``tracking_uri`` is null for that of ``MLFLOW_TRACKING_URI``."""
+        """Connect to nothing yet; a null ``tracking_uri`` means that of ``MLFLOW_TRACKING_URI``."""
         self._uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         self._experiment = experiment
 
@@ -72,7 +72,7 @@ class Mlflow:
         self.log(step, {key.replace("@", "_at_"): value for key, value in metrics.items()})
 
     def log_samples(self, step: int, samples: Sequence[SampledTrajectory]) -> None:
-        """Send a page of sampled trajectories."""
+        """Store the sampled trajectories as ``samples/step-NNNNNN.md`` of the run."""
         text = "\n".join(map(as_markdown, samples))
         self._client.log_text(self._run_id, text, f"samples/step-{step:06}.md")
 

@@ -22,7 +22,7 @@ MOST_SPANS = 16_384
 
 
 class OpenTelemetry:
-    """One trace a trajectory."""
+    """Exports a trace for each trajectory, with spans for its turns and tool calls."""
 
     packages = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
     records = (TrajectoryRecord, TurnRecord)
@@ -141,7 +141,7 @@ class _FirstWords(logging.Handler):
         self._note: Callable[[str], None] | None = note
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Tell it, if it is the first."""
+        """Note the SDK's first complaint, and no later one."""
         note, self._note = self._note, None
         if note is not None:
             note(f"monitor opentelemetry: {record.getMessage()[:300]}")

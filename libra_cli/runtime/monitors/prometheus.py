@@ -21,7 +21,7 @@ _NO_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 
 class Prometheus:
-    """The newest values, told to whoever asks."""
+    """Serves the newest values over HTTP to whoever scrapes."""
 
     packages = ("prometheus_client",)
     records = (SampleRecord,)
@@ -36,7 +36,7 @@ class Prometheus:
         self._server: Any = None
 
     def start(self, run: MonitoredRun) -> None:
-        """Listen for scrapes."""
+        """Listen at the address and port of the recipe, and note the URL."""
         from prometheus_client import CollectorRegistry, start_http_server
         from prometheus_client.core import GaugeMetricFamily
 
@@ -49,24 +49,23 @@ class Prometheus:
         run.note(f"Prometheus: http://{address}:{self._server.server_port}/metrics")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """These are the newest; servers are told one by one instead."""
+        """Keep a step's metrics, but for the servers', which ``saw`` keeps one by one."""
         told = {key: value for key, value in metrics.items() if not key.startswith("server/")}
         with self._lock:
             self._steps = {"step": step, **told}
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """These are the newest of an evaluation."""
         with self._lock:
             self._evaluated |= metrics
 
     def saw(self, record: Record) -> None:
-        """Take in a reading of a server."""
+        """Keep a server's reading; records of other kinds are not for this monitor."""
         if isinstance(record, SampleRecord):
             with self._lock:
                 self._servers[record.slot] = server_metrics(record)
 
     def collect(self) -> Iterator[Any]:
-        """What prometheus_client asks for at every scrape."""
+        """Yield a gauge for each metric; prometheus_client calls this at every scrape."""
         with self._lock:
             steps, servers = self._steps | self._evaluated, dict(self._servers)
         for key, value in steps.items():
@@ -87,5 +86,5 @@ class Prometheus:
 
 
 def name_of(key: str) -> str:
-    """The key as Prometheus spells it: ``libra_reward_mean``."""
+    """Return the metric's name in Prometheus: ``reward/mean`` is ``libra_reward_mean``."""
     return "libra_" + _NO_NAME.sub("_", key)

@@ -61,7 +61,7 @@ MONITORS = PluginGroup(
 FINISH_S = 30.0
 """Seconds that the end of a run waits for all monitors to take in the rest."""
 QUEUE = 10_000
-"""Calls that may wait for a monitor."""
+"""Most calls that may wait for a monitor."""
 
 
 def _say_nothing(line: str) -> None:
@@ -70,10 +70,10 @@ def _say_nothing(line: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MonitoredRun:
-    """The run that starts, or goes on."""
+    """What a monitor is told of the run when it starts, or goes on."""
 
     id: str
-    """The same when it is resumed."""
+    """The name of the run, which stays the same when it is resumed."""
     directory: Path
     """On the controller; a monitor may write there."""
     recipe: Mapping[str, Any]
@@ -83,7 +83,7 @@ class MonitoredRun:
 
 
 class Monitor(Protocol):
-    """See the page above."""
+    """What libra calls of a monitor; the module's docstring says when."""
 
     def start(self, run: MonitoredRun) -> None:
         """The hosts are about to be asked for what the run needs."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LONGEST_TEXT = 20_000
 """Characters of a sample's text that monitors are shown; the middle of a longer one is left out."""
 COLUMNS = ("step", "trajectory", "reward", "turns", "generated_tokens", "text")
-"""Of a table of samples; see ``table_row``."""
+"""Names of the columns of a table of samples, of which ``table_row`` makes the rows."""
 
 
 class Decoder:
@@ -51,7 +51,7 @@ class Decoder:
 
 
 class SampledTrajectory:
-    """One trajectory that has ended since the step before."""
+    """A trajectory that has ended since the step before, with its text."""
 
     def __init__(self, record: TrajectoryRecord, decode: Callable[[Sequence[int]], str]) -> None:
         self._record = record
@@ -64,17 +64,15 @@ class SampledTrajectory:
 
     @property
     def reward(self) -> float:
-        """The reward that its environment gave."""
+        """The reward, where 0 stands for a trajectory that has none."""
         return self._record.reward or 0.0
 
     @property
     def turns(self) -> int:
-        """The number of generations that it took."""
         return self._record.turns
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens that the policy generated."""
         return self._record.generated_tokens
 
     @cached_property
@@ -93,7 +91,6 @@ class SampledTrajectory:
 
 
 def table_row(step: int, sample: SampledTrajectory) -> list[str | int | float]:
-    """The sample as a row of ``COLUMNS``."""
     numbers = [sample.reward, sample.turns, sample.generated_tokens]
     return [step, sample.name, *numbers, sample.text]
 

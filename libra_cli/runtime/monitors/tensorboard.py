@@ -25,7 +25,7 @@ class TensorBoard:
         self._writer: Any = None
 
     def start(self, run: MonitoredRun) -> None:
-        """Begin an event file."""
+        """Choose the directory of the event files, and note the command that shows them."""
         from tensorboardX import SummaryWriter
 
         self._open = SummaryWriter

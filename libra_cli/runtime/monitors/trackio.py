@@ -51,7 +51,6 @@ class Trackio:
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand them to Trackio's own thread."""
         self._run.log(dict(metrics), step=step)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -63,5 +62,5 @@ class Trackio:
         self._run.log({"samples": self._table(columns=list(COLUMNS), data=rows)}, step=step)
 
     def finish(self, state: str) -> None:
-        """Wait until everything is written."""
+        """Wait until Trackio has written everything."""
         self._run.finish()

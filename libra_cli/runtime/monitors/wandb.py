@@ -67,7 +67,6 @@ class Wandb:
         run.note(f"W&B: {self._run.url or f'wandb sync {Path(self._run.dir).parent}'}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand them to W&B's own process."""
         self._run.log({STEP: step, **metrics})
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -79,5 +78,5 @@ class Wandb:
         self._run.log({STEP: step, "samples": self._table(columns=list(COLUMNS), data=rows)})
 
     def finish(self, state: str) -> None:
-        """Wait until everything is sent."""
+        """Wait until W&B has everything; a failed run ends there with exit code 1."""
         self._run.finish(exit_code=int(state == "failed"))

@@ -15,12 +15,12 @@ RETRY_S = 0.25
 
 
 class ControlClient:
-    """A process, seen from the controller."""
+    """Calls the operations of one process over a control stream, opened when it is needed."""
 
     def __init__(
         self, who: str, endpoint: Endpoint, token: str, errors: StreamErrors, *, silence_s: float
     ) -> None:
-        """See ``Stream``. Nothing is opened before the first call."""
+        """Take what ``Stream`` takes; nothing is opened before the first call."""
         self._who = who
         self._endpoint = endpoint
         self._token = token

@@ -1,4 +1,4 @@
-"""What is said to a process over its stream, by one task and in order."""
+"""Writes messages to a process's stream, in order and by one task."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Outbox:
         self._sending = Background().start("writing to a process", self._send())
 
     def put(self, message: bytes) -> None:
-        """Send a message after those before it."""
+        """Queue a message after those that wait; returns at once."""
         self._unsent += message
         self._more.set()
 

@@ -33,10 +33,10 @@ STARTUP_TIMEOUT_S = 1800.0
 
 
 class ProcessConnection(Protocol):
-    """What a group is spoken to by."""
+    """A connection to the first process of a group."""
 
     async def close(self) -> None:
-        """Drop it; the process goes on."""
+        """Close the connection; the process goes on."""
 
 
 C = TypeVar("C", bound=ProcessConnection)
@@ -94,7 +94,7 @@ class ProcessOwner(Generic[C]):
         return group.connection
 
     def connection(self, name: str) -> C:
-        """The connection to a group. Raises NotConnected."""
+        """Return the connection to a group; raises NotConnected."""
         connection = self.get(name)
         if connection is None:
             raise NotConnected(f"{name} is not connected")
@@ -164,7 +164,7 @@ class ProcessOwner(Generic[C]):
     async def _let_go(
         self, group: _Group[C], leave: Callable[[C], Coroutine[Any, Any, None]] | None = None
     ) -> None:
-        """Hear no more of its processes."""
+        """Stop watching the group's processes, call ``leave``, and close the connection."""
         group.stopping = True
         if group.watching is not None:
             group.watching.cancel()
@@ -204,7 +204,7 @@ class ProcessOwner(Generic[C]):
         self._post(self._failed(name, group.incarnation, reason))
 
     async def close(self) -> None:
-        """Drop every connection; the processes go on."""
+        """Close all connections; the processes go on."""
         await self._background.close()
         for group in self._groups.values():
             await self._let_go(group)

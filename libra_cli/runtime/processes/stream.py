@@ -38,7 +38,7 @@ class StreamErrors(NamedTuple):
 
 
 class Stream(asyncio.Protocol):
-    """The calls that are open on one connection."""
+    """A connection to a process, and the calls on it that have no answer yet."""
 
     def __init__(self, who: str, token: str, errors: StreamErrors, *, silence_s: float) -> None:
         """``who`` names the process in messages.
@@ -100,7 +100,7 @@ class Stream(asyncio.Protocol):
             del self._unsent[:TOGETHER]
 
     def forget(self, call: int) -> None:
-        """Nobody waits for this call any more."""
+        """Ignore the answer to this call, for which nobody waits any more."""
         self._open.pop(call, None)
 
     def close(self) -> None:
@@ -112,7 +112,6 @@ class Stream(asyncio.Protocol):
     # -- asyncio.Protocol -----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the token."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.write(msgpack.packb(self._token))
@@ -123,7 +122,6 @@ class Stream(asyncio.Protocol):
         self._is_full = True
 
     def resume_writing(self) -> None:
-        """Go on sending."""
         self._is_full = False
         self._flush()
 
@@ -168,7 +166,7 @@ class Stream(asyncio.Protocol):
             waiting.set_exception(kind(f"{self._who} {said}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Every call that is open has failed."""
+        """Fail every call that has no answer yet."""
         self._transport = None
         self._unsent.clear()
         reason = words_of(exc) if exc else "the connection was closed"

@@ -65,7 +65,7 @@ class _Draft:
     origin: list[int] = field(default_factory=list)
     """For each node after expansion, its index in the file's list of nodes."""
     wrong: list[Loc] = field(default_factory=list)
-    """Places that were found wrong, after expansion."""
+    """Places of the expanded recipe in which something was wrong."""
     singles: set[str] = field(default_factory=set)
     """Sections that the file has once, where there may be a list of them."""
 

@@ -37,7 +37,7 @@ class Document:
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes and never constructs an object."""
+    """Composes nodes by YAML 1.2's core schema, refuses aliases, and never makes an object."""
 
     # Not inherited: SafeLoader's resolvers are YAML 1.1's.
     yaml_implicit_resolvers = {}  # noqa: RUF012

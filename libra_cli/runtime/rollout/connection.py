@@ -31,7 +31,7 @@ class ServerUnreachable(ServerError):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How every turn is sampled."""
+    """How the tokens of turns are sampled, and when a turn ends."""
 
     temperature: float
     top_p: float
@@ -51,7 +51,9 @@ class ServerFacts:
 
 
 class ServerConnection(Protocol):
-    """One server. Every method but ``generate`` and ``close`` raises ServerError."""
+    """What the controller calls of a server; only ``generate`` and ``close`` raise no
+    ServerError.
+    """
 
     incarnation: int
     """Generation number of the server's process; an answer of an old one is dropped."""
@@ -95,7 +97,7 @@ class ServerConnection(Protocol):
         ...
 
     async def sample(self) -> ServerSampled:
-        """One reading of the server's counters."""
+        """Read the server's counters."""
         ...
 
     async def close(self) -> None:
@@ -120,7 +122,7 @@ def connect_with(backend: str) -> Connect:
 
 
 def turn_failed(action: Generate, reason: str, *, refused: bool = False) -> TurnFailed:
-    """The failure of this very request."""
+    """Return the failure of this request; ``refused`` means that trying again is of no use."""
     return TurnFailed(
         action.request, action.trajectory, action.slot, action.incarnation, reason, refused
     )

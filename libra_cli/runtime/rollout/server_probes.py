@@ -45,7 +45,7 @@ class _Watched:
 
 
 class ServerProbes:
-    """The probes of the running servers of a run."""
+    """Reads the counters of a run's servers, and tells which of them have stalled."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class ServerProbes:
 
     @contextmanager
     def turn(self, server: ServerConnection) -> Iterator[None]:
-        """A turn is inside the server."""
+        """Count a turn as inside the server while the block runs."""
         seen = self._watched.get(server) or _Watched("")
         seen.turns += 1
         try:

@@ -144,7 +144,7 @@ class Servers:
         self._probes.add(slot, server)
 
     async def stop(self, action: StopServer) -> Event:
-        """Stop the process and everything it started."""
+        """Stop the server's process, with everything that it has started."""
         if (server := self.processes.get(action.slot)) is not None:
             self._probes.forget(server)
         await self.processes.stop(action.slot, (node_of(action.slot), process_of(action.slot)))

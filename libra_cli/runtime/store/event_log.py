@@ -81,7 +81,7 @@ class EventLog:
 
     @property
     def is_beginning(self) -> bool:
-        """Whether a new file is being written."""
+        """Whether a thread is writing a new file that is to replace this one."""
         return self._draft is not None
 
     def begin(self, head: bytes, snapshot: bytes) -> None:
@@ -158,7 +158,7 @@ class EventLog:
             self._give_up(error)
 
     def close(self) -> None:
-        """Leave the file as it is."""
+        """Close the file and leave it as it is, for a controller that goes on."""
         self._close()
 
     def remove(self) -> None:
@@ -239,7 +239,7 @@ class _NewFile:
         return self._file
 
     def drop(self) -> None:
-        """Remove the unfinished file."""
+        """Remove the unfinished file, and close it unless its thread still writes."""
         if self._file is not None and not self.thread.is_alive():
             os.close(self._file)
             self._file = None
@@ -263,7 +263,7 @@ def _sync_directory(directory: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoggedEvents:
-    """The events that a log file holds."""
+    """What a log holds: its head, its snapshot and the entries since, as bytes."""
 
     head: bytes
     snapshot: bytes

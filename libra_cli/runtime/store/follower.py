@@ -30,7 +30,7 @@ _GROWING = {SyncRecord: "served_at", DecisionRecord: "at", StepRecord: "ended_at
 
 @dataclass(slots=True)
 class JournalFollower:
-    """Remembers what it has given out."""
+    """Knows which records and notes it has given out, so that it gives each once."""
 
     _seen: dict[tuple[object, ...], Record] = field(default_factory=dict)
     _newest: dict[type[Record], float] = field(default_factory=dict)

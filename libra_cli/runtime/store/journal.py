@@ -299,7 +299,7 @@ class Journal:
             ) from error
 
     def _forget_oldest(self) -> None:
-        """Keep what waits within its bound."""
+        """Drop the oldest events, then the oldest rows, until ``MOST_WAITING`` wait."""
         excess = len(self._rows) + len(self._events) - MOST_WAITING
         if excess <= 0:
             return

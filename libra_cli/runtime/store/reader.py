@@ -188,7 +188,7 @@ class Reader:
         return runs[-1]
 
     def steps(self) -> list[StepRecord]:
-        """The optimizer steps, in order."""
+        """Return the optimizer steps that were taken, in order."""
         return self.rows(StepRecord)
 
     def slots(self) -> list[SlotRecord]:
@@ -207,7 +207,7 @@ class Reader:
         return self.rows(SampleRecord, "at >= ?", (since,), order="at, slot")
 
     def latest_samples(self) -> dict[str, SampleRecord]:
-        """The newest sample of every slot."""
+        """Return the newest sample of each slot, by slot."""
         newest = "(slot, at) IN (SELECT slot, max(at) FROM samples GROUP BY slot)"
         return {sample.slot: sample for sample in self.rows(SampleRecord, newest)}
 
@@ -236,7 +236,7 @@ class Reader:
         return self.rows(PlanRecord)
 
     def moves(self) -> list[MoveRecord]:
-        """The moves of slots, the newest last."""
+        """Return the moves of slots, the newest last."""
         return self.rows(MoveRecord)
 
     def slot_history(self) -> list[SlotStateRecord]:
@@ -355,7 +355,7 @@ class Reader:
         return [list(one.token_ids) for one in self.tokens(group, member, attempt)]
 
     def tool_outcomes(self) -> dict[str, int]:
-        """Outcome -> tool calls that ended so."""
+        """Return how many tool calls of trajectories for training ended with each outcome."""
         rows = self._all(
             "SELECT json_extract(call.value, '$[1]'), count(*)"
             " FROM turns, json_each(turns.tools_json) AS call"

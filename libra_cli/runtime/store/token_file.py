@@ -79,7 +79,7 @@ class TokenFile:
 
 
 def packed(branches: Sequence[BranchTokens]) -> bytes:
-    """The body of a trajectory's frame."""
+    """Return the body of a trajectory's frame: its branches as compressed msgpack."""
     told = [
         (
             one.number,

@@ -1,1 +1,1 @@
-"""What becomes of exceptions that nobody expected: typed failures, a log, and never silence."""
+"""Turns exceptions that nobody expected into typed failures, and logs them all."""

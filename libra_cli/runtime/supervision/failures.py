@@ -1,9 +1,9 @@
-"""What an exception that nobody expected is called in the reason of a failure."""
+"""Writes an exception that nobody expected as the reason of a failure."""
 
 from __future__ import annotations
 
 MOST_CHARACTERS = 500
-"""Of an exception's words in a reason; the whole of it is in the controller's log."""
+"""Characters of an exception's text in a reason; the whole text is in the controller's log."""
 
 
 def words_of(error: BaseException) -> str:

@@ -21,7 +21,7 @@ T = TypeVar("T", bound=Event)
 LONGEST = 10_000
 """Characters of one quotation: the last lines of a log fit, an observation of 50 MB does not."""
 _QUOTING = frozenset({"reason", "detail", "why_not"})
-"""Names of fields that quote."""
+"""Names of the fields of events that quote what others have said."""
 
 
 def quoted(text: str, mask: Callable[[str], str]) -> str:

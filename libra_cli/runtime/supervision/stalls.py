@@ -1,4 +1,4 @@
-"""Says of a process that has stalled what a person needs to go on."""
+"""Writes the reason of a stall: which process, what its log ends with, and the next command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TailReader(Protocol):
     """Reads the end of a process's log; ``runtime.hosts.host`` does."""
 
     async def tail(self, process: str, lines: int = 20) -> str:
-        """The last lines. Raises LibraError."""
+        """Return the last lines of a process's log; raises LibraError."""
         ...
 
 

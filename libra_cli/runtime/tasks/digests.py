@@ -22,7 +22,7 @@ each source."""
 
 
 def keep_tasks(recipe: Recipe, run_dir: Path) -> None:
-    """Write what the tasks are."""
+    """Write the digests of the recipe's tasks to the run directory, for ``changed_tasks``."""
     write_private(run_dir / TASKS, json.dumps(_digests(recipe), indent=2))
 
 

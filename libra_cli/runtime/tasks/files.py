@@ -32,7 +32,7 @@ from libra_cli.config.text import encodable
 from libra_cli.runtime.tasks.parquet import read_parquet
 
 Row: TypeAlias = bytes
-"""One row as a JSON object."""
+"""A row of a file of tasks, as the text of a JSON object."""
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 _Splits: TypeAlias = set[str]
 

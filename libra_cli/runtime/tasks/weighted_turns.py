@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 
 class Mixture:
-    """The environments of all groups so far."""
+    """Deals groups to environments by their weights; it remembers how it has dealt those so far."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         """``weights`` are positive; only their ratios matter."""

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class TrainerClient(RankClient):
-    """The trainer, seen from the controller."""
+    """Gives the orders of the controller to the trainer's rank 0."""
 
     who = "trainer"
 
@@ -130,7 +130,7 @@ class TrainerClient(RankClient):
 
 
 def _path_of(answer: Answer) -> str:
-    """The path of a checkpoint. Raises NotSaved."""
+    """Return the path of a checkpoint that is written; raises NotSaved."""
     if "error" in answer:
         raise NotSaved(str(answer["error"]))
     return str(answer["path"])

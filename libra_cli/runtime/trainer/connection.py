@@ -74,10 +74,10 @@ class TrainerConnection(Protocol):
 
 
 class WorkerConnection(Protocol):
-    """A connection to a gradient worker."""
+    """What the controller calls of a gradient worker."""
 
     incarnation: int
-    """Generation number of the worker's process."""
+    """The number of the slot's assignment as a gradient worker."""
 
     async def wait_ready(self, *, timeout_s: float) -> None:
         """Return when every rank is there."""

@@ -40,12 +40,12 @@ CardOf = Callable[[int], Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ModelExports:
-    """Makes models of one run's checkpoints."""
+    """Makes Hugging Face models of one run's checkpoints, on the hosts that have them."""
 
     hosts: Mapping[str, tuple[Host, NodeSpec]]
-    """Those that answer, by node; they are connected and have our code."""
+    """The hosts that answer, by node; they are connected and have our code."""
     addresses: Mapping[str, PeerAddress]
-    """Where the other hosts reach each."""
+    """The address at which the other hosts reach each of them, by node."""
     card_of: CardOf
     secrets: RunSecrets
 

@@ -92,7 +92,7 @@ class TrainerProcesses:
 
     @property
     def _trainer(self) -> TrainerConnection:
-        """The connection to rank 0. Raises NotConnected."""
+        """The connection to rank 0; raises NotConnected."""
         return self.processes.connection(TRAINER)
 
     async def perform(self, action: TrainerAction) -> Event | None:
@@ -196,7 +196,7 @@ class TrainerProcesses:
             self._report(action.incarnation, self._written(action.incarnation, action.step))
 
     def _report(self, incarnation: int, news: Coroutine[Any, Any, Event]) -> None:
-        """Post an event when it comes."""
+        """Wait for news in the background and post it; what fails is posted as TrainerFailed."""
         self._background.start(
             "waiting for what the trainer writes",
             self._post_when_there(incarnation, news),
@@ -217,7 +217,6 @@ class TrainerProcesses:
         return await saved_or_not(incarnation, step, waiting)
 
     async def close(self) -> None:
-        """Drop the connection."""
         await self._background.close()
         await self.processes.close()
 

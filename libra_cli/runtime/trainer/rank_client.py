@@ -1,4 +1,4 @@
-"""What the controller's sides of the trainer and of a gradient worker have in common: rank 0."""
+"""The controller's client of a rank 0, be it the trainer's or a gradient worker's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STOP_S = 5.0
 
 
 class RankClient(ControlClient):
-    """A first rank, seen from the controller."""
+    """Gives orders to rank 0 of a trainer or of a gradient worker."""
 
     who = "rank"
 
@@ -27,10 +27,9 @@ class RankClient(ControlClient):
         self.incarnation = incarnation
 
     async def _ready(self, *, timeout_s: float) -> Answer:
-        """What it tells once every rank is there.
+        """Return rank 0's answer once every rank is there.
 
-        Raises:
-            TrainerError: a rank failed, or not ready in time.
+        Raises: TrainerError: a rank failed, or not ready in time.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -40,5 +39,5 @@ class RankClient(ControlClient):
 
     @reads_answers(TrainerError)
     async def stop(self) -> None:
-        """Ask every rank to leave; the agent makes sure that they do."""
+        """Ask every rank to leave; raises TrainerError. The agent makes sure that they do."""
         await self._call("stop", {}, timeout_s=STOP_S)

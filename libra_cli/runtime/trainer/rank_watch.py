@@ -29,7 +29,7 @@ RECORD_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What a rank says of itself."""
+    """A rank's record in the file that ``node.heartbeat`` describes."""
 
     rank: int
     incarnation: int

@@ -24,7 +24,7 @@ from libra_cli.runtime.trainer.model_export import CardOf, ModelExports
 
 
 class RunExports:
-    """Makes them one at a time. What fails is told, and ends nothing."""
+    """Exports checkpoints one at a time; a failed export is told, and the run goes on."""
 
     def __init__(
         self,
@@ -79,7 +79,6 @@ class RunExports:
             await self._make(checkpoint)
 
     async def close(self) -> None:
-        """Break off what is under way."""
         await self._making.close()
 
     async def _found(self) -> list[FoundCheckpoint]:

@@ -31,9 +31,9 @@ class WholeCheckpoint:
     """A checkpoint from which a run can go on."""
 
     path: str
-    """On a host that has a part of it."""
+    """The directory on a host that has a part of it."""
     position: dict[str, Any]
-    """What the controller gave with it."""
+    """The controller's part of it: what the next controller goes on from."""
     trainer_incarnation: int
     """The last that any trainer of the run had."""
 

@@ -14,13 +14,12 @@ from libra_cli.runtime.trainer.rank_client import RankClient
 
 
 class WorkerClient(RankClient):
-    """A gradient worker, seen from the controller."""
+    """Gives the orders of the controller to a gradient worker's rank 0."""
 
     who = "gradient worker"
 
     @reads_answers(TrainerError)
     async def wait_ready(self, *, timeout_s: float) -> None:
-        """Every rank is there. Raises TrainerError."""
         await self._ready(timeout_s=timeout_s)
 
     @reads_answers(TrainerError)

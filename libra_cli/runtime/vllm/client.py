@@ -65,16 +65,16 @@ def parse_label(text: str) -> WeightVersion:
 
 
 class ServerClient(ControlClient):
-    """One vLLM server, seen from the controller."""
+    """Gives the orders of the controller to one vLLM server."""
 
     def __init__(self, slot: SlotId, incarnation: int, endpoint: Endpoint, token: str) -> None:
         super().__init__(slot, endpoint, token, ERRORS, silence_s=GENERATE_TIMEOUT_S)
         self.slot = slot
         self.incarnation = incarnation
         self._turns: dict[int, tuple[Stream, int]] = {}
-        """Of each request in flight the call that is its generation."""
+        """Stream and number of the call that generates, by the request in flight."""
         self._counters: Mapping[str, float] = {}
-        """Of the last reading."""
+        """The server's counters at the last reading; empty before the first."""
 
     async def _call(
         self, operation: str, order: Answer, *, timeout_s: float | None = CONTROL_TIMEOUT_S
@@ -198,7 +198,10 @@ class ServerClient(ControlClient):
 
     @reads_answers(ServerError)
     async def sample(self) -> ServerSampled:
-        """One reading of the server's counters."""
+        """Read the server's counters; rates are of the time since the reading before.
+
+        Raises: ServerError: it does not say.
+        """
         counters = await self._call("counters", {})
         before, self._counters = self._counters, counters
         queries = counters.get("prefix_queries", 0)

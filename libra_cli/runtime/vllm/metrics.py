@@ -40,7 +40,7 @@ METRICS: Mapping[str, Callable[[Page, Page], float | None]] = {
     # Seconds that a turn waited inside vLLM.
     "request_queue_time_s": mean_since("queue_time_s"),
 }
-"""Name -> its value, from the reading before (empty at first) and this one."""
+"""Functions that compute each metric from the reading before (empty at first) and this one."""
 
 SPECULATIVE: Mapping[str, Callable[[Page, Page], float | None]] = {
     # Of tokens that drafts guessed, those that were right.
@@ -48,7 +48,7 @@ SPECULATIVE: Mapping[str, Callable[[Page, Page], float | None]] = {
     # Of steps, those with drafts.
     "draft_steps": share_since("draft_steps", "steps"),
 }
-"""The same, of servers with speculative decoding."""
+"""Functions that compute the metrics of servers with speculative decoding, from two readings."""
 
 
 def named(before: Page, now: Page) -> dict[str, float | None]:

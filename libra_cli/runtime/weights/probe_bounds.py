@@ -1,4 +1,4 @@
-"""Whether what a process computes from a version agrees with what the trainer did."""
+"""Decides whether a process computes from a version what the trainer computed from it."""
 
 from __future__ import annotations
 

@@ -34,12 +34,12 @@ _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class AnthropicMessages:
-    """The dialect of ``POST /v1/messages`` and ``/v1/messages/count_tokens``."""
+    """Reads ``POST /v1/messages`` and ``/v1/messages/count_tokens``, and writes their answers."""
 
     keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def read(self, path: str, headers: Mapping[str, str], body: object) -> AgentRequest:
-        """Read a request; see ``Dialect.read``."""
+        """Read a request as ``Dialect.read`` says; ``/count_tokens`` sets ``counts``."""
         body = reading.object_of(body, "the request")
         tools, dropped = _tools(body)
         thinking = body.get("thinking")
@@ -57,7 +57,7 @@ class AnthropicMessages:
         )
 
     def answer(self, request: AgentRequest, replies: Sequence[AgentReply]) -> Json:
-        """Return the whole answer; see ``Dialect.answer``."""
+        """Return a ``message`` with the one reply, as ``Dialect.answer`` says."""
         reply = replies[0]
         answer = _frame(reply) | {"content": _blocks(request, reply)} | _ending(reply)
         answer["usage"] = _usage(reply, len(reply.token_ids))
@@ -67,17 +67,14 @@ class AnthropicMessages:
         return answer
 
     def events(self, request: AgentRequest, replies: Sequence[AgentReply]) -> Iterator[bytes]:
-        """Return the same answer as events; see ``Dialect.events``."""
         for body in _events(request, replies[0]):
             yield reading.event(body, body["type"])
 
     def error(self, status: int, message: str) -> Json:
-        """Return an error's body; see ``Dialect.error``."""
         kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     def error_event(self, status: int, message: str) -> bytes:
-        """Return an error as an event; see ``Dialect.error_event``."""
         return reading.event(self.error(status, message), "error")
 
 
@@ -163,7 +160,7 @@ def _tools(body: Json) -> tuple[tuple[ToolSchema, ...], list[str]]:
 
 
 def _frame(reply: AgentReply) -> Json:
-    """Return a message that has only begun."""
+    """Return the ``message`` with which a stream begins, without content."""
     return {
         "id": f"msg_{reply.id}",
         "type": "message",

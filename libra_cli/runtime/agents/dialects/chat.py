@@ -25,12 +25,12 @@ _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class ChatCompletions:
-    """The dialect of ``POST /v1/chat/completions``."""
+    """Reads ``POST /v1/chat/completions``, and writes its answers."""
 
     keep_alive = b": keep-alive\n\n"
 
     def read(self, path: str, headers: Mapping[str, str], body: object) -> AgentRequest:
-        """Read a request; see ``Dialect.read``."""
+        """Read a request as ``Dialect.read`` says; ``n`` may ask for several replies."""
         body = reading.object_of(body, "the request")
         tools, dropped = read_tools(body)
         options = body.get("stream_options")
@@ -48,7 +48,7 @@ class ChatCompletions:
         )
 
     def answer(self, request: AgentRequest, replies: Sequence[AgentReply]) -> Json:
-        """Return the whole answer; see ``Dialect.answer``."""
+        """Return a ``chat.completion`` with a choice for each reply, as ``Dialect.answer`` says."""
         choices = []
         for index, reply in enumerate(replies):
             choice = _ending(request, reply, index)
@@ -67,18 +67,15 @@ class ChatCompletions:
         return answer
 
     def events(self, request: AgentRequest, replies: Sequence[AgentReply]) -> Iterator[bytes]:
-        """Return the same answer as events; see ``Dialect.events``."""
         for chunk in self._chunks(request, replies):
             yield reading.event(chunk)
         yield reading.event("[DONE]")
 
     def error(self, status: int, message: str) -> Json:
-        """Return an error's body; see ``Dialect.error``."""
         kind = "server_error" if status >= 500 else _KINDS.get(status, "invalid_request_error")
         return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
     def error_event(self, status: int, message: str) -> bytes:
-        """Return an error as an event; see ``Dialect.error_event``."""
         return reading.event(self.error(status, message))
 
     def _chunks(self, request: AgentRequest, replies: Sequence[AgentReply]) -> Iterator[Json]:

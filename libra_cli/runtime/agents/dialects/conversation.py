@@ -23,7 +23,6 @@ DialectName: TypeAlias = Literal["chat", "responses", "anthropic"]
 """Chat Completions and Responses are OpenAI's, Messages is Anthropic's."""
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 Json: TypeAlias = dict[str, Any]
-"""A JSON object."""
 
 
 class BadRequest(Exception):
@@ -38,7 +37,7 @@ class BadRequest(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AgentRequest:
-    """One request for a turn."""
+    """A request of an agent for a turn, read from any dialect."""
 
     dialect: DialectName
     messages: tuple[Message, ...]
@@ -54,11 +53,11 @@ class AgentRequest:
     thinks: bool = True
     """Whether the agent is shown the model's thinking."""
     max_tokens: int | None = None
-    """The most tokens to generate."""
+    """Most tokens to generate; None: the recipe's limit alone."""
     stop: tuple[str, ...] = ()
     """Texts at which to stop; they are not part of the reply's text."""
     n: int = 1
-    """The number of replies (Chat Completions only)."""
+    """How many replies are wanted (Chat Completions only)."""
     overridden: tuple[str, ...] = ()
     """The sampling keys that the agent set. The recipe's sampling wins over them."""
     dropped: tuple[str, ...] = ()
@@ -66,7 +65,7 @@ class AgentRequest:
     return_token_ids: bool = False
     logprobs: bool = False
     session: str = ""
-    """The header ``X-Session-ID``."""
+    """The value of the header ``X-Session-ID``; empty without one."""
     retry: bool = False
     """Whether the client says that it sends this request again."""
     digest: str = ""
@@ -75,7 +74,7 @@ class AgentRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReplyCall:
-    """One tool call of a reply."""
+    """A tool call of a reply, with the id by which the tool's answer refers to it."""
 
     call_id: str
     name: str
@@ -84,7 +83,7 @@ class ReplyCall:
 
 @dataclass(frozen=True, slots=True)
 class AgentReply:
-    """One generated turn."""
+    """A generated turn, to be written in any dialect."""
 
     id: str
     """Without the prefix that a dialect puts before it (``chatcmpl-``, ``resp_``, ``msg_``)."""
@@ -104,7 +103,7 @@ class AgentReply:
     logprobs: Sequence[float] = field(default=(), repr=False)
     """The natural logarithm of each generated token's probability; as long as ``token_ids``."""
     created_s: int = 0
-    """When it was made, in Unix seconds."""
+    """When it was made, in seconds since the epoch."""
 
     def message(self) -> Message:
         """Return the reply as the assistant's message of the conversation."""
@@ -130,13 +129,13 @@ class Dialect(Protocol):
         """
 
     def answer(self, request: AgentRequest, replies: Sequence[AgentReply]) -> Json:
-        """Return the whole answer; ``replies`` are ``request.n``."""
+        """Return the whole answer; there are ``request.n`` ``replies``."""
 
     def events(self, request: AgentRequest, replies: Sequence[AgentReply]) -> Iterator[bytes]:
         """Return the same answer as server-sent events."""
 
     def error(self, status: int, message: str) -> Json:
-        """Return an error's body; ``status`` is HTTP's."""
+        """Return the body of an error with this HTTP status."""
 
     def error_event(self, status: int, message: str) -> bytes:
         """Return an error as the event that ends a stream that has begun."""

@@ -231,7 +231,7 @@ def dropped_tool(tool: Json) -> str:
 
 
 def event(data: Any, name: str = "") -> bytes:
-    """Return one server-sent event."""
+    """Write a server-sent event; ``data`` is a text, or becomes JSON."""
     text = data if isinstance(data, str) else json.dumps(data)
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
 

@@ -24,12 +24,12 @@ _REFUSED = ("background", "conversation", "prompt")
 
 
 class Responses:
-    """The dialect of ``POST /v1/responses``."""
+    """Reads ``POST /v1/responses``, and writes its answers."""
 
     keep_alive = b": keep-alive\n\n"
 
     def read(self, path: str, headers: Mapping[str, str], body: object) -> AgentRequest:
-        """Read a request; see ``Dialect.read``."""
+        """Read a request as ``Dialect.read`` says; what would have to be kept here is refused."""
         body = reading.object_of(body, "the request")
         refused = [key for key in _REFUSED if body.get(key)]
         if refused:
@@ -48,7 +48,7 @@ class Responses:
         )
 
     def answer(self, request: AgentRequest, replies: Sequence[AgentReply]) -> Json:
-        """Return the whole answer; see ``Dialect.answer``."""
+        """Return a ``response`` with the one reply, as ``Dialect.answer`` says."""
         reply = replies[0]
         answer = _frame(reply)
         cut = reply.finish_reason == "length"
@@ -62,7 +62,7 @@ class Responses:
         return answer
 
     def events(self, request: AgentRequest, replies: Sequence[AgentReply]) -> Iterator[bytes]:
-        """Return the same answer as events; see ``Dialect.events``."""
+        """Return the answer as the events of Responses, numbered from 0."""
         begun = _frame(replies[0])
         answer = self.answer(request, replies)
         bodies: list[Json] = [
@@ -76,11 +76,12 @@ class Responses:
             yield reading.event(body | {"sequence_number": number}, body["type"])
 
     def error(self, status: int, message: str) -> Json:
-        """Return an error's body; see ``Dialect.error``."""
         return ChatCompletions().error(status, message)
 
     def error_event(self, status: int, message: str) -> bytes:
-        """Return an error as an event; see ``Dialect.error_event``."""
+        """Return ``response.failed``, which ends a stream, in the forms of Codex and OpenAI's
+        client.
+        """
         # Codex reads `response.error`, OpenAI's client `error`.
         failed = _frame(AgentReply("failed", "", "", 0)) | {
             "status": "failed",
@@ -158,7 +159,7 @@ def _dropped_format(body: Json) -> list[str]:
 
 
 def _frame(reply: AgentReply) -> Json:
-    """Return a response that has only begun."""
+    """Return the ``response`` with which a stream begins, without output."""
     return {
         "id": f"resp_{reply.id}",
         "object": "response",

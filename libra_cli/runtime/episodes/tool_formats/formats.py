@@ -52,7 +52,7 @@ class GeneratedTurn:
     text: str
     """What is left without thinking and tool calls."""
     reasoning: str
-    """The thinking; empty if there is none."""
+    """The text of the thinking; empty if there is none."""
     calls: list[ToolCall | Malformed]
     visible: str
     """What is left without thinking, tool calls as they were written."""
@@ -83,11 +83,11 @@ class ToolFormat:
     """The way in which some model families write tool calls."""
 
     name: str
-    """As ``model.tool_format`` names it."""
+    """The name by which ``model.tool_format`` chooses it."""
     calls: re.Pattern[str]
     """Finds calls; group ``body`` is the call, ``end`` is empty if its closing mark is missing."""
     read: Callable[[str, Types], list[ToolCall]]
-    """Reads the body."""
+    """Reads the calls in a ``body``, given the types of the tools' parameters."""
     needs_end: bool = False
     """Whether only the closing mark tells that a call is complete."""
     around: re.Pattern[str] = re.compile(r"(?!)")
