@@ -7,12 +7,14 @@ the hosts are asked; without it each line tells the smallest usual size on which
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.architecture import Architecture
 from libra_cli.core.costs.memory import (
     CHECKPOINT_BYTES,
     GIB,
+    NO_MOMENTS,
     SERVER_OVERHEAD_GIB,
     TRAINER_OVERHEAD_GIB,
     USABLE_SHARE,
@@ -130,10 +132,10 @@ def _ranks(slots: list[Slot], shards: int) -> int:
 def _parts(
     conditions: RankConditions, shape: Architecture, shards: int, sharing: int, name: str
 ) -> dict[str, float]:
-    parts = dict(conditions.use(shape, shards, sharing).parts)
-    if name == WORKER:  # it has no optimizer
-        parts = {what: size for what, size in parts.items() if what not in ("moments", "update")}
-    return parts
+    if name != WORKER:
+        return dict(conditions.use(shape, shards, sharing).parts)
+    without = replace(conditions, optimizer=NO_MOMENTS).use(shape, shards, sharing)
+    return {what: size for what, size in without.parts.items() if what != "update"}
 
 
 def _rank(recipe: Recipe, shape: Architecture, slots: list[Slot], name: str, shards: int) -> str:

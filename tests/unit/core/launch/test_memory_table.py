@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from libra_cli.app.dry_run import plan_of
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.costs.architecture import PUBLISHED
+from libra_cli.core.launch.memory_table import memory_table
+from libra_cli.core.launch.placement import initial_plan, slots_of
+from tests.package_graph import ROOT
 
 RECIPE = """
 nodes:
@@ -96,3 +103,20 @@ def test_the_config_json_of_a_directory_is_read_and_a_missing_one_is_told(tmp_pa
     }
     (mine / "config.json").write_text(json.dumps(sizes))
     assert lines(tmp_path, str(mine))[0].startswith(f"by {mine}/config.json: 0.0 billion")
+
+
+WHOLE = yaml.safe_load((ROOT / "tests/fixtures/memory_tables.yaml").read_text())
+"""Recipes, and every line that is told of them; the second slot of ``worker`` ones accumulates
+gradients."""
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_table_is_told_as_it_is(name: str) -> None:
+    whole = WHOLE[name]
+    loaded = Recipe.model_validate(whole["recipe"])
+    plan, slots = initial_plan(loaded), slots_of(loaded)
+    if name.startswith("worker"):
+        first, second = plan.train
+        plan = replace(plan, train=(first,), gradient=(second,))
+    shape = PUBLISHED[Path(loaded.model.path).name]
+    assert list(memory_table(loaded, plan, slots, shape)) == whole["lines"]
