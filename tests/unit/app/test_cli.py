@@ -51,6 +51,16 @@ def test_a_dry_run_shows_every_process_and_touches_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["cpus", "gpus", "open"])
+def test_a_dry_run_shows_what_hosts_are_started_with(name):
+    """Whole, so that whoever changes a variable or an argument of a process sees it here. The lines
+    on memory are compared by ``core.launch.test_memory_table``."""
+    place = CHECKOUT / "tests/fixtures/dry_runs" / name
+    done = libra("run", "--dry-run", str(place.with_suffix(".yaml")))
+    told = [line for line in done.output.splitlines() if not line.startswith("memory: ")]
+    assert told == place.with_suffix(".txt").read_text().splitlines()
+
+
 def test_a_dry_run_refuses_servers_that_the_model_cannot_be_divided_among(tmp_path):
     (tmp_path / "config.json").write_text(
         '{"num_attention_heads": 32, "num_experts": 128, "moe_intermediate_size": 770}'

@@ -175,6 +175,12 @@ def test_the_first_train_node_has_the_ports_the_others_meet_at() -> None:
     }
 
 
+def test_versions_travel_by_no_port_on_the_only_node() -> None:
+    node = {"host": "a", "slots": 2, "pool": ["train", "rollout"]}
+    recipe = Recipe.model_validate({"nodes": [node], "model": {"path": "/m"}})
+    assert ports_needed(recipe, initial_plan(recipe)) == {"a": ("rendezvous",)}
+
+
 def test_a_server_is_named_after_its_slot() -> None:
     assert process_of("gpu-01/3") == "server-3"
 

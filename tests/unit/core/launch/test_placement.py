@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from libra_cli.core.launch.placement import initial_plan
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.launch.placement import PlanError, initial_plan, slots_of
+from libra_cli.core.launch.process import dtype_of
 from tests import world
 
 
@@ -27,3 +32,54 @@ def test_a_third_of_the_slots_trains_and_one_at_least_does_each(pools: list[str]
     plan = initial_plan(world.recipe(nodes=[node]))
     assert len(plan.train) == train
     assert len(plan.servers) == len(pools) - train
+
+
+@pytest.mark.parametrize(
+    ("nodes", "left"),
+    [
+        ([{"host": "a", "gpus": 2, "slots": 1, "pool": "rollout"}], "1 slot with 2 GPUs"),
+        (
+            [
+                {"host": "a", "gpus": 4, "slots": 2, "pool": "rollout"},
+                {"host": "b", "gpus": 3, "slots": 1, "pool": "rollout"},
+            ],
+            "2 slots with 2 GPUs, 1 slot with 3 GPUs",
+        ),
+    ],
+)
+def test_a_bucket_that_finds_no_slots_says_which_are_left(nodes: list[Any], left: str):
+    every = [*nodes, {"host": "t", "gpus": 1, "pool": "train"}]
+    with pytest.raises(PlanError, match=f"but there are 0; left over: {left}"):
+        initial_plan(world.recipe(nodes=every))
+
+
+def test_several_buckets_leave_no_slots_for_the_last():
+    nodes = [{"host": "a", "slots": 1, "pool": "rollout"}, {"host": "t", "pool": "train"}]
+    one = {"tensor_parallel": 1, "slots": 1}
+    buckets = [{"name": "first", **one}, {"name": "second", **one}]
+    with pytest.raises(PlanError, match=r"'second' needs 1 rollout slot .* left over: no slots"):
+        initial_plan(world.recipe(nodes=nodes, rollout={"buckets": buckets}))
+
+
+def test_a_slot_that_only_serves_has_nothing_to_do_beside_demonstrations(tmp_path: Path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    recipe = Recipe.model_validate(
+        {
+            "nodes": [{"host": "a", "slots": 2, "pool": ["train", "rollout"]}],
+            "model": {"path": "/model"},
+            "demonstrations": [{"path": str(rows)}],
+        }
+    )
+    with pytest.raises(PlanError, match="leave nothing to do for slot a/1"):
+        initial_plan(recipe)
+
+
+@pytest.mark.parametrize(("gpus", "dtype"), [((2, 1), "bfloat16"), ((2, 0), "float32")])
+def test_numbers_are_bfloat16_where_every_slot_has_gpus(gpus: tuple[int, ...], dtype: str):
+    nodes = [
+        {"host": f"h{index}", "gpus": number, "slots": 1, "pool": "train"}
+        for index, number in enumerate(gpus)
+    ]
+    recipe = world.recipe(nodes=nodes)
+    assert dtype_of(recipe.model, slots_of(recipe)) == dtype
