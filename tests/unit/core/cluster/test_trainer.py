@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from libra_cli.core import actions as a
@@ -159,3 +161,18 @@ def test_a_trainer_that_dies_otherwise_is_started_again(state, reason):
     world.give(e.TrainerFailed(training.incarnation, reason))
     world.until(lambda: len(world.did(a.StartTrainer)) > starts)
     assert world.end is None
+
+
+def test_the_end_of_a_message_is_waited_for_while_its_step_is_in_hand():
+    world = scene(checkpoint_every=2)
+    training = world.machine.training
+    world.until(lambda: training.state is TrainerState.BUSY)
+    train = world.did(a.Train)[-1]
+    assert train.step == training.step + 1
+    assert training.wants(train)
+    assert not training.wants(replace(train, step=train.step + 1))
+    assert not training.wants(replace(train, step=train.step - 1))
+    assert not training.wants(replace(train, incarnation=train.incarnation + 1))
+    assert not training.wants(a.StartTrainer(training.incarnation, train=(), resume=""))
+    world.until(lambda: training.step == train.step)
+    assert not training.wants(train)
