@@ -349,18 +349,9 @@ class SchedulerSpec(Section):
 
     on_resume = MAY_CHANGE
 
-    policy: Literal[
-        "libra",
-        "round-robin",
-        "least-loaded",
-        "sticky-least-loaded",
-        "attained-service",
-        "sibling-history",
-        "dynarl",
-        "heddle",
-        "cmlfq-published",
-    ] = "libra"
-    """libra minimises expected cost at every tool return; the others are baselines of the bench."""
+    policy: str = "libra"
+    """``libra`` minimises expected cost at every tool return, the others that ship are baselines of
+    the bench; an entry point of group ``libra.scheduling_policies``, or module:attr."""
 
 
 class Recipe(Section):

@@ -6,13 +6,14 @@ from collections import Counter, OrderedDict
 
 import pytest
 
-from libra_cli.config.errors import PluginError
+from libra_cli.config.errors import PluginError, RecipeError
 from libra_cli.config.plugins import PluginGroup
 from libra_cli.core.launch.rollout_backend import ROLLOUT_BACKENDS
 from libra_cli.core.launch.trainer_backend import TRAINER_BACKENDS
 from libra_cli.core.scheduling.policy import POLICIES
 from libra_cli.envs.registry import ENVIRONMENTS
 from libra_cli.plugins.finding import available, find
+from libra_cli.runtime.recipes.loader import load_recipe
 
 GROUPS = (ENVIRONMENTS, POLICIES, ROLLOUT_BACKENDS, TRAINER_BACKENDS)
 TOYS = PluginGroup("libra.toys", "toy", {"counter": "collections:Counter", "gone": "no_module:x"})
@@ -58,3 +59,28 @@ def test_what_cannot_be_found_says_what_there_is(name, message, hint):
         find(TOYS, name)
     assert message in str(caught.value)
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        "rollout: {backend: no_such_package:Thing}",
+        "scheduler: {policy: no_such_package:Thing}",
+        "training: {advantage: no_such_package:Thing}",
+        "training: {backend: no_such_package:Thing}",
+    ],
+)
+def test_what_decides_in_a_run_may_be_named_by_its_import_path(section, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"nodes: [{{host: a, slots: 2}}]\nmodel: {{path: /m}}\n{section}\n")
+    with pytest.raises(RecipeError, match="importing no_such_package failed"):
+        load_recipe(recipe)
+
+
+def test_a_recipe_takes_a_scheduling_policy_of_one_s_own(tmp_path):
+    own = "libra_cli.core.scheduling.baselines:RoundRobin"
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"nodes: [{{host: a, slots: 2}}]\nmodel: {{path: /m}}\nscheduler: {{policy: {own}}}\n"
+    )
+    assert load_recipe(recipe).scheduler.policy == own
