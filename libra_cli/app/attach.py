@@ -30,7 +30,7 @@ PASSED = ("RunStarted", ADOPTED)
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """Who is told what, as ``app.run`` tells it."""
+    """What ``app.run`` calls with each record and each line for a person."""
 
     watch: Callable[[Record], None]
     note: Callable[[str], None]

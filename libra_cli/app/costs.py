@@ -34,7 +34,13 @@ class PricesError(LibraError):
 
 
 def profile_of_recipe(recipe: Recipe, path: Path, profile: str | None) -> Profile:
-    """Only a named one: otherwise nobody knows which GPUs its hosts have."""
+    """Return the profile that is named, since nobody knows yet which GPUs a recipe's hosts have.
+
+    Raises:
+        ProfileError: it is not known, or for hosts of another kind.
+        MixtureRefused: it has no prices for a mixture of experts.
+        PricesError: none is named.
+    """
     gpus = any(node.gpus for node in recipe.nodes)
     profile = profile or recipe.planner.profile
     if profile is not None:
@@ -132,8 +138,9 @@ def recipe_planner(recipe: Recipe, costs: CostSource, *, elastic: bool) -> Plann
 
 
 def _as_the_recipe_trains(recipe: Recipe, costs: CostSource) -> CostSource:
-    """The same source with what the recipe and the run say of training, instead of what is assumed;
-    it refuses a mixture of experts without a law of its own."""
+    """Return a source of the same costs with what the recipe and the run say of training, instead
+    of what is assumed; it refuses a mixture of experts without a law of its own.
+    """
 
     def asked(plan: Plan, evidence: CostEvidence) -> Profile:
         profile = costs(plan, evidence)
@@ -189,12 +196,12 @@ def _fits(profile: Profile, gpus: Iterable[str]) -> bool:
 
 
 def _is_of(profile: Profile, model: ModelSpec) -> bool:
-    """Whether the model is named like the profile's."""
+    """Say whether the model's name contains that of the profile's model."""
     return profile.model.lower() in _model(model).lower()
 
 
 def _model(model: ModelSpec) -> str:
-    """The name of its directory, or of what libra builds."""
+    """Return the name of the model's directory, or of the model that libra builds."""
     if model.build is not None:
         return model.build.name
     return (model.path or "").rstrip("/").rpartition("/")[2]

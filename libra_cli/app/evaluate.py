@@ -102,7 +102,7 @@ def _worth(made: ExportRecord) -> tuple[float, int]:
 
 
 def _whole(model: Path) -> Path:
-    """Not an adapter, as far as that can be seen from here: it may be on the hosts only."""
+    """Return the directory; raises StateError if it is here and holds an adapter alone."""
     if (model / "adapter_config.json").exists() and not (model / "config.json").exists():
         raise StateError(
             f"{model} is an adapter, and servers are started with whole models",

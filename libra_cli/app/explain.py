@@ -37,14 +37,14 @@ class KeyMeaning:
     """``recipe`` or ``status --json``, whichever has the key."""
     type: str
     default: str
-    """As it would be written in a recipe; empty where the key must be given, and for status."""
+    """The default as a recipe writes it; empty where the key must be given, and for status."""
     meaning: str
     keys: tuple[tuple[str, str], ...] = ()
-    """Of a section: its keys, each with the first sentence of its meaning."""
+    """The keys of a section, each with the first sentence of its meaning."""
     on_resume: str = ""
-    """Of a recipe: whether it may be another when a run goes on."""
+    """Whether the key of a recipe may be another when a run goes on."""
     only_with: str = ""
-    """Of a recipe: what another key must be, so that this one means something."""
+    """What another key of the recipe must be, so that this one means something."""
     pages: tuple[tuple[str, str], ...] = ()
     """What the pages of ``libra help`` say with this key in it, as (topic, sentence)."""
 
@@ -85,7 +85,7 @@ def explain(key: str, pages: Mapping[str, str]) -> list[KeyMeaning]:
 
 
 def _found(kind: str, wanted: str, known: Mapping[str, KeyMeaning]) -> list[str]:
-    """The key itself, or else those that end with it."""
+    """Return the key itself, or else the keys that end with it."""
     whole = f"{kind}{wanted}"
     ends = [one for one in known if one.startswith(kind) and one.endswith(f".{wanted}")]
     return [whole] if whole in known else ends

@@ -17,7 +17,7 @@ from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.store.run_directory import recipe_of
 
 ANSWER_S = {"ps": 120.0, "gc": 3600.0}
-"""For an answer; a disk may take long to remove a few terabytes of checkpoints."""
+"""Seconds for an answer; a disk may take long to remove a few terabytes of checkpoints."""
 NO_RUN = "none"
 """Stands for a run where only the host is asked; nothing is made there for it."""
 

@@ -55,7 +55,7 @@ def refuse_while_alive(run_dir: Path) -> None:
 def where_to_go_on(
     recipe: Recipe, run_dir: Path, secrets: RunSecrets, note: Callable[[str], None]
 ) -> LastCheckpoint | ReplayedRun:
-    """Where its controller was killed, if that can be told, or the last checkpoint.
+    """Return the run where its controller was killed, if that can be told, or its last checkpoint.
 
     Raises:
         StateError: there is neither.
@@ -165,7 +165,7 @@ def _why_anew(before: Recipe, recipe: Recipe, plans: list[PlanRecord]) -> str:
 
 
 def _shape(nodes: Sequence[NodeSpec]) -> list[tuple[object, ...]]:
-    """What of the hosts a plan depends on."""
+    """Return what a plan depends on of each host: its name, GPUs, slots and pool."""
     return [(node.name, node.gpus, node.slots, node.pool) for node in nodes]
 
 

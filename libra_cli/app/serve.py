@@ -54,7 +54,7 @@ class ReportServer:
         self._drawing = asyncio.Lock()
         self._hosts: set[str] = set()
         self._cookie = ""
-        """Its name: a browser has one of a name for all ports of a host."""
+        """The cookie's name, of which a browser has one for all ports of a host."""
         self._runner: web.AppRunner | None = None
 
     async def start(self, port: int) -> str:

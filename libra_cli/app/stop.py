@@ -78,7 +78,7 @@ def _await_end(row: RunRecord, run_dir: Path) -> None:
 
 
 async def _stop_remains(recipe: Recipe, run_id: str) -> list[str]:
-    """On all hosts at once: one that does not answer keeps nothing going elsewhere."""
+    """Stop what is left on all hosts at once; return a line for what stays or does not answer."""
     found = await asyncio.gather(
         *(_left_on(node, run_id, recipe.run.lease_s) for node in recipe.nodes)
     )

@@ -35,7 +35,7 @@ _FRACTION = re.compile(r"\\d?frac\{(\d+)\}\{(\d+)\}")
 
 
 class Calculator:
-    """One word problem.
+    """The environment of one word problem, with a calculator as its tool.
 
     ``min_steps`` and ``max_steps`` bound the operations of the problems of ``task``, and have no
     effect with a tasks file. ``instructions`` follow every question.

@@ -178,7 +178,7 @@ class LatencyTail:
     most: float
 
     def seconds(self, share: float) -> float:
-        """The quantile of that share in [0, 1)."""
+        """Return the seconds below which ``share`` of all calls are, for a share in [0, 1)."""
         normal = NormalDist()
         spread = math.log(self.most / self.median) / normal.inv_cdf(0.99)
         low = max(share, 2**-64)

@@ -201,8 +201,8 @@ class EnvironmentSession:
     async def _checked(self, where: str, member: Callable[..., Any], *arguments: Any) -> Any:
         """Call a member for which any exception means that the environment broke.
 
-        Raises: EnvironmentBroken: the member raised; its own EnvironmentBroken is passed on as it
-        is.
+        Raises:
+            EnvironmentBroken: the member raised; its own EnvironmentBroken is passed on as it is.
         """
         try:
             return await self._timed(member, *arguments)
@@ -250,7 +250,7 @@ def _last_words(finished: Finished) -> Reply:
 
 
 def _takes_conversation(score: Callable[..., Any]) -> bool:
-    """Whether a second argument has that name, or must be given."""
+    """Say whether ``score`` has a parameter ``conversation``, or a second one without a default."""
     try:
         parameters = list(inspect.signature(score).parameters.values())
     except (TypeError, ValueError):

@@ -98,7 +98,7 @@ class BaseCommandQueue(Generic[CommandT]):
                 raise KeyError(f"no operation {operation!r}")
 
     def _about(self) -> Answer:
-        """What is told of a rank 0 that is ready."""
+        """Return what ``ready`` is answered with besides; subclasses have more."""
         return {}
 
     def stop(self) -> None:

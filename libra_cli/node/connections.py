@@ -49,8 +49,10 @@ class Connection:
     def receive(self, token: str) -> Iterator[Message]:
         """Read what has come without waiting for more, and yield the whole messages in it.
 
-        Raises: OSError: the client has closed the connection. PermissionError: it does not know the
-        token. ValueError: it sends something else than messages.
+        Raises:
+            OSError: the client has closed the connection.
+            PermissionError: it does not know the token.
+            ValueError: it sends something else than messages.
         """
         data = self.sock.recv(RECEIVE_BYTES if self.trusted else LONGEST_TOKEN)
         if not data:

@@ -47,14 +47,14 @@ class Credentials:
         return json.dumps(asdict(self))
 
     def server(self) -> ssl.SSLContext:
-        """For a server: it talks to hosts of the run alone."""
+        """Return the TLS settings of a server, which demands a certificate of the run."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
         context.num_tickets = 0  # connections are kept, so nobody comes back with one
         return context
 
     def client(self) -> ssl.SSLContext:
-        """For a client: it talks to the one host that is meant."""
+        """Return the TLS settings of a client, which demands that of the host that is meant."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, protocol: int) -> ssl.SSLContext:

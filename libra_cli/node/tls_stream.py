@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class TlsStream:
-    """Has of a socket what ``http.client`` needs of one."""
+    """A TLS connection to a server, with those methods of a socket that ``http.client`` needs."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, name: str) -> None:
         """Verify each other; ``name`` is the one in the server's certificate.
@@ -80,7 +80,7 @@ class TlsStream:
             self._sock.close()
 
     def file_closed(self) -> None:
-        """A file that read from here does so no longer."""
+        """Count a file of ``makefile`` as closed; a closed connection ends with its last file."""
         self._files -= 1
         if self._is_closed:
             self.close()

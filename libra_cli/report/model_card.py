@@ -49,7 +49,7 @@ def _how(recipe: Recipe) -> str:
 
 
 def base_of(recipe: Recipe) -> str:
-    """The name of the model that the run began with."""
+    """Return the name of the model's directory, or ``libra-small`` for one that libra builds."""
     if recipe.model.path is None:
         return "libra-small"
     return PurePosixPath(recipe.model.path).name

@@ -36,11 +36,11 @@ Perform: TypeAlias = Callable[[RuntimeAction], Coroutine[Any, Any, Event | None]
 """Carries out one action; what it returns is the next event of the machine."""
 
 FAILED_PAUSE_S = 0.2
-"""From an unexpected exception to its event: what is tried again at once must not spin."""
+"""Seconds from an unexpected exception to its event: what is tried again at once must not spin."""
 TRIES = 6
-"""Of an action that has no failure to end in."""
+"""How often an action is tried that has no failure to end in."""
 AGAIN_S = 1.0
-"""After its first failure; the pause doubles with each."""
+"""Seconds until it is tried again the first time; the pause doubles with each failure."""
 
 _log = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ class HostEvents:
         self._gone: dict[str, asyncio.Task[None] | None] = {}
 
     def happened(self, event: HostEvent) -> None:
-        """A host reports something. Call it from the loop's own thread."""
+        """Act on what a host reports; call it from the loop's own thread."""
         match event:
             case Exited():
                 for owner in (self._owners.servers, self._owners.trainer, self._owners.workers):

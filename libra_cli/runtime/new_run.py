@@ -30,15 +30,15 @@ class Planning:
 
 @dataclass(frozen=True, slots=True)
 class LastCheckpoint:
-    """Where a run may go on, the last trainer it had, and what it has written, in order."""
+    """A run's checkpoints, its last trainer's incarnation and its records, to go on from."""
 
     names: tuple[str, ...]
-    """Of the checkpoints that it has told of."""
+    """Names of the checkpoints that the run has told of."""
     trainer_incarnation: int
     records: Sequence[Record]
 
     async def resume(self, hosts: Mapping[str, Host], note: Callable[[str], None]) -> Resume:
-        """The newest checkpoint that is whole on these hosts.
+        """Return the newest checkpoint that is whole on these hosts.
 
         Raises:
             StateError: there is none.

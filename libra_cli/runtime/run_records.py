@@ -60,7 +60,7 @@ class RunRecords:
             self.journal.event(at, type(event).__name__, describe(event))
 
     def note(self, text: str) -> None:
-        """Say something to a person, now and whoever asks later."""
+        """Show a line to a person, and keep it for whoever looks at the run later."""
         self._listeners.note(text)
         self.journal.event(time.time(), NOTE, {"text": self.mask(text)})
 

@@ -35,7 +35,7 @@ TRIES = 3
 PAUSE_S = 0.5
 """After the first try; the pause doubles with each."""
 PROBED = 256
-"""So many tokens of the vocabulary are compared, and all those that were added to it."""
+"""Tokens of the vocabulary that are compared, besides all those that were added to it."""
 _TEMPORARY = (408, 409, 425, 429)
 _OF_THE_SERVER = (401, 403, 404)
 _QUOTED = 200
@@ -142,7 +142,7 @@ class Teacher:
         return self._model
 
     async def _listed(self) -> dict[str, int | None]:
-        """Its models, with the most tokens of each where the server says that."""
+        """Return the server's models, each with its most tokens or None where that is not said."""
         answer = await self._call("GET", "/models")
         try:
             return {str(one["id"]): one.get("max_model_len") for one in answer["data"]}
@@ -229,7 +229,9 @@ def read_logprobs(answer: Any, token_ids: Sequence[int]) -> array[float]:
 
 
 def _entries(answer: Any, token_ids: Sequence[int]) -> list[Any]:
-    """What is said of every token but the first."""
+    """Return what the answer says of every token but the first; raises the error of an answer that
+    is not about these tokens.
+    """
     try:
         entries = answer["choices"][0]["prompt_logprobs"]
     except NONSENSE as error:

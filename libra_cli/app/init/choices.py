@@ -33,8 +33,8 @@ LENGTH_ON_CPUS = 1024
 LEAST_CONTEXTS = 4
 """Whole contexts that the KV cache of each server has to hold."""
 STATE_BYTES_ON_CPUS = 20
-"""Of a parameter on a host without GPUs: weight, gradient and two moments of the trainer, and the
-server's weight, all float32."""
+"""Bytes of a parameter on a host without GPUs: weight, gradient and two moments of the trainer, and
+the server's weight, all float32."""
 USABLE_ON_CPUS = 0.7
 """Share of a host's memory for these; the rest is for activations, the KV cache and others."""
 

@@ -44,7 +44,7 @@ class InitOrder:
     """What the user asks of ``libra init`` on the command line."""
 
     hosts: tuple[str, ...]
-    """As ``ssh`` takes them, or ranges; none is this machine."""
+    """Hosts as ``ssh`` takes them, or ranges; none means this machine."""
     model: str | None
     recipe: Path
     """Path that the recipe is written to."""

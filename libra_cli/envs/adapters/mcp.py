@@ -40,7 +40,7 @@ class McpServer:
     url: str
     name: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """As the recipe has them; a secret's name in braces stands for the secret."""
+    """Headers as the recipe has them; a secret's name in braces stands for the secret."""
 
 
 class WithMcpTools:

@@ -57,7 +57,7 @@ _MODEL_ERRORS = ("VALIDATION_ERROR", "invalid_args", "tool_not_found", "executio
 
 
 class OpenEnvEpisode:
-    """One episode of the server at ``url``.
+    """The environment of one episode, played on the server at ``url``.
 
     ``instructions`` are a system message; ``text_field`` and ``rewards`` are explained above.
 
@@ -118,7 +118,7 @@ class OpenEnvEpisode:
         return Reply([shown], self._earned(seen), done=bool(seen["done"]))
 
     def _earned(self, seen: Mapping[str, Any]) -> float:
-        """What a step earns where its reward counts by itself."""
+        """Return the reward of a step where rewards are added up; 0 with ``rewards: last``."""
         return float(seen.get("reward") or 0.0) if self._rewards == "sum" else 0.0
 
     async def score(self, answer: str) -> float:

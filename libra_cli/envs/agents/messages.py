@@ -43,7 +43,8 @@ class MessageReader:
     def feed(self, data: bytes) -> Iterator[tuple[Say, int, Any]]:
         """Take in bytes and yield the messages that are complete.
 
-        Raises: ValueError: the bytes are not msgpack, or a message is longer than ``LARGEST``.
+        Raises:
+            ValueError: the bytes are not msgpack, or a message is longer than ``LARGEST``.
         """
         try:
             self._unpacker.feed(data)

@@ -41,7 +41,7 @@ class Workplace:
     root: Path
 
     def missing(self) -> str:
-        """The program if it is not there; empty if it is."""
+        """Return the program's name if it cannot be found; empty if it is there."""
         program = self.command[0]
         beside = (self.directory or Path()) / program
         return "" if shutil.which(program) or beside.is_file() else program

@@ -24,7 +24,7 @@ _Weighted: TypeAlias = tuple[tuple[str, float, RewardFunction], ...]
 
 
 class Dataset:
-    """One row, and one answer to it.
+    """The environment of one row, whose prompt is answered once and without tools.
 
     ``reward`` names a reward, or maps names to weights; the reward of an answer is their weighted
     sum, without those that say nothing about the row. ``judge`` describes the reward of that name
@@ -106,7 +106,7 @@ class Dataset:
         return self._sum(graded) if len(graded) == len(said) else self._awaited(said)
 
     def metrics(self) -> Mapping[str, float]:
-        """Every reward by its name, and what it says besides."""
+        """Return every reward by its name, and the metrics that rewards add."""
         return self._metrics
 
     async def _awaited(self, said: Mapping[str, Graded | Awaitable[Graded]]) -> float:

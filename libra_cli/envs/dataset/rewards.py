@@ -118,7 +118,8 @@ def _taken(
 ) -> dict[str, Any]:
     """Return those of ``given`` that the function has parameters for: all, if it has ``**kwargs``.
 
-    Raises: EnvironmentBroken: a parameter without a default is in none of ``given``.
+    Raises:
+        EnvironmentBroken: a parameter without a default is in none of ``given``.
     """
     lacking = [
         one.name

@@ -49,7 +49,7 @@ _JSON_TYPES: Mapping[str, Any] = {"dict": "object", "float": "number", "tuple": 
 
 
 class Bfcl:
-    """One task of the multi-turn categories.
+    """The environment of one task of BFCL's multi-turn categories.
 
     ``categories`` are those that ``task`` draws from, and have no effect with a tasks file.
 

@@ -65,7 +65,7 @@ _MAKING = threading.Lock()
 
 
 class ReasoningGym:
-    """One problem of reasoning-gym.
+    """The environment of one problem of reasoning-gym.
 
     ``datasets`` are names, or names with options of the generator.
 

@@ -49,7 +49,7 @@ STOPS = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
 
 
 class Tau2:
-    """One task of a domain of tau2-bench.
+    """The environment of one task of a domain of tau2-bench.
 
     ``split`` names the tasks that ``task`` draws from, as the package splits them. ``user`` is the
     server that plays the customer (``gyms.customer.CustomerSpec``).

@@ -60,7 +60,7 @@ _MAKING = threading.Lock()
 
 
 class TextWorld:
-    """One game.
+    """The environment of one TextWorld game.
 
     ``rooms``, ``objects`` and ``quest_length`` (commands that a quest takes at least) are those of
     ``task``. ``all_steps`` tells every step of the quest at the start, in place of its last only.

@@ -26,9 +26,9 @@ class Kind(IntEnum):
     """The kinds of frames; each number is the last byte of a frame's header."""
 
     HELLO = 0
-    """To a fork server: which environment; from it: whether it could be imported."""
+    """To a fork server: which environment it serves; from it: whether that could be imported."""
     CALL = 1
-    """Of an episode: a call, or the answer to one. The first call begins the episode."""
+    """A call of an episode, or the answer to one; the first call begins the episode."""
     CLOSE = 2
     """To a fork server, which passes it on: the episode is over, so its worker is to end."""
     ENDED = 3

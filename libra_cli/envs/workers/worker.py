@@ -54,7 +54,7 @@ def serve(channel: socket.socket, name: str, make: Callable[[], Environment]) ->
 
 
 def main() -> None:
-    """A worker that could not be forked: imports its environment first."""
+    """Run a worker that could not be forked, which imports its environment first."""
     end_with(int(sys.argv[1]))
     channel = socket.socket(fileno=SPAWNED_SOCKET)
     channel.set_inheritable(False)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from libra_cli.node.batch.samples import TokenSample
 
 BranchLogRatios: TypeAlias = dict[tuple[int, int, int], NDArray[np.float16]]
-"""By group, member and number of a branch, those of its generated tokens, in order."""
+"""Log-ratios of the generated tokens of branches in nats, by group, member and branch."""
 
 
 PER_NAT = 128

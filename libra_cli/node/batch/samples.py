@@ -57,7 +57,7 @@ class TokenSample:
     token_advantages: NDArray[np.float32] | None = None
     """``[T]``: in place of ``advantages``, where each token has its own."""
     scores: Scores | None = None
-    """Where a step needs them before its first update."""
+    """Scores of the branch, where a step needs them before its first update; else None."""
     branch: int = 0
     """The number of this branch among the trajectory's, from 0 on."""
     turns: tuple[tuple[int, int, float], ...] = ()
@@ -200,7 +200,9 @@ def _advantage_problem(sample: TokenSample) -> str:
 
 
 def _turn_problem(sample: TokenSample) -> str:
-    """None begins before there is a token to know anything by, nor where another does."""
+    """Say what is wrong with the turns, none of which may begin at the first token or where another
+    does; empty if nothing is.
+    """
     numbers = [number for number, *_ in sample.turns]
     begins = [token for _, token, _ in sample.turns]
     rising = begins == sorted(set(begins)) and numbers == sorted(set(numbers))

@@ -109,7 +109,7 @@ def credited(
 
 
 def _sizes(sample: TokenSample) -> list[tuple[TurnKey, int]]:
-    """For each turn the tokens that count in the loss: up to where the branch's next one begins."""
+    """Return each turn's number of tokens that count in the loss, up to the branch's next turn."""
     ends = [*(token for _, token, _ in sample.turns), len(sample.loss_mask)][1:]
     return [
         ((*sample.trajectory, number), int(sample.loss_mask[start:end].sum()))

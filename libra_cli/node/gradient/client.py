@@ -59,7 +59,7 @@ class Arrival:
     problem: str
     """Why the share cannot be used; empty if everything this rank needs is there."""
     sums: Mapping[str, float] = field(default_factory=dict)
-    """Over the share's generated tokens, by name, as ``PolicyModel.gradients_of`` gives them."""
+    """Sums over the share's generated tokens, named as by ``PolicyModel.gradients_of``."""
     seconds: float | None = None
     """Seconds that the worker computed; None if it has not told."""
     bytes: int = 0
@@ -96,7 +96,7 @@ class GradientClient:
         self.rows: dict[str, NDArray[np.float32]] = {}
         """This rank's rows by tensor, ``[rows * width]``; complete if ``settle`` has no problem."""
         self.log_ratios: BranchLogRatios = {}
-        """Of the share's tokens that count, if this rank wants them; as complete as the rows."""
+        """Log-ratios of the share's tokens that count, if wanted; as complete as the rows."""
         self._wants_log_ratios = log_ratios
         self._step = step
         self._tokens = tokens

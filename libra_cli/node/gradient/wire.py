@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 BYTES = {"float32": 4, "bfloat16": 2}
-"""Of a number, by the name that ``training.worker_gradients`` gives its format."""
+"""Bytes of a number in each format that ``training.worker_gradients`` can name."""
 
 
 def to_float32(data: bytes, dtype: str) -> NDArray[np.float32]:

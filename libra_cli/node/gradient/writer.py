@@ -101,7 +101,7 @@ class GradientWriter:
             self._announce(name, parameter, range(1))
 
     def _rows(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's rows of the gradient, ``[rows, ...]``, cut out of it if it is a replica's."""
+        """Return this rank's rows of the gradient, ``[rows, ...]``, cut out of a replica's."""
         gradient = local_gradient(parameter).detach()
         if isinstance(parameter, DTensor) or self._policy.world == 1:
             return gradient.contiguous()

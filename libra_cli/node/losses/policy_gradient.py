@@ -125,7 +125,7 @@ def sapo(
 
 
 _Surrogate = tuple[Tensor, Tensor, Tensor]
-"""Of every token, (T,): s_t, whether its bound took away the gradient, and r_t."""
+"""For every token, (T,): s_t, whether its bound took away the gradient, and r_t."""
 
 
 def _clipped(

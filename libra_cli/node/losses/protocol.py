@@ -94,7 +94,7 @@ class LossInputs:
     reference: Tensor | None = None
     """Log-probabilities under the model at the start of the run; None if nobody needs them."""
     entropy: Tensor | None = None
-    """Of the distribution of each token, in nats, with a gradient; None if ``entropy_coef`` is
+    """Entropy of each token's distribution in nats, with gradient; None if ``entropy_coef`` is
     0."""
     greedy: Tensor | None = None
     """1 where the token is the one that the model finds likeliest, else 0; None while scores are

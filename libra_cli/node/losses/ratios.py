@@ -88,12 +88,12 @@ def effective_sample_size(total: float, squares: float, tokens: int) -> dict[str
 
 
 def sequence_sums(values: Tensor, rows: Tensor) -> Tensor:
-    """For every token, (T,), the sum of the values of its trajectory's tokens."""
+    """Return for every token, (T,), the sum of the values of its trajectory's tokens."""
     return _totals(values, rows)[rows]
 
 
 def token_counts(rows: Tensor) -> Tensor:
-    """For every token, (T,), how many tokens its trajectory has among these."""
+    """Return for every token, (T,), how many tokens its trajectory has among these."""
     return sequence_sums(torch.ones_like(rows, dtype=torch.float32), rows)
 
 

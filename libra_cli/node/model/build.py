@@ -31,7 +31,7 @@ from libra_cli.config.recipe import ModelBuild
 ABOUT = "libra.json"
 BUILD_TIMEOUT_S = 1800.0
 WHOLE_FILE_BYTES = 64 * 1024**2
-"""Of larger files only the size and both ends go into the hash."""
+"""Largest size of a file that is hashed whole; of larger ones size and both ends are."""
 END_BYTES = 1024**2
 MADE_BY = ("envs/pointer_chase.py", "node/model/tokenizer.py", "node/model/warmup.py")
 PACKAGED_BY = ("node/model/packaged.py",)

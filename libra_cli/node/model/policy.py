@@ -101,7 +101,7 @@ class PolicyModel:
         self._group_value = group_value_of(config.training)
         self.micro_batch_tokens = config.training.micro_batch_tokens
         self.log_ratios: BranchLogRatios = {}
-        """Of the tokens whose gradients this rank has computed."""
+        """Log-ratios of the tokens whose gradients this rank has computed."""
         # Commands and checkpoints are agreed on over gloo: an idle rank then burns no GPU, and a
         # rank that died is noticed at once.
         self.control = (
@@ -257,7 +257,9 @@ class PolicyModel:
     def _add_bucket(
         self, bucket: Mapping[str, nn.Parameter], rows: Mapping[str, NDArray[Any]]
     ) -> None:
-        """Each rank puts its rows among zeros; the sum over the replicas is what each holds."""
+        """Add fetched rows to the gradients: each rank puts its own among zeros, and the sum over
+        the replicas is what each of them holds.
+        """
         sizes = [local_gradient(parameter).numel() for parameter in bucket.values()]
         whole = torch.zeros(sum(sizes), device=self.device)
         parts = whole.split(sizes)

@@ -39,9 +39,9 @@ from torch import Tensor, nn
 from libra_cli.config.errors import TrainerError
 
 OUTPUTS = 3
-"""Of a router: logits, weights of the chosen experts, and which these are."""
+"""Number of a router's outputs: logits, weights of the chosen experts, and which these are."""
 ROUNDING = 0.02
-"""Of a weight, relative and absolute: that of bfloat16, several times."""
+"""Relative and absolute tolerance of a weight: several times that of bfloat16."""
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:

@@ -67,7 +67,7 @@ def mean_of(values: Sequence[float]) -> float:
 def _excess(
     own: Mapping[tuple[int, int], float], leave_one_out: bool
 ) -> dict[tuple[int, int], float]:
-    """By trajectory, its own less the mean that it is compared with; alone it has nothing."""
+    """Return each trajectory's value less the mean it is compared with; a lone one has 0."""
     members = _members(own)
     return {
         (group, member): (value - mean_of(members[group])) * _share(members[group], leave_one_out)

@@ -90,7 +90,7 @@ class _Question:
 
     @classmethod
     def part(cls, request: ScoringRequest, context: ContextGroup) -> _Question:
-        """This rank's part; what the row lacks to be cut is a sequence of its own at the end."""
+        """Make this rank's part; what a row lacks to be cut is a sequence of its own at the end."""
         whole, missing = cls.whole(request), context.padding(request.token_ids.shape[1])
         tokens = request.token_ids.shape[1] + missing
         start, stop = context.span(tokens)
@@ -219,7 +219,7 @@ class ScoringModel:
             self.hidden = inputs[0][0, self._turns].detach()
 
     def _forward(self, hidden: Tensor) -> Tensor:
-        """The output layer's, in place of its own."""
+        """Answer the open question in place of the output layer; without one, give its logits."""
         if self._open is None:
             return self._logits(hidden)
         question, temperature, entropy_gradient = self._open

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from libra_cli.config.errors import TrainerError
 
 TILE_TOKENS = 4096
-"""As ``core.costs.memory`` has it; products of fewer rows would leave a GPU idle."""
+"""Tokens of a tile, as in ``core.costs.memory``; products of fewer rows would leave a GPU idle."""
 
 
 def tile_mlp(model: nn.Module) -> None:

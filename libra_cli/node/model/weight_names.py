@@ -49,9 +49,9 @@ class TensorGroup:
     """Tensors in memory that are made of tensors in the files, and of no others."""
 
     memory: tuple[str, ...]
-    """Their names in memory, of tied ones the first."""
+    """Names of the tensors in memory; of tied ones the first."""
     disk: Mapping[str, tuple[int, ...]]
-    """Their names in the files, and the shapes there."""
+    """Shapes of the tensors in the files, by their names there."""
     conversion: Conversion | None = None
     """How one becomes the other; None if it is one tensor under two names."""
 
@@ -82,7 +82,7 @@ class Conversion:
         self._sources = sources
         self._model = model
         self._disk: dict[str, tuple[str, tuple[int, ...]]] = {}
-        """By the name that the reverse conversion gives: the files' own, and the shape."""
+        """Name and shape in the files, by the name that the reverse conversion gives."""
 
     def settle(
         self,

@@ -42,7 +42,7 @@ def _is_ours(directory: Path) -> bool:
 
 
 def is_dead(run: Path) -> bool:
-    """Whether a run's directory is there that nobody works in."""
+    """Say whether a run's directory has locks that nobody holds, and no process is of the run."""
     locks = list(run.glob(f"*/{LOCK}"))
     if not locks or any(_is_held(lock) for lock in locks):
         return False

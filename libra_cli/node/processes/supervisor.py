@@ -78,7 +78,7 @@ class Child:
     ports: tuple[int, ...] = ()
     """What was released for it, and is reserved again when it has ended."""
     moved_ports: dict[int, int] = field(default_factory=dict)
-    """By port that somebody else has by then, the one for the next start."""
+    """For each port that somebody else has by then, the one for the next start."""
     stop_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     reaped: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 EXPLORE = 512
-"""Of so many steps at a load, ``TRIAL`` are of the kind that is not used there."""
+"""Steps at a load of which ``TRIAL`` are of the kind that is not used there."""
 TRIAL = 16
 """Steps in a row of one kind while it is tried. A step after a switch still has the other's cost
 in its caches, and a mean of 16 steps tells differences of some 5 %."""

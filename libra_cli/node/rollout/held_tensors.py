@@ -46,7 +46,7 @@ class Slice:
 
     @property
     def held(self) -> slice:
-        """Where its rows are in the layer's own parameters."""
+        """The rows of the layer's own parameters in which these are."""
         first, end = self.rows or (0, 0)
         return slice(self.first, self.first + end - first)
 
@@ -180,7 +180,7 @@ def _region(layer: nn.Module, one: Slice) -> tuple[slice, slice]:
 def _stacked(
     names: Sequence[str], shards: Sequence[tuple[int, int]], wholes: Sequence[int]
 ) -> list[Slice]:
-    """For each published layer one shard: its number and how many rows it has.
+    """Return one shard for each published layer: its number and how many rows it has.
 
     What the files have as one layer is stacked there as well, each part with all its rows
     (``wholes``). Other layers that are published together are left out.

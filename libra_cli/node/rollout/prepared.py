@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 PAGE_BYTES = 4096
-"""Of the smallest page there is; huge pages are read a few times over."""
+"""Bytes of the smallest page there is; huge pages are read a few times over."""
 Region: TypeAlias = tuple[slice, slice]
 """Rows and columns of a published tensor; one of one dimension has one row."""
 

@@ -25,16 +25,16 @@ class TurnTokens:
     prompt_tokens: int = 0
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
-    """In nats, after temperature; one for each of ``token_ids``."""
+    """Log-probability of each of ``token_ids`` after temperature, in nats."""
     prompt_logprobs: array[float] = field(default_factory=lambda: array("f"))
-    """In nats, of every token of the prompt but the first; empty unless asked for."""
+    """Log-probabilities of the prompt's tokens but the first, in nats; empty unless asked for."""
     routes_from: int = 0
     """The first token of the context whose experts are wanted."""
     routes: list[NDArray[Any]] = field(default_factory=list)
     """``[tokens, layers, k]`` each: the experts that routers chose for the tokens from there on;
     empty unless the server was asked for them."""
     spans: list[list[Any]] = field(default_factory=list)
-    """Of each version the label, the first token and the one after the last."""
+    """A list for each version: its label, its first token, and the one after its last."""
 
     def grow(self, token_ids: Sequence[int], label: str) -> None:
         """Append tokens that the version of that label has generated."""

@@ -348,7 +348,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _adapter(trainer: Trainer) -> dict[str, Any] | None:
-    """What an adapter is, and of which model."""
+    """Return the recipe's ``lora`` and the base model's fingerprint; None without an adapter."""
     lora = trainer.config.training.lora
     if lora is None:
         return None

@@ -50,7 +50,7 @@ class TrainCommand:
 
     step: int
     samples: tuple[TokenSample, ...]
-    """Of the last part, those of shares too."""
+    """Samples of the step's last part, those of shares too."""
     ledger: Mapping[str, Any] | None = None
     shares: tuple[WorkerShare, ...] = ()
 
@@ -228,7 +228,7 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
         return TrainerError(f"step {step} was sent, the next one is {self.accepted + 1}")
 
     def _await(self, what: str, step: int, part: int = 0) -> Later:
-        """The news of a step, or of a part of one."""
+        """Return what gives the news of a step, or of a part of one, once they are there."""
 
         def find() -> Answer | None:
             found = self._news.get((what, step, part))

@@ -19,7 +19,7 @@ class TrainerConfig:
     weights_dir: str
     """Directory in whose ``<run_id>/`` versions are published."""
     checkpoint_dir: str
-    """This host's part of every checkpoint is written there."""
+    """Directory in which this host's part of every checkpoint is written."""
     socket: str
     """Path of the Unix socket on which rank 0 answers the controller."""
     world_size: int
@@ -37,11 +37,11 @@ class TrainerConfig:
     cp_size: int = 1
     """Neighbouring ranks that compute a micro-batch together, each its part of the tokens."""
     steps: int = 0
-    """Of the run: where schedules of the learning rate end that are not constant."""
+    """Steps of the run, at which schedules of the learning rate end that are not constant."""
     resume: str | None = None
     """The checkpoint to resume from: this host's directory of it, which need not be there."""
     checkpoint_urls: tuple[str, ...] = ()
-    """Where other hosts give what this one lacks of it."""
+    """URLs at which other hosts give what this one lacks of that checkpoint."""
     probe_tokens: int = 64
     keep_versions: int = 2
 

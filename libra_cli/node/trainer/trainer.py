@@ -67,9 +67,10 @@ from libra_cli.node.weights.checksum import described
 from libra_cli.node.weights.versions import ProbeResult, probe_tokens, version_name
 
 MIN_PATIENCE_S = 1.0
-"""Under this, noise in the core's own speed would decide whether a worker's share is used."""
+"""Least seconds that a share is waited for: with fewer, noise in the core's own speed would decide
+whether a worker's share is used."""
 UNMEASURED_PATIENCE_S = 10.0
-"""When the core has computed nothing yet that its speed could be known from."""
+"""Seconds that a share is waited for while the core has computed nothing that tells its speed."""
 BUDGET_FILE = "micro-batch-tokens"
 """Beside the checkpoints: tokens of a micro-batch, after memory has run out."""
 MAX_SKIPPED = 3
@@ -119,7 +120,7 @@ class Trainer(PolicyModel):
         self._held: list[TokenSample] = []
         """Samples whose gradients are in the sums."""
         self._given: list[TokenSample] = []
-        """Those of the coming step, with the tokens that do not count too."""
+        """Samples of the coming step, with the tokens that do not count too."""
         self.packed_log_ratios = b""
         """Log-ratios of the last step, on rank 0, as ``node.batch.log_ratios`` packs them."""
         self._budget_file = Path(config.checkpoint_dir).parent / BUDGET_FILE
@@ -364,7 +365,7 @@ class Trainer(PolicyModel):
     def _fetching(
         self, step: int, samples: Sequence[TokenSample], shares: Sequence[WorkerShare]
     ) -> Iterator[list[GradientClient]]:
-        """This rank's rows of every share, from now until whoever asks for them is through."""
+        """Fetch this rank's rows of every share in the background while the block runs."""
         wanted = self._wanted() if shares else {}
         fetches = [
             GradientClient(
@@ -468,7 +469,9 @@ class Trainer(PolicyModel):
         return {"scaling": lora.alpha / lora.rank, "base": base}
 
     def _whole_of(self, groups: Sequence[TensorGroup]) -> Iterator[tuple[str, Tensor]]:
-        """One group after the other, so that no second model is there."""
+        """Yield the whole tensors by their names in the files, one group after the other, so that
+        no second model is there.
+        """
         named = self.named_once()
         for group in groups:
             yield from group.to_disk(

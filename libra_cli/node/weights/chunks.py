@@ -17,8 +17,8 @@ from libra_cli.config.errors import NONSENSE
 from libra_cli.node.weights.digests import ALGORITHMS, digest_of, quickest
 
 CHUNK_BYTES = 2 * 1024**2
-"""Of every chunk of a file but the last. Hosts have nothing to pass on before the first ones have
-come, which takes the longer the larger they are; every chunk costs a request."""
+"""Bytes of every chunk of a file but the last. Hosts have nothing to pass on before the first ones
+have come, which takes the longer the larger they are; every chunk costs a request."""
 DELTA = ".delta"
 """Suffix of a delta's name, after the name of the file that it rebuilds."""
 MANIFEST = "manifest.json"

@@ -43,15 +43,15 @@ LOOK_S = 0.1
 LOOK_SHARE = 0.02
 """The most of a thread's time that this may take, with many chunks."""
 PIECE_BYTES = 1 << 18
-"""Of a chunk, after which it is noted that bytes come: two seconds of a link of 1 Mb/s."""
+"""Bytes of a chunk after which it is noted that some come: two seconds of a link of 1 Mb/s."""
 STALL_S = 15.0
 """A source that sends nothing for this long has failed."""
 LATE_S = 3.0
 """A chunk that takes longer is asked of another source as well."""
 FAILURES = 3
-"""In a row, after which a source is given up."""
+"""Failures in a row after which a source is given up."""
 SAMPLE = 32
-"""Of so many chunks the rarest is taken: nearly the rarest of all, and found at once."""
+"""Chunks of which the rarest is taken: nearly the rarest of all, and found at once."""
 STATES = ".chunks"
 """The last part of the path at which a host tells which chunks of a version it has."""
 
@@ -182,7 +182,7 @@ class Download:
         self._number = {(one.file, one.index): n for n, one in enumerate(self._chunks)}
         self._missing = {self._number[file, i] for file in files for i in draft.missing(file)}
         self._fetching: dict[int, dict[str, float]] = {}
-        """Of a chunk on its way: from which sources, and since when."""
+        """The sources of each chunk on its way, with the time at which it was asked for."""
         self._left = len(self._missing)
         self._came_at = time.monotonic()
         self._problem: Exception | None = None
@@ -291,7 +291,7 @@ class Download:
     def _fetch_one(
         self, client: Client, source: _Source, chunk: _Chunk, buffer: memoryview
     ) -> bool:
-        """Whether the chunk has come, is right, and was not here."""
+        """Fetch a chunk from a source, and say whether it has come, is right, and was not here."""
         try:
             client.read(f"/{self._name}/{chunk.file}", chunk.offset, buffer, self._came)
         except (OSError, http.client.HTTPException) as error:

@@ -87,7 +87,7 @@ class Draft:
             return [index for index, state in enumerate(self._states[name]) if state != HERE]
 
     def coming(self, name: str, index: int, *, is_coming: bool) -> None:
-        """A chunk is being fetched, or no longer."""
+        """Record that a chunk is being fetched, or no longer, unless it is here already."""
         with self._lock:
             if self._states[name][index] != HERE:
                 self._states[name][index] = COMING if is_coming else MISSING
@@ -118,7 +118,7 @@ class Draft:
         return any(HERE in states for states in self._states.values())
 
     def states(self) -> dict[str, str]:
-        """For every file, a digit for every chunk: missing, on its way, or here."""
+        """Return for every file a digit for each chunk: missing, on its way, or here."""
         with self._lock:
             return {name: states.decode() for name, states in self._states.items()}
 

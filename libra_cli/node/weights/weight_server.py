@@ -235,7 +235,7 @@ def _make_ours(directory: Path) -> None:
 
 
 class _RebuildFailed(Exception):
-    """The delta is of no use here; a full copy is."""
+    """The files could not be rebuilt from a delta; a full copy is fetched instead."""
 
 
 class _Pull:
@@ -262,8 +262,9 @@ class _Pull:
     def run(self) -> str:
         """Fetch and check all files; return ``delta`` or ``full``, by which they came.
 
-        Raises: DownloadFailed: the sources could not give all of them. AgentRefused: the disk has
-        no room for them.
+        Raises:
+            DownloadFailed: the sources could not give all of them.
+            AgentRefused: the disk has no room for them.
         """
         manifest = self._draft.manifest
         # A host that is further behind has no base, and a full copy that broke off goes on.

@@ -189,7 +189,7 @@ def _charts(
 def _evaluation_charts(
     steps: Sequence[StepRecord], rows: Sequence[EvaluationRecord]
 ) -> list[Chart]:
-    """For each name the chart of pass@1 and of the largest k, beside the training reward."""
+    """Draw for each name a chart of pass@1 and of the largest k, beside the training reward."""
     names = dict.fromkeys(row.name for row in finished(rows))
     rewards = Series([float(step.step) for step in steps], smooth([s.reward for s in steps]), "b")
     charts = []

@@ -21,7 +21,7 @@ OF_BATCHES = (
     "share_unreadable",
     "reward_length_correlation",
 )
-"""Of the numbers of a batch, those that say whether it teaches anything."""
+"""Numbers of a batch that say whether it teaches anything."""
 
 
 class FirstLast(TypedDict):

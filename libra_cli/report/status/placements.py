@@ -81,7 +81,7 @@ def _bucket(
 
 
 def placement(ways: Sequence[TurnPlacement]) -> Placement:
-    """How many turns went on at another server."""
+    """Count the turns that followed another, and those of them that went on at another server."""
     turns, moved = _turns(w for w in ways if not w.first), _turns(w for w in ways if w.moved_from)
     return {"turns": turns, "moved": moved, "moved_share": moved / turns if turns else None}
 

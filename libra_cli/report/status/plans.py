@@ -19,7 +19,7 @@ from libra_cli.runtime.store.reader import Reader
 DECISIONS = 100
 """Number of decisions in a summary, the newest ones."""
 PHASES = ("drain", "stop", "start", "sync", "verify", "join")
-"""Of a move, in the order they come in; which of them it has depends on the two roles."""
+"""Phases of a move in the order they come in; which of them it has depends on the two roles."""
 
 
 class PhasePart(TypedDict):

@@ -24,7 +24,7 @@ class SlotPart(TypedDict):
     since: float
     incarnation: int
     epoch: int
-    """The same: its name in libra 0.1.0, and keys stay."""
+    """``incarnation`` by its name in libra 0.1.0, since keys stay."""
     bucket: str
     version: int | None
     verified: bool

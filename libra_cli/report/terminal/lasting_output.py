@@ -157,7 +157,7 @@ def _lasting(stream: TextIO | None, log: Path) -> tuple[TextIO, LastingFile] | N
 
 
 def _without_blocking(number: int) -> int:
-    """The same terminal or pipe on a descriptor of its own that never blocks, if there is one."""
+    """Open a terminal or pipe once more without blocking; what is neither is returned as it is."""
     if not (os.isatty(number) or stat.S_ISFIFO(os.fstat(number).st_mode)):
         return number
     flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC

@@ -61,7 +61,7 @@ from libra_cli.report.terminal.plots import Portable, sparkline
 
 _REFRESH_PER_S = 2.0
 _MANY = 12
-"""Of more parts than this only those that are not ready are named; the others are counted."""
+"""Parts up to which all are named; of more, those that are ready are only counted."""
 
 _DECISIONS = 2
 """The newest so many are shown: of the newest it is seldom known yet what came."""

@@ -72,7 +72,7 @@ def _basis(told: RebalanceResult) -> Table:
 
 
 def _experts(degree: Mapping[str, float]) -> str:
-    """Of a mixture of experts: what those take that a step reads."""
+    """Write what a mixture's experts add to the seconds of a step; empty for dense models."""
     if "expert_s" not in degree:
         return ""
     return f" + {degree['expert_s'] * 1e6:.3g} µs an expert of {degree['experts']:.0f}"

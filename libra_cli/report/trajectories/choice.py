@@ -25,11 +25,10 @@ class PlayedTrajectory:
     step: int | None
     """The step that trained it; None if none has."""
     over_group: float
-    """Its reward less the mean of its group's, as far as they have ended."""
+    """The reward less the mean of the group's, as far as its members have ended."""
 
     @property
     def id(self) -> TrajectoryId:
-        """Its group, its place there, and which attempt it was."""
         return TrajectoryId(self.row.group_id, self.row.member, self.row.attempt)
 
     @property
@@ -141,7 +140,7 @@ def _steps_of(reader: Reader, rows: Sequence[TrajectoryRecord]) -> dict[int, int
 def _compared(
     rows: Sequence[TrajectoryRecord], steps: Mapping[TrajectoryId, int | None]
 ) -> list[PlayedTrajectory]:
-    """Each with the mean of its group; of several attempts the last one that finished counts."""
+    """Compare each with its group's mean; of several attempts the last that finished counts."""
     last = {(row.group_id, row.member): row for row in rows if row.state == "finished"}
     rewards: dict[int, list[float]] = {}
     for row in last.values():

@@ -64,7 +64,7 @@ class ShownToken:
     advantage: float | None = None
     logprob: float | None = None
     ratio: float | None = None
-    """Of the trainer's probability over the rollout policy's."""
+    """The trainer's probability over the rollout policy's; None where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,9 @@ class PlayedConversation:
     tokens: Sequence[ShownBranch]
     """One entry for each branch; empty if the trajectory was never finished."""
     branches: Sequence[Sequence[ShownMessage]]
-    """Their messages; none if there is no tokenizer."""
+    """The messages of each branch; empty if there is no tokenizer."""
     problem: str
-    """Why there is none, and what to do; empty if there is one."""
+    """Why there is no tokenizer, and what to do; empty if there is one."""
 
 
 def conversation_of(

@@ -43,7 +43,6 @@ class SampleTrajectory:
 
     @property
     def played(self) -> PlayedTrajectory:
-        """What is known of it but for its messages."""
         return self.conversation.played
 
 

@@ -20,7 +20,7 @@ from libra_cli.runtime.store.run_directory import recipe_of
 UNFINISHED = "\ufffd"
 """What a decoder makes of the first bytes of a character whose others are in later tokens."""
 _MOST_NATS = 700.0
-"""Over it, exp is more than a float holds."""
+"""Most nats whose exponential a float holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,13 @@ class ShownBranch:
     spans: Sequence[VersionSpan]
     """Which version generated which tokens, in order of the tokens."""
     logprobs: Sequence[float]
-    """Of the rollout policy in nats, one a token, 0 for tokens of others; empty if not kept."""
+    """Log-probabilities under the rollout policy in nats, 0 for others' tokens; empty if not
+    kept."""
     advantages: Sequence[tuple[int, float]]
-    """From which token on it is which; empty if the run kept none."""
+    """Pairs of a token and the advantage from that token on; empty if the run kept none."""
     log_ratios: Sequence[float] = ()
-    """Of the trainer's probability over the rollout policy's (``LogRatios``), in nats, one a token,
-    NaN for tokens that no step has trained; empty if the run kept none."""
+    """Log-ratios of the trainer's probability over the rollout policy's (``LogRatios``) in nats,
+    one a token, NaN for tokens that no step has trained; empty if the run kept none."""
 
     def version(self, token: int) -> int | None:
         """The version that generated the token; None of tokens of others."""
@@ -45,7 +46,7 @@ class ShownBranch:
         return self.spans[at].version if inside else None
 
     def advantage(self, token: int) -> float | None:
-        """What the token was weighed by; None if the run kept none."""
+        """Return the advantage of a token; None if the run kept none."""
         at = bisect_right(self.advantages, token, key=lambda entry: entry[0]) - 1
         return self.advantages[at][1] if at >= 0 else None
 
@@ -56,7 +57,8 @@ class ShownBranch:
 
 
 def branches_of(reader: Reader, row: TrajectoryRecord) -> list[ShownBranch]:
-    """Its branches, last that which it ended in; none while it is played, or without their file.
+    """Return the branches of a trajectory, last the one it ended in; none while it is played, or
+    without the file of its tokens.
 
     Raises:
         StateError: its tokens cannot be read.

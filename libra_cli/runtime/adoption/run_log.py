@@ -30,7 +30,7 @@ from libra_cli.runtime.store.event_codec import decode, encode, pack, unpack
 from libra_cli.runtime.store.event_log import EventLog, read_events
 
 MOST_BYTES = 64 * 2**20
-"""Of entries after which there is a snapshot without a checkpoint: some 10^5 turns, which are
+"""Bytes of entries after which a snapshot is made without a checkpoint: some 10^5 turns, which are
 replayed in seconds."""
 
 
@@ -87,7 +87,7 @@ class RunLog:
             log.begin(json.dumps(head).encode(), save_machine(self._machine, self._memory))
 
     def close(self) -> None:
-        """The controller goes, and another may go on."""
+        """Close the log and leave it there, for a controller that goes on with the run."""
         self._log.close()
 
     def remove(self) -> None:
@@ -96,7 +96,7 @@ class RunLog:
 
 
 class ReplayedEvent(NamedTuple):
-    """An event, and what was to be saved of it."""
+    """An event that was handled again, and the records that it led to."""
 
     at: Seconds
     event: Event

@@ -64,7 +64,7 @@ class Adoption:
 
 
 def slots_of_machine(machine: Machine) -> dict[SlotId, Slot]:
-    """Every slot that a process of it may be on."""
+    """Return every slot that a process of the machine's run may be on, by its id."""
     training = machine.training
     replicas = [*machine.servers.replicas.values(), *machine.workers.replicas.values()]
     slots = [replica.slot for replica in (*replicas, *training.replicas)]
@@ -172,8 +172,9 @@ def _trainer_processes(machine: Machine) -> list[tuple[str, str]]:
 
 
 def replayed_from_prompt(machine: Machine) -> list[e.EpisodeFailed]:
-    """Where agents play, nothing of an episode can be rebuilt: it begins again, at no cost. One
-    that is over and waits for a teacher needs no agent."""
+    """Return a failure for each trajectory that an agent was playing: nothing of it can be rebuilt,
+    so it begins again, at no cost. One that is over and waits for a teacher needs no agent.
+    """
     why = "its agent went with the controller"
     return [
         e.EpisodeFailed(trajectory, why, counts=False)

@@ -158,7 +158,7 @@ class AgentPlay:
         return AgentReply(id=_new_id(), model=self.model, text="", prompt_tokens=tokens)
 
     def _place(self, match: Match) -> tuple[BranchPoint | None, array[int]]:
-        """Where a request goes on, and the tokens that follow there."""
+        """Return where a request goes on, None for the beginning, and the tokens that follow."""
         if match.node is not None:
             point: BranchPoint | None = BranchPoint(match.node.branch, match.node.tokens)
         else:
@@ -263,7 +263,7 @@ class AgentPlay:
             self._asked.answer.set_exception(why)
 
     def end(self, end: AgentEnd) -> None:
-        """The agent has ended, perhaps before it began."""
+        """Take in that the agent has ended, perhaps before it began."""
         self.inbox.put_nowait(end)
         self.taken.set()
 

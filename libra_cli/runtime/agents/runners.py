@@ -126,7 +126,8 @@ class FunctionRunner:
     async def run(self, job: AgentJob, taken: asyncio.Event) -> float | None:
         """Call the function in a thread or on the shared loop, and return its reward.
 
-        Raises: AgentFailed: it raised, cancelled itself, or returned something that is no reward.
+        Raises:
+            AgentFailed: it raised, cancelled itself, or returned something that is no reward.
         """
         async with self._permits:
             taken.set()
@@ -163,7 +164,7 @@ class FunctionRunner:
 
 
 async def _without_exits(agent: Coroutine[Any, Any, Any]) -> Any:
-    """A SystemExit would end the loop of all agents."""
+    """Turn an agent's SystemExit, which would end the loop of all agents, into an error."""
     try:
         return await agent
     except (SystemExit, KeyboardInterrupt) as error:
@@ -235,7 +236,8 @@ class CommandRunner:
     async def run(self, job: AgentJob, taken: asyncio.Event) -> float | None:
         """Run the command to its end, on this machine; its reward is posted, if there is one.
 
-        Raises: AgentFailed: it cannot be started, did not exit with 0, or printed too much.
+        Raises:
+            AgentFailed: it cannot be started, did not exit with 0, or printed too much.
         """
         told = CommandJob(root_url=job.root_url, **_told(job))
         async with self._permits:

@@ -311,6 +311,6 @@ class _Waiting:
 
 
 def _looked_at(task: asyncio.Task[Any]) -> None:
-    """A failure that nobody waits for any more is no news."""
+    """Retrieve a failure for which nobody waits any more, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()

@@ -31,7 +31,7 @@ class RunSecrets:
     token: str
     """What every request to a process of this run must bring."""
     authority_certificate: str
-    """Of the authority that signs the certificates of this run's hosts, in PEM, as its key."""
+    """The certificate of the authority that signs those of this run's hosts, in PEM, as its key."""
     authority_key: str
 
     @classmethod

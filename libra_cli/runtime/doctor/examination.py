@@ -42,7 +42,7 @@ from libra_cli.runtime.teacher import Teacher
 SEND_S = 0.5
 """How long data is sent from one host to another."""
 ALL_REDUCE_S = 120.0
-"""For two imports of torch on slow disks, and the ranks' own time-out."""
+"""Seconds for two imports of torch on slow disks, and for the ranks' own time-out."""
 LEASE_S = 60.0
 Pairs: TypeAlias = tuple[tuple[str, str], ...]
 

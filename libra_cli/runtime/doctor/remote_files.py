@@ -19,7 +19,7 @@ from libra_cli.runtime.hosts.transport import CommandResult, Transport
 CHUNK = 16 * 1024**2
 CHUNK_S = 120.0
 HASH_S = 3600.0
-"""For reading a whole model from a slow disk."""
+"""Seconds for reading a whole model from a slow disk."""
 SHELL_S = 60.0
 
 

@@ -34,7 +34,7 @@ class Calls:
     """The calls of all episodes of one environment. It belongs to one event loop."""
 
     def __init__(self, concurrency: int, limit_s: Seconds) -> None:
-        """At most ``concurrency`` run at once, each for ``limit_s``, beside abandoned ones."""
+        """Allow ``concurrency`` calls at once, abandoned ones not counted, each for ``limit_s``."""
         self._permits = asyncio.Semaphore(concurrency)
         self.limit_s = limit_s
         self.hung = 0

@@ -138,7 +138,7 @@ class EpisodePerformer:
         return EpisodeStarted(trajectory, prompt_ids, self._episodes.environment_of(trajectory))
 
     async def _begin(self, trajectory: TrajectoryId, task: int | None) -> array[int] | None:
-        """The tokens of its prompt; None if it was forgotten meanwhile."""
+        """Begin an episode, and return its prompt's tokens; None if it was forgotten meanwhile."""
         self._starting.add(trajectory)
         seed = episode_seed(self._run_seed, trajectory)
         place = trajectory.group if task is None else task

@@ -106,7 +106,7 @@ class EnvironmentWorkers:
     """The workers of one environment, on one machine or several."""
 
     def __init__(self, hello: WorkersHello, nodes: Sequence[str], open_on: OpenOnNode) -> None:
-        """On these nodes, as ``open_on`` reaches them, or without any on this machine."""
+        """Play on these nodes, which ``open_on`` reaches, or without any on this machine."""
         self._name = hello.name
         self._hello = hello.pack()
         process = f"environment-{hello.name}"

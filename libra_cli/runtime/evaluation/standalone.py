@@ -160,7 +160,7 @@ class StandaloneEvaluation:
             await self._servers.processes.close()
 
     async def _play_at(self, slot: SlotId) -> None:
-        """A seat of a server: one trajectory after the other."""
+        """Play one trajectory after the other at a seat of a server."""
         while (trajectory := self._ledger.next_trajectory(time.time())) is not None:
             again: Trajectory | None = trajectory
             while again is not None:

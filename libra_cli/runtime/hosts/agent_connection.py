@@ -30,7 +30,7 @@ from libra_cli.runtime.supervision.failures import MOST_CHARACTERS, words_of
 
 MISSED_PINGS = 3
 BUSY_SHARE = 0.5
-"""Of the lease: for so long an answer may be late that waits behind other data on a thin link."""
+"""Share of the lease by which an answer may be late that waits behind other data on a thin link."""
 HELLO_S = 30.0
 
 Message: TypeAlias = Mapping[str, Any]

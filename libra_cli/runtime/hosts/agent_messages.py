@@ -45,7 +45,7 @@ class ProcessState:
     requested: bool
     """Whether the agent was asked to stop it."""
     moved_ports: Mapping[str, int] = field(default_factory=dict)
-    """As in ``Exited``; by the port in decimal digits, since JSON has no other keys."""
+    """``Exited.moved_ports``, by the port in decimal digits, since JSON has no other keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Exited:
     tail: str
     requested: bool
     moved_ports: Mapping[int, int] = field(default_factory=dict)
-    """By port of it that somebody else has taken meanwhile, the one for its next start."""
+    """For each of its ports that somebody else has taken meanwhile, the port for its next start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ to start again; chosen. A new run asks once, for a name may be misspelt."""
 ASK_AGAIN_S = 2.0
 MODEL_TIMEOUT_S = 3600.0
 TORCH_S = 180.0
-"""For importing torch and vLLM from a slow disk."""
+"""Seconds for importing torch and vLLM from a slow disk."""
 
 
 def transport_to(node: NodeSpec) -> Transport:
@@ -314,7 +314,7 @@ class Cluster:
             return TorchReport(**{**answer, "devices": tuple(answer["devices"])})
 
     def case(self) -> PreflightCase:
-        """What the checks look at, as far as it is known."""
+        """What ``core.preflight.checks`` look at, as far as it is known."""
         return PreflightCase(
             self._recipe,
             self._plan,

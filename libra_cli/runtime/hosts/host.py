@@ -46,20 +46,20 @@ _log = logging.getLogger(__name__)
 
 ANSWER_S = 30.0
 THINNEST_BYTES_S = 1e4
-"""Of the thinnest link that is worth waiting for; a gigabyte takes a day."""
+"""Bytes a second of the thinnest link that is worth waiting for; a gigabyte takes a day."""
 READ_BYTES_S = 50e6
-"""Of a slow disk, and of one core that hashes."""
+"""Bytes a second of a slow disk, and of one core that hashes."""
 STOP_EXTRA_S = 20.0
 """What a stop may take beyond its grace, for killing, verifying and the network."""
 STOP_S = 90.0
 PING_INTERVAL_S = 5.0
 PINGS_A_LEASE = 5
-"""At least so many pings go out in a lease, so that a dead connection can be replaced in time."""
+"""Pings that go out in a lease at least, so that a dead connection can be replaced in time."""
 MODEL_FILES_S = 120.0
-"""For fingerprints of a model on a slow or shared disk."""
+"""Seconds for fingerprints of a model on a slow or shared disk."""
 RECONNECT_S = 10.0
 AGENT_PAUSES_S = (1.0, 2.0, 4.0)
-"""After attaching to an agent that does not listen: one that ends may take its grace to do so."""
+"""Pauses after attaching to an agent that does not listen: one that ends may take its grace."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0
 FIRST_REJOIN_S, LONGEST_REJOIN_S = 5.0, 60.0
 """Between two questions to a host that was given up."""
@@ -111,7 +111,7 @@ class Host:
         self._run_id = ""
         self._hello: Message = {}
         self._exits: dict[tuple[str, int], bool] = {}
-        """By name and pid of every known process, whether its exit has been reported."""
+        """Whether the exit of each known process, by name and pid, has been reported."""
         self._connection = AgentConnection(name, self._on_message)
         self._keep_task: asyncio.Task[None] | None = None
         self._life: str | None = None

@@ -22,7 +22,7 @@ READ_BYTES = 256 * 1024
 
 
 class LocalTransport:
-    """This machine as a host. Its commands survive a Ctrl-C meant for the controller."""
+    """This machine as a host; its commands survive a Ctrl-C that is meant for the controller."""
 
     target = "local"
     default_python = sys.executable

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 THREADS = 8
 SESSIONS = 3
-"""Of one connection at a time: the agent's, a command's, a copy's."""
+"""Sessions of one connection at a time: the agent's, a command's and a copy's."""
 BUSY_PAUSES_S = (1.0, 2.0, 4.0)
 PREFETCHED = 256
 """Requests of 32 KiB under way while a file is copied; all at once would fill the memory."""

@@ -68,7 +68,7 @@ class SshTarget:
 
 
 class TimingPacketizer(Packetizer):
-    """One that knows when the last message came."""
+    """A packetizer of paramiko that keeps the time at which the last message came."""
 
     def __init__(self, wire: socket.socket) -> None:
         super().__init__(wire)
@@ -82,7 +82,7 @@ class TimingPacketizer(Packetizer):
 
 
 class UnixForwardingTransport(paramiko.Transport):
-    """One that can open channels to Unix sockets of the server, which paramiko cannot.
+    """A transport of paramiko that can also open channels to Unix sockets of the server.
 
     OpenSSH's extension (its PROTOCOL, 2.4) is a kind of channel whose opening ends in the path, a
     text and a number that are reserved. paramiko composes openings itself and sends them from the

@@ -18,7 +18,7 @@ from libra_cli.runtime.monitors.protocol import MonitoredRun
 
 _Member: TypeAlias = tuple[int, int, int]
 MOST_SPANS = 16_384
-"""That may wait to be sent; more are dropped, as the SDK does."""
+"""Most spans that wait to be sent; more are dropped, as the SDK does."""
 
 
 class OpenTelemetry:
@@ -55,7 +55,7 @@ class OpenTelemetry:
         """Ignore a step: its spans come with its records."""
 
     def saw(self, record: Record) -> None:
-        """A trajectory has begun or ended, or a turn is over."""
+        """Begin or end the span of a trajectory, or add those of a turn and its tool calls."""
         if isinstance(record, TurnRecord):
             self._turn(record)
         elif isinstance(record, TrajectoryRecord):

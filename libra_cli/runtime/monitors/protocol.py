@@ -75,9 +75,9 @@ class MonitoredRun:
     id: str
     """The name of the run, which stays the same when it is resumed."""
     directory: Path
-    """On the controller; a monitor may write there."""
+    """The run directory on the controller, in which a monitor may write."""
     recipe: Mapping[str, Any]
-    """As in ``recipe.json``: resolved, with every default, secrets masked."""
+    """The recipe as in ``recipe.json``: resolved, with every default, secrets masked."""
     note: Callable[[str], None] = _say_nothing
     """Shows a line to whoever started the run; from any thread."""
 

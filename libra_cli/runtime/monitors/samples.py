@@ -59,7 +59,7 @@ class SampledTrajectory:
 
     @property
     def name(self) -> str:
-        """Its group, its place there, and which attempt it was, for example 17.3.0."""
+        """Group, member and attempt, for example ``17.3.0``."""
         return f"{self._record.group_id}.{self._record.member}.{self._record.attempt}"
 
     @property

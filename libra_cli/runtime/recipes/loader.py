@@ -63,7 +63,7 @@ class _Draft:
     lines: dict[Loc, int] = field(default_factory=dict)
     problems: dict[tuple[int, str, str], None] = field(default_factory=dict)
     origin: list[int] = field(default_factory=list)
-    """For each node after expansion, its index in the file's list of nodes."""
+    """For each node after expansion, the index of the entry in the file that it comes from."""
     wrong: list[Loc] = field(default_factory=list)
     """Places of the expanded recipe in which something was wrong."""
     singles: set[str] = field(default_factory=set)

@@ -67,7 +67,7 @@ class ServerConnection(Protocol):
         ...
 
     async def generate(self, action: Generate, sampling: Sampling) -> TurnGenerated | TurnFailed:
-        """One turn, with the log-probability and the weight version of every token.
+        """Generate one turn, with the log-probability and the weight version of every token.
 
         Never raises: a failure is an event of its own. KV of one weight version is never reused
         under another (``action.cache_key``).

@@ -40,7 +40,7 @@ class _Watched:
     watch: ProgressWatch = field(default_factory=ProgressWatch)
     turns: int = 0
     tokens: int | None = None
-    """Those it had generated when it was first read."""
+    """How many tokens the server had generated when it was first read; None before that."""
     told: bool = False
 
 
@@ -61,7 +61,7 @@ class ServerProbes:
         self._watched: dict[ServerConnection, _Watched] = {}
 
     def add(self, slot: SlotId, server: ServerConnection) -> None:
-        """A server runs: look at it from now on."""
+        """Read the counters of a server that runs from now on."""
         silent_s = FIRST_USE_S if self._on_gpus(node_of(slot)) else LEAST_S
         self._watched[server] = _Watched(slot, ProgressWatch(silent_s))
 
@@ -83,7 +83,7 @@ class ServerProbes:
             await background.close()
 
     async def look(self, server: ServerConnection) -> None:
-        """One probe: its reading is posted, or that it has stalled."""
+        """Probe one server, and post its reading, or that it has stalled."""
         reading = await self._read(server)
         seen = self._watched.get(server)
         if seen is None:  # stopped meanwhile

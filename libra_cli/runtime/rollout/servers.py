@@ -235,7 +235,7 @@ class Servers:
         return None
 
     async def generate(self, action: Generate) -> TurnGenerated | TurnFailed:
-        """One turn on the server the machine chose."""
+        """Have the server that the machine chose generate a turn."""
         server = self.processes.get(action.slot)
         if server is None:
             return turn_failed(action, "the server was stopped meanwhile")

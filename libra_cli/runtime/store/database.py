@@ -129,7 +129,7 @@ def _is_shared(path: Path) -> bool:
 
 
 def _create(path: Path) -> None:
-    """Under another name until its tables are in it: who finds the file can read it."""
+    """Create the file under another name until its tables are in it: who finds it can read it."""
     new = path.with_name(f"{path.name}.new")
     new.unlink(missing_ok=True)
     new.touch(mode=0o600)  # its -wal and -shm get the same mode

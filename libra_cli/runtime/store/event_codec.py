@@ -27,7 +27,7 @@ _HINTS_ONLY = {"array": list}
 
 @cache
 def event_classes() -> dict[str, type]:
-    """By name, every class of the core that a value in an event may have."""
+    """Return every class of the core that a value in an event may have, by its name."""
     found: dict[str, type] = {}
     _collect(Event, found)
     return found

@@ -35,7 +35,7 @@ FIRST_S = 10.0
 """How long a run waits for its first snapshot, or for one that it does not want any more. Chosen: a
 disk that takes longer for what is small then is out of order."""
 LARGEST_BYTES = 2**32 - 1
-"""Of one record: its length has four bytes."""
+"""Most bytes of a record, whose length has four bytes."""
 
 
 def _mac(key: bytes, number: int, data: bytes) -> bytes:
@@ -162,7 +162,7 @@ class EventLog:
         self._close()
 
     def remove(self) -> None:
-        """The run has ended: nobody can go on from here."""
+        """Remove the file of a run that has ended, since nobody can go on from it."""
         self._close()
         self._path.unlink(missing_ok=True)
 
@@ -232,7 +232,7 @@ class _NewFile:
             self._error = OSError(str(error))
 
     def taken(self) -> int:
-        """The file, written whole; raises OSError if it could not be."""
+        """Return the descriptor of the whole file; raises OSError if it could not be written."""
         if self._error is not None:
             raise self._error
         assert self._file is not None, "the thread has ended"

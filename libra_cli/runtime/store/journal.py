@@ -74,7 +74,7 @@ _PLACES = {
     kind.TABLE: [column.name for column in COLUMNS[kind]].index(name)
     for kind, name in ((TrajectoryRecord, "tokens_at"), (CreditRecord, "log_ratios_at"))
 }
-"""By table, which column says where in the other file something of the row lies."""
+"""The column of each table that says where in the other file something of the row lies."""
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def _row(record: Record, mask: Callable[[str], str]) -> _Row:
 
 
 def _at(key: _Key, row: _Row, place: int) -> _Row:
-    """The row, of which the rest lies there."""
+    """Return the row with ``place``, at which the rest of it lies in the other file."""
     column = _PLACES[key[0]]
     return (*row[:column], place, *row[column + 1 :])
 

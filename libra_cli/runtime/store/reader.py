@@ -98,7 +98,7 @@ class TurnPlacement:
 
 
 _FOR_TRAINING = f"group_id < {EVALUATION_GROUPS}"
-"""Of trajectories and turns: they are of no evaluation."""
+"""Chooses trajectories and turns that are of no evaluation."""
 _NEWEST = (
     "SELECT group_id, member, attempt FROM trajectories WHERE state = 'finished'"
     f" AND {_FOR_TRAINING} AND ended_at IS NOT NULL ORDER BY ended_at DESC LIMIT ?"
@@ -108,7 +108,7 @@ _LAST = (
     "NOT EXISTS (SELECT 1 FROM trajectories n WHERE n.group_id = t.group_id"
     " AND n.member = t.member AND n.attempt > t.attempt)"
 )
-"""Of a group that was played again, only the last attempts were trained on."""
+"""Chooses the last attempts of a group that was played again, since only these were trained on."""
 _WAITING = (
     "EXISTS (SELECT 1 FROM late l WHERE l.group_id = t.group_id AND l.member = t.member"
     " AND l.step IS NULL)"
@@ -382,7 +382,7 @@ class Reader:
         return [(float(began), float(ended)) for began, ended in self._all(query, (until, since))]
 
     def turns_between(self, since: float, until: float) -> list[TurnRecord]:
-        """The turns of which any part lies in that time."""
+        """Return the turns that overlap ``since`` to ``until``, in seconds since the epoch."""
         return self.rows(TurnRecord, "ended_at > ? AND started_at < ?", (since, until))
 
     def played(self, trajectories: int = 1024) -> list[TrajectorySample]:

@@ -40,7 +40,7 @@ OLD_TOKENS = "token_ids_json"
 _FRAME = struct.Struct("<II")
 T = TypeVar("T")
 LEVEL = 1
-"""Of zlib: higher ones take longer and save a few percent of bytes that hardly repeat."""
+"""Level of zlib: higher ones take longer and save a few percent of bytes that hardly repeat."""
 
 
 class TokenFile:

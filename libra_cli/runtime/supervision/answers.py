@@ -62,7 +62,7 @@ def built(kind: type[T], found: object) -> T:
 
 
 def _as(hint: Any, value: Any, name: str) -> Any:
-    """The value, if it is of the type of a field."""
+    """Return the value as a field's type ``hint`` has it; raises TypeError if it is of another."""
     options, (first, *_) = get_args(hint), (*get_args(hint), None)
     if get_origin(hint) is tuple and isinstance(value, list | tuple):
         return tuple(_as(first, one, name) for one in value)

@@ -32,7 +32,7 @@ def quoted(text: str, mask: Callable[[str], str]) -> str:
 
 
 def with_quotations(event: T, mask: Callable[[str], str]) -> T:
-    """The event with what it quotes as it may be told."""
+    """Return the event with what it quotes shortened, printable and without secrets."""
     kind: Any = type(event)
     names = _quoting(kind)
     if not names:

@@ -17,8 +17,8 @@ from libra_cli.runtime.store.run_directory import write_private
 from libra_cli.runtime.tasks.files import files_of
 
 TASKS = "tasks.json"
-"""In the run directory: for each environment, or for the demonstrations, the digest of the files of
-each source."""
+"""File in the run directory with, for each environment, or for the demonstrations, the digest of
+the files of each source."""
 
 
 def keep_tasks(recipe: Recipe, run_dir: Path) -> None:
@@ -62,7 +62,7 @@ def _digests(recipe: Recipe) -> list[list[str]]:
 
 
 def _sources_of(recipe: Recipe) -> list[tuple[str, tuple[TaskSourceSpec, ...]]]:
-    """What is read, and the key that names it."""
+    """Return lists of the recipe's sources, each with the key that holds the list."""
     if recipe.demonstrations:
         return [("demonstrations", recipe.demonstrations)]
     return [

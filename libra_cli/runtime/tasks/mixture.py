@@ -93,7 +93,7 @@ class _RowsInOrder:
 
 @lru_cache(maxsize=16)
 def _order(name: str, count: int) -> array[int]:
-    """An order of ``count`` rows that the name alone decides on."""
+    """Return ``range(count)`` in an order that depends on ``name`` alone."""
     order = array("Q", range(count))
     random.Random(name).shuffle(order)
     return order

@@ -30,8 +30,8 @@ from libra_cli.runtime.supervision.answers import finite, understood
 
 COMMAND_S = 30.0
 SERVE_S = 1800.0
-"""For a server of a checkpoint to begin, which reads the host's part through before: 1 TB at 600
-MB/s. A host that is lost ends the wait."""
+"""Seconds until a server of a checkpoint begins, which reads the host's part through before: 1 TB
+at 600 MB/s. A host that is lost ends the wait."""
 ABOUT = "checkpoint.json"
 """The file that a part has once it is complete: step, world size, score."""
 
@@ -170,8 +170,9 @@ def scored_by(
     evaluations: Sequence[EvaluationRecord],
     names: Sequence[str],
 ) -> list[FoundCheckpoint]:
-    """With the scores of the first of the recipe's evaluations, which have these ``names``, where
-    one of it has finished."""
+    """Return the checkpoints with the scores of the evaluation ``names[0]``, the recipe's first, or
+    as they are where that has never finished.
+    """
     told = [one for one in evaluations if one.name in names[:1]]
     scores = {one.step: one.score for one in told if one.score is not None}
     if not scores:

@@ -43,7 +43,7 @@ class TrainerClient(RankClient):
 
     @reads_answers(TrainerError)
     async def wait_ready(self, *, timeout_s: float) -> PublishedVersion:
-        """Every rank is there; returns the version it starts from, published.
+        """Wait until every rank is there, and return the published version that it starts from.
 
         Raises:
             TrainerError: a rank failed, or not ready in time.
@@ -201,7 +201,7 @@ def _routes(routes: ChosenExperts | None) -> dict[str, Any] | None:
 
 
 def _ages(sample: TrainSample) -> list[list[int]]:
-    """From which token on it is how many versions behind: an entry for each change."""
+    """Return (first token, versions behind) for each change of the tokens' versions."""
     changes = [[0, 0]]
     for behind, start, _ in sample.tokens.behind(sample.held):
         if behind != changes[-1][1]:

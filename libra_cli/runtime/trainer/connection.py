@@ -38,7 +38,7 @@ class TrainerConnection(Protocol):
     async def train(
         self, action: Train, shares: Sequence[Mapping[str, object]], *, patience_s: float
     ) -> StepDone:
-        """One optimizer step on a batch; ``shares`` say where workers' gradients come from.
+        """Take one optimizer step on a batch; ``shares`` say where workers' gradients come from.
 
         If its version is not published yet, ``wait_published`` is asked next. A trainer that does
         not tell the log-ratios of tokens leaves ``StepDone.log_ratios`` None.
@@ -50,7 +50,7 @@ class TrainerConnection(Protocol):
         ...
 
     async def accumulate(self, action: Accumulate, *, patience_s: float) -> Accumulated:
-        """The gradients of a part of a batch."""
+        """Add the gradients of a part of a batch."""
         ...
 
     async def wait_checkpoint(self, step: int, *, patience_s: float) -> str:
@@ -119,6 +119,6 @@ def connect_trainer_with(backend: str) -> ConnectTrainer:
 
 
 def connect_worker_with(backend: str) -> ConnectWorker:
-    """How the backend of this name connects to its gradient workers."""
+    """Return what connects a backend to its gradient workers; raises PluginError."""
     connect: ConnectWorker = find(TRAINER_BACKENDS, trainer_backend(backend).worker_connection)
     return connect

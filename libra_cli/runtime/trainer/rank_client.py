@@ -29,7 +29,8 @@ class RankClient(ControlClient):
     async def _ready(self, *, timeout_s: float) -> Answer:
         """Return rank 0's answer once every rank is there.
 
-        Raises: TrainerError: a rank failed, or not ready in time.
+        Raises:
+            TrainerError: a rank failed, or not ready in time.
         """
         try:
             async with asyncio.timeout(timeout_s):

@@ -24,7 +24,7 @@ from libra_cli.runtime.supervision.stalls import stall_reason
 LOOK_EVERY_S = 4.0
 READ_S = 4.0
 RECORD_BYTES = 256
-"""Of each rank in the file; ``node.heartbeat`` says so."""
+"""Bytes of each rank's record, as ``node.heartbeat`` writes it."""
 
 
 @dataclass(frozen=True, slots=True)

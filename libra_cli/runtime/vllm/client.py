@@ -36,7 +36,7 @@ from libra_cli.runtime.vllm.metrics import named
 
 ERRORS = StreamErrors(ServerError, RequestRefused, ServerUnreachable)
 GENERATE_TIMEOUT_S = 1800.0
-"""Of a turn, and of silence: a server that compiles or loads says nothing for minutes."""
+"""Seconds for a turn, and of silence: a server that compiles or loads says nothing for minutes."""
 CONTROL_TIMEOUT_S = 30.0
 POLL_S = 0.25
 PREPARED_EVERY_S = 0.02
@@ -48,7 +48,7 @@ UNLOADED = "default"
 
 
 def _version_of(label: str, asked: WeightVersion) -> WeightVersion:
-    """Its own first weights are only taken from a server that is asked for them."""
+    """Return the version of a label; weights that the server began with count only if asked for."""
     return asked if (label, asked) == (UNLOADED, STARTED_WITH) else parse_label(label)
 
 
@@ -83,7 +83,7 @@ class ServerClient(ControlClient):
 
     @reads_answers(ServerError)
     async def wait_ready(self, *, timeout_s: float) -> None:
-        """Healthy *and* able to generate one token.
+        """Wait until the server is healthy *and* able to generate one token.
 
         Raises:
             ServerError: not ready in time; names what was missing.
@@ -105,7 +105,7 @@ class ServerClient(ControlClient):
         await self._call("check", {})
 
     async def generate(self, action: Generate, sampling: Sampling) -> TurnGenerated | TurnFailed:
-        """One turn. Never raises: a failure is an event of its own."""
+        """Generate one turn. Never raises: a failure is an event of its own."""
         order = _order(
             action.prompt_ids,
             max_tokens=action.max_tokens,
@@ -188,7 +188,7 @@ class ServerClient(ControlClient):
 
     @reads_answers(ServerError)
     async def facts(self) -> ServerFacts:
-        """Its release and the size of its KV cache.
+        """Ask for the server's release and the size of its KV cache in tokens.
 
         Raises:
             ServerError: it does not say.
@@ -200,7 +200,8 @@ class ServerClient(ControlClient):
     async def sample(self) -> ServerSampled:
         """Read the server's counters; rates are of the time since the reading before.
 
-        Raises: ServerError: it does not say.
+        Raises:
+            ServerError: it does not say.
         """
         counters = await self._call("counters", {})
         before, self._counters = self._counters, counters

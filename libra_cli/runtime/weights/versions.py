@@ -182,7 +182,7 @@ class Weights:
         return False
 
     async def _is_there(self, published: PublishedVersion) -> bool:
-        """Whether it is complete where it was published."""
+        """Say whether the version is complete on the host that published it."""
         try:
             await self._manifest(published)
         except LibraError:

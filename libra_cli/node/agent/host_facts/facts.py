@@ -155,7 +155,7 @@ def _distribution(package: str) -> importlib.metadata.Distribution | None:
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:
-    """By name the version of each package that is there; empty where none is told."""
+    """Return the version of each package that is there, by name; empty where none is told."""
     found = {}
     for package in packages:
         if importlib.util.find_spec(package) is not None:
@@ -165,7 +165,7 @@ def _versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def _requirements(packages: Sequence[str]) -> dict[str, list[str]]:
-    """By package, the requirements it states of any of the others."""
+    """Return the requirements that each package states of the others, if it states any."""
     name = re.compile(r"[A-Za-z0-9_-]+")
     found = {}
     for package in packages:

@@ -20,7 +20,8 @@ SAMPLE = 1024**2
 
 
 def fingerprints(directory: str) -> dict[str, object]:
-    """By name the size in bytes and a SHA-256 of every file; and what ``config.json`` says.
+    """Return ``files``, the size in bytes and a SHA-256 of each by name, and ``config``, what
+    ``config.json`` says.
 
     Raises:
         AgentRefused: there is no such directory, or a file of it cannot be read.

@@ -43,11 +43,11 @@ class Lease:
 
     @property
     def left_s(self) -> float:
-        """How long it lasts yet, if nobody is heard."""
+        """Seconds until the lease ends if nobody is heard."""
         return self._deadline - time.monotonic()
 
     def open(self) -> None:
-        """Set the timer first; then find or start the guard."""
+        """Set the timer, then find the guard or start one."""
         if self._link is not None:
             words, _ = self._link.hear()
             for word in words:

@@ -36,7 +36,7 @@ class LeaseWord:
 
     pid: int
     started: int
-    """With ``pid``, who speaks: the start time in clock ticks since boot."""
+    """When the process ``pid``, which speaks, began, in clock ticks since boot."""
     deadline: float
     """When the lease ends, in seconds of the clock ``CLOCK_MONOTONIC`` of this boot."""
     lease_s: float

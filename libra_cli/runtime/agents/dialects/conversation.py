@@ -86,11 +86,11 @@ class AgentReply:
     """A generated turn, to be written in any dialect."""
 
     id: str
-    """Without the prefix that a dialect puts before it (``chatcmpl-``, ``resp_``, ``msg_``)."""
+    """The id without a dialect's prefix (``chatcmpl-``, ``resp_``, ``msg_``)."""
     model: str
     """The name of the model that the agent asked for or is told."""
     text: str
-    """Without thinking and tool calls; a call that cannot be read is text."""
+    """What the turn says without thinking and tool calls; a call that cannot be read is text."""
     prompt_tokens: int
     reasoning: str = ""
     calls: tuple[ReplyCall, ...] = ()

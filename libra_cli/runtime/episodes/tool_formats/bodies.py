@@ -37,7 +37,8 @@ _NAMED = re.compile(
     (?P<arguments>.*)""",
     re.DOTALL | re.VERBOSE,
 )
-"""It ends with all that is left: a mark after a lazy part would be looked for at every space."""
+"""A call's name and arguments. The pattern ends with all that is left: a mark after a lazy part
+would be looked for at every space."""
 _ELEMENT = re.compile(
     r"""<(?P<prefix>[^<>=\s]*?)(?:function=|invoke\s{1,4}name=)"?(?P<name>[^<>"]+?)"?\s{0,4}>""",
     re.VERBOSE,
