@@ -20,6 +20,7 @@ UNKNOWN = {"name": "c", "skip_reason": "not found on PyPI"}
         ([CLEAN, CLEAN], "no known vulnerabilities in 2 of 2 packages", False),
         ([CLEAN, UNKNOWN], "no known vulnerabilities in 1 of 2 packages", False),
         ([UNKNOWN, UNKNOWN, BAD], "b 2: PYSEC-1, mended in 2.1", True),
+        ([], "NOT audited: the service knows 0 of 0 packages", False),
         ([UNKNOWN, UNKNOWN], "NOT audited: the service knows 0 of 2 packages", False),
     ],
 )
