@@ -8,31 +8,32 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One optimizer step."""
+    """An optimizer step of the run."""
 
     step: int
     started_at: float
     ended_at: float
     metrics: Mapping[str, float] = field(hash=False)
-    """By the names of ``core.metric_names``, as monitors are told them; what is not known is left
-    out. ``libra help monitors`` has the table with units."""
+    """Metrics by the names of ``core.metric_names``, as monitors are told them; what is not known
+    is left out. ``libra help monitors`` has the table with units.
+    """
     checkpoint: str
-    """Its path on the hosts that train; empty if none was written."""
+    """Path of the checkpoint on the hosts that train; empty if none was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRow:
-    """One evaluation, of weights as they were after a step."""
+    """An evaluation of the weights after a step."""
 
     evaluation: int
     """Counted from 0 over all evaluations of the run."""
     name: str
     step: int
-    """Of the weights at which it began."""
+    """The step of the weights at which the evaluation began."""
     version_mean: float | None
     """Mean step of the weights that generated its tokens."""
     state: str
-    """running, finished or cut."""
+    """Either ``running``, ``finished`` or ``cut``."""
     started_at: float
     ended_at: float | None
     tasks: int
@@ -46,15 +47,15 @@ class EvaluationRow:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryRow:
-    """One attempt at one trajectory; an attempt that fails is followed by another."""
+    """An attempt at a trajectory; an attempt that fails is followed by another."""
 
     group: int
     """The trajectories of a group have one prompt."""
     member: int
-    """Its place in the group, from 0."""
+    """The trajectory's place in the group, from 0."""
     attempt: int
     state: str
-    """running, finished, failed or dropped."""
+    """Either ``running``, ``finished``, ``failed`` or ``dropped``."""
     step: int | None
     """The step that trained on it; None if none did, or has so far."""
     reward: float | None
@@ -64,44 +65,44 @@ class TrajectoryRow:
     turns: int
     generated_tokens: int
     context_tokens: int
-    """All its tokens, prompt and tools included."""
+    """Tokens of all its branches, prompt and tool returns included."""
     min_version: int | None
     """The oldest weight version that produced a token of it."""
     max_version: int | None
     detail: str
-    """Why it failed."""
+    """The reason why it failed; empty if it did not."""
     environment: str
     """The name of its environment, in a run that has several."""
     metrics: Mapping[str, float] = field(hash=False)
-    """What its environment has named, as ``env/NAME``."""
+    """Metrics that its environment reported, as ``env/NAME``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolRow:
-    """One tool call."""
+    """A tool call of a turn."""
 
     tool: str
     outcome: str
-    """ok, error or timeout."""
+    """Either ``ok``, ``error`` or ``timeout``."""
     latency_s: float
     characters: int
-    """Of the text that it returned."""
+    """Characters of the text that it returned."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRow:
-    """One generation of a trajectory."""
+    """A generation of a trajectory, with the tool calls after it."""
 
     group: int
     member: int
     attempt: int
     turn: int
-    """From 0."""
+    """The number of the turn, from 0."""
     slot: str
-    """Where its server was."""
+    """The slot of the server that generated it."""
     queued_at: float
     started_at: float
-    """When a server took it."""
+    """When a server began to generate it."""
     ended_at: float
     """When it was generated; its tools ran after it."""
     prompt_tokens: int
@@ -115,7 +116,7 @@ class TurnRow:
 
 @dataclass(frozen=True, slots=True)
 class PhaseRow:
-    """One phase of a move."""
+    """A phase of a move, in seconds since the epoch."""
 
     phase: str
     began: float
@@ -125,16 +126,16 @@ class PhaseRow:
 
 @dataclass(frozen=True, slots=True)
 class MoveRow:
-    """One slot that changed its role, or is about to."""
+    """A slot's move from one role to another, done or under way."""
 
     move: int
     plan: int
-    """The plan that asked for it."""
+    """The number of the plan that asked for the move."""
     slot: str
     from_role: str
     to_role: str
     state: str
-    """The phase under way, done or failed."""
+    """The phase under way, or ``done`` or ``failed``."""
     started_at: float
     ended_at: float | None
     phases: tuple[PhaseRow, ...]

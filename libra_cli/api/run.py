@@ -42,7 +42,7 @@ def load_run(path: str | Path) -> LoadedRun:
 
 
 class LoadedRun:
-    """What a run has written so far.
+    """The rows that a run has written so far.
 
     A table is read when it is first asked for and then stays as it is. While the run goes on, two
     tables may be a moment apart; load the run again for what has come since.
@@ -53,7 +53,7 @@ class LoadedRun:
         with Reader(directory) as reader:
             run = reader.run()
         self.id: str = run.id
-        """The run directory's name."""
+        """The name of the run directory."""
         self.state: str = run.state
         """starting, running, finished, failed or stopped; what a killed run was last."""
         self._decode = Decoder(directory / "model")
@@ -121,7 +121,8 @@ class LoadedRun:
             return reader.token_ids(*key)
 
     def text(self, trajectory: TrajectoryRow, branch: int = -1) -> str:
-        """What the model saw and said, with the template's control tokens; empty without tokens.
+        """Return the tokens of a branch as text, with the template's control tokens; empty without
+        tokens.
 
         Raises:
             StateError: the run directory has no tokenizer, as after ``model/`` was deleted.

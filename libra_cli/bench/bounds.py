@@ -42,7 +42,7 @@ class ServerShape:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What must be computed, in tokens; see the module."""
+    """The work that servers must do, in tokens, named as in the module's formula."""
 
     tokens: float
     kv: float
@@ -68,7 +68,7 @@ def least_makespan(
 
 
 def work_of(groups: Iterable[Sequence[RecordedEpisode]], *, max_len: Tokens) -> Work:
-    """What playing these groups once takes."""
+    """Return the least work of playing these groups once."""
     tokens = kv = prompt = 0.0
     for group in groups:
         prompt += min(episode.prompt for episode in group)
@@ -92,7 +92,9 @@ def path_s(cost: ServerLaw, episode: RecordedEpisode, *, max_len: Tokens) -> Sec
 
 
 def _turn_s(cost: ServerLaw, context: Tokens, generated: Tokens) -> Seconds:
-    """Its first token comes out of the step that computes the end of its prompt."""
+    """Return the seconds of a turn alone, of which the step that ends the prompt gives the first
+    token.
+    """
     kv = context + generated / 2
     return cost.decode_step_s(0, 0) + (generated - 1) * cost.decode_step_s(1, kv)
 

@@ -21,7 +21,7 @@ from libra_cli.core.planning.search import Layout, Search
 from libra_cli.core.workload import Workload
 
 TOLD = "told"
-"""As a planner's name: libra's, told the work to come."""
+"""The planner's name of libra's own that is told the work to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class OraclePlanner:
     coming: Callable[[int], Workload]
 
     def decide(self, now: Observation) -> Decision:
-        """What the planner makes of the work to come."""
+        """Return the decision of the planner for the work to come."""
         return self.planner.decide(replace(now, workload=self.coming(now.step)))
 
 

@@ -9,7 +9,7 @@ from libra_cli.core.types import Tokens
 PROFILE = "a800-qwen3-14b"
 GPUS, SEEDS, POLICY, DRIFT = 48, 3, "libra", "1,4"
 STALENESS = 1
-"""As a recipe has it by default."""
+"""The default of ``training.max_staleness``, as in a recipe."""
 NETWORK = 200.0
 """Gigabits a second between hosts, as in the evaluation of Libra (arXiv 2606.03077)."""
 MAX_LEN = 131_072
@@ -18,9 +18,9 @@ MAX_LEN = 131_072
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What is compared, and on what. Lists are separated by commas, drifts by spaces; an empty one
-    means all there are, and no drift.
+    """The conditions of an experiment as typed: contenders, traces and settings.
 
+    Lists are separated by commas, drifts by spaces; an empty one means all there are, and no drift.
     ``traces`` are files or the beginnings of shipped names; none is the default trace. ``bound`` is
     training.max_staleness, ``rule`` a name of ``config.RULES`` (empty: the recipe's default),
     ``stream`` training.stream, ``network`` in gigabits a second, ``seeds`` a number of workloads.

@@ -45,7 +45,7 @@ class BenchError(LibraError):
 
 @dataclass(frozen=True, slots=True)
 class ExperimentConfig:
-    """What to measure, and on what.
+    """The contenders, traces and settings of an experiment, looked up.
 
     ``policies`` and ``planners`` are the contenders; ``policy`` is the one that planners are
     compared under. ``drifts`` are what changes over a run, one comparison each. ``seeds`` is the
@@ -70,7 +70,7 @@ class ExperimentConfig:
 
     @classmethod
     def parse(cls, asked: Conditions) -> ExperimentConfig:
-        """What was asked for, with every name looked up.
+        """Return the configuration asked for, with every name looked up.
 
         Raises:
             BenchError: an unknown policy, planner or rule, or a drift that is none.
@@ -115,7 +115,7 @@ class ExperimentConfig:
 
     @property
     def conditions(self) -> str:
-        """Under which everything is compared, in words."""
+        """The settings that all contenders have in common, in words."""
         made = self.rule or f"{default_rule(self.bound)} (the default)"
         stream = ", streamed" if self.stream else ""
         return (
@@ -130,7 +130,7 @@ class ExperimentConfig:
 
     @property
     def warnings(self) -> list[str]:
-        """What the reader should know before the numbers: one line each."""
+        """Sentences that the reader should know before the numbers."""
         lines = [
             f"{trace.name} has no {', no '.join(trace.lacks)}: what would use them, cannot"
             for trace in self.traces

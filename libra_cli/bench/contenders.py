@@ -28,7 +28,7 @@ from libra_cli.plugins.finding import available, find
 from libra_cli.sim.traces import RecordedEpisode, Trace
 
 ADMISSION = "+admission"
-"""At the end of a name: the policy with libra's admission."""
+"""The end of a policy's name that has libra's admission."""
 CONSTANT_TOKENS = 300
 """The horizon of ``constant``; chosen, of 100, 300 and 1,000 the best on the shipped traces."""
 RECALL = 0.87
@@ -101,7 +101,7 @@ ORACLES: dict[str, Callable[[Future, Trace, int], SchedulingPolicy]] = {
 
 
 class _Constant(LeastExpectedCost):
-    """The same horizon for every request."""
+    """Least expected cost with the same horizon for every request."""
 
     def horizon(self, request: Request) -> float:
         """The same number of tokens for every trajectory."""
@@ -112,20 +112,18 @@ class _NoAdmission(LeastExpectedCost):
     """A free seat is enough to be admitted; vLLM preempts when its cache is full."""
 
     def admits(self, request: Request, queue: ServerQueue) -> bool:
-        """Whether a request is admitted: always."""
         return True
 
 
 class _NoBackPressure(LeastExpectedCost):
-    """More trajectories begin while there are seats."""
+    """Least expected cost with more trajectories begun whenever there are seats."""
 
     def has_room(self, contexts: Tokens, queues: ServerQueues) -> bool:
-        """Whether more trajectories may begin: always."""
         return True
 
 
 class _NoMoves(LeastExpectedCost):
-    """A trajectory ends where it began."""
+    """Least expected cost, but a trajectory ends where it began."""
 
     def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
         """The server the trajectory was on, if it still serves; else the cheapest."""
@@ -148,7 +146,7 @@ class _NoCosts(LeastExpectedCost):
 
 
 class _NoOrder(LeastExpectedCost):
-    """First come, first served in every queue."""
+    """Least expected cost, with every queue in the order requests came."""
 
     def rank(self, request: Request) -> float:
         """The place in a queue: the same for all."""
@@ -182,7 +180,7 @@ class _Admitted:
         return self._inner.rank(request)
 
     def admits(self, request: Request, queue: ServerQueue) -> bool:
-        """Within the KV budget, as libra."""
+        """Whether the request fits the KV budget, as in libra's policy."""
         return fits_kv(request, queue)
 
     def allow_steal(

@@ -63,7 +63,7 @@ def plan(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
 
 
 def blank_job(config: ExperimentConfig, trace: Trace) -> Job:
-    """libra on this trace, seed 0."""
+    """Return the job of libra on this trace, with seed 0, that contenders are derived from."""
     return replace(config.job(trace, steps=STEPS), policy="libra")
 
 

@@ -40,18 +40,22 @@ STEPS = 5
 """Optimizer steps of a run."""
 GROUPS, GROUP_SIZE = 32, 8
 MAX_TURNS = 1_000_000
-"""More than any recorded trajectory has."""
+"""A limit of turns that no recorded trajectory reaches."""
 TRAINED_ON = 1 / 3
-"""Of the GPUs: trajectories are cut at what a trainer on so many has the memory for, so that up to
-two thirds may serve whatever is drawn. Chosen."""
+"""Share of the GPUs on which a trainer must hold the longest trajectory, so that up to two thirds
+may serve whatever is drawn. Chosen.
+"""
 STORY_SEED = 0
 WAKE_S: Seconds = 10.8
-"""To wake a server that slept while its GPUs trained, as published for Libra (arXiv 2606.03077)."""
+"""Seconds to wake a server that slept while its GPUs trained, as published for Libra (arXiv
+2606.03077).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One simulated run. ``believed`` are the costs the policy and the planner reckon with.
+    """The input of one simulated run. ``believed`` are the costs the policy and the planner reckon
+    with.
 
     ``layout`` stays as it is for the whole run; ``start`` is what a planner that moves begins with,
     its own first plan without. ``script`` are layouts for equal parts of the run, one after the
@@ -83,25 +87,28 @@ class Job:
 
     @property
     def max_len(self) -> Tokens:
-        """At how many tokens trajectories are cut: model.max_len of the recipe."""
+        """Tokens at which trajectories are cut: model.max_len of the recipe."""
         return min(self.most_tokens, longest_of(self.profile, self.gpus))
 
     @property
     def workload(self) -> Workload:
-        """What is known before the run: other draws from the same tasks, as they are at first."""
+        """The work expected before the run: other draws from the same tasks, as they are at
+        first.
+        """
         first = replace(self.drift, factors=self.drift.factors[:1], task=None)
         groups = first.groups(self.trace, f"plan/{self.seed}", size=self.members, number=1)
         return self.work_of(islice(groups, self.groups_per_step))
 
     def work_of(self, groups: Iterable[Sequence[RecordedEpisode]]) -> Workload:
-        """These groups, as the work of a step that a planner plans for."""
+        """Return these groups as the work of a step that a planner plans for."""
         longest = self.max_len
         return self._work(tuple(each.sample(longest) for group in groups for each in group))
 
     @property
     def guessed(self) -> Workload:
-        """What a recipe without lengths goes by: a guess from its limits, which allow the most
-        turns of the trace, and the most tokens of one."""
+        """The work expected by a recipe without lengths: a guess from its limits, which allow the
+        most turns of the trace, and the most tokens of one.
+        """
         turns = [episode.turns for episode in self.trace.episodes]
         most = max(turn.generated for each in turns for turn in each)
         limits = TrajectoryLimits(self.max_len, max(map(len, turns)), most)
@@ -152,8 +159,10 @@ def _batches(job: Job) -> dict[str, object]:
 
 
 def longest_of(profile: Profile, gpus: int) -> Tokens:
-    """At how many tokens trajectories are cut on so many GPUs: ``MAX_LEN``, or what a trainer on
-    ``TRAINED_ON`` of them has the memory for; where it has none at all, the smallest that has."""
+    """Return at how many tokens trajectories are cut on ``gpus`` GPUs: ``MAX_LEN``, or what a
+    trainer on ``TRAINED_ON`` of them has the memory for; where it has none at all, the smallest
+    that has.
+    """
     least = max(1, round(TRAINED_ON * gpus))
     fitting = map(profile.training.longest_context, range(least, gpus + 1))
     return min(MAX_LEN, next(filter(None, fitting), MAX_LEN))
@@ -288,7 +297,7 @@ def _cost(profile: Profile, bucket: Bucket) -> ServerLaw:
 def _train_s(
     profile: Profile, switch_s: Seconds, samples: tuple[a.TrainSample, ...], gpus: int
 ) -> Seconds:
-    """A step on so many GPUs."""
+    """Return the seconds of a step on ``gpus`` GPUs, with ``switch_s`` before it."""
     batch = tuple(_sample(sample) for sample in samples)
     return switch_s + profile.training.seconds(max(1, gpus), Workload(batch, len(batch)))
 
@@ -352,7 +361,7 @@ def _steady(job: Job, world: World) -> float:
 
 
 def _migrations(world: World) -> int:
-    """Servers that the plans started and stopped."""
+    """Return how many servers the plans started and stopped."""
     moves = world.recording.moves.values()
     return sum("rollout" in (move.from_role, move.to_role) for move in moves)
 

@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 def simulated(run: Callable[[Job], _T], jobs: Sequence[Job], progress: Progress) -> Iterator[_T]:
-    """What ``run`` makes of each job, on every core there is."""
+    """Yield the result of ``run`` for each job, in order, on every core there is."""
     cores = len(os.sched_getaffinity(0))
     one = partial(_cleared, run)
     with ProcessPoolExecutor(min(cores, len(jobs) or 1), initializer=_leave_with_parent) as pool:

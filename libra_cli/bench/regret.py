@@ -63,20 +63,21 @@ GPUS_A_GROUP = 3
 PARTS = 4
 """Parts of a run that have a plan each, in the clairvoyant's script."""
 SHARES = (0.25, 0.5, 0.75)
-"""Of the GPUs, that serve in the static plans tried first."""
+"""Shares of the GPUs that serve in the static plans tried first."""
 FINEST = 1 / 12
-"""Of the GPUs: static plans nearer to each other than that differ by luck. Chosen."""
+"""Share of the GPUs by which static plans differ at least: nearer ones differ by luck. Chosen."""
 FINALISTS = 4
-"""Of the static plans on the first seed, that are simulated on every other one."""
+"""Best static plans of the first seed that are simulated on every other seed."""
 STARTS = ("", "guess", "half", "worst")
-"""What libra begins with: its own first plan, that of a recipe which says nothing of lengths, half
-of the GPUs, the worst plan tried first."""
+"""Plans that libra begins with: its own first plan, that of a recipe which says nothing of lengths,
+half of the GPUs, the worst plan tried first.
+"""
 TRADITIONAL, LIBRA = "uniform", "libra"
 
 _Shape: TypeAlias = tuple[int, int]
 """Tensor-parallel degree and number of servers."""
 _Static: TypeAlias = tuple[ResultRow, tuple[Seconds, ...]]
-"""What came out of a static plan, and when each of its steps ended."""
+"""The result of a static plan, and the time at which each of its steps ended."""
 _Runs: TypeAlias = dict[Layout, _Static]
 
 
@@ -104,7 +105,7 @@ def regret(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
 
 
 def _job(config: ExperimentConfig, trace: Trace, drift: Drift) -> Job:
-    """What every run of a trace and drift has in common."""
+    """Return the job that every run of a trace and drift is derived from."""
     return replace(
         config.job(trace, steps=STEPS),
         planner="fixed",
@@ -292,7 +293,7 @@ class _Case:
 
     @property
     def note(self) -> str:
-        """Which plans are the bounds, and of how many."""
+        """A sentence on which static plans are the bounds, and of how many."""
         runs = {layout: ended for layout, (_, ended) in self.static_runs[0].items()}
         script = best_script(runs, lambda today, then: 0.0)
         best, worst = self._best(0), self._start("worst")
@@ -306,7 +307,7 @@ class _Case:
 
 
 def libra_from(start: str) -> str:
-    """What libra from this start is called in the rows."""
+    """Return the name in the rows of libra from this start."""
     return f"{LIBRA}, {start} start" if start else LIBRA
 
 

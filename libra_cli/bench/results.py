@@ -38,9 +38,11 @@ BEST_STATIC = "best static"
 BASE_POLICY = "least-loaded"
 BASE_PLANNER = "static-best"
 USUAL_POLICY = "sticky-least-loaded"
-"""What a planner's baseline is run with, where it was: a static split, sticky routing."""
+"""The policy of a planner's baseline, where it was run: a static split, sticky routing."""
 LEAST_GAIN = 0.02
-"""Of the clairvoyant over the best static plan; a share of less says nothing. Chosen."""
+"""Gain of the clairvoyant over the best static plan, as a share; a share of a smaller gain says
+nothing. Chosen.
+"""
 AS_IT_IS = "as it is"
 METRICS = (
     "throughput_tok_s",
@@ -71,14 +73,14 @@ Contender: TypeAlias = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class ResultRow:
-    """One run: who decided, on what, and what came out.
+    """The result of one run: who decided, on what, and what came out.
 
     ``steady_tok_s`` is the throughput from the step on by which as many are in flight as may be, or
     of the second half of a run that is too short for that; ``idle_rollout`` and ``idle_train`` are
     shares of slot time between 0 and 1; ``p50_s`` and ``p99_s`` the time of a trajectory from its
     start to its last token; ``moves`` counts what went elsewhere; ``reprefilled_tokens`` are prompt
-    tokens computed although they had been before; ``bound_s`` is the least makespan of what
-    was trained, None where plans change or groups may be trained in part. ``variant`` says what was
+    tokens computed although they had been before; ``bound_s`` is the least makespan of what was
+    trained, None where plans change or groups may be trained in part. ``variant`` says what was
     changed in the experiment; empty for nothing.
     """
 
@@ -100,22 +102,21 @@ class ResultRow:
 
     @property
     def contender(self) -> Contender:
-        """What is compared with others on the same workload."""
+        """The variant, planner and policy, which are compared with others on the same workload."""
         return self.variant, self.planner, self.policy
 
     @property
     def causal(self) -> bool:
-        """Whether it could be had: the clairvoyant reads the future."""
+        """Whether neither policy nor planner reads the future, as the clairvoyant does."""
         return is_causal(self.policy, self.planner)
 
     def metric(self, name: str) -> float:
-        """The value of one of ``METRICS``."""
         return float(getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What the report draws of one run.
+    """The slots' states and the trajectories' lengths of one run, which the report draws.
 
     ``spans`` are (slot, state, start, end) in seconds; ``lengths`` the generated tokens of every
     trajectory.
@@ -132,7 +133,8 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Regret:
-    """What libra lost to the best static plan, from one start, on one trace and drift.
+    """The throughput that libra lost to the best static plan, from one start, on one trace and
+    drift.
 
     ``regret``, ``steady_regret`` (by ``steady_tok_s``) and ``over_uniform`` are shares of the other
     one's throughput, ``ci95`` is of the first, over the seeds. ``share_of_clairvoyant`` is libra's
@@ -154,7 +156,9 @@ class Regret:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentResult:
-    """What an experiment hands over. ``notes`` are sentences to show beside its tables."""
+    """The rows, timelines and regrets of an experiment. ``notes`` are sentences beside its
+    tables.
+    """
 
     title: str
     rows: list[ResultRow]
@@ -164,13 +168,13 @@ class ExperimentResult:
 
     @property
     def comparisons(self) -> list[Comparison]:
-        """What may be concluded from the rows; raises as ``compare``."""
+        """The comparisons that follow from the rows; raises as ``compare``."""
         return compare(self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One contender minus another, by seed, as shares of the other's mean (-0.1: a tenth less).
+    """A contender's mean minus another's, by seed, as a share of the other's (-0.1: a tenth less).
 
     ``ci95`` is None with fewer than two seeds in common.
     """
@@ -187,7 +191,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonSummary:
-    """One contender on one trace, over the seeds.
+    """The means of one contender on one trace, over the seeds.
 
     ``judged_by`` is the metric of the comparisons: the makespan where policies are compared, the
     end-to-end throughput where planners are. ``rival`` is the best other causal contender. ``best``
@@ -210,17 +214,15 @@ class ComparisonSummary:
 
     @property
     def contender(self) -> Contender:
-        """As ``ResultRow.contender``."""
         return self.variant, self.planner, self.policy
 
     @property
     def causal(self) -> bool:
-        """As ``ResultRow.causal``."""
         return is_causal(self.policy, self.planner)
 
     @property
     def significant(self) -> bool:
-        """Whether it really differs from the best other causal contender."""
+        """Whether it differs from the best other causal contender by more than chance."""
         return self.rival is not None and self.rival.significant
 
 
@@ -269,7 +271,7 @@ def to_json(results: Iterable[ExperimentResult]) -> dict[str, Any]:
 
 
 def is_causal(policy: str, planner: str) -> bool:
-    """Whether neither of them knows the future."""
+    """Whether neither the policy nor the planner knows the future."""
     return {policy, planner}.isdisjoint(_KNOW_THE_FUTURE)
 
 
@@ -284,7 +286,7 @@ def interval(values: Sequence[float]) -> Interval | None:
 
 @cache
 def student_t(freedom: int) -> float:
-    """How far 95 % of Student's distribution with so many degrees of freedom lie from 0 at most."""
+    """Return the distance from 0 within which 95 % of Student's distribution lie."""
     low, high = 0.0, math.pi / 2
     while low < (angle := (low + high) / 2) < high:
         if _share_within(angle, freedom) < 0.95:
@@ -335,7 +337,10 @@ def _variant(arena: _Runs) -> str:
 
 
 def _names(contenders: Sequence[Contender]) -> tuple[str, ...]:
-    """What differs first (variant, planner, policy), and only what it takes to tell them apart."""
+    """Return a name for each contender, of no more parts than it takes to tell them apart.
+
+    The part that differs first of variant, planner and policy comes first.
+    """
     varying = [at for at in range(3) if len({c[at] for c in contenders}) > 1] or [2]
     usual = [mode(c[at] for c in contenders) for at in range(3)]
     first = varying[0]
@@ -358,7 +363,9 @@ def _summaries(arena: _Runs) -> list[ComparisonSummary]:
 
 
 def _baseline(contenders: Sequence[Contender]) -> Contender:
-    """The first of these that is there."""
+    """Return the contender that the others are compared with: the first of the wanted that was
+    run.
+    """
     variants, planners = ({c[at] for c in contenders} for at in (0, 1))
     wanted: list[tuple[str | None, str | None]] = [(None, BASE_POLICY)]
     if len(variants) > 1:
@@ -373,7 +380,7 @@ def _baseline(contenders: Sequence[Contender]) -> Contender:
 
 
 def _ranked_causal(arena: _Runs, judged_by: str) -> list[Contender]:
-    """The causal contenders, the best first."""
+    """Return the causal contenders, the best first."""
     sign = 1.0 if judged_by == "makespan_s" else -1.0
     causal = [name for name, runs in arena.items() if next(iter(runs.values())).causal]
     return sorted(causal, key=lambda name: sign * _metric_mean(arena[name].values(), judged_by))
@@ -408,7 +415,9 @@ def _metric_mean(runs: Iterable[ResultRow], metric: str) -> float:
 
 
 def _difference(arena: _Runs, one: Contender, other: Contender, metric: str) -> Difference | None:
-    """By seed, over the seeds both have; None where they have none, or nothing to relate to."""
+    """Return the difference over the seeds that both have; None without any, or with a mean of
+    0.
+    """
     pairs = _pairs(arena, (one, other), metric)
     whole = fmean(pair[1] for pair in pairs) if pairs else 0.0
     if whole == 0.0:

@@ -30,7 +30,9 @@ LONGEST = 0.1
 
 @dataclass(frozen=True, slots=True)
 class RuleRow:
-    """One run under one rule. Shares are 0 to 1, ages in versions, lengths in generated tokens."""
+    """The result of one run under one rule. Shares are 0 to 1, ages in versions, lengths in
+    generated tokens.
+    """
 
     rule: str
     bound: int
@@ -49,7 +51,7 @@ class RuleRow:
     longest_later: float
     longest_lost: float
     played_length: float
-    """Mean over all members of trained groups."""
+    """Mean generated tokens over all members of trained groups."""
     trained_length: float
 
 
@@ -120,7 +122,7 @@ def _row(job: Job) -> RuleRow:
 
 @dataclass(frozen=True, slots=True)
 class _Lengths:
-    """Of all members of trained groups, by what became of them."""
+    """The lengths of all members of trained groups: trained, to be trained later, or lost."""
 
     trained: list[Tokens]
     later: list[Tokens]
@@ -142,7 +144,7 @@ class _Lengths:
         return found
 
     def share(self, some: Sequence[Tokens]) -> float:
-        """How many of the longest are among these."""
+        """Return which share of the longest members is among ``some``."""
         every = sorted([*self.trained, *self.later, *self.lost])
         least = every[int((1 - LONGEST) * (len(every) - 1))]
         longest = sum(length >= least for length in every)

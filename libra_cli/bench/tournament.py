@@ -50,27 +50,28 @@ BOUNDS = (0, 1, 1, 2, 4)
 DRAWN_RULES = ("", "", "hold")
 """The recipe's default, twice as often as the published rule."""
 OVERSAMPLED = (0, 0, 2)
-"""Members more than a group trains."""
+"""Members started beyond those that a group trains; one is drawn."""
 MAX_LENS = (MAX_LEN, MAX_LEN, 16_384, 32_768)
 """Tokens at which trajectories are cut, or where memory ends."""
 DRIFTS = ("none", "1,4", "4,1", "1,4,1", "turns:1,3", "tools:1,20", "task")
 DRAWS = 100
-"""Of one circumstance, until one can be played: of traces of which none can, not for ever.
-Chosen."""
+"""The most draws of one circumstance: where no trajectory of a trace can be played, they would go
+on for ever. Chosen.
+"""
 BEHIND = 0.01
-"""Of uniform's throughput; less is luck."""
+"""Share of uniform's throughput from which on libra counts as behind; less is luck."""
 
 
 @dataclass(frozen=True, slots=True)
 class Circumstance:
-    """One drawn circumstance: its number, and the job of libra from its own start."""
+    """A circumstance drawn at random: its number, and the job of libra from its own start."""
 
     number: int
     job: Job
 
     @property
     def kind(self) -> str:
-        """What changes over the run."""
+        """The kind of drift over the run, or "no drift"."""
         drift = self.job.drift
         return drift.kind if drift.factors or drift.task else "no drift"
 
@@ -94,8 +95,10 @@ class Circumstance:
 
 @dataclass(frozen=True, slots=True)
 class Bout:
-    """What came out of one circumstance: generated tokens a second of each contender, and how many
-    servers libra started and stopped from its own start."""
+    """The throughput of each contender in one circumstance, in generated tokens a second.
+
+    ``moves`` are the servers that libra started and stopped from its own start.
+    """
 
     circumstance: Circumstance
     libra: float
@@ -106,24 +109,25 @@ class Bout:
 
     @property
     def over_uniform(self) -> float:
-        """How much more throughput libra has than half a side that stays, as a share of it."""
+        """The throughput of libra over that of ``uniform``, less 1."""
         return self.libra / self.uniform - 1
 
     @property
     def half_over_uniform(self) -> float:
-        """The same of libra's planner where it begins with half a side."""
+        """The same of libra's planner that begins with half of the GPUs a side."""
         return self.half / self.uniform - 1
 
     @property
     def over_kept(self) -> float:
-        """How much more than its own first plan that stays."""
+        """The throughput of libra over that of its first plan without changes, less 1."""
         return self.libra / self.kept - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How libra did in some circumstances: means with half a 95 % interval, worst and best, and how
-    many libra was behind uniform in by more than ``BEHIND``.
+    """The results of libra in some circumstances: means with half a 95 % interval, worst and best.
+
+    ``behind`` counts those in which libra was behind uniform by more than ``BEHIND``.
     """
 
     of: str
@@ -140,7 +144,7 @@ class Standing:
 
     @classmethod
     def among(cls, of: str, bouts: Sequence[Bout]) -> Standing:
-        """Sum up at least one bout."""
+        """Return the standing over at least one bout."""
         uniform, kept = ([getattr(b, n) for b in bouts] for n in ("over_uniform", "over_kept"))
         return cls(
             of,

@@ -33,7 +33,7 @@ REGRET_TRACES = ["tau2bench", "moatless"]
 QUICK = "least-loaded,sticky-least-loaded,libra,known-lengths"
 """The policies of a bare ``libra bench``, unless others are named."""
 DRAWN = {"gpus", "profile", "planners", "drift", "bound", "rule", "stream", "max_len", "seeds"}
-"""What ``--random`` draws."""
+"""The options that ``--random`` draws, and that are refused beside it."""
 
 
 @bench.callback()

@@ -34,7 +34,7 @@ Only = Annotated[str, typer.Option(help="Only these, separated by commas.")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """What was typed: the options of all experiments, of which each takes some."""
+    """The options of all experiments as typed, of which each takes some."""
 
     traces: Annotated[
         list[str],
@@ -97,7 +97,7 @@ class BenchOptions:
 
     @property
     def conditions(self) -> Conditions:
-        """What an experiment is asked."""
+        """The options as the conditions of an experiment."""
         said = asdict(self) | {"traces": tuple(self.traces)}
         return Conditions(**{one.name: said[one.name] for one in fields(Conditions)})
 
@@ -144,7 +144,7 @@ def given(context: typer.Context) -> set[str]:
 
 
 def flag_of(context: typer.Context, name: str) -> str:
-    """How an option of that name is typed."""
+    """Return how an option of that name is typed."""
     return next(one.opts[0] for one in context.command.params if one.name == name)
 
 

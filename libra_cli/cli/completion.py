@@ -29,7 +29,7 @@ RunDir = Annotated[
         autocompletion=run_directories,
     ),
 ]
-"""Of a command that takes the newest run where none is named."""
+"""The argument of commands that take the newest run where none is named."""
 
 
 def topics(incomplete: str) -> Iterator[tuple[str, str]]:

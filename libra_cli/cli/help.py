@@ -1,4 +1,4 @@
-"""``libra help``: the documentation, in the terminal."""
+"""``libra help``: prints the pages of documentation in the terminal."""
 
 from __future__ import annotations
 

@@ -100,11 +100,11 @@ class _HostLines:
         self._lines: dict[str, TaskID] = {}
 
     def stage(self, host: str, what: str) -> None:
-        """Show what is being done."""
+        """Show the stage that a host is in."""
         self._progress.update(self._line(host), description=f"{host}: {what}")
 
     def bytes(self, host: str, count: int) -> None:
-        """Add the bytes that were copied."""
+        """Advance a host's bar by ``count`` copied bytes."""
         self._progress.advance(self._line(host), count)
 
     def _line(self, host: str) -> TaskID:

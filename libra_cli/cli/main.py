@@ -266,5 +266,5 @@ def stop(
 
 
 def main() -> None:
-    """Entry point of the ``libra`` command."""
+    """Run the ``libra`` command; the entry point of the package."""
     app()

@@ -31,5 +31,4 @@ class PageView(Markdown):
     }
 
     def __init__(self, page: str) -> None:
-        """Take the Markdown of a page."""
         super().__init__(for_terminal(page), hyperlinks=False)

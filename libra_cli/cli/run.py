@@ -100,7 +100,7 @@ def _run(recipe: Recipe, path: Path, run_dir: Path, *, resume: bool) -> None:
 
 
 def _print_end(run_dir: Path, recipe: Path | None, report: Path | None) -> None:
-    """What came of a run; of one that did not finish the exit code says so."""
+    """Print the end of a run, and exit with its code if it did not finish."""
     from libra_cli.report.status.summary import status_of
     from libra_cli.report.terminal.console import final_view
     from libra_cli.runtime.store.event_log import EVENTS

@@ -1,4 +1,4 @@
-"""``libra show``: trajectories to read."""
+"""``libra show``: prints trajectories to read."""
 
 from __future__ import annotations
 

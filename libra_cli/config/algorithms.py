@@ -18,18 +18,22 @@ from libra_cli.config.plugins import PluginGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What an algorithm needs beside trajectories, their rewards and their log-probabilities."""
+    """The needs of an algorithm beside trajectories, their rewards and their log-probabilities."""
 
     turns: bool = False
-    """It weighs each turn by itself, and discounts what comes later by ``training.gamma``."""
+    """The advantage weighs each turn by itself, and discounts later ones by ``training.gamma``."""
     leave_one_out: bool = False
-    """It compares a member with the others of its group, and not with the mean of all."""
+    """The advantage compares a member with the other members of its group, not with the mean of
+    all.
+    """
     whole_batch: bool = False
-    """It compares a trajectory with the whole batch, which must be there at once."""
+    """The advantage compares a trajectory with the whole batch, which must be there at once."""
     whole_groups: bool = False
     """The loss compares the trajectories of a group, so that one process computes all of them."""
     group_values: bool = False
-    """The loss compares them by what the model says of them, which is a pass before each update."""
+    """The loss compares trajectories of a group by the model's log-probabilities, which takes a
+    pass before each update.
+    """
     reference: bool = False
     """The first policy is kept beside the one that is trained."""
     critic: bool = False
@@ -37,7 +41,7 @@ class Needs:
     teacher: bool = False
     """A teacher judges every token before a trajectory ends."""
     offline: bool = False
-    """It learns from given conversations: nothing is played, and there are no rewards."""
+    """The loss learns from given conversations: nothing is played, and there are no rewards."""
 
     def __or__(self, other: Needs) -> Needs:
         names = [one.name for one in fields(self)]
@@ -51,7 +55,9 @@ class Shipped:
     code: str
     needs: Needs = Needs()
     controller: str = ""
-    """Of a loss: the import path of its ``core.algorithms.base.Objective``, if it has one."""
+    """Import path of the ``core.algorithms.base.Objective`` of a loss; empty where it needs
+    none.
+    """
 
 
 _CORE = "libra_cli.core.algorithms"
@@ -88,21 +94,26 @@ _LOSSES: Mapping[str, Shipped] = {
 }
 _FOREIGN_ADVANTAGE = Shipped("")
 _FOREIGN_LOSS = Shipped("", Needs(whole_groups=True))
-"""Of a loss that does not ship with libra: it may compare the trajectories of a group. That it
-keeps the first policy only the hosts can tell (``node.losses.protocol``)."""
+"""The needs of a loss that does not ship with libra: it may compare the trajectories of a group.
+Whether it needs the first policy only the hosts can tell (``node.losses.protocol``).
+"""
 
 ADVANTAGES = PluginGroup(
     "libra.advantages",
     "advantage estimator",
     {name: one.code for name, one in _ADVANTAGES.items()},
 )
-"""``core.advantages.protocol`` says what an estimator is."""
+"""The advantage estimators; ``core.advantages.protocol`` says what an estimator is."""
 LOSSES = PluginGroup("libra.losses", "loss", {name: one.code for name, one in _LOSSES.items()})
-"""``node.losses.protocol`` says what a loss is."""
+"""The losses; ``node.losses.protocol`` says what a loss is."""
 
 
 def needs_of(advantage: str, loss: str) -> Needs:
-    """What a pair needs; of one that does not ship with libra, as far as it can be told here."""
+    """Return the needs of an advantage and a loss together.
+
+    The needs of one that does not ship with libra are known only as far as can be told without its
+    code.
+    """
     estimator = _ADVANTAGES.get(advantage, _FOREIGN_ADVANTAGE)
     return estimator.needs | _LOSSES.get(loss, _FOREIGN_LOSS).needs
 

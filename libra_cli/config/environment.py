@@ -26,9 +26,9 @@ class WorkersSpec(Section):
     on_resume = MAY_CHANGE
 
     processes: Positive = 4
-    """How many of them work at the same time, on each node."""
+    """The number of processes that work at the same time, on each node."""
     nodes: Annotated[tuple[str, ...], one_or_several] = ()
-    """Where: names of nodes, whose Python has the environment. None: on the controller."""
+    """The nodes whose Python runs the environment, by name. None: on the controller."""
 
 
 class TaskSourceSpec(Section):
@@ -40,14 +40,15 @@ class TaskSourceSpec(Section):
     """A file .jsonl, .jsonl.gz, .json or .parquet, or a directory of such, relative to the recipe;
     one row is one task. Of a run that goes on it may lie elsewhere, with the same rows."""
     split: str | None = None
-    """In a directory: the files of this name, with or without a number. In a file: the rows whose
-    split or extra_info.split it is, or the key of a .json. Null: train in a directory, else all."""
+    """The files of this name in a directory, with or without a number; or the rows of a file whose
+    split or extra_info.split it is, or the key of a .json. Null: train in a directory, else all.
+    """
     shuffle: bool = False
     """Take the rows in an order drawn by run.seed, another one each time they begin again."""
     limit: Positive | None = None
     """At most so many rows: the first, or with shuffle a sample drawn by run.seed. Null: all."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
-    """Its share of the groups, of the sum of the weights of all sources."""
+    """The source's share of the groups is this over the sum of the weights of all sources."""
 
 
 class McpServerSpec(Section):
@@ -56,7 +57,7 @@ class McpServerSpec(Section):
     on_resume = fixed("the policy was trained with these tools")
 
     url: Annotated[str, MAY_CHANGE]
-    """Where it is, for example http://127.0.0.1:8000/mcp."""
+    """The URL of the server, for example http://127.0.0.1:8000/mcp."""
     name: str = ""
     """If it is given, the model knows the server's tools as NAME_TOOL."""
     headers: Annotated[dict[str, str], MAY_CHANGE] = {}
@@ -83,16 +84,18 @@ class EnvironmentSpec(Section):
     name: str = "pointer-chase"
     """A shipped environment, an entry point of group ``libra.environments``, or module:attr."""
     label: Annotated[str | None, MAY_CHANGE] = None
-    """What metrics call it, where there are several. Null: its name, with a number if needed."""
+    """The environment's name in metrics, where there are several. Null: its name, with a number if
+    needed.
+    """
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Its share of the groups is this over the sum of all weights."""
+    """The environment's share of the groups is this over the sum of all weights."""
     args: dict[str, JsonValue] = {}
-    """Keyword arguments of its factory."""
+    """Keyword arguments of the environment's factory."""
     tasks: Annotated[tuple[TaskSourceSpec, ...], listed("path", TaskSourceSpec)] = ()
     """A path, a mapping with the keys below, or a list of either. None: the environment makes
     them."""
     tool_timeout_s: Annotated[float, Field(gt=0), MAY_CHANGE] = 10.0
-    """How long a tool call, a reset or a score may take."""
+    """Seconds that a tool call, a reset or a score may take."""
     retries: Annotated[Count, MAY_CHANGE] = 3
     """Fresh attempts at a trajectory whose environment or server broke. Of several, the most."""
     concurrency: Annotated[Positive, MAY_CHANGE] = 64
@@ -118,15 +121,18 @@ class EvaluationSpec(Section):
     name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)] = (
         None
     )
-    """What status, reports and metrics call it. Null: its environment's label or name, or held-out,
-    with a number if needed."""
+    """The name in status, reports and metrics. Null: the environment's label or name, or held-out,
+    with a number if needed.
+    """
     environment: EnvironmentSpec | None = None
     """The environment to play. Null: the run's own."""
     tasks: Annotated[tuple[TaskSourceSpec, ...], listed("path", TaskSourceSpec)] = ()
     """Files of tasks for the run's own environment, which are not those that it trains on. None:
     its environment makes them, by the seed below."""
     num_tasks: Annotated[int, Field(ge=1, le=1_000_000)] = 64
-    """How many tasks are played: the first so many. Intervals narrow with its square root."""
+    """The number of tasks that are played, the first ones. Intervals narrow with its square
+    root.
+    """
     samples: Annotated[int, Field(ge=1, le=1024)] = 4
     """Trajectories of each task: pass@k is known up to this k."""
     seed: Count = 1_000_000
@@ -147,7 +153,7 @@ class EvaluationSpec(Section):
 
 
 def evaluation_names(specs: Sequence[EvaluationSpec]) -> tuple[str, ...]:
-    """What each is called, all different."""
+    """Return the names of the evaluations, with numbers where two would be equal."""
     names: list[str] = []
     for one in specs:
         played = one.environment
@@ -193,9 +199,9 @@ class AgentSpec(Section):
     max_branches: Positive = 16
     """The most sequences that a trajectory may become where an agent leaves its conversation."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """How long an agent may take until its next request or its end."""
+    """Seconds that an agent may take until its next request or its end."""
     nodes: Annotated[tuple[str, ...], one_or_several, _FOR_COMMANDS] = ()
-    """Where commands run: names of nodes. None: on the controller."""
+    """The nodes that run commands, by name. None: the controller runs them."""
     concurrency: Positive = 64
     """The most agents that libra runs at the same time, on each node."""
 
@@ -235,12 +241,13 @@ class TeacherSpec(Section):
     """A token's advantage is this times log(teacher / policy), the reverse KL divergence at the
     token with the sign turned. Tinker's kl_penalty_coef, prime-rl's teacher_tau."""
     advantage_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    """What is added to it: so much of the advantage by ``training.advantage``, which is of rewards.
-    0 leaves rewards out of the loss. prime-rl's adv_tau."""
+    """The weight of the advantage by ``training.advantage``, which is of rewards, beside the
+    divergence. 0 leaves rewards out of the loss. prime-rl's adv_tau.
+    """
     concurrency: Positive = 32
     """The most requests at the same time."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
-    """How long a request may take before it is tried again."""
+    """Seconds that a request may take before it is tried again."""
     patience_s: Annotated[float, Field(gt=0.0)] = 1800.0
     """A run in which the teacher has answered nothing for so long ends as failed, to be resumed.
     Until then trajectories wait for it, and status says so."""

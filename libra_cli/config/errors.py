@@ -59,7 +59,7 @@ class HostKeyError(HostError):
 
 
 class HostLost(HostError):
-    """The connection to a host dropped."""
+    """The connection to a host dropped, and did not come back in time."""
 
 
 class ProcessError(LibraError):
@@ -105,7 +105,7 @@ class IllegalMove(Exception):
 
 
 NONSENSE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What reading an answer, a file or a message of an unexpected shape may raise."""
+"""Exceptions that reading an answer, a file or a message of an unexpected shape may raise."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -17,7 +17,9 @@ Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", 
 
 
 STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
-"""Of a section: frozen, with no other keys than its own, and no infinite numbers."""
+"""The model configuration of a section: frozen, with no other keys than its own, and no infinite
+numbers.
+"""
 
 
 class Section(BaseModel):
@@ -25,7 +27,9 @@ class Section(BaseModel):
 
     model_config = STRICT
     on_resume: ClassVar[OnResume] = UNSAID
-    """Of the keys without a mark of their own; a section without it marks each of its keys."""
+    """The mark of the keys without one of their own; a section without it marks each of its
+    keys.
+    """
 
     def problems(self) -> Iterator[Problem]:
         """Yield every broken rule between keys of this section, named as they stand in it."""
@@ -40,4 +44,4 @@ def as_tuple(value: Any) -> Any:
 
 
 one_or_several = BeforeValidator(as_tuple, json_schema_input_type=str | list[str])
-"""A text, or a list of texts."""
+"""Reads a text, or a list of texts, as a tuple of texts."""

@@ -30,9 +30,9 @@ class OnResume:
 
 MAY_CHANGE = OnResume()
 ALL_MAY_CHANGE = OnResume(whole=True)
-"""Of a key with sections whose own keys must stay elsewhere in a recipe."""
+"""The mark of a key with sections whose own keys must stay elsewhere in a recipe."""
 UNSAID = OnResume("nobody has said that it may change")
-"""Of a key that is not marked; there is none."""
+"""The mark of a key that has none; no key is left so."""
 
 
 def fixed(why_not: str) -> OnResume:
@@ -81,7 +81,7 @@ def _sections_in(hint: Any) -> Iterator[type[BaseModel]]:
 
 
 def changes(before: BaseModel, now: BaseModel, path: str = "") -> Iterator[RecipeChange]:
-    """What differs between two recipes, or two sections of the same kind."""
+    """Yield the differences of two recipes, or of two sections of the same kind."""
     for name in type(before).model_fields:
         key = f"{path}.{name}".strip(".")
         mark = mark_of(type(before), name)

@@ -17,14 +17,14 @@ from libra_cli.config.problems import Problem
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What another key must be, so that the marked one means something."""
+    """The value of another key without which the marked key means nothing."""
 
     key: str
     """A key of the same section, or, with a dot in it, a path from the top of the recipe."""
     value: object
-    """Its value; None is any that is set."""
+    """The other key's value; None stands for any value that is set."""
     holds_with: bool
-    """Whether it must have that value, or must not."""
+    """Whether the other key must have that value, or must not have it."""
     why: str
 
     @property

@@ -45,5 +45,6 @@ OTHER_NAMES: Mapping[str, str] = {
     "ulysses_sequence_parallel_size": "training.cp_size",
     "use_kl_in_reward": "training.kl_in_reward",
 }
-"""Their keys, with their section where another has one of that name, and what people call them for
-short. Near in meaning, not in every detail: ``libra explain`` tells of libra's."""
+"""libra's keys by their keys, with a section where another has one of that name, and by what people
+call them for short. Near in meaning, not in every detail: ``libra explain`` tells of libra's.
+"""

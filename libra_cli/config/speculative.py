@@ -20,15 +20,16 @@ class SpeculativeSpec(Section):
     on_resume = MAY_CHANGE
 
     method: Literal["ngram", "suffix"] = "ngram"
-    """Where drafts come from: ``ngram``, what followed the last tokens earlier in the same turn's
+    """The source of drafts: ``ngram``, what followed the last tokens earlier in the same turn's
     context; ``suffix``, also in other turns that the server has generated (arXiv 2411.04975; needs
-    the package arctic-inference on hosts)."""
+    the package arctic-inference on hosts).
+    """
     num_speculative_tokens: Positive = 3
     """The most tokens of a draft."""
     prompt_lookup_max: Annotated[Positive, only_with("method", "ngram")] = 4
     """The most tokens at the end of a context that are looked up earlier in it."""
     prompt_lookup_min: Annotated[Positive, only_with("method", "ngram")] = 2
-    """The fewest."""
+    """The fewest tokens at the end of a context that are looked up earlier in it."""
 
     def problems(self) -> Iterator[Problem]:
         """Yield bounds of the look-up that no length meets."""
@@ -41,7 +42,7 @@ class SpeculativeSpec(Section):
 
     @property
     def flags(self) -> dict[str, str | int]:
-        """vLLM's speculative_config."""
+        """The settings as vLLM's ``speculative_config``."""
         flags: dict[str, str | int] = {
             "method": self.method,
             "num_speculative_tokens": self.num_speculative_tokens,

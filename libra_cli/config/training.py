@@ -61,7 +61,7 @@ ExportChoice: TypeAlias = Literal["last", "best"]
 
 
 class ExportSpec(Section):
-    """Which checkpoints are made Hugging Face directories, on a host that trains."""
+    """The checkpoints that are made Hugging Face directories, on a host that trains."""
 
     on_resume = MAY_CHANGE
 
@@ -69,12 +69,12 @@ class ExportSpec(Section):
         tuple[ExportChoice, ...],
         BeforeValidator(as_tuple, json_schema_input_type=ExportChoice | list[ExportChoice]),
     ] = ("last", "best")
-    """Of a run that finishes: the last checkpoint, the best, or neither: []."""
+    """Checkpoints to export when a run finishes: the last one, the best, or neither: []."""
     every: Count = 0
     """Checkpoints from one export to the next while the run goes on; 0 is none. All of them stay,
     each as large as the model."""
     merge: Annotated[bool, only_with("training.lora", why="there is no adapter to merge")] = False
-    """Of a run with training.lora: write the model with the adapter in it, not the adapter."""
+    """Write the model with the adapter in it, not the adapter, in a run with training.lora."""
 
 
 LoraTarget: TypeAlias = Literal[
@@ -90,13 +90,13 @@ class LoraSpec(Section):
     rank: Annotated[int, Field(ge=1, le=512)] = 16
     """Rows of A and columns of B, where a matrix W of the model becomes W + alpha / rank B A."""
     alpha: Positive = 32
-    """How much the adapter weighs, divided by rank."""
+    """The adapter's weight, before it is divided by rank."""
     target_modules: Annotated[
         tuple[LoraTarget, ...],
         BeforeValidator(as_tuple, json_schema_input_type=LoraTarget | list[LoraTarget]),
         Field(min_length=1),
     ] = ("all-linear",)
-    """Which matrices of every layer have one: all-linear is all but the output layer."""
+    """The matrices of every layer that have an adapter: all-linear is all but the output layer."""
 
     def problems(self) -> Iterator[Problem]:
         """Yield matrices that are named twice."""
@@ -121,7 +121,7 @@ class CriticSpec(Section):
     epochs: Positive = 8
     """Updates on a batch, each on all of its turns; verl's critic.ppo_epochs."""
     cliprange_value: Annotated[float, Field(gt=0.0)] = 0.5
-    """How far from what it was a value gains by moving in one step, as in PPO and verl."""
+    """The change of a value in one step beyond which it gains nothing more, as in PPO and verl."""
 
 
 SamplerCorrection: TypeAlias = Literal[
@@ -160,7 +160,9 @@ class TrainingSpec(Section):
     loss_args: dict[str, JsonValue] = {}
     """Keyword arguments of the loss; those below reach it too."""
     backend: str = "accelerate"
-    """What trains: ``accelerate``, an entry point of ``libra.trainer_backends``, or module:attr."""
+    """The trainer's backend: ``accelerate``, an entry point of ``libra.trainer_backends``, or
+    module:attr.
+    """
     groups_per_step: Positive = 16
     """Prompts in the global batch, each with a group of trajectories; or demonstrations."""
     optimizer: Optimizer = "adamw"
@@ -168,27 +170,28 @@ class TrainingSpec(Section):
     frees half of what a GPU holds for each parameter and moves 16 bytes of each every step; or
     muon for hidden matrices and AdamW for the rest, which wants sharding: ddp."""
     learning_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 1e-6
-    """AdamW's learning rate."""
+    """The learning rate of AdamW."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moments."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    """AdamW's decoupled weight decay."""
+    """The decoupled weight decay of AdamW."""
     warmup_steps: Count = 0
     """Steps over which the learning rate rises linearly."""
     lr_scheduler_type: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
-    """What the learning rate does afterwards, until the last step of the run."""
+    """The shape of the learning rate afterwards, until the last step of the run."""
     decay_steps: Positive | None = None
     """Steps at the end over which warmup_stable_decay falls. Null: a tenth of the run."""
     min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """What is left of the learning rate in the last step, of schedules that fall."""
+    """The share of the learning rate that is left in the last step, of schedules that fall."""
     clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
     """PPO's clip range: the probability ratio is clipped below at 1 - clip_low."""
     clip_high: Annotated[float, Field(gt=0.0)] = 0.28
     """The ratio is clipped above at 1 + clip_high; DAPO's "clip-higher" (arXiv 2503.14476)."""
     sampler_correction: SamplerCorrection = "token_mask"
-    """What is done with the ratio of trainer to rollout probability, of a token or the product over
-    a trajectory: a weight of at most tis_cap (truncate); one that is 0 outside of tis_floor to
-    tis_cap (mask); none. The default was measured (libra help losses)."""
+    """The use of the ratio of trainer to rollout probability, of a token or the product over a
+    trajectory: a weight of at most tis_cap (truncate); one that is 0 outside of tis_floor to
+    tis_cap (mask); none. The default was measured (libra help losses).
+    """
     tis_cap: Annotated[float, Field(ge=1.0)] | None = None
     """The greatest importance weight, the ratio of trainer to rollout probability. Null: 5 with
     token_mask, 2 with the others."""
@@ -208,20 +211,21 @@ class TrainingSpec(Section):
     """Take kl_coef times a trajectory's KL from the first policy (k1, summed over its tokens) from
     its reward, and add nothing to the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How the KL term is estimated at each token (Schulman 2020)."""
+    """The estimator of the KL term at each token (Schulman 2020)."""
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """The gradient's L2 norm is clipped to this."""
     advantage: str = "grpo"
-    """What rewards are compared with: grpo, rloo, reinforce++ or reinforce++-baseline, or for each
-    turn by itself turn or gigpo, or by a critic gae; an entry point of group ``libra.advantages``;
-    or module:attr. What each does is in ``libra help advantages``."""
+    """The baseline that rewards are compared with: grpo, rloo, reinforce++ or reinforce++-baseline,
+    or for each turn by itself turn or gigpo, or by a critic gae; an entry point of group
+    ``libra.advantages``; or module:attr. What each does is in ``libra help advantages``.
+    """
     gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """turn, gigpo, gae: what a reward is worth one turn before it is given."""
     lam: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """gae: how much of what comes later is taken as it was played, and not as the critic expects
     it; the name and the value are verl's."""
     critic: CriticSpec = CriticSpec()
-    """gae: the critic's settings."""
+    """gae: the settings of the critic."""
     scale_rewards: Annotated[
         RewardScale | None,
         BeforeValidator(_as_scale, json_schema_input_type=RewardScale | bool | None),
@@ -234,7 +238,8 @@ class TrainingSpec(Section):
     """The most tokens of one forward pass; a longer trajectory is a pass by itself."""
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """What a backward pass computes again: nothing, what is between matrix products, or each layer.
-    auto is full on GPUs, none without."""
+    auto is full on GPUs, none without.
+    """
     activation_offload: Annotated[
         bool, not_with("activation_checkpointing", "none", why="no layer is computed again")
     ] = False
@@ -261,8 +266,9 @@ class TrainingSpec(Section):
     checkpoint_every: Positive = 10
     """Steps between checkpoints; the last step always has one."""
     keep_checkpoints: Positive = 2
-    """How many checkpoints stay on disk, besides the best: by the recipe's first evaluation, or
-    without any by the mean reward of 10 steps."""
+    """The number of checkpoints that stay on disk, besides the best: by the recipe's first
+    evaluation, or without any by the mean reward of 10 steps.
+    """
     export: ExportSpec = ExportSpec()
     """When the model is written for use elsewhere; ``libra export`` does so at any time."""
     sharding: Literal["auto", "fsdp2", "ddp"] = "auto"
@@ -288,11 +294,14 @@ class TrainingSpec(Section):
         bool,
         not_with("rollout.speculative", None, why="drafted tokens are routed before they are kept"),
     ] = False
-    """Of a mixture of experts: train each token with the experts that the rollout's routers chose
+    """Train each token of a mixture of experts with the experts that the rollout's routers chose
     for it (R3, arXiv 2510.11370), so that the two policies do not differ by other choices. A token
-    takes layers x chosen experts more bytes."""
+    takes layers x chosen experts more bytes.
+    """
     worker_gradients: Literal["float32", "bfloat16"] = "float32"
-    """How gradient workers send theirs; bfloat16 is half the bytes. Sums are float32 either way."""
+    """The format in which gradient workers send gradients; bfloat16 is half the bytes. Sums are
+    float32 either way.
+    """
     lora: Annotated[LoraSpec | None, fixed("the checkpoint holds these parameters only")] = None
     """Train an adapter and leave the model's weights as they are: {} for one with the defaults.
     Null: all weights are trained. An adapter wants a learning rate about 10 times as high."""
@@ -301,7 +310,7 @@ class TrainingSpec(Section):
 
     @property
     def needs(self) -> Needs:
-        """What the loss and the advantage need, and the KL term."""
+        """The needs of the loss, the advantage and the KL term together."""
         of_kl = Needs(reference=self.kl_coef > 0, whole_groups=self.kl_in_reward)
         return needs_of(self.advantage, self.loss) | of_kl
 
@@ -333,12 +342,16 @@ class ReplaySpec(Section):
     on_resume = MAY_CHANGE
 
     groups: Positive
-    """How many of them every step trains again, on top of training.groups_per_step."""
+    """The number of kept groups that every step trains again, on top of
+    training.groups_per_step.
+    """
     capacity: Positive = 64
-    """How many groups are kept. They are in the controller's memory with all their tokens, nine
-    bytes each."""
+    """The number of groups that are kept. They are in the controller's memory with all their
+    tokens, nine bytes each.
+    """
     sampling: Literal["recent", "reward", "advantage"] = "recent"
-    """Which are drawn most: the last ones, those with the highest mean reward, or those whose
-    rewards differ most. The r-th is drawn with a probability proportional to 1 / r."""
+    """The groups that are drawn most: the last ones, those with the highest mean reward, or those
+    whose rewards differ most. The r-th is drawn with a probability proportional to 1 / r.
+    """
     most_staleness: Positive | None = None
-    """Groups whose oldest token is more versions behind are not drawn. Null: any is."""
+    """Groups whose oldest token is more versions behind are not drawn. Null: none is too old."""

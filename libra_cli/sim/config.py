@@ -1,4 +1,4 @@
-"""What is simulated, and what it costs."""
+"""The scene of a simulated run: a recipe's numbers, a plan, and what everything costs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from libra_cli.core.types import Bucket, Plan, Seconds, Slot
 
 @dataclass(frozen=True, slots=True)
 class SimConfig:
-    """What is simulated: a recipe's numbers, a plan, and what everything costs.
+    """The scene of a simulated run: a recipe's numbers, a plan, and what everything costs.
 
     ``cost_of`` is what the servers really cost, ``guess_of`` what the scheduler believes.
     ``train_s`` prices one optimizer step on so many GPUs; ``sync_s`` is the time from a version's
     publication to a server that has proved it, ``stall_s`` how long its engine stands still
-    meanwhile; ``start_s`` that of starting a server of a shape after the first plan,
-    ``to_training_s`` that of starting a gradient worker, ``gradient_s`` how long its gradients of a
-    step travel, ``fixed_s`` what of an optimizer step only the base group has, ``resize_s`` that of
-    restarting the trainer with other slots; ``turn_s`` what a turn spends outside engine and tool.
+    meanwhile; ``start_s`` the time to start a server of a shape after the first plan,
+    ``to_training_s`` to start a gradient worker, ``resize_s`` to restart the trainer with other
+    slots; ``gradient_s`` how long a worker's gradients of a step travel, ``fixed_s`` what of an
+    optimizer step only the base group has; ``turn_s`` what a turn spends outside engine and tool.
     Where servers share cores with the trainer, ``beside_of`` is what they cost while it works, and
     its step takes ``training_slowdown`` times as long while any of them does.
     """

@@ -1,4 +1,4 @@
-"""Tokens of which only the number matters."""
+"""Tokens that are only counted: arrays with a length and no elements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FakeTokens:
         self.number += more.number
 
     def tobytes(self) -> bytes:
-        """No bytes: nobody looks at simulated tokens."""
+        """Return no bytes: nothing reads simulated tokens."""
         return b""
 
     def frombytes(self, data: bytes) -> None:
@@ -48,7 +48,7 @@ class FakeTokens:
 
 
 def counted_trajectory(trajectory: TrajectoryId, now: Seconds) -> Trajectory:
-    """A trajectory whose tokens are only counted."""
+    """Return a trajectory whose tokens are only counted."""
     return Trajectory(
         trajectory,
         token_ids=ids(0),

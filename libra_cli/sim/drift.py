@@ -28,7 +28,9 @@ KINDS = ("lengths", "tools", "turns", "task")
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """One of ``KINDS``: its factors over the run, or the trace that ``task`` changes to."""
+    """A drift of one of ``KINDS``: its factors over the run, or the trace that ``task`` changes
+    to.
+    """
 
     kind: str = "lengths"
     factors: tuple[float, ...] = ()

@@ -33,15 +33,15 @@ from libra_cli.sim.kv_cache import KvCache, PrefixHolder
 
 
 class StepTimes(Protocol):
-    """What steps cost, and what they may hold; ServerCost is one."""
+    """The seconds of an engine's steps, and what they may hold; ``ServerCost`` is one."""
 
     @property
     def kv_tokens(self) -> Tokens:
-        """Tokens the KV cache holds."""
+        """Tokens that the KV cache holds."""
 
     @property
     def chunk_tokens(self) -> Tokens:
-        """The most tokens a step computes."""
+        """The most tokens that a step computes."""
 
     def decode_line(self, batch: int, kv_tokens: Tokens) -> tuple[Seconds, Seconds, int]:
         """Time of the next decode step, its growth a step, and for how many steps that holds."""
@@ -59,7 +59,7 @@ class StepTimes(Protocol):
 
 
 class EngineRequest(NamedTuple):
-    """One turn to serve: ``generate`` tokens after a context of ``prompt`` tokens.
+    """A turn to serve: ``generate`` tokens after a context of ``prompt`` tokens.
 
     ``session`` is the trajectory, whose earlier turns may be cached; ``cache_key`` the weight
     version, whose KV no other may use; ``shared`` a key and a length: the first tokens of the
@@ -216,7 +216,7 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """Requests that have a place."""
+        """The number of requests that have a place in the batch."""
         return len(self._running)
 
     @property
@@ -275,7 +275,7 @@ class Engine:
         self._cache.flush()
 
     def reprice(self, cost: StepTimes, now: Seconds) -> None:
-        """From the next step boundary on, steps cost this; the KV cache stays as it is."""
+        """Let steps cost this from the next step boundary on; the KV cache stays as it is."""
         self._cut(now)
         self.cost = cost
 
@@ -323,7 +323,7 @@ class Engine:
     # -- planning -------------------------------------------------------------
 
     def _plan(self) -> None:
-        """Decide the next segment, from ``_start`` on."""
+        """Decide the next segment of steps, from ``_start`` on."""
         self._planned = True
         self._start += self._held_s
         self._held_s = 0.0

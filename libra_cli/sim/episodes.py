@@ -25,7 +25,7 @@ from libra_cli.sim.traces import RecordedEpisode
 from libra_cli.sim.virtual_time import VirtualTime
 
 CHARACTERS = 4
-"""Of text a token: tools are told by the characters they return, traces count tokens."""
+"""Characters a token: the machine is told the characters that tools return, traces count tokens."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class SimEpisodes:
         self.plays: dict[TrajectoryId, Play] = {}
 
     def perform(self, action: a.EpisodeAction) -> None:
-        """Carry out one action."""
+        """Start, advance, finish or forget an episode; its event follows in virtual time."""
         match action:
             case a.AdvanceEpisode():
                 self._advance(action)

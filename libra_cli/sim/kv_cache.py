@@ -36,7 +36,7 @@ class Prefix:
 
 
 class PrefixHolder:
-    """What the cache knows of a request.
+    """The blocks of a request, and the prefix that it shares.
 
     ``blocks`` counts all it holds, the ``shared`` first of which belong to ``prefix``. One of the
     users of a prefix, its ``owner``, extends it, up to ``shareable`` blocks.
@@ -148,13 +148,13 @@ class KvCache:
                 self.idle -= taken
 
     def forget(self, session: Key) -> None:
-        """Drop what is idle of a session."""
+        """Drop the idle blocks of a session."""
         entry = self._sessions.get(session)
         if entry is not None:
             self._drop(entry)
 
     def flush(self) -> None:
-        """Drop every idle block."""
+        """Drop the idle blocks of all sessions."""
         for entry in list(self._idle):
             self._drop(entry)
 

@@ -17,7 +17,7 @@ from libra_cli.core.costs.profile import Profile, ProfileError
 
 
 def known_profiles() -> tuple[str, ...]:
-    """Names of the shipped profiles, sorted."""
+    """Return the names of the shipped profiles, sorted."""
     names = (entry.name for entry in files("libra_cli").joinpath("profiles").iterdir())
     return tuple(sorted(name.removesuffix(".json") for name in names if name.endswith(".json")))
 
@@ -89,7 +89,7 @@ def _read(path: str) -> str:
 
 
 def _series(gpu: str) -> str:
-    """``NVIDIA A100-SXM4-80GB`` -> ``A100``."""
+    """Return the series of a GPU, as ``A100`` of ``NVIDIA A100-SXM4-80GB``."""
     words = gpu.replace("-", " ").split()
     rest = [word for word in words if word.upper() not in ("NVIDIA", "TESLA", "GPU")]
     return rest[0].upper() if rest else ""

@@ -1,4 +1,4 @@
-"""What is kept of a simulated run."""
+"""The records of a simulated run that its results are computed from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from libra_cli.core.types import Seconds
 
 @dataclass(slots=True)
 class Recording:
-    """What was seen of one simulated run."""
+    """The records of one simulated run that its results are computed from."""
 
     steps: list[StepRecord] = field(default_factory=list)
     turns: list[TurnRecord] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Recording:
     ended_at: Seconds = 0.0
 
     def keep(self, record: Record, now: Seconds) -> None:
-        """What later questions need."""
+        """Keep a record, if results are computed from records of its kind."""
         if isinstance(record, TurnRecord):
             self.turns.append(record)
         elif isinstance(record, StepRecord) and not record.checkpoint:
@@ -51,7 +51,7 @@ class Recording:
             self.moves[record.move] = record
 
     def _keep_end(self, record: TrajectoryRecord | GroupRecord | LateRecord) -> None:
-        """What became of a group and its members."""
+        """Keep that a group was trained, or a member trained late or dropped."""
         if isinstance(record, LateRecord):
             self.late[record.group_id, record.member] = record.step
         elif isinstance(record, GroupRecord) and record.state == "trained":

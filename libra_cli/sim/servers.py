@@ -32,7 +32,7 @@ class SimServers:
         self._dirty: dict[SlotId, Engine] = {}
 
     def perform(self, action: a.ServerAction | a.TurnAction) -> None:
-        """Carry out one action."""
+        """Start, stop, check or sync a server, or begin or abort a turn, in virtual time."""
         match action:
             case a.Generate():
                 self._generate(action)
@@ -51,7 +51,7 @@ class SimServers:
 
     @property
     def work(self) -> bool:
-        """Whether any of them has work."""
+        """Whether any server has a request."""
         return any(engine.running or engine.waiting for engine in self.engines.values())
 
     def wake(self) -> None:
@@ -64,7 +64,7 @@ class SimServers:
         self._dirty.clear()
 
     def milestone(self, slot: SlotId, engine: Engine) -> Iterator[e.TurnGenerated]:
-        """Turns that end on the engine now."""
+        """Yield the turns that end on the engine now."""
         if self._woken.get(slot) != self._time.now or self.engines.get(slot) is not engine:
             return  # something came in between
         del self._woken[slot]
@@ -155,7 +155,7 @@ class SimServers:
         self._time.later(event, took)
 
     def reprice(self, plan: Plan, cost_of: Callable[[Bucket], ServerLaw]) -> None:
-        """Servers cost something else from now on."""
+        """Let the servers of the plan cost what ``cost_of`` says from now on."""
         for slot, bucket in plan.servers:
             engine = self.engines.get(slot)
             if engine is not None:

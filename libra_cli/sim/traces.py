@@ -49,7 +49,7 @@ class TraceError(LibraError):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One generation and the tool return after it. ``outcome`` None: no tool, or not recorded."""
+    """A generation and the tool return after it. ``outcome`` None: no tool, or not recorded."""
 
     generated: Tokens
     observation: Tokens
@@ -60,7 +60,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class RecordedEpisode:
-    """One recorded trajectory."""
+    """A recorded trajectory, with its lengths in tokens and its tools' times in seconds."""
 
     task: str
     prompt: Tokens
@@ -69,7 +69,7 @@ class RecordedEpisode:
 
     @property
     def generated(self) -> Tokens:
-        """Tokens the model produced."""
+        """Tokens that the model produced."""
         return sum(turn.generated for turn in self.turns)
 
     @property
@@ -215,7 +215,7 @@ def _texts(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _opened(path: Path) -> IO[str]:
-    """What is no UTF-8 makes the line it is in unusable, at most."""
+    """Open a trace, plain or gzipped; bytes that are no UTF-8 are replaced."""
     if path.suffix == ".gz":
         return gzip.open(path, "rt", encoding="utf-8", errors="replace")
     return path.open(encoding="utf-8", errors="replace")
@@ -234,7 +234,7 @@ class _TraceLines:
         self._clipped = 0
 
     def take(self, number: int, text: str) -> None:
-        """Read one more line of the file."""
+        """Read one more line of the file, or note why it cannot be used."""
         try:
             row = json.loads(text)
             episode = _episode(row)
@@ -249,7 +249,9 @@ class _TraceLines:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was left out, with the first reasons, and what was set right."""
+        """Sentences on the lines left out, with the first reasons, and on times that were
+        corrected.
+        """
         notes = []
         if self._left_out:
             every = self._left_out + len(self.episodes)
@@ -262,7 +264,11 @@ class _TraceLines:
         return tuple(f"{_stem(self.path.name)}: {note}" for note in notes)
 
     def refuse(self) -> NoReturn:
-        """Nothing could be used. Raises TraceError."""
+        """Refuse a file of which no line could be used.
+
+        Raises:
+            TraceError: always, with the first reasons.
+        """
         hint = "a line is {task, turns: [{prompt_tokens, gen_tokens, tool, tool_ok, ...}]}"
         if not self._reasons:
             raise TraceError(f"{self.path}: holds no trajectory", hint=hint)

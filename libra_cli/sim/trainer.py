@@ -23,19 +23,19 @@ StepSeconds = Callable[[tuple[a.TrainSample, ...], int], Seconds]
 
 @dataclass(slots=True)
 class _Partition:
-    """What one gradient worker computes of a step."""
+    """The part of a step that one gradient worker computes."""
 
     given: a.BatchPartition
     samples: tuple[a.TrainSample, ...]
     busy_s: Seconds
-    """Of computing."""
+    """Seconds that the worker computes."""
     seconds: Seconds
-    """From the beginning of the step until the trainer has its gradients."""
+    """Seconds from the beginning of the step until the trainer has the worker's gradients."""
     lost: str = ""
 
     @property
     def tokens(self) -> Tokens:
-        """Tokens that a forward pass computes."""
+        """Tokens of the forward passes."""
         return sum(len(sample.tokens.token_ids) for sample in self.samples)
 
 
@@ -62,7 +62,8 @@ class _Step:
 
 @dataclass(slots=True)
 class SimTrainer:
-    """One trainer. ``later`` puts an event on the heap; ``clock`` tells the virtual time.
+    """The trainer in virtual time. ``later`` puts an event on the heap; ``clock`` tells the virtual
+    time.
 
     ``slowdown`` is how many times as long a step takes while a server has work; ``gradient_s`` how
     long a worker's gradients travel, ``fixed_s`` what a step costs whatever is in it.
@@ -86,7 +87,9 @@ class SimTrainer:
     _done: int = 0
 
     def perform(self, action: a.TrainerAction) -> None:
-        """Carry out one action."""
+        """Start or stop the trainer, or begin a step, a part of one or a checkpoint, in virtual
+        time.
+        """
         match action:
             case a.StartTrainer():
                 self._start(action)
@@ -230,7 +233,7 @@ class SimWorkers:
     sync_s: Seconds
 
     def perform(self, action: a.WorkerAction) -> None:
-        """Carry out one action."""
+        """Start, sync or stop a gradient worker, in virtual time."""
         trainer = self.trainer
         match action:
             case a.StartWorker(slot, incarnation):

@@ -23,7 +23,7 @@ class VirtualTime:
         self._order = count()
 
     def later(self, event: Event, after_s: Seconds) -> None:
-        """This happens after so many seconds."""
+        """Put an event on the heap, ``after_s`` seconds from now."""
         self.at(self.now + after_s, event)
 
     def perform(self, action: Wake) -> None:
@@ -31,10 +31,12 @@ class VirtualTime:
         self.later(TimerFired(action.name), action.after_s)
 
     def at(self, when: Seconds, what: Event | Milestone) -> None:
-        """This happens then."""
+        """Put an event or a milestone on the heap, at the time ``when``."""
         heapq.heappush(self._heap, (when, next(self._order), what))
 
     def next(self) -> Event | Milestone:
-        """Go on to what happens next."""
+        """Take the earliest event or milestone off the heap, and set the time to when it
+        happens.
+        """
         self.now, _, what = heapq.heappop(self._heap)
         return what

@@ -40,7 +40,7 @@ from libra_cli.sim.virtual_time import VirtualTime
 
 
 class Performs(Protocol):
-    """Whoever plays the actions of one union."""
+    """A part of the world that performs the actions of one union."""
 
     def perform(self, action: Any) -> None:
         """Let happen, later, what comes of the action."""
@@ -70,15 +70,15 @@ class SimPlanner:
 
 
 class NoTeacher:
-    """Of a simulated run: one would be asked about tokens, of which only the number is known."""
+    """Stands for the teacher that a simulated run cannot have: its tokens are only counted."""
 
     def perform(self, action: a.AskTeacher) -> None:
-        """Nobody asks."""
+        """Raise AssertionError: no simulated run asks a teacher."""
         raise AssertionError(f"a simulated run has no teacher to ask about {action.trajectory}")
 
 
 class World:
-    """One simulated run: a machine and everything outside it."""
+    """A simulated run: a machine and everything outside it."""
 
     def __init__(
         self,
@@ -132,11 +132,10 @@ class World:
 
     @property
     def now(self) -> Seconds:
-        """The virtual time."""
         return self.time.now
 
     def run(self) -> Recording:
-        """To the end of the run."""
+        """Play the run to its end, and return what was recorded."""
         self.time.later(e.RunStarted(), 0.0)
         slows = self.scene.training_slowdown > 1.0
         while not self._ended:
@@ -162,7 +161,7 @@ class World:
             self.perform(action)
 
     def perform(self, action: a.Action) -> None:
-        """Play one action."""
+        """Perform an action of the machine; its events follow in virtual time."""
         if isinstance(action, a.Save):
             self.recording.keep(action.record, self.now)
         elif isinstance(action, a.End):
@@ -200,7 +199,7 @@ class World:
         return sum(engine.busy_s * len(self._slots[slot].gpus) for slot, engine in every)
 
     def served_gpu_s(self) -> Seconds:
-        """GPU seconds that servers were there for."""
+        """GPU seconds in which a server was loading its first version, serving or draining."""
         return sum(
             (span[3] - span[2]) * len(self._slots[span[0]].gpus)
             for span in self.spans()
@@ -208,7 +207,7 @@ class World:
         )
 
     def spans(self) -> list[tuple[str, str, Seconds, Seconds]]:
-        """What each slot did, from when to when."""
+        """Return what each slot did, as (slot, state, start, end) in virtual seconds."""
         spans: list[tuple[str, str, Seconds, Seconds]] = []
         since: dict[str, tuple[str, Seconds]] = {}
         for at, row in self.recording.slots:

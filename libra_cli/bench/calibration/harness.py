@@ -58,7 +58,7 @@ _Part = TypeVar("_Part")
 
 @dataclass(frozen=True, slots=True)
 class SyncTiming:
-    """How long a version took to be served, and how long the engine stood still for it."""
+    """The seconds until a version was served, and those in which the engine stood still for it."""
 
     seconds: Seconds
     stall_s: Seconds
@@ -104,7 +104,7 @@ class MeasurementHarness:
 
     @property
     def buckets(self) -> Mapping[SlotId, Bucket]:
-        """The shape of every server."""
+        """The bucket of every server, by slot."""
         return dict(self._plan.servers)
 
     @property
@@ -172,7 +172,9 @@ class MeasurementHarness:
             self._failure = ProcessError(f"{event.node}: {event.reason}")
 
     def _post(self, event: Event) -> None:
-        """What servers and ranks report by themselves: bad news, and that a version is complete."""
+        """Take what servers and ranks report by themselves: failures, and versions that are
+        published.
+        """
         if isinstance(event, (ServerFailed, TrainerFailed)):
             self._failure = ProcessError(event.reason)
         if isinstance(event, (TrainerFailed, VersionPublished)):
@@ -194,11 +196,10 @@ class MeasurementHarness:
     # -- what can be asked ----------------------------------------------------------------------
 
     async def facts(self, slot: SlotId) -> ServerFacts:
-        """What a server says of itself."""
         return await self._up(self._servers).facts(slot)
 
     async def turn(self, slot: SlotId, prompt: array[int], tokens: Tokens) -> None:
-        """Generate exactly so many tokens."""
+        """Generate exactly ``tokens`` tokens after ``prompt`` on the server of a slot."""
         assert self._serving is not None
         self._requests += 1
         action = Generate(
@@ -231,7 +232,7 @@ class MeasurementHarness:
         return self.published
 
     async def train(self, samples: Sequence[TrainSample]) -> Seconds:
-        """One optimizer step; the seconds until its version is published."""
+        """Take an optimizer step, and return the seconds until its version is published."""
         self._step += 1
         began = time.monotonic()
         held = self._newest.version

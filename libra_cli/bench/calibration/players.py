@@ -53,7 +53,7 @@ class Players:
         self._stopping = True
 
     async def play(self) -> None:
-        """One player: turns at the end of the same cached context, until told to stop."""
+        """Play turns at the end of the same cached context as one player, until told to stop."""
         prefix = random_tokens(self._random, self._vocabulary, self.load.cached)
         await self._turn(prefix)
         self._begun += 1
@@ -73,11 +73,15 @@ class Players:
         return tokens
 
     async def warm(self) -> None:
-        """Until every player has had a turn, and has its context in the cache."""
+        """Wait until every player has had a turn, and has its context in the cache."""
         await self._all_begun.wait()
 
     async def watch(self, window_s: Seconds, enough: Callable[[], bool]) -> None:
-        """For this long, and until enough turns have ended to speak of a mean."""
+        """Measure turns for ``window_s`` seconds, and until enough have ended to speak of a mean.
+
+        Raises:
+            LibraError: no turn ended in ``LONGEST`` times that long.
+        """
         least = max(LEAST_TURNS, TURNS_A_PLAYER * self.load.players)
         began, turns, tokens = time.monotonic(), self._turns, self._tokens
         give_up = began + LONGEST * window_s
@@ -95,7 +99,7 @@ class Players:
 
 @asynccontextmanager
 async def playing(groups: Iterable[Players]) -> AsyncIterator[None]:
-    """Players at work; a failure of one ends the measurement, and none is left behind."""
+    """Let players play; a failure of one ends the measurement, and none is left behind."""
     chosen = list(groups)
     try:
         async with asyncio.TaskGroup() as group:
@@ -112,5 +116,4 @@ async def playing(groups: Iterable[Players]) -> AsyncIterator[None]:
 
 
 def random_tokens(random: Random, vocabulary: int, number: int) -> array[int]:
-    """Draw ``number`` token ids below ``vocabulary``."""
     return array("i", random.choices(range(vocabulary), k=number))

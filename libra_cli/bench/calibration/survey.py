@@ -53,7 +53,7 @@ from libra_cli.runtime.rollout.connection import ServerFacts
 WINDOW_S: Seconds = 1.5
 """Seconds that a load is watched at least; this and what follows chosen, not measured."""
 ROUNDS = 3
-"""How often everything is measured, in alternating order."""
+"""Times that everything is measured, in alternating order."""
 CHUNK_TOKENS: Tokens = 2048
 """Most tokens of a step where the recipe gives vLLM no --max-num-batched-tokens: its default."""
 CHUNK_FLAG = "--max-num-batched-tokens"
@@ -63,7 +63,9 @@ BESIDE_STEPS = 6
 
 @dataclass(frozen=True, slots=True)
 class MeasurementBudget:
-    """How much to measure: seconds a load, rounds over all of them, and every how many-th load."""
+    """The extent of a survey: seconds a load, rounds over all of them, and every how many-th
+    load.
+    """
 
     window_s: Seconds = WINDOW_S
     rounds: int = ROUNDS
@@ -144,7 +146,7 @@ async def _measure(
 
 
 class _Survey:
-    """The measurements, in order."""
+    """Takes the measurements of a recipe's servers and trainer, in order."""
 
     def __init__(
         self, harness: MeasurementHarness, budget: MeasurementBudget, note: Progress
@@ -159,7 +161,7 @@ class _Survey:
         self._vocabulary = int(model.get("vocab_size") or model["text_config"]["vocab_size"])
 
     async def all(self) -> CalibrationMeasurement:
-        """All measurements but that of stopping."""
+        """Take and return all measurements but the time of stopping, which is 0 here."""
         harness, recipe = self._harness, self._harness.recipe
         assert harness.published is not None
         shapes = tuple([await self._shape(degree) for degree in self._degrees()])

@@ -201,7 +201,9 @@ def _reach(means: Sequence[float], spans: Iterable[Interval | None]) -> tuple[fl
 
 
 def _paired(summary: ComparisonSummary, zero: float) -> Interval | None:
-    """Where the contender's mean may lie if the baseline's is where it is."""
+    """Return where the contender's mean may lie if the baseline's is ``zero``; None without a
+    baseline.
+    """
     if summary.baseline is None or summary.baseline.ci95 is None:
         return None
     low, high = summary.baseline.ci95
@@ -286,7 +288,7 @@ def _state_of_bin(shares: dict[str, float], width: float) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts ``a/10`` behind ``a/9``."""
+    """Return a key that sorts ``a/10`` behind ``a/9``."""
     import re
 
     parts = re.split(r"(\d+)", name)
@@ -302,7 +304,9 @@ def _who(run: Timeline) -> str:
 
 
 def _lengths(timelines: Sequence[Timeline]) -> list[Chart]:
-    """One a trace and variant: all contenders of a seed play the same trajectories."""
+    """Return a chart of lengths for each trace and variant: all contenders of a seed play the same
+    trajectories.
+    """
     firsts = {(s.trace, s.variant): s for s in reversed(timelines) if len(s.lengths) > 1}
     charts = []
     for run in list(reversed(firsts.values()))[:_MAX_SMALL]:

@@ -25,7 +25,9 @@ class Report:
 
 
 def regret_sheet(found: Sequence[Regret]) -> Sheet:
-    """What libra lost, a row for each trace, drift and start, and what the columns mean."""
+    """Return the table of regrets, a row for each trace, drift and start, and notes on its
+    columns.
+    """
     columns = ("", "start", "regret", "steady", "of the\ngain", "over\nuniform", "moves")
     rows = [
         (
@@ -55,7 +57,7 @@ def regret_sheet(found: Sequence[Regret]) -> Sheet:
 
 
 def percents(part: float) -> str:
-    """A share with its sign: +1.2."""
+    """Return a share in percent with its sign: +1.2."""
     return f"{part * 100:+.1f}"
 
 

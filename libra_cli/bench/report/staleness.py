@@ -1,4 +1,4 @@
-"""The table of ``libra bench staleness``."""
+"""The table that ``libra bench staleness`` prints."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _NAME_WIDTH = 20
 
 
 def comparison_view(title: str, comparison: Comparison) -> RenderableType:
-    """One comparison: title, table, legend, and a sentence about libra."""
+    """Return one comparison: title, table, legend, and a sentence about libra."""
     head = Text.assemble((title, "bold"), (f"  {subject(comparison)}", "default"), overflow="fold")
     parts: list[RenderableType] = [head, Padding(_table(comparison), (0, 0, 0, 1))]
     parts.append(Padding(Text(legend(comparison), style="dim"), (0, 0, 0, 1)))
@@ -46,7 +46,7 @@ def comparison_view(title: str, comparison: Comparison) -> RenderableType:
 
 
 def notes_view(notes: Sequence[str]) -> RenderableType:
-    """Sentences, each with a dot before it."""
+    """Return sentences, each with a dot before it."""
     lines = Table.grid(padding=(0, 1, 0, 0))
     for note in notes:
         lines.add_row(" ·", Text(note))
@@ -54,7 +54,7 @@ def notes_view(notes: Sequence[str]) -> RenderableType:
 
 
 def sheets_view(sheets: Sequence[Sheet]) -> RenderableType:
-    """Title, table and notes of each."""
+    """Return title, table and notes of each sheet."""
     return Portable(Group(*(part for sheet in sheets for part in _sheet(sheet))))
 
 
@@ -62,12 +62,12 @@ def sheets_view(sheets: Sequence[Sheet]) -> RenderableType:
 
 
 def subject(comparison: Comparison) -> str:
-    """Trace and variant."""
+    """Return the trace and the variant of a comparison."""
     return comparison.trace + (f", {comparison.variant}" if comparison.variant else "")
 
 
 def legend(comparison: Comparison) -> str:
-    """What the marks and columns of a table mean."""
+    """Return what the marks and columns of a table mean."""
     seeds = max(summary.seeds for summary in comparison.summaries)
     words = ["one seed, so no intervals"]
     if seeds > 1:
@@ -86,7 +86,7 @@ def legend(comparison: Comparison) -> str:
 
 
 def verdicts(comparison: Comparison) -> list[str]:
-    """What it says of libra, if libra is in it: against the baseline, and the best other."""
+    """Return sentences on libra, if it is compared: against the baseline, and the best other."""
     lines = []
     for name, summary in zip(comparison.names, comparison.summaries, strict=True):
         if OURS not in (summary.policy, summary.planner) or name != OURS:
@@ -99,13 +99,15 @@ def verdicts(comparison: Comparison) -> list[str]:
 
 
 def name_of(comparison: Comparison, difference: Difference) -> str:
-    """The contender a difference is taken to."""
+    """Return the name of the contender that a difference is taken to."""
     pairs = zip(comparison.names, comparison.summaries, strict=True)
     return next(name for name, summary in pairs if summary.contender == difference.to)
 
 
 def mark(summary: ComparisonSummary) -> str:
-    """Whether it is the best of the causal ones, or cannot be told from it."""
+    """Return the mark of the best causal contender, or of one that cannot be told from it; else
+    empty.
+    """
     if summary.best:
         return BEST
     level = summary.rival is not None and summary.rival.ci95 is not None
@@ -113,12 +115,14 @@ def mark(summary: ComparisonSummary) -> str:
 
 
 def has_share(comparison: Comparison) -> bool:
-    """Whether there is a bound."""
+    """Whether a contender has a share of the bound."""
     return any(summary.share_of_bound is not None for summary in comparison.summaries)
 
 
 def amount(value: float) -> str:
-    """``0.42``, ``12.3``, ``312``, ``9,120``, ``12.3k``, ``1.2M``."""
+    """Return a number in few characters: ``0.42``, ``12.3``, ``312``, ``9,120``, ``12.3k``,
+    ``1.2M``.
+    """
     size = abs(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit * 0.99995:
