@@ -40,7 +40,7 @@ class Targets:
 
 
 def targets(target: Path | None, hosts: Sequence[str]) -> Targets:
-    """The hosts of a recipe or of a run directory, and those that are named.
+    """Return the hosts of a recipe or of a run directory, and those that are named.
 
     Raises:
         RecipeError: neither is given, or the recipe is wrong.

@@ -69,7 +69,7 @@ def where_to_go_on(
 
 
 def last_checkpoint(run_dir: Path) -> LastCheckpoint:
-    """The checkpoints of a run by what it has written, and what that is.
+    """Return what the run's own records say of its checkpoints.
 
     Raises:
         StateError: there can be none.
@@ -87,7 +87,7 @@ def last_checkpoint(run_dir: Path) -> LastCheckpoint:
 
 
 def continued(first: RunRecord, recipe: Recipe, run_dir: Path) -> RunRecord:
-    """The row of a run that goes on: what it has reached stays told, whatever happens next.
+    """Return the row of a run that goes on, which keeps what the run has reached.
 
     Raises:
         StateError: a key is another than it was that must not be, or the tasks are others.
@@ -110,7 +110,7 @@ def continued(first: RunRecord, recipe: Recipe, run_dir: Path) -> RunRecord:
 
 
 def _without_budgets(recipe: Recipe) -> Recipe:
-    """What a judge may cost is no part of what it says: a run that was stopped by that goes on."""
+    """Leave out the budgets of judges: with a larger one, a run that spent its own may go on."""
 
     def without(environment: EnvironmentSpec) -> EnvironmentSpec:
         args = dict(environment.args)
@@ -123,7 +123,7 @@ def _without_budgets(recipe: Recipe) -> Recipe:
 
 
 def begin_with(recipe: Recipe, resume: Path | None) -> FirstPlanOf:
-    """What gives the first plan of a run, or of one that goes on in its directory ``resume``.
+    """Return what makes the first plan of a run, or of one to ``resume`` in its directory.
 
     Raises:
         StateError: the run directory cannot be read.

@@ -28,7 +28,7 @@ Later: TypeAlias = Callable[[], Answer | None]
 
 
 def taken() -> Answer:
-    """The answer to an order of which nothing is to be told but that it is taken."""
+    """Return the answer to an order that says only that it was taken."""
     return {}
 
 

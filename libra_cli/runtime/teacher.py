@@ -274,7 +274,8 @@ def _quoted(value: Any) -> str:
 
 
 def _in_parts(tokens: Sequence[int], most: int) -> list[list[int]]:
-    """Sequences of at most so many tokens, each of which but the first is in one after its first
-    place."""
+    """Cut tokens into sequences of at most ``most``, so that each token but the first comes after
+    another one in some sequence.
+    """
     step = max(1, min(most, PROBED) - 1)
     return [list(tokens[at : at + step + 1]) for at in range(0, len(tokens) - 1, step)]

@@ -94,7 +94,7 @@ def model_of(path: str, config: Mapping[str, Any], notes: Sequence[str]) -> Foun
 
 
 def nodes_for(found: Sequence[FoundHost], *, small: bool) -> tuple[NodeChoice, ...]:
-    """Return the nodes of a recipe; ``small``: of one that trains libra's small model."""
+    """Choose the nodes of a recipe; ``small`` is for one that trains libra's small model."""
     reached = [one for one in found if not one.error]
     with_gpus = [one for one in reached if one.gpus]
     if sum(len(one.gpus) for one in with_gpus) > 1:

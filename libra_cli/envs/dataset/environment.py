@@ -64,7 +64,7 @@ class Dataset:
         self._metrics: dict[str, float] = {}
 
     def task(self, index: int, seed: int) -> Task:
-        """There are none of its own.
+        """Refuse, since every task is a row of a file.
 
         Raises:
             EnvironmentBroken: always.

@@ -75,7 +75,7 @@ class _Comparer:
             )
 
     def compare(self, truth: str, answer: str) -> dict[str, Any] | None:
-        """Return what it says; None if it has ended."""
+        """Send a pair to the process, and return its answer; None if the process has ended."""
         with contextlib.suppress(OSError):  # it has ended, as what it says will show
             self._requests.write(json.dumps({"truth": truth, "answer": answer}) + "\n")
             self._requests.flush()

@@ -49,7 +49,7 @@ def generalized_advantages(
 
 
 def whitened(values: Sequence[float], weights: Sequence[int]) -> list[float]:
-    """The values with mean 0 and variance 1 (n - 1) over so many tokens each."""
+    """Return the values with mean 0 and variance 1 (n - 1), each counted for ``weights`` tokens."""
     tokens = sum(weights)
     if tokens < 2:
         return [0.0] * len(values)

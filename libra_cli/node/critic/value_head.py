@@ -75,7 +75,7 @@ class ValueHead:
         return float(mean[-1])
 
     def saved(self) -> bytes:
-        """All that it goes on with, as a safetensors file."""
+        """Return the weights and AdamW's state as a safetensors file, for ``restore``."""
         return bytes(safetensors.torch.save({"weights": self.weights.data, **self._moments()}))
 
     def restore(self, data: bytes) -> None:

@@ -64,7 +64,7 @@ def remove_old_code(work: Path) -> list[StaleArtifact]:
 
 
 def remove(things: list[StaleArtifact]) -> list[StaleArtifact]:
-    """Remove these; returns those that are gone.
+    """Remove artifacts that nobody wants, and return those that are gone.
 
     Terabytes take a while, in which a run may have been resumed and code been used again: that is
     asked of each just before it goes.

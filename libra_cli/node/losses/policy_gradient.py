@@ -99,7 +99,7 @@ def gspo(
     epsilon: float = 3e-4,
     epsilon_high: float = 4e-4,
 ) -> LossOutputs:
-    """One ratio a trajectory, clipped at 1 - ``epsilon`` and 1 + ``epsilon_high`` (the paper's)."""
+    """GSPO: one ratio a trajectory, clipped at 1 - ``epsilon`` and 1 + ``epsilon_high``."""
     narrow = training.model_copy(update={"clip_low": epsilon, "clip_high": epsilon_high})
     ratio = policy_ratio(inputs, "sequence")
     return _sequence_mean(_clipped(ratio, inputs, narrow, None), inputs, training)

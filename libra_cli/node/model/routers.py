@@ -104,7 +104,7 @@ def _weights(logits: Tensor, experts: Tensor, *, normed: bool) -> Tensor:
 
 
 def _is_normed(router: nn.Module, logits: Tensor, scores: Tensor, own: Tensor) -> bool:
-    """Whether what it chose itself weighs 1 in sum.
+    """Say whether the router makes the weights of the experts that it chose sum up to 1.
 
     Raises:
         TrainerError: its weights are not those of a softmax.

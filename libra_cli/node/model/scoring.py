@@ -260,7 +260,7 @@ def one_sequence(token_ids: Tensor) -> ScoringRequest:
 
 
 def check_shared_rows(model: nn.Module, ranks: int, *, packs: bool) -> None:
-    """Check that so many ranks can share a row.
+    """Check that ``ranks`` ranks can share a row.
 
     Raises:
         TrainerError: a layer of the model looks at several tokens and is no attention, or its heads

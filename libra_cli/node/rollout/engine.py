@@ -85,7 +85,7 @@ class VllmEngine:
         return bool(self._scheduler.has_requests() or self._core.batch_queue)
 
     def add(self, name: str, order: Mapping[str, Any]) -> None:
-        """Begin a turn: ``order`` is the controller's, ``name`` is nobody else's.
+        """Begin the turn of a controller's ``order``, under a ``name`` that no other turn has.
 
         Raises:
             TurnRefused: the prompt is too long, or not of this model's tokens.

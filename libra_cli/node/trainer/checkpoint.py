@@ -106,7 +106,7 @@ def save(trainer: Trainer, root: Path, *, ledger: Mapping[str, Any], keep: int) 
 
 
 def _write(trainer: Trainer, draft: Path, ledger: Mapping[str, Any], *, writes: bool) -> None:
-    """*Collective.* All files of the checkpoint, under a name that nobody takes for one."""
+    """*Collective.* Write all files of a checkpoint to ``draft``, which is no checkpoint's name."""
     state = _state(trainer)
     hosts = sum(trainer.gather(writes))
     with _agreed(trainer):
@@ -136,7 +136,7 @@ def _write(trainer: Trainer, draft: Path, ledger: Mapping[str, Any], *, writes: 
 
 @contextmanager
 def _agreed(trainer: Trainer) -> Iterator[None]:
-    """*Collective.* What goes wrong on one rank ends it on all, which then wait for nobody."""
+    """*Collective.* Raise SaveFailed on all ranks if the block has failed on any of them."""
     problem = ""
     try:
         yield

@@ -180,7 +180,7 @@ class Trainer(PolicyModel):
         }
 
     def _gather_log_ratios(self) -> None:
-        """*Collective.* Bring the step's to rank 0, each rank those that it has computed."""
+        """*Collective.* Bring the step's log-ratios to rank 0, and pack them there."""
         self.enter("gathering log-ratios")
         found = {key: one for rank in self.gather(self.log_ratios) for key, one in rank.items()}
         given, self._given, self.log_ratios = self._given, [], {}
@@ -189,7 +189,9 @@ class Trainer(PolicyModel):
             self.packed_log_ratios = pack_log_ratios(of_all_generated(given, kept, found))
 
     def _several(self, step: int, samples: Sequence[TokenSample]) -> tuple[float, list[Update]]:
-        """*Collective.* The seconds that gradients took, and what came of each minibatch."""
+        """*Collective.* Take all updates of a step; returns the seconds of gradients, and the
+        updates.
+        """
         training = self.config.training
         began = time.monotonic()
         known = samples if is_scored(samples) else self._score(samples)

@@ -332,7 +332,7 @@ def _decision_chart(steps: Sequence[StepRecord], decisions: Sequence[DecisionPar
 
 
 def _bands(steps: Sequence[StepRecord], decisions: Sequence[DecisionPart]) -> Iterator[Band]:
-    """One a decision, from its step to the next one's, or to the last step."""
+    """Yield the predicted seconds of a step for each decision, until the step of the next one."""
     ends = [*(decision["step"] for decision in decisions[1:]), steps[-1].step]
     for decision, end in zip(decisions, ends, strict=False):
         told = decision["explanation"]
@@ -367,7 +367,7 @@ def _sync_chart(syncs: Sequence[SyncRecord]) -> list[Chart]:
 def _metric_charts(
     unit: str, steps: Sequence[StepRecord], metrics: Mapping[str, Sequence[float]]
 ) -> list[Chart]:
-    """One for each of the metrics that have a value anywhere."""
+    """Draw one chart for each metric that is finite in some step."""
     xs = [float(step.step) for step in steps]
     charts = []
     for name, values in metrics.items():

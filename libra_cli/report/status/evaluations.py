@@ -35,7 +35,7 @@ class EvaluationPart(TypedDict):
 def evaluation_parts(
     rows: Sequence[EvaluationRecord], *, live: bool = True
 ) -> list[EvaluationPart]:
-    """One part a name, in the order in which they were first evaluated.
+    """Return one part for each name, in the order in which they were first played.
 
     ``live``: whether the run goes on; where its controller was killed nothing is under way.
     """

@@ -51,7 +51,9 @@ def migration_impacts(
 
 
 def _shares(mine: SlotId, slots: Mapping[SlotId, Slot]) -> set[SlotId]:
-    """The slot, and those that are joined to be it or split of it."""
+    """Return the slot and those that share devices with it, which are joined to be it or split of
+    it.
+    """
     held = slots.get(mine)
     return {mine} | {slot.id for slot in slots.values() if held and slot.overlaps(held)}
 

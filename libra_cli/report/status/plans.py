@@ -250,7 +250,7 @@ def _phase(phase: str, began: float, ended: float | None, *, now: float) -> Phas
 
 
 def phase_seconds(move: MovePart) -> Mapping[str, float]:
-    """Phase -> its seconds; one that was gone through twice counts twice."""
+    """Return the seconds of each phase; a phase that came twice has the sum."""
     seconds: dict[str, float] = {}
     for phase in move["phases"]:
         seconds[phase["phase"]] = seconds.get(phase["phase"], 0.0) + phase["seconds"]

@@ -33,7 +33,7 @@ def decision_facts(decision: DecisionPart) -> Iterator[Fact]:
 
 
 def explanation_facts(told: ExplanationPart) -> Iterator[Fact]:
-    """What a step is predicted to take, what binds, and what came second."""
+    """Yield the predicted seconds of a step, the constraint that binds, and the runner-up."""
     step, today = told["predicted"], told["today"]["step_s"]
     interval = f"{number(step['low_s'])} to {seconds(step['high_s'])}"
     before = f", {seconds(today)} before" if told["move"] else ""

@@ -98,7 +98,7 @@ class LastingFile(io.RawIOBase):
                     return
 
     def _waited(self) -> bool:
-        """Whether the reader goes on; one that has stood still before is not waited for again."""
+        """Say whether the reader goes on; a reader that stood still is not waited for again."""
         poll = select.poll()
         poll.register(self._descriptor, select.POLLOUT)
         goes_on = bool(poll.poll(0 if self._stuck else PATIENCE_S * 1000))

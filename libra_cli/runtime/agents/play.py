@@ -252,7 +252,7 @@ class AgentPlay:
         self._close(BadRequest(words))
 
     def close(self) -> None:
-        """The trajectory has ended: whoever still asks is told so, and whoever waits for it."""
+        """Refuse the request that waits and all to come, since the trajectory has ended."""
         self.forgotten = True
         self._close(BadRequest("this trajectory has ended", status=ENDED))
         self.end(AgentEnd())
@@ -302,7 +302,7 @@ def _before(match: Match) -> list[Message]:
 
 
 def _until(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """The text before the first stop in it, and which one that is."""
+    """Return the text before the first of ``stops`` in it, and that stop, empty without one."""
     found = [(text.index(stop), stop) for stop in stops if stop and stop in text]
     if not found:
         return text, ""

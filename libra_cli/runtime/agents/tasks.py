@@ -87,7 +87,7 @@ class AgentTasks:
     async def score(
         self, trajectory: TrajectoryId, answer: str, conversation: Sequence[Message]
     ) -> Scored:
-        """Score what the agent came to.
+        """Have the trajectory's environment score the agent's last answer.
 
         Raises:
             EnvironmentBroken: it failed.

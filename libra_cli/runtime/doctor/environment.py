@@ -83,7 +83,7 @@ class HostEnvironment:
         on_stage: Callable[[str], None],
         on_bytes: Callable[[int], None],
     ) -> str:
-        """Make or complete it; returns a sentence of what is there now.
+        """Make the environment or complete it, and return a sentence of what is there now.
 
         Raises:
             HostError: it cannot be made, or is somebody else's.

@@ -123,7 +123,7 @@ class Examination:
     async def _each(
         self, nodes: Sequence[NodeSpec], phase: Callable[[NodeSpec], Coroutine[Any, Any, None]]
     ) -> None:
-        """Do it on all of them; one that fails has that as its report."""
+        """Run a phase on all nodes at once; where it fails, the error becomes the node's report."""
 
         async def one(node: NodeSpec) -> None:
             try:
@@ -239,7 +239,8 @@ class Examination:
 
 
 def rounds(names: Sequence[str], *, ring: bool) -> list[Pairs]:
-    """Pairs of neighbours, in rounds in which nobody is in two; ``ring`` joins the last and first.
+    """Deal pairs of neighbours to rounds, in none of which a host is in two pairs; ``ring`` adds
+    the pair of the last and the first.
 
     A ring of two has a pair in each direction.
     """

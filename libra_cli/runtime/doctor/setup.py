@@ -70,7 +70,9 @@ class Setup:
         self._failed: dict[str, LibraError] = {}
 
     async def run(self, packages_of: Callable[[NodeSpec], Packages]) -> list[SetupResult]:
-        """Do it; ``packages_of`` says what each host gets. Raises LibraError if nobody can."""
+        """Prepare the hosts; ``packages_of`` says what each gets. Raises LibraError if none can
+        be.
+        """
 
         async def environment(node: NodeSpec) -> None:
             await self._environment(node, packages_of(node))

@@ -50,7 +50,7 @@ class EpisodePlayer(Protocol):
         """Take in a generated turn, and return what the environment answers, or the end."""
 
     async def finish(self, trajectory: TrajectoryId) -> TurnResult:
-        """Score what there is, since a limit is reached."""
+        """Score the episode as it is, since a limit is reached."""
 
     def forget(self, trajectory: TrajectoryId) -> None:
         """Drop the trajectory's episode; nothing happens if it has none."""

@@ -94,7 +94,7 @@ class Renderer:
 
     @property
     def added_tokens(self) -> list[int]:
-        """The ids of those that were added to the vocabulary: control tokens, mostly."""
+        """Ids of the tokens that were added to the vocabulary, mostly control tokens."""
         return sorted(self._tokenizer.get_added_tokens_decoder())
 
     @property

@@ -177,13 +177,15 @@ class ProcessOwner(Generic[C]):
         await connection.close()
 
     def exited(self, event: Exited) -> None:
-        """An agent reports that a process is gone; if nobody asked for that, its group failed."""
+        """Take in that a process is gone; if nobody asked for that, its group has failed."""
         if not event.requested:
             gone = event.node, event.process
             self._end(lambda one: (one.node, one.process) == gone, how_it_ended(event))
 
     def returned(self, node: str, alive: frozenset[str]) -> None:
-        """A lost node answers again, or is given up; what died there was never reported."""
+        """End the processes of a node that were not ``alive`` when it answered again or was given
+        up, since their end was never reported.
+        """
         self._end(
             lambda one: one.node == node and one.process not in alive, "died while unreachable"
         )

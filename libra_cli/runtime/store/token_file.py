@@ -179,7 +179,7 @@ def _branch_tokens(
 
 
 def _apart(data: bytes, width: int) -> bytes:
-    """Numbers of so many bytes: the bytes by their place in a number."""
+    """Reorder numbers of ``width`` bytes: all first bytes, then all second ones, and so on."""
     return b"".join(data[place::width] for place in range(width))
 
 

@@ -106,7 +106,7 @@ class _PrivateFile(RotatingFileHandler):
         )
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name
-        """Lose the line: a disk that is full is told by the journal, and this is not it."""
+        """Drop the line in silence: that a disk is full, the journal tells."""
 
 
 class _Told(logging.Handler):

@@ -170,7 +170,8 @@ class TrainerProcesses:
     async def adopt(
         self, action: StartTrainer, *, version: int | None = None, checkpoint: int | None = None
     ) -> None:
-        """Connect to the trainer that was started so; wait for what it still writes, by its step.
+        """Connect to a trainer that runs, and wait for the version and the checkpoint that it still
+        writes.
 
         Raises:
             HostError: its host cannot be reached.

@@ -55,8 +55,8 @@ async def newest_whole(
     *,
     note: Callable[[str], None],
 ) -> WholeCheckpoint:
-    """Find it; ``known`` are the names of those that the run has told of, and
-    ``trainer_incarnation`` is that of the last trainer that it has told of.
+    """Find the newest checkpoint that is whole on these hosts. ``known`` are the names of the
+    run's, and ``trainer_incarnation`` is its last trainer's, as far as it has told of them.
 
     Raises:
         StateError: no checkpoint is whole on these hosts.

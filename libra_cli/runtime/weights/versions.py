@@ -119,7 +119,9 @@ class Weights:
         return VersionLocation(pulled.path, pulled.seconds, pulled.kind, pulled.sent_bytes)
 
     async def _pulled(self, node: str, published: PublishedVersion) -> PulledVersion:
-        """Pull it from all sources; of one that was damaged where it was published, its renewal."""
+        """Have a host pull a version from all sources, or its renewal if it is damaged at its
+        publisher.
+        """
         tries = max(1, round(self._timeout_s / RENEWAL_S))
         while True:
             try:

@@ -28,7 +28,7 @@ CHUNK = 1024**2
 
 
 def serve(bind: str, port: int, credentials: Credentials, seconds: float) -> None:
-    """Listen there, and send to hosts of the run for so many seconds; returns at once.
+    """Listen at ``bind`` and send data to hosts of the run, ``seconds`` to each; returns at once.
 
     Raises:
         AgentRefused: the port is taken, or the address is none of this host.
