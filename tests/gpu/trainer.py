@@ -15,6 +15,7 @@ from libra_cli.core.costs.memory import rank_memory
 from libra_cli.node.trainer.config import TrainerConfig
 from libra_cli.node.trainer.trainer import Trainer
 from libra_cli.node.weights.publisher import Publisher
+from libra_cli.node.weights.tensor_rows import whole
 from libra_cli.node.weights.versions import VersionOnDisk
 from tests.gpu.model import Size, batch, build
 
@@ -54,7 +55,7 @@ def trainer(device: str, size: Size, base: Path) -> dict[str, Any]:
         began = time.monotonic()
         one.train(version, batch(size, version))
         stepped = time.monotonic()
-        publisher.stage(one.whole_weights(), version=version, probe=one.probe())
+        publisher.stage(whole(one.whole_weights()), version=version, probe=one.probe())
         staged = time.monotonic()
         publisher.wait()
         step_s.append(stepped - began)

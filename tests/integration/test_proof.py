@@ -25,6 +25,7 @@ from libra_cli.config.errors import ServerError
 from libra_cli.node.batch.samples import TokenSample
 from libra_cli.node.trainer.trainer import Trainer
 from libra_cli.node.weights.chunks import MANIFEST
+from libra_cli.node.weights.tensor_rows import whole
 from libra_cli.node.weights.versions import publish
 from libra_cli.runtime.weights.probe_bounds import probe_gap
 from tests.gpu.model import REHEARSED, build
@@ -97,7 +98,7 @@ def _versions(base: Path, name: str, training: dict[str, Any]) -> list[Path]:
         if step:
             trainer.train(step, _batch(step))
         done = publish(
-            ((name, one.bfloat16()) for name, one in trainer.whole_weights()),
+            whole((name, one.bfloat16()) for name, one in trainer.whole_weights()),
             base / name,
             version=step,
             trainer_incarnation=1,

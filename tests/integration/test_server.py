@@ -53,6 +53,7 @@ def weights(tmp_path_factory) -> Weights:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
+    from libra_cli.node.weights.tensor_rows import whole
     from libra_cli.node.weights.versions import ProbeResult, publish
 
     tokenizer = build_tokenizer()
@@ -79,7 +80,7 @@ def weights(tmp_path_factory) -> Weights:
         save_tokenizer(tokenizer, directories[-1], max_len=512)
         probe = ProbeResult([1, 2], [0.0])
         named = model.state_dict().items()
-        done = publish(named, root, version=seed, trainer_incarnation=1, probe=probe, keep=2)
+        done = publish(whole(named), root, version=seed, trainer_incarnation=1, probe=probe, keep=2)
         versions.append(root / done.name)
         models.append(model)
     # The server begins with a model that was exported from a checkpoint of the first.

@@ -16,7 +16,8 @@ from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
 from libra_cli.node.model.warmup import POSITIONS, new_model, warm_up
 from libra_cli.node.trainer.config import TrainerConfig
 from libra_cli.node.trainer.trainer import Trainer
-from libra_cli.node.weights import versions as weights
+from libra_cli.node.weights import files
+from libra_cli.node.weights.tensor_rows import whole
 from libra_cli.node.weights.versions import publish
 from libra_cli.node.weights.weight_server import WeightServer
 from tests.credentials import credentials_of, url_of
@@ -90,7 +91,7 @@ def batch(step: int) -> list[TokenSample]:
 def test_every_step_of_the_real_trainer_arrives_bit_for_bit_in_few_bytes(
     trainer: Trainer, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "DELTA_S", PULL_S)  # however busy the machine is
+    monkeypatch.setattr(files, "DELTA_S", PULL_S)  # however busy the machine is
     there = WeightServer(trainer.config.versions, credentials_of())
     here = WeightServer(tmp_path / "host" / "run", credentials_of())
     source = url_of(there.serve("127.0.0.1", 0))
@@ -99,7 +100,7 @@ def test_every_step_of_the_real_trainer_arrives_bit_for_bit_in_few_bytes(
             if step:
                 trainer.train(step, batch(step))
             published = publish(
-                ((name, one.bfloat16()) for name, one in trainer.whole_weights()),
+                whole((name, one.bfloat16()) for name, one in trainer.whole_weights()),
                 there.root,
                 version=step,
                 trainer_incarnation=0,

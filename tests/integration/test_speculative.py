@@ -11,6 +11,7 @@ import pytest
 from libra_cli.core.actions import Generate
 from libra_cli.core.events import TurnFailed, TurnGenerated
 from libra_cli.core.types import TrajectoryId, WeightVersion
+from libra_cli.node.weights.tensor_rows import whole
 from libra_cli.node.weights.versions import ProbeResult, publish
 from libra_cli.runtime.rollout.connection import Sampling
 from tests.vllm_server import Bench, bench_of, published
@@ -58,7 +59,7 @@ def bench(model, tmp_path_factory):
     root = tmp_path_factory.mktemp("versions")
     probe = ProbeResult([1, 2], [0.0])
     named = model[0].state_dict().items()
-    done = publish(named, root, version=1, trainer_incarnation=1, probe=probe, keep=1)
+    done = publish(whole(named), root, version=1, trainer_incarnation=1, probe=probe, keep=1)
     with bench_of(model[1], tmp_path_factory.mktemp("host"), rollout=rollout) as bench:
         directory, version = str(root / done.name), published(1)
         bench.play(lambda: bench.server.load(directory, version, timeout_s=60))

@@ -50,6 +50,7 @@ from libra_cli.node.rollout.engine import VllmEngine
 from libra_cli.node.trainer import checkpoint
 from libra_cli.node.trainer.trainer import Trainer
 from libra_cli.node.weights.model_files import tensors_in
+from libra_cli.node.weights.tensor_rows import whole
 from libra_cli.node.weights.versions import publish
 from tests.families import FAMILIES, VOCABULARY, Family, named_family
 from tests.gpu.trainer import config_of
@@ -168,7 +169,7 @@ def tried(family: Family, base: Path) -> Row:
             trainer.train(step, batch(step))
         probe = trainer.probe()
         done = publish(
-            ((name, one.to(trainer.published_dtype)) for name, one in trainer.whole_weights()),
+            whole((name, one.to(trainer.published_dtype)) for name, one in trainer.whole_weights()),
             base / "versions",
             version=step,
             trainer_incarnation=1,

@@ -31,6 +31,7 @@ from typing import IO, Any
 import torch
 
 from libra_cli.node.credentials import Credentials
+from libra_cli.node.weights.tensor_rows import whole
 from libra_cli.node.weights.versions import ProbeResult, publish
 from libra_cli.node.weights.weight_server import WeightServer
 from libra_cli.runtime.credentials.authority import Authority, peer_url
@@ -109,7 +110,9 @@ def _publish(root: Path, size: int) -> tuple[str, int]:
     tensors = ((f"layer.{i}", (bits ^ i).view(torch.bfloat16)) for i in range(count))
     probe = ProbeResult([1, 2], [-1.0])
     sums = {f"layer.{i}": 0 for i in range(count)}
-    done = publish(tensors, root, version=0, trainer_incarnation=0, probe=probe, keep=2, sums=sums)
+    done = publish(
+        whole(tensors), root, version=0, trainer_incarnation=0, probe=probe, keep=2, sums=sums
+    )
     return done.name, done.bytes
 
 

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from libra_cli.node.weights.publisher import Publisher
+from libra_cli.node.weights.tensor_rows import whole
 from libra_cli.node.weights.versions import ProbeResult, publish
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD, VOCABULARY = 2048, 6144, 16, 8, 128, 151_936
 PROBE = ProbeResult([1, 2], [-1.0])
 
 
-def weights(layers: int) -> dict[str, Tensor]:
-    """The tensors of so many of its 28 layers, and its embedding, as masters in float32."""
+def shapes(layers: int) -> dict[str, tuple[int, ...]]:
+    """Those of the tensors of so many of its 28 layers, and of its embedding."""
     matrices = {
         "self_attn.q_proj": (HEADS * HEAD, HIDDEN),
         "self_attn.k_proj": (KV_HEADS * HEAD, HIDDEN),
@@ -37,14 +38,20 @@ def weights(layers: int) -> dict[str, Tensor]:
         "mlp.up_proj": (INNER, HIDDEN),
         "mlp.down_proj": (HIDDEN, INNER),
     }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
     for layer in range(layers):
         for name, shape in matrices.items():
-            shapes[f"model.layers.{layer}.{name}.weight"] = shape
+            found[f"model.layers.{layer}.{name}.weight"] = shape
         for name in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"model.layers.{layer}.{name}.weight"] = (HIDDEN,)
-    shapes["model.norm.weight"] = (HIDDEN,)
-    return {name: torch.empty(shape).uniform_(-0.1, 0.1) for name, shape in shapes.items()}
+            found[f"model.layers.{layer}.{name}.weight"] = (HIDDEN,)
+    found["model.norm.weight"] = (HIDDEN,)
+    return found
+
+
+def weights(layers: int) -> dict[str, Tensor]:
+    """Its tensors as masters in float32."""
+    made = {name: torch.empty(shape) for name, shape in shapes(layers).items()}
+    return {name: one.uniform_(-0.1, 0.1) for name, one in made.items()}
 
 
 def before(masters: dict[str, Tensor], root: Path, version: int) -> tuple[float, float]:
@@ -52,14 +59,16 @@ def before(masters: dict[str, Tensor], root: Path, version: int) -> tuple[float,
     began, used = time.monotonic(), time.process_time()
     cast = ((name, one.to("cpu", torch.bfloat16).contiguous()) for name, one in masters.items())
     known = dict.fromkeys(masters, 0)  # there were no checksums
-    publish(cast, root, version=version, trainer_incarnation=0, probe=PROBE, keep=2, sums=known)
+    publish(
+        whole(cast), root, version=version, trainer_incarnation=0, probe=PROBE, keep=2, sums=known
+    )
     return time.monotonic() - began, time.process_time() - used
 
 
 def behind(publisher: Publisher, masters: dict[str, Tensor], version: int) -> tuple[float, float]:
     """Seconds, and those of a core, until the trainer goes on; returns when all is written."""
     began, used = time.monotonic(), time.process_time()
-    publisher.stage(masters.items(), version=version, probe=PROBE)
+    publisher.stage(whole(masters.items()), version=version, probe=PROBE)
     still = time.monotonic() - began, time.process_time() - used
     publisher.wait()
     return still

@@ -54,6 +54,7 @@ from libra_cli.node.model import messages, torch_objects
 from libra_cli.node.model.activations import checkpoint_activations
 from libra_cli.node.model.adapter import add_adapter, published_name, without_adapter
 from libra_cli.node.model.batching import MicroBatch, collate, deal
+from libra_cli.node.model.buckets import in_buckets
 from libra_cli.node.model.context_parallel import context_group
 from libra_cli.node.model.packed_attention import attention_of
 from libra_cli.node.model.policy_config import PolicyConfig
@@ -64,7 +65,6 @@ from libra_cli.node.model.sharding import load_sharded, mesh_of
 from libra_cli.node.model.tiled_mlp import tile_mlp
 from libra_cli.node.model.weight_names import TensorGroup, names_of, text_config
 from libra_cli.node.weights.adapter import is_adapter
-from libra_cli.node.weights.versions import in_chunks
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """No rank waits longer than this for another; a step or a checkpoint must fit in."""
@@ -230,13 +230,17 @@ class PolicyModel:
         every = self.parameters().values()
         return [one for one in every if one.ndim == 2 and id(one) not in outer]
 
+    def held_rows(self, tensor: Tensor) -> tuple[int, int]:
+        """Return ``[start, stop)`` of the rows of ``tensor`` that this rank holds."""
+        return rows_of(row_count(tensor), rank=self._shard, world=self.shards)
+
     def own_rows(self, tensor: Tensor) -> tuple[int, int]:
         """Return ``[start, stop)`` of the rows of ``tensor`` that this rank reads.
 
         Those it holds, if there is one replica; else its part of them, so that the ranks of all
         replicas together read every row once.
         """
-        start, stop = rows_of(row_count(tensor), rank=self._shard, world=self.shards)
+        start, stop = self.held_rows(tensor)
         first, last = rows_of(stop - start, rank=self.replica, world=self.replicas)
         return start + first, start + last
 
@@ -247,7 +251,7 @@ class PolicyModel:
         """
         parameters = self.parameters()
         if self.replicas > 1:
-            for bucket in in_chunks(parameters.items(), BUCKET_BYTES):
+            for bucket in in_buckets(parameters.items(), BUCKET_BYTES):
                 self._add_bucket(bucket, rows)
             return
         for name, parameter in parameters.items():
@@ -264,7 +268,7 @@ class PolicyModel:
         whole = torch.zeros(sum(sizes), device=self.device)
         parts = whole.split(sizes)
         for (name, parameter), part in zip(bucket.items(), parts, strict=True):
-            held, _ = rows_of(row_count(parameter), rank=self._shard, world=self.shards)
+            held, _ = self.held_rows(parameter)
             start, _ = self.own_rows(parameter)
             first = (start - held) * (parameter.numel() // row_count(parameter))
             part[first : first + rows[name].size].copy_(torch.from_numpy(rows[name]))

@@ -56,7 +56,8 @@ from libra_cli.node.model.adapter import published_name
 from libra_cli.node.model.build import fingerprint
 from libra_cli.node.trainer.trainer import Trainer
 from libra_cli.node.weights.adapter import is_adapter
-from libra_cli.node.weights.versions import remove_unfinished, replace_directory, write_durably
+from libra_cli.node.weights.files import write_durably
+from libra_cli.node.weights.versions import remove_unfinished, replace_directory
 
 RANDOM = "rng.json"
 CRITIC = "critic.safetensors"

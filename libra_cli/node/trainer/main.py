@@ -23,6 +23,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -42,8 +43,10 @@ from libra_cli.node.trainer.config import TrainerConfig
 
 if TYPE_CHECKING:
     from libra_cli.node.trainer.trainer import Trainer
-    from libra_cli.node.weights.parts import PartWriter, Share
+    from libra_cli.node.weights.part_writer import PartWriter
+    from libra_cli.node.weights.parts import Share
     from libra_cli.node.weights.publisher import Publisher
+    from libra_cli.node.weights.tensor_rows import TensorRows
 
 IDLE_S = 10.0
 log = logging.getLogger("libra.trainer")
@@ -95,7 +98,7 @@ class TrainerRank:
         self.trainer = trainer
         trainer.enter = self.enter = (heart or Heartbeat()).enter
         adapter = trainer.adapter_manifest()
-        share = self._share()
+        self.share = share = self._share()
         self.publisher = self._open_publisher(queue, adapter, share) if queue is not None else None
         self.part = self._open_part(share) if queue is None and share is not None else None
 
@@ -110,7 +113,7 @@ class TrainerRank:
         return Share(self.trainer.rank, writers) if self.trainer.rank < writers else None
 
     def _open_part(self, share: Share) -> PartWriter:
-        from libra_cli.node.weights.parts import PartWriter
+        from libra_cli.node.weights.part_writer import PartWriter
 
         return PartWriter(
             self.config.versions,
@@ -201,14 +204,15 @@ class TrainerRank:
     def _publish(self) -> None:
         """Copy the weights to the ranks that write them.
 
-        The others of the first replica send theirs, and other replicas have nothing to send.
+        Others of the first replica, which are on other hosts, send theirs; other replicas have
+        nothing to send.
         """
         self.enter("copying the weights")
         with contextlib.ExitStack() as stack:
             if self.publisher is not None:
                 stack.enter_context(self.publisher.settled())
             probe = self.trainer.probe()  # no rank gets past this before rank 0 has settled
-            weights = self.trainer.whole_weights()
+            weights = self._weights()
             if self.publisher is not None:
                 self.publisher.stage(weights, version=self.trainer.step, probe=probe)
             elif self.part is not None:
@@ -216,6 +220,14 @@ class TrainerRank:
             elif self.trainer.replica == 0:
                 for _ in weights:
                     pass
+
+    def _weights(self) -> Iterator[TensorRows]:
+        """*Collective in a replica.* The rows of each rank if all ranks write, else all rows."""
+        from libra_cli.node.weights.tensor_rows import whole
+
+        if self.share is not None and 1 < self.share.writers == self.trainer.shards:
+            return self.trainer.held_weights()
+        return whole(self.trainer.whole_weights())
 
     def _save(self, command: CheckpointCommand) -> None:
         from libra_cli.node.trainer import checkpoint

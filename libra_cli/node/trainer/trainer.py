@@ -64,6 +64,7 @@ from libra_cli.node.trainer.config import TrainerConfig
 from libra_cli.node.trainer.optimizer import Movement, optimizer_of
 from libra_cli.node.trainer.schedule import learning_rate_at
 from libra_cli.node.weights.checksum import described
+from libra_cli.node.weights.tensor_rows import TensorRows, whole
 from libra_cli.node.weights.versions import ProbeResult, probe_tokens, version_name
 
 MIN_PATIENCE_S = 1.0
@@ -458,6 +459,23 @@ class Trainer(PolicyModel):
         publication, which is the half; the rest is as it is.
         """
         return self._whole_of(self.published())
+
+    def held_weights(self) -> Iterator[TensorRows]:
+        """*Collective in a replica.* Of each weight the rows that this rank holds, where they are;
+        all ranks of a replica must exhaust it, or none.
+
+        Whole are those of which there are no shards, and those that are stacked or cut on their way
+        to the model's files, which are gathered one group after the other.
+        """
+        named = self.named_once()
+        for group in self.published():
+            source = named[group.memory[0]].detach()
+            if group.conversion is None and isinstance(source, DTensor):
+                first, _ = self.held_rows(source)
+                for name in group.disk:
+                    yield TensorRows(name, source.to_local(), tuple(source.shape), first)
+            else:
+                yield from whole(self._whole_of([group]))
 
     def adapter_manifest(self) -> dict[str, Any] | None:
         """*Collective.* What versions say of an adapter: its scaling, and of what model it is."""

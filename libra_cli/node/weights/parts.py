@@ -1,45 +1,51 @@
-"""The parts of a version that several ranks of one host write, each of its own tensors.
+"""What each of the ranks of one host writes of a version that they write together.
 
     <root>/.v000007-e0.x1y2z3/              made by rank 0, renamed once all of it is there
-      model-00000.safetensors ...           rank 0's
-      model-01-00000.safetensors ...        those of writer 1, with their deltas
-      part-01.json                          what the manifest is to say of them, or why there is
-                                            nothing; it comes last, and goes before the renaming
+      model-00000.safetensors ...           each rank writes the rows that it holds to all of them
+      rows-01.json                          writer 1 has written its rows, with their checksums
+      files-01.json                         and what the manifest is to say of the files that it has
+                                            finished, once all rows are there
+      problem-01.json                       or why there is nothing
 
-Every tensor is gathered by all ranks, one after the other, and kept by one of them: the one that
-has the least so far. So no rank's memory holds the model, and copying, hashing and comparing are
-done side by side. A writer gives its part to whichever directory of its version lacks it: the first
-one, and one that rank 0 makes later because the version was damaged.
+With all shards on one host nothing is gathered: rows of a shard are contiguous in a file, and the
+checksums of parts add up. So no rank's memory holds more than its shard, however large a tensor is.
+What every rank has whole (tensors that are stacked or cut on their way to a file, and all of them
+where shards are on several hosts) is kept by one rank: the one that has the least so far. Files are
+dealt out to be finished: headers, digests and deltas.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import threading
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from libra_cli.node.weights.staging import StagedTensors
-from libra_cli.node.weights.versions import (
+from libra_cli.node.weights.files import (
     FileOnDisk,
     WrittenFile,
-    version_name,
+    finish_files,
     write_durably,
-    write_tensors,
+    write_rows,
 )
+from libra_cli.node.weights.layout import FileLayout
+from libra_cli.node.weights.tensor_rows import TensorRows
 
 LOOK_S = 0.05
-"""Seconds from one look for a directory that lacks a part, or for a part, to the next."""
+"""Seconds from one look for what another rank has told to the next."""
 PARTS_S = 600.0
-"""How long rank 0 waits for the others' parts; a rank that died ends the trainer before."""
-log = logging.getLogger("libra.weights")
+"""How long a rank waits for the others' parts; one that died ends the trainer before."""
+ROWS, FILES, PROBLEM = "rows", "files", "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """What was written: the files, and checksums modulo 2**64 by the tensor's name."""
+
+    files: list[WrittenFile]
+    sums: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,115 +55,92 @@ class Share:
     writer: int = 0
     writers: int = 1
 
-    def of(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Go through all tensors, which every rank must, and yield those that are this one's."""
+    def of(self, pieces: Iterable[TensorRows]) -> Iterator[TensorRows]:
+        """Yield of every tensor what this rank writes: its own rows, or all or nothing of one that
+        every rank has whole."""
         taken = [0] * self.writers
-        for name, tensor in tensors:
+        for piece in pieces:
             owner = taken.index(min(taken))
-            taken[owner] += tensor.numel()
-            if owner == self.writer:
-                yield name, tensor
+            if piece.first is not None or owner == self.writer:
+                yield piece
+            else:
+                yield replace(piece, tensor=piece.tensor.reshape(-1)[:0])
+            if piece.first is None:
+                taken[owner] += piece.tensor.numel()
 
-    def others(self, directory: Path) -> list[WrittenFile]:
-        """Wait for what the other ranks write into the directory of a version.
+    def write(
+        self,
+        pieces: Collection[TensorRows],
+        layout: FileLayout,
+        directory: Path,
+        base: Path,
+        sums: Mapping[str, int],
+    ) -> WrittenPart:
+        """Write this rank's part; on rank 0, wait for those of the others and return all.
+
+        ``base`` is the directory of the version before, if it is there; ``sums`` are checksums of
+        pieces that are known already.
 
         Raises:
             OSError: a rank could not write its part, or did not within ``PARTS_S``.
         """
-        deadline = time.monotonic() + PARTS_S
-        found = [_await(directory, writer, deadline) for writer in range(1, self.writers)]
-        return [one for part in found for one in part]
+        deadline, started = time.monotonic() + PARTS_S, time.monotonic()
+        own = write_rows(pieces, directory, layout, sums)
+        self._tell(directory, ROWS, own)
+        rows = [self._await(directory, ROWS, other, deadline) for other in self._others]
+        rows_s = time.monotonic() - started
+        mine = layout.files[self.writer :: self.writers]
+        files = finish_files(mine, directory, base, rows_s)
+        self._tell(directory, FILES, [asdict(one) for one in files])
+        if self.writer == 0:
+            for other in self._others:
+                files += map(_file, self._await(directory, FILES, other, deadline))
+            for path in directory.glob("*.json"):
+                path.unlink()
+        return WrittenPart(files, _added([own, *rows]))
 
+    @property
+    def _others(self) -> list[int]:
+        return [number for number in range(self.writers) if number != self.writer]
 
-def _await(directory: Path, writer: int, deadline: float) -> list[WrittenFile]:
-    path = directory / _part(writer)
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise OSError(f"writer {writer} gave no part of {directory.name} in {PARTS_S:.0f} s")
-        time.sleep(LOOK_S)
-    told: dict[str, Any] = json.loads(path.read_bytes())
-    path.unlink()
-    if told["problem"]:
-        raise OSError(f"writer {writer}: {told['problem']}")
-    return [
-        WrittenFile(
-            FileOnDisk(**one["file"]),
-            FileOnDisk(**one["delta"]) if one["delta"] else None,
-            one["tensors"],
-        )
-        for one in told["files"]
-    ]
+    def tell_problem(self, directory: Path, problem: str) -> None:
+        """Say why this rank gives nothing.
 
-
-def _part(writer: int) -> str:
-    return f"part-{writer:02d}.json"
-
-
-class PartWriter:
-    """A rank's part of every version, beside rank 0's ``Publisher``."""
-
-    def __init__(
-        self, root: Path, *, trainer_incarnation: int, dtype: torch.dtype, share: Share
-    ) -> None:
-        self._root = root
-        self._incarnation = trainer_incarnation
-        self._share = share
-        self._staged = StagedTensors(dtype)
-        self._version = -1
-        self._sums: dict[str, int] = {}
-        #: The directory that has this part of ``_version`` already.
-        self._given: Path | None = None
-        #: Held while the copy changes, and while it is written.
-        self._copy = threading.Lock()
-        self._closed = threading.Event()
-        threading.Thread(target=self._watch, name="part-writer", daemon=True).start()
-
-    def stage(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Copy this rank's part of a version; the tensors may change when this returns.
-
-        Rank 0 must have settled (``Publisher.settled``): the copy of the version before goes.
+        Raises:
+            OSError: not even that can be written.
         """
-        with self._copy:
-            self._sums = self._staged.copy(self._share.of(tensors))
-            self._version, self._given = version, None
+        self._tell(directory, PROBLEM, problem)
 
-    def close(self) -> None:
-        """Have the thread end that writes parts; it finishes the one that it is writing."""
-        self._closed.set()
-
-    def _watch(self) -> None:
-        while not self._closed.wait(LOOK_S):
-            with self._copy:
-                try:
-                    if self._version >= 0:
-                        self._look()
-                except OSError as error:  # a file system that hangs or is away, for a while
-                    log.warning("%s cannot be looked at: %s", self._root, error)
-
-    def _look(self) -> None:
-        name = version_name(self._version, self._incarnation)
-        for directory in self._root.glob(f".{name}.*"):
-            if directory != self._given:
-                self._write(directory)
-                self._given = directory
-
-    def _write(self, directory: Path) -> None:
-        told: dict[str, Any] = {"problem": "", "files": []}
-        base = self._root / version_name(self._version - 1, self._incarnation)
-        try:
-            files = write_tensors(
-                self._staged.tensors.items(),
-                directory,
-                base,
-                self._sums,
-                prefix=f"model-{self._share.writer:02d}",
-            )
-            told["files"] = [asdict(one) for one in files]
-        except Exception as error:  # noqa: BLE001  rank 0 must hear of it, or would wait
-            told["problem"] = f"{type(error).__name__}: {error}"
-        draft = directory / f".{_part(self._share.writer)}"
-        try:
+    def _tell(self, directory: Path, what: str, told: object) -> None:
+        if self.writers > 1:
+            name = f"{what}-{self.writer:02d}.json"
+            draft = directory / f".{name}"
             write_durably(draft, json.dumps(told).encode())
-            draft.rename(directory / _part(self._share.writer))
-        except OSError as error:  # rank 0 has given the directory up, or waits in vain
-            log.warning("no part was given to %s: %s", directory, error)
+            draft.rename(directory / name)
+
+    def _await(self, directory: Path, what: str, writer: int, deadline: float) -> Any:
+        path, problem = (directory / f"{name}-{writer:02d}.json" for name in (what, PROBLEM))
+        while not path.exists():
+            if problem.exists():
+                raise OSError(f"writer {writer}: {json.loads(problem.read_bytes())}")
+            if not directory.exists():
+                raise OSError(f"{directory} was given up")
+            if time.monotonic() > deadline:
+                raise OSError(
+                    f"writer {writer} gave no part of {directory.name} in {PARTS_S:.0f} s"
+                )
+            time.sleep(LOOK_S)
+        return json.loads(path.read_bytes())
+
+
+def _file(told: Mapping[str, Any]) -> WrittenFile:
+    delta = FileOnDisk(**told["delta"]) if told["delta"] else None
+    return WrittenFile(FileOnDisk(**told["file"]), delta)
+
+
+def _added(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0) + value
+    return total

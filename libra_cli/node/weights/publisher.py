@@ -20,11 +20,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from libra_cli.node.weights.chunks import MANIFEST
 from libra_cli.node.weights.parts import Share
-from libra_cli.node.weights.staging import StagedTensors
+from libra_cli.node.weights.staging import StagedRows
+from libra_cli.node.weights.tensor_rows import TensorRows
 from libra_cli.node.weights.versions import ProbeResult, VersionOnDisk, publish
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Publisher:
         self._adapter = adapter
         self._share = share or Share()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="publisher")
-        self._staged = StagedTensors(dtype)
+        self._staged = StagedRows(dtype)
         self._writing: Future[VersionOnDisk] | None = None
         self._again: Callable[[], VersionOnDisk]
         #: Held while the copy changes, and while it is looked whether to write it again.
@@ -79,9 +79,7 @@ class Publisher:
             self.wait()
             yield
 
-    def stage(
-        self, tensors: Iterable[tuple[str, Tensor]], *, version: int, probe: ProbeResult
-    ) -> None:
+    def stage(self, pieces: Iterable[TensorRows], *, version: int, probe: ProbeResult) -> None:
         """Copy a version, and have it written; the tensors may change when this returns.
 
         Raises:
@@ -89,7 +87,7 @@ class Publisher:
         """
         with self._copy:
             self.wait()
-            known = self._staged.copy(self._share.of(tensors))
+            known = self._staged.copy(self._share.of(pieces))
             self._writing = self._pool.submit(self._write, version, probe, known)
 
     def _write(self, version: int, probe: ProbeResult, sums: dict[str, int]) -> VersionOnDisk:
@@ -104,7 +102,7 @@ class Publisher:
 
     def _publish(self, version: int, probe: ProbeResult, sums: dict[str, int]) -> VersionOnDisk:
         return publish(
-            self._staged.tensors.items(),
+            self._staged.pieces,
             self._root,
             version=version,
             trainer_incarnation=self._incarnation,
@@ -112,7 +110,7 @@ class Publisher:
             keep=self._keep,
             sums=sums,
             adapter=self._adapter,
-            others=self._share.others,
+            share=self._share,
         )
 
     def _watch(self) -> None:

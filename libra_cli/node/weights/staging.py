@@ -6,38 +6,39 @@ page-locked, and numbers are cast and summed up there, before the copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from libra_cli.node.weights.checksum import as_rows, checksum_of
+from libra_cli.node.weights.tensor_rows import TensorRows
 
 
-class StagedTensors:
-    """Tensors by name, each in a buffer of its own."""
+class StagedRows:
+    """Pieces of tensors, each in a buffer of its own."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._buffers: dict[str, Tensor] = {}
+        self.pieces: Sequence[TensorRows] = ()
+        """The pieces that ``copy`` copied last, each with its buffer."""
 
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The buffers by tensor name, as the last ``copy`` left them."""
-        return self._buffers
-
-    def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-        """Copy them into the buffers; return the checksums of those on an accelerator."""
+    def copy(self, pieces: Iterable[TensorRows]) -> dict[str, int]:
+        """Copy them into the buffers; return the checksums of those on an accelerator, by name."""
         sums: dict[str, Tensor] = {}
-        devices = set()
-        for name, tensor in tensors:
-            if tensor.device.type != "cpu":
-                tensor = tensor.to(self._dtype)
-                sums[name] = checksum_of(as_rows(tensor), 0, 0)
-                devices.add(tensor.device)
-            self._buffer(name, tensor).copy_(tensor, non_blocking=True)
+        devices, copied = set(), list[TensorRows]()
+        for piece in pieces:
+            if piece.tensor.device.type != "cpu":
+                piece = replace(piece, tensor=piece.tensor.to(self._dtype))
+                sums[piece.name] = piece.checksum()
+                devices.add(piece.tensor.device)
+            buffer = self._buffer(piece.name, piece.tensor)
+            buffer.copy_(piece.tensor, non_blocking=True)
+            copied.append(replace(piece, tensor=buffer))
         for device in devices:
             torch.accelerator.synchronize(device)
+        self.pieces = copied
         return {name: int(value.item()) for name, value in sums.items()}
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:

@@ -20,35 +20,25 @@ at most as long as for the files themselves, or ``DELTA_S`` with a small model.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
-from libra_cli.node.weights import patch
-from libra_cli.node.weights.checksum import described
-from libra_cli.node.weights.chunks import MANIFEST, listings
+from libra_cli.node.weights.checksum import MODULUS
+from libra_cli.node.weights.chunks import MANIFEST
+from libra_cli.node.weights.files import FileOnDisk, WrittenFile, write_durably
+from libra_cli.node.weights.layout import FileLayout, layout_of
+from libra_cli.node.weights.parts import Share
+from libra_cli.node.weights.tensor_rows import TensorRows
 
-FILE_BYTES = 2 * 1024**3
-"""A file is closed once it has this size, so that files are written and hashed in parallel."""
-WRITERS = 4
-DELTA_SHARE = 0.5
-"""The largest delta, as a share of its file's size: rebuilding from a larger one would take a host
-more time than the smaller transfer saves."""
-DELTA_S = 1.0
-log = logging.getLogger("libra.weights")
-TensorT = TypeVar("TensorT", bound=Tensor)
+_Described: TypeAlias = dict[str, dict[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +65,6 @@ class VersionOnDisk:
     """When it was complete, in seconds since the epoch."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileOnDisk:
-    """A file of a version, as the manifest lists it."""
-
-    name: str
-    bytes: int
-    digests: Mapping[str, Sequence[str]]
-    """Digests of its chunks in order, by algorithm."""
-
-
-_Described: TypeAlias = dict[str, dict[str, object]]
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
-    """A file of tensors, its delta if it has one, and what the manifest says of its tensors."""
-
-    file: FileOnDisk
-    delta: FileOnDisk | None
-    tensors: _Described
-
-
 def version_name(version: int, trainer_incarnation: int) -> str:
     """Return the name of a version's directory.
 
@@ -113,7 +81,7 @@ def probe_tokens(vocabulary: int, count: int) -> list[int]:
 
 
 def publish(
-    tensors: Iterable[tuple[str, Tensor]],
+    pieces: Iterable[TensorRows],
     root: Path,
     *,
     version: int,
@@ -122,14 +90,13 @@ def publish(
     keep: int,
     sums: Mapping[str, int] | None = None,
     adapter: Mapping[str, object] | None = None,
-    others: Callable[[Path], Sequence[WrittenFile]] = lambda directory: (),
+    share: Share | None = None,
 ) -> VersionOnDisk:
     """Write one version and remove all but the last ``keep``.
 
-    ``tensors`` are pairs of a Hugging Face name and a tensor on the CPU; ``sums`` are checksums
-    that are known already. If they are an adapter's, ``adapter`` tells of what model. ``others``
-    waits for what other ranks write into the directory (``parts``), whose name begins with a dot
-    and the version's name.
+    ``pieces`` are on the CPU, what this process has of each tensor; ``sums`` are checksums that are
+    known already. If they are an adapter's, ``adapter`` tells of what model. ``share`` says who
+    else writes into the directory (``parts``), whose name begins with a dot and the version's name.
 
     Raises:
         OSError: it cannot be written.
@@ -140,14 +107,16 @@ def publish(
     temporary = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=root))
     try:
         base = root / version_name(version - 1, trainer_incarnation)
-        written = [*write_tensors(tensors, temporary, base, sums or {}), *others(temporary)]
-        files = [one.file for one in written]
+        own, share = [*pieces], share or Share()
+        layout = layout_of(own, files=share.writers)
+        part = share.write(own, layout, temporary, base, sums or {})
+        written = sorted(part.files, key=lambda one: one.file.name)
         manifest = {
             "version": version,
             "trainer_incarnation": trainer_incarnation,
             "name": name,
-            "tensors": {name: entry for one in written for name, entry in one.tensors.items()},
-            "files": _listed(files),
+            "tensors": _tensors(layout, part.sums),
+            "files": _listed(one.file for one in written),
             "delta": _delta(base, written, temporary),
             **({"adapter": adapter} if adapter else {}),
             "probe": {"token_ids": list(probe.token_ids), "logprobs": list(probe.logprobs)},
@@ -157,7 +126,21 @@ def publish(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     remove_old(root, "v*-e*", keep=keep)
-    return VersionOnDisk(name, version, sum(file.bytes for file in files), time.time())
+    size = sum(one.file.bytes for one in written)
+    return VersionOnDisk(name, version, size, time.time())
+
+
+def _tensors(layout: FileLayout, sums: Mapping[str, int]) -> _Described:
+    """Return what the manifest says of tensors: file, shape, dtype and checksum."""
+    return {
+        name: {
+            "file": place.file,
+            "shape": list(place.shape),
+            "dtype": place.dtype,
+            "checksum": f"{sums.get(name, 0) % MODULUS:016x}",
+        }
+        for name, place in layout.places.items()
+    }
 
 
 def _delta(base: Path, written: Sequence[WrittenFile], directory: Path) -> dict[str, object] | None:
@@ -172,96 +155,6 @@ def _delta(base: Path, written: Sequence[WrittenFile], directory: Path) -> dict[
 
 def _listed(files: Iterable[FileOnDisk]) -> _Described:
     return {file.name: {"bytes": file.bytes, **file.digests} for file in files}
-
-
-def write_tensors(
-    tensors: Iterable[tuple[str, Tensor]],
-    directory: Path,
-    base: Path,
-    sums: Mapping[str, int],
-    *,
-    prefix: str = "model",
-) -> list[WrittenFile]:
-    """Write named tensors to files called ``prefix`` and a number, and their deltas from ``base``.
-
-    Raises:
-        OSError: they cannot be written.
-    """
-    with ThreadPoolExecutor(WRITERS) as pool:
-        writes = [
-            pool.submit(
-                _write_file, directory / f"{prefix}-{number:05d}.safetensors", part, base, sums
-            )
-            for number, part in enumerate(in_chunks(tensors, FILE_BYTES))
-        ]
-        return [write.result() for write in writes]
-
-
-def in_chunks(tensors: Iterable[tuple[str, TensorT]], size: int) -> Iterator[dict[str, TensorT]]:
-    """Cut a sequence of named tensors after every ``size`` bytes, at the ends of tensors."""
-    chunk: dict[str, TensorT] = {}
-    filled = 0
-    for name, tensor in tensors:
-        chunk[name] = tensor
-        filled += tensor.nbytes
-        if filled >= size:
-            yield chunk
-            chunk, filled = {}, 0
-    if chunk:
-        yield chunk
-
-
-def _write_file(
-    path: Path, part: dict[str, Tensor], base: Path, sums: Mapping[str, int]
-) -> WrittenFile:
-    started = time.monotonic()
-    try:
-        save_file(part, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # what it says of a full disk is no OSError
-        raise OSError(f"{path} cannot be written: {error}") from error
-    file = _on_disk(path)
-    within_s = max(DELTA_S, time.monotonic() - started)
-    # Everything in a safetensors file begins at a multiple of its smallest element's size.
-    word_bytes = min(tensor.element_size() for tensor in part.values())
-    delta = _write_delta(base / path.name, path, word_bytes, within_s)
-    entries = {name: _entry(path, tensor, sums.get(name)) for name, tensor in part.items()}
-    return WrittenFile(file, delta, entries)
-
-
-def _entry(path: Path, tensor: Tensor, known: int | None) -> dict[str, object]:
-    """Return what the manifest says of a tensor: its file, shape, dtype and checksum."""
-    return {"file": path.name, **described(tensor, known)}
-
-
-def _write_delta(base: Path, path: Path, word_bytes: int, within_s: float) -> FileOnDisk | None:
-    """Write a delta; None if it would be too large or cannot be written, since none is needed."""
-    delta = path.with_name(path.name + patch.SUFFIX)
-    limit = int(DELTA_SHARE * path.stat().st_size)
-    try:
-        if base.is_file() and patch.encode(
-            base, path, delta, word_bytes=word_bytes, limit=limit, within_s=within_s
-        ):
-            return _on_disk(delta)
-    except OSError as error:  # a full disk, first of all
-        log.warning("%s is published without a delta: %s", path, error)
-    delta.unlink(missing_ok=True)
-    return None
-
-
-def _on_disk(path: Path) -> FileOnDisk:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    found = listings(path)
-    size = path.stat().st_size
-    return FileOnDisk(path.name, size, {name: one.digests for name, one in found.items()})
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a file and wait until it is on disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def replace_directory(temporary: Path, final: Path) -> None:

@@ -16,6 +16,7 @@ from libra_cli.node.gradient.loading import load_version  # noqa: E402
 from libra_cli.node.model.policy import PolicyModel  # noqa: E402
 from libra_cli.node.model.weight_names import TensorGroup  # noqa: E402
 from libra_cli.node.weights.chunks import MANIFEST  # noqa: E402
+from libra_cli.node.weights.tensor_rows import whole  # noqa: E402
 from libra_cli.node.weights.versions import ProbeResult, publish  # noqa: E402
 
 
@@ -45,7 +46,7 @@ class OneRank:
 def version(tmp_path: Path) -> Path:
     tensors = {"norm.weight": torch.ones(3), "head.weight": torch.arange(6.0).view(2, 3)}
     found = publish(
-        [(name, tensor.bfloat16()) for name, tensor in tensors.items()],
+        whole((name, tensor.bfloat16()) for name, tensor in tensors.items()),
         tmp_path,
         version=6,
         trainer_incarnation=1,

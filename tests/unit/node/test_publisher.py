@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from libra_cli.node.weights import publisher as module
 from libra_cli.node.weights.chunks import MANIFEST
 from libra_cli.node.weights.publisher import Publisher
+from libra_cli.node.weights.tensor_rows import whole
 from libra_cli.node.weights.versions import ProbeResult, VersionOnDisk, publish
 
 PROBE = ProbeResult([1, 2], [-0.5])
@@ -90,7 +91,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def test_the_trainer_goes_on_before_anything_is_written(disk, publisher, weights):
-    publisher.stage(weights.items(), version=1, probe=PROBE)
+    publisher.stage(whole(weights.items()), version=1, probe=PROBE)
     assert not disk.written
     weights["a"].fill_(9.0)  # the next step
     disk.free.set()
@@ -100,10 +101,10 @@ def test_the_trainer_goes_on_before_anything_is_written(disk, publisher, weights
 
 
 def test_a_version_waits_for_the_one_before_it_to_be_written(disk, publisher, weights):
-    publisher.stage(weights.items(), version=1, probe=PROBE)
+    publisher.stage(whole(weights.items()), version=1, probe=PROBE)
     weights["a"].fill_(2.0)
     with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(publisher.stage, weights.items(), version=2, probe=PROBE)
+        second = pool.submit(publisher.stage, whole(weights.items()), version=2, probe=PROBE)
         assert not second.done()
         disk.free.set()
         second.result(PATIENCE_S)
@@ -115,11 +116,11 @@ def test_a_version_waits_for_the_one_before_it_to_be_written(disk, publisher, we
 
 def test_versions_share_one_copy(disk, publisher, weights, monkeypatch):
     disk.free.set()
-    publisher.stage(weights.items(), version=1, probe=PROBE)
+    publisher.stage(whole(weights.items()), version=1, probe=PROBE)
     publisher.wait()
     made: list[int] = []
     monkeypatch.setattr(torch, "empty", lambda *_, **__: made.append(1))
-    publisher.stage(weights.items(), version=2, probe=PROBE)
+    publisher.stage(whole(weights.items()), version=2, probe=PROBE)
     publisher.wait()
     assert not made
 
@@ -127,16 +128,16 @@ def test_versions_share_one_copy(disk, publisher, weights, monkeypatch):
 def test_a_failure_is_told_at_once_and_stops_the_next_version(disk, publisher, weights):
     disk.error = OSError(28, "No space left on device")
     disk.free.set()
-    publisher.stage(weights.items(), version=1, probe=PROBE)
+    publisher.stage(whole(weights.items()), version=1, probe=PROBE)
     with pytest.raises(OSError, match="No space"):
         publisher.wait()
     assert disk.told == [disk.error]
     with pytest.raises(OSError, match="No space"):
-        publisher.stage(weights.items(), version=2, probe=PROBE)
+        publisher.stage(whole(weights.items()), version=2, probe=PROBE)
 
 
 def test_the_end_waits_for_the_last_version(disk, publisher, weights):
-    publisher.stage(weights.items(), version=1, probe=PROBE)
+    publisher.stage(whole(weights.items()), version=1, probe=PROBE)
     threading.Timer(0.05, disk.free.set).start()
     publisher.close()
     assert [one.version for one in disk.written] == [1]
@@ -148,7 +149,7 @@ def test_nothing_was_written_before_the_first(publisher):
 
 def test_a_version_that_is_gone_from_the_disk_is_written_again(disk, publisher, weights):
     disk.free.set()
-    publisher.stage(weights.items(), version=1, probe=PROBE)
+    publisher.stage(whole(weights.items()), version=1, probe=PROBE)
     done = publisher.wait()
     weights["a"].fill_(9.0)  # the next step is computed meanwhile
     shutil.rmtree(disk.root / done.name)
@@ -159,21 +160,21 @@ def test_a_version_that_is_gone_from_the_disk_is_written_again(disk, publisher, 
 
 def test_a_version_that_cannot_be_written_again_ends_nothing(disk, publisher, weights):
     disk.free.set()
-    publisher.stage(weights.items(), version=1, probe=PROBE)
+    publisher.stage(whole(weights.items()), version=1, probe=PROBE)
     done = publisher.wait()
     disk.error = OSError(28, "No space left on device")
     shutil.rmtree(disk.root / done.name)
     until(lambda: disk.refused > 0)
     disk.error = None
     until(lambda: (disk.root / done.name / MANIFEST).exists())
-    publisher.stage(weights.items(), version=2, probe=PROBE)
+    publisher.stage(whole(weights.items()), version=2, probe=PROBE)
     assert publisher.wait().version == 2
     assert not disk.told
 
 
 def test_a_real_disk_that_is_full_ends_nothing_either(disk, publisher, weights):
     disk.free.set()
-    publisher.stage(weights.items(), version=1, probe=PROBE)
+    publisher.stage(whole(weights.items()), version=1, probe=PROBE)
     done = publisher.wait()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))  # as full as a disk without root gets
@@ -184,7 +185,7 @@ def test_a_real_disk_that_is_full_ends_nothing_either(disk, publisher, weights):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     until(lambda: (disk.root / done.name / MANIFEST).exists())
-    publisher.stage(weights.items(), version=2, probe=PROBE)
+    publisher.stage(whole(weights.items()), version=2, probe=PROBE)
     assert publisher.wait().version == 2
     assert not disk.told
 
@@ -193,7 +194,7 @@ def test_a_file_system_that_is_away_for_a_while_is_looked_at_again(
     disk, publisher, weights, monkeypatch
 ):
     disk.free.set()
-    publisher.stage(weights.items(), version=1, probe=PROBE)
+    publisher.stage(whole(weights.items()), version=1, probe=PROBE)
     done = publisher.wait()
     looked = threading.Event()
 

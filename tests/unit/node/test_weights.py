@@ -14,9 +14,10 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from libra_cli.node.weights import patch  # noqa: E402
+from libra_cli.node.weights import files, layout, patch  # noqa: E402
 from libra_cli.node.weights import versions as weights  # noqa: E402
 from libra_cli.node.weights.chunks import CHUNK_BYTES, MANIFEST  # noqa: E402
+from libra_cli.node.weights.tensor_rows import whole  # noqa: E402
 from libra_cli.node.weights.versions import (  # noqa: E402
     ProbeResult,
     probe_tokens,
@@ -36,14 +37,14 @@ TENSORS = {
 @pytest.fixture(autouse=True)
 def _time_for_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is."""
-    monkeypatch.setattr(weights, "DELTA_S", 20.0)
+    monkeypatch.setattr(files, "DELTA_S", 20.0)
 
 
 def write(
     root: Path, version: int, *, incarnation: int = 0, keep: int = 2
 ) -> weights.VersionOnDisk:
     return publish(
-        TENSORS.items(),
+        whole(TENSORS.items()),
         root,
         version=version,
         trainer_incarnation=incarnation,
@@ -80,7 +81,7 @@ def test_the_manifest_describes_what_is_on_disk(tmp_path: Path):
 
 
 def test_a_large_model_is_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(weights, "FILE_BYTES", 10)
+    monkeypatch.setattr(layout, "FILE_BYTES", 10)
     write(tmp_path, 1)
     manifest = json.loads((tmp_path / "v000001-e0" / MANIFEST).read_text())
     assert len(manifest["files"]) == 2
@@ -93,7 +94,7 @@ def test_a_failure_half_way_leaves_nothing(tmp_path: Path):
         raise OSError("no space left on device")
 
     with pytest.raises(OSError, match="no space left"):
-        publish(broken(), tmp_path, version=1, trainer_incarnation=0, probe=PROBE, keep=2)
+        publish(whole(broken()), tmp_path, version=1, trainer_incarnation=0, probe=PROBE, keep=2)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -135,7 +136,7 @@ def advance(root: Path, version: int, **changes: Any) -> dict[str, Any]:
     """Publish, and give the manifest."""
     tensors = changes.get("tensors", policy(version))
     publish(
-        tensors.items(),
+        whole(tensors.items()),
         root,
         version=version,
         trainer_incarnation=changes.get("incarnation", 0),
@@ -163,7 +164,7 @@ def test_a_version_names_the_deltas_that_make_it_of_the_one_before(tmp_path: Pat
 
 
 def test_every_file_of_a_large_model_has_a_delta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(weights, "FILE_BYTES", 10)
+    monkeypatch.setattr(layout, "FILE_BYTES", 10)
     advance(tmp_path, 1)
     manifest = advance(tmp_path, 2)
     assert {*manifest["delta"]["files"]} == {f"{name}.delta" for name in manifest["files"]}
@@ -173,7 +174,7 @@ def test_every_file_of_a_large_model_has_a_delta(tmp_path: Path, monkeypatch: py
 def test_one_file_that_changed_too_much_leaves_no_delta_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(weights, "FILE_BYTES", 10)
+    monkeypatch.setattr(layout, "FILE_BYTES", 10)
     advance(tmp_path, 1)
     other = {**policy(2), "b": torch.rand(300, 100).bfloat16()}
     other["b"].view(torch.int16).random_(-(2**15), 2**15)

@@ -67,7 +67,6 @@ ALLOWED: dict[str, str] = {
     "node/gradient/writer.py:finish": "computing gradients",
     "node/trainer/main.py:begin": "copying the weights",
     "node/weights/publisher.py": "copying the weights",
-    "node/weights/versions.py:write_tensors": "copying the weights",
     # Of a server that loads a version: the controller gives it the time of its size.
     "node/rollout/prepared.py:tensors": "loading; the server has answered that all is there",
 }

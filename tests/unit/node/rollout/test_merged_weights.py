@@ -18,6 +18,7 @@ from libra_cli.node.rollout.worker import VersionLoader  # noqa: E402
 from libra_cli.node.weights.adapter import A, B, adapted, factors_of, is_adapter  # noqa: E402
 from libra_cli.node.weights.checksum import described  # noqa: E402
 from libra_cli.node.weights.chunks import MANIFEST  # noqa: E402
+from libra_cli.node.weights.tensor_rows import whole  # noqa: E402
 from libra_cli.node.weights.versions import ProbeResult, publish  # noqa: E402
 
 SCALING = 2.0
@@ -40,7 +41,7 @@ def written(directory: Path, dtype: Any) -> tuple[Path, Path, dict[str, Any]]:
     save_file(base, model / "model.safetensors")
     about = {"scaling": SCALING, "base": {name: described(one) for name, one in base.items()}}
     done = publish(
-        adapter.items(),
+        whole(adapter.items()),
         directory / "versions",
         version=1,
         trainer_incarnation=0,

@@ -1,9 +1,10 @@
-"""Several ranks write a version together: each its own tensors, and rank 0 the manifest."""
+"""Several ranks write a version together: each its own rows, and rank 0 the manifest."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +17,16 @@ pytest.importorskip("torch", reason="needs torch")
 import torch
 from safetensors.torch import load_file
 
-from libra_cli.node.weights import parts, publisher, versions
+from libra_cli.node.batch.shares import rows_of
+from libra_cli.node.weights import files, part_writer, parts, publisher
 from libra_cli.node.weights.checksum import checksum
 from libra_cli.node.weights.chunks import MANIFEST
-from libra_cli.node.weights.parts import PartWriter, Share
+from libra_cli.node.weights.files import write_rows
+from libra_cli.node.weights.layout import layout_of
+from libra_cli.node.weights.part_writer import PartWriter
+from libra_cli.node.weights.parts import Share
 from libra_cli.node.weights.publisher import Publisher
+from libra_cli.node.weights.tensor_rows import TensorRows, whole
 from libra_cli.node.weights.versions import ProbeResult
 from libra_cli.node.weights.weight_server import WeightServer
 from tests.credentials import credentials_of, url_of
@@ -28,6 +34,8 @@ from tests.credentials import credentials_of, url_of
 PROBE = ProbeResult([1, 2], [-0.5])
 PATIENCE_S = 20.0
 WRITERS = 3
+WHOLE = ("experts", "scale")
+"""The tensors that every rank has whole."""
 
 
 def weights(step: int) -> dict[str, torch.Tensor]:
@@ -35,14 +43,30 @@ def weights(step: int) -> dict[str, torch.Tensor]:
     made = {
         f"layer.{number}": torch.randn(64, 16 + number, generator=generator) for number in range(7)
     }
+    # Of one dimension, with fewer rows than ranks, of three dimensions, and without any.
+    made |= {"norm": torch.randn(10, generator=generator), "one": torch.ones(1, 5)}
+    three = torch.randn(3, 4, 5, generator=generator)
+    made |= {"experts": three, "conv": three[:2].clone(), "scale": torch.tensor(2.5)}
     return {name: one + 1e-3 * step * (one > 2) for name, one in made.items()}
+
+
+def held(version: int, rank: int, writers: int) -> Iterator[TensorRows]:
+    """What a rank has of a version: its rows, but of some tensors all."""
+    for name, tensor in weights(version).items():
+        if name in WHOLE:
+            yield from whole([(name, tensor)])
+        else:
+            first, end = rows_of(len(tensor), rank=rank, world=writers)
+            yield TensorRows(name, tensor[first:end], tuple(tensor.shape), first)
 
 
 class Ranks:
     """The ranks of a host that write to ``root``, as the trainer's do."""
 
-    def __init__(self, root: Path, writers: int = WRITERS) -> None:
+    def __init__(self, root: Path, writers: int = WRITERS, *, gathered: bool = False) -> None:
         self.root = root
+        self.writers = writers
+        self.gathered = gathered
         self.problems: list[BaseException] = []
         options: dict[str, Any] = {"trainer_incarnation": 0, "dtype": torch.bfloat16}
         self.first = Publisher(
@@ -60,9 +84,14 @@ class Ranks:
 
     def stage(self, version: int) -> None:
         with self.first.settled():
-            for one in self.others:
-                one.stage(weights(version).items(), version=version)
-            self.first.stage(weights(version).items(), version=version, probe=PROBE)
+            for rank, one in enumerate(self.others, 1):
+                one.stage(self.pieces(version, rank), version=version)
+            self.first.stage(self.pieces(version, 0), version=version, probe=PROBE)
+
+    def pieces(self, version: int, rank: int) -> Iterator[TensorRows]:
+        if self.gathered:
+            return whole(weights(version).items())
+        return held(version, rank, self.writers)
 
     def close(self) -> None:
         self.first.close()
@@ -73,13 +102,14 @@ class Ranks:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "LOOK_S", 0.01)
+    monkeypatch.setattr(part_writer, "LOOK_S", 0.01)
     monkeypatch.setattr(publisher, "LOOK_S", 0.02)
-    monkeypatch.setattr(versions, "DELTA_S", PATIENCE_S)
+    monkeypatch.setattr(files, "DELTA_S", PATIENCE_S)
 
 
-@pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    ranks = Ranks(tmp_path / "run")
+@pytest.fixture(params=[False, True], ids=["rows", "gathered"])
+def ranks(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    ranks = Ranks(tmp_path / "run", gathered=request.param)
     yield ranks
     ranks.close()
 
@@ -114,6 +144,7 @@ def test_a_version_of_several_writers_is_whole_and_each_has_written_its_share(ra
     sizes = [one["bytes"] for one in manifest["files"].values()]
     assert len(sizes) == WRITERS
     assert max(sizes) < 0.5 * sum(sizes)
+    assert {0o600} == {one.stat().st_mode & 0o777 for one in (ranks.root / done.name).glob("m*-*")}
     assert done.bytes == sum(sizes)
 
 
@@ -160,10 +191,12 @@ def test_a_version_that_is_gone_is_written_again_by_all(ranks: Ranks) -> None:
 def test_a_writer_that_cannot_write_is_named(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, problem: Exception, told: str
 ) -> None:
-    def fails(*args: object, **options: object) -> None:
-        raise problem
+    def fails_elsewhere(*args: Any) -> dict[str, int]:
+        if threading.current_thread().name == "part-writer":
+            raise problem
+        return write_rows(*args)
 
-    monkeypatch.setattr(parts, "write_tensors", fails)
+    monkeypatch.setattr(parts, "write_rows", fails_elsewhere)
     ranks.stage(0)
     with pytest.raises(OSError, match=told):
         ranks.first.wait()
@@ -183,11 +216,36 @@ def test_a_writer_that_gives_nothing_is_waited_for_no_longer_than_said(
     alone.close()
 
 
-def test_tensors_go_to_the_writer_that_has_the_least() -> None:
+def test_tensors_that_all_have_go_to_the_writer_that_has_the_least() -> None:
     given = [(str(size), torch.zeros(size)) for size in (8, 3, 3, 1, 5, 4)]
-    shares = [[name for name, _ in Share(number, 3).of(iter(given))] for number in range(3)]
-    assert shares == [["8"], ["3", "1", "4"], ["3", "5"]]
-    assert [name for name, _ in Share().of(iter(given))] == [name for name, _ in given]
+
+    def taken(share: Share) -> list[str]:
+        return [one.name for one in share.of(whole(given)) if not one.is_empty]
+
+    assert [taken(Share(number, 3)) for number in range(3)] == [["8"], ["3", "1", "4"], ["3", "5"]]
+    assert taken(Share()) == [name for name, _ in given]
+
+
+def test_every_rank_lays_a_version_out_alike_whatever_it_holds() -> None:
+    layouts = [
+        layout_of([*Share(rank, WRITERS).of(held(0, rank, WRITERS))], files=WRITERS)
+        for rank in range(WRITERS)
+    ]
+    assert layouts[0] == layouts[1] == layouts[2]
+    assert len(layouts[0].files) == WRITERS
+
+
+def test_a_version_is_the_same_to_the_byte_whoever_writes_which_rows(tmp_path: Path) -> None:
+    contents = []
+    for gathered in (False, True):
+        ranks = Ranks(tmp_path / str(gathered), gathered=gathered)
+        ranks.stage(0)
+        done = ranks.first.wait()
+        ranks.close()
+        assert done is not None
+        found = (tmp_path / str(gathered) / done.name).iterdir()
+        contents.append({one.name: one.read_bytes() for one in found if one.name != MANIFEST})
+    assert contents[0] == contents[1]
 
 
 def test_a_disk_that_is_away_for_a_while_is_looked_at_again(
