@@ -1,4 +1,4 @@
-"""One run, read when it is asked for."""
+"""A run that was loaded, whose tables are read when they are first asked for."""
 
 from __future__ import annotations
 

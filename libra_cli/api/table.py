@@ -41,8 +41,8 @@ class RowTable(Sequence[RowT], Generic[RowT]):
         return f"<{len(self)} rows of {self._kind.__name__}>"
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """Return one flat mapping a row; what a field maps has columns of its own, as
-        ``reward/mean``.
+        """Return one flat mapping a row; what a field maps has
+        columns of its own, as ``reward/mean``.
         """
         names = [field.name for field in fields(self._kind)]
         flat: list[dict[str, Any]] = []

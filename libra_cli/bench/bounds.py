@@ -33,7 +33,7 @@ from libra_cli.sim.traces import RecordedEpisode
 
 @dataclass(frozen=True, slots=True)
 class ServerShape:
-    """``servers``, all alike, each with so many seats."""
+    """The shape of ``servers`` that are all alike, each with ``seats``."""
 
     cost: ServerLaw
     servers: int
@@ -92,8 +92,8 @@ def path_s(cost: ServerLaw, episode: RecordedEpisode, *, max_len: Tokens) -> Sec
 
 
 def _turn_s(cost: ServerLaw, context: Tokens, generated: Tokens) -> Seconds:
-    """Return the seconds of a turn alone, of which the step that ends the prompt gives the first
-    token.
+    """Return the seconds of a turn alone, of which the step that
+    ends the prompt gives the first token.
     """
     kv = context + generated / 2
     return cost.decode_step_s(0, 0) + (generated - 1) * cost.decode_step_s(1, kv)

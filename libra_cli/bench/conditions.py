@@ -1,4 +1,4 @@
-"""Under what is compared: the conditions of an experiment as they were asked for, not yet read."""
+"""The conditions that contenders are compared under, as they were asked for and not yet read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ STALENESS = 1
 NETWORK = 200.0
 """Gigabits a second between hosts, as in the evaluation of Libra (arXiv 2606.03077)."""
 MAX_LEN = 131_072
-"""Longer trajectories are cut there, as a run would, or where its trainer's memory ends."""
+"""Tokens at which trajectories are cut, as a run would, or
+where its trainer's memory ends earlier.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What an experiment of ``libra bench`` is asked: names looked up, and wrong ones refused."""
+"""The settings of an experiment of ``libra bench``: names looked up, and wrong ones refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NAMED = tuple(dict.fromkeys((*POLICIES, *ABLATIONS)))
 """Policies that are compared if they are asked for by name."""
 
 Progress: TypeAlias = Callable[[str], None]
-"""Told in a few words what is being done."""
+"""A function that is told in a few words what is being done."""
 
 
 class BenchError(LibraError):
@@ -97,7 +97,7 @@ class ExperimentConfig:
         )
 
     def job(self, trace: Trace, *, steps: int) -> Job:
-        """libra on this trace under these conditions, seed 0."""
+        """Return the job of libra on this trace under these conditions, seed 0."""
         return Job(
             trace,
             self.profile,
@@ -149,7 +149,7 @@ def traces_of(names: Sequence[str]) -> tuple[Trace, ...]:
 
 
 def parse_names(kind: str, wanted: str, known: Sequence[str]) -> tuple[str, ...]:
-    """Names separated by commas, each one known, in the order given; all if none is given.
+    """Return the names separated by commas, in the order given; all if none is given.
 
     Raises:
         BenchError: one is unknown; says which there are.
@@ -165,9 +165,10 @@ def parse_names(kind: str, wanted: str, known: Sequence[str]) -> tuple[str, ...]
 
 
 def parse_drift(text: str, max_len: Tokens = MAX_LEN) -> Drift:
-    """``1,4``, ``tools:1,20``, ``turns:1,3``, ``task:TRACE`` (see ``sim.drift``); ``none``.
+    """Return the drift of ``1,4``, ``tools:1,20``, ``turns:1,3``, ``task:TRACE`` or ``none``.
 
-    A single factor is what it ends with. A task's prompts are shorter than ``max_len``.
+    See ``sim.drift``. A single factor is the last one. A task's prompts are shorter than
+    ``max_len``.
 
     Raises:
         BenchError: not numbers above zero, or of something that does not change.

@@ -51,7 +51,7 @@ class Future:
 
 
 class _KnownLengths(LeastExpectedCost):
-    """libra's policy, told what every trajectory has left."""
+    """libra's policy, told the tokens that every trajectory has left."""
 
     def __init__(self, future: Future) -> None:
         self._future = future
@@ -189,7 +189,7 @@ class _Admitted:
         return self._inner.allow_steal(request, queued, idle, now=now)
 
     def has_room(self, contexts: Tokens, queues: ServerQueues) -> bool:
-        """While the KV caches hold the contexts in play, as libra."""
+        """Whether the KV caches hold the contexts in play, as in libra's policy."""
         return caches_hold(contexts, queues)
 
 

@@ -31,7 +31,7 @@ that filling the pipeline at first and emptying it at last count for little."""
 
 
 def schedule(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
-    """Policies on the plan that libra's planner proposes for the trace."""
+    """Compare policies on the plan that libra's planner proposes for the trace."""
     traces, notes = playable_traces(config)
     jobs: list[Job] = []
     for trace in traces:
@@ -44,7 +44,9 @@ def schedule(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
 
 
 def plan(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
-    """Planners under one policy, and the usual way beside them: a static split, sticky routing."""
+    """Compare planners under one policy, and the usual way beside
+    them: a static split, sticky routing.
+    """
     traces, notes = playable_traces(config)
     pairs = [(name, config.policy) for name in config.planners]
     if config.policy != USUAL_POLICY and BASE_PLANNER in config.planners:
@@ -87,7 +89,7 @@ def playable_traces(config: ExperimentConfig) -> tuple[list[Trace], list[str]]:
 def run_experiment(
     title: str, jobs: Sequence[Job], notes: list[str], progress: Progress
 ) -> ExperimentResult:
-    """Simulate all jobs of an experiment and gather what came out."""
+    """Simulate all jobs of an experiment and return its result."""
     played = list(run_jobs(jobs, progress))
     timelines = [timeline for _, timeline in played if timeline is not None]
     return ExperimentResult(title, [row for row, _ in played], timelines, notes)
@@ -96,5 +98,5 @@ def run_experiment(
 def run_jobs(
     jobs: Sequence[Job], progress: Progress
 ) -> Iterator[tuple[ResultRow, Timeline | None]]:
-    """Simulate all of them; what came out, in the order of the jobs."""
+    """Simulate all jobs; yield the row of each and its timeline, if that was kept, in order."""
     return simulated(run_job, jobs, progress)

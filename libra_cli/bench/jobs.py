@@ -47,8 +47,8 @@ may serve whatever is drawn. Chosen.
 """
 STORY_SEED = 0
 WAKE_S: Seconds = 10.8
-"""Seconds to wake a server that slept while its GPUs trained, as published for Libra (arXiv
-2606.03077).
+"""Seconds to wake a server that slept while its GPUs trained, as
+published for Libra (arXiv 2606.03077).
 """
 
 
@@ -92,8 +92,8 @@ class Job:
 
     @property
     def workload(self) -> Workload:
-        """The work expected before the run: other draws from the same tasks, as they are at
-        first.
+        """The work expected before the run: other draws from the
+        same tasks, as they are at first.
         """
         first = replace(self.drift, factors=self.drift.factors[:1], task=None)
         groups = first.groups(self.trace, f"plan/{self.seed}", size=self.members, number=1)
@@ -200,7 +200,7 @@ def run_job(job: Job) -> tuple[ResultRow, Timeline | None]:
 
 
 def static_run(job: Job) -> tuple[ResultRow, tuple[Seconds, ...]]:
-    """Simulate one run; what came out, and when each step ended."""
+    """Simulate one run; return its row, and the time at which each step ended."""
     world = world_of(job)
     world.run()
     return _row(job, world), tuple(step.ended_at for step in world.recording.steps)

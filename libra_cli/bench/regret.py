@@ -82,7 +82,7 @@ _Runs: TypeAlias = dict[Layout, _Static]
 
 
 def regret(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
-    """libra from several starts, and the bounds, for every trace and drift."""
+    """Compare libra from several starts with the bounds, for every trace and drift."""
     found = [playable(trace, config.max_len) for trace in config.traces]
     notes = [config.conditions, *(note for _, told in found for note in told)]
     cases = [
@@ -119,7 +119,7 @@ def _job(config: ExperimentConfig, trace: Trace, drift: Drift) -> Job:
 
 
 class StaticPlans:
-    """Plans of equal servers for one run: which there are, and which of them to simulate next."""
+    """The plans of equal servers for one run, and which of them to simulate next."""
 
     def __init__(self, job: Job) -> None:
         self._gpus = job.gpus
@@ -136,8 +136,9 @@ class StaticPlans:
         ]
 
     def layout(self, shape: _Shape) -> Layout | None:
-        """The plan with these servers, in which the other GPUs train; None where a half does not
-        fit."""
+        """The plan with these servers, in which the other GPUs
+        train; None where a half does not fit.
+        """
         degree, servers = shape
         spare = self._gpus - degree * servers
         if servers < 1 or spare < 1:
@@ -353,7 +354,7 @@ def best_script(
 
 
 def regrets(rows: Sequence[ResultRow]) -> list[Regret]:
-    """libra's regret on one trace and drift, from each of its starts."""
+    """Return libra's regret on one trace and drift, from each of its starts."""
     by_name: dict[str, dict[int, ResultRow]] = {}
     for row in rows:
         by_name.setdefault(row.planner, {})[row.seed] = row
@@ -388,7 +389,7 @@ def _differences(
     *,
     whole: Mapping[int, ResultRow] | None = None,
 ) -> list[float]:
-    """Ours minus theirs, seed by seed, as shares of the mean of ``whole`` (ours without)."""
+    """Return ours minus theirs, seed by seed, as shares of the mean of ``whole`` (ours without)."""
     unit = fmean(row.metric(metric) for row in (whole or ours).values())
     return [(ours[seed].metric(metric) - theirs[seed].metric(metric)) / unit for seed in ours]
 
@@ -396,7 +397,9 @@ def _differences(
 def _share(
     static: Mapping[int, ResultRow], mine: Mapping[int, ResultRow], seer: Mapping[int, ResultRow]
 ) -> float | None:
-    """libra's part of what the clairvoyant gains over the best static plan, if that is enough."""
+    """Return libra's part of what the clairvoyant gains over the best
+    static plan; None if that is little.
+    """
     metric = "throughput_tok_s"
     possible = fmean(_differences(seer, static, metric, whole=static))
     if possible < LEAST_GAIN:

@@ -40,8 +40,8 @@ BASE_PLANNER = "static-best"
 USUAL_POLICY = "sticky-least-loaded"
 """The policy of a planner's baseline, where it was run: a static split, sticky routing."""
 LEAST_GAIN = 0.02
-"""Gain of the clairvoyant over the best static plan, as a share; a share of a smaller gain says
-nothing. Chosen.
+"""Gain of the clairvoyant over the best static plan, as a share; a share
+of a smaller gain says nothing. Chosen.
 """
 AS_IT_IS = "as it is"
 METRICS = (
@@ -156,8 +156,9 @@ class Regret:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentResult:
-    """The rows, timelines and regrets of an experiment. ``notes`` are sentences beside its
-    tables.
+    """The rows, timelines and regrets of an experiment.
+
+    ``notes`` are sentences beside its tables.
     """
 
     title: str
@@ -363,8 +364,8 @@ def _summaries(arena: _Runs) -> list[ComparisonSummary]:
 
 
 def _baseline(contenders: Sequence[Contender]) -> Contender:
-    """Return the contender that the others are compared with: the first of the wanted that was
-    run.
+    """Return the contender that the others are compared with: the
+    first of the wanted that was run.
     """
     variants, planners = ({c[at] for c in contenders} for at in (0, 1))
     wanted: list[tuple[str | None, str | None]] = [(None, BASE_POLICY)]
@@ -415,8 +416,8 @@ def _metric_mean(runs: Iterable[ResultRow], metric: str) -> float:
 
 
 def _difference(arena: _Runs, one: Contender, other: Contender, metric: str) -> Difference | None:
-    """Return the difference over the seeds that both have; None without any, or with a mean of
-    0.
+    """Return the difference over the seeds that both have; None
+    without any, or with a mean of 0.
     """
     pairs = _pairs(arena, (one, other), metric)
     whole = fmean(pair[1] for pair in pairs) if pairs else 0.0

@@ -30,8 +30,9 @@ LONGEST = 0.1
 
 @dataclass(frozen=True, slots=True)
 class RuleRow:
-    """The result of one run under one rule. Shares are 0 to 1, ages in versions, lengths in
-    generated tokens.
+    """The result of one run under one rule.
+
+    Shares are 0 to 1, ages in versions, lengths in generated tokens.
     """
 
     rule: str

@@ -22,8 +22,8 @@ class PrintingConsole(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """Render to segments, as rich does; those that rich itself controls the terminal with
-        stay.
+        """Render to segments, as rich does; those that rich itself
+        controls the terminal with stay.
         """
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))

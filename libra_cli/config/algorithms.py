@@ -23,8 +23,8 @@ class Needs:
     turns: bool = False
     """The advantage weighs each turn by itself, and discounts later ones by ``training.gamma``."""
     leave_one_out: bool = False
-    """The advantage compares a member with the other members of its group, not with the mean of
-    all.
+    """The advantage compares a member with the other members of
+    its group, not with the mean of all.
     """
     whole_batch: bool = False
     """The advantage compares a trajectory with the whole batch, which must be there at once."""
@@ -55,8 +55,8 @@ class Shipped:
     code: str
     needs: Needs = Needs()
     controller: str = ""
-    """Import path of the ``core.algorithms.base.Objective`` of a loss; empty where it needs
-    none.
+    """Import path of the ``core.algorithms.base.Objective`` of
+    a loss; empty where it needs none.
     """
 
 
@@ -124,8 +124,9 @@ def controller_of(loss: str) -> str:
 
 
 def controllers_beside(loss: str, given: Needs) -> list[str]:
-    """The import paths of the controllers of a loss, and of those that need what a recipe gives
-    for them."""
+    """The import paths of the controllers of a loss, and of those
+    that need what a recipe gives for them.
+    """
     return [
         one.controller
         for name, one in _LOSSES.items()

@@ -84,16 +84,17 @@ class EnvironmentSpec(Section):
     name: str = "pointer-chase"
     """A shipped environment, an entry point of group ``libra.environments``, or module:attr."""
     label: Annotated[str | None, MAY_CHANGE] = None
-    """The environment's name in metrics, where there are several. Null: its name, with a number if
-    needed.
+    """The environment's name in metrics, where there are several.
+    Null: its name, with a number if needed.
     """
     weight: Annotated[float, Field(gt=0)] = 1.0
     """The environment's share of the groups is this over the sum of all weights."""
     args: dict[str, JsonValue] = {}
     """Keyword arguments of the environment's factory."""
     tasks: Annotated[tuple[TaskSourceSpec, ...], listed("path", TaskSourceSpec)] = ()
-    """A path, a mapping with the keys below, or a list of either. None: the environment makes
-    them."""
+    """A path, a mapping with the keys below, or a list of either.
+    None: the environment makes them.
+    """
     tool_timeout_s: Annotated[float, Field(gt=0), MAY_CHANGE] = 10.0
     """Seconds that a tool call, a reset or a score may take."""
     retries: Annotated[Count, MAY_CHANGE] = 3
@@ -130,8 +131,8 @@ class EvaluationSpec(Section):
     """Files of tasks for the run's own environment, which are not those that it trains on. None:
     its environment makes them, by the seed below."""
     num_tasks: Annotated[int, Field(ge=1, le=1_000_000)] = 64
-    """The number of tasks that are played, the first ones. Intervals narrow with its square
-    root.
+    """The number of tasks that are played, the first ones.
+    Intervals narrow with its square root.
     """
     samples: Annotated[int, Field(ge=1, le=1024)] = 4
     """Trajectories of each task: pass@k is known up to this k."""
@@ -231,8 +232,9 @@ class TeacherSpec(Section):
     on_resume = MAY_CHANGE
 
     url: str
-    """The base URL, for example http://gpu-09:8000/v1; /completions is added. The controller must
-    reach it."""
+    """The base URL, for example http://gpu-09:8000/v1; /completions is
+    added. The controller must reach it.
+    """
     model: str | None = None
     """The model's name at the server. Null: the first that the server lists."""
     api_key: SecretStr | None = None

@@ -17,8 +17,8 @@ Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", 
 
 
 STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
-"""The model configuration of a section: frozen, with no other keys than its own, and no infinite
-numbers.
+"""The model configuration of a section: frozen, with no other keys
+than its own, and no infinite numbers.
 """
 
 
@@ -27,8 +27,8 @@ class Section(BaseModel):
 
     model_config = STRICT
     on_resume: ClassVar[OnResume] = UNSAID
-    """The mark of the keys without one of their own; a section without it marks each of its
-    keys.
+    """The mark of the keys without one of their own; a section
+    without it marks each of its keys.
     """
 
     def problems(self) -> Iterator[Problem]:

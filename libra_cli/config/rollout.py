@@ -116,8 +116,8 @@ class RolloutSpec(Section):
     on_resume = MAY_CHANGE
 
     backend: str = "vllm"
-    """The server's backend: ``vllm``, an entry point of ``libra.rollout_backends``, or
-    module:attr.
+    """The server's backend: ``vllm``, an entry point of
+    ``libra.rollout_backends``, or module:attr.
     """
     group_size: Annotated[Positive, fixed("groups that were begun have so many trajectories")] = 8
     """Trajectories of one prompt, whose rewards are compared with one another; 1 is for

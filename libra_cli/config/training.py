@@ -43,8 +43,9 @@ class StalenessSpec(Section):
     rest: Annotated[Literal["later", "drop"] | None, only_with("rule", "cut")] = None
     """cut: members that are not finished are trained later, or dropped. Null: later."""
     over: Annotated[Literal["mask", "weight"] | None, only_with("rule", "token")] = None
-    """token: leave tokens over max_staleness out of the loss, or let them weigh at most 1. Null:
-    mask."""
+    """token: leave tokens over max_staleness out of the loss, or
+    let them weigh at most 1. Null: mask.
+    """
 
     @property
     def masks(self) -> bool:
@@ -160,8 +161,8 @@ class TrainingSpec(Section):
     loss_args: dict[str, JsonValue] = {}
     """Keyword arguments of the loss; those below reach it too."""
     backend: str = "accelerate"
-    """The trainer's backend: ``accelerate``, an entry point of ``libra.trainer_backends``, or
-    module:attr.
+    """The trainer's backend: ``accelerate``, an entry point of
+    ``libra.trainer_backends``, or module:attr.
     """
     groups_per_step: Positive = 16
     """Prompts in the global batch, each with a group of trajectories; or demonstrations."""
@@ -342,8 +343,8 @@ class ReplaySpec(Section):
     on_resume = MAY_CHANGE
 
     groups: Positive
-    """The number of kept groups that every step trains again, on top of
-    training.groups_per_step.
+    """The number of kept groups that every step trains again,
+    on top of training.groups_per_step.
     """
     capacity: Positive = 64
     """The number of groups that are kept. They are in the controller's memory with all their

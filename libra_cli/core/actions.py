@@ -56,7 +56,10 @@ class StartServer(ActionBase):
 
 @dataclass(frozen=True, slots=True)
 class CheckServer(ActionBase):
-    """Something failed: does it still answer? Ends in ServerChecked or ServerFailed."""
+    """Ask a server whether it still answers, after something failed.
+
+    Ends in ServerChecked or ServerFailed.
+    """
 
     slot: SlotId
     incarnation: int
@@ -76,15 +79,18 @@ class StopServer(ActionBase):
 
 @dataclass(frozen=True, slots=True)
 class SyncServer(ActionBase):
-    """Fetch, load in place, label, resume, verify. Ends in ServerSynced or SyncFailed."""
+    """Let a server fetch a version, load it in place, resume and prove it.
+
+    Ends in ServerSynced or SyncFailed.
+    """
 
     slot: SlotId
     incarnation: int
     published: e.PublishedVersion
 
     def failed(self, reason: str) -> e.SyncFailed:
-        """Return a failure that the server itself answered: it is tried once more, then in a new
-        process.
+        """Return a failure that the server itself answered: it is
+        tried once more, then in a new process.
         """
         return e.SyncFailed(self.slot, self.incarnation, self.published, reason, answered=True)
 
@@ -147,8 +153,8 @@ def without_advantage(sample: TrainSample) -> TrainSample:
 
 @dataclass(frozen=True, slots=True)
 class BatchPartition:
-    """The trajectories whose gradients a worker computes; the trainer can always compute them
-    too.
+    """The trajectories whose gradients a worker computes; the
+    trainer can always compute them too.
     """
 
     slot: SlotId
@@ -158,7 +164,7 @@ class BatchPartition:
 
 @dataclass(frozen=True, slots=True)
 class Train(ActionBase):
-    """One optimizer step on a batch. ``ledger`` asks for a checkpoint after it.
+    """Take an optimizer step on a batch. ``ledger`` asks for a checkpoint after it.
 
     ``samples`` are those not accumulated before in ``parts`` parts; ``shares`` are of these, and
     computed with ``held``, the version that the trainer holds. Ends in StepDone or TrainerFailed;
@@ -180,7 +186,10 @@ class Train(ActionBase):
 
 @dataclass(frozen=True, slots=True)
 class Accumulate(ActionBase):
-    """Gradients of a part (from 1) of a step's batch. Ends in Accumulated or TrainerFailed."""
+    """Compute the gradients of a part (from 1) of a step's batch.
+
+    Ends in Accumulated or TrainerFailed.
+    """
 
     incarnation: int
     step: int
@@ -204,7 +213,10 @@ class StartWorker(ActionBase):
 
 @dataclass(frozen=True, slots=True)
 class SyncWorker(ActionBase):
-    """Fetch, load, verify. Ends in WorkerSynced, WorkerSyncFailed or WorkerFailed."""
+    """Let a worker fetch a version, load it and prove it.
+
+    Ends in WorkerSynced, WorkerSyncFailed or WorkerFailed.
+    """
 
     slot: SlotId
     incarnation: int
@@ -216,7 +228,7 @@ class SyncWorker(ActionBase):
 
 @dataclass(frozen=True, slots=True)
 class StopWorker(ActionBase):
-    """Ends in WorkerStopped, when no process of it is left."""
+    """Stop a gradient worker. Ends in WorkerStopped, when none of its processes is left."""
 
     must_end: ClassVar[bool] = True
     slot: SlotId
@@ -247,7 +259,7 @@ class Propose(ActionBase):
 
 @dataclass(frozen=True, slots=True)
 class AnswerOrder(ActionBase):
-    """Tell whoever gave the order what became of it."""
+    """Answer a user's order with whether it was accepted, and why."""
 
     order: str
     accepted: bool
@@ -256,8 +268,9 @@ class AnswerOrder(ActionBase):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint(ActionBase):
-    """Write a checkpoint of this step. Ends in CheckpointSaved, CheckpointFailed or
-    TrainerFailed.
+    """Write a checkpoint of this step.
+
+    Ends in CheckpointSaved, CheckpointFailed or TrainerFailed.
     """
 
     incarnation: int
@@ -270,8 +283,11 @@ class Checkpoint(ActionBase):
 
 @dataclass(frozen=True, slots=True)
 class StartEpisode(ActionBase):
-    """Ends in EpisodeStarted, DemonstrationRead or EpisodeFailed. ``task`` is the task's place in
-    the prompt stream; None: the group's number."""
+    """Start an episode in its environment. Ends in EpisodeStarted, DemonstrationRead or
+    EpisodeFailed.
+
+    ``task`` is the task's place in the prompt stream; None: the group's number.
+    """
 
     trajectory: TrajectoryId
     task: int | None = None
@@ -282,10 +298,15 @@ class StartEpisode(ActionBase):
 
 @dataclass(frozen=True, slots=True)
 class Generate(ActionBase):
-    """Ends in TurnGenerated or TurnFailed. Lower ``priority`` goes first in the server's queue."""
+    """Generate a turn on a server. Ends in TurnGenerated or TurnFailed.
+
+    Lower ``priority`` goes first in the server's queue.
+    """
 
     request: int
-    """Never used twice in a run, so that a reply that comes twice or late is recognised."""
+    """A number never used twice in a run, so that a reply that
+    comes twice or late is recognised.
+    """
     trajectory: TrajectoryId
     slot: SlotId
     incarnation: int

@@ -125,7 +125,7 @@ class ServerSynced:
     served_at: Seconds
     sent_bytes: int
     kind: str
-    """``full | delta | local``"""
+    """How the version came to the host: ``full``, ``delta`` or ``local``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class EpisodeStarted:
     trajectory: TrajectoryId
     prompt_ids: array[int]
     environment: str = ""
-    """Which one, in a run that has several."""
+    """The name of the environment, in a run that has several; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +242,10 @@ class TeacherAnswered:
 
 @dataclass(frozen=True, slots=True)
 class TeacherFailed:
-    """The teacher has given no log-probabilities. ``refused``: it answers, but not about these
-    tokens."""
+    """The teacher has given no log-probabilities.
+
+    ``refused``: it answers, but not about these tokens.
+    """
 
     trajectory: TrajectoryId
     reason: str
@@ -304,8 +306,10 @@ class TurnAdvantages:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """An optimizer step is done. ``published`` is None if its version is still being written:
-    VersionPublished follows."""
+    """An optimizer step is done.
+
+    ``published`` is None if its version is still being written: VersionPublished follows.
+    """
 
     incarnation: int
     step: int
@@ -313,7 +317,7 @@ class StepDone:
     metrics: dict[str, float | None] = field(default_factory=dict)
     shares: tuple[ShareDone, ...] = ()
     log_ratios: LogRatios | None = None
-    """None if the trainer does not tell them."""
+    """The log-ratios of the trained tokens; None if the trainer does not report them."""
     advantages: tuple[TurnAdvantages, ...] = ()
     """The advantages that a critic in the trainer estimated; empty without a critic."""
 
@@ -345,8 +349,8 @@ class WorkerStarted:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSynced:
-    """The worker computes with ``published``: ``gap`` to the trainer, on the probe, is
-    tolerable.
+    """The worker computes with ``published``: ``gap`` to the
+    trainer, on the probe, is tolerable.
     """
 
     slot: SlotId
@@ -470,7 +474,7 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """Somebody wants the run to end. ``at_once`` skips the checkpoint and the drain."""
+    """A user asks for the end of the run. ``at_once`` skips the checkpoint and the drain."""
 
     at_once: bool
     reason: str

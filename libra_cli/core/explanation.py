@@ -33,7 +33,9 @@ STEPS = 5
 PRIOR = 2.0
 """Decisions that the simulator's error counts as. Chosen."""
 Z = 1.28
-"""Four of five values of a normal distribution lie within so many standard deviations."""
+"""The number of standard deviations within which four of five
+values of a normal distribution lie.
+"""
 PRICED_ERROR = 0.30
 """Error of a step predicted by costs alone, when nothing is measured yet: |log(observed /
 predicted)|, as the mean over 17 simulated plans.
@@ -93,8 +95,8 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True)
 class PastPrediction:
-    """The step time that an earlier decision predicted, the mean observed, and whether slots
-    moved.
+    """The step time that an earlier decision predicted, the mean
+    observed, and whether slots moved.
     """
 
     moved: bool

@@ -1,4 +1,4 @@
-"""How anything in the core changes its state: only along a table that names each change's cause."""
+"""State changes of the core: each is in a table that names its cause, and any other is a bug."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class RoutingChanged(NoticeBase):
 
 @dataclass(frozen=True, slots=True)
 class ProcessGone(NoticeBase):
-    """No process of the replica is left: is there to be another?"""
+    """No process of the replica is left; the reconciler decides whether another is started."""
 
     replica: Replica
 
@@ -72,7 +72,7 @@ class ServerAnswered(NoticeBase):
 
 @dataclass(frozen=True, slots=True)
 class GraceOver(NoticeBase):
-    """Turns on the draining server have had their time: they are to be broken off."""
+    """The turns on the draining server have had their time, and are broken off."""
 
     slot: SlotId
 

@@ -86,17 +86,17 @@ class InPlay:
         self._met_s: Seconds = 0.0
 
     def begin(self, *, now: Seconds) -> None:
-        """None is in play at ``now``, and nothing is known of before."""
+        """Begin at ``now`` with no trajectory in play, and forget what was before."""
         self._playing = 0
         self.take(now=now)
 
     def change(self, by: int, *, now: Seconds) -> None:
-        """``by`` trajectories more are in play from ``now`` on."""
+        """Count ``by`` more trajectories in play from ``now`` on."""
         self._pass_to(now)
         self._playing += by
 
     def take(self, *, now: Seconds) -> tuple[Seconds, float]:
-        """``in_play_s`` and ``concurrency`` since this was last asked."""
+        """Return ``in_play_s`` and ``concurrency`` since the last call."""
         self._pass_to(now)
         in_play_s, met_s = self._in_play_s, self._met_s
         self._in_play_s = self._met_s = 0.0

@@ -29,8 +29,8 @@ class Taker(Protocol):
 
 
 class Part(Taker, Protocol):
-    """A part of the machine, which decides about one thing: the servers, the trainer, the
-    trajectories.
+    """A part of the machine, which decides about one thing: the
+    servers, the trainer, the trajectories.
     """
 
     actions: ClassVar[Any]

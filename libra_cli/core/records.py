@@ -22,7 +22,7 @@ RENAMED: Final[Mapping[str, str]] = {
     "incarnation": "epoch",
     "trainer_incarnation": "trainer_epoch",
 }
-"""Column, in whichever table it is -> its name in databases of libra 0.1.0."""
+"""The name in databases of libra 0.1.0, by the column's name in whichever table."""
 NO_COLUMN: Final[Mapping[str, bool]] = {"column": False}
 """Metadata of a field that is kept elsewhere than in a column."""
 
@@ -158,7 +158,9 @@ class SampleRecord:
     prefix_hit_rate: float | None
     preemptions: int
     occupancy: float
-    """Mean share of its seats that were taken since the reading before, by our own count."""
+    """Mean share of the server's seats that were taken since the
+    reading before, by the run's own count.
+    """
     generated_tokens: int
     """Tokens generated since the server started, by its own counter."""
     tokens_per_s: float
@@ -187,7 +189,7 @@ class GroupRecord:
     """Mean reward of the members; None until all have ended."""
     detail: str
     task: int | None = None
-    """Which task of the stream it plays, where a curriculum has chosen it."""
+    """The task of the stream that the group plays, where a curriculum has chosen it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,11 +228,11 @@ class TrajectoryRecord:
     """``[[version, start, end], ...]``"""
     detail: str
     branches_json: str = "[]"
-    """``[[number, spans], ...]`` of the branches beside the one that it ended in."""
+    """``[[number, spans], ...]`` of the branches beside the last."""
     environment: str = ""
     """The name of its environment, in a run that has several."""
     metrics_json: str = "{}"
-    """Name -> number: what its environment has named."""
+    """Name -> number: the metrics that its environment reported."""
     tokens_at: int | None = None
     """Offset of its tokens in ``tokens.bin``; None if it has not ended."""
     tokens: tuple[BranchTokens, ...] = field(
@@ -328,8 +330,9 @@ class StepRecord:
     batch_json: str = "{}"
     """Name -> number or null: what ``core.rollout.batches`` says of the batch."""
     groups_json: str = "[]"
-    """The groups that were trained: ``group`` of one with all its members, else ``[group,
-    [member, ...]]``."""
+    """The groups that were trained: ``group`` of one with all its
+    members, else ``[group, [member, ...]]``.
+    """
     replayed_json: str = "[]"
     """The groups that were trained again, out of the replay buffer."""
     held_s: float = 0.0
@@ -416,9 +419,9 @@ class PlanRecord:
     cost_s: float | None = None
     """Predicted cost of its moves, in seconds of the whole job."""
     observed_before_s: float | None = None
-    """Mean seconds of the last steps before it was chosen."""
+    """Mean seconds of the last steps before the plan was chosen."""
     observed_after_s: float | None = None
-    """Mean seconds of the first steps after the last of its moves; None until they are done."""
+    """Mean seconds of the first steps after the last move of the plan; None until they are done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,7 +443,7 @@ class MoveRecord:
     phases_json: str
     """``[[phase, began, ended], ...]``; ``ended`` is null in the phase that is under way."""
     detail: str
-    """Why it failed, and where that left the slot."""
+    """The reason why the move failed, and where that left the slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,8 +460,8 @@ class DecisionRecord:
     """The number of the plan that was adopted; None to stay."""
     why_not: str
     rollout_factor: float
-    """Factor on the costs of rollout that makes them agree with measured steps; ``training_factor``
-    likewise.
+    """Factor on the costs of rollout that makes them agree with
+    measured steps; ``training_factor`` likewise.
     """
     training_factor: float
     explanation_json: str = "{}"
@@ -466,8 +469,9 @@ class DecisionRecord:
     decide, or its choice was not carried out.
     """
     observed_s: float | None = None
-    """Mean seconds of the first steps after it and after the last of its moves; None until they are
-    done."""
+    """Mean seconds of the first steps after it and after the last of
+    its moves; None until they are done.
+    """
     observed_steps: int = 0
     """Steps of that mean: fewer than planned where the next decision came first."""
 
@@ -482,8 +486,8 @@ class EvaluationRecord:
     """The number of the evaluation in the run, from 0."""
     name: str
     step: int
-    """Step of the weight version at which it began; ``trainer_incarnation`` is of that version
-    too.
+    """Step of the weight version at which it began;
+    ``trainer_incarnation`` is of that version too.
     """
     trainer_incarnation: int
     state: str
@@ -534,19 +538,19 @@ class ExportRecord:
 
 @dataclass(frozen=True, slots=True)
 class NoteRecord:
-    """Something that a person must know, of a run that goes on all the same."""
+    """A note on something that a person must know, of a run that goes on all the same."""
 
     TABLE: ClassVar[str] = "notes"
     KEY: ClassVar[tuple[str, ...]] = ("kind", "subject")
     kind: str
     """The kind of thing that the note is about, such as ``checkpoint``."""
     subject: str
-    """Which one; what is told of it again takes the place of what was told before."""
+    """The thing that the note is about; a later note on it takes the place of an earlier one."""
     at: float
     text: str
     """Sentences: what happened, what follows from it, and what can be done."""
     resolved_at: float | None = None
-    """Since when it no longer matters; None while it does."""
+    """When the matter was resolved; None while it is not."""
 
 
 Record: TypeAlias = (

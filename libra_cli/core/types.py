@@ -35,7 +35,9 @@ def node_of(slot: SlotId) -> str:
 
 @cache
 def parts_of(slot: SlotId) -> tuple[int, ...]:
-    """Which of its node's equal parts a slot has; none if its name does not tell."""
+    """Return the indices of its node's equal parts that a slot
+    has; none if its name does not tell.
+    """
     indices = slot.rpartition("/")[2].split("+")
     return tuple(map(int, indices)) if all(index.isdecimal() for index in indices) else ()
 
@@ -102,8 +104,10 @@ class WeightVersion(NamedTuple):
 
 
 STARTED_WITH = WeightVersion(0, 0)
-"""The weights of the directory that a server was started with. No run has it: trainers are counted
-from 1."""
+"""The weights of the directory that a server was started with.
+
+No run has it: trainers are counted from 1.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +140,7 @@ class Slot:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Which of its node's equal parts the slot has."""
+        """Indices of the node's equal parts that the slot has."""
         return parts_of(self.id)
 
     @property
@@ -304,8 +308,8 @@ class BranchTokens:
     loss_mask: array[int]
     """1 where the policy generated the token in this branch."""
     logprobs: array[float]
-    """Log-probabilities as sampled, in nats, 0 where the mask is; empty where an older libra kept
-    none.
+    """Log-probabilities as sampled, in nats, 0 where the mask is;
+    empty where an older libra kept none.
     """
     spans: tuple[VersionSpan, ...]
 
@@ -323,8 +327,8 @@ class LogRatios:
     left out of the loss."""
 
     def by_branch(self) -> dict[tuple[int, int, int], bytes]:
-        """Return the float16 values of each branch, little-endian, by group, member and branch
-        number.
+        """Return the float16 values of each branch, little-endian,
+        by group, member and branch number.
         """
         found, start, of = {}, 0, self.branches
         for at in range(0, len(of), 4):

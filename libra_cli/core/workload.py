@@ -163,7 +163,8 @@ class Workload:
     in a step with the chance w, so the longest but r of all is a step's longest with w (1 - w)^r.
     """
     pairs: float = field(init=False, compare=False, repr=False)
-    """Pairs of a token and one it attends to, that a step trains: the sum of context squared / 2.
+    """Pairs of a token and a token it attends to that a step
+    trains: the sum of context squared / 2.
     """
 
     def __post_init__(self) -> None:

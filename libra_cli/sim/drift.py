@@ -28,8 +28,8 @@ KINDS = ("lengths", "tools", "turns", "task")
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A drift of one of ``KINDS``: its factors over the run, or the trace that ``task`` changes
-    to.
+    """A drift of one of ``KINDS``: its factors over the run, or
+    the trace that ``task`` changes to.
     """
 
     kind: str = "lengths"

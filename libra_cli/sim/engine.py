@@ -221,7 +221,7 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests that have none yet, or none any more."""
+        """The number of requests without a place, new or preempted."""
         return len(self._requests) - len(self._running)
 
     def submit(self, request: EngineRequest, now: Seconds) -> None:
@@ -299,7 +299,7 @@ class Engine:
         return self._end
 
     def advance(self, now: Seconds) -> list[FinishedRequest]:
-        """Everything that finished up to ``now``, in order of time."""
+        """Return all requests that finished up to ``now``, in order of time."""
         done = self._done
         self._progress(now, done)
         self._done = []

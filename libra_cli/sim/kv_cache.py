@@ -182,7 +182,7 @@ class KvCache:
         holder.prefix = prefix
 
     def _rest(self, prefix: Prefix) -> None:
-        """Nobody uses a shared prefix now; it is the newest of the idle."""
+        """Make a shared prefix without users the newest of the idle ones."""
         if not prefix.blocks:
             del self._prefixes[prefix.key]
             return

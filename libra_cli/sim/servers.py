@@ -18,7 +18,7 @@ from libra_cli.sim.virtual_time import VirtualTime
 
 
 class SimServers:
-    """Every server, past and present, and what is inside."""
+    """The servers of a simulated run, past and present, and the requests inside."""
 
     def __init__(self, time: VirtualTime, scene: SimConfig, episodes: SimEpisodes) -> None:
         self._time = time

@@ -142,7 +142,7 @@ class Trace:
     notes: tuple[str, ...] = ()
 
     def by_task(self) -> dict[str, list[RecordedEpisode]]:
-        """Siblings together, in the order of the file."""
+        """The episodes of each task, in the order of the file."""
         tasks: dict[str, list[RecordedEpisode]] = {}
         for episode in self.episodes:
             tasks.setdefault(episode.task, []).append(episode)
@@ -249,8 +249,8 @@ class _TraceLines:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on the lines left out, with the first reasons, and on times that were
-        corrected.
+        """Sentences on the lines left out, with the first reasons,
+        and on times that were corrected.
         """
         notes = []
         if self._left_out:

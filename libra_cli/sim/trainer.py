@@ -55,7 +55,7 @@ class _Step:
 
     @property
     def seconds(self) -> Seconds:
-        """Until the slowest is done, at full speed."""
+        """Seconds until the slowest part is done, at full speed."""
         working = [part.seconds for part in self.partitions if not part.lost]
         return self.fixed_s + max([self.own_s, *working])
 
@@ -87,8 +87,8 @@ class SimTrainer:
     _done: int = 0
 
     def perform(self, action: a.TrainerAction) -> None:
-        """Start or stop the trainer, or begin a step, a part of one or a checkpoint, in virtual
-        time.
+        """Start or stop the trainer, or begin a step, a part of one
+        or a checkpoint, in virtual time.
         """
         match action:
             case a.StartTrainer():
@@ -109,7 +109,7 @@ class SimTrainer:
         self.later(e.CheckpointSaved(asked.incarnation, asked.step, "simulated"), 0.0)
 
     def _start(self, action: a.StartTrainer) -> None:
-        """Every rank is there, after ``resize_s`` if it goes on from a step, and then at that."""
+        """Start every rank at once, or after ``resize_s`` if the trainer goes on from a step."""
         after_s = self.resize_s if action.resume else 0.0
         self.base = action.train
         step = self._done if action.resume else 0

@@ -1,4 +1,4 @@
-"""Virtual time: what happens next, and when."""
+"""Virtual time: a heap of events and the time of the next one."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class VirtualTime:
         heapq.heappush(self._heap, (when, next(self._order), what))
 
     def next(self) -> Event | Milestone:
-        """Take the earliest event or milestone off the heap, and set the time to when it
-        happens.
+        """Take the earliest event or milestone off the heap, and
+        set the time to when it happens.
         """
         self.now, _, what = heapq.heappop(self._heap)
         return what

@@ -43,7 +43,7 @@ class Performs(Protocol):
     """A part of the world that performs the actions of one union."""
 
     def perform(self, action: Any) -> None:
-        """Let happen, later, what comes of the action."""
+        """Put the events that the action ends in on the heap."""
 
 
 class SimPlanner:
@@ -178,7 +178,7 @@ class World:
             self._reprice(self.scene.cost_of)
 
     def _reprice(self, cost_of: Callable[[Bucket], ServerLaw] | None) -> None:
-        """Servers cost something else from now on, where they share cores with the trainer."""
+        """Let servers that share cores with the trainer cost something else from now on."""
         if cost_of is not None:
             self.servers.reprice(self.machine.plan, cost_of)
 

@@ -65,7 +65,9 @@ class SyncTiming:
 
 
 class MeasurementHarness:
-    """Up after ``open``. Raises LibraError, with what a process said, for whatever fails."""
+    """The servers and the trainer of a recipe, up after ``open``. Raises LibraError, with what a
+    process said, for whatever fails.
+    """
 
     def __init__(self, recipe: Recipe, work: Path, *, note: Callable[[str], None]) -> None:
         self.recipe = recipe
@@ -120,7 +122,9 @@ class MeasurementHarness:
     # -- coming and going -----------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Hosts, then servers, then the trainer, and its first version on every server."""
+        """Start hosts, then servers, then the trainer, and load its
+        first version on every server.
+        """
         cluster = self._cluster
         self._note("connecting to the hosts, making the model")
         await cluster.open(self.model_files)
@@ -154,7 +158,7 @@ class MeasurementHarness:
         self.server_start_s[slot] = time.monotonic() - began
 
     async def close(self) -> None:
-        """End whatever was started; what could not be proved gone is noted."""
+        """End every process that was started; one that could not be proved gone is noted."""
         self._threads.close()
         self._cluster.on_event = lambda event: None
         if self._servers is not None:
@@ -172,8 +176,8 @@ class MeasurementHarness:
             self._failure = ProcessError(f"{event.node}: {event.reason}")
 
     def _post(self, event: Event) -> None:
-        """Take what servers and ranks report by themselves: failures, and versions that are
-        published.
+        """Take what servers and ranks report by themselves:
+        failures, and versions that are published.
         """
         if isinstance(event, (ServerFailed, TrainerFailed)):
             self._failure = ProcessError(event.reason)

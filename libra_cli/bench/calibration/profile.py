@@ -1,4 +1,4 @@
-"""``libra bench --calibrate``: from what was measured to a profile."""
+"""The profile that ``libra bench --calibrate`` makes of its measurements."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.sim.profiles import require_dense
 
 CPU_OVERHEAD_GIB = 1.0
-"""GiB of a server or a rank without a GPU, beside weights and KV cache, for the interpreter and
-libraries; chosen."""
+"""GiB of a server or a rank without a GPU, beside weights and KV cache,
+for the interpreter and libraries; chosen.
+"""
 
 
 def calibrate(
     recipe_path: Path, profile_path: Path | None, *, progress: Progress
 ) -> tuple[Profile, Path]:
-    """Measure a recipe's servers and trainer and write the profile; where it was written to.
+    """Measure a recipe's servers and trainer, write the profile, and return its path.
 
     Raises:
         LibraError: the recipe is wrong, or something could not be started or measured.

@@ -63,8 +63,8 @@ BESIDE_STEPS = 6
 
 @dataclass(frozen=True, slots=True)
 class MeasurementBudget:
-    """The extent of a survey: seconds a load, rounds over all of them, and every how many-th
-    load.
+    """The extent of a survey: seconds a load, rounds over all of
+    them, and every how many-th load.
     """
 
     window_s: Seconds = WINDOW_S
@@ -96,7 +96,7 @@ class ShapeMeasured:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationMeasurement:
-    """All there is to make a profile of."""
+    """The measurements that a profile is made of."""
 
     recipe: Recipe
     shapes: tuple[ShapeMeasured, ...]
@@ -115,10 +115,10 @@ class CalibrationMeasurement:
 
 
 def measure(recipe: Recipe, budget: MeasurementBudget, *, note: Progress) -> CalibrationMeasurement:
-    """Bring everything up, measure, and take it down again.
+    """Start servers and trainer, measure them, and stop them again.
 
     Raises:
-        LibraError: a host, a server or the trainer failed; nothing of it is left.
+        LibraError: a host, a server or the trainer failed; none of them is left running.
     """
     return asyncio.run(_measure(recipe, budget, note))
 
@@ -315,7 +315,7 @@ class _Survey:
         return before_s, beside_s, fmean(steps[1:] or steps)
 
     async def _train_on(self, batch: Batch, steps: list[Seconds]) -> None:
-        """Step after step; the one under way when it is cancelled is waited for."""
+        """Take step after step until cancelled; the step under way then is waited for."""
         samples = self._samples(batch)
         while True:
             step = asyncio.ensure_future(self._harness.train(samples))

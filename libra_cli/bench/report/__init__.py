@@ -1,1 +1,1 @@
-"""What an experiment found, in a terminal and in ``bench.html``."""
+"""The results of an experiment in a terminal and in ``bench.html``."""

@@ -201,8 +201,8 @@ def _reach(means: Sequence[float], spans: Iterable[Interval | None]) -> tuple[fl
 
 
 def _paired(summary: ComparisonSummary, zero: float) -> Interval | None:
-    """Return where the contender's mean may lie if the baseline's is ``zero``; None without a
-    baseline.
+    """Return where the contender's mean may lie if the baseline's
+    is ``zero``; None without a baseline.
     """
     if summary.baseline is None or summary.baseline.ci95 is None:
         return None
@@ -304,8 +304,8 @@ def _who(run: Timeline) -> str:
 
 
 def _lengths(timelines: Sequence[Timeline]) -> list[Chart]:
-    """Return a chart of lengths for each trace and variant: all contenders of a seed play the same
-    trajectories.
+    """Return a chart of lengths for each trace and variant: all
+    contenders of a seed play the same trajectories.
     """
     firsts = {(s.trace, s.variant): s for s in reversed(timelines) if len(s.lengths) > 1}
     charts = []

@@ -1,4 +1,4 @@
-"""What a person and a program see of the checks of ``libra bench``: tables of words, and JSON."""
+"""The tables of words and the JSON of the checks of ``libra bench``."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Report:
 
 
 def regret_sheet(found: Sequence[Regret]) -> Sheet:
-    """Return the table of regrets, a row for each trace, drift and start, and notes on its
-    columns.
+    """Return the table of regrets, a row for each trace, drift
+    and start, and notes on its columns.
     """
     columns = ("", "start", "regret", "steady", "of the\ngain", "over\nuniform", "moves")
     rows = [

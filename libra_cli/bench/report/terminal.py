@@ -105,8 +105,8 @@ def name_of(comparison: Comparison, difference: Difference) -> str:
 
 
 def mark(summary: ComparisonSummary) -> str:
-    """Return the mark of the best causal contender, or of one that cannot be told from it; else
-    empty.
+    """Return the mark of the best causal contender, or of one that
+    cannot be told from it; else empty.
     """
     if summary.best:
         return BEST
@@ -120,8 +120,8 @@ def has_share(comparison: Comparison) -> bool:
 
 
 def amount(value: float) -> str:
-    """Return a number in few characters: ``0.42``, ``12.3``, ``312``, ``9,120``, ``12.3k``,
-    ``1.2M``.
+    """Return a number in few characters: ``0.42``, ``12.3``,
+    ``312``, ``9,120``, ``12.3k``, ``1.2M``.
     """
     size = abs(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -134,14 +134,16 @@ def amount(value: float) -> str:
 
 
 def plus_minus(mean: float, interval: Interval | None) -> str:
-    """Half the interval as a share of the mean: ``±2%``, ``±.4%``; nothing if there is none."""
+    """Return half the interval as a share of the mean: ``±2%``,
+    ``±.4%``; empty without an interval.
+    """
     if interval is None or mean == 0:
         return ""
     return f"±{_percent(abs((interval[1] - interval[0]) / 2 / mean))}"
 
 
 def share(value: float | None, interval: Interval | None) -> str:
-    """``92±3%``; a dash where nothing can be said."""
+    """Return a share with its interval, ``92±3%``; a dash where nothing can be said."""
     if value is None:
         return "–"
     half = "" if interval is None else f"±{(interval[1] - interval[0]) * 50:.0f}"
@@ -149,7 +151,9 @@ def share(value: float | None, interval: Interval | None) -> str:
 
 
 def change(difference: Difference | None) -> str:
-    """``-12±3%``, ``+1.5±.4%``; a dash for the baseline itself."""
+    """Return a difference with its interval, ``-12±3%``,
+    ``+1.5±.4%``; a dash for the baseline itself.
+    """
     if difference is None:
         return "–"
     digits = 0 if abs(difference.mean) >= 0.0995 else 1

@@ -1,4 +1,4 @@
-"""What a person and a program see of ``libra bench plan --random``."""
+"""The terminal tables and the JSON of ``libra bench plan --random``."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from libra_cli.core.rollout.groups import Group
 
 Advantages: TypeAlias = Mapping[TrajectoryId, tuple[float, ...]]
-"""By trajectory: one advantage of the whole, or one of each of its turns."""
+"""One advantage of each whole trajectory, or one of each of its turns, by trajectory."""
 
 
 def checked(groups: Sequence[Group], estimate: Estimate, name: str) -> Advantages:
@@ -85,7 +85,7 @@ def advantage_metrics(groups: Sequence[Group], advantages: Advantages) -> dict[s
 
 
 def _by_tokens(group: Group, advantages: Advantages) -> list[tuple[int, float]]:
-    """Each advantage of the group, with how many generated tokens have it."""
+    """Return (generated tokens, advantage) of each trajectory of the group, or of each turn."""
     pairs: list[tuple[int, float]] = []
     for member in group.members:
         values = advantages[member.id]

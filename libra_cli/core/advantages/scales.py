@@ -1,5 +1,5 @@
-"""Means and standard deviations, exact where all values are the same, and what rewards are
-divided by.
+"""Means and standard deviations, exact where all values are the
+same, and what rewards are divided by.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ Find: TypeAlias = Callable[[PluginGroup, str], Any]
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """What a recipe's advantage and loss do in the controller. The core never asks for their
-    names.
+    """What a recipe's advantage and loss do in the controller.
+
+    The core never asks for their names.
     """
 
     recipe: Recipe

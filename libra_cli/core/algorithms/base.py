@@ -30,8 +30,8 @@ def no_turns(trajectory: Trajectory, branch: int | None) -> Turns:
 
 @dataclass(frozen=True, slots=True)
 class Advantage:
-    """What ``training.advantage`` names: an estimator, its rules, and the turns it tells the
-    trainer.
+    """What ``training.advantage`` names: an estimator, its rules,
+    and the turns it tells the trainer.
     """
 
     estimate: Estimator
@@ -64,7 +64,9 @@ class Objective:
                 )
 
     def teacher(self) -> TeacherQueue | None:
-        """Who judges a trajectory that is over, before it ends; None: nobody."""
+        """Return the queue of the teacher that judges a trajectory
+        before it ends; None without a teacher.
+        """
         return None
 
     def by_token(self, tokens: Branch, runs: Sequence[tuple[int, float]]) -> array[float] | None:

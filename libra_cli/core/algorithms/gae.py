@@ -35,7 +35,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _worker_problems(nodes: Sequence[NodeSpec]) -> Iterator[Problem]:
-    """Slots that would be borrowed for shares of a step, of a step that has none."""
+    """Yield hybrid slots: gradient workers cannot compute shares of a step with a critic."""
     for index, node in enumerate(nodes):
         if "hybrid" in (node.pool or ()):
             yield Problem(
@@ -47,7 +47,7 @@ def _worker_problems(nodes: Sequence[NodeSpec]) -> Iterator[Problem]:
 
 
 def _estimate(groups: Sequence[ComparedGroup], training: TrainingSpec) -> Estimate:
-    """0 for every trajectory, until the trainer has said."""
+    """Return 0 for every trajectory: the advantages come from the trainer."""
     return [[(0.0,) for _ in group.members] for group in groups]
 
 

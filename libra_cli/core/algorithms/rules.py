@@ -50,7 +50,7 @@ def _need_problems(training: TrainingSpec, given: Needs, group_size: int) -> Ite
 
 
 def _demonstration_problems(training: TrainingSpec, *, given: bool) -> Iterator[Problem]:
-    """Demonstrations without a loss that learns from them, or such a loss without any."""
+    """Yield demonstrations without a loss that learns from them, or such a loss without any."""
     if given != training.needs.offline:
         told = "is given" if given else "names no file"
         yield Problem(

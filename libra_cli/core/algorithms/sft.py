@@ -8,14 +8,15 @@ from libra_cli.config.problems import Problem
 from libra_cli.core.algorithms.base import Objective
 
 _READ = ("run", "nodes", "model", "demonstrations", "training", "weight_sync", "planner")
-"""Sections that mean something where nothing is played."""
+"""Sections of a recipe that are used where nothing is played."""
 _PLAYED_IN_TRAINING = (
     *("loss_args", "kl_coef", "kl_estimator", "entropy_coef", "stream", "staleness"),
     *("advantage", "gamma", "lam", "critic", "scale_rewards"),
     *("sampler_correction", "tis_cap", "tis_floor", "clip_low", "clip_high"),
 )
-"""Keys of ``training`` that are for what is played: rewards, and ratios to who generated a token.
-One that has its default is not given."""
+"""Keys of ``training`` that only what is played needs, for rewards and for ratios to the rollout
+policy. A key with its default counts as left out.
+"""
 
 
 class Imitation(Objective):

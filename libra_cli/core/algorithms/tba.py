@@ -9,7 +9,7 @@ from libra_cli.core.algorithms.base import Objective
 
 
 class Balance(Objective):
-    """Trajectory balance: the controller has nothing to do for it."""
+    """Trajectory balance: the controller computes nothing for it."""
 
     def problems(self) -> Iterator[Problem]:
         """Yield the terms that the loss cannot add."""

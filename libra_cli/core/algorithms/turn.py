@@ -70,8 +70,8 @@ def _by_turn(outcomes: Sequence[Outcome], gamma: float) -> list[list[float]]:
 
 
 def _baselines(group: ComparedGroup, gamma: float) -> list[float]:
-    """Return the baseline b_t of each turn; where too few members have a turn, that of the turn
-    before.
+    """Return the baseline b_t of each turn; where too few members
+    have a turn, that of the turn before.
     """
     enough = 1 if group.before else 2
     found: list[float] = []

@@ -87,7 +87,7 @@ class Checkpoints:
         self.path, self.step, self.failures = path, step, 0
 
     def learn_reward(self, step: int, reward: float) -> None:
-        """Know the mean reward of a step's batch, by which checkpoints are scored."""
+        """Note the mean reward of a step's batch, by which checkpoints are scored."""
         self._rewards[step] = reward
 
     def begins(self, incarnation: int, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Which groups the trainer may die of: those that were in its messages when it died."""
+"""Finds the groups that the trainer dies of: those that were in its messages when it died."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ happen to any batch."""
 
 
 class FatalGroupDetector:
-    """Deaths by group, of those that no step has been done with since."""
+    """Counts, for each group, the deaths of the trainer since a step was done with the group."""
 
     def __init__(self) -> None:
         self._deaths: Counter[str] = Counter()
@@ -22,12 +22,14 @@ class FatalGroupDetector:
         return any(deaths >= MAX_DEATHS for deaths in self._deaths.values())
 
     def include(self, groups: Iterable[Group]) -> bool:
-        """Whether one of these is suspect, so that they are to be sent one at a time."""
+        """Whether one of the groups is suspect, so that they are to be sent one at a time."""
         return any(self._deaths[str(group)] >= MAX_DEATHS for group in groups)
 
     def died_with(self, sent: list[Group]) -> list[Group]:
-        """The trainer died with these in its hands; the ones that are found guilty: a suspect that
-        was sent alone, or none."""
+        """Count a death of the trainer with these groups; return those found guilty.
+
+        Only a suspect that was sent alone is found guilty.
+        """
         if len(sent) == 1 and self.include(sent):
             self.cleared(sent)
             return sent
@@ -35,6 +37,6 @@ class FatalGroupDetector:
         return []
 
     def cleared(self, groups: Iterable[Group]) -> None:
-        """A step was done with these, or they are gone."""
+        """Forget the deaths of groups that a step was done with, or that are gone."""
         for group in groups:
             self._deaths.pop(str(group), None)

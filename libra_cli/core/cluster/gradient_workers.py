@@ -47,7 +47,7 @@ MAX_UNREACHED = 3
 
 
 class GradientWorkers(ReplicaSet):
-    """Every slot that is, or was, a gradient worker.
+    """The replicas of all slots that are, or were, gradient workers.
 
     ``trainer_gpus``: of the trainer group at first; ``gradient_ratio``: bytes of the gradients that
     a worker sends, over those of a version; ``shares_steps``: whether a step can be shared with
@@ -126,13 +126,15 @@ class GradientWorkers(ReplicaSet):
     # -- versions -------------------------------------------------------------------------------
 
     def synced(self, event: WorkerSynced, *, now: Seconds) -> list[Result]:
-        """Proved: it may have shares of the next step."""
+        """Let a worker that has proved a version have shares from the next step on."""
         if self.current(event.slot, event.incarnation) is not None:
             self._speeds.would_fetch(event.slot, event.pull_s * self._gradient_ratio)
         return self._proved(event, loaded_at=event.loaded_at, now=now)
 
     def sync_failed(self, event: WorkerSyncFailed, *, now: Seconds) -> list[Result]:
-        """Give the worker no share until it has a version yet newer."""
+        """Give the worker no share until it has proved a newer version; take
+        it out after ``MAX_UNREACHED`` failures.
+        """
         replica = self._not_proved(event)
         if replica is None or self.latest is None:  # it is gone
             return []
@@ -196,7 +198,7 @@ class GradientWorkers(ReplicaSet):
         return results
 
     def _tell(self, replica: Replica) -> list[Result]:
-        """Why it had no share, or that it had one again."""
+        """Update the detail of a worker's row: why it had no share, or nothing if it had one."""
         why = self._unpaid.get(replica.slot.id, "")
         if why.partition(":")[0] == replica.detail.partition(":")[0]:
             return []

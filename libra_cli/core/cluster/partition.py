@@ -78,8 +78,8 @@ class Speeds:
             self._late[slot] = min(known, most)
 
     def lag_s(self, slot: SlotId) -> Seconds:
-        """Seconds of a step in which a worker computes nothing: before it begins, and while its
-        gradients travel.
+        """Seconds of a step in which a worker computes nothing: before it
+        begins, and while its gradients travel.
         """
         return self._late.get(slot, 0.0) + self.transfer_s(slot)
 

@@ -65,8 +65,9 @@ TIMER = "again "
 
 
 class ReplicaSet(ABC):
-    """The replicas of one role, at most one a slot. Methods return the actions and notices that
-    follow.
+    """The replicas of one role, at most one a slot.
+
+    Methods return the actions and notices that follow.
     """
 
     events: ClassVar[Any]
@@ -225,8 +226,8 @@ class ReplicaSet(ABC):
     def rested(
         self, timer: str, restarts: Callable[[Replica], bool], *, now: Seconds
     ) -> list[Result]:
-        """Act on a timer: a replica's rest is over, or a replica that was given up is tried
-        again.
+        """Act on a timer: a replica's rest is over, or a replica
+        that was given up is tried again.
         """
         role, slot, incarnation = timer.removeprefix(TIMER).split(" ")
         replica = self.current(slot, int(incarnation)) if role == self.role else None
@@ -263,7 +264,9 @@ class ReplicaSet(ABC):
     def _proved(
         self, event: ServerSynced | WorkerSynced, *, loaded_at: Seconds, now: Seconds
     ) -> list[Result]:
-        """Let it work from now on, and go on to the next version if there is one already."""
+        """Let a replica that proved a version work, and sync the
+        next version if there is one already.
+        """
         replica = self.current(event.slot, event.incarnation)
         if replica is None or replica.syncing != event.published:
             return []

@@ -189,7 +189,7 @@ class RolloutServers(ReplicaSet):
         return self.start(replica, now=now)
 
     def drain(self, replica: Replica, why: str, *, now: Seconds) -> list[Result]:
-        """Send it nothing more; turns under way may end."""
+        """Send the server no further request; turns under way may end."""
         replica.move(ReplicaState.DRAINING, now=now, why=why)
         return [ReplicaChanged(replica)]
 
@@ -206,15 +206,18 @@ class RolloutServers(ReplicaSet):
         return [RoutingChanged(), *super().publish(published)]
 
     def synced(self, event: ServerSynced, *, now: Seconds) -> list[Result]:
-        """Route to a server whose weights are proved."""
+        """Route requests to a server whose weights are proved."""
         results = self._proved(event, loaded_at=event.served_at, now=now)
         if not results:
             return []
         return [Save(_sync_record(event, now)), *results, ServerProved(event.slot)]
 
     def sync_failed(self, event: SyncFailed, *, now: Seconds) -> list[Result]:
-        """Not proved. A broken connection is no proof of anything: try when it is back. What the
-        server itself answered is tried again once, then in a new process."""
+        """Sync a version again that a server did not prove.
+
+        A broken connection proves nothing: the server tries when it is back. What the server itself
+        answered is tried again once, then in a new process.
+        """
         replica = self._not_proved(event)
         if replica is None:
             return []
@@ -246,8 +249,8 @@ class RolloutServers(ReplicaSet):
         self.replicas[slot].count(+1, now=now)
 
     def request_ended(self, slot: SlotId, *, answered: bool, now: Seconds) -> None:
-        """Count one running request less; with ``answered`` the server works, and its failures are
-        forgotten.
+        """Count one running request less; with ``answered`` the server
+        works, and its failures are forgotten.
         """
         replica = self.replicas[slot]
         replica.count(-1, now=now)
@@ -264,7 +267,9 @@ class RolloutServers(ReplicaSet):
         return self._doubt(replica, reason, now)
 
     def _doubt(self, replica: Replica, reason: str, now: Seconds) -> list[Result]:
-        """Something broke off there; what breaks while the server is suspect is the same."""
+        """Count a failure, and check the server; further failures of
+        a suspect server count as the same.
+        """
         if replica.suspect or replica.state is ReplicaState.STOPPING:
             return []
         replica.failures += 1
@@ -311,8 +316,8 @@ class RolloutServers(ReplicaSet):
         return [Save(sample), ReplicaChanged(replica)]
 
     def _learn(self, slot: SlotId, before: _Counters, this: _Counters) -> None:
-        """Learn the shape's prices from the tokens and seconds between two readings, at the mean
-        load.
+        """Learn the shape's prices from the tokens and seconds
+        between two readings, at the mean load.
         """
         queue = self._queues.get(slot)
         tokens, busy_s = this.tokens - before.tokens, this.busy_s - before.busy_s

@@ -71,8 +71,8 @@ class StepBatch:
         return not self._apart and self._ledger.batch_is_full
 
     def claim(self, step: int, *, now: Seconds) -> tuple[list[Result], list[Group], bool]:
-        """Return what follows, the groups to send now, and whether the step is complete with
-        them.
+        """Return what follows, the groups to send now, and whether
+        the step is complete with them.
         """
         if self._apart:
             return [], *self._next_alone()
@@ -143,8 +143,8 @@ class StepBatch:
         return True
 
     def draw_again(self, step: int, trained: int) -> list[Group]:
-        """Draw the replayed groups of a step; none while groups are sent one by one to find a fatal
-        one.
+        """Draw the replayed groups of a step; none while groups are
+        sent one by one to find a fatal one.
         """
         if self._replay is None or self._fatal_groups:
             self.replayed = []
@@ -207,11 +207,11 @@ class StepBatch:
         return whole or tuple(map(without_advantage, samples))
 
     def samples(self, groups: list[Group], held: WeightVersion) -> tuple[TrainSample, ...]:
-        """All that there is to learn from the groups."""
+        """Return a sample of every branch of the groups that there is to learn from."""
         return tuple(sample for group in groups for sample in self._samples_of(group, held))
 
     def _samples_of(self, group: Group, held: WeightVersion) -> Iterator[TrainSample]:
-        """Each member's own tokens, and each other branch that there is to learn from."""
+        """Yield each member's own tokens, and each other branch that there is to learn from."""
         for trajectory in group.members:
             yield self._sample(trajectory, trajectory, None, held)
             for number, branch in trajectory.others.items():
@@ -257,8 +257,8 @@ class StepBatch:
         return replace(row, replayed_json=dumps([group.id for group in self.replayed]))
 
     def metrics(self, samples: Sequence[TrainSample], trained: int) -> dict[str, Any]:
-        """Return the metrics of advantages, sampling, replay and the loss, after ``trained``
-        steps.
+        """Return the metrics of advantages, sampling, replay and
+        the loss, after ``trained`` steps.
         """
         metrics = dict(advantage_metrics(self.groups, self._advantages))
         members = (member for group in self.groups for member in group.members)

@@ -1,4 +1,4 @@
-"""The row of a step that is done."""
+"""Makes the row of a step that is done."""
 
 from __future__ import annotations
 

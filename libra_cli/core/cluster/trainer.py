@@ -83,8 +83,8 @@ class TrainerGroup:
         self.published: PublishedVersion | None = None
 
     def handle(self, event: TrainerEvent | NodeEvent, *, now: Seconds) -> Iterable[Result]:
-        """Return what follows from an event of the trainer, or of a node that may hold one of its
-        ranks.
+        """Return what follows from an event of the trainer, or of a
+        node that may hold one of its ranks.
         """
         match event:
             case NodeLost():
@@ -194,8 +194,8 @@ class TrainerGroup:
 
     @property
     def work(self) -> str:
-        """The name of what the trainer does while it is ``at_work``: a step, a version or a
-        checkpoint.
+        """The name of what the trainer does while it is ``at_work``:
+        a step, a version or a checkpoint.
         """
         if self.state is TrainerState.BUSY:
             return f"step {self.step + 1}"
@@ -219,7 +219,9 @@ class TrainerGroup:
         return self.life.restart(self.checkpoints.path, now=now)
 
     def gone(self, *, now: Seconds) -> list[Result]:
-        """Verified gone. Start it again if the run goes on and it may."""
+        """Start the trainer, which is verified gone, again if the
+        run goes on and its budget allows.
+        """
         return self.life.gone(self.checkpoints.path, now=now)
 
     def wind_down(self) -> None:
@@ -227,7 +229,9 @@ class TrainerGroup:
         self.life.wind_down()
 
     def started(self, event: TrainerStarted, *, now: Seconds) -> list[Result]:
-        """Ready at some step; what the ledger gave it beyond that is given to it again."""
+        """Go on from the step of the trainer that has started;
+        later batches are given to it again.
+        """
         if self.state is not TrainerState.STARTING:
             return []
         moved = self.life.started(now=now)
@@ -262,12 +266,14 @@ class TrainerGroup:
         return [*lost, *(self.failed(why, now=now) if died else [])]
 
     def resize(self, slots: list[Slot], *, now: Seconds) -> list[Result]:
-        """Move to these slots, as soon as the step under way is done and saved; none: stay."""
+        """Move to these slots once the step under way is done and saved; none: stay."""
         self.life.next = slots
         return self._prepare_resize(now)
 
     def _prepare_resize(self, now: Seconds) -> list[Result]:
-        """Save what there is, then stop; the rest follows from that."""
+        """Save a checkpoint if the last is older, else stop for the
+        resize; the rest follows from the events.
+        """
         if not self.life.next or self.state is not TrainerState.READY or self.publishing:
             return []
         if self.step > max(self.checkpoints.step, 0) or self.checkpoints.writing:
@@ -383,8 +389,8 @@ class TrainerGroup:
         self._book.save_asked(now=now)
 
     def _position(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint of ``step`` records of the run: the ledger's position, and its
-        scores.
+        """Return what a checkpoint of ``step`` records of the run: the
+        ledger's position, and its scores.
         """
         return {**self._ledger.position(step), **self.checkpoints.told(step)}
 
@@ -418,8 +424,8 @@ class TrainerGroup:
         return [Save(NoteRecord("checkpoint", "", now, f"{self.checkpoints.unsaved}; {NEXT}"))]
 
     def check(self) -> None:
-        """Raise AssertionError if the trainer is busy before its first version, or behind its
-        checkpoint.
+        """Raise AssertionError if the trainer is busy before its first
+        version, or behind its checkpoint.
         """
         busy = self.state is TrainerState.BUSY
         assert not busy or self.published is not None, "busy before the first version"

@@ -26,8 +26,8 @@ from libra_cli.core.types import Role, Seconds, Slot, SlotId
 RESTART_EVERY_S: Seconds = 60.0
 TIMER = "restart trainer"
 DAMAGED = "is damaged"
-"""Words in the error of a trainer that cannot start from its checkpoint
-(``node.trainer.checkpoint``).
+"""Words in the error of a trainer that cannot start from its
+checkpoint (``node.trainer.checkpoint``).
 """
 
 _ROLES = {ReplicaState.FAILED: Role.FAILED, ReplicaState.IDLE: Role.IDLE}
@@ -170,7 +170,7 @@ class TrainerLife:
         self._budget.worked(now=now)
 
     def failed(self, reason: str) -> None:
-        """A rank died; one that finds its checkpoint damaged would do so again."""
+        """Note whether the checkpoint is damaged: a trainer that finds it so would do so again."""
         self._damaged = self.state is TrainerState.STARTING and DAMAGED in reason
 
     def stop(self, why: str, *, now: Seconds) -> list[Result]:
@@ -186,7 +186,9 @@ class TrainerLife:
         self._ending = True
 
     def gone(self, path: str, *, now: Seconds) -> list[Result]:
-        """Verified gone. Start it again if the run goes on and it may."""
+        """Start the trainer, which is verified gone, again if the
+        run goes on and its budget allows.
+        """
         if self.state is not TrainerState.STOPPING:
             return []
         self.enter(TrainerState.DOWN)
@@ -224,7 +226,7 @@ class TrainerLife:
         return [] if self.waits_for else self.start(path, now=now)
 
     def restart(self, path: str, *, now: Seconds) -> list[Result]:
-        """The minute is over; a rank whose node is given up waits for that."""
+        """Start the trainer after its rest, unless it waits for a node that is given up."""
         may = self.state is TrainerState.DOWN and not self.waits_for
         return self.start(path, now=now) if may else []
 

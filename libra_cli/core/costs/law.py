@@ -36,8 +36,8 @@ class ServerLaw(Protocol):
 
     @property
     def sequence_s(self) -> Seconds:
-        """Seconds that one more sequence adds to a decoding step, without the reading of its
-        context.
+        """Seconds that one more sequence adds to a decoding step,
+        without the reading of its context.
         """
 
     def context_s(self, context: Tokens) -> Seconds:
@@ -66,13 +66,13 @@ class ServerLaw(Protocol):
     def trajectory_work(
         self, *, prompt: Any, generated: Any, observed: Any, context: Any, turns: Any
     ) -> TrajectoryWork:
-        """Return the server's time for trajectories of these tokens; ``context`` is the mean at
-        their turns.
+        """Return the server's time for trajectories of these tokens;
+        ``context`` is the mean at their turns.
         """
 
     def step_share(self, running: Any) -> Any:
-        """Return the share of ``trajectory_work``'s ``engine_s`` that steps of ``running``
-        sequences take.
+        """Return the share of ``trajectory_work``'s ``engine_s`` that
+        steps of ``running`` sequences take.
         """
 
     def decode_amounts(self, running: float, kv_tokens: float) -> tuple[float, ...]:

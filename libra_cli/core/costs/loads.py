@@ -58,8 +58,8 @@ class ServerLoad:
     generate: float
 
     def amounts(self, chunk_tokens: Tokens) -> tuple[float, ...]:
-        """Return the amount of each of ``SERVER_PRICES`` that the server does in the time of one
-        turn.
+        """Return the amount of each of ``SERVER_PRICES`` that the
+        server does in the time of one turn.
         """
         decoded = self.players * (self.generate - 1)
         context = self.cached + self.fresh + self.generate / 2

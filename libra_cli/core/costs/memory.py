@@ -69,8 +69,8 @@ BLOCK_BYTES = 10
 """Bytes of a logit of a block at its worst: two in float32, or one and its gradient, and one in c.
 """
 CHECKPOINT_BYTES = 12
-"""Bytes of a parameter in a checkpoint: float32 weight and two moments (Kingma and Ba, arXiv
-1412.6980).
+"""Bytes of a parameter in a checkpoint: float32 weight and two
+moments (Kingma and Ba, arXiv 1412.6980).
 """
 SERVER_OVERHEAD_GIB = 1.85
 """GiB a server takes on each GPU for CUDA graphs, activations and communication buffers."""

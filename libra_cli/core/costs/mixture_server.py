@@ -80,16 +80,16 @@ class MixtureServerCost(ServerCost):
     def trajectory_work(
         self, *, prompt: Any, generated: Any, observed: Any, context: Any, turns: Any
     ) -> TrajectoryWork:
-        """Return the time of trajectories by ``ServerCost``'s law, as if each step read all
-        experts.
+        """Return the time of trajectories by ``ServerCost``'s law,
+        as if each step read all experts.
         """
         return self.linear().trajectory_work(
             prompt=prompt, generated=generated, observed=observed, context=context, turns=turns
         )
 
     def step_share(self, running: Any) -> Any:
-        """Return the time of a step of ``running`` sequences over that of a step that reads all
-        experts.
+        """Return the time of a step of ``running`` sequences over
+        that of a step that reads all experts.
         """
         return (self.step_s + self.reading_s(running)) / self.linear().step_s
 
@@ -118,8 +118,8 @@ class MixtureServerCost(ServerCost):
         )
 
     def linear(self) -> ServerCost:
-        """Return the linear law that this one nears in large batches: each step reads all
-        experts.
+        """Return the linear law that this one nears in large
+        batches: each step reads all experts.
         """
         return self._line(self.experts)
 

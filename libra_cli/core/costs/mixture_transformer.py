@@ -285,8 +285,9 @@ class MixtureTransformer:
         return width * self.layers * self.attention.cached
 
     def layer_bytes(self, width: int = 2) -> int:
-        """Bytes that autograd keeps of a token in a layer with experts, of which nothing is
-        computed again."""
+        """Bytes that autograd keeps of a token in a layer with experts,
+        of which nothing is computed again.
+        """
         query, key = self.attention.query, self.attention.key
         norms = 2 * (4 + 2 * width) * self.hidden + (4 + width) * (query + key)
         attention = width * (3 * query + 2 * key)
@@ -318,8 +319,9 @@ class MixtureTransformer:
 
     @property
     def largest_parameter(self) -> int:
-        """Numbers of the largest tensor: first matrices of all experts of a layer, or the
-        embedding."""
+        """Numbers of the largest tensor: first matrices of all
+        experts of a layer, or the embedding.
+        """
         fused = self.experts * 2 * self.expert_inner * self.hidden
         return max(self.vocabulary * self.hidden, fused)
 

@@ -30,7 +30,7 @@ from libra_cli.core.evidence import CostEvidence, PlayedTurn, Starts, TrainedSte
 from libra_cli.core.types import Plan, Seconds, SlotId, Tokens
 
 UNCHECKED_GIB = 1e9
-"""Memory of a GPU that nobody has asked."""
+"""GiB of a GPU whose memory is not known: it never binds."""
 NODE_BANDWIDTH, NETWORK_BANDWIDTH = 1e11, 1e10
 """Bytes a second inside a node and between nodes; assumed, not measured."""
 CORRELATED = 1e-2
@@ -103,8 +103,8 @@ def measured_profile(
     model: str,
     provenance: Mapping[str, str],
 ) -> Profile:
-    """Return the profile of the measured servers, training and starts; ``MOVE_S`` where a start was
-    never seen.
+    """Return the profile of the measured servers, training and starts;
+    ``MOVE_S`` where a start was never seen.
     """
     server_s = MOVE_S if starts.server_s is None else starts.server_s
     trainer_s = MOVE_S if starts.trainer_s is None else starts.trainer_s

@@ -73,7 +73,7 @@ _Part = TypeVar("_Part")
 
 
 class NothingFits(LibraError):
-    """No plan can run. ``constraint`` is what fails first."""
+    """No plan can run. ``constraint`` is the one that fails first."""
 
     exit_code = 2
 
@@ -90,8 +90,8 @@ class ProfileError(LibraError):
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
-    """The sizes of a model and a GPU that memory follows from; ``kv_bytes`` is of one token in all
-    layers.
+    """The sizes of a model and a GPU that memory follows from;
+    ``kv_bytes`` is of one token in all layers.
     """
 
     parameters: float
@@ -166,7 +166,7 @@ class MemoryModel:
 
     @property
     def usable_gib(self) -> float:
-        """GiB of one GPU that may be taken."""
+        """GiB of one GPU that an engine or a trainer may take."""
         return self.gpu_gib * self.usable_share
 
     def weights_gib(self, tensor_parallel: int) -> float:
@@ -263,8 +263,8 @@ class TrainingCost:
         return longest_context(lambda tokens: self.memory_gib(ranks, tokens), self.facts.usable_gib)
 
     def sharing(self, ranks: int, longest: Tokens) -> int:
-        """Return how many of ``ranks`` share a forward pass of up to ``longest`` tokens
-        (``cp_size``).
+        """Return how many of ``ranks`` share a forward pass of up to
+        ``longest`` tokens (``cp_size``).
         """
         return self._fewest(self._shards(ranks, longest), longest)
 
@@ -532,7 +532,11 @@ def _list(body: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _part(kind: type[_Part], given: Any, where: str) -> _Part:
-    """``kind`` from a mapping, with every wrong key and value told by name."""
+    """Return a ``kind`` made of a mapping.
+
+    Raises:
+        ProfileError: a key is unknown or missing, or a value is of another type; names it.
+    """
     types = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(given, Mapping):
         raise ProfileError(f"{where}: must be an object")

@@ -81,8 +81,8 @@ class SortedParts:
         return np.maximum(ends[None, :] - ends[:, None], 0.0)
 
     def _longest(self, key: Any, values: tuple[Any, ...]) -> list[Any]:
-        """Return the means of ``values`` for the trajectory expected to have the largest
-        ``key``.
+        """Return the means of ``values`` for the trajectory
+        expected to have the largest ``key``.
         """
         order = np.argsort(-key, kind="stable")
         starts = _class_starts(len(key))

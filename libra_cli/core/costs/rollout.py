@@ -160,8 +160,8 @@ class EqualServers:
         return playing * float(self._time(mine, workload, playing / self.number).seats_s)
 
     def _time(self, mine: RolloutLoad, workload: Workload, playing: float | None) -> RolloutTime:
-        """Return the time with ``playing`` trajectories on a server; None: as many as there may
-        be.
+        """Return the time with ``playing`` trajectories on a
+        server; None: as many as there may be.
         """
         slower, again, training = 1.0, 0.0, TRAINING_SHARE * np.sign(self.train_s)
         whole, share = mine, 1.0

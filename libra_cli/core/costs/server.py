@@ -147,8 +147,8 @@ class ServerCost:
         )
 
     def step_share(self, running: Any) -> Any:
-        """Return 1: a dense model's step takes the same for any number of sequences, but for
-        ``work_s``.
+        """Return 1: a dense model's step takes the same for any
+        number of sequences, but for ``work_s``.
         """
         return 1.0
 

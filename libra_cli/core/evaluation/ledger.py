@@ -159,8 +159,8 @@ class Evaluation:
                 self.tokens[span.version] = known + span.end - span.start
 
     def record(self, now: Seconds) -> EvaluationRecord:
-        """Return the evaluation's row; metrics are estimated again only now and then, and at the
-        end.
+        """Return the evaluation's row; metrics are estimated again
+        only now and then, and at the end.
         """
         ended = len(self.lengths)
         is_due = ended % max(1, self.wanted // ESTIMATES) == 0
@@ -195,7 +195,7 @@ class Evaluation:
 
 
 class EvaluationLedger:
-    """Every evaluation of a run that is not over yet."""
+    """The evaluations of a run that are not over yet."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class EvaluationLedger:
         #: The newest rows of those that a killed controller has left under way.
         self._left: list[EvaluationRecord] = []
         self.went_on_at: Seconds = 0.0
-        """When one began, or a turn of one came back, last."""
+        """The last time that an evaluation began, or that a turn of one came back."""
         self._closed = False
 
     @property
@@ -350,8 +350,8 @@ class EvaluationLedger:
         return one.record(now)
 
     def check(self) -> None:
-        """Raise AssertionError if a running evaluation has lost a trajectory, or should have
-        ended.
+        """Raise AssertionError if a running evaluation has lost a
+        trajectory, or should have ended.
         """
         for number, one in self.running.items():
             assert (one.number, one.state) == (number, EvaluationState.RUNNING)

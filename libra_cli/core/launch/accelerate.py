@@ -34,7 +34,7 @@ class Accelerate(NativeTrainer):
     """The pure half of the backend; see the module."""
 
     def refuses(self, ranks: Mapping[str, int]) -> str:
-        """Nothing: any number of ranks on any node forms one world."""
+        """Return nothing: any number of ranks on any node forms one world."""
         return ""
 
     def command(self, facts: HostFacts, world: MachineRanks, module: str, config: str) -> Command:

@@ -41,7 +41,7 @@ def dry_run(
     *,
     placed: tuple[Plan, Sequence[Slot]] | None = None,
 ) -> tuple[HostPlan, ...]:
-    """Per host: slots, argv, environment and ports of everything a plan would start.
+    """Return slots, argv, environment and ports of everything a plan would start, host by host.
 
     ``facts`` replace the guesses for the nodes that are known; ``placed`` is the plan with its
     slots, instead of the recipe's own split.
@@ -92,8 +92,8 @@ def masked(env: Mapping[str, str]) -> dict[str, str]:
 def _processes(
     recipe: Recipe, plan: Plan, known: Sequence[Slot], facts: Mapping[str, HostFacts]
 ) -> list[ProcessSpec]:
-    """Return the processes in the order they are started: the model's builder, servers, trainer,
-    gradient workers.
+    """Return the processes in the order they are started: the model's
+    builder, servers, trainer, gradient workers.
     """
     slots = {slot.id: slot for slot in known}
     ports = _first_ports(recipe, plan)

@@ -78,8 +78,8 @@ class GpuNodes:
         return tuple(_of_nodes(gpus[len(gpus) - ranks :], Pool.TRAIN, BASE))
 
     def _worlds(self, least: int, most: int) -> Iterator[tuple[int, int]]:
-        """Yield (ranks of the base group, nodes that hold them), for each world of ``least`` to
-        ``most`` ranks.
+        """Yield (ranks of the base group, nodes that hold them), for each
+        world of ``least`` to ``most`` ranks.
         """
         for nodes, _ in enumerate(self.nodes, 1):
             ranks = -(-least // nodes)
@@ -146,8 +146,8 @@ class GpuNodes:
                     yield name, run
 
     def _make_room(self, kept: list[Slot], degree: int, held: set[Gpu]) -> list[Slot]:
-        """Place one more server of ``degree`` GPUs, where the fewest other servers must be moved
-        for it.
+        """Place one more server of ``degree`` GPUs, where the fewest
+        other servers must be moved for it.
         """
         owner = {gpu: slot for slot in kept for gpu in gpus_of([slot])}
         large = sum(number for _, number in self.nodes)

@@ -48,8 +48,8 @@ def memory_table(
 
 
 def _transfers(recipe: Recipe, shape: Architecture, train: list[Slot]) -> str:
-    """Return the sizes of whole versions, gradients and checkpoints as a line; a delta is
-    smaller.
+    """Return the sizes of whole versions, gradients and
+    checkpoints as a line; a delta is smaller.
     """
     version = NUMBER_BYTES[dtype_of(recipe.model, train)] * shape.trained
     sent = NUMBER_BYTES[recipe.training.worker_gradients] * shape.trained
@@ -96,8 +96,8 @@ def _longest(recipe: Recipe, shape: Architecture, train: list[Slot], shards: int
 
 
 def shard_sizes(recipe: Recipe, train: list[Slot]) -> list[int]:
-    """Return how many ranks may share a replica, fewest first; two where it depends on the hosts'
-    GPUs.
+    """Return how many ranks may share a replica, fewest first; two
+    where it depends on the hosts' GPUs.
     """
     if not is_sharded(recipe.training, on_gpu=bool(train[0].gpus)):
         return [1]

@@ -1,4 +1,4 @@
-"""Which of a run's processes listen on which node."""
+"""The ports that a run's processes listen on, by node."""
 
 from __future__ import annotations
 

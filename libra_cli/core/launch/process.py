@@ -22,8 +22,8 @@ Flags: TypeAlias = Mapping[str, str | int | float | None]
 
 
 class PeerAddress(NamedTuple):
-    """The address at which the other hosts of a run reach a host, and the one it listens on for
-    them.
+    """The address at which the other hosts of a run reach a host,
+    and the one it listens on for them.
     """
 
     serves_at: str
@@ -41,8 +41,9 @@ class PeerAddress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """The facts of a host that the commands of its processes depend on. Paths are absolute
-    there.
+    """The facts of a host that the commands of its processes depend on.
+
+    Paths are absolute there.
     """
 
     node: str
@@ -116,8 +117,8 @@ def worker_ports(slot: Slot) -> tuple[str, str]:
 
 
 def _place(slot: Slot) -> str:
-    """Return the slot's index, of a joined slot its first part's, or the first GPU of one named
-    after GPUs.
+    """Return the slot's index, of a joined slot its first part's, or
+    the first GPU of one named after GPUs.
     """
     return str(slot.parts[0]) if slot.parts else f"gpu{slot.gpus[0]}"
 

@@ -41,8 +41,8 @@ class ServerLaunch:
     socket: str
     """Path of the Unix socket on which it answers the controller."""
     seed: int
-    """The server's own seed: two servers with one seed may give two members of a group the same
-    tokens.
+    """The server's own seed: two servers with one seed may give two
+    members of a group the same tokens.
     """
     model_dir: str
 

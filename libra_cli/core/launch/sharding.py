@@ -80,7 +80,7 @@ class RankConditions:
         )
 
     def rank_gib(self, shape: Architecture, shards: int, sharing: int = 1) -> float:
-        """GiB of that, with what CUDA and NCCL take."""
+        """Return GiB of a rank as in ``use``, with what CUDA and NCCL take."""
         return self.use(shape, shards, sharing).total / GIB + TRAINER_OVERHEAD_GIB
 
     def fit(self, shape: Architecture, shards: int, gpu_gib: float) -> bool:

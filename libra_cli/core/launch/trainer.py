@@ -79,8 +79,8 @@ class NativeTrainer(ABC):
 
     @abstractmethod
     def command(self, facts: HostFacts, world: MachineRanks, module: str, config: str) -> Command:
-        """Return one machine's launcher of ``python -m <module> <config>`` for each of its
-        ranks.
+        """Return one machine's launcher of ``python -m <module>
+        <config>`` for each of its ranks.
         """
 
     def trainer(self, recipe: Recipe, launch: TrainerLaunch) -> tuple[ProcessSpec, ...]:
@@ -126,8 +126,8 @@ class NativeTrainer(ABC):
         )
 
     def gradient_worker(self, recipe: Recipe, launch: WorkerLaunch) -> ProcessSpec:
-        """Return the launcher of a gradient worker: a world of its own on one slot, one rank a
-        GPU.
+        """Return the launcher of a gradient worker: a world of its
+        own on one slot, one rank a GPU.
         """
         slot, process = launch.slot, worker_of(launch.slot.id)
         side, rendezvous = (launch.ports[name] for name in worker_ports(slot))

@@ -52,15 +52,15 @@ class TrainerLaunch:
     shape: Architecture | None = None
     """The sizes of the model, if they are known; whether a host holds a replica follows from it."""
     checkpoint_urls: tuple[str, ...] = ()
-    """URLs from which a node's ranks fetch the files that its directory lacks
-    (``node.checkpoints.server``).
+    """URLs from which a node's ranks fetch the files that its directory
+    lacks (``node.checkpoints.server``).
     """
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLaunch:
-    """The arguments of a gradient worker's start: a world of its own on one slot, one rank a
-    GPU.
+    """The arguments of a gradient worker's start: a world of
+    its own on one slot, one rank a GPU.
     """
 
     slot: Slot

@@ -76,7 +76,7 @@ def planner_of(
 
 @dataclass(slots=True)
 class Rule:
-    """Equal servers and a rule that moves GPUs between the halves."""
+    """A planner with equal servers and a rule that moves GPUs between the halves."""
 
     name: str
     profile: Profile

@@ -92,7 +92,7 @@ class PlanController:
         return True
 
     def wind_down(self) -> None:
-        """No slot is moved from now on, whoever orders it."""
+        """Move no slot from now on, whoever orders it."""
         self._ending = True
 
     def number_on(self, last: int) -> None:
@@ -111,7 +111,7 @@ class PlanController:
         return [Save(self._row), Save(row)]
 
     def on_plan_repaired(self) -> list[Result]:
-        """Moves that failed have changed the plan: tell the one that is."""
+        """Take the plan that moves which failed have left, and update its row."""
         self.plan = self._reconciler.plan(self.plan.reasons)
         told = record_of_plan(self._number, self.plan, 0.0, "", None)
         self._row = replace(
@@ -187,7 +187,7 @@ class PlanController:
         return told + actions + self._answer(event.order, accepted=True, text=_words(event.plan))
 
     def _objection(self, plan: Plan) -> tuple[bool, str] | None:
-        """Why not to have this plan, and whether an order for it counts as carried out."""
+        """Return why a plan is not adopted, and whether an order for it counts as carried out."""
         if _wanted_of(plan) == _wanted_of(self._reconciler.plan(())):
             return True, "the plan is today's already"
         held = [slot for slot, role in self.pins.items() if _role(plan, slot) is not role]

@@ -45,7 +45,7 @@ class TrainerNeeds:
     worker: int = 1
     table: TrainingTable | None = None
     unpaid: str = ""
-    """Why none is to be had, if its gradients travel too long."""
+    """Why gradient workers do not pay, if their gradients travel too long; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +167,8 @@ class GpuPlacement:
         return sorted(distinct.values(), key=lambda layout: search.times(layout).step_s)
 
     def _needs(self, search: Search, now: Observation) -> TrainerNeeds:
-        """Return the GPUs that memory asks for; where sizes are unknown, those that are known to
-        suffice.
+        """Return the GPUs that memory asks for; where sizes are
+        unknown, those that are known to suffice.
         """
         if search.training.knows_memory:
             base = search.training.least() or 1
@@ -296,8 +296,8 @@ class GpuPlacement:
         )
 
     def cost_s(self, now: Observation, chosen: Candidate, then: Plan, profile: Profile) -> Seconds:
-        """Return the cost of the moves, in seconds of the whole job, with a restart of the base
-        group.
+        """Return the cost of the moves, in seconds of the whole job,
+        with a restart of the base group.
         """
         today = self.layout_of(now.plan, now.slots)
         cost_s = moves_cost_s(profile, now.workload, today, chosen.layout)

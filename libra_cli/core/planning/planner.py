@@ -149,7 +149,7 @@ class FirstPlan:
 
 
 class DecisionMaker(Protocol):
-    """Whoever answers ``Propose``: the planner, or a baseline in the simulator."""
+    """Answers ``Propose``: the planner, or a baseline in the simulator."""
 
     def decide(self, now: Observation) -> Decision:
         """The plan to have from here on, or to stay. Raises LibraError if nothing can run."""
@@ -238,8 +238,8 @@ class Planner:
         today: Layout,
         candidates: Sequence[Candidate],
     ) -> Candidate:
-        """Return the candidate with the shortest steps, its moves' seconds shared by the horizon's
-        steps.
+        """Return the candidate with the shortest steps, its moves'
+        seconds shared by the horizon's steps.
         """
         steps = max(1.0, horizon(now.lengths, now.steps_left))
 
@@ -314,8 +314,8 @@ class Planner:
         )
 
     def _runner_up(self, times: Times, others: Sequence[Candidate]) -> RunnerUp | None:
-        """Return the best of the other candidates, and why it is not chosen; None without
-        others.
+        """Return the best of the other candidates, and why it is
+        not chosen; None without others.
         """
         if not others:
             return None

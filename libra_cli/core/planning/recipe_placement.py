@@ -187,8 +187,8 @@ def _by_size(slots: tuple[Slot, ...], free: list[SlotId]) -> list[SlotId]:
 
 
 def _across(slots: tuple[Slot, ...], free: list[SlotId]) -> list[SlotId]:
-    """Sort slots by their place on their node: the first of every node, then the second, and so
-    on.
+    """Sort slots by their place on their node: the first of every
+    node, then the second, and so on.
     """
     rank: dict[SlotId, int] = {}
     seen: dict[str, int] = {}

@@ -44,8 +44,9 @@ class TrainingPlan:
 
 
 WORKER_BYTES = 8
-"""Bytes of a parameter in a gradient worker: float32 weight and gradient (as in
-``node.model.policy``)."""
+"""Bytes of a parameter in a gradient worker: float32 weight and
+gradient (as in ``node.model.policy``).
+"""
 SMALLER = 0.02
 """Share by which a step may be longer for a base group that leaves more GPUs free to change sides.
 As much as plans may differ and count as equal (``Admission.tolerance``).

@@ -32,7 +32,10 @@ FILLING = 1
 
 
 class ReplanTriggers:
-    """Asked once a step. ``overlap``: steps whose trajectories may be in flight together."""
+    """The rules of when to plan again; asked once a step.
+
+    ``overlap`` are the steps whose trajectories may be in flight together.
+    """
 
     def __init__(self, period: int, overlap: float) -> None:
         self._period = period
@@ -50,9 +53,12 @@ class ReplanTriggers:
         self._begun = False
 
     def due(self, idle: Mapping[str, float], work: Mapping[str, float], *, may: bool = True) -> str:
-        """Why to look now, if there is a reason and one ``may``; ``idle`` is what share of a step
-        which half waited, ``work`` what trajectories were like of late: means of at least 1, each
-        by its name in words."""
+        """Return why to plan now; empty if there is no reason, or planning is not allowed
+        (``may``).
+
+        ``idle`` is the share of a step that each half waited, ``work`` what trajectories were like
+        of late: means of at least 1, each by its name in words.
+        """
         self._since += 1
         self._looked_work = {**work, **self._looked_work}
         calm = {half for half, share in idle.items() if share < CALM}
@@ -67,7 +73,7 @@ class ReplanTriggers:
         return self._reason(idle, work) or self._early() or self._hurry(idle)
 
     def rest(self) -> None:
-        """There is a new plan, or somebody looks for another reason: not again at once."""
+        """Begin a rest, in which no reason counts: there is a new plan, or one was looked for."""
         self._since = 0
         self._mostly.clear()
 

@@ -54,7 +54,7 @@ CHECKS = (
 
 
 def examine(case: PreflightCase, *, quick: bool) -> list[Finding]:
-    """All findings, check by check; a check that found something has no ``fine`` line."""
+    """Return all findings, check by check; a check that found something has no ``fine`` line."""
     found: list[Finding] = []
     for check in (one for one in CHECKS if one.quick or not quick):
         of_check = list(check.rule(case))

@@ -46,7 +46,7 @@ def _shape(case: PreflightCase) -> Architecture | None:
 
 
 def _smallest(sizes: Iterable[int]) -> float:
-    """GiB of the smallest; 0 where none has told."""
+    """Return the GiB of the smallest GPU; 0 where no host's is known."""
     return min(sizes, default=0) / GIB
 
 

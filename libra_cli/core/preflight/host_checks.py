@@ -12,8 +12,8 @@ from libra_cli.core.preflight.needs import GIB, MIB
 
 MAX_CLOCK_SKEW_S = 5.0
 BUSY_BYTES = GIB
-"""Bytes in use on a GPU from which on it counts as busy: twice what a driver takes for itself on a
-GB200.
+"""Bytes in use on a GPU from which on it counts as busy: twice what
+a driver takes for itself on a GB200.
 """
 FILES_A_REQUEST = 4
 """Descriptors of a request over SSH: two ends of a socket here, and two of a channel."""
@@ -73,7 +73,7 @@ def _held(case: PreflightCase, node: NodeSpec, gpu: Gpu) -> Iterator[Finding]:
 
 
 def memory(case: PreflightCase) -> Iterator[Finding]:
-    """Main memory, as far as it can be reckoned."""
+    """Check that hosts have enough main memory, as far as needs can be computed."""
     for node, facts in case.looked():
         need = case.needs(node).memory
         if facts.mem_free < need:
@@ -89,7 +89,7 @@ def memory(case: PreflightCase) -> Iterator[Finding]:
 
 
 def versions_room(case: PreflightCase) -> Iterator[Finding]:
-    """Room for weight versions, which is memory in /dev/shm."""
+    """Check that there is room for weight versions, which are memory in /dev/shm."""
     where = case.recipe.weight_sync.directory or "/dev/shm"
     for node, facts in case.looked():
         need = case.needs(node).versions
@@ -186,7 +186,7 @@ def clock_skew(clock: float, asked_at: float, answered_at: float) -> float:
 
 
 def remains(case: PreflightCase) -> Iterator[Finding]:
-    """Weight versions of dead runs, which are memory."""
+    """Check for weight versions that dead runs have left, which are memory."""
     for node, facts in case.looked():
         if facts.remains:
             size = sum(one.bytes for one in facts.remains)

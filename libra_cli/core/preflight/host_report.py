@@ -43,7 +43,7 @@ class NetworkRoute:
     target: str
     """The peer's address, as this host resolves its name."""
     error: str
-    """Why there is no way; empty if there is one."""
+    """Why the peer cannot be reached; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class NodeFacts:
     mem_free: int
     disk_free: int
     shm_free: int
-    """Bytes free in the directory of weight versions, which is memory unless the recipe says
-    otherwise.
+    """Bytes free in the directory of weight versions, which is
+    memory unless the recipe says otherwise.
     """
     shm_total: int
     gpus: tuple[Gpu, ...]
@@ -152,7 +152,7 @@ class TorchReport:
     available: bool
     devices: tuple[str, ...]
     error: str
-    """Why it cannot be imported, or used on a GPU; empty if it can."""
+    """Why torch cannot be imported, or used on a GPU; empty if it can."""
     nccl: str
     errors: Mapping[str, str]
     """Why a package cannot be imported, by its name; only those that cannot."""
@@ -160,10 +160,10 @@ class TorchReport:
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """Everything known of one host; what was not asked, or could not be answered, is None."""
+    """What a host has reported; what was not asked, or could not be answered, is None."""
 
     error: str = ""
-    """Why it cannot be reached or used at all; then there is nothing else."""
+    """Why the host cannot be reached or used at all; then the rest is empty."""
     hint: str = ""
     facts: NodeFacts | None = None
     asked_at: float = 0.0
@@ -195,14 +195,14 @@ class TemplateReport:
     """What trying a model's chat template has shown."""
 
     error: str = ""
-    """Why turns cannot be appended to it exactly; empty if they can."""
+    """Why turns cannot be appended to the template exactly; empty if they can."""
     hint: str = ""
     tool_format: str = ""
     """The name of the format in which tool calls are read."""
     misfits: tuple[str, ...] = ()
-    """Sentences on why the model probably cannot use tools."""
+    """Phrases after "the chat template", on why the model probably cannot use tools."""
     notes: tuple[str, ...] = ()
-    """Sentences on what else the template cannot do."""
+    """Phrases after "it", on what else the template cannot do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class TeacherReport:
     """What asking the recipe's teacher, from the controller, has shown."""
 
     error: str = ""
-    """Why it cannot teach this policy; empty if it can."""
+    """Why the teacher cannot teach this policy; empty if it can."""
     hint: str = ""
     model: str = ""
     """The teacher's name at its server."""

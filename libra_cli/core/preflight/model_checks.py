@@ -114,7 +114,9 @@ def family(case: PreflightCase) -> Iterator[Finding]:
 
 
 def shape(case: PreflightCase) -> Iterator[Finding]:
-    """Heads divide among the GPUs of a server, and contexts are no longer than the model's."""
+    """Check that heads divide among the GPUs of a server, and that
+    contexts are no longer than the model's.
+    """
     if case.model is None or not case.model.config:
         return
     config = case.model.config.get("text_config", case.model.config)
@@ -253,7 +255,7 @@ def template(case: PreflightCase) -> Iterator[Finding]:
 
 
 def teacher(case: PreflightCase) -> Iterator[Finding]:
-    """The teacher answers the controller, and can say something of the policy's tokens."""
+    """Check that the teacher answers the controller, and knows the policy's tokens."""
     report = case.teacher
     if report is None:
         return

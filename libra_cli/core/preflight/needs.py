@@ -74,8 +74,8 @@ def _trained_of(recipe: Recipe, model: ModelFiles | None, parameters: float) -> 
 
 
 def host_needs(recipe: Recipe, plan: Plan, node: NodeSpec, model: ModelFiles | None) -> HostNeeds:
-    """Return the bytes that the run needs on a node; ``model`` None counts as one of unknown
-    size.
+    """Return the bytes that the run needs on a node; ``model``
+    None counts as one of unknown size.
     """
     parameters = parameters_of(model) if model else 0.0
     trained = _trained_of(recipe, model, parameters)

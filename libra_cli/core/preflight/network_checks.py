@@ -17,7 +17,9 @@ interface, or at others who use it.
 
 
 def network(case: PreflightCase) -> Iterator[Finding]:
-    """Hosts know each other's addresses, and the interface for collectives is there and up."""
+    """Check that hosts know each other's addresses, and that
+    the interface for collectives is up.
+    """
     if len(case.recipe.nodes) < 2:
         yield Finding("network", ALL, "fine", "one host needs none")
         return
@@ -129,7 +131,7 @@ def _named(case: PreflightCase, node: NodeSpec, facts: NodeFacts) -> Iterator[Fi
 
 
 def bandwidth(case: PreflightCase) -> Iterator[Finding]:
-    """Data reaches every host, fast enough for a version in time."""
+    """Check that data reaches every host, fast enough for a version in time."""
     size = _version_bytes(case)
     for one in case.transfers:
         if one.error:
@@ -183,7 +185,7 @@ def _version_bytes(case: PreflightCase) -> int:
 
 
 def all_reduce(case: PreflightCase) -> Iterator[Finding]:
-    """Two ranks on two hosts that train sum up over the interface of the run."""
+    """Check that two ranks on two hosts that train can sum up over the interface of the run."""
     for one in case.all_reduces:
         if one.error:
             yield Finding(

@@ -10,7 +10,9 @@ ALL_REDUCE_BYTES = 16 * 2**20
 
 
 def torch_probe(node: NodeSpec, facts: HostFacts, packages: tuple[str, ...]) -> ProcessSpec:
-    """Imports torch and these packages with all GPUs of a node; prints JSON."""
+    """Return a process that imports torch and these packages with
+    all GPUs of a node, and prints JSON.
+    """
     module = "libra_cli.node.checks.torch_report"
     return ProcessSpec(
         node=node.name,

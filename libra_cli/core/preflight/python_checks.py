@@ -29,7 +29,7 @@ def install(case: PreflightCase, node: NodeSpec) -> Remedy:
 
 
 def reached(case: PreflightCase) -> Iterator[Finding]:
-    """Every host answers, and its Python runs the agent."""
+    """Check that every host answers, and that its Python runs the agent."""
     for node in case.recipe.nodes:
         report = case.hosts.get(node.name)
         if report is not None and report.error:
@@ -116,7 +116,7 @@ def _joined(values: Sequence[str]) -> str:
 
 
 def same_versions(case: PreflightCase) -> Iterator[Finding]:
-    """Hosts that train together have the same versions; so have those that serve."""
+    """Check that hosts that train together have the same versions, and so those that serve."""
     yield from _differing(case, "train", MUST_BE_EQUAL, "stops")
     yield from _differing(case, "rollout", ("vllm",), "warns")
     yield Finding("versions", ALL, "fine", "the same on all hosts that work together")

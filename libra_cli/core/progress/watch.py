@@ -21,8 +21,9 @@ LEAST_S: Seconds = 50.0
 SLOWEST_FACTOR = 2.0
 """Factor on the longest silence that ended with a sign, up to which silence is allowed."""
 LONGEST_LOOK_S: Seconds = 15.0
-"""More time than this between two looks was lost by whoever looks (a laptop asleep, a controller
-that was stopped), and is not the other's silence."""
+"""Seconds between two looks beyond which the time was lost by the looking side (a laptop asleep, a
+controller that was stopped), and is not the other's silence.
+"""
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ class ProgressWatch:
 
     least_s: Seconds = LEAST_S
     silent_s: Seconds = 0.0
-    """Time without a sign, as far as one could have come."""
+    """Seconds without a sign, as far as a sign could have come."""
     slowest_s: Seconds = 0.0
     """The longest silence that ended with a sign."""
     allowed_s: Seconds = 0.0

@@ -15,7 +15,9 @@ from libra_cli.core.types import Bucket, Plan, Role, Slot, SlotId, devices_of
 
 
 class DesiredState:
-    """Servers with their shapes, gradient workers, and the trainer's slots in rank order."""
+    """The servers with their shapes, the gradient workers, and
+    the trainer's slots in rank order.
+    """
 
     def __init__(self, plan: Plan, slots: Iterable[Slot]) -> None:
         #: Every slot that there ever was.
@@ -40,7 +42,7 @@ class DesiredState:
 
     @property
     def existing(self) -> tuple[Slot, ...]:
-        """The slots that exist, in the order in which they were told."""
+        """The slots that exist, in the order in which they were given."""
         return tuple(self.slots[slot] for slot in self._existing)
 
     def plan(self, reasons: tuple[str, ...]) -> Plan:
@@ -61,13 +63,13 @@ class DesiredState:
         return any(slot.overlaps(self.slots[held]) for held in self.trainer)
 
     def keep_trainer(self, slots: tuple[SlotId, ...], why: str) -> None:
-        """The trainer is to be on these slots after all, and nothing else is to be there."""
+        """Want the trainer on these slots after all, and nothing else there."""
         self.trainer, self.refusal = slots, why
         for slot in slots:
             self._make_room(slot)
 
     def give_back(self, slot: SlotId, role: Role, bucket: Bucket | None) -> None:
-        """The slot is to do again what it did before, if the trainer does not have it."""
+        """Want of the slot again what it did before, unless the trainer has it."""
         self.servers.pop(slot, None)
         self.gradient.discard(slot)
         if self.trains_on(self.slots[slot]):
@@ -80,7 +82,7 @@ class DesiredState:
             self.gradient.add(slot)
 
     def _make_room(self, slot_id: SlotId) -> None:
-        """The slot exists, nothing is wanted of it yet, and nothing of those that overlap it."""
+        """Want nothing of the slot, which exists from now on, nor of those that overlap it."""
         slot = self.slots[slot_id]
         hit = [other for other in self.slots.values() if other.overlaps(slot)]
         for other in hit:
@@ -101,8 +103,8 @@ class DesiredState:
         self._existing[place:] = [*sorted(begun, key=list(self.slots).index), *rest]
 
     def check(self) -> None:
-        """Raise AssertionError if a slot or a device is wanted twice, or a wanted slot does not
-        exist.
+        """Raise AssertionError if a slot or a device is wanted
+        twice, or a wanted slot does not exist.
         """
         assert not self.servers.keys() & self.gradient, "a slot is wanted twice"
         wanted = [*self.servers, *self.gradient, *self.trainer]

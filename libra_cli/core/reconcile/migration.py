@@ -81,8 +81,9 @@ LIFECYCLE: dict[MigrationPhase, PhaseRule] = {
 
 @dataclass(slots=True)
 class SlotMigration:
-    """The move of one slot from a role to another. ``bucket`` is the shape of its server before, if
-    any.
+    """The move of one slot from a role to another.
+
+    ``bucket`` is the shape of its server before, if any.
     """
 
     number: int

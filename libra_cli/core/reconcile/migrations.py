@@ -33,7 +33,7 @@ _LEAVING = {ReplicaState.DRAINING: MigrationPhase.DRAIN, ReplicaState.STOPPING: 
 
 
 class MigrationTracker:
-    """Every move under way. Methods return the actions they call for."""
+    """The moves under way. Methods return the actions and notices that follow."""
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class MigrationTracker:
         return [*actions, Save(move.record())]
 
     def _story(self, slot: SlotId, before: Role, after: Role) -> str:
-        """Return which slots this one makes way for, or replaces; empty if it is not joined or
-        split.
+        """Return which slots this one makes way for, or replaces;
+        empty if it is not joined or split.
         """
         group = next((group for group in self._reshapes if slot in group), {})
         slots, mine = self._wanted.slots, self._wanted.slots[slot]
@@ -167,7 +167,7 @@ class MigrationTracker:
         return [Wake(move.timer, LIFECYCLE[phase].deadline_s), Save(move.record())]
 
     def _broken(self, move: SlotMigration, new: Replica | None) -> str:
-        """Why the new process is no more; empty while there is hope."""
+        """Return why the new process is no more; empty while it may still come up."""
         if Role.TRAIN in (move.before, move.after):
             kept = (move.after is Role.TRAIN) == (move.slot in self._wanted.trainer)
             if not kept:
@@ -268,7 +268,7 @@ class MigrationTracker:
         return [*actions, PlanMended()]
 
     def _keep_a_server(self) -> list[Result]:
-        """No server is wanted that could serve: keep one that still does, or have one again."""
+        """Keep the server likeliest to work, if the plan has no other that could serve."""
         known = [
             server
             for server in self._servers.replicas.values()

@@ -90,7 +90,7 @@ class Reconciler:
         return self._wanted.servers.get(replica.slot.id) == replica.bucket
 
     def wind_down(self) -> None:
-        """Nothing that ends from now on is started again."""
+        """Start nothing again that ends from now on."""
         self._ending = True
 
     def plan(self, reasons: tuple[str, ...]) -> Plan:
@@ -133,7 +133,9 @@ class Reconciler:
     # -- one step, whenever something has changed -----------------------------------------------
 
     def settle(self, *, changed: bool, now: Seconds) -> list[Result]:
-        """Whatever can be done now for the plan is done; ``changed``: since the last time."""
+        """Take every step towards the plan that is possible now; ``changed``: whether anything has
+        changed since the last call.
+        """
         results = self._stop_drained(now)
         arrived = not self.moves and self._training.life.target_slots == self._wanted.trainer
         if arrived and not changed and not results:
@@ -203,7 +205,7 @@ class Reconciler:
         return results
 
     def overdue(self, timer: str, *, now: Seconds) -> list[Result]:
-        """A draining server's time is up: its turns are to be aborted, or it is out."""
+        """Break off the turns of a draining server whose time is up, or take the server out."""
         slot, incarnation, what = timer.removeprefix(TIMER).rsplit(" ", 2)
         server = self._servers.current(slot, int(incarnation))
         if server is None or server.state is not ReplicaState.DRAINING:
@@ -277,7 +279,9 @@ class Reconciler:
         self._check_devices()
 
     def _check_devices(self) -> None:
-        """No two processes hold one GPU; on a host without GPUs two of one slot may meet."""
+        """Raise AssertionError if two processes hold one GPU; on a host without GPUs two of one
+        slot may meet.
+        """
         up = [replica.slot for replica in self._replicas() if replica.up]
         devices = [device for slot in up for device in devices_of(slot)]
         if len(set(devices)) == len(devices):

@@ -45,8 +45,9 @@ TRANSITIONS: dict[Stage, dict[Stage, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When a trajectory is cut: turns, tokens a turn, tokens in all; and what it costs to come
-    near the last one."""
+    """The limits at which a trajectory is cut: turns, tokens a turn, tokens in all; and what it
+    costs to come near the last one.
+    """
 
     max_turns: int
     max_turn_tokens: int

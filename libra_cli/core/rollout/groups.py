@@ -130,8 +130,8 @@ class Group:
         return ComparedGroup(tuple(ended), self.finished)
 
     def place(self, trajectory: TrajectoryId) -> int | None:
-        """Return the index of that trajectory, or of another attempt at it; None if it is no
-        member.
+        """Return the index of that trajectory, or of another
+        attempt at it; None if it is no member.
         """
         for place, one in enumerate(self.members):
             if one.id.member == trajectory.member:
@@ -166,7 +166,7 @@ def _oldest(group: Group, none: Version) -> Version:
 
 @dataclass(slots=True)
 class GroupLedger:
-    """Every group that is not yet safe in a checkpoint."""
+    """The groups that are not yet safe in a checkpoint."""
 
     group_size: int
     groups_per_step: int
@@ -365,7 +365,7 @@ class GroupLedger:
         self._forget(group)
 
     def take_lengths(self) -> list[Tokens]:
-        """Generated tokens of each trajectory that has ended since this was last asked."""
+        """Return the generated tokens of each trajectory that has ended since the last call."""
         taken, self._lengths = self._lengths, []
         return taken
 
@@ -533,8 +533,8 @@ class GroupLedger:
         return done
 
     def named(self, groups: Sequence[Group]) -> list[Any]:
-        """Return the groups as a journal names them: the id, or ``[id, members]`` of one that is
-        not whole.
+        """Return the groups as a journal names them: the id, or ``[id,
+        members]`` of one that is not whole.
         """
         names: list[Any] = []
         for group in sorted(groups, key=lambda group: (group.id, group.is_rest)):
@@ -585,8 +585,8 @@ class GroupLedger:
                 group.step = None
 
     def position(self, step: int) -> dict[str, Any]:
-        """Return the state that a checkpoint after ``step`` needs to go on with exactly the prompts
-        left.
+        """Return the state that a checkpoint after ``step`` needs to
+        go on with exactly the prompts left.
         """
         groups, rests = (
             {group.id: group for group in found.values() if (group.step or step + 1) > step}
@@ -612,8 +612,8 @@ class GroupLedger:
         }
 
     def _claimed(self, step: int) -> dict[Version, list[Any]]:
-        """Return the groups of a step that is being taken, as ``{step: named}``; empty if there are
-        none.
+        """Return the groups of a step that is being taken, as ``{step:
+        named}``; empty if there are none.
         """
         claimed = [group for group in self._all() if group.step == step]
         return {step: self.named(claimed)} if claimed else {}
@@ -638,8 +638,8 @@ class GroupLedger:
         }
 
     def check(self) -> None:
-        """Raise AssertionError if the counts of groups and trajectories differ from what is
-        there.
+        """Raise AssertionError if the counts of groups and
+        trajectories differ from what is there.
         """
         assert not set(self.queue) & set(self.groups), "a group is both queued and alive"
         assert all(group < self.next_group for group in [*self.queue, *self.groups])

@@ -99,7 +99,7 @@ def _twice(steps: Mapping[int, list[Any]]) -> Iterator[str]:
 
 
 def _replayed_first(steps: Mapping[int, list[Any]], rows: Iterable[Record]) -> Iterator[str]:
-    """Groups are trained again on purpose, out of the replay buffer, once they were trained."""
+    """Yield a sentence for each group that was replayed before it was trained."""
     replayed = {row.step: loads(row.replayed_json) for row in rows if isinstance(row, StepRecord)}
     before: set[GroupId] = set()
     for step, names in steps.items():

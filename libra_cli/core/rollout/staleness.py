@@ -45,19 +45,20 @@ from typing import Literal
 from libra_cli.config.training import TrainingSpec
 
 LATE_VERSIONS = 1
-"""``versions`` of a recipe that does not say."""
+"""The default of ``versions`` in a recipe."""
 LEAST = 0.5
-"""``least`` of a recipe that does not say."""
+"""The default of ``least`` in a recipe."""
 
 
 @dataclass(frozen=True, slots=True)
 class StalenessRule:
-    """The ages at which a rule waits, trains and closes groups. Ages are in versions; None is
-    any.
+    """The ages at which a rule waits, trains and closes groups.
+
+    Ages are in versions; None is any.
     """
 
     bound: int
-    """``training.max_staleness``: admits groups, and tokens over it are counted."""
+    """The bound ``training.max_staleness``, which admits groups; tokens over it are counted."""
     waits: int | None
     """A step waits for an open group that would be further behind than this in the next one."""
     trains: int | None
@@ -97,22 +98,26 @@ class StalenessRule:
 
 
 def hold(bound: int) -> StalenessRule:
-    """Wait for every group at its last call."""
+    """Return the rule that waits for every group at its last call."""
     return StalenessRule(bound, waits=bound, trains=bound)
 
 
 def late(bound: int, versions: int = LATE_VERSIONS) -> StalenessRule:
-    """Wait for a group only when it is about to be more than ``versions`` over the bound."""
+    """Return the rule that waits for a group only when it is about to be
+    over the bound by more than ``versions``.
+    """
     return StalenessRule(bound, waits=bound + versions, trains=bound + versions)
 
 
 def soft(bound: int) -> StalenessRule:
-    """Wait for nobody, and train every group when it comes."""
+    """Return the rule that waits for no group, and trains every group when it comes."""
     return StalenessRule(bound, waits=None, trains=None)
 
 
 def cut(bound: int, least: float = LEAST, *, keeps_rest: bool = True) -> StalenessRule:
-    """Close a group at its last call once the share ``least`` of its members is finished."""
+    """Return the rule that closes a group at its last call once the share
+    ``least`` of its members is finished.
+    """
     return StalenessRule(bound, waits=bound, trains=None, least=least, keeps_rest=keeps_rest)
 
 

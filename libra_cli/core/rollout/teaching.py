@@ -134,7 +134,7 @@ class TeacherQueue:
         return [action]
 
     def forget(self, who: TrajectoryId) -> None:
-        """Nobody waits for what is said of it any more."""
+        """Forget a trajectory that no longer needs the teacher's answer."""
         self._asked.pop(who, None)
         self._held.pop(who, None)
         self._strikes.pop(who, None)
@@ -146,7 +146,7 @@ def taught_branches(trajectory: Trajectory) -> list[Branch]:
 
 
 def take_logprobs(trajectory: Trajectory, logprobs: tuple[array[float], ...]) -> None:
-    """Keep what the teacher has said where the policy has generated, and 0 elsewhere."""
+    """Store the teacher's log-probabilities of generated tokens, and 0 of all others."""
     for branch, said in zip(taught_branches(trajectory), logprobs, strict=True):
         branch.teacher = array(
             "f",

@@ -19,7 +19,7 @@ from libra_cli.core.types import Branch, Trajectory
 NGRAM = 16
 """Tokens; the length at which repetition is looked for."""
 TIMES = 3
-"""So many occurrences are repetition: a tool call made twice is none."""
+"""Occurrences from which on text counts as repeated: a tool call made twice does not."""
 LOOKED_AT = 4096
 """The last so many generated tokens of a branch are looked at: loops do not end."""
 

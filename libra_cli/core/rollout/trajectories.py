@@ -104,7 +104,9 @@ DEMONSTRATED = 1.0
 MAX_DROPPED = 32
 """Groups given up one after the other, with no trajectory finished in between."""
 MAX_BREAKS = 5
-"""Fewer than after which the server would be taken out (``rollout_servers.MAX_FAILURES``)."""
+"""Turns of a trajectory that may break off: fewer than those after which the server would
+be taken out (``rollout_servers.MAX_FAILURES``).
+"""
 
 
 class _ForgettingMean:
@@ -125,7 +127,7 @@ class _ForgettingMean:
 
 
 class Trajectories:
-    """Every trajectory in play. Methods return what they call for."""
+    """The trajectories in play. Methods return the actions and notices that follow."""
 
     events: ClassVar[Any] = RolloutEvent
     actions: ClassVar[Any] = TurnAction | EpisodeAction | AskTeacher
@@ -141,7 +143,9 @@ class Trajectories:
         needs_seats: bool = True,
         teacher: TeacherQueue | None = None,
     ) -> None:
-        """``needs_seats``: whether what is opened is to be played on a server."""
+        """Take the parts that trajectories need; ``needs_seats``:
+        whether they are played on servers.
+        """
         self.teacher = teacher
         self._ledger = ledger
         self._evaluations = evaluations
@@ -389,8 +393,8 @@ class Trajectories:
         return actions
 
     def episode_failed(self, event: EpisodeFailed, *, now: Seconds) -> list[Result]:
-        """Play the trajectory again, since its environment broke; after too many attempts drop its
-        group.
+        """Play the trajectory again, since its environment broke;
+        after too many attempts drop its group.
         """
         active = self.active.get(event.trajectory)
         if active is None:
@@ -398,8 +402,8 @@ class Trajectories:
         return self._break(active, event.reason, now, counts=event.counts)
 
     def _played(self, active: ActiveTrajectory, reward: float, now: Seconds) -> list[Result]:
-        """End a trajectory whose episode is over, or ask the teacher about it first, in a run with
-        one.
+        """End a trajectory whose episode is over, or ask the teacher
+        about it first, in a run with one.
         """
         trajectory = active.trajectory
         if is_evaluation(trajectory.id.group):
@@ -468,7 +472,7 @@ class Trajectories:
         return [*actions, *self._give_up(group.id, "its group was closed without it", now)]
 
     def _give_up(self, group: GroupId, why: str, now: Seconds) -> list[Result]:
-        """Every trajectory of a group that is in play."""
+        """End every trajectory of a group that is in play."""
         playing = [a for a in self.active.values() if a.trajectory.id.group == group]
         aborted = [self._abort(a) for a in playing if a.stage is Stage.GENERATING]
         withdrawn = (self._withdraw(active, "dropped", why, now) for active in playing)
@@ -656,7 +660,9 @@ class Trajectories:
         return ended
 
     def requeue(self, lost: Mapping[SlotId, bool], *, now: Seconds) -> list[Result]:
-        """Queue again whatever was generating on servers that were taken out; True: that died."""
+        """Queue again what was generating on servers that were taken
+        out; ``lost`` says which of them died.
+        """
         guilty = [who for slot, died in lost.items() if died for who in self._blame(slot)]
         for slot in lost:
             self._parked.pop(slot, None)
@@ -732,7 +738,9 @@ class Trajectories:
 
 
 def _check_branches(trajectory: Trajectory) -> None:
-    """Each has an entry a token, and all of them together have every generated token once."""
+    """Raise AssertionError unless each branch has an entry a token, and
+    every generated token is in one mask.
+    """
     branches = trajectory.branches
     numbers = {*trajectory.others, trajectory.number}
     assert numbers == set(range(len(branches))), f"{trajectory.id}: branches {numbers}"

@@ -105,7 +105,7 @@ def go_on_at(trajectory: Trajectory, point: BranchPoint) -> None:
 
 
 def _switch(trajectory: Trajectory, number: int, branch: Branch) -> None:
-    """Go on with a branch, and lay the one that went on until now aside."""
+    """Make a branch the trajectory's own, and put the one that was among the others."""
     names = [field.name for field in fields(Branch)]
     trajectory.others[trajectory.number] = Branch(
         **{name: getattr(trajectory, name) for name in names}
@@ -116,7 +116,7 @@ def _switch(trajectory: Trajectory, number: int, branch: Branch) -> None:
 
 
 def extend_masked(branch: Branch, count: int) -> None:
-    """Log-probabilities and mask of ``count`` tokens that are not trained on."""
+    """Append log-probabilities and mask of ``count`` tokens that are not trained on."""
     branch.logprobs.frombytes(bytes(count * branch.logprobs.itemsize))
     branch.loss_mask.frombytes(bytes(count))
 

@@ -1,4 +1,4 @@
-"""What a run is made of, and how a recipe makes it."""
+"""The parts of a run, and how they are made of a recipe."""
 
 from __future__ import annotations
 

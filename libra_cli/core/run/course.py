@@ -38,7 +38,7 @@ class RunCourse:
         self._drains_since: Seconds = 0.0
 
     def handle(self, event: RunStarted | StopRequested, *, now: Seconds) -> Iterator[Result]:
-        """Hosts are connected, or somebody wants the run to end."""
+        """Begin the run once hosts are connected, or end it because that was asked for."""
         if isinstance(event, RunStarted):
             return self._begin(now)
         return self._stop_requested(event, now)
@@ -72,7 +72,7 @@ class RunCourse:
         return f"no server is left: {all_failed}; mend one, {RESUME}" if all_failed else ""
 
     def wind_down(self, outcome: str, error: str, *, now: Seconds) -> list[Result]:
-        """Begin nothing new; what is under way may end."""
+        """Begin nothing new from now on; what is under way may end."""
         parts = self._parts
         for part in (parts.controller, parts.reconciler, parts.training):
             part.wind_down()
@@ -82,7 +82,9 @@ class RunCourse:
         return [Wake(TIMER, DRAIN_S)]
 
     def drain_over(self, *, now: Seconds) -> Iterator[Result]:
-        """Turns get no more time. A step or a checkpoint does, as long as it may well be done."""
+        """End the turns under way, and stop; a step or a checkpoint
+        has as long as ``patience_s`` to end.
+        """
         training, waited_s = self._parts.training, now - self._drains_since
         if training.at_work and waited_s < training.patience_s:
             yield from self._parts.rollout.abandon(now=now)

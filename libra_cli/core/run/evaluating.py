@@ -44,12 +44,12 @@ def _score(parts: RunParts, record: EvaluationRecord) -> None:
 
 
 def cut_left(parts: RunParts, *, now: Seconds) -> Iterator[Result]:
-    """End the evaluations that nobody plays any more, in a run that goes on."""
+    """End the evaluations that no process plays any more, in a run that goes on."""
     yield from map(Save, parts.evaluations.cut_left(now=now))
 
 
 def are_done(parts: RunParts) -> bool:
-    """Whether the end of the run waits for none."""
+    """Whether no evaluation is left that the end of the run waits for."""
     return parts.evaluations.is_done(parts.recipe.run.steps)
 
 
@@ -64,13 +64,15 @@ def evaluate(parts: RunParts, *, now: Seconds) -> Iterator[Result]:
 
 
 def cut(parts: RunParts, why: str, *, now: Seconds) -> Iterator[Result]:
-    """Evaluations do not hold up the end of a run whose training is done."""
+    """Cut every running evaluation, so that the end of the run waits for none."""
     for one in list(parts.evaluations.running.values()):
         yield from parts.rollout.cut(one, why, now=now)
 
 
 def stalled(parts: RunParts, *, now: Seconds) -> Iterator[Result]:
-    """The last evaluations may take as long as their turns come back."""
+    """Cut the evaluations of which no turn has come back for
+    ``STALLED_S``, once training is over.
+    """
     if not parts.scheduler.training_over:
         return
     quiet_s = now - parts.evaluations.went_on_at if parts.evaluations.running else 0.0

@@ -120,8 +120,8 @@ class Machine:
         self._remember(resume.records)
 
     def _remember(self, records: Sequence[Record]) -> None:
-        """Go on from the rows that the run wrote before: checkpoints, and the numbers of plans and
-        moves.
+        """Go on from the rows that the run wrote before: checkpoints,
+        and the numbers of plans and moves.
         """
         checkpoints = self.training.checkpoints
         for version in records:
@@ -183,8 +183,8 @@ class Machine:
         return waiting(self.parts)
 
     def observe(self) -> Observation | None:
-        """Return the planner's observation of the run now; None before a trajectory has
-        finished.
+        """Return the planner's observation of the run now; None
+        before a trajectory has finished.
         """
         return self._watch.observe()
 
@@ -280,8 +280,8 @@ class Machine:
         return self.scheduler.queues.seats > 0
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant of the machine, or of one of its parts, does not
-        hold.
+        """Raise AssertionError if an invariant of the machine, or
+        of one of its parts, does not hold.
         """
         self.parts.check()
         routable = [slot for slot, server in self.servers.replicas.items() if server.routable]

@@ -51,7 +51,7 @@ RECENT_STEPS = 50
 RECENT_TOOLS = 1024
 """Newest turns that say how long tools and servers take now."""
 LEAST_STEPS = 2
-"""Steps under one plan from which training can be priced."""
+"""Steps under one plan that it takes to price training."""
 
 Member: TypeAlias = tuple[int, int, int]
 """The group, member and attempt numbers of a trajectory."""
@@ -118,8 +118,8 @@ class RunObserver:
         self._predictions: deque[PastPrediction] = deque(maxlen=RECENT)
 
     def saw(self, record: Record) -> None:
-        """Take in a record that is being written; trajectories that are not trained on are passed
-        over.
+        """Take in a record that is being written; trajectories that
+        are not trained on are passed over.
         """
         match record:
             case TurnRecord() | TrajectoryRecord() if is_evaluation(record.group_id):
@@ -168,8 +168,8 @@ class RunObserver:
 
     @property
     def signs(self) -> Mapping[str, float]:
-        """Means over the newest trajectories other than lengths, by name; empty before the first
-        ends.
+        """Means over the newest trajectories other than lengths, by
+        name; empty before the first ends.
         """
         newest = list(self._samples)[-self._recipe.trajectories_per_step :]
         if not newest:
@@ -336,8 +336,8 @@ class _ToolTimes:
         self._on_servers.append(seconds)
 
     def finished(self, tool_s: Seconds, returns: int) -> None:
-        """Add a trajectory that has ended, with its seconds in tools and its number of tool
-        returns.
+        """Add a trajectory that has ended, with its seconds in
+        tools and its number of tool returns.
         """
         self._finished.append((tool_s, returns))
 
@@ -419,7 +419,7 @@ class _Training:
 
     @property
     def steps(self) -> tuple[TrainedStep, ...]:
-        """Under the newest plan that has seen enough of them."""
+        """The steps under the newest plan that has enough of them."""
         return self._trained if self._is_enough else self._before[0]
 
     @property
@@ -467,8 +467,8 @@ class _Training:
         self._pairs[row.group_id] = self._pairs.get(row.group_id, 0.0) + pairs
 
     def group(self, row: GroupRecord) -> None:
-        """Add the tokens' pairs of a trained group to its step; those of a dropped one are
-        forgotten.
+        """Add the tokens' pairs of a trained group to its step;
+        those of a dropped one are forgotten.
         """
         if row.state in ("open", "ready", "claimed"):
             return
@@ -502,8 +502,8 @@ class _StartTimes:
             self._waits[row.state].add(row.since - self._began.pop(row.slot))
 
     def move(self, row: MoveRecord) -> None:
-        """A move; where the next process started beside the old one it was idle in the stop
-        only.
+        """A move; where the next process started beside the old one
+        it was idle in the stop only.
         """
         if row.state != "done":
             return

@@ -1,4 +1,6 @@
-"""Hands what one part has to tell another to that other, and keeps what can wait."""
+"""Hands the notices of one part to the part they are for, and keeps
+what can wait until the machine settles.
+"""
 
 from __future__ import annotations
 

@@ -101,8 +101,9 @@ class RunState:
     def changed_row(
         self, step: int, published: PublishedVersion | None, waiting: str
     ) -> RunRecord | None:
-        """Return the run's row; None if nothing in it has changed. ``waiting`` is what waits for
-        what.
+        """Return the run's row; None if nothing in it has changed.
+
+        ``waiting`` is what waits for what.
         """
         telling = (self.phase, self.outcome, self.error, published, waiting)
         if telling == self._written:

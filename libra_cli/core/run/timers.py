@@ -1,4 +1,4 @@
-"""What a timer that has fired calls for: the part that set it knows."""
+"""Finds the part that set a timer which has fired, and lets it act."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ GONE = "gone "
 
 
 class Timers:
-    """Every timer of a run, by its name. One whose time has come finds what it was set for, or
-    that this is over.
-    """
+    """Finds, by the name of a timer that fired, what it was set for, or that this is over."""
 
     events: ClassVar[Any] = TimerFired | NodeGone
     actions: ClassVar[Any] = Wake

@@ -1,4 +1,4 @@
-"""Who waits on whom, for people."""
+"""The sentence for people on what in a run waits for what."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from libra_cli.core.run.state import Phase
 
 
 def waiting(parts: RunParts) -> str:
-    """Who waits on whom in the run, now."""
+    """Return a sentence on what waits for what in the run, now."""
     phase, trainer = parts.run.phase, parts.training.state
     if phase in (Phase.DRAINING, Phase.STOPPING):
         return f"the run is ending ({parts.run.outcome})"

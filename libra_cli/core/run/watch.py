@@ -20,7 +20,7 @@ from libra_cli.core.warnings.watch import LearningWatch
 
 
 class RunWatch:
-    """Looks at every row that is written, and after every step for a better plan."""
+    """Passes every row to the observer, warns after each step, and asks for a better plan."""
 
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
@@ -28,7 +28,7 @@ class RunWatch:
         self._warnings = LearningWatch(RuleBounds(parts.recipe.training.max_grad_norm))
 
     def remember(self, records: Sequence[Record]) -> None:
-        """A run goes on that has written these rows."""
+        """Take in the rows that a run wrote before it goes on."""
         training = self._parts.training
         for record in records:
             self._observer.saw(record)
@@ -37,9 +37,7 @@ class RunWatch:
                 training.checkpoints.learn_reward(record.step, record.reward)
 
     def see(self, actions: Iterable[Action]) -> None:
-        """Rows are written: show them the observer, and tell the trainer what its checkpoints are
-        worth.
-        """
+        """Pass rows to the observer, and scores of checkpoints to the trainer."""
         for action in actions:
             if isinstance(action, Save):
                 self._observer.saw(action.record)
@@ -64,8 +62,8 @@ class RunWatch:
         return ready / max(1, ready + played)
 
     def observe(self) -> Observation | None:
-        """Return the planner's observation of the run now; None before a trajectory has
-        finished.
+        """Return the planner's observation of the run now; None
+        before a trajectory has finished.
         """
         workload, measured = self._observer.workload, self._observer.measured
         if workload is None:

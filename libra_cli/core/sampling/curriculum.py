@@ -20,7 +20,7 @@ from libra_cli.core.types import GroupId
 
 @dataclass(slots=True)
 class Curriculum:
-    """Which task each group plays, and how well each task went."""
+    """The task of each group, and how well each task went."""
 
     pool: int
     """Tasks of the pool."""
@@ -37,8 +37,8 @@ class Curriculum:
     """The task of each group that is not forgotten yet."""
 
     def deal(self, group: GroupId) -> int:
-        """Return the task that a new group plays: the next one that teaches, or is due to be tried
-        again.
+        """Return the task that a new group plays: the next one that
+        teaches, or is due to be tried again.
         """
         while not self._is_wanted(task := self.visits % self.pool):
             self.visits += 1

@@ -42,7 +42,7 @@ class FilteredGroups:
     """Groups filtered since the last batch."""
     groups: int = 0
     tokens: Tokens = 0
-    """Generated in them, and in what closed groups had left of them."""
+    """Generated tokens of these groups, and of what closed groups had left of them."""
     environments: Counter[str] = field(default_factory=Counter)
     """Filtered groups of each environment, by its name in the recipe; empty if there is one."""
 

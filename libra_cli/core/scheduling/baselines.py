@@ -25,8 +25,9 @@ from libra_cli.core.scheduling.server_queues import Request, ServerQueue, Server
 from libra_cli.core.types import Seconds, Tokens, TrajectoryId
 
 LONG_SHARE = 0.2
-"""StreamRL (arXiv 2504.15930) calls the longest fifth of a batch long, and gives it servers of its
-own."""
+"""StreamRL (arXiv 2504.15930) calls the longest fifth of a batch
+long, and gives it servers of its own.
+"""
 
 
 class LeastLoaded:
@@ -49,7 +50,7 @@ class LeastLoaded:
     def allow_steal(
         self, request: Request, queued: ServerQueue, idle: ServerQueue, *, now: Seconds
     ) -> bool:
-        """Anybody with a free seat may have it."""
+        """Return True: any server with a free seat may take the request."""
         return True
 
     def has_room(self, contexts: Tokens, queues: ServerQueues) -> bool:
@@ -76,7 +77,9 @@ class RoundRobin(LeastLoaded):
 
 
 class StickyLeastLoaded(LeastLoaded):
-    """Stay where the prefix cache is while there is a seat."""
+    """Sends a request to the server of its last turn while there
+    is a seat, else to the least loaded.
+    """
 
     def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
         """The last server if it has a seat, else the least loaded."""
@@ -95,8 +98,8 @@ class _Bucketed(LeastLoaded):
     """One queue level a bucket: the least loaded server of the bucket that a rule names."""
 
     def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
-        """Return the last server if it is of the request's bucket and has a seat, else the least
-        loaded.
+        """Return the last server if it is of the request's bucket and
+        has a seat, else the least loaded.
         """
         if not queues.all:
             return None
@@ -108,7 +111,7 @@ class _Bucketed(LeastLoaded):
 
 
 class AttainedService(_Bucketed):
-    """Classic MLFQ: everything starts short and sinks as it is served."""
+    """Classic MLFQ: every trajectory starts in the short bucket and sinks as it is served."""
 
     def level(self, request: Request, bounds: Sequence[int]) -> int:
         """The bucket of the tokens generated so far."""
@@ -181,15 +184,17 @@ class StreamRL(LeastLoaded):
         self._expected = {True: long, False: short}
 
     def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
-        """Among the servers of its group, the last one if it has a seat, else least loaded."""
+        """Return the last server if it is of the group's and has a
+        seat, else the group's least loaded.
+        """
         dedicated = min(max(1, round(len(queues) * self._share)), max(len(queues) - 1, 0))
         cut = len(queues) - dedicated
         mine = queues.all[cut:] if self._is_long(request.trajectory) else queues.all[:cut]
         return stay_or_least(request, queues, mine or queues.all)
 
     def rank(self, request: Request) -> float:
-        """Return minus the tokens left by the mean length of the trajectory's class: longest
-        first.
+        """Return minus the tokens left by the mean length of the
+        trajectory's class: longest first.
         """
         return float(request.generated - self._expected[self._is_long(request.trajectory)])
 

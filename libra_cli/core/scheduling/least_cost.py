@@ -48,7 +48,9 @@ KV_SHARE = 0.95
 PLAY_SHARE = 0.5
 """Share of all KV caches that trajectories in play may be expected to fill; chosen."""
 NEVER_S: Seconds = 1e9
-"""Added to the cost of a server that the request would outgrow: more than any time there."""
+"""Seconds added to the cost of a server that the request would
+outgrow: more than any time there.
+"""
 TURN_TOKENS: Tokens = 256
 """Tokens that a trajectory's first turn is expected to have."""
 
@@ -94,23 +96,24 @@ class LeastExpectedCost:
         return float(request.trajectory.group)
 
     def admits(self, request: Request, queue: ServerQueue) -> bool:
-        """Within the KV budget; an empty server takes anything."""
+        """Whether the request fits the KV budget; an empty server takes any request."""
         return fits_kv(request, queue)
 
     def has_room(self, contexts: Tokens, queues: ServerQueues) -> bool:
-        """While the servers' KV caches hold the contexts in play."""
+        """Whether the servers' KV caches hold the contexts in play."""
         return caches_hold(contexts, queues)
 
     def allow_steal(
         self, request: Request, queued: ServerQueue, idle: ServerQueue, *, now: Seconds
     ) -> bool:
-        """If the idle server is the cheaper one."""
+        """Whether the idle server is the cheaper one."""
         return self.cost(request, idle) < self.cost(request, queued)
 
 
 def fits_kv(request: Request, queue: ServerQueue) -> bool:
-    """Whether the contexts inside leave room for this one and its next turn; an empty server takes
-    anything."""
+    """Whether the contexts inside leave room for this request and its next turn; an empty server
+    takes any request.
+    """
     if not queue.inside:
         return True
     wanted = queue.context + request.context + turn_tokens(request)

@@ -37,14 +37,14 @@ POLICIES = PluginGroup(
         "cmlfq-published": f"{_HERE}.baselines:PaperCmlfq",
     },
 )
-"""Policies by the names a recipe uses; what must know true lengths is in
-``libra_cli.bench.contenders``.
+"""Policies by the names a recipe uses; what must know true lengths
+is in ``libra_cli.bench.contenders``.
 """
 
 
 class SchedulingPolicy(Protocol):
-    """A rule of where a request queues, when it enters a server, and which server may take it
-    over.
+    """A rule of where a request queues, when it enters a server,
+    and which server may take it over.
     """
 
     estimator: Estimator | None

@@ -31,11 +31,13 @@ EVALUATION_SHARE = 0.25
 """The most of a server's seats that evaluations take while there is training; one at least.
 Chosen: it bounds what a request of training may find taken, since no turn is preempted."""
 EVALUATION_PATIENCE_S: Seconds = 30.0
-"""Chosen: longer than most turns, so that training goes first wherever seats become free."""
+"""Seconds after which an evaluation's request takes the next seat. Chosen: longer than most turns,
+so that training goes first wherever seats become free.
+"""
 
 
 class RequestScheduler:
-    """Waiting requests, one queue a server, and those inside."""
+    """The waiting requests, one queue a server, and the requests inside servers."""
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self.policy = policy
@@ -142,7 +144,9 @@ class RequestScheduler:
             queued.dequeue(request.trajectory)
 
     def _set_aside(self, queue: ServerQueue) -> None:
-        """Nothing enters this server now. If it holds a request up, wake the fastest with room."""
+        """Let no request enter this server now; if a request waits
+        there, wake the fastest server with room.
+        """
         del self._roomy[queue.slot]
         self._spare.pop(queue.slot, None)
         if not queue.waiting:
@@ -209,8 +213,8 @@ class RequestScheduler:
         return queued.has_seat and self.policy.admits(request, queued)
 
     def check(self) -> None:
-        """Raise AssertionError if a server has more requests than seats, or contexts are counted
-        wrongly.
+        """Raise AssertionError if a server has more requests than
+        seats, or contexts are counted wrongly.
         """
         for slot, queue in self.queues.by_slot.items():
             assert queue.running <= queue.bucket.max_num_seqs, slot

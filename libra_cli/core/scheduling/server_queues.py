@@ -60,7 +60,7 @@ class ServerQueue:
         self._settle()
 
     def reprice(self, cost: ServerLaw) -> None:
-        """More is known of what it costs now."""
+        """Take newly learned prices of the server."""
         self.cost = cost
         self._settle()
 

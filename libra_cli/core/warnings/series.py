@@ -42,8 +42,8 @@ class Change:
 
 
 def numbers_of(step: StepRecord) -> dict[str, float]:
-    """Return the known numbers of a step, by the names of ``StepRecord``, its batch and its
-    trainer.
+    """Return the known numbers of a step, by the names of
+    ``StepRecord``, its batch and its trainer.
     """
     named: dict[str, float | None] = {"reward": step.reward, "mean_length": step.mean_length}
     named |= step.batch | step.metrics
@@ -57,8 +57,8 @@ def newest(series: Sequence[Numbers], name: str, steps: int) -> list[float]:
 
 
 def change(series: Sequence[Numbers], name: str, steps: int) -> Change | None:
-    """Return the change from one window of ``steps`` steps to the newest; None if a step lacks the
-    number.
+    """Return the change from one window of ``steps`` steps to the
+    newest; None if a step lacks the number.
     """
     values = newest(series, name, 2 * steps)
     if not values:
