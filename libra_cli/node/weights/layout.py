@@ -48,7 +48,7 @@ class Place:
     """Size of one of its rows."""
     shape: tuple[int, ...]
     dtype: str
-    """Its number format, as torch calls it without the module."""
+    """The number format, as torch calls it without the module."""
 
 
 @dataclass(frozen=True, slots=True)

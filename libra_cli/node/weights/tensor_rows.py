@@ -15,11 +15,11 @@ class TensorRows:
     """A tensor, or consecutive rows of one; of one dimension every number is a row."""
 
     name: str
-    """The tensor's, in the model's files."""
+    """The tensor's name in the model's files."""
     tensor: Tensor
     """The numbers, ``[rows, ...]``; there may be no row."""
     shape: tuple[int, ...]
-    """The whole tensor's."""
+    """The shape of the whole tensor."""
     first: int | None = None
     """The first row in the whole tensor; None if it is all of it, which every rank has."""
 
