@@ -12,6 +12,7 @@ import subprocess
 import sys
 import venv
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import yaml
 
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
+from tests.families import named_family
 from tests.live import LIBRA, _environment, require
 from tests.netns import Network, SshHost, missing, network
 
@@ -31,13 +33,6 @@ pytestmark = [
 require("vllm")
 
 LIMIT_S = 200.0
-CONFIG = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 256,
-    "max_position_embeddings": 4096,
-    "dtype": "float32",
-}
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +44,9 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "tiny"
-    directory.mkdir()
+    positions = {"vocab_size": 300, "max_position_embeddings": 4096}
+    replace(named_family("Qwen2.5"), config=positions).write(directory)
     save_tokenizer(build_tokenizer(), directory, max_len=4096)
-    (directory / "config.json").write_text(json.dumps(CONFIG))
-    (directory / "model.safetensors").write_bytes(bytes(1000))
     return directory
 
 
@@ -114,6 +108,7 @@ def test_three_good_hosts_have_no_finding_and_nothing_is_left_on_them(net, model
     told = {one["check"]: one["what"] for one in found}
     assert "gloo over eth0" in told["all-reduce"]
     assert "Gb/s" in told["bandwidth"]
+    assert "tensors of the files are those of Qwen2ForCausalLM" in told["names"]
     for host in net.hosts:
         assert list((tmp_path / host.name / "runs").iterdir()) == []
         assert net.files(host, "/dev/shm") in ([], ["/dev/shm/libra-root"])
@@ -123,7 +118,8 @@ def test_everything_that_is_made_wrong_is_found(net, model, tmp_path):
     first, second, third = net.hosts
     other = tmp_path / "other"
     shutil.copytree(model, other)
-    (other / "model.safetensors").write_bytes(bytes(999) + b"1")
+    weights = other / "model-00001-of-00002.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"1")
     venv.create(tmp_path / "bare")
     path = recipe(
         net,
@@ -143,7 +139,7 @@ def test_everything_that_is_made_wrong_is_found(net, model, tmp_path):
     bad = wrong(found)
     assert code == 3
     assert "vllm" in bad[first.address, "packages"]
-    assert "model.safetensors" in bad[third.address, "model"], "what the head has is the measure"
+    assert weights.name in bad[third.address, "model"], "what the head has is the measure"
     assert "64 MiB" in bad[third.address, "shm"]
     assert "eth7" in bad[third.address, "network"]
     assert "eth7" in bad[f"{second.address} + {third.address}", "all-reduce"]

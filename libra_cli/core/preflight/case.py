@@ -12,6 +12,7 @@ from libra_cli.core.preflight.host_report import (
     AllReduce,
     HostReport,
     ModelFiles,
+    NamesReport,
     NodeFacts,
     TeacherReport,
     TemplateReport,
@@ -68,6 +69,11 @@ class PreflightCase:
         names = [self.head, *self.hosts]
         found = (self.hosts[name].model for name in names if name in self.hosts)
         return next((model for model in found if model is not None), None)
+
+    @property
+    def names(self) -> NamesReport | None:
+        """What the head said of the names of the model's files, if it was asked."""
+        return self.hosts[self.head].names if self.head in self.hosts else None
 
     def needs(self, node: NodeSpec) -> HostNeeds:
         """Return the memory and disk that the run needs on a node."""

@@ -24,7 +24,7 @@ class Check:
     quick: bool
     """Whether every run makes it: what hosts tell of themselves takes a second. Torch, which takes
     seconds, is loaded by a run on hosts with GPUs only; by the doctor on all, with vLLM and all
-    else that stands on it."""
+    else that stands on it. The model's names are tried on the head, where torch is loaded."""
     rule: Callable[[PreflightCase], Iterator[Finding]]
 
 
@@ -43,6 +43,7 @@ CHECKS = (
     Check("clock", True, host_checks.clock),
     Check("model", True, model_checks.model),
     Check("family", True, model_checks.family),
+    Check("names", True, model_checks.names),
     Check("shape", True, model_checks.shape),
     Check("template", False, model_checks.template),
     Check("teacher", False, model_checks.teacher),

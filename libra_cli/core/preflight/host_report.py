@@ -159,6 +159,23 @@ class TorchReport:
 
 
 @dataclass(frozen=True, slots=True)
+class NamesReport:
+    """What mapping the names of a model's files to its tensors, and back, has shown."""
+
+    error: str = ""
+    """What cannot be mapped, or built at all; empty if all can."""
+    hint: str = ""
+    model: str = ""
+    """The class that transformers makes of the directory."""
+    tensors: int = 0
+    """Tensors of the files that it is made of."""
+    unused: int = 0
+    """Tensors of the files that are other parts': towers that see, heads that draft."""
+    untried: str = ""
+    """Why there was no answer; then there is nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
 class HostReport:
     """What a host has reported; what was not asked, or could not be answered, is None."""
 
@@ -172,6 +189,8 @@ class HostReport:
     """The controller's clock when it had the facts, in seconds since the epoch."""
     model: ModelFiles | None = None
     torch: TorchReport | None = None
+    names: NamesReport | None = None
+    """What trying the model's names has shown; only the host that publishes versions is asked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ INNER = ("gate_proj", "up_proj", "down_proj")
 NAMED = 3
 """Differing files that a finding names; further ones are counted."""
 
+TRAINED = "model.path: a model of a family that libra help models lists"
 SHARED_LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers whose tokens ranks can share, as in ``node.model.packed_attention``."""
 
@@ -111,6 +112,39 @@ def family(case: PreflightCase) -> Iterator[Finding]:
         "the run would end in the trainer, or at the first version that a server loads",
         Remedy("recipe", refused.instead),
     )
+
+
+def names(case: PreflightCase) -> Iterator[Finding]:
+    """The tensors of the files are those of transformers' model, by name and shape."""
+    if case.recipe.model.path is None or case.model is None:
+        where = "before libra has built it" if case.recipe.model.path is None else "without files"
+        yield Finding("names", ALL, "fine", f"not tried {where}: the trainer does it first")
+        return
+    report, path = case.names, case.recipe.model.path
+    if report is None or refused_family(case.model.config):
+        return
+    if report.untried:
+        yield Finding(
+            "names",
+            case.head,
+            "warns",
+            f"the names of {path} could not be tried: {report.untried}",
+            "the trainer maps them first, and might end there",
+            Remedy("host", f"python -m libra_cli.node.checks.model_names {path}"),
+        )
+    elif report.error:
+        yield Finding(
+            "names",
+            case.head,
+            "stops",
+            f"{path} cannot be trained: {report.error}",
+            "the trainer would end with it",
+            Remedy("recipe", report.hint or TRAINED),
+        )
+    else:
+        beside = f", {report.unused} are of other parts" if report.unused else ""
+        told = f"{report.tensors} tensors of the files are those of {report.model}{beside}"
+        yield Finding("names", ALL, "fine", told)
 
 
 def shape(case: PreflightCase) -> Iterator[Finding]:

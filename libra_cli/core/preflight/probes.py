@@ -1,4 +1,4 @@
-"""The processes that try a host's torch, alone and with another host, before a run."""
+"""The processes that try a host's torch, the model on it, and it with another host."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ def torch_probe(node: NodeSpec, facts: HostFacts, packages: tuple[str, ...]) -> 
         node=node.name,
         process="check-torch",
         argv=(facts.python, "-m", module, *packages),
+        env={**common_env(node, [_slot(node, node.gpus)], facts), **node.env},
+    )
+
+
+def names_probe(node: NodeSpec, facts: HostFacts, path: str) -> ProcessSpec:
+    """Maps the names of the files of a model's directory to its tensors and back; prints JSON."""
+    return ProcessSpec(
+        node=node.name,
+        process="check-names",
+        argv=(facts.python, "-m", "libra_cli.node.checks.model_names", path),
         env={**common_env(node, [_slot(node, node.gpus)], facts), **node.env},
     )
 

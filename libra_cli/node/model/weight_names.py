@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
@@ -40,6 +42,7 @@ from libra_cli.node.weights.model_files import shapes_in
 WEIGHT = ".weight"
 DROPOUT = re.compile(r"dropout|_pdrop$")
 """What configurations call the share of numbers that training leaves out."""
+WHOLE = "model.path: a directory with all weights of the model, as its publisher wrote it"
 LANGUAGE_MODEL = "language_model"
 """What transformers calls the text part of a model that also sees or hears."""
 
@@ -122,7 +125,7 @@ class Conversion:
         return WeightsError(
             f"transformers makes {self._first} of {len(self._names)} tensors of the model's "
             f"files, for example {self._names[0]}, but these do not fit: {why}",
-            hint="give a directory with all weights of the model, as its publisher wrote it",
+            hint=WHOLE,
         )
 
     @property
@@ -181,10 +184,11 @@ class WeightNames:
                 found |= dict.fromkeys(group.memory, group)
         missing = {*once.values()} - found.keys()
         if missing:
+            foreign = f"; they have {min(self.unused)}, which it has not" if self.unused else ""
             raise WeightsError(
                 f"{len(missing)} tensors of {type(model).__name__} are not in the model's files, "
-                f"for example {min(missing)}",
-                hint="give a directory with all weights of the model, as its publisher wrote it",
+                f"for example {min(missing)}{foreign}",
+                hint=WHOLE,
             )
         #: In the order of the model: what is made of one layer comes together.
         self.groups = tuple(dict.fromkeys(found[name] for name in once.values()))
@@ -254,9 +258,17 @@ def text_config(model_dir: Path | str) -> PreTrainedConfig:
     of the files to the whole model's; what is added here is that the whole model's are the part's
     behind a prefix, as transformers itself says of Qwen3.5. Dropout is off: the tokens' ratios are
     of probabilities that a model with dropout would give otherwise at every pass.
+
+    Raises:
+        WeightsError: transformers has no such model of its own; code beside the files is not run.
     """
-    whole = AutoConfig.from_pretrained(model_dir)
-    part = whole.get_text_config(decoder=True)
+    try:
+        whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+        part = whole.get_text_config(decoder=True)
+    except (KeyError, OSError, ValueError) as error:
+        raise _unknown(model_dir, error) from error
+    if type(part) not in AutoModelForCausalLM._model_mapping:
+        raise _unknown(model_dir, f"{type(part).__name__} is no language model that generates")
     if part is not whole and get_checkpoint_conversion_mapping(part.model_type) is None:
         to_whole = get_checkpoint_conversion_mapping(whole.model_type) or []
         prefix = PrefixChange(prefix_to_remove=LANGUAGE_MODEL, model_prefix="model")
@@ -265,6 +277,15 @@ def text_config(model_dir: Path | str) -> PreTrainedConfig:
         if DROPOUT.search(name) and isinstance(value, float):
             setattr(part, name, 0.0)
     return part
+
+
+def _unknown(model_dir: Path | str, why: object) -> WeightsError:
+    told = " ".join(str(why).split())[:300]
+    return WeightsError(
+        f"transformers {transformers.__version__} cannot make a causal language model of "
+        f"{model_dir}/config.json: {told}",
+        hint="model.path: a model whose class is part of transformers (libra help models)",
+    )
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -279,6 +300,13 @@ def names_of(model_dir: Path) -> WeightNames:
     """Return the names of the language model in a directory; its files' headers alone are read.
 
     Raises:
-        WeightsError: its files are not those of the model.
+        WeightsError: its files are not those of the model, or cannot be read.
     """
-    return WeightNames(empty_model(text_config(model_dir)), shapes_in(model_dir))
+    try:
+        shapes = shapes_in(model_dir)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise WeightsError(
+            f"the weights in {model_dir} cannot be read: {error}",
+            hint="model.path: a directory that is whole; libra setup copies one to hosts",
+        ) from error
+    return WeightNames(empty_model(text_config(model_dir)), shapes)

@@ -30,8 +30,7 @@ from libra_cli.core.launch.process import HostFacts, ProcessSpec
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.checks import examine
 from libra_cli.core.preflight.findings import ALL, Finding, stopping, warning
-from libra_cli.core.preflight.host_report import HostReport, TorchReport
-from libra_cli.core.preflight.probes import torch_probe
+from libra_cli.core.preflight.host_report import HostReport
 from libra_cli.core.records import NodeRecord, ProcessRecord, Record
 from libra_cli.core.types import Plan, Seconds, node_of
 from libra_cli.runtime.credentials.run_secrets import RunSecrets
@@ -47,10 +46,10 @@ from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.local import LocalTransport
 from libra_cli.runtime.hosts.model_copies import ModelCopies
 from libra_cli.runtime.hosts.preflight import look, open_files
+from libra_cli.runtime.hosts.probes import names_of, torch_of
 from libra_cli.runtime.hosts.ssh import SshTransport
 from libra_cli.runtime.hosts.ssh_target import HostBusy
 from libra_cli.runtime.hosts.transport import ByteStream, Endpoint, Transport
-from libra_cli.runtime.supervision.answers import understood
 
 STOP_GRACE_S = 10.0
 PATIENCE_S = 60.0
@@ -58,8 +57,6 @@ PATIENCE_S = 60.0
 to start again; chosen. A new run asks once, for a name may be misspelt."""
 ASK_AGAIN_S = 2.0
 MODEL_TIMEOUT_S = 3600.0
-TORCH_S = 180.0
-"""Seconds for importing torch and vLLM from a slow disk."""
 
 
 def transport_to(node: NodeSpec) -> Transport:
@@ -298,20 +295,24 @@ class Cluster:
         )
         if imports is not None and "torch" in seen.packages:
             packages = tuple(name for name in imports if name in seen.packages)
-            found = await self._try_torch(node, packages)
-            self.reports[node.name] = replace(report, torch=found)
+            self.reports[node.name] = await self._tried(node, report, packages)
 
     async def _look_quickly(self, node: NodeSpec) -> None:
         await self.look(node, imports=() if node.gpus else None)
 
-    async def _try_torch(self, node: NodeSpec, packages: tuple[str, ...]) -> TorchReport:
-        spec = torch_probe(node, self.facts[node.name], packages)
-        try:
-            answer = await self.answer_of(spec, timeout_s=TORCH_S)
-        except ProcessError as error:  # it was killed, or crashed where Python cannot catch it
-            return TorchReport("", "", False, (), str(error).partition("\n")[0], "", {})
-        with understood(HostError, f"{node.name}: what torch says"):
-            return TorchReport(**{**answer, "devices": tuple(answer["devices"])})
+    async def _tried(
+        self, node: NodeSpec, report: HostReport, packages: tuple[str, ...]
+    ) -> HostReport:
+        """Load torch there, and on the head try the names of the model's files."""
+        facts, path = self.facts[node.name], self._recipe.model.path
+
+        async def ask(spec: ProcessSpec, seconds: Seconds) -> Any:
+            return await self.answer_of(spec, timeout_s=seconds)
+
+        report = replace(report, torch=await torch_of(ask, node, facts, packages))
+        if path is None or report.model is None or node.name != node_of(self._plan.train[0]):
+            return report
+        return replace(report, names=await names_of(ask, node, facts, path))
 
     def case(self) -> PreflightCase:
         """What ``core.preflight.checks`` look at, as far as it is known."""

@@ -27,6 +27,7 @@ from libra_cli.core.preflight.host_report import (
     GpuHolder,
     HostReport,
     ModelFiles,
+    NamesReport,
     NetworkInterface,
     NodeFacts,
     Remains,
@@ -123,7 +124,7 @@ def test_good_hosts_have_no_finding_and_a_line_for_every_check_that_was_made():
     assert wrong(case()) == []
     made = [one.check for one in found]
     assert made == [check.name for check in CHECKS if check.name in made]
-    not_made = {"torch", "template", "teacher", "bandwidth"}
+    not_made = {"torch", "names", "template", "teacher", "bandwidth"}
     assert {check.name for check in CHECKS} - {*made} == not_made
 
 
@@ -273,6 +274,56 @@ def test_a_package_that_does_not_load_stops_with_its_error():
     assert error in found.what
     assert found.remedy is not None
     assert "uninstall" in found.remedy.command
+
+
+def named(**told: Any) -> PreflightCase:
+    """What the head has said of the names of the model's files."""
+    made = case()
+    head = replace(made.hosts["gpu-02"], names=NamesReport(**told))
+    return replace(made, hosts={**made.hosts, "gpu-02": head})
+
+
+def test_names_that_fit_are_counted():
+    made = named(model="Gemma3ForCausalLM", tensors=340, unused=437)
+    assert wrong(made) == []
+    (told,) = [one.what for one in examine(made, quick=True) if one.check == "names"]
+    assert told == (
+        "340 tensors of the files are those of Gemma3ForCausalLM, 437 are of other parts"
+    )
+
+
+def test_names_that_do_not_fit_stop_before_anything_starts():
+    found = only(named(error="2 tensors are not in the files", hint="model.path: all"), "names")
+    assert (found.severity, found.host) == ("stops", "gpu-02")
+    assert found.what == "/models/m cannot be trained: 2 tensors are not in the files"
+    assert found.remedy == Remedy("recipe", "model.path: all")
+    found = only(named(error="transformers fails"), "names")
+    assert found.remedy is not None
+    assert "libra help models" in found.remedy.command, "foreign errors have no hint"
+
+
+def test_names_that_were_not_answered_warn():
+    found = only(named(untried="gpu-02: check-names ran over 180 s"), "names")
+    assert (found.severity, "ran over 180 s" in found.what) == ("warns", True)
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (case(of=recipe(model={"build": {}})), "before libra has built it"),
+        (case(model=None), "without files"),
+    ],
+)
+def test_names_of_a_model_that_is_not_there_yet_are_left_to_the_trainer(made, told):
+    (found,) = [one for one in examine(made, quick=True) if one.check == "names"]
+    assert (found.severity, told in found.what) == ("fine", True)
+
+
+def test_a_family_that_is_refused_is_told_once():
+    made = named(error="no such names")
+    quantised = replace(MODEL, config=CONFIG | {"quantization_config": {"quant_method": "fp8"}})
+    hosts = {name: replace(one, model=quantised) for name, one in made.hosts.items()}
+    assert [one.check for one in wrong(replace(made, hosts=hosts))] == ["family"]
 
 
 # -- the host ------------------------------------------------------------------------------------
