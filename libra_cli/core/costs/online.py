@@ -14,7 +14,8 @@ z >= 0 with the least |L' z - L^-1 (right side)|.
 
 What is beyond ``OUTLIER`` times the level, either way, counts as that much. Readings of a server
 come at equal times, so one with longer steps stands for fewer of them and weighs that much less
-(w = level / y): a stall is not a thousand slow steps.
+(w = level / y): a stall is not a thousand slow steps. Beyond ``CREDIBLE`` times the prior's
+prediction one says nothing: its square would be more than a float holds.
 
 Guarantee: constant memory and time an observation; prices are never negative, and 0 where the prior
 is 0; with no observation the prior. Limit: it learns what a step takes in use, the prefill of
@@ -37,6 +38,8 @@ TRUST = 0.1
 """Weight of the prior's proportions, in observations; chosen, not measured."""
 OUTLIER = 8.0
 """Times the level, beyond which an observation counts as that much; chosen, not measured."""
+CREDIBLE = 1e9
+"""Times the prior's prediction, either way, beyond which a reading says nothing; chosen."""
 SETTLED = 8
 """Observations before one can be an outlier; chosen, not measured."""
 
@@ -63,17 +66,20 @@ class ForgettingLeastSquares:
         return exp(self._logs / (self._weight + 1.0))
 
     def observe(self, amounts: Sequence[float], seconds: Seconds, *, by_time: bool = False) -> None:
-        """Take one in; amounts that the prior gives no price for, or no time, say nothing.
+        """Take one in; amounts that the prior gives no price for, no time, or one beyond belief,
+        say nothing.
 
         ``by_time``: it stands for as much time as the others do, so for the fewer the longer it
         took.
         """
         parts = [price * amount for price, amount in zip(self._prior, amounts, strict=True)]
         predicted = sum(parts)
-        if not (0 < predicted < float("inf") and 0 < seconds < float("inf")):
+        if not 0 < predicted < float("inf"):
+            return
+        ratio = seconds / predicted
+        if not 1 / CREDIBLE <= ratio <= CREDIBLE:  # also if it is not a number
             return
         shares = [part / predicted for part in parts]
-        ratio = seconds / predicted
         if self.seen >= SETTLED:
             ratio = min(max(ratio, self.level / OUTLIER), self.level * OUTLIER)
         weight = min(max(self.level / ratio, 1 / OUTLIER), OUTLIER) if by_time else 1.0

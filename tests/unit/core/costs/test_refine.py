@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from libra_cli.core import events as e
@@ -108,6 +108,10 @@ def test_a_reading_weighs_by_the_steps_that_are_in_it() -> None:
         max_size=40,
     )
 )
+@example(readings=[(1.0, 0.0, 3.6e306)])
+@example(readings=[(1.0, 0.0, 1e308)])
+@example(readings=[(1e4, 1e7, 5e-324)])
+@example(readings=[(1.0, 0.0, float("nan"))])
 def test_no_reading_makes_a_price_negative_or_endless(readings) -> None:
     refiner = OnlineServerCost(PRIOR)
     for running, kv, step_s in readings:
