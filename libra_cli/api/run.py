@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from libra_cli.api.rows import (
-    EvaluationRow,
-    MoveRow,
-    PhaseRow,
-    StepRow,
-    ToolRow,
-    TrajectoryRow,
-    TurnRow,
-)
-from libra_cli.api.table import RowT, RowTable
+from libra_cli.api.rows import StepRow
+from libra_cli.api.table import RowTable
 from libra_cli.config.errors import StateError
 from libra_cli.core.metric_names import step_metrics
-from libra_cli.core.records import (
-    EvaluationRecord,
-    MoveRecord,
-    TurnRecord,
-    from_metrics_json,
-)
+from libra_cli.core.records import EvaluationRecord, MoveRecord, StepRecord, TurnRecord
 from libra_cli.core.types import is_evaluation
 from libra_cli.runtime.monitors.samples import Decoder
+from libra_cli.runtime.store.joined_rows import TrajectoryRow
 from libra_cli.runtime.store.reader import Reader
 
 
@@ -80,35 +67,32 @@ class LoadedRun:
     def steps(self) -> RowTable[StepRow]:
         """The optimizer steps, in order."""
         with Reader(self.directory) as reader:
-            return RowTable(
-                StepRow,
-                (_row(StepRow, row, metrics=step_metrics(row)) for row in reader.steps()),
-            )
+            return RowTable(StepRow, map(_step, reader.steps()))
 
     @cached_property
     def trajectories(self) -> RowTable[TrajectoryRow]:
         """All attempts at all trajectories, by group, member and attempt; not of evaluations."""
         with Reader(self.directory) as reader:
-            return RowTable(TrajectoryRow, map(_trajectory, reader.trajectories()))
+            return RowTable(TrajectoryRow, reader.trajectories())
 
     @cached_property
-    def turns(self) -> RowTable[TurnRow]:
+    def turns(self) -> RowTable[TurnRecord]:
         """The turns that are over, by trajectory and in order; not of evaluations."""
         with Reader(self.directory) as reader:
             rows = (row for row in reader.rows(TurnRecord) if not is_evaluation(row.group_id))
-            return RowTable(TurnRow, map(_turn, rows))
+            return RowTable(TurnRecord, rows)
 
     @cached_property
-    def evaluations(self) -> RowTable[EvaluationRow]:
+    def evaluations(self) -> RowTable[EvaluationRecord]:
         """The evaluations, in the order in which they began."""
         with Reader(self.directory) as reader:
-            return RowTable(EvaluationRow, map(_evaluation, reader.evaluations()))
+            return RowTable(EvaluationRecord, reader.evaluations())
 
     @cached_property
-    def moves(self) -> RowTable[MoveRow]:
+    def moves(self) -> RowTable[MoveRecord]:
         """The moves of slots between rollout and training, in order."""
         with Reader(self.directory) as reader:
-            return RowTable(MoveRow, map(_move, reader.moves()))
+            return RowTable(MoveRecord, reader.moves())
 
     def token_ids(self, trajectory: TrajectoryRow) -> list[list[int]]:
         """All its tokens, prompt and tools included, of each of its branches.
@@ -116,7 +100,7 @@ class LoadedRun:
         Most trajectories have one. An agent that leaves its conversation for another has several,
         and the last is that which it ended in. There is none of one that has not ended.
         """
-        key = (trajectory.group, trajectory.member, trajectory.attempt)
+        key = (trajectory.group_id, trajectory.member, trajectory.attempt)
         with Reader(self.directory) as reader:
             return reader.token_ids(*key)
 
@@ -134,30 +118,5 @@ class LoadedRun:
             raise StateError(f"cannot decode: {error}") from error
 
 
-def _row(kind: type[RowT], record: object, **made: Any) -> RowT:
-    """A row of what the record has by the same names, and of what is ``made`` from it."""
-    same = {one.name: getattr(record, one.name) for one in fields(kind) if one.name not in made}
-    return kind(**same, **made)
-
-
-def _evaluation(row: EvaluationRecord) -> EvaluationRow:
-    known = {name: value for name, value in row.metrics.items() if value is not None}
-    return _row(EvaluationRow, row, metrics=known)
-
-
-def _trajectory(row: tuple[Any, ...]) -> TrajectoryRow:
-    *known, metrics_json = row
-    named = from_metrics_json(metrics_json)
-    metrics = {f"env/{name}": value for name, value in named.items() if value is not None}
-    values = (*known, metrics)
-    return TrajectoryRow(*values)
-
-
-def _turn(row: TurnRecord) -> TurnRow:
-    tools = tuple(ToolRow(*call) for call in json.loads(row.tools_json))
-    return _row(TurnRow, row, group=row.group_id, tools=tools)
-
-
-def _move(row: MoveRecord) -> MoveRow:
-    phases = tuple(PhaseRow(*phase) for phase in json.loads(row.phases_json))
-    return _row(MoveRow, row, phases=phases)
+def _step(row: StepRecord) -> StepRow:
+    return StepRow(row.step, row.started_at, row.ended_at, step_metrics(row), row.checkpoint)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from libra_cli.config.errors import LibraError
+from libra_cli.core.json_form import shown
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -44,12 +44,12 @@ class RowTable(Sequence[RowT], Generic[RowT]):
         """Return one flat mapping a row; what a field maps has
         columns of its own, as ``reward/mean``.
         """
-        names = [field.name for field in fields(self._kind)]
+        names = shown(self._kind)
         flat: list[dict[str, Any]] = []
         for row in self._rows:
             flat.append({})
-            for name in names:
-                value = getattr(row, name)
+            for name, attribute in names.items():
+                value = getattr(row, attribute)
                 flat[-1].update(value if isinstance(value, Mapping) else {name: value})
         return flat
 
@@ -64,5 +64,5 @@ class RowTable(Sequence[RowT], Generic[RowT]):
         except ImportError as error:
             raise LibraError("pandas is not installed", hint="pip install pandas") from error
         rows = self.to_dicts()
-        columns = None if rows else [field.name for field in fields(self._kind)]
+        columns = None if rows else list(shown(self._kind))
         return DataFrame(rows, columns=columns)

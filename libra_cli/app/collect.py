@@ -153,7 +153,7 @@ def _versions(reader: Reader) -> dict[str, object]:
         "python": sys.version,
         "platform": platform.platform(),
         "packages": dict(sorted(packages.items())),
-        "hosts": {row.node: json.loads(row.facts_json or "{}") for row in reader.nodes()},
+        "hosts": {row.node: row.facts for row in reader.nodes()},
     }
 
 

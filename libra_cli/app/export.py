@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +85,7 @@ async def _export(run_dir: Path, order: ExportOrder, note: Callable[[str], None]
 
 def _addresses(reader: Reader, nodes: Sequence[NodeSpec]) -> dict[str, PeerAddress]:
     """Where the hosts reach each other, as was found when the run began."""
-    found = {row.node: json.loads(row.facts_json or "{}") for row in reader.nodes()}
-    own = {node: str(facts.get("address", node)) for node, facts in found.items()}
+    own = {row.node: str(row.facts.get("address", row.node)) for row in reader.nodes()}
     return {
         node.name: PeerAddress.of(
             node.address or own.get(node.name, node.name),

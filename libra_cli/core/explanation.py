@@ -20,12 +20,13 @@ be alike and unbiased; a workload that changes at once is outside any such inter
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from json import dumps
-from math import exp, inf, isfinite, log
+from math import exp, inf, log
 from statistics import fmean, pstdev
 
+from libra_cli.core.json_form import json_form
 from libra_cli.core.types import Seconds
 
 STEPS = 5
@@ -158,8 +159,8 @@ class Explanation:
         )
 
     def to_json(self) -> str:
-        """The object that is kept and shown; ``report.status.plans`` tells its keys."""
-        return dumps(_finite(asdict(self)))
+        """The object that is kept and shown."""
+        return dumps(json_form(self))
 
 
 def predicted_step(
@@ -191,20 +192,12 @@ def predicted_step(
     )
 
 
-def past_prediction(told: object, observed_s: Seconds | None) -> PastPrediction | None:
+def past_prediction(told: Explanation | None, observed_s: Seconds | None) -> PastPrediction | None:
     """Return the prediction of a kept explanation beside the observed step.
 
     None where either is not known, or nothing was measured yet: such errors are of another kind.
     """
-    if not isinstance(told, dict) or not told or not observed_s:
+    if told is None or not observed_s:
         return None
-    predicted_s = told["predicted"]["step_s"]
-    known = told["predicted"]["corrected"] and predicted_s and 0 < predicted_s < inf
-    return PastPrediction(told["move"], predicted_s, observed_s) if known else None
-
-
-def _finite(value: object) -> object:
-    """Return the value with null for infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not isfinite(value) else value
+    known = told.predicted.corrected and 0 < told.predicted.step_s < inf
+    return PastPrediction(told.move, told.predicted.step_s, observed_s) if known else None

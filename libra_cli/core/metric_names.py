@@ -158,7 +158,7 @@ def step_metrics(step: StepRecord) -> dict[str, float]:
     What is unknown or not finite is left out.
     """
     columns = ((one.key, getattr(step, one.name)) for one in _COLUMNS)
-    named = dict(columns) | {"time/step": step.waited_s + step.ended_at - step.started_at}
+    named = dict(columns) | {"time/step": step.period_s}
     named |= {key_of("batch", name): value for name, value in step.batch.items()}
     named |= {key_of("trainer", name): value for name, value in step.metrics.items()}
     return {key: float(value) for key, value in named.items() if is_number(value)}

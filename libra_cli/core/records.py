@@ -2,7 +2,11 @@
 
 The machine emits records inside ``Save`` actions; ``runtime.store`` derives the SQLite schema from
 these classes and upserts by ``KEY``. A field is a column (but for ``NO_COLUMN``); its type is the
-column's type. Times are seconds since the epoch. A column that holds JSON ends in ``_json``.
+column's type. Times are seconds since the epoch. A column that holds JSON ends in ``_json``, and
+the property without that ending is what it says.
+
+These are the rows of ``libra_cli.api`` and of ``libra status --json`` too (``core.json_form``): a
+field has one name everywhere. ``SHOWN`` are names beside it, such as those of an older libra.
 
 Databases of older versions stay readable: a field that is added has a default, which older rows are
 read with; a field that is renamed is entered in ``RENAMED``. See ``runtime.store.schema``.
@@ -14,16 +18,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from json import dumps, loads
 from math import isfinite
-from typing import ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
-from libra_cli.core.types import BranchTokens
+from libra_cli.core.explanation import Explanation
+from libra_cli.core.json_form import HIDDEN, from_json_form
+from libra_cli.core.types import BranchTokens, ToolOutcome, ToolReturn
 
 RENAMED: Final[Mapping[str, str]] = {
     "incarnation": "epoch",
     "trainer_incarnation": "trainer_epoch",
 }
 """The name in databases of libra 0.1.0, by the column's name in whichever table."""
-NO_COLUMN: Final[Mapping[str, bool]] = {"column": False}
+NO_COLUMN: Final[Mapping[str, bool]] = {"column": False, **HIDDEN}
 """Metadata of a field that is kept elsewhere than in a column."""
 
 
@@ -77,8 +83,14 @@ class NodeRecord:
     state: str
     """``connecting | ready | unreachable | failed | released``"""
     since: float
-    facts_json: str
+    facts_json: str = field(metadata=HIDDEN)
     detail: str
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """``facts_json``, read: what was found on it; nothing before."""
+        facts: dict[str, Any] = loads(self.facts_json or "{}")
+        return facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +117,7 @@ class SlotRecord:
 
     TABLE: ClassVar[str] = "slots"
     KEY: ClassVar[tuple[str, ...]] = ("slot",)
+    SHOWN: ClassVar[Mapping[str, str]] = {"idle": "idle", "epoch": "incarnation"}
     slot: str
     node: str
     gpus_json: str
@@ -126,6 +139,16 @@ class SlotRecord:
     serving_s: float
     restarts: int
     detail: str
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """``gpus_json``, read: their indices on the host."""
+        return tuple(loads(self.gpus_json or "[]"))
+
+    @property
+    def idle(self) -> float | None:
+        """The share of its serving time without a request; None if it has not served."""
+        return max(0.0, 1 - self.busy_s / self.serving_s) if self.serving_s else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,22 +302,40 @@ class TurnRecord:
 
     TABLE: ClassVar[str] = "turns"
     KEY: ClassVar[tuple[str, ...]] = ("group_id", "member", "attempt", "turn")
+    SHOWN: ClassVar[Mapping[str, str]] = {"group": "group_id"}
     group_id: int
     member: int
     attempt: int
     turn: int
+    """Place of the turn in its trajectory, from 0."""
     slot: str
+    """Where its server was."""
     incarnation: int
+    """Which of the servers that have started there, from 1."""
     queued_at: float
     started_at: float
+    """When a server took it."""
     ended_at: float
+    """When it was generated; its tools ran after it."""
     prompt_tokens: int
     generated_tokens: int
     finish_reason: str
+    """``stop``, or ``length`` if a limit cut it."""
     moved_from: str
     """The server of the turn before, if it was another one."""
     tools_json: str
-    """``[[tool, outcome, latency_s, size], ...]``"""
+    """``[[tool, outcome, latency_s, characters], ...]``"""
+
+    @property
+    def group(self) -> int:
+        """``group_id``, as ``libra_cli.api`` calls it too."""
+        return self.group_id
+
+    @property
+    def tools(self) -> tuple[ToolReturn, ...]:
+        """``tools_json``, read: the tool calls, in order."""
+        calls = loads(self.tools_json or "[]")
+        return tuple(ToolReturn(tool, ToolOutcome(how), *rest) for tool, how, *rest in calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +388,11 @@ class StepRecord:
     def batch(self) -> dict[str, float | None]:
         return from_metrics_json(self.batch_json)
 
+    @property
+    def period_s(self) -> float:
+        """Seconds from the end of the step before, or when the trainer was free, to its end."""
+        return self.waited_s + self.ended_at - self.started_at
+
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
@@ -397,11 +443,26 @@ class SyncRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedServer:
+    """One server of a plan: its slot and its shape."""
+
+    slot: str
+    bucket: str
+    tensor_parallel: int
+    max_num_seqs: int
+    up_to_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class PlanRecord:
     """One plan that was adopted: the role of every slot, why, and what it gained."""
 
     TABLE: ClassVar[str] = "plans"
     KEY: ClassVar[tuple[str, ...]] = ("plan",)
+    SHOWN: ClassVar[Mapping[str, str]] = {
+        "predicted_gain": "predicted_gain",
+        "observed_gain": "observed_gain",
+    }
     plan: int
     at: float
     servers_json: str
@@ -423,6 +484,58 @@ class PlanRecord:
     observed_after_s: float | None = None
     """Mean seconds of the first steps after the last move of the plan; None until they are done."""
 
+    @property
+    def servers(self) -> tuple[PlannedServer, ...]:
+        return tuple(PlannedServer(*row) for row in loads(self.servers_json or "[]"))
+
+    @property
+    def train(self) -> tuple[str, ...]:
+        return tuple(loads(self.train_json or "[]"))
+
+    @property
+    def gradient(self) -> tuple[str, ...]:
+        return tuple(loads(self.gradient_json or "[]"))
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return tuple(loads(self.reasons_json or "[]"))
+
+    @property
+    def predicted_gain(self) -> float | None:
+        """1 - seconds a step after / before, as predicted; below 0 the steps are longer."""
+        return _gain(self.predicted_before_s, self.predicted_after_s)
+
+    @property
+    def observed_gain(self) -> float | None:
+        """1 - seconds a step after / before, as observed around its moves."""
+        return _gain(self.observed_before_s, self.observed_after_s)
+
+
+def _gain(before_s: float | None, after_s: float | None) -> float | None:
+    if before_s is None or after_s is None or before_s <= 0:
+        return None
+    gain = 1 - after_s / before_s
+    return gain if isfinite(gain) else None
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRow:
+    """One phase of a move; ``began`` and ``ended`` are older names of its two times."""
+
+    SHOWN: ClassVar[Mapping[str, str]] = {"began": "started_at", "ended": "ended_at"}
+    phase: str
+    started_at: float
+    ended_at: float | None = None
+    """None in the phase that is under way."""
+
+    @property
+    def began(self) -> float:
+        return self.started_at
+
+    @property
+    def ended(self) -> float | None:
+        return self.ended_at
+
 
 @dataclass(frozen=True, slots=True)
 class MoveRecord:
@@ -441,9 +554,13 @@ class MoveRecord:
     started_at: float
     ended_at: float | None
     phases_json: str
-    """``[[phase, began, ended], ...]``; ``ended`` is null in the phase that is under way."""
+    """``[[phase, started_at, ended_at], ...]``; the last is null in the phase under way."""
     detail: str
     """The reason why the move failed, and where that left the slot."""
+
+    @property
+    def phases(self) -> tuple[PhaseRow, ...]:
+        return tuple(PhaseRow(*row) for row in loads(self.phases_json or "[]"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,6 +591,12 @@ class DecisionRecord:
     """
     observed_steps: int = 0
     """Steps of that mean: fewer than planned where the next decision came first."""
+
+    @property
+    def explanation(self) -> Explanation | None:
+        """``explanation_json``, read; None where there is none."""
+        told = loads(self.explanation_json)
+        return from_json_form(Explanation, told) if told else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,8 +632,10 @@ class EvaluationRecord:
     last (``core.evaluation.estimates``), the mean ``length`` in generated tokens and ``turns``."""
 
     @property
-    def metrics(self) -> dict[str, float | None]:
-        return from_metrics_json(self.metrics_json)
+    def metrics(self) -> dict[str, float]:
+        """``metrics_json``, read; what is not known is left out."""
+        named = from_metrics_json(self.metrics_json)
+        return {name: value for name, value in named.items() if value is not None}
 
     @property
     def score(self) -> float | None:

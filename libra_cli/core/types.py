@@ -121,12 +121,12 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class ToolReturn:
-    """The return of one tool call. ``size`` is the length of its payload in characters."""
+    """The return of one tool call: ``characters`` is the length of its payload."""
 
     tool: str
     outcome: ToolOutcome
     latency_s: Seconds
-    size: int
+    characters: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ same ``RunObserver`` that the machine shows them to.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from libra_cli.config.errors import StateError
@@ -69,6 +68,5 @@ def gpu_names(reader: Reader, recipe: Recipe) -> frozenset[str]:
     names: set[str] = set()
     for node in reader.nodes():
         used = next((spec.gpus for spec in recipe.nodes if spec.name == node.node), 0)
-        facts = json.loads(node.facts_json or "{}")
-        names |= {gpu["name"] for gpu in facts.get("gpus", ()) if gpu["index"] < used}
+        names |= {gpu["name"] for gpu in node.facts.get("gpus", ()) if gpu["index"] < used}
     return frozenset(names)

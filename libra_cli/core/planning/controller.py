@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from json import dumps, loads
+from dataclasses import astuple, replace
+from json import dumps
 from statistics import fmean
 from typing import Any, ClassVar
 
@@ -327,7 +327,7 @@ def record_of_plan(
     return PlanRecord(
         plan=number,
         at=now,
-        servers_json=dumps([[slot, *_shape(bucket)] for slot, bucket in plan.servers]),
+        servers_json=dumps([[slot, *astuple(bucket)] for slot, bucket in plan.servers]),
         train_json=dumps(plan.train),
         reasons_json=dumps(plan.reasons),
         gradient_json=dumps(plan.gradient),
@@ -340,14 +340,8 @@ def record_of_plan(
 
 def plan_of_record(row: PlanRecord) -> Plan:
     """Return the plan that a row of the database describes."""
-    servers = tuple((slot, Bucket(*shape)) for slot, *shape in loads(row.servers_json))
-    reasons = tuple(loads(row.reasons_json or "[]"))
-    train, gradient = loads(row.train_json), loads(row.gradient_json)
-    return Plan(servers, tuple(train), reasons, tuple(gradient))
-
-
-def _shape(bucket: Bucket) -> tuple[str, int, int, int]:
-    return bucket.name, bucket.tensor_parallel, bucket.max_num_seqs, bucket.up_to_tokens
+    servers = tuple((one.slot, Bucket(*astuple(one)[1:])) for one in row.servers)
+    return Plan(servers, row.train, row.reasons, row.gradient)
 
 
 def _wanted_of(plan: Plan) -> tuple[dict[SlotId, Bucket], tuple[SlotId, ...], frozenset[SlotId]]:

@@ -44,7 +44,7 @@ def turn_record(
 
 
 def _tools_json(returns: list[ToolReturn]) -> str:
-    told = [[r.tool, r.outcome, round(r.latency_s, 6), r.size] for r in returns]
+    told = [[r.tool, r.outcome, round(r.latency_s, 6), r.characters] for r in returns]
     return dumps(told) if told else "[]"
 
 

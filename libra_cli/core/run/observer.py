@@ -11,7 +11,6 @@ stand for the work to come with their time in tools changed as that of all has c
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -212,7 +211,7 @@ class RunObserver:
         return self._sync_s
 
     def _decision(self, row: DecisionRecord) -> None:
-        found = past_prediction(json.loads(row.explanation_json), row.observed_s)
+        found = past_prediction(row.explanation, row.observed_s)
         if found is not None:
             self._predictions.append(found)
 
@@ -314,7 +313,7 @@ class _Conversations:
             generated=row.generated_tokens,
             observed=max(0, row.context_tokens - row.generated_tokens - prompt),
             turns=row.turns,
-            tool_s=one.tool_s + sum(call[2] for call in json.loads(one.last.tools_json or "[]")),
+            tool_s=one.tool_s + sum(call.latency_s for call in one.last.tools),
         )
 
 
@@ -442,7 +441,7 @@ class _Training:
     def slot(self, row: SlotRecord) -> None:
         """Remember the number of the slot's GPUs."""
         if row.slot not in self._gpus:
-            self._gpus[row.slot] = len(json.loads(row.gpus_json)) or 1
+            self._gpus[row.slot] = len(row.gpus) or 1
 
     def plan(self, row: PlanRecord) -> None:
         """A new plan: what is known of the one before is used until this one has its own steps."""
@@ -450,7 +449,7 @@ class _Training:
             self._before = self._trained, self._slots
         self._steady.clear()
         self._moving.clear()
-        self._slots = (*json.loads(row.train_json), *json.loads(row.gradient_json))
+        self._slots = (*row.train, *row.gradient)
         self._since = row.at
 
     def move(self, row: MoveRecord) -> None:
@@ -507,10 +506,13 @@ class _StartTimes:
         """
         if row.state != "done":
             return
-        phases = json.loads(row.phases_json)
-        overlapped = phases[0][0] == "start"
+        overlapped = row.phases[0].phase == "start"
         counted = ("stop",) if overlapped else ("drain", "stop", "start", "sync", "verify")
-        idle_s = sum(end - began for name, began, end in phases if name in counted)
+        idle_s = sum(
+            one.ended_at - one.started_at
+            for one in row.phases
+            if one.phase in counted and one.ended_at is not None
+        )
         self._idle.setdefault((row.from_role, row.to_role), _MeanOrNone()).add(idle_s)
 
     def seen(self) -> Starts:

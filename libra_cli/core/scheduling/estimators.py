@@ -205,7 +205,7 @@ def state_of(returns: Sequence[ToolReturn]) -> str:
     """
     if not returns:
         return SILENT
-    size = sum(each.size for each in returns)
+    size = sum(each.characters for each in returns)
     outcome = max((each.outcome for each in returns), key=_BADNESS.__getitem__)
     return f"{returns[-1].tool}/{bisect_left(SIZES, size)}/{outcome.value}"
 

@@ -34,7 +34,7 @@ from libra_cli.report.status.plans import (
     changes,
     phase_seconds,
 )
-from libra_cli.report.status.steps import RECENT, period_s, smooth, yardstick
+from libra_cli.report.status.steps import RECENT, smooth, yardstick
 from libra_cli.report.status.summary import RunSummary, judged_by, summary
 from libra_cli.report.status.syncs import sync_times
 from libra_cli.report.terminal.console import duration, number, shorter, took
@@ -324,7 +324,7 @@ def _decision_chart(steps: Sequence[StepRecord], decisions: Sequence[DecisionPar
     bands = list(_bands(steps, decisions))
     if not bands:
         return []
-    xs, periods = [float(step.step) for step in steps], [period_s(step) for step in steps]
+    xs, periods = [float(step.step) for step in steps], [step.period_s for step in steps]
     series = [Series(xs, periods, "a", "points"), Series(xs, smooth(periods), "a")]
     svg = over_steps(series, bands=bands, floor=0.1, width=1080, height=230)
     keys = (*SMOOTHED, ("b", "line", "predicted"), ("b", "box", "four means of five"))

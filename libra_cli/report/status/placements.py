@@ -12,7 +12,8 @@ from typing import TypedDict
 from libra_cli.core.records import SampleRecord, SlotRecord
 from libra_cli.core.types import Bucket
 from libra_cli.report.status.steps import mean
-from libra_cli.runtime.store.reader import Reader, TurnPlacement
+from libra_cli.runtime.store.joined_rows import TurnPlacement
+from libra_cli.runtime.store.reader import Reader
 
 
 class BucketPart(TypedDict):

@@ -50,7 +50,7 @@ MovePart = TypedDict(
 )
 
 
-class PlannedServer(TypedDict):
+class PlannedServerPart(TypedDict):
     """One server of a plan: its slot and its shape."""
 
     slot: str
@@ -131,7 +131,7 @@ class PlanPart(TypedDict):
     reasons: list[str]
     train: list[str]
     gradient: list[str]
-    servers: list[PlannedServer]
+    servers: list[PlannedServerPart]
     predicted_before_s: float | None
     predicted_after_s: float | None
     cost_s: float | None
@@ -182,7 +182,7 @@ def _tasks(plan: PlanPart) -> dict[str, _Task]:
     return tasks | {server["slot"]: (Role.ROLLOUT, _shape(server)) for server in plan["servers"]}
 
 
-def _shape(server: PlannedServer) -> str:
+def _shape(server: PlannedServerPart) -> str:
     degree, seats = server["tensor_parallel"], server["max_num_seqs"]
     return f"{server['bucket']}, TP {degree}, {seats} seats"
 
@@ -215,7 +215,7 @@ def _plan(plan: PlanRecord) -> PlanPart:
     )
 
 
-def _server(slot: str, bucket: str, degree: int, seats: int, up_to: int) -> PlannedServer:
+def _server(slot: str, bucket: str, degree: int, seats: int, up_to: int) -> PlannedServerPart:
     return {
         "slot": slot,
         "bucket": bucket,

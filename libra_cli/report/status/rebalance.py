@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from libra_cli.report.status.plans import ExplanationPart, PlannedServer
+from libra_cli.report.status.plans import ExplanationPart, PlannedServerPart
 
 FORMAT = 1
 
@@ -45,7 +45,7 @@ class StageIdle(TypedDict):
 class PlanResult(TypedDict):
     """Which slots serve and which train, and the GPUs of each half."""
 
-    servers: list[PlannedServer]
+    servers: list[PlannedServerPart]
     train: list[str]
     gradient: list[str]
     rollout_gpus: int

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple, TypedDict
 
@@ -148,12 +149,7 @@ def _gap(step: StepRecord) -> float:
 
 def step_s(steps: Sequence[StepRecord]) -> float | None:
     """Mean seconds from step to step, over the last ``RECENT``."""
-    return mean(period_s(step) for step in steps[-RECENT:])
-
-
-def period_s(step: StepRecord) -> float:
-    """Seconds from the end of the step before to the end of this one."""
-    return step.waited_s + step.ended_at - step.started_at
+    return mean(step.period_s for step in steps[-RECENT:])
 
 
 def lengths(steps: Sequence[StepRecord]) -> Lengths:
@@ -193,9 +189,9 @@ def staleness(reader: Reader, steps: Sequence[StepRecord]) -> Staleness:
 def trajectories(reader: Reader, *, live: bool) -> TrajectoryCountsPart:
     """``live``: the run has not ended, so what runs may still finish."""
     counts = reader.trajectory_counts()
-    # What was running when the run ended was never finished, and nobody will.
-    playing, left = (counts.running, 0) if live else (0, counts.running)
-    return part_of(TrajectoryCountsPart, counts, in_flight=playing, dropped=counts.dropped + left)
+    # What was playing when the run ended was never finished, and nobody will.
+    over = replace(counts, in_flight=0, dropped=counts.dropped + counts.in_flight)
+    return part_of(TrajectoryCountsPart, counts if live else over)
 
 
 def recent_samples(reader: Reader, steps: Sequence[StepRecord]) -> list[SampleRecord]:
@@ -221,7 +217,7 @@ def idle(
 
 
 def _waited_share(steps: Sequence[StepRecord]) -> float | None:
-    total = sum(period_s(step) for step in steps)
+    total = sum(step.period_s for step in steps)
     return sum(step.waited_s for step in steps) / total if total else None
 
 

@@ -11,7 +11,6 @@ every step, every evaluation that is over and every change of state, without con
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
@@ -397,13 +396,12 @@ def _slot_says(slot: SlotRecord) -> str:
 
 
 def _plan_says(plan: PlanRecord) -> str:
-    reasons = "; ".join(json.loads(plan.reasons_json or "[]"))
+    reasons = "; ".join(plan.reasons)
     return f"plan {plan.plan} ({plan.cause}): {reasons}"
 
 
 def _move_says(move: MoveRecord, now: float) -> str:
-    phases = json.loads(move.phases_json or "[]")
-    since = phases[-1][1] if phases else move.started_at
+    since = move.phases[-1].started_at if move.phases else move.started_at
     told = f"{slot_label(move.slot)} from {move.from_role} to {move.to_role}"
     return f"{told}: {move.state} for {duration(now - since)}"
 

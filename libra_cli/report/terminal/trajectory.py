@@ -6,7 +6,6 @@ the value stands in the text: ``{+0.53: the tokens that have it}``.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -139,14 +138,9 @@ def _heading(told: PlayedConversation) -> RenderableType:
 
 def _calls(turns: Sequence[TurnRecord]) -> str:
     """``get ok x 3, get error``: what the tools said, in order."""
-    said = [f"{tool} {outcome}" for turn in turns for tool, outcome, *_ in _tools(turn)]
+    said = [f"{call.tool} {call.outcome}" for turn in turns for call in turn.tools]
     runs = [(words, len(list(same))) for words, same in groupby(said)]
     return ", ".join(words if count == 1 else f"{words} x {count}" for words, count in runs)
-
-
-def _tools(turn: TurnRecord) -> list[list[object]]:
-    tools: list[list[object]] = json.loads(turn.tools_json or "[]")
-    return tools
 
 
 def _message(told: PlayedConversation, message: ShownMessage, color: str) -> list[RenderableType]:

@@ -6,7 +6,6 @@ JSON is read, and text decoded, by whoever asks for it.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from random import Random
 from statistics import fmean
@@ -43,7 +42,7 @@ class BetweenSteps:
         self._ended = 0
         self._sampled: list[TrajectoryRecord] = []
         self._turns = self._cut = 0
-        self._tools: list[str] = []
+        self._called: list[TurnRecord] = []
         self._readings: list[SampleRecord] = []
         self._syncs: list[float] = []
 
@@ -56,7 +55,7 @@ class BetweenSteps:
                 self._turns += 1
                 self._cut += record.finish_reason == "length"
                 if record.tools_json != "[]":
-                    self._tools.append(record.tools_json)
+                    self._called.append(record)
             case TrajectoryRecord(state="finished"):
                 self._draw(record)
             case SampleRecord():
@@ -75,7 +74,7 @@ class BetweenSteps:
 
     def take(self, step: int) -> tuple[dict[str, float], list[TrajectoryRecord]]:
         """The means by the names of ``core.metric_names`` and the samples, and begin again."""
-        outcomes = [call[1] for text in self._tools for call in json.loads(text)]
+        outcomes = [call.outcome for turn in self._called for call in turn.tools]
         metrics = _of_servers(self._readings)
         if self._turns:
             metrics["response_length/clip_ratio"] = self._cut / self._turns

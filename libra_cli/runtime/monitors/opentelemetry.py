@@ -8,7 +8,6 @@ OpenTelemetry's conventions for generative AI.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -105,21 +104,21 @@ class OpenTelemetry:
             },
         )
         at = row.ended_at
-        for tool, outcome, latency_s, size in json.loads(row.tools_json):
-            call = self._tracer.start_span(
+        for call in row.tools:
+            inner = self._tracer.start_span(
                 "tool",
                 context=self._under(span),
                 start_time=_ns(at),
                 attributes={
-                    "gen_ai.tool.name": tool,
-                    "libra.outcome": outcome,
-                    "libra.characters": size,
+                    "gen_ai.tool.name": call.tool,
+                    "libra.outcome": call.outcome,
+                    "libra.characters": call.characters,
                 },
             )
-            if outcome != "ok":
-                call.set_status(self._error, outcome)
-            at += latency_s  # the calls of a turn run one after the other
-            call.end(end_time=_ns(at))
+            if call.outcome != "ok":
+                inner.set_status(self._error, call.outcome)
+            at += call.latency_s  # the calls of a turn run one after the other
+            inner.end(end_time=_ns(at))
         span.end(end_time=_ns(at))
 
     def finish(self, state: str) -> None:

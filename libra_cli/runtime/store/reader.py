@@ -24,7 +24,6 @@ import sqlite3
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,9 +48,16 @@ from libra_cli.core.records import (
     TrajectoryRecord,
     TurnRecord,
     VersionRecord,
+    from_metrics_json,
 )
 from libra_cli.core.types import EVALUATION_GROUPS, BranchTokens
 from libra_cli.core.workload import TrajectorySample
+from libra_cli.runtime.store.joined_rows import (
+    Length,
+    TrajectoryCounts,
+    TrajectoryRow,
+    TurnPlacement,
+)
 from libra_cli.runtime.store.schema import COLUMNS, DATABASE, Column, check_format, show
 from libra_cli.runtime.store.token_file import (
     OLD_TOKENS,
@@ -61,41 +67,6 @@ from libra_cli.runtime.store.token_file import (
 )
 
 R = TypeVar("R", bound=Record)
-
-
-@dataclass(frozen=True, slots=True)
-class TrajectoryCounts:
-    """How many attempts are where. ``trained`` are those of ``finished`` whose group was used."""
-
-    finished: int
-    trained: int
-    running: int
-    retried: int
-    failed: int
-    dropped: int
-
-
-@dataclass(frozen=True, slots=True)
-class Length:
-    """One finished trajectory, as far as lengths are concerned."""
-
-    ended_at: float
-    generated_tokens: int
-    turns: int
-
-
-@dataclass(frozen=True, slots=True)
-class TurnPlacement:
-    """Number of turns on ``slot`` by the slot of the trajectory's turn before.
-
-    ``moved_from`` is empty where that was the same slot, or where it was its ``first`` turn.
-    """
-
-    slot: str
-    moved_from: str
-    first: bool
-    turns: int
-
 
 _FOR_TRAINING = f"group_id < {EVALUATION_GROUPS}"
 """Chooses trajectories and turns that are of no evaluation."""
@@ -259,7 +230,7 @@ class Reader:
         return TrajectoryCounts(
             finished=states.get("finished", 0),
             trained=trained[0][0],
-            running=states.get("running", 0),
+            in_flight=states.get("running", 0),
             retried=sum(retried for _, _, retried in rows),
             failed=states.get("failed", 0),
             dropped=states.get("dropped", 0),
@@ -300,15 +271,10 @@ class Reader:
         )
         return [Length(*row) for row in reversed(rows)]
 
-    def trajectories(self) -> list[tuple[Any, ...]]:
-        """All attempts, as group, member, attempt, state, the step that trained it or None, reward,
-        started_at, ended_at, turns, generated and context tokens, min_version, max_version, detail,
-        environment, metrics_json.
-
-        Not those of evaluations, and not their tokens, which are nearly all there is of them.
-        """
+    def trajectories(self) -> list[TrajectoryRow]:
+        """All attempts, by group, member and attempt; not those of evaluations."""
         trained = f"t.state = 'finished' AND {_LAST} AND NOT {_WAITING} AND g.state = 'trained'"
-        return self._all(
+        rows = self._all(
             "SELECT t.group_id, t.member, t.attempt, t.state,"
             f" CASE WHEN {trained} THEN {_STEP} END, t.reward, t.started_at, t.ended_at, t.turns,"
             " t.generated_tokens, t.context_tokens, t.min_version, t.max_version, t.detail,"
@@ -316,6 +282,7 @@ class Reader:
             " FROM trajectories t LEFT JOIN groups g USING (group_id)"
             f" LEFT JOIN late USING (group_id, member) WHERE t.{_FOR_TRAINING} ORDER BY 1, 2, 3"
         )
+        return [TrajectoryRow(*(*known, _named(metrics))) for *known, metrics in rows]
 
     def tokens(self, group: int, member: int, attempt: int) -> tuple[BranchTokens, ...]:
         """The branches of one trajectory, that which it ended in last; none if it has not.
@@ -425,10 +392,16 @@ class Reader:
             raise StateError(f"cannot read {self.run_dir / DATABASE}: {error}") from error
 
 
+def _named(metrics_json: str) -> dict[str, float]:
+    """What an environment has named, by the names of ``core.metric_names``."""
+    named = from_metrics_json(metrics_json)
+    return {f"env/{name}": value for name, value in named.items() if value is not None}
+
+
 def _sample(turns: list[TurnRecord], generated: int, context: int) -> TrajectorySample:
     prompt = min(turns[0].prompt_tokens, context - generated)
     waits = [after.queued_at - turn.ended_at for turn, after in pairwise(turns)]
-    last = sum(call[2] for call in json.loads(turns[-1].tools_json or "[]"))
+    last = sum(call.latency_s for call in turns[-1].tools)
     return TrajectorySample(
         prompt=max(0, prompt),
         generated=generated,

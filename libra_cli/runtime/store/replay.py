@@ -10,7 +10,6 @@ no further back.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeAlias
@@ -50,7 +49,7 @@ def slots_of_plan(reader: Reader, recipe: Recipe, plan: Plan) -> tuple[Slot, ...
         return slots_in(plan, slots_of(recipe))
     known = {slot.id: slot for slot in slots_of(recipe)}
     for row in reader.rows(SlotRecord):
-        known[row.slot] = Slot(row.slot, row.node, tuple(json.loads(row.gpus_json)), Pool(row.pool))
+        known[row.slot] = Slot(row.slot, row.node, row.gpus, Pool(row.pool))
     return tuple(known[slot] for slot in (*dict(plan.servers), *plan.gradient, *plan.train))
 
 

@@ -17,7 +17,6 @@ GPUs simulated steps are too short by a tenth to nearly a half.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -266,14 +265,13 @@ def _episode(who: TrajectoryId, rows: Sequence[TurnRecord]) -> RecordedEpisode:
 
 def _turn(row: TurnRecord, observed: int) -> Turn:
     """Several tool calls of a turn count as one that took as long as all of them."""
-    calls = json.loads(row.tools_json)
-    worst = max((call[1] for call in calls), key=_SEVERITY.index, default=None)
+    worst = max((call.outcome for call in row.tools), key=_SEVERITY.index, default=None)
     return Turn(
         generated=max(1, row.generated_tokens),
         observation=max(0, observed),
-        tool=str(calls[0][0]) if calls else "",
-        outcome=ToolOutcome(worst) if worst is not None else None,
-        tool_s=sum(float(call[2]) for call in calls),
+        tool=row.tools[0].tool if row.tools else "",
+        outcome=worst,
+        tool_s=sum(call.latency_s for call in row.tools),
     )
 
 

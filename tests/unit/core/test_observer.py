@@ -129,13 +129,12 @@ def test_the_work_to_come_is_that_of_two_steps_and_of_256_trajectories(
 def test_what_a_plan_was_predicted_is_kept_with_what_came_and_a_version_with_its_bytes() -> None:
     observer = RunObserver(world.recipe())
     assert observer.evidence.version_bytes == 0
-    told = json.dumps({"move": "a", "predicted": {"step_s": 8.0, "corrected": True}})
-    decided = DecisionRecord(1.0, 1, "", None, "", 1.0, 1.0, told)
+    decided = DecisionRecord(1.0, 1, "", None, "", 1.0, 1.0, sample_run.KEPT.to_json())
     observer.saw(decided)
     assert [*observer.predictions] == []
     observer.saw(replace(decided, observed_s=9.0))
     observer.saw(VersionRecord(1, 1, 0.0, 800))
-    assert [(one.predicted_s, one.observed_s) for one in observer.predictions] == [(8.0, 9.0)]
+    assert [(one.predicted_s, one.observed_s) for one in observer.predictions] == [(5.1, 9.0)]
     assert observer.evidence.version_bytes == 800
 
 

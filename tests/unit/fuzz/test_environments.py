@@ -154,7 +154,7 @@ def test_an_observation_of_50_megabytes_is_shortened(renderer):
     result = asyncio.run(played(renderer, said, [CALL]))
     assert result is not None
     assert len(result.observation_ids) < 200_000
-    assert result.returns[0].size == 50_000_000
+    assert result.returns[0].characters == 50_000_000
 
 
 ANSWERS = {

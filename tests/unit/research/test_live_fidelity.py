@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from random import Random
 
 import pytest
@@ -118,7 +118,7 @@ def turn_row(who, number, prompt, turn):
         "generated_tokens": turn.generated,
         "tools_json": '[["get", "ok", 0.0001, 8]]',
     }
-    blank = {field: 0 for field in TurnRecord.__dataclass_fields__ if field not in ("TABLE", "KEY")}
+    blank = {field.name: 0 for field in fields(TurnRecord)}
     return TurnRecord(**{**blank, **values})
 
 

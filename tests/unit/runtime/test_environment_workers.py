@@ -224,7 +224,7 @@ def test_fifty_megabytes_returned_or_printed_are_shortened_or_dropped(play):
 
     printed, large = play(scene)
     assert printed == ("printed", ToolOutcome.OK)
-    assert large.returns[0].size == 50 << 20
+    assert large.returns[0].characters == 50 << 20
     assert len(large.observation_ids) < 2 * LONGEST_OBSERVATION
 
 

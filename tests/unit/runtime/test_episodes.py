@@ -211,7 +211,7 @@ def test_several_calls_of_a_turn_run_in_order_and_are_told_apart(play, turn, ren
         ("invalid", ToolOutcome.ERROR),
         ("say", ToolOutcome.OK),
     ]
-    assert [returned.size for returned in advanced.returns][:2] == [3, 2]
+    assert [returned.characters for returned in advanced.returns][:2] == [3, 2]
     text = renderer.decode(advanced.observation_ids)
     assert text.count("<tool_response>") == 4
     assert "\none\n" in text
@@ -461,7 +461,7 @@ def test_a_long_text_is_shortened_but_its_size_is_kept(play, turn, renderer):
         return await episodes.advance(ONE, turn(say("x" * (LONGEST_OBSERVATION + 7))), "stop")
 
     advanced = play(scene)
-    assert advanced.returns[0].size == LONGEST_OBSERVATION + 7
+    assert advanced.returns[0].characters == LONGEST_OBSERVATION + 7
     assert "[7 characters left out]" in renderer.decode(advanced.observation_ids)
 
 

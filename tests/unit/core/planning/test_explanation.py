@@ -24,6 +24,7 @@ from libra_cli.core.explanation import (
     past_prediction,
     predicted_step,
 )
+from libra_cli.core.json_form import from_json_form
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.observation import MeasuredStep, Observation
 from libra_cli.core.planning.admission import Admission
@@ -209,17 +210,17 @@ def test_four_of_five_means_lie_within_it_where_errors_are_as_they_were(number: 
 
 
 def test_a_prediction_counts_once_it_is_known_what_came() -> None:
-    kept = json.loads(sample_run.KEPT.to_json())
+    kept = sample_run.KEPT
     assert past_prediction(kept, 5.3) == PastPrediction(False, 5.1, 5.3)
     assert past_prediction(kept, None) is None
-    assert past_prediction({}, 5.3) is None
+    assert past_prediction(None, 5.3) is None
     guessed = replace(sample_run.KEPT.predicted, corrected=False)
-    first = json.loads(replace(sample_run.KEPT, predicted=guessed).to_json())
+    first = replace(sample_run.KEPT, predicted=guessed)
     assert past_prediction(first, 5.3) is None, "an error of costs alone is of another kind"
     nothing = replace(sample_run.KEPT.predicted, step_s=inf)
     endless = json.loads(replace(sample_run.KEPT, predicted=nothing).to_json())
     assert endless["predicted"]["step_s"] is None
-    assert past_prediction(endless, 5.3) is None
+    assert past_prediction(from_json_form(Explanation, endless), 5.3) is None
 
 
 def test_what_is_measured_and_recorded_reaches_the_decision() -> None:
