@@ -71,7 +71,7 @@ def _look(run_dir: Path, follower: JournalFollower, told: Watched) -> str:
             told.watch(record)
         for line in follower.notes(reader):
             told.note(line)
-        return run_part(reader, now=time.time())["state"]
+        return run_part(reader, now=time.time()).state
 
 
 class DetachedRun:

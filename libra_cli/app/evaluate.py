@@ -15,6 +15,7 @@ from libra_cli import __version__
 from libra_cli.config.errors import LibraError, RecipeError, StateError
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.secrets import known_secrets, masker
+from libra_cli.core.json_form import json_form
 from libra_cli.core.records import EvaluationRecord, ExportRecord
 from libra_cli.report.status.evaluations import EvaluationPart, evaluation_parts
 from libra_cli.runtime.evaluation.standalone import StandaloneEvaluation
@@ -66,7 +67,7 @@ def evaluate(
         "model": str(model),
         "recipe": str(recipe_path),
         "at": time.time(),
-        "evaluations": parts,
+        "evaluations": json_form(parts),
     }
     try:
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -11,14 +11,15 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, get_args, get_type_hints, is_typeddict
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any, get_args
 
 from libra_cli.config.errors import LibraError
 from libra_cli.config.on_resume import mark_of, sections_of
 from libra_cli.config.only_with import condition_of
 from libra_cli.config.other_names import OTHER_NAMES
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.json_form import hints
 
 SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 _ROW = re.compile(r"^\| (?P<keys>`[^|]*) \| (?P<text>.*) \|$", re.MULTILINE)
@@ -194,11 +195,13 @@ def status_keys(page: str) -> dict[str, KeyMeaning]:
     }
 
 
-def _fields(kind: Any, path: str) -> Iterator[tuple[str, str]]:
-    for name, hint in get_type_hints(kind).items():
+def _fields(kind: type, path: str) -> Iterator[tuple[str, str]]:
+    for name, hint in hints(kind).items():
         here = f"{path}.{name}".strip(".")
         words = getattr(hint, "__name__", str(hint)) if not get_args(hint) else str(hint)
-        inner = next((one for one in (hint, *get_args(hint)) if is_typeddict(one)), None)
+        words = re.sub(r"tuple\[(.*), \.\.\.\]", r"list[\1]", words)
+        kinds = (one for one in (hint, *get_args(hint)) if isinstance(one, type))
+        inner = next(filter(is_dataclass, kinds), None)
         yield here, "mapping" if inner is hint else re.sub(r"\w+\.(?=\w)", "", words)
         if inner is not None:
             yield from _fields(inner, here)

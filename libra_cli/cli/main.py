@@ -93,7 +93,7 @@ def _watch(run_dir: Path | None) -> None:
     told = status_of(run_dir)
     with Live(status_view(told, now=time.time()), console=out, auto_refresh=False) as live:
         try:
-            while told["run"]["state"] in ("starting", "running"):
+            while told.run.state in ("starting", "running"):
                 time.sleep(1.0)
                 told = status_of(run_dir)
                 live.update(status_view(told, now=time.time()), refresh=True)

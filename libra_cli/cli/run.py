@@ -110,12 +110,12 @@ def _print_end(run_dir: Path, recipe: Path | None, report: Path | None) -> None:
         told, steps = status_of(run_dir), reader.steps()
     # The one that began may have lost its terminal, and would go on with colours.
     (out if out.is_terminal else PrintingConsole()).print(final_view(told, steps, report=report))
-    state = told["run"]["state"]
+    state = told.run.state
     if state == "finished":
         return
-    goes_on = told["checkpoint"] or (run_dir / EVENTS).exists()
+    goes_on = told.checkpoint or (run_dir / EVENTS).exists()
     again = f" --resume {run_dir}" if goes_on else ""
-    path = recipe or told["run"]["recipe"]
+    path = recipe or told.run.recipe
     out.print(f"go on with: libra run {path}{again}", highlight=False, soft_wrap=True)
     raise typer.Exit(STOPPED if state == "stopped" else 1)
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from libra_cli.report.status.migration_impact import migration_impacts
-from libra_cli.report.status.plans import moves, plans
+from libra_cli.report.status.plans import moves
 from libra_cli.runtime.store.reader import Reader
 from tests.cluster.recipe import with_fake_servers
 from tests.integration.test_moves import (
@@ -148,10 +148,11 @@ def test_the_other_server_and_the_trainer_go_on(shaped):
     states = f"SELECT DISTINCT state FROM slot_states WHERE slot = '{other}' AND since > {first}"
     assert shaped.run.query(states) in ([], [("stopping",), ("idle",)]), "at the end of the run"
     with Reader(shaped.run.run_dir) as reader:
-        told = moves(reader, plans(reader), now=0.0)
-        arrived = [(m, seen) for m, seen in migration_impacts(reader, told) if m["to"] == "rollout"]
-        for move, seen in arrived:
-            began, ended = move["started_at"], move["ended_at"] or 0.0
+        told = moves(reader, now=0.0)
+        for move, seen in migration_impacts(reader, told):
+            if move.to_role != "rollout":
+                continue
+            began, ended = move.started_at, move.ended_at or 0.0
             assert seen.during.tokens_per_s > 0
             assert any(began < step.ended_at < ended for step in reader.steps())
             turns = [turn for turn in reader.turns_between(began, ended) if turn.slot == other]

@@ -96,15 +96,15 @@ def case_of_run(run_dir: Path, profile: str | None) -> Case:
     """
     with Reader(run_dir) as reader:
         recipe = recipe_of(run_dir)
-        seen = summary(reader, now=time.time())["run"]
-        live = seen["state"] in LIVE
+        seen = summary(reader, now=time.time()).run
+        live = seen.state in LIVE
         observation = observation_of_run(reader, recipe, live=live)
         choice = costs_of_run(recipe, gpu_names(reader, recipe), profile)
     prices = choice.source(observation.plan, observation.evidence)
     return Case(
         of="run",
-        name=seen["id"],
-        state=seen["state"],
+        name=seen.id,
+        state=seen.state,
         recipe=recipe,
         observation=observation,
         planner=recipe_planner(recipe, lambda plan, evidence: prices, elastic=live),

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import astuple, replace
+from math import inf
 from statistics import fmean
 
 from libra_cli.app.rebalance.cases import Case
+from libra_cli.core.explanation import Explanation
 from libra_cli.core.planning.planner import Decision
 from libra_cli.core.planning.search import Times
+from libra_cli.core.records import PlannedServer
 from libra_cli.core.types import Plan, Pool
-from libra_cli.report.status.plans import ExplanationPart
 from libra_cli.report.status.rebalance import (
     FORMAT,
     Corrections,
     PlanResult,
     ProfileResult,
     RebalanceResult,
+    SlotMoveTold,
     StageIdle,
     StageTimes,
+    TimesPart,
     Verdict,
     WorkloadResult,
 )
@@ -45,17 +49,17 @@ def result_of(case: Case) -> RebalanceResult:
         idle=_idle(measured),
         plan=_plan(case, case.observation.plan),
         proposed=_plan(case, decision.proposed),
-        times={
-            "measured": measured,
-            "priced": _times(found.priced),
-            "now": _times(decision.before),
-            "proposed": _times(decision.after),
-        },
+        times=TimesPart(
+            measured=measured,
+            priced=_times(found.priced),
+            now=_times(decision.before),
+            proposed=_times(decision.after),
+        ),
         corrections=Corrections(
             rollout=found.recalibration.rollout, training=found.recalibration.training
         ),
         moves=[
-            {"slot": move.slot, "from": move.before, "to": move.after, "seconds": move.seconds}
+            SlotMoveTold(move.slot, move.before, move.after, move.seconds)
             for move in decision.moves
         ],
         verdict=_verdict(case, decision),
@@ -73,7 +77,7 @@ def _measured(case: Case, shown: Times | None) -> StageTimes:
 
 
 def _idle(times: StageTimes) -> StageIdle:
-    period, rollout, train = times["step_s"], times["rollout_s"], times["train_s"]
+    period, rollout, train = times.step_s, times.rollout_s, times.train_s
     if not period or rollout is None or train is None:
         return StageIdle(rollout=None, training=None)
     return StageIdle(rollout=max(0.0, 1 - rollout / period), training=max(0.0, 1 - train / period))
@@ -95,30 +99,19 @@ def _verdict(case: Case, decision: Decision) -> Verdict:
     )
 
 
-def _explanation(case: Case, decision: Decision) -> ExplanationPart | None:
+def _explanation(case: Case, decision: Decision) -> Explanation | None:
     """The object that a live run keeps with its decision; before a run begins, no move costs."""
     if decision.explanation is None:
         return None
-    explained: ExplanationPart = json.loads(decision.explanation.to_json())
-    if case.of != "run":
-        explained["cost_s"] = 0.0
-        explained["payback_steps"] = explained["horizon_steps"] = None
-    return explained
+    if case.of == "run":
+        return decision.explanation
+    return replace(decision.explanation, cost_s=0.0, payback_steps=None, horizon_steps=inf)
 
 
 def _plan(case: Case, plan: Plan) -> PlanResult:
     layout = case.planner.space.layout_of(plan, case.observation.slots)
     return PlanResult(
-        servers=[
-            {
-                "slot": slot,
-                "bucket": bucket.name,
-                "tensor_parallel": bucket.tensor_parallel,
-                "max_num_seqs": bucket.max_num_seqs,
-                "up_to_tokens": bucket.up_to_tokens,
-            }
-            for slot, bucket in plan.servers
-        ],
+        servers=[PlannedServer(slot, *astuple(bucket)) for slot, bucket in plan.servers],
         train=list(plan.train),
         gradient=list(plan.gradient),
         rollout_gpus=layout.rollout_gpus,

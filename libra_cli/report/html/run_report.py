@@ -19,21 +19,20 @@ from typing import Any
 
 from libra_cli import __version__
 from libra_cli.config.errors import StateError
-from libra_cli.core.records import EvaluationRecord, StepRecord, SyncRecord
+from libra_cli.core.records import (
+    DecisionRecord,
+    EvaluationRecord,
+    PlanRecord,
+    StepRecord,
+    SyncRecord,
+)
 from libra_cli.report.html.charts import Band, Series, over_steps, timeline
 from libra_cli.report.html.slot_rows import SHADES, slot_rows
 from libra_cli.report.html.templates import template
 from libra_cli.report.status.evaluations import finished
 from libra_cli.report.status.metrics import of_servers, of_steps
 from libra_cli.report.status.migration_impact import migration_impacts
-from libra_cli.report.status.plans import (
-    PHASES,
-    DecisionPart,
-    MovePart,
-    PlanPart,
-    changes,
-    phase_seconds,
-)
+from libra_cli.report.status.plans import PHASES, MovePart, changes, phase_seconds
 from libra_cli.report.status.steps import RECENT, smooth, yardstick
 from libra_cli.report.status.summary import RunSummary, judged_by, summary
 from libra_cli.report.status.syncs import sync_times
@@ -100,12 +99,12 @@ def report_page(
             "charts": _charts(reader, status, steps, tolerance),
             "tiles": _tiles(status, tolerance),
             "steps": _spread(steps),
-            "metric_names": list(status["metrics"]),
-            "decisions": status["decisions"][-_NEWEST:],
-            "plans": _plan_rows(status["plans"])[-_NEWEST:],
-            "moves": status["moves"][-_NEWEST:],
-            "phases": _phases(status["moves"][-_NEWEST:]),
-            "others": migration_impacts(reader, status["moves"][-_NEWEST:]),
+            "metric_names": list(status.metrics),
+            "decisions": status.decisions[-_NEWEST:],
+            "plans": _plan_rows(status.plans)[-_NEWEST:],
+            "moves": status.moves[-_NEWEST:],
+            "phases": _phases(status.moves[-_NEWEST:]),
+            "others": migration_impacts(reader, status.moves[-_NEWEST:]),
             "phase_seconds": phase_seconds,
             "shorter": shorter,
             "took": took,
@@ -130,26 +129,26 @@ def report_page(
 
 def _tiles(status: RunSummary, tolerance: float | None) -> list[tuple[str, str, str]]:
     """The row of numbers on top, as (name, value, explanation)."""
-    (judged, change), staleness, sync = judged_by(status), status["staleness"], status["sync"]
-    idle, gap, over = status["idle"], status["logprob_gap"], status["batches"]["over_bound"]
-    ages = f"versions behind, at most {number(staleness['max'])}"
+    (judged, change), staleness, sync = judged_by(status), status.staleness, status.sync
+    idle, gap, over = status.idle, status.logprob_gap, status.batches.share_over_bound
+    ages = f"versions behind, at most {number(staleness.max)}"
     if over:
         ages += f"; {over:.1%} of tokens over the bound"
-    verdict = f"{sync['failed']} not verified" if sync["failed"] else "every one verified"
+    verdict = f"{sync.failed} not verified" if sync.failed else "every one verified"
     return [
         (
             judged,
-            f"{number(change['first'], '.2f')} → {number(change['last'], '.2f')}",
+            f"{number(change.first, '.2f')} → {number(change.last, '.2f')}",
             "first and last 10 steps",
         ),
         (
             "speed",
-            number(status["tokens_per_s"], ",.0f"),
-            f"tokens/s, {number(status['step_s'], '.2g')} s a step",
+            number(status.tokens_per_s, ",.0f"),
+            f"tokens/s, {number(status.step_s, '.2g')} s a step",
         ),
         (
             "staleness",
-            number(staleness["mean"], ".2f"),
+            number(staleness.mean, ".2f"),
             ages,
         ),
         (
@@ -159,12 +158,12 @@ def _tiles(status: RunSummary, tolerance: float | None) -> list[tuple[str, str, 
         ),
         (
             "weight sync",
-            number(sync["mean_s"], ".2f", " s"),
-            f"{sync['versions']} versions, {verdict}",
+            number(sync.mean_s, ".2f", " s"),
+            f"{sync.versions} versions, {verdict}",
         ),
         (
             "idle",
-            f"{number(idle['rollout'], '.0%')} · {number(idle['training'], '.0%')}",
+            f"{number(idle.rollout, '.0%')} · {number(idle.training, '.0%')}",
             "of rollout · of training",
         ),
     ]
@@ -178,7 +177,7 @@ def _charts(
     return [
         *_step_charts(steps, tolerance),
         *_evaluation_charts(steps, reader.evaluations()),
-        *_decision_chart(steps, status["decisions"]),
+        *_decision_chart(steps, status.decisions),
         *_sync_chart(reader.syncs()),
         *_metric_charts("of a step", steps, of_steps(steps)),
         *_metric_charts("mean of the servers", steps, of_servers(reader.samples(), steps)),
@@ -214,13 +213,13 @@ def _evaluation_charts(
 
 
 def _slot_chart(reader: Reader, status: RunSummary, steps: Sequence[StepRecord]) -> list[Chart]:
-    began, seconds = status["run"]["started_at"], status["run"]["elapsed_s"]
+    began, seconds = status.run.started_at, status.run.elapsed_s
     rows = slot_rows(reader, steps, began=began, seconds=seconds)
     if not rows:
         return []
     seen = {state for row in rows for _, _, state in row.states}
     keys = [(name, "box", meaning) for name, meaning in SHADES.items() if name in seen]
-    marks = [(plan["at"] - began, str(plan["plan"])) for plan in status["plans"][1:]]
+    marks = [(plan.at - began, str(plan.plan)) for plan in status.plans[1:]]
     svg = timeline(
         rows,
         seconds=seconds,
@@ -235,7 +234,7 @@ def _slot_chart(reader: Reader, status: RunSummary, steps: Sequence[StepRecord])
     return [Chart("Slots", unit, svg, keys, wide=True)]
 
 
-def _plan_rows(plans: Sequence[PlanPart]) -> list[tuple[PlanPart, list[str]]]:
+def _plan_rows(plans: Sequence[PlanRecord]) -> list[tuple[PlanRecord, list[str]]]:
     """Return each plan with its changes from the plan before."""
     before = [None, *plans]
     return [(plan, changes(old, plan)) for old, plan in zip(before, plans, strict=False)]
@@ -243,7 +242,7 @@ def _plan_rows(plans: Sequence[PlanPart]) -> list[tuple[PlanPart, list[str]]]:
 
 def _phases(moves: Sequence[MovePart]) -> list[str]:
     """Return the phases that any of the moves went through, in their order."""
-    seen = dict.fromkeys(phase["phase"] for move in moves for phase in move["phases"])
+    seen = dict.fromkeys(phase.phase for move in moves for phase in move.phases)
     return [*(name for name in PHASES if name in seen), *(n for n in seen if n not in PHASES)]
 
 
@@ -319,7 +318,9 @@ def _batch_charts(steps: Sequence[StepRecord]) -> list[Chart]:
     return charts
 
 
-def _decision_chart(steps: Sequence[StepRecord], decisions: Sequence[DecisionPart]) -> list[Chart]:
+def _decision_chart(
+    steps: Sequence[StepRecord], decisions: Sequence[DecisionRecord]
+) -> list[Chart]:
     """What each decision predicted of the steps after it, and these steps."""
     bands = list(_bands(steps, decisions))
     if not bands:
@@ -331,15 +332,15 @@ def _decision_chart(steps: Sequence[StepRecord], decisions: Sequence[DecisionPar
     return [Chart("Predicted and observed steps", "seconds", svg, keys, wide=True)]
 
 
-def _bands(steps: Sequence[StepRecord], decisions: Sequence[DecisionPart]) -> Iterator[Band]:
+def _bands(steps: Sequence[StepRecord], decisions: Sequence[DecisionRecord]) -> Iterator[Band]:
     """Yield the predicted seconds of a step for each decision, until the step of the next one."""
-    ends = [*(decision["step"] for decision in decisions[1:]), steps[-1].step]
+    ends = [*(decision.step for decision in decisions[1:]), steps[-1].step]
     for decision, end in zip(decisions, ends, strict=False):
-        told = decision["explanation"]
-        step = told["predicted"] if told else None
-        if step and step["step_s"] and step["low_s"] and step["high_s"]:
-            begin = decision["step"] + 0.5
-            yield Band(begin, max(begin, end) + 0.5, step["low_s"], step["step_s"], step["high_s"])
+        told = decision.explanation
+        step = told.predicted if told else None
+        if step and all(0 < each < math.inf for each in (step.low_s, step.step_s, step.high_s)):
+            begin = decision.step + 0.5
+            yield Band(begin, max(begin, end) + 0.5, step.low_s, step.step_s, step.high_s)
 
 
 def _gap_chart(steps: Sequence[StepRecord], tolerance: float | None) -> list[Chart]:

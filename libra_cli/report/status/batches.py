@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias, TypedDict
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
 
 from libra_cli.core.records import StepRecord
 from libra_cli.runtime.store.reader import Reader
@@ -14,7 +15,8 @@ LONGEST = 0.1
 """The share of all trajectories that is called the longest."""
 
 
-class BatchesPart(TypedDict):
+@dataclass(frozen=True, slots=True)
+class BatchesPart:
     """Batches of all steps. Shares are 0 to 1, staleness is in versions, over generated tokens.
 
     ``groups_closed`` were trained without some members; of these, ``trajectories_left`` in all,
@@ -25,7 +27,8 @@ class BatchesPart(TypedDict):
     trained trajectories ``share_truncated`` was cut by a limit, None if no step tells.
     """
 
-    over_bound: float | None
+    SHOWN: ClassVar[Mapping[str, str]] = {"over_bound": "share_over_bound"}
+    share_over_bound: float | None
     token_staleness_mean: float | None
     token_staleness_max: int | None
     groups_closed: int
@@ -52,20 +55,20 @@ def batches(reader: Reader, steps: Sequence[StepRecord]) -> BatchesPart:
         total = sum((batch[name] or 0) * step.generated_tokens for step, batch in known)
         return total / tokens if tokens else None
 
-    return {
-        "over_bound": mean("share_over_bound"),
-        "token_staleness_mean": mean("token_staleness_mean"),
-        "token_staleness_max": int(max(oldest)) if oldest else None,
-        "groups_closed": closed,
-        "trajectories_left": int(sum(batch["trajectories_left"] or 0 for _, batch in known)),
-        "trajectories_late": int(sum(batch["trajectories_late"] or 0 for _, batch in known)),
-        "played_length": sum(p for _, p in both) / len(both) if both else None,
-        "trained_length": sum(t for t, _ in both) / len(both) if both else None,
-        "longest_trained": _longest(reader.members_of_trained_groups()) if closed else None,
-        "groups_filtered": int(_sum(known, "groups_filtered")),
-        "share_filtered": _share_filtered(known),
-        "share_truncated": _mean(known, "share_truncated"),
-    }
+    return BatchesPart(
+        share_over_bound=mean("share_over_bound"),
+        token_staleness_mean=mean("token_staleness_mean"),
+        token_staleness_max=int(max(oldest)) if oldest else None,
+        groups_closed=closed,
+        trajectories_left=int(sum(batch["trajectories_left"] or 0 for _, batch in known)),
+        trajectories_late=int(sum(batch["trajectories_late"] or 0 for _, batch in known)),
+        played_length=sum(p for _, p in both) / len(both) if both else None,
+        trained_length=sum(t for t, _ in both) / len(both) if both else None,
+        longest_trained=_longest(reader.members_of_trained_groups()) if closed else None,
+        groups_filtered=int(_sum(known, "groups_filtered")),
+        share_filtered=_share_filtered(known),
+        share_truncated=_mean(known, "share_truncated"),
+    )
 
 
 def _sum(known: _Steps, name: str) -> float:

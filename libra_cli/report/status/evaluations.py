@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypedDict
+from dataclasses import dataclass
 
 from libra_cli.core.records import EvaluationRecord
 from libra_cli.report.status.parts import part_of
 
 
-class EvaluationPart(TypedDict):
+@dataclass(frozen=True, slots=True)
+class EvaluationPart:
     """The evaluations of one name: the newest that has finished, and what is under way.
 
     ``step`` is that of the weights at which it began; ``version_mean`` the mean step of those that
@@ -25,8 +26,8 @@ class EvaluationPart(TypedDict):
     samples: int
     failed: int
     seconds: float | None
-    metrics: dict[str, float | None]
-    first: dict[str, float | None]
+    metrics: dict[str, float]
+    first: dict[str, float]
     playing: int | None
     played: int
     wanted: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypedDict
+from dataclasses import dataclass
 
 from libra_cli.core.records import SampleRecord, StepRecord
 
@@ -24,7 +24,8 @@ OF_BATCHES = (
 """Numbers of a batch that say whether it teaches anything."""
 
 
-class FirstLast(TypedDict):
+@dataclass(frozen=True, slots=True)
+class FirstLast:
     """Means over the first and over the last steps; null where none has a finite value."""
 
     first: float | None
@@ -72,7 +73,7 @@ def mean_by_name(rows: Iterable[Mapping[str, float | None]]) -> dict[str, float 
 def first_last(steps: Sequence[StepRecord], recent: int) -> dict[str, FirstLast]:
     """Name -> its means over the first and over the last ``recent`` steps."""
     return {
-        name: {"first": _mean(values[:recent]), "last": _mean(values[-recent:])}
+        name: FirstLast(_mean(values[:recent]), _mean(values[-recent:]))
         for name, values in of_steps(steps).items()
     }
 

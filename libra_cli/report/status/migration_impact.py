@@ -12,9 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from libra_cli.core.records import StepRecord, TurnRecord
+from libra_cli.core.records import MoveRecord, StepRecord, TurnRecord
 from libra_cli.core.types import Seconds, Slot, SlotId
-from libra_cli.report.status.plans import MovePart
 from libra_cli.report.status.slots import slot_of_row
 from libra_cli.runtime.store.reader import Reader
 
@@ -39,14 +38,14 @@ class MigrationImpact:
 
 
 def migration_impacts(
-    reader: Reader, moves: Sequence[MovePart]
-) -> list[tuple[MovePart, MigrationImpact]]:
+    reader: Reader, moves: Sequence[MoveRecord]
+) -> list[tuple[MoveRecord, MigrationImpact]]:
     """What each move that has ended cost the others."""
     steps, slots = reader.steps(), {row.slot: slot_of_row(row) for row in reader.slots()}
     return [
-        (move, _around(reader, steps, move, _shares(move["slot"], slots), move["ended_at"]))
+        (move, _around(reader, steps, move, _shares(move.slot, slots), move.ended_at))
         for move in moves
-        if move["ended_at"] is not None
+        if move.ended_at is not None
     ]
 
 
@@ -61,11 +60,11 @@ def _shares(mine: SlotId, slots: Mapping[SlotId, Slot]) -> set[SlotId]:
 def _around(
     reader: Reader,
     steps: Sequence[StepRecord],
-    move: MovePart,
+    move: MoveRecord,
     mine: Collection[SlotId],
     ended: float,
 ) -> MigrationImpact:
-    began = move["started_at"]
+    began = move.started_at
     turns = reader.turns_between(began - AROUND_S, ended + AROUND_S)
     others = [turn for turn in turns if turn.slot not in mine]
     cuts = (began - AROUND_S, began, ended, ended + AROUND_S)

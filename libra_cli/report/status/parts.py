@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
-P = TypeVar("P")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+P = TypeVar("P", bound="DataclassInstance")
 
 
-def part_of(kind: type[P], record: object, **others: object) -> P:
-    """A ``TypedDict`` of that kind: each key is a field of the record, unless it is given."""
-    return cast(
-        "P",
-        {
-            key: others[key] if key in others else getattr(record, key)
-            for key in kind.__annotations__
-        },
-    )
+def part_of(kind: type[P], record: object, **others: Any) -> P:
+    """A part of that kind: each field is the record's of that name, unless it is given."""
+    same = {one.name: getattr(record, one.name) for one in fields(kind) if one.name not in others}
+    return kind(**same, **others)

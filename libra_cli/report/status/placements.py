@@ -5,9 +5,8 @@ What each key means is told in ``summary``. Guarantee: what is not known is null
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypedDict
+from dataclasses import astuple, dataclass
 
 from libra_cli.core.records import SampleRecord, SlotRecord
 from libra_cli.core.types import Bucket
@@ -16,7 +15,8 @@ from libra_cli.runtime.store.joined_rows import TurnPlacement
 from libra_cli.runtime.store.reader import Reader
 
 
-class BucketPart(TypedDict):
+@dataclass(frozen=True, slots=True)
+class BucketPart:
     """What the servers of one bucket do together."""
 
     bucket: str
@@ -31,7 +31,8 @@ class BucketPart(TypedDict):
     moved_out: int
 
 
-class Placement(TypedDict):
+@dataclass(frozen=True, slots=True)
+class Placement:
     """How many turns went on at another server."""
 
     turns: int
@@ -42,8 +43,8 @@ class Placement(TypedDict):
 def planned(reader: Reader) -> dict[str, Bucket]:
     """Slot -> the bucket that it serves by the newest plan."""
     plans = reader.plans()
-    servers = json.loads(plans[-1].servers_json) if plans else []
-    return {slot: Bucket(*shape) for slot, *shape in servers}
+    servers = plans[-1].servers if plans else ()
+    return {one.slot: Bucket(*astuple(one)[1:]) for one in servers}
 
 
 def buckets(
@@ -67,24 +68,24 @@ def _bucket(
     mine = {slot for slot, other in shapes.items() if other == bucket}
     rows = [slot for slot in slots if slot.slot in mine and slot.role == "rollout"]
     moves = [w for w in ways if w.moved_from and (w.slot in mine) != (w.moved_from in mine)]
-    return {
-        "bucket": bucket.name,
-        "up_to_tokens": bucket.up_to_tokens,
-        "servers": len(mine),
-        "seats": len(mine) * bucket.max_num_seqs,
-        "running": sum(slot.running for slot in rows),
-        "waiting": sum(slot.waiting for slot in rows),
-        "occupancy": mean(sample.occupancy for sample in samples if sample.slot in mine),
-        "turns": _turns(way for way in ways if way.slot in mine),
-        "moved_in": _turns(way for way in moves if way.slot in mine),
-        "moved_out": _turns(way for way in moves if way.moved_from in mine),
-    }
+    return BucketPart(
+        bucket=bucket.name,
+        up_to_tokens=bucket.up_to_tokens,
+        servers=len(mine),
+        seats=len(mine) * bucket.max_num_seqs,
+        running=sum(slot.running for slot in rows),
+        waiting=sum(slot.waiting for slot in rows),
+        occupancy=mean(sample.occupancy for sample in samples if sample.slot in mine),
+        turns=_turns(way for way in ways if way.slot in mine),
+        moved_in=_turns(way for way in moves if way.slot in mine),
+        moved_out=_turns(way for way in moves if way.moved_from in mine),
+    )
 
 
 def placement(ways: Sequence[TurnPlacement]) -> Placement:
     """Count the turns that followed another, and those of them that went on at another server."""
     turns, moved = _turns(w for w in ways if not w.first), _turns(w for w in ways if w.moved_from)
-    return {"turns": turns, "moved": moved, "moved_share": moved / turns if turns else None}
+    return Placement(turns, moved, moved / turns if turns else None)
 
 
 def _turns(ways: Iterable[TurnPlacement]) -> int:

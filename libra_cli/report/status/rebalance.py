@@ -11,14 +11,18 @@ Seconds are of one step unless a name says otherwise; a number nobody knows is n
 
 from __future__ import annotations
 
-from typing import TypedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
-from libra_cli.report.status.plans import ExplanationPart, PlannedServerPart
+from libra_cli.core.explanation import Explanation
+from libra_cli.core.records import PlannedServer
 
 FORMAT = 1
 
 
-class StageTimes(TypedDict):
+@dataclass(frozen=True, slots=True)
+class StageTimes:
     """Seconds a step of either half, and of both as they overlap."""
 
     rollout_s: float | None
@@ -26,7 +30,8 @@ class StageTimes(TypedDict):
     step_s: float | None
 
 
-class TimesPart(TypedDict):
+@dataclass(frozen=True, slots=True)
+class TimesPart:
     """The four columns of ``times``, as this module's docstring explains them."""
 
     measured: StageTimes
@@ -35,27 +40,38 @@ class TimesPart(TypedDict):
     proposed: StageTimes
 
 
-class StageIdle(TypedDict):
+@dataclass(frozen=True, slots=True)
+class StageIdle:
     """Shares of a step in which either half waits."""
 
     rollout: float | None
     training: float | None
 
 
-class PlanResult(TypedDict):
+@dataclass(frozen=True, slots=True)
+class PlanResult:
     """Which slots serve and which train, and the GPUs of each half."""
 
-    servers: list[PlannedServerPart]
+    servers: list[PlannedServer]
     train: list[str]
     gradient: list[str]
     rollout_gpus: int
     training_gpus: int
 
 
-SlotMoveTold = TypedDict("SlotMoveTold", {"slot": str, "from": str, "to": str, "seconds": float})
+@dataclass(frozen=True, slots=True)
+class SlotMoveTold:
+    """A slot that would move, and the seconds for which it would be idle."""
+
+    SHOWN: ClassVar[Mapping[str, str]] = {"from": "from_role", "to": "to_role"}
+    slot: str
+    from_role: str
+    to_role: str
+    seconds: float
 
 
-class WorkloadResult(TypedDict):
+@dataclass(frozen=True, slots=True)
+class WorkloadResult:
     """The trajectories that were planned for: lengths in tokens, tool time in seconds."""
 
     source: str
@@ -68,7 +84,8 @@ class WorkloadResult(TypedDict):
     overlap: float
 
 
-class ProfileResult(TypedDict):
+@dataclass(frozen=True, slots=True)
+class ProfileResult:
     """The prices that were planned with, and where they come from."""
 
     name: str
@@ -80,14 +97,16 @@ class ProfileResult(TypedDict):
     training: dict[str, float]
 
 
-class Corrections(TypedDict):
+@dataclass(frozen=True, slots=True)
+class Corrections:
     """Measured over priced seconds, by which each half's prices are multiplied."""
 
     rollout: float
     training: float
 
 
-class Verdict(TypedDict):
+@dataclass(frozen=True, slots=True)
+class Verdict:
     """Whether to move, why not, and what moving gains and costs."""
 
     move: bool
@@ -98,7 +117,8 @@ class Verdict(TypedDict):
     horizon_steps: float | None
 
 
-class RebalanceResult(TypedDict):
+@dataclass(frozen=True, slots=True)
+class RebalanceResult:
     """The object of ``libra rebalance --dry-run --json``; ``libra help planner`` has its keys."""
 
     format: int
@@ -116,6 +136,6 @@ class RebalanceResult(TypedDict):
     corrections: Corrections
     moves: list[SlotMoveTold]
     verdict: Verdict
-    explanation: ExplanationPart | None
+    explanation: Explanation | None
     reasons: list[str]
     notes: list[str]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict
+from dataclasses import dataclass
 
 from libra_cli.core.records import RunRecord, SlotRecord, SyncRecord
 from libra_cli.core.warnings.watch import KIND
@@ -15,7 +15,8 @@ LIVE = ("starting", "running")
 """The states of a run that has not ended."""
 
 
-class RunPart(TypedDict):
+@dataclass(frozen=True, slots=True)
+class RunPart:
     """The run itself; ``elapsed_s`` until now, or until it ended."""
 
     id: str
@@ -49,7 +50,8 @@ def run_part(reader: Reader, *, now: float) -> RunPart:
     )
 
 
-class WarningPart(TypedDict):
+@dataclass(frozen=True, slots=True)
+class WarningPart:
     """What a rule of ``core.warnings`` said of the steps; ``since`` is when, in ``text`` also what
     to type to look at trajectories."""
 
@@ -61,11 +63,7 @@ class WarningPart(TypedDict):
 def warnings_of(reader: Reader) -> list[WarningPart]:
     """The warnings that still hold, the newest last."""
     return [
-        {
-            "rule": note.subject,
-            "since": note.at,
-            "text": note.text.replace("RUN_DIR", str(reader.run_dir)),
-        }
+        WarningPart(note.subject, note.at, note.text.replace("RUN_DIR", str(reader.run_dir)))
         for note in reader.notes()
         if note.resolved_at is None and note.kind == KIND
     ]
@@ -82,7 +80,7 @@ def errors_of(
     reader: Reader, run: RunPart, slots: Sequence[SlotRecord], syncs: Sequence[SyncRecord]
 ) -> list[str]:
     """What a person must know of: the run's own error, what failed, notes that still hold."""
-    errors = [run["error"]] if run["error"] else []
+    errors = [run.error] if run.error else []
     errors += [
         f"node {node.node} ({node.host}): {node.state}: {node.detail or 'no reason given'}"
         for node in reader.nodes()

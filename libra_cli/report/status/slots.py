@@ -1,41 +1,17 @@
-"""The slots, the servers on them, the hosts below and the processes there, as they are now."""
+"""The slots that exist now, and the servers on them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import TypedDict
+from dataclasses import dataclass
 
 from libra_cli.core.records import PlanRecord, SampleRecord, SlotRecord, SyncRecord
 from libra_cli.core.types import Pool, Slot
 from libra_cli.report.status.parts import part_of
-from libra_cli.runtime.store.reader import Reader
 
 
-class SlotPart(TypedDict):
-    """One slot; what concerns a server is empty elsewhere."""
-
-    slot: str
-    node: str
-    gpus: list[int]
-    pool: str
-    role: str
-    state: str
-    since: float
-    incarnation: int
-    epoch: int
-    """``incarnation`` by its name in libra 0.1.0, since keys stay."""
-    bucket: str
-    version: int | None
-    verified: bool
-    running: int
-    waiting: int
-    idle: float | None
-    restarts: int
-    detail: str
-
-
-class ServerPart(TypedDict):
+@dataclass(frozen=True, slots=True)
+class ServerPart:
     """One server: what it holds and does, and how its newest sync went."""
 
     slot: str
@@ -60,28 +36,6 @@ class ServerPart(TypedDict):
     restarts: int
 
 
-class NodePart(TypedDict):
-    """One host of the recipe and its state; ``since`` is in seconds since the epoch."""
-
-    node: str
-    host: str
-    state: str
-    since: float
-    detail: str
-
-
-class ProcessPart(TypedDict):
-    """One process on a host, as its agent last reported it."""
-
-    node: str
-    process: str
-    pid: int
-    state: str
-    since: float
-    exit_code: int | None
-    log: str
-
-
 def existing(
     slots: Sequence[SlotRecord], plan: PlanRecord | None, *, since: float = 0.0
 ) -> list[SlotRecord]:
@@ -92,8 +46,7 @@ def existing(
     """
     if plan is None:
         return list(slots)
-    planned = {*json.loads(plan.train_json), *json.loads(plan.gradient_json or "[]")}
-    planned |= {slot for slot, *_ in json.loads(plan.servers_json)}
+    planned = {*plan.train, *plan.gradient, *(server.slot for server in plan.servers)}
     there = [slot_of_row(row) for row in slots if row.slot in planned]
 
     def is_left(row: SlotRecord) -> bool:
@@ -106,18 +59,7 @@ def existing(
 def slot_of_row(row: SlotRecord) -> Slot:
     """The slot that a row is about; one whose pool nobody wrote down is taken for hybrid."""
     pool = Pool(row.pool) if row.pool in tuple(Pool) else Pool.HYBRID
-    return Slot(row.slot, row.node, tuple(json.loads(row.gpus_json or "[]")), pool)
-
-
-def slot_part(slot: SlotRecord) -> SlotPart:
-    """The slot as it is; ``idle`` is the share of its serving time without a request."""
-    return part_of(
-        SlotPart,
-        slot,
-        gpus=json.loads(slot.gpus_json or "[]"),
-        epoch=slot.incarnation,
-        idle=max(0.0, 1 - slot.busy_s / slot.serving_s) if slot.serving_s else None,
-    )
+    return Slot(row.slot, row.node, row.gpus, pool)
 
 
 def server_part(
@@ -146,11 +88,3 @@ def server_part(
         sync_kind=last.kind if last else None,
         sync_sent_bytes=last.sent_bytes if last else None,
     )
-
-
-def nodes(reader: Reader) -> list[NodePart]:
-    return [part_of(NodePart, node) for node in reader.nodes()]
-
-
-def processes(reader: Reader) -> list[ProcessPart]:
-    return [part_of(ProcessPart, process) for process in reader.processes()]

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 from libra_cli.core.records import SampleRecord, SlotRecord, StepRecord
 from libra_cli.report.status.metrics import FirstLast
-from libra_cli.report.status.parts import part_of
+from libra_cli.runtime.store.joined_rows import TrajectoryCounts
 from libra_cli.runtime.store.reader import Reader
 
 IMITATES = "token_accuracy"
@@ -22,14 +22,16 @@ RECENT = 10
 """The last so many steps are what is called recent."""
 
 
-class Lengths(TypedDict):
+@dataclass(frozen=True, slots=True)
+class Lengths:
     """Generated tokens a trajectory, over the last ``RECENT`` steps."""
 
     mean: float | None
     p99: float | None
 
 
-class Staleness(TypedDict):
+@dataclass(frozen=True, slots=True)
+class Staleness:
     """Versions between a token's and the trainer's; ``histogram`` counts trajectories by it."""
 
     mean: float | None
@@ -37,7 +39,8 @@ class Staleness(TypedDict):
     histogram: dict[str, int]
 
 
-class IdlePart(TypedDict):
+@dataclass(frozen=True, slots=True)
+class IdlePart:
     """Shares of time: of the servers without a request, of the trainer without a batch."""
 
     rollout: float | None
@@ -46,35 +49,12 @@ class IdlePart(TypedDict):
     recent_training: float | None
 
 
-class TrajectoryCountsPart(TypedDict):
-    """Numbers of attempts at trajectories, by what became of them."""
-
-    finished: int
-    trained: int
-    in_flight: int
-    retried: int
-    failed: int
-    dropped: int
-
-
-class CheckpointPart(TypedDict):
+@dataclass(frozen=True, slots=True)
+class CheckpointPart:
     """The newest checkpoint; ``path`` is on the host of the trainer's rank 0."""
 
     step: int
     path: str
-
-
-class ModelPart(TypedDict):
-    """A checkpoint as a Hugging Face directory, at ``path`` on ``node``.
-
-    ``score`` is the mean reward of the 10 steps before it, by which the best is known.
-    """
-
-    step: int
-    node: str
-    path: str
-    bytes: int
-    score: float | None
 
 
 def mean(values: Iterable[float]) -> float | None:
@@ -100,10 +80,10 @@ def _weighted(
 
 def reward(steps: Sequence[StepRecord]) -> FirstLast:
     """Return the mean reward of the first and of the last ``RECENT`` steps."""
-    return {
-        "first": mean(step.reward for step in steps[:RECENT]),
-        "last": mean(step.reward for step in steps[-RECENT:]),
-    }
+    return FirstLast(
+        mean(step.reward for step in steps[:RECENT]),
+        mean(step.reward for step in steps[-RECENT:]),
+    )
 
 
 class Yardstick(NamedTuple):
@@ -117,7 +97,7 @@ class Yardstick(NamedTuple):
     @property
     def change(self) -> FirstLast:
         """Means over the first and over the last ``RECENT`` steps."""
-        return {"first": mean(self.values[:RECENT]), "last": mean(self.values[-RECENT:])}
+        return FirstLast(mean(self.values[:RECENT]), mean(self.values[-RECENT:]))
 
 
 def yardstick(steps: Sequence[StepRecord]) -> Yardstick:
@@ -158,10 +138,10 @@ def lengths(steps: Sequence[StepRecord]) -> Lengths:
     """
     recent = [step for step in steps[-RECENT:] if step.mean_length > 0]
     trajectories = sum(step.generated_tokens / step.mean_length for step in recent)
-    return {
-        "mean": sum(s.generated_tokens for s in recent) / trajectories if trajectories else None,
-        "p99": largest(step.p99_length for step in recent),
-    }
+    return Lengths(
+        mean=sum(s.generated_tokens for s in recent) / trajectories if trajectories else None,
+        p99=largest(step.p99_length for step in recent),
+    )
 
 
 def tokens_per_s(steps: Sequence[StepRecord], samples: Iterable[SampleRecord]) -> float | None:
@@ -177,21 +157,19 @@ def tokens_per_s(steps: Sequence[StepRecord], samples: Iterable[SampleRecord]) -
 def staleness(reader: Reader, steps: Sequence[StepRecord]) -> Staleness:
     """Means weighted by generated tokens, and the count of trained trajectories."""
     histogram = reader.staleness_histogram()
-    return {
-        "mean": _weighted(
-            steps, lambda step: step.staleness_mean, lambda step: step.generated_tokens
-        ),
-        "max": max((step.staleness_max for step in steps), default=None),
-        "histogram": {str(staleness): count for staleness, count in histogram.items()},
-    }
+    return Staleness(
+        mean=_weighted(steps, lambda step: step.staleness_mean, lambda step: step.generated_tokens),
+        max=max((step.staleness_max for step in steps), default=None),
+        histogram={str(staleness): count for staleness, count in histogram.items()},
+    )
 
 
-def trajectories(reader: Reader, *, live: bool) -> TrajectoryCountsPart:
+def trajectories(reader: Reader, *, live: bool) -> TrajectoryCounts:
     """``live``: the run has not ended, so what runs may still finish."""
     counts = reader.trajectory_counts()
     # What was playing when the run ended was never finished, and nobody will.
     over = replace(counts, in_flight=0, dropped=counts.dropped + counts.in_flight)
-    return part_of(TrajectoryCountsPart, counts if live else over)
+    return counts if live else over
 
 
 def recent_samples(reader: Reader, steps: Sequence[StepRecord]) -> list[SampleRecord]:
@@ -208,12 +186,12 @@ def idle(
     """
     serving = sum(slot.serving_s for slot in slots)
     busy = sum(slot.busy_s for slot in slots)
-    return {
-        "rollout": max(0.0, 1 - busy / serving) if serving else None,
-        "training": _waited_share(steps),
-        "recent_rollout": mean(float(sample.running == 0) for sample in samples),
-        "recent_training": _waited_share(steps[-RECENT:]),
-    }
+    return IdlePart(
+        rollout=max(0.0, 1 - busy / serving) if serving else None,
+        training=_waited_share(steps),
+        recent_rollout=mean(float(sample.running == 0) for sample in samples),
+        recent_training=_waited_share(steps[-RECENT:]),
+    )
 
 
 def _waited_share(steps: Sequence[StepRecord]) -> float | None:
@@ -225,13 +203,8 @@ def checkpoint(steps: Sequence[StepRecord]) -> CheckpointPart | None:
     """Return the newest checkpoint; None if no step wrote one."""
     for step in reversed(steps):
         if step.checkpoint:
-            return {"step": step.step, "path": step.checkpoint}
+            return CheckpointPart(step.step, step.checkpoint)
     return None
-
-
-def models(reader: Reader) -> list[ModelPart]:
-    """The models that the run has made, the oldest first."""
-    return [part_of(ModelPart, export) for export in reader.exports()]
 
 
 def smooth(values: Sequence[float]) -> list[float]:

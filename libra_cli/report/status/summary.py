@@ -50,13 +50,19 @@ it belongs to, and the run is then shown as failed; it ended when it last wrote.
 from __future__ import annotations
 
 import json
-import math
 import time
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
 
-from libra_cli.core.records import SlotRecord
+from libra_cli.core.json_form import json_form
+from libra_cli.core.records import (
+    DecisionRecord,
+    ExportRecord,
+    NodeRecord,
+    PlanRecord,
+    ProcessRecord,
+    SlotRecord,
+)
 from libra_cli.report.status import slots as slot_parts
 from libra_cli.report.status import steps as step_parts
 from libra_cli.report.status.batches import BatchesPart, batches
@@ -69,14 +75,7 @@ from libra_cli.report.status.placements import (
     placement,
     planned,
 )
-from libra_cli.report.status.plans import (
-    DecisionPart,
-    MovePart,
-    PlanPart,
-    decisions,
-    moves,
-    plans,
-)
+from libra_cli.report.status.plans import MovePart, decisions, moves
 from libra_cli.report.status.run_state import (
     LIVE,
     RunPart,
@@ -86,6 +85,7 @@ from libra_cli.report.status.run_state import (
     warnings_of,
 )
 from libra_cli.report.status.syncs import Sync, sync_part
+from libra_cli.runtime.store.joined_rows import TrajectoryCounts
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import newest_run
 
@@ -94,7 +94,8 @@ _FRESH_S = 30.0
 """A server's reading that is older says nothing about now."""
 
 
-class RunSummary(TypedDict):
+@dataclass(frozen=True, slots=True)
+class RunSummary:
     """The object of ``libra status --json``; ``libra help status`` has its keys."""
 
     format: int
@@ -111,22 +112,22 @@ class RunSummary(TypedDict):
     step_s: float | None
     staleness: step_parts.Staleness
     batches: BatchesPart
-    trajectories: step_parts.TrajectoryCountsPart
+    trajectories: TrajectoryCounts
     idle: step_parts.IdlePart
     sync: Sync
-    slots: list[slot_parts.SlotPart]
+    slots: list[SlotRecord]
     servers: list[slot_parts.ServerPart]
     buckets: list[BucketPart]
     placement: Placement
-    nodes: list[slot_parts.NodePart]
-    processes: list[slot_parts.ProcessPart]
+    nodes: list[NodeRecord]
+    processes: list[ProcessRecord]
     moves: list[MovePart]
-    plans: list[PlanPart]
-    plan: PlanPart | None
-    decisions: list[DecisionPart]
-    decision: DecisionPart | None
+    plans: list[PlanRecord]
+    plan: PlanRecord | None
+    decisions: list[DecisionRecord]
+    decision: DecisionRecord | None
     checkpoint: step_parts.CheckpointPart | None
-    models: list[step_parts.ModelPart]
+    models: list[ExportRecord]
     warnings: list[WarningPart]
     errors: list[str]
 
@@ -146,7 +147,7 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
     run = run_part(reader, now=now)
     record, steps, syncs = reader.run(), reader.steps(), reader.syncs()
     slots = _slots(reader)
-    live = run["state"] in LIVE
+    live = run.state in LIVE
     samples = reader.latest_samples() if live else {}
     fresh = {slot: sample for slot, sample in samples.items() if now - sample.at <= _FRESH_S}
     servers = [
@@ -158,49 +159,49 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
     ]
     shapes, ways = planned(reader), reader.ways()
     recent = step_parts.recent_samples(reader, steps)
-    adopted, decided = plans(reader), decisions(reader)
-    return {
-        "format": FORMAT,
-        "run": run,
-        "step": record.step,
-        "weight_version": record.version,
-        "reward": step_parts.reward(steps),
-        "evaluations": evaluation_parts(reader.evaluations(), live=live),
-        "metrics": first_last(steps, step_parts.RECENT),
-        "lengths": step_parts.lengths(steps),
-        "logprob_gap": step_parts.logprob_gap(steps),
-        "logprob_gap_max": step_parts.logprob_gap_max(steps),
-        "tokens_per_s": step_parts.tokens_per_s(steps, fresh.values()),
-        "step_s": step_parts.step_s(steps),
-        "staleness": step_parts.staleness(reader, steps),
-        "batches": batches(reader, steps),
-        "trajectories": step_parts.trajectories(reader, live=live),
-        "idle": step_parts.idle(recent, steps, slots),
-        "sync": sync_part(syncs),
-        "slots": [slot_parts.slot_part(slot) for slot in slots],
-        "servers": servers,
-        "buckets": buckets(shapes, slots, ways, recent),
-        "placement": placement(ways),
-        "nodes": slot_parts.nodes(reader),
-        "processes": slot_parts.processes(reader),
-        "moves": moves(reader, adopted, now=now if run["ended_at"] is None else run["ended_at"]),
-        "plans": adopted,
-        "plan": adopted[-1] if adopted else None,
-        "decisions": decided,
-        "decision": decided[-1] if decided else None,
-        "checkpoint": step_parts.checkpoint(steps),
-        "models": step_parts.models(reader),
-        "warnings": warnings_of(reader),
-        "errors": errors_of(reader, run, slots, syncs),
-    }
+    adopted, decided = reader.plans(), decisions(reader)
+    return RunSummary(
+        format=FORMAT,
+        run=run,
+        step=record.step,
+        weight_version=record.version,
+        reward=step_parts.reward(steps),
+        evaluations=evaluation_parts(reader.evaluations(), live=live),
+        metrics=first_last(steps, step_parts.RECENT),
+        lengths=step_parts.lengths(steps),
+        logprob_gap=step_parts.logprob_gap(steps),
+        logprob_gap_max=step_parts.logprob_gap_max(steps),
+        tokens_per_s=step_parts.tokens_per_s(steps, fresh.values()),
+        step_s=step_parts.step_s(steps),
+        staleness=step_parts.staleness(reader, steps),
+        batches=batches(reader, steps),
+        trajectories=step_parts.trajectories(reader, live=live),
+        idle=step_parts.idle(recent, steps, slots),
+        sync=sync_part(syncs),
+        slots=slots,
+        servers=servers,
+        buckets=buckets(shapes, slots, ways, recent),
+        placement=placement(ways),
+        nodes=reader.nodes(),
+        processes=reader.processes(),
+        moves=moves(reader, now=now if run.ended_at is None else run.ended_at),
+        plans=adopted,
+        plan=adopted[-1] if adopted else None,
+        decisions=decided,
+        decision=decided[-1] if decided else None,
+        checkpoint=step_parts.checkpoint(steps),
+        models=reader.exports(),
+        warnings=warnings_of(reader),
+        errors=errors_of(reader, run, slots, syncs),
+    )
 
 
 def judged_by(told: RunSummary) -> tuple[str, FirstLast]:
     """What a run is judged by and how that has changed: its reward, or the loss of demonstrations,
     of which all have the same reward."""
-    if step_parts.IMITATES in told["metrics"]:
-        return "loss", told["metrics"]["loss"]
-    return "reward", told["reward"]
+    if step_parts.IMITATES in told.metrics:
+        return "loss", told.metrics["loss"]
+    return "reward", told.reward
 
 
 def _slots(reader: Reader) -> list[SlotRecord]:
@@ -210,14 +211,6 @@ def _slots(reader: Reader) -> list[SlotRecord]:
     return slot_parts.existing(reader.slots(), plans[-1] if plans else None, since=began)
 
 
-def to_json(value: Mapping[str, Any]) -> str:
-    """The object as text. JSON knows no NaN, so what is not a number is null."""
-    return json.dumps(_finite(value), indent=2, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list) else value
+def to_json(value: object) -> str:
+    """The object as text."""
+    return json.dumps(json_form(value), indent=2, allow_nan=False)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypedDict
+from dataclasses import dataclass
 
 from libra_cli.core.records import SyncRecord
 from libra_cli.report.status.steps import largest, mean
 
 
-class Sync(TypedDict):
+@dataclass(frozen=True, slots=True)
+class Sync:
     """Counts of server syncs, seconds a version took, and bytes; see ``summary``."""
 
     versions: int
@@ -44,17 +45,17 @@ def sync_times(syncs: Iterable[SyncRecord]) -> dict[int, float]:
 def sync_part(syncs: Sequence[SyncRecord]) -> Sync:
     """How the versions came to the servers, over the whole run."""
     times = list(sync_times(syncs).values())
-    return {
-        "versions": len({(sync.version, sync.trainer_incarnation) for sync in syncs}),
-        "verified": sum(sync.verified for sync in syncs),
-        "failed": sum(not sync.verified for sync in syncs),
-        "mean_s": mean(times),
-        "max_s": largest(times),
-        "last_s": times[-1] if times else None,
-        "gap_max": largest(sync.gap for sync in syncs if sync.gap is not None),
-        "full": sum(sync.kind == "full" for sync in syncs),
-        "delta": sum(sync.kind == "delta" for sync in syncs),
-        "local": sum(sync.kind == "local" for sync in syncs),
-        "sent_bytes": sum(sync.sent_bytes for sync in syncs),
-        "full_bytes": sum(sync.bytes for sync in syncs if sync.kind in ("full", "delta")),
-    }
+    return Sync(
+        versions=len({(sync.version, sync.trainer_incarnation) for sync in syncs}),
+        verified=sum(sync.verified for sync in syncs),
+        failed=sum(not sync.verified for sync in syncs),
+        mean_s=mean(times),
+        max_s=largest(times),
+        last_s=times[-1] if times else None,
+        gap_max=largest(sync.gap for sync in syncs if sync.gap is not None),
+        full=sum(sync.kind == "full" for sync in syncs),
+        delta=sum(sync.kind == "delta" for sync in syncs),
+        local=sum(sync.kind == "local" for sync in syncs),
+        sent_bytes=sum(sync.sent_bytes for sync in syncs),
+        full_bytes=sum(sync.bytes for sync in syncs if sync.kind in ("full", "delta")),
+    )

@@ -16,9 +16,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from libra_cli.core.records import StepRecord
+from libra_cli.core.records import PlanRecord, StepRecord
 from libra_cli.report.status.metrics import mean_by_name, told
-from libra_cli.report.status.plans import MovePart, PlanPart
+from libra_cli.report.status.plans import MovePart
 from libra_cli.report.status.run_state import LIVE
 from libra_cli.report.status.steps import RECENT, smooth, yardstick
 from libra_cli.report.status.summary import RunSummary, judged_by
@@ -63,14 +63,14 @@ def status_view(summary: RunSummary, *, now: float) -> RenderableType:
     """Draw one run as ``libra status`` shows it; ``now`` is in seconds since the epoch."""
     parts: list[RenderableType] = [_title(summary), Text()]
     parts.append(Padding(_facts(summary, now=now), (0, 0, 0, 2)))
-    if summary["slots"]:
+    if summary.slots:
         parts += [Text(), Padding(_slot_table(summary), (0, 0, 0, 2))]
-    if len(summary["buckets"]) > 1:
+    if len(summary.buckets) > 1:
         parts += [Text(), Padding(_bucket_table(summary), (0, 0, 0, 2))]
     parts += _moves(summary)
     parts += _decision(summary)
-    parts += warning_lines(warning["text"] for warning in summary["warnings"])
-    parts += _error_lines(summary["errors"])
+    parts += warning_lines(warning.text for warning in summary.warnings)
+    parts += _error_lines(summary.errors)
     return Portable(Group(*parts))
 
 
@@ -89,15 +89,15 @@ def final_view(
     _fact_quality(facts, summary, steps)
     _fact_weights(facts, summary)
     _fact_trajectories(facts, summary)
-    if summary["checkpoint"]:
-        at = summary["checkpoint"]
-        fact(facts, "checkpoint", Text(f"step {at['step']}  {at['path']}", overflow="fold"))
+    if summary.checkpoint:
+        at = summary.checkpoint
+        fact(facts, "checkpoint", Text(f"step {at.step}  {at.path}", overflow="fold"))
     _fact_models(facts, summary)
     if report:
         fact(facts, "report", Text(str(report), overflow="fold"))
     parts.append(Padding(facts, (0, 0, 0, 2)))
-    parts += warning_lines(warning["text"] for warning in summary["warnings"])
-    parts += _error_lines(summary["errors"])
+    parts += warning_lines(warning.text for warning in summary.warnings)
+    parts += _error_lines(summary.errors)
     return Portable(Group(*parts))
 
 
@@ -143,25 +143,25 @@ def percent(share: float | None) -> str:
 
 
 def _title(summary: RunSummary) -> RenderableType:
-    run = summary["run"]
-    left = Text.assemble((run["id"], "bold"), "  ", styled(run["state"]))
-    left.append(f"  {run['recipe']}", style="dim")
+    run = summary.run
+    left = Text.assemble((run.id, "bold"), "  ", styled(run.state))
+    left.append(f"  {run.recipe}", style="dim")
     grid = Table.grid(expand=True)
     grid.add_column(overflow="ellipsis", no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
-    grid.add_row(left, duration(run["elapsed_s"]))
+    grid.add_row(left, duration(run.elapsed_s))
     return grid
 
 
 def _facts(summary: RunSummary, *, now: float) -> Table:
-    run, facts = summary["run"], grid()
+    run, facts = summary.run, grid()
     _fact_step(facts, summary)
     _fact_quality(facts, summary, ())
     _fact_weights(facts, summary)
-    idle = summary["idle"]
+    idle = summary.idle
     for name, whole, recent in (
-        ("rollout", idle["rollout"], idle["recent_rollout"]),
-        ("training", idle["training"], idle["recent_training"]),
+        ("rollout", idle.rollout, idle.recent_rollout),
+        ("training", idle.training, idle.recent_training),
     ):
         if whole is not None:
             text = Text(bar(1 - whole, 20), style="cyan")
@@ -170,36 +170,36 @@ def _facts(summary: RunSummary, *, now: float) -> Table:
             fact(facts, name, text)
     _fact_trajectories(facts, summary)
     _fact_scheduler(facts, summary)
-    if named := mean_by_name(server["metrics"] for server in summary["servers"]):
+    if named := mean_by_name(server.metrics for server in summary.servers):
         fact(facts, "servers", told(named))
-    if summary["checkpoint"]:
-        fact(facts, "checkpoint", f"step {summary['checkpoint']['step']}")
+    if summary.checkpoint:
+        fact(facts, "checkpoint", f"step {summary.checkpoint.step}")
     _fact_models(facts, summary)
-    if run["state"] in LIVE and run["waiting"]:
-        fact(facts, "waiting", Text(run["waiting"], style="bold"))
-    elif run["ended_at"] is not None:
-        fact(facts, "ended", f"{duration(now - run['ended_at'])} ago")
+    if run.state in LIVE and run.waiting:
+        fact(facts, "waiting", Text(run.waiting, style="bold"))
+    elif run.ended_at is not None:
+        fact(facts, "ended", f"{duration(now - run.ended_at)} ago")
     return facts
 
 
 def _fact_models(facts: Table, summary: RunSummary) -> None:
     """Where the models are that the run has made: a line each, for somebody to copy."""
-    for model in summary["models"]:
-        score = "" if model["score"] is None else f"  reward {model['score']:.3f}"
-        where = f"step {model['step']}{score}  {model['node']}:{model['path']}"
+    for model in summary.models:
+        score = "" if model.score is None else f"  reward {model.score:.3f}"
+        where = f"step {model.step}{score}  {model.node}:{model.path}"
         fact(facts, "model", Text(where, overflow="fold"))
 
 
 def _fact_step(facts: Table, summary: RunSummary) -> None:
-    done, target = summary["step"], summary["run"]["target_steps"]
+    done, target = summary.step, summary.run.target_steps
     fact(facts, "step", step_bar(done, target, _left(summary)))
 
 
 def _left(summary: RunSummary) -> str:
-    missing = summary["run"]["target_steps"] - summary["step"]
-    if summary["run"]["state"] != "running" or not summary["step_s"] or missing <= 0:
+    missing = summary.run.target_steps - summary.step
+    if summary.run.state != "running" or not summary.step_s or missing <= 0:
         return ""
-    return f"about {duration(summary['step_s'] * missing)} left"
+    return f"about {duration(summary.step_s * missing)} left"
 
 
 def step_bar(done: int, target: int, left: str) -> Text:
@@ -213,16 +213,16 @@ def step_bar(done: int, target: int, left: str) -> Text:
 
 
 def _fact_quality(facts: Table, summary: RunSummary, steps: Sequence[StepRecord]) -> None:
-    (name, change), lengths = judged_by(summary), summary["lengths"]
-    rise = Text(f"{number(change['first'], '.2f')} → ")
-    rise.append(number(change["last"], ".2f"), style="bold")
+    (name, change), lengths = judged_by(summary), summary.lengths
+    rise = Text(f"{number(change.first, '.2f')} → ")
+    rise.append(number(change.last, ".2f"), style="bold")
     rise.append(f"   first and last {RECENT} steps", style="dim")
     fact(facts, name, rise)
-    for part in summary["evaluations"]:
+    for part in summary.evaluations:
         fact(facts, "evaluation", evaluation_words(part))
-    length = f"{number(lengths['mean'])} tokens, p99 {number(lengths['p99'])}"
-    speed = f"{number(summary['tokens_per_s'], ',.0f')} tokens/s"
-    pace = f"{number(summary['step_s'], '.2g')} s a step" if summary["step_s"] else ""
+    length = f"{number(lengths.mean)} tokens, p99 {number(lengths.p99)}"
+    speed = f"{number(summary.tokens_per_s, ',.0f')} tokens/s"
+    pace = f"{number(summary.step_s, '.2g')} s a step" if summary.step_s else ""
     if steps:
         lines = [sparkline(smooth([s.mean_length for s in steps])[-20:])]
         lines.append(sparkline(smooth([s.tokens_per_s for s in steps])[-20:]))
@@ -233,63 +233,63 @@ def _fact_quality(facts: Table, summary: RunSummary, steps: Sequence[StepRecord]
         fact(facts, "speed", ", ".join(filter(None, (speed, pace))))
     _fact_staleness(facts, summary)
     _fact_sampling(facts, summary)
-    if summary["metrics"]:
-        fact(facts, "metrics", told({name: m["last"] for name, m in summary["metrics"].items()}))
+    if summary.metrics:
+        fact(facts, "metrics", told({name: m.last for name, m in summary.metrics.items()}))
 
 
 def _fact_staleness(facts: Table, summary: RunSummary) -> None:
-    staleness, made = summary["staleness"], summary["batches"]
-    text = f"{number(staleness['mean'])} mean, {number(staleness['max'])} max"
-    if made["over_bound"]:
-        text += f", {made['over_bound']:.1%} of tokens over the bound"
+    staleness, made = summary.staleness, summary.batches
+    text = f"{number(staleness.mean)} mean, {number(staleness.max)} max"
+    if made.share_over_bound:
+        text += f", {made.share_over_bound:.1%} of tokens over the bound"
     fact(facts, "staleness", text)
-    if made["groups_closed"]:
-        closed = f"{made['groups_closed']:,} groups, {made['trajectories_left']:,} members left"
-        closed += f", {made['trajectories_late']:,} trained later"
-        share = number(made["longest_trained"], ".0%")
+    if made.groups_closed:
+        closed = f"{made.groups_closed:,} groups, {made.trajectories_left:,} members left"
+        closed += f", {made.trajectories_late:,} trained later"
+        share = number(made.longest_trained, ".0%")
         fact(facts, "closed", closed, Text(f"{share} of the longest trained", style="dim"))
 
 
 def _fact_sampling(facts: Table, summary: RunSummary) -> None:
-    made, told = summary["batches"], []
-    if made["groups_filtered"]:
-        share = number(made["share_filtered"], ".0%")
-        told.append(f"{made['groups_filtered']:,} groups without signal, {share} of tokens")
-    if made["share_truncated"]:
-        told.append(f"{made['share_truncated']:.1%} of trajectories truncated")
+    made, told = summary.batches, []
+    if made.groups_filtered:
+        share = number(made.share_filtered, ".0%")
+        told.append(f"{made.groups_filtered:,} groups without signal, {share} of tokens")
+    if made.share_truncated:
+        told.append(f"{made.share_truncated:.1%} of trajectories truncated")
     if told:
         fact(facts, "sampling", ", ".join(told))
 
 
 def _fact_weights(facts: Table, summary: RunSummary) -> None:
-    sync = summary["sync"]
-    if not sync["versions"]:
+    sync = summary.sync
+    if not sync.versions:
         return
-    text = Text(f"version {summary['weight_version']}")
-    if sync["last_s"] is not None:
-        text.append(f" everywhere in {sync['last_s']:.2f} s (max {sync['max_s']:.2f} s)")
-    failed = sync["failed"]
-    verdict = f"{failed} not verified" if failed else f"{sync['verified']:,} verified"
+    text = Text(f"version {summary.weight_version}")
+    if sync.last_s is not None:
+        text.append(f" everywhere in {sync.last_s:.2f} s (max {sync.max_s:.2f} s)")
+    failed = sync.failed
+    verdict = f"{failed} not verified" if failed else f"{sync.verified:,} verified"
     fact(facts, "weights", text, Text(verdict, style="bold red" if failed else "green"))
-    if sync["full_bytes"]:
-        share = sync["sent_bytes"] / sync["full_bytes"]
-        pulls = f"{sync['delta']:,} of {sync['delta'] + sync['full']:,} pulls sent only changes"
+    if sync.full_bytes:
+        share = sync.sent_bytes / sync.full_bytes
+        pulls = f"{sync.delta:,} of {sync.delta + sync.full:,} pulls sent only changes"
         fact(facts, "pulled", f"{pulls}, all {share:.1%} of the bytes of full copies")
-    if summary["logprob_gap"] is not None:
-        gap = f"{summary['logprob_gap']:.1e} log-probability, rollout to trainer"
-        fact(facts, "gap", gap + f" (max {number(summary['logprob_gap_max'], '.1e')})")
+    if summary.logprob_gap is not None:
+        gap = f"{summary.logprob_gap:.1e} log-probability, rollout to trainer"
+        fact(facts, "gap", gap + f" (max {number(summary.logprob_gap_max, '.1e')})")
 
 
 def _fact_trajectories(facts: Table, summary: RunSummary) -> None:
-    counts = summary["trajectories"]
-    words = [f"{counts['trained']:,} trained"]
+    counts = summary.trajectories
+    words = [f"{counts.trained:,} trained"]
     words += [
         f"{count:,} {word}"
         for word, count in (
-            ("in flight", counts["in_flight"]),
-            ("retried", counts["retried"]),
-            ("failed", counts["failed"]),
-            ("dropped", counts["dropped"]),
+            ("in flight", counts.in_flight),
+            ("retried", counts.retried),
+            ("failed", counts.failed),
+            ("dropped", counts.dropped),
         )
         if count
     ]
@@ -298,15 +298,15 @@ def _fact_trajectories(facts: Table, summary: RunSummary) -> None:
 
 def _fact_scheduler(facts: Table, summary: RunSummary) -> None:
     """Add how many turns wait, and how many went on at another server than the one before."""
-    buckets, placed = summary["buckets"], summary["placement"]
-    if summary["run"]["state"] in LIVE and buckets:
-        waiting = sum(bucket["waiting"] for bucket in buckets)
-        seats = sum(bucket["seats"] for bucket in buckets)
-        running = sum(bucket["running"] for bucket in buckets)
+    buckets, placed = summary.buckets, summary.placement
+    if summary.run.state in LIVE and buckets:
+        waiting = sum(bucket.waiting for bucket in buckets)
+        seats = sum(bucket.seats for bucket in buckets)
+        running = sum(bucket.running for bucket in buckets)
         fact(facts, "queue", f"{waiting:,} wait, {running:,} of {seats:,} seats taken")
-    if placed["turns"] and sum(bucket["servers"] for bucket in buckets) > 1:
-        text = f"{placed['moved']:,} of {placed['turns']:,} turns went on at another server"
-        fact(facts, "placement", f"{text} ({percent(placed['moved_share'])})")
+    if placed.turns and sum(bucket.servers for bucket in buckets) > 1:
+        text = f"{placed.moved:,} of {placed.turns:,} turns went on at another server"
+        fact(facts, "placement", f"{text} ({percent(placed.moved_share)})")
 
 
 def _bucket_table(summary: RunSummary) -> Table:
@@ -314,13 +314,13 @@ def _bucket_table(summary: RunSummary) -> Table:
     table.add_column("bucket", overflow="ellipsis", no_wrap=True, max_width=10)
     for name in ("up to", "waiting", "taken", "turns", "came in", "left"):
         table.add_column(name, justify="right", no_wrap=True)
-    for bucket in summary["buckets"]:
-        ways = (bucket["turns"], bucket["moved_in"], bucket["moved_out"])
+    for bucket in summary.buckets:
+        ways = (bucket.turns, bucket.moved_in, bucket.moved_out)
         table.add_row(
-            bucket["bucket"],
-            f"{bucket['up_to_tokens']:,}",
-            f"{bucket['waiting']:,}",
-            percent(bucket["occupancy"]),
+            bucket.bucket,
+            f"{bucket.up_to_tokens:,}",
+            f"{bucket.waiting:,}",
+            percent(bucket.occupancy),
             *(f"{count:,}" for count in ways),
         )
     return table
@@ -334,16 +334,16 @@ def _slot_table(summary: RunSummary) -> Table:
     table.add_column("server", overflow="ellipsis", no_wrap=True, max_width=8)
     for name in ("version", "running", "waiting", "KV", "tok/s", "idle"):
         table.add_column(name, justify="right", no_wrap=True)
-    servers = {server["slot"]: server for server in summary["servers"]}
-    for slot in summary["slots"]:
-        server = servers.get(slot["slot"])
-        row: list[str | Text] = [slot_label(slot["slot"]), slot["role"], styled(slot["state"])]
+    servers = {server.slot: server for server in summary.servers}
+    for slot in summary.slots:
+        server = servers.get(slot.slot)
+        row: list[str | Text] = [slot_label(slot.slot), slot.role, styled(slot.state)]
         if server is None:
             table.add_row(*row)
             continue
-        row += [slot["bucket"], version(server["version"], verified=server["verified"])]
-        row += [str(server["running"]), str(server["waiting"]), percent(server["kv_use"])]
-        row += [number(server["tokens_per_s"], ",.0f"), percent(slot["idle"])]
+        row += [slot.bucket, version(server.version, verified=server.verified)]
+        row += [str(server.running), str(server.waiting), percent(server.kv_use)]
+        row += [number(server.tokens_per_s, ",.0f"), percent(slot.idle)]
         table.add_row(*row)
     return table
 
@@ -359,27 +359,27 @@ def version(version: int | None, *, verified: bool) -> Text:
 def _moves(summary: RunSummary) -> list[RenderableType]:
     """The newest moves, why those among them failed, and what the newest plan gains."""
     parts: list[RenderableType] = []
-    newest = summary["moves"][-_MOVES:]
+    newest = summary.moves[-_MOVES:]
     if newest:
         parts += [Text(), Padding(_move_table(newest), (0, 0, 0, 2))]
     parts += _error_lines(
-        f"move {move['move']} of {move['slot']}: {move['detail'] or 'no reason given'}"
+        f"move {move.move} of {move.slot}: {move.detail or 'no reason given'}"
         for move in newest
-        if move["state"] == "failed"
+        if move.state == "failed"
     )
-    plan = summary["plan"]
+    plan = summary.plan
     if plan and (gains := gains_told(plan)):
-        line = Text.assemble((f"plan {plan['plan']} ({plan['cause']}): ", "dim"), gains)
+        line = Text.assemble((f"plan {plan.plan} ({plan.cause}): ", "dim"), gains)
         parts += [Text(), Padding(line, (0, 0, 0, 2))]
     return parts
 
 
 def _decision(summary: RunSummary) -> list[RenderableType]:
     """Draw the planner's newest decision; nothing if it was never asked."""
-    if summary["decision"] is None:
+    if summary.decision is None:
         return []
     facts = grid()
-    for name, text in decision_facts(summary["decision"]):
+    for name, text in decision_facts(summary.decision):
         fact(facts, name, text)
     return [Text(), Padding(facts, (0, 0, 0, 2))]
 
@@ -390,30 +390,30 @@ def _move_table(moves: Sequence[MovePart]) -> Table:
         table.add_column(name, no_wrap=True)
     table.add_column("in all", justify="right", no_wrap=True)
     for move in moves:
-        words = (str(move["move"]), slot_label(move["slot"]), move["from"], move["to"])
+        words = (str(move.move), slot_label(move.slot), move.from_role, move.to_role)
         table.add_row(*words, _move_state(move), duration(took(move)))
     return table
 
 
 def _move_state(move: MovePart) -> Text:
     """How it ended, or the phase under way and for how long."""
-    style = {"done": "green", "failed": "bold red"}.get(move["state"], "yellow")
-    text = Text(move["state"], style)
-    if move["ended_at"] is None and move["phases"]:
-        text.append(f" for {duration(move['phases'][-1]['seconds'])}", style="default")
+    style = {"done": "green", "failed": "bold red"}.get(move.state, "yellow")
+    text = Text(move.state, style)
+    if move.ended_at is None and move.phases:
+        text.append(f" for {duration(move.phases[-1].seconds)}", style="default")
     return text
 
 
 def took(move: MovePart) -> float:
     """Seconds from its start to its end, or until now."""
-    if move["ended_at"] is not None:
-        return move["ended_at"] - move["started_at"]
-    return sum(phase["seconds"] for phase in move["phases"])
+    if move.ended_at is not None:
+        return move.ended_at - move.started_at
+    return sum(phase.seconds for phase in move.phases)
 
 
-def gains_told(plan: PlanPart) -> str:
+def gains_told(plan: PlanRecord) -> str:
     """``steps predicted 18% shorter, observed 14%``; nothing for a plan with no plan before it."""
-    predicted, observed = plan["predicted_gain"], plan["observed_gain"]
+    predicted, observed = plan.predicted_gain, plan.observed_gain
     if predicted is None:
         return "" if observed is None else f"steps observed {shorter(observed)}"
     told = f"steps predicted {shorter(predicted)}"

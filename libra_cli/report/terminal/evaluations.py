@@ -11,21 +11,21 @@ from libra_cli.report.status.evaluations import EvaluationPart
 
 def evaluation_words(part: EvaluationPart) -> str:
     """One line for people: ``held-out  step 20  pass@1 0.41 → 0.62 [0.51, 0.72]  pass@4 0.81``."""
-    words = [part["name"]]
-    if part["step"] is not None:
-        words += [f"step {part['step']}", *_estimates(part)]
-    if part["playing"] is not None:
-        words.append(f"step {part['playing']} playing: {part['played']} of {part['wanted']}")
+    words = [part.name]
+    if part.step is not None:
+        words += [f"step {part.step}", *_estimates(part)]
+    if part.playing is not None:
+        words.append(f"step {part.playing} playing: {part.played} of {part.wanted}")
     return "  ".join(words)
 
 
 def _estimates(part: EvaluationPart) -> list[str]:
     """The estimates of a finished evaluation; none where its environment broke every time."""
-    metrics = part["metrics"]
+    metrics = part.metrics
     passes = sorted((name for name in metrics if _is_pass(name)), key=_k)
     if not passes:
-        return [f"all {part['failed']} trajectories failed"]
-    lost = [f"{part['failed']} of {part['wanted']} trajectories failed"] if part["failed"] else []
+        return [f"all {part.failed} trajectories failed"]
+    lost = [f"{part.failed} of {part.wanted} trajectories failed"] if part.failed else []
     most = [f"{name} {_number(metrics[name])}" for name in passes[1:][-1:]]
     average = next(name for name in metrics if name.startswith("avg@"))
     return [_interval("pass@1", part), *most, f"reward {_number(metrics[average])}", *lost]
@@ -37,17 +37,17 @@ def evaluation_table(parts: Sequence[EvaluationPart]) -> Table:
     for title in ("evaluation", "estimate", "value", "95 % interval", "tasks", "failed"):
         table.add_column(title, justify="left" if title in ("evaluation", "estimate") else "right")
     for part in parts:
-        named = part["metrics"]
+        named = part.metrics
         for name in (one for one in named if f"{one}/low" in named):
             low, high = _number(named[f"{name}/low"]), _number(named[f"{name}/high"])
-            tasks = f"{part['tasks']} x {part['samples']}"
+            tasks = f"{part.tasks} x {part.samples}"
             value = _number(named[name])
-            table.add_row(part["name"], name, value, f"{low} to {high}", tasks, str(part["failed"]))
+            table.add_row(part.name, name, value, f"{low} to {high}", tasks, str(part.failed))
     return table
 
 
 def _interval(name: str, part: EvaluationPart) -> str:
-    now, first = part["metrics"], part["first"]
+    now, first = part.metrics, part.first
     low, high = _number(now.get(f"{name}/low")), _number(now.get(f"{name}/high"))
     before = f"{_number(first.get(name))} → " if first != now else ""
     return f"{name} {before}{_number(now.get(name))} [{low}, {high}]"

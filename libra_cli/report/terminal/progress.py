@@ -318,13 +318,13 @@ class Progress:
         missing = run.target_steps - run.step
         if not recent or missing <= 0:
             return ""
-        period = sum(s.waited_s + s.ended_at - s.started_at for s in recent) / len(recent)
+        period = sum(step.period_s for step in recent) / len(recent)
         return f"about {duration(period * missing)} left"
 
     def _quality(self, facts: Table, last: StepRecord) -> None:
         steps = list(self._steps)
         judged = yardstick(steps)
-        said = Text.assemble((number(judged.change["last"], ".2f"), "bold"))
+        said = Text.assemble((number(judged.change.last, ".2f"), "bold"))
         said.append(f" (first {sum(self._first) / len(self._first):.2f})", style="dim")
         _curve(facts, judged.name, said, judged.values)
         length = f"{last.mean_length:.0f} tokens, p99 {last.p99_length:.0f}"

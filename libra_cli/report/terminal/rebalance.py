@@ -23,37 +23,37 @@ def rebalance_view(told: RebalanceResult) -> RenderableType:
     parts: list[RenderableType] = [_title(told), Text(), Padding(_basis(told), (0, 0, 0, 2))]
     parts += [Text(), Padding(_plans(told), (0, 0, 0, 2))]
     parts += [Text(), Padding(_times(told), (0, 0, 0, 2))]
-    if told["moves"]:
-        running = told["of"] == "run"
-        parts += [Text(), Padding(_moves(told["moves"], running=running), (0, 0, 0, 2))]
+    if told.moves:
+        running = told.of == "run"
+        parts += [Text(), Padding(_moves(told.moves, running=running), (0, 0, 0, 2))]
     parts += [Text(), Padding(_verdict(told), (0, 0, 0, 2))]
-    if told["notes"]:
+    if told.notes:
         parts.append(Text())
-        parts += [Padding(Text(f"· {note}", style="dim"), (0, 0, 0, 2)) for note in told["notes"]]
+        parts += [Padding(Text(f"· {note}", style="dim"), (0, 0, 0, 2)) for note in told.notes]
     return Portable(Group(*parts))
 
 
 def _title(told: RebalanceResult) -> RenderableType:
-    left = Text.assemble((told["name"], "bold"), "  ", styled(told["state"]))
-    right = f"step {told['step']} of {told['target_steps']}"
+    left = Text.assemble((told.name, "bold"), "  ", styled(told.state))
+    right = f"step {told.step} of {told.target_steps}"
     line = Table.grid(expand=True)
     line.add_column(overflow="ellipsis", no_wrap=True)
     line.add_column(justify="right", no_wrap=True)
-    line.add_row(left, right if told["step"] is not None else f"{told['target_steps']} steps")
+    line.add_row(left, right if told.step is not None else f"{told.target_steps} steps")
     return line
 
 
 def _basis(told: RebalanceResult) -> Table:
-    work, profile, facts = told["workload"], told["profile"], grid()
+    work, profile, facts = told.workload, told.profile, grid()
     fact(
         facts,
         "workload",
-        f"{work['trajectories']:,} trajectories a step, "
-        f"{number(work['mean_generated'], ',.0f')} tokens generated on average, "
-        f"{work['longest_context']:,} in the longest context; from {work['source']}",
+        f"{work.trajectories:,} trajectories a step, "
+        f"{number(work.mean_generated, ',.0f')} tokens generated on average, "
+        f"{work.longest_context:,} in the longest context; from {work.source}",
     )
-    fact(facts, "prices", f"{profile['name']} ({profile['model']} on {profile['gpu']})")
-    for degree in profile["servers"]:
+    fact(facts, "prices", f"{profile.name} ({profile.model} on {profile.gpu})")
+    for degree in profile.servers:
         step = degree["step_s"] * 1e3
         fact(
             facts,
@@ -62,7 +62,7 @@ def _basis(told: RebalanceResult) -> Table:
             f"+ {degree['sequence_s'] * 1e6:.3g} µs a request "
             f"+ {degree['kv_token_s'] * 1e9:.3g} ns a KV token",
         )
-    training = profile["training"]
+    training = profile.training
     fact(
         facts,
         "  training",
@@ -83,7 +83,7 @@ def _plans(told: RebalanceResult) -> Table:
     table.add_column("", style="dim", no_wrap=True, min_width=12)
     table.add_column("plan now", overflow="fold", max_width=31)
     table.add_column("plan proposed", overflow="fold", max_width=31)
-    plans = (told["plan"], told["proposed"])
+    plans = (told.plan, told.proposed)
     table.add_row("rollout", *map(_servers, plans))
     table.add_row("training", *map(_trainers, plans))
     return table
@@ -91,8 +91,7 @@ def _plans(told: RebalanceResult) -> Table:
 
 def _servers(plan: PlanResult) -> str:
     shapes = Counter(
-        (server["bucket"], server["tensor_parallel"], server["max_num_seqs"])
-        for server in plan["servers"]
+        (server.bucket, server.tensor_parallel, server.max_num_seqs) for server in plan.servers
     )
     lines = [
         f"{count} x {name}, TP {degree}, {seats} seats"
@@ -102,24 +101,24 @@ def _servers(plan: PlanResult) -> str:
 
 
 def _trainers(plan: PlanResult) -> str:
-    slots, gpus = len(plan["train"]), plan["training_gpus"]
+    slots, gpus = len(plan.train), plan.training_gpus
     return f"{slots} slot{'s' * (slots != 1)}, {gpus} rank{'s' * (gpus != 1)}"
 
 
 def _times(told: RebalanceResult) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     table.add_column("seconds a step", style="dim", no_wrap=True, min_width=14)
-    times = told["times"]
-    columns = [("measured", times["measured"]), ("priced", times["priced"])]
-    columns += [("corrected", times["now"]), ("proposed", times["proposed"])]
-    if times["measured"]["step_s"] is None:
-        columns = [("now", times["now"]), ("proposed", times["proposed"])]
+    times = told.times
+    columns = [("measured", times.measured), ("priced", times.priced)]
+    columns += [("corrected", times.now), ("proposed", times.proposed)]
+    if times.measured.step_s is None:
+        columns = [("now", times.now), ("proposed", times.proposed)]
     for name, _ in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_row("rollout", *(number(column["rollout_s"], ",.3g") for _, column in columns))
-    table.add_row("training", *(number(column["train_s"], ",.3g") for _, column in columns))
+    table.add_row("rollout", *(number(column.rollout_s, ",.3g") for _, column in columns))
+    table.add_row("training", *(number(column.train_s, ",.3g") for _, column in columns))
     table.add_row(
-        "step", *(Text(number(column["step_s"], ",.3g"), style="bold") for _, column in columns)
+        "step", *(Text(number(column.step_s, ",.3g"), style="bold") for _, column in columns)
     )
     return table
 
@@ -130,28 +129,28 @@ def _moves(moves: Sequence[SlotMoveTold], *, running: bool) -> RenderableType:
         table.add_column(name, overflow="ellipsis", no_wrap=True, max_width=20)
     table.add_column("idle for" if running else "", justify="right", no_wrap=True)
     for index, move in enumerate(moves[:MOST_MOVES], start=1):
-        words = (str(index), slot_label(move["slot"]), move["from"], move["to"])
-        table.add_row(*words, duration(move["seconds"]) if running else "")
+        words = (str(index), slot_label(move.slot), move.from_role, move.to_role)
+        table.add_row(*words, duration(move.seconds) if running else "")
     if len(moves) <= MOST_MOVES:
         return table
     return Group(table, Text(f"and {len(moves) - MOST_MOVES} more", style="dim"))
 
 
 def _verdict(told: RebalanceResult) -> Table:
-    verdict, facts = told["verdict"], grid()
-    for name, text in explanation_facts(told["explanation"]) if told["explanation"] else ():
+    verdict, facts = told.verdict, grid()
+    for name, text in explanation_facts(told.explanation) if told.explanation else ():
         fact(facts, name, text)
-    gain, payback, horizon = verdict["gain_s"], verdict["payback_steps"], verdict["horizon_steps"]
-    running = told["of"] == "run"
-    if gain is not None and told["moves"]:
+    gain, payback, horizon = verdict.gain_s, verdict.payback_steps, verdict.horizon_steps
+    running = told.of == "run"
+    if gain is not None and told.moves:
         fact(facts, "gain", f"saves {gain:,.3g} s a step" if gain > 0 else "saves nothing")
         if running:
-            fact(facts, "cost", f"{number(verdict['cost_s'], ',.3g')} s of the whole job")
+            fact(facts, "cost", f"{number(verdict.cost_s, ',.3g')} s of the whole job")
         if payback is not None and horizon is not None:
             fact(facts, "pays back in", f"{payback:,.1f} steps, of {horizon:,.0f} to count on")
     stay, go = ("stay", "move") if running else ("the recipe's plan", "begin with the one proposed")
-    if verdict["move"]:
+    if verdict.move:
         fact(facts, "verdict", Text(go, style="bold green"))
     else:
-        fact(facts, "verdict", Text(f"{stay}: ", style="bold").append(verdict["why_not"]))
+        fact(facts, "verdict", Text(f"{stay}: ", style="bold").append(verdict.why_not))
     return facts

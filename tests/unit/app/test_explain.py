@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,28 @@ def test_every_key_of_status_is_named_in_a_row_of_its_page():
         if one.type != "mapping" and not re.search(rf"[`.]{name}(\[\])?`", row):
             silent.append(one.key)
     assert silent == []
+
+
+def test_the_example_of_status_has_the_keys_that_there_are():
+    (example,) = re.findall(r"^```json\n(.*?)^```$", page_of("status"), re.MULTILINE | re.DOTALL)
+    keys = {one.key: one.type for one in explain.status_keys(page_of("status")).values()}
+    paths = set(paths_in(json.loads(example)))
+    named = {key for key, kind in keys.items() if kind.startswith("dict")}
+    inside = {path for path in paths if any(path.startswith(f"{key}.") for key in named)}
+    assert paths - inside - keys.keys() == set()
+    assert {key for key in keys if "." not in key} - paths == set()
+
+
+def paths_in(value, path=""):
+    """Every key of an object as the path to it; of a list, those of its items."""
+    if isinstance(value, list):
+        for item in value:
+            yield from paths_in(item, path)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            here = f"{path}.{key}".strip(".")
+            yield here
+            yield from paths_in(item, here)
 
 
 def test_a_key_has_its_type_its_default_and_the_pages_that_speak_of_it():

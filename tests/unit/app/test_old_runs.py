@@ -307,4 +307,4 @@ def test_a_resumed_run_is_known_by_the_machine_that_goes_on_with_it(run_dir: Pat
         journal.save(sample)
     with Reader(run_dir) as reader:
         assert reader.meta["host"] != "controller"
-        assert summary(reader, now=_NOW)["run"]["state"] == "failed", "no such controller lives"
+        assert summary(reader, now=_NOW).run.state == "failed", "no such controller lives"

@@ -19,8 +19,9 @@ from libra_cli.config.errors import LibraError, StateError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import records as r
 from libra_cli.core.costs.profile import NothingFits, ProfileError
+from libra_cli.core.json_form import shown
 from libra_cli.core.workload import TrajectorySample
-from libra_cli.report.status.rebalance import RebalanceResult
+from libra_cli.report.status.rebalance import RebalanceResult, SlotMoveTold, StageTimes
 from libra_cli.report.terminal.rebalance import rebalance_view
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
@@ -147,35 +148,35 @@ def explained(run_dir: Path, profile: str | None = None) -> RebalanceResult:
 
 def test_a_run_without_a_profile_is_priced_by_what_it_did(cpu_run: Path) -> None:
     told = explained(cpu_run)
-    assert told["profile"]["source"] == "this run"
-    assert told["profile"]["gpu"] == "CPU"
-    assert told["workload"]["trajectories"] == 128
-    assert [server["slot"] for server in told["plan"]["servers"]] == list(sample_run.SERVERS)
-    assert told["plan"]["train"] == [sample_run.TRAINER]
-    assert any("memory is not known" in note for note in told["notes"])
+    assert told.profile.source == "this run"
+    assert told.profile.gpu == "CPU"
+    assert told.workload.trajectories == 128
+    assert [server.slot for server in told.plan.servers] == list(sample_run.SERVERS)
+    assert told.plan.train == [sample_run.TRAINER]
+    assert any("memory is not known" in note for note in told.notes)
 
 
 def test_measured_times_are_those_of_as_many_steps_as_the_planner_averages(cpu_run: Path) -> None:
     with Reader(cpu_run) as reader:
         steps = reader.steps()[-4:]  # max_staleness is 1
-    measured = explained(cpu_run)["times"]["measured"]
+    measured = explained(cpu_run).times.measured
     worked = sum(step.ended_at - step.started_at for step in steps) / 4
-    assert measured["train_s"] == pytest.approx(worked)
-    assert measured["step_s"] is not None
-    assert measured["step_s"] > worked
+    assert measured.train_s == pytest.approx(worked)
+    assert measured.step_s is not None
+    assert measured.step_s > worked
     # Training waited in every step of this run, so rollout took all of each.
-    assert measured["rollout_s"] == pytest.approx(measured["step_s"])
+    assert measured.rollout_s == pytest.approx(measured.step_s)
 
 
 def test_a_rollout_that_was_held_back_is_told_by_how_long_trajectories_took(big_run: Path) -> None:
     """Four trajectories of thirty seconds in every step, and training never waited."""
     told = explained(big_run)
-    seats = sum(server["max_num_seqs"] for server in told["plan"]["servers"])
-    measured = told["times"]["measured"]
-    assert measured["rollout_s"] is not None
-    assert measured["step_s"] is not None
+    seats = sum(server.max_num_seqs for server in told.plan.servers)
+    measured = told.times.measured
+    assert measured.rollout_s is not None
+    assert measured.step_s is not None
     # With more beside it no trajectory is faster; with all seats taken a step ends no sooner.
-    assert 4 * 30 / seats <= measured["rollout_s"] < measured["step_s"]
+    assert 4 * 30 / seats <= measured.rollout_s < measured.step_s
 
 
 def test_trajectories_in_play_are_counted_in_a_time_and_not_beyond(cpu_run: Path) -> None:
@@ -189,44 +190,42 @@ def test_trajectories_in_play_are_counted_in_a_time_and_not_beyond(cpu_run: Path
 
 
 def test_corrected_predictions_of_the_plan_now_come_near_what_was_measured(cpu_run: Path) -> None:
-    times = explained(cpu_run)["times"]
-    now, measured = times["now"], times["measured"]
-    assert now["train_s"] == pytest.approx(measured["train_s"], rel=0.25)
+    times = explained(cpu_run).times
+    now, measured = times.now, times.measured
+    assert now.train_s == pytest.approx(measured.train_s, rel=0.25)
     # Training waited in this run, so rollout took all of a step.
-    assert now["rollout_s"] == pytest.approx(measured["step_s"], rel=0.25)
+    assert now.rollout_s == pytest.approx(measured.step_s, rel=0.25)
 
 
 def test_pools_that_fix_every_slot_are_given_as_the_reason_to_stay(tmp_path: Path) -> None:
     told = explained(sample(tmp_path, pool=["rollout", "rollout", "train"]))
-    assert told["verdict"]["move"] is False
-    assert "no slot may change sides" in told["verdict"]["why_not"]
+    assert told.verdict.move is False
+    assert "no slot may change sides" in told.verdict.why_not
 
 
 def test_a_run_on_known_gpus_gets_the_shipped_prices_of_its_model(big_run: Path) -> None:
     told = explained(big_run)
-    assert (told["profile"]["name"], told["profile"]["source"]) == (PROFILE, "shipped")
+    assert (told.profile.name, told.profile.source) == (PROFILE, "shipped")
 
 
 def test_a_run_on_unknown_gpus_gets_its_own_prices(tmp_path: Path) -> None:
     told = explained(gpu_run(tmp_path / "run", gpu="NVIDIA B200"))
-    assert told["profile"]["source"] == "this run"
-    assert told["profile"]["gpu"] == "NVIDIA B200"
+    assert told.profile.source == "this run"
+    assert told.profile.gpu == "NVIDIA B200"
 
 
 def test_a_slow_half_gets_slots_and_every_number_of_the_verdict_agrees(big_run: Path) -> None:
     told = explained(big_run)
-    assert len(told["proposed"]["train"]) > len(told["plan"]["train"])
-    moved = {move["slot"] for move in told["moves"]}
-    assert moved == set(told["proposed"]["train"]) ^ set(told["plan"]["train"])
-    verdict, times = told["verdict"], told["times"]
-    assert verdict["move"]
-    assert verdict["gain_s"] is not None
-    assert verdict["gain_s"] == pytest.approx(
-        (times["now"]["step_s"] or 0) - (times["proposed"]["step_s"] or 0)
-    )
-    assert verdict["payback_steps"] is not None
-    assert verdict["payback_steps"] == pytest.approx(verdict["cost_s"] / verdict["gain_s"])
-    assert verdict["payback_steps"] < (verdict["horizon_steps"] or 0)
+    assert len(told.proposed.train) > len(told.plan.train)
+    moved = {move.slot for move in told.moves}
+    assert moved == set(told.proposed.train) ^ set(told.plan.train)
+    verdict, times = told.verdict, told.times
+    assert verdict.move
+    assert verdict.gain_s is not None
+    assert verdict.gain_s == pytest.approx((times.now.step_s or 0) - (times.proposed.step_s or 0))
+    assert verdict.payback_steps is not None
+    assert verdict.payback_steps == pytest.approx(verdict.cost_s / verdict.gain_s)
+    assert verdict.payback_steps < (verdict.horizon_steps or 0)
 
 
 def test_a_profile_of_another_gpu_is_refused_with_both_names(big_run: Path, cpu_run: Path) -> None:
@@ -242,15 +241,15 @@ def test_prices_measured_on_hosts_without_gpus_are_taken_there(
     path = tmp_path / "cpu.json"
     path.write_text(case_of_run(cpu_run, None).profile.to_json())
     told = explained(cpu_run, str(path))
-    assert told["profile"]["source"] == "given"
-    assert not any("you must know" in note for note in told["notes"])
+    assert told.profile.source == "given"
+    assert not any("you must know" in note for note in told.notes)
     with pytest.raises(ProfileError, match=r"CPU.*A800"):
         explained(gpu_run(tmp_path / "run"), str(path))
 
 
 def test_a_profile_of_another_model_is_used_and_told(tmp_path: Path) -> None:
     told = explained(gpu_run(tmp_path / "run", path="/models/mine"), PROFILE)
-    assert any("Qwen3-14B" in note and "/models/mine" in note for note in told["notes"])
+    assert any("Qwen3-14B" in note and "/models/mine" in note for note in told.notes)
 
 
 def test_a_plan_with_a_shape_without_prices_is_refused(tmp_path: Path, big_run: Path) -> None:
@@ -291,18 +290,18 @@ def recipe_file(tmp_path: Path, recipe: Recipe) -> Path:
 def test_a_recipe_is_explained_before_anything_has_run(tmp_path: Path) -> None:
     path = recipe_file(tmp_path, gpu_recipe())
     told = rebalance.explain(path, trace="mint", profile=PROFILE)
-    assert told["of"] == "recipe"
-    assert told["step"] is None
-    assert set(told["times"]["measured"].values()) == {None}
-    assert told["verdict"]["cost_s"] == 0.0
-    assert "mint" in told["workload"]["source"]
+    assert told.of == "recipe"
+    assert told.step is None
+    assert told.times.measured == StageTimes(None, None, None)
+    assert told.verdict.cost_s == 0.0
+    assert "mint" in told.workload.source
 
 
 def test_trajectories_beyond_max_len_are_cut_as_a_run_would(tmp_path: Path) -> None:
     path = recipe_file(tmp_path, gpu_recipe(max_len=1024))
     told = rebalance.explain(path, trace="tau2bench", profile=PROFILE)
-    assert told["workload"]["longest_context"] == 1024
-    assert any("longer than model.max_len 1,024" in note for note in told["notes"])
+    assert told.workload.longest_context == 1024
+    assert any("longer than model.max_len 1,024" in note for note in told.notes)
 
 
 def test_a_recipe_needs_a_named_profile_and_lists_those_of_its_model(tmp_path: Path) -> None:
@@ -348,8 +347,8 @@ def test_the_tables_fit_80_columns(
 def test_many_moves_and_long_names_keep_the_tables_whole(big_run: Path) -> None:
     told = explained(big_run)
     slot = "gpu-with-a-very-long-name.rack.example.org/7"
-    moves = [{"slot": slot, "from": "a-very-long-bucket-name", "to": "train", "seconds": 3600.0}]
-    many: Any = {**told, "moves": moves * 40, "name": "x" * 100}
+    moves = [SlotMoveTold(slot, "a-very-long-bucket-name", "train", 3600.0)]
+    many = replace(told, moves=moves * 40, name="x" * 100)
     text = drawn(rebalance_view(many))
     assert widest(text) <= 80
     assert "and 28 more" in text
@@ -359,7 +358,7 @@ def test_json_is_one_object_of_finite_numbers(cpu_run: Path) -> None:
     done = libra(str(cpu_run), "--dry-run", "--json")
     assert done.exit_code == 0, done.output
     told = json.loads(done.output)
-    assert set(told) == set(RebalanceResult.__annotations__)
+    assert set(told) == shown(RebalanceResult).keys()
 
 
 def test_an_order_to_a_run_that_has_ended_or_to_a_recipe_is_refused(cpu_run: Path) -> None:

@@ -161,4 +161,4 @@ def test_what_is_written_down_shows_a_dry_run_the_slots_of_the_plan(tmp_path: Pa
     assert seen.plan.servers == world.machine.plan.servers
     planner = live_planner(recipe, A800)
     assert planner.decide(seen).plan is None, "it has just decided on this one"
-    assert told["run"]["state"] == "finished"
+    assert told.run.state == "finished"

@@ -232,18 +232,17 @@ def test_a_first_plan_gains_nothing_and_says_nothing(tmp_path: Path) -> None:
 
 def test_buckets_with_long_names_and_big_numbers_fit_80_columns(tmp_path: Path) -> None:
     value = live(tmp_path, 150.0)
-    big = {
-        **value["buckets"][0],
-        "bucket": "a-very-long-bucket-name",
-        "up_to_tokens": 131_072,
-        "waiting": 99_999,
-        "occupancy": 1.0,
-        "turns": 12_345_678,
-        "moved_in": 1_234_567,
-        "moved_out": 1_234_567,
-    }
-    value["buckets"] = [big, big]  # type: ignore[list-item]
-    text = drawn(status_view(value, now=sample_run.START + 150.0))
+    big = replace(
+        value.buckets[0],
+        bucket="a-very-long-bucket-name",
+        up_to_tokens=131_072,
+        waiting=99_999,
+        occupancy=1.0,
+        turns=12_345_678,
+        moved_in=1_234_567,
+        moved_out=1_234_567,
+    )
+    text = drawn(status_view(replace(value, buckets=[big, big]), now=sample_run.START + 150.0))
     assert widest(text) <= 80
     assert text.count("12,345,678") == 2
 

@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 
 from libra_cli.core import records as r
 from libra_cli.report.html.run_report import report_page
+from libra_cli.report.status.metrics import FirstLast
 from libra_cli.report.status.steps import yardstick
 from libra_cli.report.status.summary import RunSummary, summary
 from libra_cli.report.terminal.console import final_view, status_view
@@ -57,7 +58,7 @@ def test_status_and_the_end_of_a_run_show_the_loss(run_dir: Path) -> None:
         text = drawn(view)
         assert f"{first:.2f} → 0.06" in text
         assert "reward" not in text.split("trajectories")[0]
-    assert value["reward"] == {"first": 1.0, "last": 1.0}  # --json tells what there is
+    assert value.reward == FirstLast(1.0, 1.0)  # --json tells what there is
 
 
 def test_the_report_draws_the_loss(run_dir: Path) -> None:
@@ -78,4 +79,4 @@ def test_other_runs_are_judged_by_their_reward(tmp_path: Path) -> None:
     _, steps = told(tmp_path)
     assert yardstick(steps).name == "reward"
     assert yardstick(steps).values == [step.reward for step in steps]
-    assert yardstick([]).change == {"first": None, "last": None}
+    assert yardstick([]).change == FirstLast(None, None)

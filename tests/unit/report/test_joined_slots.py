@@ -9,7 +9,7 @@ import pytest
 
 from libra_cli.core.records import TurnRecord
 from libra_cli.report.status.migration_impact import migration_impacts
-from libra_cli.report.status.plans import moves, plans
+from libra_cli.report.status.plans import moves
 from libra_cli.report.status.slots import existing
 from libra_cli.report.status.summary import summary
 from libra_cli.runtime.store.journal import Journal
@@ -30,7 +30,7 @@ def records_of(world: Scene, run_dir: Path) -> Reader:
 def shown(world: Scene, run_dir: Path) -> dict[str, str]:
     with records_of(world, run_dir) as reader:
         told = summary(reader, now=world.now)
-    return {slot["slot"]: slot["state"] for slot in told["slots"]}
+    return {slot.slot: slot.state for slot in told.slots}
 
 
 def test_slots_that_exist_no_more_are_not_shown(tmp_path):
@@ -76,7 +76,7 @@ def test_turns_on_parts_of_a_joined_slot_are_not_the_others(tmp_path, slot, coun
     during = {"started_at": move.started_at, "ended_at": move.ended_at}
     world.records = [*own, replace(turn, slot=slot, generated_tokens=1000, **during)]
     with records_of(world, tmp_path / "run") as reader:
-        told = moves(reader, plans(reader), now=world.now)
-        (around,) = [seen for move, seen in migration_impacts(reader, told) if move["slot"] == BOTH]
+        told = moves(reader, now=world.now)
+        (around,) = [seen for move, seen in migration_impacts(reader, told) if move.slot == BOTH]
     expected = 1000 / (move.ended_at - move.started_at)
     assert around.during.tokens_per_s == pytest.approx(expected if counts else 0.0)

@@ -12,18 +12,15 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from libra_cli.config.errors import StateError
 from libra_cli.core import records as r
-from libra_cli.report.status.plans import changes, plans
+from libra_cli.report.status.plans import changes
 from libra_cli.report.status.steps import smooth
-from libra_cli.report.status.summary import (
-    RunSummary,
-    summary,
-    to_json,
-)
+from libra_cli.report.status.summary import summary, to_json
 from libra_cli.runtime.store.controller_process import (
     controller_alive,
     controller_is_here,
@@ -38,7 +35,12 @@ from tests.sample_run import run_record, slot_record, step_record
 _NOW = sample_run.START + 600.0
 
 
-def told(run_dir: Path, records: Iterable[r.Record] = (), now: float = _NOW) -> RunSummary:
+def as_json(reader: Reader) -> Any:
+    """What ``libra status --json`` prints."""
+    return json.loads(to_json(summary(reader, now=_NOW)))
+
+
+def told(run_dir: Path, records: Iterable[r.Record] = ()) -> Any:
     """Save the records (of a run whose controller is this process) and sum the run up."""
     mine = process_started(os.getpid())
     assert mine is not None
@@ -47,7 +49,7 @@ def told(run_dir: Path, records: Iterable[r.Record] = (), now: float = _NOW) -> 
         for record in records:
             journal.save(record)
     with Reader(run_dir) as reader:
-        return summary(reader, now=now)
+        return as_json(reader)
 
 
 def sync(
@@ -132,7 +134,7 @@ def turn(
 def test_the_object_has_every_key_other_tools_were_promised(tmp_path: Path) -> None:
     sample_run.write(tmp_path / "run")
     with Reader(tmp_path / "run") as reader:
-        value = json.loads(to_json(summary(reader, now=_NOW)))
+        value = as_json(reader)
     assert {"id", "state", "recipe", "started_at", "ended_at"} <= value["run"].keys()
     assert {"step", "weight_version", "logprob_gap", "tokens_per_s"} <= value.keys()
     assert {"first", "last"} <= value["reward"].keys()
@@ -169,8 +171,8 @@ def test_what_nobody_knows_yet_is_null(tmp_path: Path) -> None:
 def test_a_reward_that_is_not_a_number_is_null_and_not_broken_json(tmp_path: Path) -> None:
     infinite = r.to_metrics_json({"loss": float("inf")})
     value = told(tmp_path, [step_record(1, 10.0, reward=float("nan"), metrics_json=infinite)])
-    assert json.loads(to_json(value))["reward"] == {"first": None, "last": None}
-    assert json.loads(to_json(value))["metrics"] == {"loss": {"first": None, "last": None}}
+    assert value["reward"] == {"first": None, "last": None}
+    assert value["metrics"] == {"loss": {"first": None, "last": None}}
 
 
 def test_the_gap_weighs_each_step_by_the_tokens_it_compared(tmp_path: Path) -> None:
@@ -268,6 +270,7 @@ def test_members_that_come_after_their_group_count_for_the_step_that_trained_the
     assert seen["staleness"]["histogram"] == {"0": 1, "2": 1}
     assert seen["trajectories"]["trained"] == 2
     assert seen["batches"] == {
+        "share_over_bound": pytest.approx(0.2),
         "over_bound": pytest.approx(0.2),
         "token_staleness_mean": pytest.approx(0.5),
         "token_staleness_max": 4,
@@ -406,6 +409,11 @@ def test_each_bucket_tells_its_queue_its_seats_and_who_came_and_left(tmp_path: P
     assert value["placement"] == {"turns": 3, "moved": 2, "moved_share": pytest.approx(2 / 3)}
 
 
+def phase(name: str, began: float, ended: float, *, seconds: float) -> dict[str, object]:
+    times = {"started_at": began, "ended_at": ended, "began": began, "ended": ended}
+    return {"phase": name, **times, "seconds": seconds}
+
+
 def test_moves_are_told_in_the_documented_words(tmp_path: Path) -> None:
     phases = json.dumps([["drain", 5.0, 6.5], ["stop", 6.5, 9.0]])
     moved = r.MoveRecord(1, 1, "a/0", "rollout", "gradient", "done", 5.0, 9.0, phases, "asked for")
@@ -414,12 +422,14 @@ def test_moves_are_told_in_the_documented_words(tmp_path: Path) -> None:
         "move": 1,
         "plan": 1,
         "slot": "a/0",
+        "from_role": "rollout",
+        "to_role": "gradient",
         "from": "rollout",
         "to": "gradient",
         "state": "done",
         "phases": [
-            {"phase": "drain", "began": 5.0, "ended": 6.5, "seconds": 1.5},
-            {"phase": "stop", "began": 6.5, "ended": 9.0, "seconds": 2.5},
+            phase("drain", 5.0, 6.5, seconds=1.5),
+            phase("stop", 6.5, 9.0, seconds=2.5),
         ],
         "predicted_gain": None,
         "observed_gain": None,
@@ -448,7 +458,7 @@ def test_a_phase_under_way_lasts_until_now_or_until_the_run_ended(
 def test_plans_tell_who_does_what_and_what_it_gains(tmp_path: Path) -> None:
     sample_run.write_moving(tmp_path / "run")
     with Reader(tmp_path / "run") as reader:
-        value = json.loads(to_json(summary(reader, now=_NOW)))
+        value = as_json(reader)
     first, away, home = value["plans"]
     assert value["plan"] == home
     assert (first["cause"], first["predicted_gain"], first["observed_gain"]) == (
@@ -485,7 +495,7 @@ def test_plans_tell_who_does_what_and_what_it_gains(tmp_path: Path) -> None:
 def test_decisions_tell_their_explanation_and_what_came(tmp_path: Path) -> None:
     sample_run.write_moving(tmp_path / "run")
     with Reader(tmp_path / "run") as reader:
-        value = json.loads(to_json(summary(reader, now=_NOW)))
+        value = as_json(reader)
     unmade, kept, moved = value["decisions"]
     assert value["decision"] == moved
     assert unmade["explanation"] is None
@@ -503,7 +513,7 @@ def test_the_newest_hundred_decisions_are_told(tmp_path: Path) -> None:
         for at in range(120):
             journal.save(r.DecisionRecord(float(at), at, "asked for", None, "no", 1.0, 1.0))
     with Reader(tmp_path) as reader:
-        told = summary(reader, now=_NOW)["decisions"]
+        told = as_json(reader)["decisions"]
     assert [decision["step"] for decision in told] == list(range(20, 120))
 
 
@@ -516,13 +526,13 @@ def test_a_gain_is_null_until_both_of_its_times_are_known(tmp_path: Path) -> Non
 def test_a_plan_is_told_by_what_it_changes(tmp_path: Path) -> None:
     sample_run.write_moving(tmp_path / "run")
     with Reader(tmp_path / "run") as reader:
-        first, away, home = plans(reader)
+        first, away, home = reader.plans()
     assert changes(None, first) == []
     assert changes(first, away) == ["local/1 rollout → gradient"]
     assert changes(away, home) == ["local/1 gradient → rollout"]
-    wider = {**home["servers"][1], "bucket": "long", "tensor_parallel": 2, "max_num_seqs": 8}
-    longer = {**home, "servers": [home["servers"][0], wider], "train": []}
-    assert changes(home, longer) == [  # type: ignore[arg-type]
+    kept, other = json.loads(home.servers_json)
+    servers = json.dumps([kept, [other[0], "long", 2, 8, other[-1]]])
+    assert changes(home, replace(home, servers_json=servers, train_json="[]")) == [
         "local/1 rollout (short, TP 1, 48 seats) → rollout (long, TP 2, 8 seats)",
         "local/2 train → idle",
     ]
@@ -555,7 +565,7 @@ def test_a_run_whose_controller_died_has_failed(tmp_path: Path, how: str) -> Non
             with journal._writing:
                 journal._connection.execute("UPDATE meta SET value = 'x' WHERE key = 'boot'")
     with Reader(tmp_path) as reader:
-        value = summary(reader, now=_NOW)
+        value = as_json(reader)
     assert value["run"]["state"] == "failed"
     assert "died without ending the run" in value["run"]["error"]
     assert value["errors"] == [value["run"]["error"]]
@@ -581,7 +591,7 @@ def test_a_run_of_another_machine_is_believed_while_it_writes(
         journal.event(time.time() - silent_s, "StepDone", {})
         of_another_machine(journal)
     with Reader(tmp_path) as reader:
-        assert summary(reader, now=_NOW)["run"]["state"] == state
+        assert as_json(reader)["run"]["state"] == state
 
 
 def test_a_run_is_alive_while_its_lock_is_held_whatever_its_host_was_called(
