@@ -273,9 +273,18 @@ def text_config(model_dir: Path | str) -> PreTrainedConfig:
         to_whole = get_checkpoint_conversion_mapping(whole.model_type) or []
         prefix = PrefixChange(prefix_to_remove=LANGUAGE_MODEL, model_prefix="model")
         register_checkpoint_conversion_mapping(part.model_type, [*to_whole, prefix])
+    part = _as_served(part)
     for name, value in part.to_dict().items():
         if DROPOUT.search(name) and isinstance(value, float):
             setattr(part, name, 0.0)
+    return part
+
+
+def _as_served(part: PreTrainedConfig) -> PreTrainedConfig:
+    """Let Command A's windows be one token longer than transformers has them: vLLM says that it was
+    trained so, and the trainer computes what servers sample (``commandr.py`` of vLLM 0.32)."""
+    if part.model_type == "cohere2" and part.sliding_window:
+        part.sliding_window += 1
     return part
 
 

@@ -98,3 +98,10 @@ def test_files_of_a_tied_model_may_have_both_ends(tmp_path: Path):
     assert len(published) == len({*published})
     assert len({"lm_head.weight", "model.embed_tokens.weight"} & {*published}) == 1
     assert names.unused == []
+
+
+def test_command_a_s_windows_are_those_of_its_servers(tmp_path: Path):
+    named_family("Command A").write(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())["sliding_window"]
+    assert text_config(tmp_path).sliding_window == written + 1
+    assert text_config(tmp_path).sliding_window == written + 1, "once, however often it is read"
