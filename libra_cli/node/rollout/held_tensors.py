@@ -8,7 +8,8 @@ of their ranks.
 
 Every part is read where the kernels read it. vLLM's CPU kernels keep a packed copy of a matrix and
 drop the matrix itself: such a copy is multiplied by blocks of the identity, which gives its columns
-back exactly, since every other product is zero. The experts of mixtures are ``held_experts``.
+back exactly, since every other product is zero. The experts of mixtures are ``held_experts``,
+convolutions ``held_convolutions``.
 
 Modules are called otherwise than the published tensors where the language model is a part of
 another: vLLM's own mapping of the files' names to its modules' says how (``own_names``).
@@ -16,6 +17,7 @@ another: vLLM's own mapping of the files' names to its modules' says how (``own_
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from libra_cli.node.rollout import held_experts
+from libra_cli.node.rollout import held_convolutions, held_experts
 from libra_cli.node.rollout.held_experts import Block
 from libra_cli.node.weights.checksum import FORMATS, MODULUS, as_rows, checksum_of
 
@@ -57,7 +59,7 @@ def held_parts(model: nn.Module, dtypes: Mapping[str, str]) -> list[dict[str, An
     Each has the published ``name``, the ``source`` (the module it was found in), a region of the
     published tensor, and ``checksum``; or ``problem``, if the numbers held cannot be those.
     """
-    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    packed = _packed_parts(model)
     own = own_names(model, dtypes)
     named = model.named_parameters(remove_duplicate=False)
     tied = {id(parameter): own[name] for name, parameter in named if name in own}
@@ -112,6 +114,21 @@ def _of_module(
             yield f"{path}.{name}".lstrip("."), iter([(0, 0, as_rows(parameter.detach()))])
 
 
+def _packed_parts(model: nn.Module) -> dict[str, list[str]]:
+    """Return the layers of the files that vLLM stacks into one, by its last name: one for each part
+    of the stack, so that a layer with several parts is there several times."""
+    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    counts = Counter[str]()
+    for module in model.modules():
+        stacked = getattr(getattr(module, "hf_to_vllm_mapper", None), "orig_to_new_stacked", {})
+        for name, (_, parts) in stacked.items():
+            counts[name.strip(".")] = len(parts) if isinstance(parts, tuple) else 1
+    return {
+        whole: [name for name in names for _ in range(counts[name] or 1)]
+        for whole, names in packed.items()
+    }
+
+
 def _layers(path: str, packed: Mapping[str, list[str]], own: Mapping[str, str]) -> list[str]:
     """What a module is made of: itself, where that is published, else what vLLM packs into it."""
     if f"{path}.weight" in own:
@@ -157,7 +174,7 @@ def slices_of(layer: nn.Module, names: list[str]) -> list[Slice]:
 def regions_of(model: nn.Module, published: Iterable[str]) -> dict[str, tuple[slice, slice]]:
     """The rows and columns that a worker holds of published tensors, by name."""
     own = own_names(model, published)
-    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    packed = _packed_parts(model)
     regions = {}
     for path, module in model.named_modules():
         if isinstance(getattr(module, "weight", None), nn.Parameter):
@@ -185,22 +202,21 @@ def _stacked(
     What the files have as one layer is stacked there as well, each part with all its rows
     (``wholes``). Other layers that are published together are left out.
     """
-    together = len(names) == 1 < len(shards)
-    if not together and len(names) != len(shards):
+    named = list(names) * (len(shards) if len(names) == 1 else 1)
+    if len(named) != len(shards):
         return []
-    slices, first, before = list[Slice](), 0, 0
-    for place, (number, size) in enumerate(shards):
-        begin = before + number * size
-        name = names[0] if together else names[place]
+    slices, first, before = list[Slice](), 0, Counter[str]()
+    for name, (number, size), whole in zip(named, shards, wholes, strict=True):
+        begin = before[name] + number * size
         slices.append(Slice(name, first, (begin, begin + size)))
         first += size
-        before += wholes[place] if together else 0
+        before[name] += whole
     return slices
 
 
 def _weight(layer: nn.Module, one: Slice) -> Iterator[Block]:
     """Rows of a layer's weight, in blocks of columns, as its kernel reads them."""
-    weight = layer.weight.detach()
+    weight = held_convolutions.in_order(layer)
     row, held = (one.rows[0], one.held) if one.rows else (0, slice(None))
     if not _has_packed_copy(layer):
         yield row, one.column, as_rows(weight)[held]
