@@ -7,6 +7,8 @@ Why the flags are what they are:
 - ``--worker-extension-cls``: workers load versions and prove which they hold.
 - ``--generation-config vllm``: a model's own sampling defaults (top_k, temperature) would change
   the distribution the loss believes in.
+- ``--language-model-only``: of a model that also sees or hears, what is trained is served alone.
+  Its towers are not loaded, and neither images nor sounds are prepared to measure memory with.
 - ``--logprobs-mode processed_logprobs``: log-probabilities after temperature, as the trainer's.
 - ``--scheduling-policy priority`` orders vLLM's own waiting queue; admission is the request
   scheduler's (``libra_cli.core.scheduling.request_scheduler``).
@@ -70,6 +72,7 @@ def _flags(recipe: Recipe, launch: ServerLaunch) -> Flags:
         "--logprobs-mode": "processed_logprobs",
         "--seed": launch.seed,
         "--worker-extension-cls": "libra_cli.node.rollout.worker.VersionLoader",
+        "--language-model-only": None,
     }
     if recipe.rollout.speculative is not None:
         flags["--speculative-config"] = json.dumps(recipe.rollout.speculative.flags)

@@ -30,11 +30,13 @@ import os
 import signal
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from libra_cli.node.connections import Connection, Connections
 from libra_cli.node.control import ControlServer
 from libra_cli.node.http import read_token
+from libra_cli.node.rollout.torchvision_names import provide
 from libra_cli.node.rollout.turn import Answer
 from libra_cli.node.unix_socket import bind_unix
 
@@ -150,6 +152,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _stop)
     # A fifth of the time to import vLLM would go into looking for garbage; there is none yet.
     gc.disable()
+    provide(Path(arguments[arguments.index("--model") + 1]))
     from libra_cli.node.rollout.engine import VllmEngine  # vLLM reads its environment when imported
 
     engine = VllmEngine(arguments)

@@ -85,7 +85,7 @@ def test_no_flag_of_ours_can_be_given_twice(path: Path) -> None:
     for spec in processes(json.loads(path.read_text(encoding="utf-8"))):
         if spec.process.startswith("server"):
             flags = {word for word in spec.argv if word.startswith("--")}
-            extra = {"--generation-config", "--kv-cache-dtype=fp8"}
+            extra = {"--generation-config", "--kv-cache-dtype=fp8", "--language-model-only"}
             assert flags - extra <= RESERVED_VLLM_FLAGS
 
 
