@@ -241,13 +241,17 @@ def test_what_is_left_of_a_pull_that_failed_goes_when_it_is_not_wanted_any_more(
     tmp_path: Path, places: list[Place]
 ) -> None:
     source, server = faulty(tmp_path / "half", after(5))
-    with pytest.raises(AgentRefused):
-        places[0].pull(source, within_s=1.0)
+    root = places[0].server.root
+    for within_s in (0.5, 2.0, 8.0):  # a busy machine may not get to the first chunk sooner
+        with pytest.raises(AgentRefused):
+            places[0].pull(source, within_s=within_s)
+        if left := list(root.iterdir()):
+            break
     server.shutdown()
     server.server_close()
-    assert len(list(places[0].server.root.iterdir())) == 1
+    assert len(left) == 1
     places[0].server.forget([])
-    assert list(places[0].server.root.iterdir()) == []
+    assert list(root.iterdir()) == []
 
 
 def test_a_host_passes_on_what_it_has_before_it_has_the_rest(
