@@ -9,7 +9,7 @@ import pytest
 
 from libra_cli.config.errors import IllegalMove
 from libra_cli.core.cluster import replica, trainer_life
-from libra_cli.core.cluster.replica import Replica, ReplicaState
+from libra_cli.core.cluster.replica import Replica, ReplicaState, slot_record
 from libra_cli.core.rollout import active, groups
 from libra_cli.core.rollout.active import ActiveTrajectory, Stage
 from libra_cli.core.rollout.groups import GroupLedger
@@ -51,11 +51,13 @@ def test_a_server_has_served_for_as_long_as_requests_might_be_inside_it() -> Non
     for now, state in {1.0: states.STARTING, 3.0: states.JOINING, 4.0: states.SERVING}.items():
         one.move(state, now=now)
     assert one.serving_s == 0.0
+    assert slot_record(one, now=6.0, waiting=0).serving_s == 2.0
     one.move(states.DRAINING, now=9.0)
     assert one.serving_s == 5.0
+    assert slot_record(one, now=9.5, waiting=0).serving_s == 5.5
     one.move(states.STOPPING, now=11.5)
     one.move(states.IDLE, now=20.0)
-    assert one.serving_s == 7.5
+    assert one.serving_s == slot_record(one, now=30.0, waiting=0).serving_s == 7.5
 
 
 def test_a_trajectory_cannot_generate_before_it_has_a_prompt() -> None:

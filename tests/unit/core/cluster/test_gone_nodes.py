@@ -5,6 +5,7 @@ from __future__ import annotations
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.replica import ReplicaState
+from libra_cli.core.cluster.restarts import LATER_S
 from libra_cli.core.cluster.trainer_life import TrainerState
 from libra_cli.core.types import node_of
 from tests.elastic import Scene, scene
@@ -47,7 +48,9 @@ def test_a_server_that_had_failed_for_good_is_tried_on_a_node_that_came_back():
     lose(world, "b")
     assert server.state is ReplicaState.FAILED
     world.give(e.NodeBack("b", frozenset()))
+    back = world.now
     world.until(lambda: server.state is ReplicaState.SERVING)
+    assert world.now < back + LATER_S, "it was not forgiven, but only tried again some time later"
 
 
 def test_a_trainer_waits_for_a_node_of_its_ranks_and_goes_on_when_it_is_back():

@@ -130,3 +130,23 @@ def test_a_failure_counts_only_of_the_checkpoint_that_is_waited_for():
     kept.remember("/8", 8)
     assert not kept.failed(8, FULL), "it is there"
     assert kept.failures == 0
+
+
+def test_scores_of_evaluations_are_kept_until_a_trainer_begins_before_their_step():
+    checkpoints = Checkpoints(every=2)
+    for step, score in ((2, 0.5), (4, 0.75), (6, 1.0)):
+        checkpoints.evaluation_ended(step, score, incarnation=1)
+    assert checkpoints.evaluated == {2: 0.5, 4: 0.75, 6: 1.0}
+    checkpoints.begins(2, 4)
+    assert checkpoints.evaluated == {2: 0.5, 4: 0.75}
+
+
+def test_weights_of_a_trainer_are_of_the_past_once_a_later_one_began_before_their_step():
+    """The second may begin several times, with other slots: the earliest step counts."""
+    checkpoints = Checkpoints(every=2)
+    checkpoints.begins(2, 4)
+    checkpoints.begins(2, 8)
+    assert [step for step in range(8) if checkpoints.still_holds(step, 1)] == [0, 1, 2, 3, 4]
+    assert checkpoints.still_holds(7, 2)
+    checkpoints.evaluation_ended(6, 1.0, incarnation=1)
+    assert checkpoints.evaluated is None

@@ -88,6 +88,18 @@ def test_only_a_suspect_that_was_sent_alone_is_guilty():
     assert detector.died_with([first]) == [], "it was told, and is known no more"
 
 
+def test_a_group_is_suspect_after_its_second_death_and_not_before():
+    detector = FatalGroupDetector()
+    ledger = GroupLedger(group_size=1, groups_per_step=1, rule=hold(0), retries=1)
+    group = ledger.open(version=0, now=0.0)
+    for _ in range(MAX_DEATHS):
+        assert (bool(detector), detector.include([group])) == (False, False)
+        detector.died_with([group])
+    assert (bool(detector), detector.include([group])) == (True, True)
+    detector.cleared([group])
+    assert not detector
+
+
 def test_a_batch_that_is_sent_one_by_one_is_followed_by_no_full_one_before_its_end():
     ledger = GroupLedger(group_size=1, groups_per_step=2, rule=hold(1), retries=1)
     batch = StepBatch(ledger, algorithm())

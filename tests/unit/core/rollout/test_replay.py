@@ -188,14 +188,14 @@ def test_a_replayed_group_is_no_group_trained_twice():
 
 
 def test_what_a_dead_trainer_has_lost_is_trained_before_it_is_replayed():
-    steps = Steps(buffer_of(groups=4))
-    steps.take()
-    steps.take()
+    steps = Steps(buffer_of(groups=8))
+    for _ in range(3):
+        steps.take()
     steps.training.failed("killed", now=0.0)
     steps.training.gone(now=0.0)
     steps.training.restart(now=100.0)
     steps.start(1)
-    assert set(groups_in(steps.claim())) == set(range(8))
+    assert set(groups_in(steps.claim())) == set(range(8)), "those of step 3 are yet to be trained"
 
 
 def test_groups_that_were_replayed_when_the_trainer_died_are_not_replayed_again():
