@@ -37,7 +37,7 @@ from libra_cli.core.preflight.host_report import (
     Transfer,
 )
 from libra_cli.core.preflight.model_checks import template
-from libra_cli.core.preflight.needs import RANK_BYTES, SERVER_BYTES, host_needs
+from libra_cli.core.preflight.needs import RANK_BYTES, SERVER_BYTES, host_needs, parameters_of
 from libra_cli.core.preflight.network_checks import matching_interfaces
 from libra_cli.core.preflight.versions import TESTED, driver_runs
 
@@ -261,6 +261,8 @@ def torch_of(**changes: Any) -> PreflightCase:
 
 def test_torch_that_loads_and_sees_all_gpus_is_fine():
     assert wrong(torch_of()) == []
+    (told,) = [one for one in examine(torch_of(), quick=True) if one.check == "torch"]
+    assert told.what == "torch 2.13.0 with CUDA loads, and what needs it"
 
 
 def test_torch_that_sees_no_gpu_stops():
@@ -417,6 +419,15 @@ def test_a_wrong_clock_stops():
     assert "its clock is 60 s off" in only(case(replace(FIRST, clock=NOW + 60)), "clock").what
 
 
+@pytest.mark.parametrize("off", [(1.5, 0.5), (0.5, 1.5)])
+def test_the_clock_that_is_furthest_off_is_told(off: tuple[float, float]):
+    first, second = (
+        replace(one, clock=NOW + s) for one, s in zip((FIRST, SECOND), off, strict=True)
+    )
+    (told,) = [one for one in examine(case(first, second), quick=True) if one.check == "clock"]
+    assert told.what == "within 1.5 s of the controller's"
+
+
 def test_what_dead_runs_have_left_is_told_with_its_size():
     found = only(case(replace(FIRST, remains=(Remains("a", GB), Remains("b", GB)))), "remains")
     assert found.what == "1.9 GiB are left of dead runs: a, b"
@@ -443,7 +454,11 @@ def test_an_interface_is_chosen_as_nccl_does(wanted, names):
 
 @pytest.mark.parametrize(
     ("variable", "reason"),
-    [("eth7", "no such interface"), ("docker0", "is down"), ("=lo", "10.0.0.1 is not on it")],
+    [
+        ("eth7", "no such interface"),
+        ("docker0", "is down"),
+        ("=lo", "10.0.0.1 is not on it"),
+    ],
 )
 def test_an_interface_of_the_recipe_that_cannot_work_stops(variable, reason):
     nodes = [
@@ -639,6 +654,41 @@ def test_a_model_that_no_gpu_of_the_hosts_holds_is_told_for_ranks_and_for_server
     assert "gpu-01/0 of 80 GiB has no room for a context of 4,096 tokens" in servers[0].what
 
 
+def with_gpus(facts: NodeFacts, *gib: int) -> NodeFacts:
+    """The same host with GPUs of these sizes."""
+    gpus = zip(facts.gpus, gib, strict=True)
+    return replace(facts, gpus=tuple(replace(gpu, mem_total=n * 2**30) for gpu, n in gpus))
+
+
+@pytest.mark.parametrize(("sizes", "room"), [((80, 24), 24), ((24, 80), 24), ((80, 80), 80)])
+def test_ranks_must_fit_the_smallest_gpu_that_trains(sizes: tuple[int, int], room: int):
+    """On one host, and on two."""
+    one_host = case(second=with_gpus(SECOND, *sizes))
+    nodes = [
+        {"host": "gpu-01", "gpus": 2, "slots": 2, "pool": ["rollout", "train"]},
+        {"host": "gpu-02", "gpus": 2, "slots": 2, "pool": ["train", "rollout"]},
+    ]
+    first, second = (
+        with_gpus(facts, n, n) for facts, n in zip((FIRST, SECOND), sizes, strict=True)
+    )
+    for made in (one_host, case(first, second, of=recipe(nodes=nodes))):
+        told = [one.what for one in examine(made, quick=True) if one.check == "gpu memory"]
+        assert told[0].endswith(f"of {room} GiB") or told[0].endswith(f"its GPU has {room}")
+
+
+def test_of_a_host_that_has_told_no_gpus_nothing_is_said():
+    silent = replace(FIRST, gpus=())
+    found = [one for one in examine(case(silent), quick=True) if one.check == "gpu memory"]
+    assert [one.host for one in found] == ["gpu-02"]
+
+
+@pytest.mark.parametrize(("gib", "severity"), [(6, "warns"), (7, "fine")])
+def test_a_server_takes_what_vllm_and_cuda_graphs_leave_of_its_gpu(gib: int, severity: str):
+    """0.9 of 7 GiB are 6.3: 1.85 of graphs, 3.2 of weights, and .44 of a context fit."""
+    found = examine(case(with_gpus(FIRST, gib, gib)), quick=True)
+    assert {one.severity for one in found if one.check == "gpu memory"} == {severity}
+
+
 def test_a_server_of_more_gpus_has_room_for_what_one_has_not():
     nodes = [
         {"host": "gpu-01", "gpus": 2, "pool": "rollout"},
@@ -718,6 +768,23 @@ def beside_versions(host: str, gpus: int, **changes: Any) -> int:
     node = next(one for one in of.nodes if one.name == host)
     needs = host_needs(of, initial_plan(of), node, MODEL)
     return needs.memory - needs.versions
+
+
+@pytest.mark.parametrize(("sent", "width"), [("float32", 4), ("bfloat16", 2)])
+def test_a_host_holds_its_workers_gradients_beside_versions(sent: str, width: int):
+    """Three versions of two billion parameters in two bytes, and the gradients of each worker."""
+    of = recipe(training={"worker_gradients": sent})
+    plan, node = initial_plan(of), of.nodes[1]
+    trained, worker = plan.train
+    alone = host_needs(of, plan, node, MODEL).versions
+    beside = host_needs(of, replace(plan, train=(trained,), gradient=(worker,)), node, MODEL)
+    assert alone == 3 * 2 * 2 * GB
+    assert beside.versions == alone + width * 2 * GB
+
+
+def test_parameters_of_a_format_that_nobody_knows_count_as_two_bytes():
+    unknown = ModelFiles(MODEL.files, {**CONFIG, "torch_dtype": "float8_e4m3fn"})
+    assert parameters_of(unknown) == parameters_of(MODEL) == 2 * GB
 
 
 def test_processes_without_gpus_have_weights_and_states_in_the_memory_of_the_host():
