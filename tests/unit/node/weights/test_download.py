@@ -242,6 +242,7 @@ def test_what_is_left_of_a_pull_that_failed_goes_when_it_is_not_wanted_any_more(
 ) -> None:
     source, server = faulty(tmp_path / "half", after(5))
     root = places[0].server.root
+    left: list[Path] = []
     for within_s in (0.5, 2.0, 8.0):  # a busy machine may not get to the first chunk sooner
         with pytest.raises(AgentRefused):
             places[0].pull(source, within_s=within_s)
