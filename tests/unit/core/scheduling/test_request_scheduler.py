@@ -106,6 +106,12 @@ def test_a_server_admits_what_it_has_room_for_after_the_next_turn(turn: int, fit
     assert LeastExpectedCost().admits(request(2, turn=turn, context=500), queue) is fits
 
 
+@pytest.mark.parametrize(("contexts", "room"), [(1_000, True), (1_001, False)])
+def test_half_of_the_caches_is_for_contexts_between_turns(contexts: int, room: bool) -> None:
+    made = scheduler(server("a", 4, kv=500), server("b", 4, kv=1_500))
+    assert LeastExpectedCost().has_room(contexts, made.queues) is room
+
+
 @pytest.mark.parametrize("meanwhile", [False, True])
 def test_a_request_that_comes_back_waits_by_its_new_rank(meanwhile: bool) -> None:
     queue, other = server("a"), request(2)
