@@ -204,7 +204,7 @@ POLICIES: tuple[str, ...] = (
 
 
 def contender(name: str, future: Future, trace: Trace, seed: int) -> SchedulingPolicy:
-    """The policy of that name, fresh; PluginError if there is none."""
+    """Return a fresh policy of that name; PluginError if there is none."""
     bare = name.removesuffix(ADMISSION)
     if bare != name:
         return _Admitted(contender(bare, future, trace, seed))

@@ -207,7 +207,7 @@ def static_run(job: Job) -> tuple[ResultRow, tuple[Seconds, ...]]:
 
 
 def world_of(job: Job) -> World:
-    """The world of a run, before it begins."""
+    """Return the world of a run, before it begins."""
     workload = job.workload
     layout = job.layout or job.start or first_layout_of(job, workload)
     moves = job.layout is None and job.planner not in STATIC

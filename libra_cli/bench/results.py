@@ -277,7 +277,7 @@ def is_causal(policy: str, planner: str) -> bool:
 
 
 def interval(values: Sequence[float]) -> Interval | None:
-    """The 95 % t-interval of the mean; None with fewer than two values."""
+    """Return the 95 % t-interval of the mean; None with fewer than two values."""
     if len(values) < 2:
         return None
     middle = fmean(values)

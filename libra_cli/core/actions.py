@@ -147,7 +147,7 @@ class TrainSample:
 
 
 def without_advantage(sample: TrainSample) -> TrainSample:
-    """The same sample as one that has exactly the reward that it is compared with."""
+    """Return the same sample with advantage 0, as one with exactly the reward of its baseline."""
     return replace(sample, advantages=(), token_advantages=None, turns=())
 
 

@@ -68,7 +68,9 @@ class Recalibration:
     training: float = 1.0
 
     def blended(self, before: Recalibration, *, rollout: float, training: float) -> Recalibration:
-        """The geometric mean with one that was found before; these have so much weight, 0 to 1."""
+        """Return the geometric mean with an earlier one; ``rollout`` and ``training``, 0 to 1,
+        weigh this one.
+        """
         return Recalibration(
             rollout=self.rollout**rollout * before.rollout ** (1 - rollout),
             training=self.training**training * before.training ** (1 - training),

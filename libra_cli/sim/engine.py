@@ -521,7 +521,7 @@ class Engine:
                 self._finish(live, done)
 
     def _begin_decoding(self, live: _Live, done: list[FinishedRequest]) -> None:
-        """A context is computed: its step has produced a token."""
+        """Let a request decode whose context is computed: that step has produced a token."""
         self._prefilling.remove(live)
         if live.first_token_at < 0:
             live.first_token_at = self._start

@@ -138,7 +138,7 @@ class SimTrainer:
         self._schedule(step)
 
     def drop(self, worker: SlotId, why: str) -> None:
-        """A worker is gone: the base group computes what it was given, after its own part."""
+        """Let the base group compute the share of a worker that is gone, after its own part."""
         step = self._step
         for part in step.partitions if step else ():
             if step is None or part.lost or part.given.slot != worker:
@@ -152,7 +152,7 @@ class SimTrainer:
             self._schedule(step)
 
     def pace(self, *, servers_work: bool) -> None:
-        """The step under way goes on at the speed that the servers leave it."""
+        """Let the step under way go on at the speed that the servers leave it."""
         step = self._step
         if step is None or self.slowdown <= 1.0:
             return
@@ -163,7 +163,9 @@ class SimTrainer:
             self._schedule(step)
 
     def ends(self, event: e.StepDone) -> a.Train | None:
-        """The step that ends with this event; None if it has become faster or slower since."""
+        """Return the step that ends with this event; None if it has
+        become faster or slower since.
+        """
         step = self._step
         if event is not self._due or step is None:
             return None

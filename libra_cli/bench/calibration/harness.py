@@ -219,7 +219,7 @@ class MeasurementHarness:
         self._expect(TurnGenerated, await self._up(self._servers).generate(action))
 
     async def tool(self) -> None:
-        """A tool call that does nothing: to a thread and back, as every call of a run."""
+        """Call a tool that does nothing: to a thread and back, as every call of a run."""
         loop = asyncio.get_running_loop()
         back: asyncio.Future[None] = loop.create_future()
 

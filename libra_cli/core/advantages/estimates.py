@@ -57,7 +57,9 @@ def _wrong(name: str, what: str) -> PluginError:
 def runs_of(
     trajectory: Trajectory, values: tuple[float, ...], branch: int | None = None
 ) -> tuple[tuple[int, float], ...]:
-    """The advantages of a branch, as (token, value): from this token on. None: its own tokens."""
+    """Return the advantages of a branch as (token, value): from this token on. None: the
+    trajectory's own branch.
+    """
     if len(values) == 1:
         return ((0, values[0]),)
     number = trajectory.number if branch is None else branch

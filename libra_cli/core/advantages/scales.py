@@ -17,12 +17,12 @@ STD_FLOOR = 1e-4
 
 
 def mean_of(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
-    """The mean; of equal values exactly the value, so that no advantage is left of rounding."""
+    """Return the mean; of equal values exactly the value, so that rounding leaves no advantage."""
     return values[0] if min(values) == max(values) else fmean(values, weights)
 
 
 def std_of(values: Sequence[float]) -> float:
-    """The standard deviation of a sample (n - 1), as TRL's; 0 of one value."""
+    """Return the standard deviation of a sample (n - 1), as TRL's; 0 of one value."""
     return stdev(values) if len(values) > 1 else 0.0
 
 
@@ -56,6 +56,8 @@ def divisors(groups: Sequence[ComparedGroup], scale: RewardScale) -> list[float]
 
 
 def less_the_mean(group: ComparedGroup, divisor: float) -> list[tuple[float, ...]]:
-    """The reward of each member less the mean of those that it is compared with, divided."""
+    """Return each member's reward less the mean of the rewards it
+    is compared with, over the divisor.
+    """
     mean = mean_of([one.reward for one in group.compared])
     return [((one.reward - mean) / divisor,) for one in group.members]

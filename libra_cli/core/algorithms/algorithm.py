@@ -49,7 +49,7 @@ class Algorithm:
         return any(map(any, self.advantage.estimate([group], training)[0]))
 
     def replay_buffer(self) -> ReplayBuffer | None:
-        """The groups that are kept to be trained again; None: none is."""
+        """Return the buffer of groups that are kept to be trained again; None: no group is."""
         spec = self.recipe.replay
         return None if spec is None else ReplayBuffer(spec, self.recipe.run.seed)
 

@@ -70,13 +70,15 @@ class Objective:
         return None
 
     def by_token(self, tokens: Branch, runs: Sequence[tuple[int, float]]) -> array[float] | None:
-        """The advantage of each token of a branch, where one of a whole turn will not do."""
+        """Return the advantage of each token of a branch; None where one a turn suffices."""
         return None
 
     def told(
         self, tokens: Branch, runs: Sequence[tuple[int, float]]
     ) -> Sequence[tuple[int, float]]:
-        """The advantages of a branch as people are told of them: from this token on, this one."""
+        """Return the advantages of a branch as monitors show them:
+        (token, value), from this token on.
+        """
         return runs
 
     def metrics_of(self, samples: Iterable[TrainSample]) -> dict[str, float | None]:

@@ -43,7 +43,7 @@ class ReplayBuffer:
         return len(self._held)
 
     def add(self, groups: Iterable[Group], step: int) -> None:
-        """The step has trained these; those held the longest make room."""
+        """Hold the groups that a step has trained; those held the longest make room."""
         for group in groups:
             if not group.is_rest:
                 self._held.pop(group.id, None)
@@ -89,12 +89,12 @@ class ReplayBuffer:
                 return float(step), step, group.id
 
     def discard(self, groups: Iterable[Group]) -> None:
-        """The trainer has died with these: they are not tried again."""
+        """Drop replayed groups that the trainer has died with: they are not tried again."""
         for group in groups:
             self._held.pop(group.id, None)
 
     def rollback(self, step: int) -> None:
-        """The trainer is back at ``step``: what it had trained since is yet to be trained."""
+        """Drop the groups that were first trained after ``step``, to which the trainer is back."""
         self._held = {name: one for name, one in self._held.items() if one[0] <= step}
 
 

@@ -61,7 +61,7 @@ def _demonstration_problems(training: TrainingSpec, *, given: bool) -> Iterator[
 
 
 def _teacher_problems(training: TrainingSpec, *, given: bool) -> Iterator[Problem]:
-    """A teacher without a loss that learns from it, or such a loss without a teacher."""
+    """Yield a teacher without a loss that learns from it, or such a loss without a teacher."""
     if given != training.needs.teacher:
         told = "is given" if given else "is missing"
         yield Problem(

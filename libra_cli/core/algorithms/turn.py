@@ -27,7 +27,7 @@ from libra_cli.core.types import Outcome
 
 
 def returns_of(outcome: Outcome, gamma: float) -> tuple[float, ...]:
-    """The return of each turn; of a trajectory without turns its reward."""
+    """Return the return of each turn; of a trajectory without turns its reward."""
     found: list[float] = []
     value = 0.0
     for turn in reversed(outcome.turns):

@@ -91,7 +91,9 @@ class Checkpoints:
         self._rewards[step] = reward
 
     def begins(self, incarnation: int, step: int) -> None:
-        """A trainer goes on from a step: what was evaluated after it are weights of the past."""
+        """Note that a trainer goes on from a step: evaluations of
+        later steps are of weights of the past.
+        """
         self._began[incarnation] = min(step, self._began.get(incarnation, step))
         if self.evaluated is not None:
             self.evaluated = {one: score for one, score in self.evaluated.items() if one <= step}
@@ -107,7 +109,9 @@ class Checkpoints:
         self.evaluating |= {step}
 
     def evaluation_ended(self, step: int, score: float | None, incarnation: int) -> None:
-        """The weights that a trainer had at a step have been evaluated, or will not be: None."""
+        """Note the score of the weights that a trainer had at a step;
+        None: they will not be evaluated.
+        """
         self.evaluating -= {step}
         if score is not None and self.still_holds(step, incarnation):
             self.evaluated = {**(self.evaluated or {}), step: score}
@@ -124,8 +128,8 @@ class Checkpoints:
         return {**told, "evaluated": sorted(self.evaluated.items())}
 
     def score(self, step: int) -> float | None:
-        """The score of its evaluation, or without any the mean reward of the steps up to this one;
-        None until there are ``SCORE_STEPS``, and before it is evaluated.
+        """Return the score of the step's evaluation, or without evaluations the mean reward of the
+        steps up to it; None until there are ``SCORE_STEPS``, and before it is evaluated.
         """
         if self.evaluated is not None:
             return self.evaluated.get(step)

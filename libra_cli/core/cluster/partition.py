@@ -68,8 +68,11 @@ class Speeds:
             self._fetched[slot] = _blend(self._fetched.get(slot), transfer_s)
 
     def took(self, slot: SlotId, busy_s: Seconds, own_s: Seconds, waited_s: Seconds) -> None:
-        """A worker computed and sent its share in ``busy_s``, the trainer its own part in ``own_s``
-        and waited so long for it then: what is left is how late the worker began, at most."""
+        """Learn how late a worker begins to compute.
+
+        It sent its share after ``busy_s`` of computing, the trainer computed its own part in
+        ``own_s`` and then waited ``waited_s``: what is left is how late the worker began, at most.
+        """
         most = max(0.0, own_s + waited_s - busy_s)
         known = self._late.get(slot)
         if waited_s > 0:
@@ -94,11 +97,11 @@ class Speeds:
         return self._fetched.get(slot, self._guessed.get(slot, 0.0))
 
     def of_trainer(self) -> float:
-        """The speed of the trainer group; unmeasured, its number of GPUs."""
+        """Return the speed of the trainer group; unmeasured, its number of GPUs."""
         return self._trainer or float(self._trainer_gpus)
 
     def of(self, replica: Replica) -> float:
-        """The speed of a worker; unmeasured, the trainer group's by the number of GPUs."""
+        """Return the speed of a worker; unmeasured, the trainer group's by the number of GPUs."""
         guess = self.of_trainer() * replica.slot.num_devices / self._trainer_gpus
         return MARGIN * self._workers.get(replica.slot.id, guess)
 
@@ -110,7 +113,7 @@ def deal_shares(
     *,
     whole_groups: bool = False,
 ) -> tuple[BatchPartition, ...]:
-    """The shares of the workers; a worker that would get nothing has none."""
+    """Return the shares of the workers; a worker that would get nothing has none."""
     ready = list(workers)
     pace = [speeds.of_trainer(), *(speeds.of(replica) for replica in ready)]
     begin = [0.0, *(speeds.lag_s(replica.slot.id) for replica in ready)]

@@ -145,7 +145,7 @@ class Replica:
             self.budget.worked(now=now)
 
     def reset(self, *, now: Seconds) -> None:
-        """A new plan hopes for it: a process that failed here before is no reason not to try."""
+        """Leave FAILED for IDLE and forget the failures, since a new plan wants a process there."""
         self.move(S.IDLE, now=now)
         self.role, self.has_worked, self.restarts_unproved = Role.IDLE, False, False
         self.budget.refill()
@@ -213,12 +213,12 @@ _SHOWN = {
 
 
 def shown(replicas: Iterable[Replica]) -> Replica:
-    """The replica of a slot that works, or is nearest to it."""
+    """Return the replica of a slot that works, or is nearest to working."""
     return max(replicas, key=lambda replica: (_SHOWN[replica.state], replica.since))
 
 
 def slot_record(replica: Replica, *, now: Seconds, waiting: int) -> SlotRecord:
-    """The slot's row; ``now`` brings its serving time up to date."""
+    """Return the slot's row; ``now`` brings its serving time up to date."""
     serving = now - replica.since if replica.serving else 0.0
     return SlotRecord(
         slot=replica.slot.id,

@@ -144,12 +144,14 @@ class ReplicaSet(ABC):
     # -- coming and going -----------------------------------------------------------------------
 
     def at(self, slot: Slot, *, now: Seconds) -> Replica:
-        """The replica on the slot; a new one if there was none."""
+        """Return the replica on the slot; a new one if there was none."""
         new = Replica(slot, since=now, reachable=slot.node not in self._lost)
         return self.replicas.setdefault(slot.id, new)
 
     def expect(self, slot: Slot, *, now: Seconds) -> Replica:
-        """A plan has one there; a process that failed there before is forgotten."""
+        """Return the replica on a slot that a plan wants a process
+        on; earlier failures are forgotten.
+        """
         replica = self.at(slot, now=now)
         if replica.state is ReplicaState.FAILED:
             replica.reset(now=now)
@@ -248,7 +250,7 @@ class ReplicaSet(ABC):
     # -- versions -------------------------------------------------------------------------------
 
     def publish(self, published: PublishedVersion) -> list[Result]:
-        """A new version: every replica that can take it does so now."""
+        """Sync a new version to every replica that can take it now."""
         self.latest = published
         return [action for replica in self.replicas.values() for action in self._sync(replica)]
 
@@ -280,7 +282,7 @@ class ReplicaSet(ABC):
         return [*self._sync(replica), ReplicaChanged(replica)]
 
     def _not_proved(self, event: SyncFailed | WorkerSyncFailed) -> Replica | None:
-        """The replica whose sync has failed; None for one that nobody waits for."""
+        """Return the replica whose sync has failed; None if nothing waits for it."""
         replica = self.current(event.slot, event.incarnation)
         if replica is None or replica.syncing != event.published:
             return None
@@ -290,12 +292,14 @@ class ReplicaSet(ABC):
     # -- the network ----------------------------------------------------------------------------
 
     def lost(self, node: str) -> list[Result]:
-        """The node does not answer: keep what runs there, send nothing new."""
+        """Send nothing new to a node that does not answer, and keep what runs there."""
         self._lost.add(node)
         return self._reach(node, reachable=False)
 
     def node_gone(self, node: str, why: str, *, now: Seconds) -> list[Result]:
-        """The node is given up, and what ran there with it; nothing is started until it is back."""
+        """Take out what ran on a node that is given up; nothing is
+        started there until it is back.
+        """
         self._gone[node] = now
         results = self.lost(node)
         for replica in self.replicas.values():
@@ -304,7 +308,7 @@ class ReplicaSet(ABC):
         return results
 
     def back(self, node: str, alive: frozenset[str], *, now: Seconds) -> list[Result]:
-        """The node answers again: go on with the processes that still run.
+        """Go on with the processes that still run on a node that answers again.
 
         On one that had been given up, what failed before is forgotten.
         """

@@ -164,19 +164,19 @@ class RolloutServers(ReplicaSet):
         return overdue or replica.state is ReplicaState.FAILED
 
     def node_overdue(self, node: str, *, now: Seconds) -> None:
-        """A node that was given up has had the time to come back, if it is not back."""
+        """Give up hope for a node that is not back ``GONE_S`` after it was given up."""
         if now - self._gone.get(node, now) >= GONE_S:
             self._overdue.add(node)
 
     def back(self, node: str, alive: frozenset[str], *, now: Seconds) -> list[Result]:
-        """The node answers again: go on with the processes that still run."""
+        """Go on with the processes that still run on a node that answers again."""
         self._overdue.discard(node)
         return super().back(node, alive, now=now)
 
     # -- what a plan wants ----------------------------------------------------------------------
 
     def expect_shape(self, slot: Slot, bucket: Bucket, *, now: Seconds) -> list[Result]:
-        """A plan has a server of this shape there."""
+        """Note that a plan has a server of this shape on the slot."""
         replica = self.expect(slot, now=now)
         if replica.bucket is None or not replica.bucket.has_shape_of(bucket):
             return []
@@ -194,7 +194,7 @@ class RolloutServers(ReplicaSet):
         return [ReplicaChanged(replica)]
 
     def label_idle(self, wanted: Container[SlotId]) -> None:
-        """A slot without a process is still a server's, if one is to come."""
+        """Show a slot without a process as a server's, if a server is to come there."""
         for slot, replica in self.replicas.items():
             if replica.state is ReplicaState.IDLE:
                 replica.role = Role.ROLLOUT if slot in wanted else Role.IDLE
@@ -202,7 +202,7 @@ class RolloutServers(ReplicaSet):
     # -- versions -------------------------------------------------------------------------------
 
     def publish(self, published: PublishedVersion) -> list[Result]:
-        """A new version; trajectories begin only where it is."""
+        """Sync a new version; trajectories begin only on servers that have it."""
         return [RoutingChanged(), *super().publish(published)]
 
     def synced(self, event: ServerSynced, *, now: Seconds) -> list[Result]:

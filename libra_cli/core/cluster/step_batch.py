@@ -136,7 +136,7 @@ class StepBatch:
         return self.parts
 
     def accumulated(self, event: Accumulated) -> bool:
-        """A part is in; whether it is the one that is waited for."""
+        """Note that a part is accumulated; returns whether it is the one waited for."""
         if event.part != self._awaited:
             return False
         self._awaited = 0
@@ -156,7 +156,7 @@ class StepBatch:
     # -- what becomes of it ---------------------------------------------------------------------
 
     def begin(self, step: int, *, now: Seconds) -> list[Result]:
-        """A trainer begins at this step: what it was given after that is given to it again.
+        """Begin at the step of a trainer that has started: later batches are given to it again.
 
         What was trained since is not replayed before it is trained again; a buffer that is lost is
         told.
@@ -180,7 +180,7 @@ class StepBatch:
         self._fatal_groups.cleared(self.groups)
 
     def died(self, reason: str, *, now: Seconds) -> list[Result]:
-        """The trainer died with it: a group that ends it alone is not tried again."""
+        """Count a death of the trainer; a group that it died of alone is dropped."""
         if self._replay is not None:
             self._replay.discard(self.replayed)
         results: list[Result] = []
@@ -253,7 +253,7 @@ class StepBatch:
         return self._algorithm.objective.told(branch, runs)
 
     def complete(self, row: StepRecord) -> StepRecord:
-        """The row of its step, with the groups that were trained again."""
+        """Return the row of the step, with the groups that were trained again."""
         return replace(row, replayed_json=dumps([group.id for group in self.replayed]))
 
     def metrics(self, samples: Sequence[TrainSample], trained: int) -> dict[str, Any]:

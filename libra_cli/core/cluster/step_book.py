@@ -36,7 +36,7 @@ class StepBook:
         self._save_asked_at: Seconds = 0.0
 
     def row(self, step: int) -> StepRecord | None:
-        """The row of a step, if it is one of the last."""
+        """Return the row of a step; None unless it is one of the last."""
         return self._rows.get(step)
 
     @property
@@ -68,7 +68,7 @@ class StepBook:
     def done(
         self, event: StepDone, batch: StepBatch, held: WeightVersion, *, now: Seconds
     ) -> StepRecord:
-        """The row of a step that is done on this batch; the trainer held this version before."""
+        """Return the row of a step done on this batch; ``held`` is the version trained from."""
         row = self._rows[event.step] = self._row_of(event, batch, held, now)
         self._rows.pop(event.step - KEPT, None)
         self._slowest_s = max(self._slowest_s, now - self._began_at)

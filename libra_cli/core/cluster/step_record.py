@@ -42,7 +42,7 @@ def step_record(
     batch_metrics: dict[str, Any],
     groups: Sequence[Any],
 ) -> StepRecord:
-    """The row of a step that was trained on these samples."""
+    """Return the row of a step that was trained on these samples."""
     oldest: dict[TrajectoryId, int] = {}
     for sample in samples:
         who = sample.trajectory.id
@@ -79,5 +79,5 @@ def step_record(
 
 
 def mean_reward(groups: Iterable[Group]) -> float:
-    """The mean reward of all trajectories of these groups."""
+    """Return the mean reward of all trajectories of these groups."""
     return fmean(member.reward or 0.0 for group in groups for member in group.members)

@@ -243,7 +243,7 @@ class TrainerGroup:
         return [*told, *moved, *self.version_published(event.published)]
 
     def failed(self, reason: str, *, now: Seconds) -> list[Result]:
-        """A rank died or a step failed: stop whatever is left of it."""
+        """Stop the trainer after a rank died or a step failed."""
         if self.life.is_over:
             return []
         self.life.failed(reason)
@@ -260,7 +260,7 @@ class TrainerGroup:
         return [*self.life.stop(why, now=now), StepOver()]
 
     def node_gone(self, node: str, why: str, *, now: Seconds) -> list[Result]:
-        """A node is given up: a rank that ran there is dead, and with it the trainer."""
+        """Stop the trainer if one of its ranks ran on a node that is given up."""
         lost = [VersionsLost()] if node == self.replicas[0].slot.node else []
         died = self.life.node_gone(node, now=now)
         return [*lost, *(self.failed(why, now=now) if died else [])]
@@ -327,7 +327,7 @@ class TrainerGroup:
         return StepClaimed(train)
 
     def accumulated(self, event: Accumulated) -> list[Result]:
-        """A part is in: go on with the next, or with the step."""
+        """Be ready for the next part, or for the step, after the part waited for."""
         awaited = self.state is TrainerState.BUSY and event.step == self.step + 1
         if awaited and self.batch.accumulated(event):
             self.life.enter(TrainerState.READY)
@@ -344,7 +344,7 @@ class TrainerGroup:
         yield StepTaken(self.last)
 
     def done(self, event: StepDone, *, now: Seconds) -> list[Result]:
-        """A step is done: its row, and what the checkpoint makes forgettable."""
+        """Record a step that is done: its row, its credits, and its end for gradient workers."""
         self.life.enter(TrainerState.READY)
         self.batch.learn_advantages(event)
         row = self._book.done(event, self.batch, self.current_version, now=now)
@@ -363,7 +363,9 @@ class TrainerGroup:
         return row
 
     def version_published(self, published: PublishedVersion) -> list[Result]:
-        """A version can be fetched, which is told after its step: its row; none if it is known."""
+        """Record a version that can be fetched; nothing if it is
+        known, or its step is yet to be told.
+        """
         known = self.published is not None and published.version <= self.published.version
         if known or published.version.step > self.step:
             return []
@@ -380,7 +382,7 @@ class TrainerGroup:
     # -- checkpoints ----------------------------------------------------------------------------
 
     def remember(self, path: str, step: int) -> None:
-        """A checkpoint of ``step`` exists: this is where a restart begins."""
+        """Note the checkpoint of ``step``, from which a restart begins."""
         self.checkpoints.remember(path, step)
         self._ledger.settle(step)
 
@@ -418,7 +420,7 @@ class TrainerGroup:
         return [*results, Save(replace(row, checkpoint=event.path))] if row else results
 
     def save_failed(self, event: CheckpointFailed, *, now: Seconds) -> list[Result]:
-        """A checkpoint could not be written; the next step asks for another."""
+        """Note that a checkpoint could not be written; the next step asks for another."""
         if not self.checkpoints.failed(event.step, event.reason):
             return []
         return [Save(NoteRecord("checkpoint", "", now, f"{self.checkpoints.unsaved}; {NEXT}"))]

@@ -239,12 +239,14 @@ class TrainerLife:
         return [node for node in nodes if node in self._gone]
 
     def node_gone(self, node: str, *, now: Seconds) -> bool:
-        """A node is given up; whether a rank ran there, and is dead, and with it the trainer."""
+        """Note that a node is given up; returns whether a rank ran
+        there, and the trainer is dead with it.
+        """
         self._gone[node] = now
         return node in self.waits_for
 
     def back(self, node: str, *, now: Seconds) -> list[Result]:
-        """A node answers again: a trainer that only waited for it is started."""
+        """Note that a node answers again, and start a trainer that waited only for it."""
         waited = node in self.waits_for
         self._gone.pop(node, None)
         if not waited:

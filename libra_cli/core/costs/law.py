@@ -83,7 +83,9 @@ class ServerLaw(Protocol):
         """The prices that are learned from steps as they are seen (``costs.online``)."""
 
     def repriced(self, decode_prices: tuple[Seconds, ...], level: float) -> Self:
-        """The same with these decode prices, and everything else ``level`` times as long."""
+        """Return the same law with these decode prices, and
+        everything else ``level`` times as long.
+        """
 
     def scaled(self, factor: float) -> Self:
         """The same with every second ``factor`` times as long."""

@@ -104,7 +104,9 @@ class MixtureServerCost(ServerCost):
         return (self.step_s, self.expert_s, self.sequence_s, self.kv_token_s)
 
     def repriced(self, decode_prices: tuple[Seconds, ...], level: float) -> Self:
-        """The same with these decode prices, and everything else ``level`` times as long."""
+        """Return the same law with these decode prices, and
+        everything else ``level`` times as long.
+        """
         step_s, expert_s, sequence_s, kv_token_s = decode_prices
         return replace(
             self,

@@ -151,7 +151,7 @@ class LearnedCosts:
         self._refiners: dict[int, OnlineServerCost] = {}
 
     def of(self, bucket: Bucket) -> ServerLaw:
-        """The prices of one server of this bucket."""
+        """Return the prices of one server of this bucket, as learned so far."""
         refiner = self._refiners.get(bucket.tensor_parallel)
         cost = self._cost_of(bucket)
         return refiner.applied_to(cost) if refiner is not None else cost

@@ -443,7 +443,7 @@ class Profile:
         return self.facts.server_gib(tensor_parallel, cost.kv_tokens) <= self.facts.usable_gib
 
     def scaled(self, factor: float) -> Profile:
-        """The same with every server ``factor`` times as slow, and training as it is."""
+        """Return these costs with every server ``factor`` times as slow, and training as it is."""
         return replace(
             self,
             overhead_s=self.overhead_s * factor,
@@ -465,7 +465,7 @@ class Profile:
         return replace(self, training=training, surroundings=around)
 
     def to_json(self) -> str:
-        """The profile as one JSON object, in seconds, bytes, GiB and tokens."""
+        """Return the profile as one JSON object, in seconds, bytes, GiB and tokens."""
         body = asdict(self)
         body["servers"] = [cost.to_dict() for _, cost in sorted(self.servers.items())]
         body["moves"]["start_s"] = {str(k): v for k, v in self.moves.start_s.items()}

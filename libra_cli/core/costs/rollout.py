@@ -151,7 +151,7 @@ class EqualServers:
     train_s: Any = 0.0
 
     def time(self, load: RolloutLoad, workload: Workload) -> RolloutTime:
-        """The time of a step of this load; the equations are the module's."""
+        """Return the time of a step of this load, by the equations of the module."""
         return self._time(load.of_one(self.number, workload.group_size), workload, None)
 
     def in_play_s(self, load: RolloutLoad, workload: Workload, playing: float) -> Seconds:

@@ -162,7 +162,9 @@ class ServerCost:
         return (self.step_s, self.sequence_s, self.kv_token_s)
 
     def repriced(self, decode_prices: tuple[Seconds, ...], level: float) -> Self:
-        """The same with these decode prices, and everything else ``level`` times as long."""
+        """Return the same law with these decode prices, and
+        everything else ``level`` times as long.
+        """
         step_s, sequence_s, kv_token_s = decode_prices
         return replace(
             self,
@@ -175,11 +177,11 @@ class ServerCost:
         )
 
     def scaled(self, factor: float) -> Self:
-        """The same with every second ``factor`` times as long."""
+        """Return the same law with every second ``factor`` times as long."""
         return self.repriced(tuple(price * factor for price in self.decode_prices), factor)
 
     def with_kv_tokens(self, tokens: Tokens) -> Self:
-        """The same with a KV cache of so many tokens."""
+        """Return the same law with a KV cache of ``tokens`` tokens."""
         return replace(self, kv_tokens=tokens)
 
     def linear(self) -> ServerCost:

@@ -83,7 +83,7 @@ class EvaluationPlan:
 
 
 def evaluation_plans(recipe: Recipe) -> tuple[EvaluationPlan, ...]:
-    """The evaluations of a recipe, in its order."""
+    """Return the evaluations of a recipe, in its order."""
     return tuple(
         EvaluationPlan(
             name,
@@ -227,7 +227,7 @@ class EvaluationLedger:
     def remember(
         self, records: Iterable[Record], step: int, still_holds: Callable[[int, int], bool]
     ) -> None:
-        """The run goes on from ``step``; what it has written tells what is evaluated.
+        """Go on from ``step``: the rows that the run wrote before tell what is evaluated.
 
         ``still_holds`` says of a step and a trainer incarnation whether its weights are of the
         run's own past.
@@ -244,7 +244,7 @@ class EvaluationLedger:
                 self._newest[entry] = max(self._newest[entry], record.step)
 
     def cut_left(self, *, now: Seconds) -> Iterator[EvaluationRecord]:
-        """The run goes on: what a killed controller had under way is not finished by anybody."""
+        """Cut the evaluations that a killed controller left under way: no process finishes them."""
         left, self._left = self._left, []
         for record in left:
             yield replace(record, state=EvaluationState.CUT, ended_at=now)
@@ -281,7 +281,9 @@ class EvaluationLedger:
         return not self.running and not any(self._is_due(one, target, target) for one in entries)
 
     def next_trajectory(self, now: Seconds) -> Trajectory | None:
-        """The next to begin, of the oldest evaluation that has one; None if all are begun."""
+        """Return the next trajectory to begin, of the oldest evaluation
+        with one left; None if all are begun.
+        """
         for one in self.running.values():
             if one.begun < one.wanted:
                 return self._play(one, one.next_id(), now)
@@ -297,7 +299,7 @@ class EvaluationLedger:
         return one.playing.get(who) if one else None
 
     def finish(self, ended: Trajectory, reward: float, *, now: Seconds) -> EvaluationRecord:
-        """A trajectory has its reward: the row of its evaluation, as it is then."""
+        """Give a trajectory its reward, and return the row of its evaluation."""
         one = self._of(ended.id)
         del one.playing[ended.id]
         ended.reward = reward
@@ -305,7 +307,9 @@ class EvaluationLedger:
         return self._told(one, now)
 
     def begin_again(self, who: TrajectoryId, *, now: Seconds, counts: bool) -> Trajectory | None:
-        """Play one that broke from its task again; None if that has been tried too often."""
+        """Return a new attempt at a trajectory that broke; None if
+        that has been tried too often.
+        """
         one, member = self._of(who), (who.group, who.member)
         self._failures[member] = self._failures.get(member, 0) + counts
         if self._failures[member] > self._retries:
@@ -314,7 +318,7 @@ class EvaluationLedger:
         return self._play(one, who._replace(attempt=who.attempt + 1), now)
 
     def give_up(self, who: TrajectoryId, *, now: Seconds) -> EvaluationRecord:
-        """A trajectory has failed for good: the row of its evaluation, as it is then."""
+        """Count a trajectory that has failed for good, and return the row of its evaluation."""
         one = self._of(who)
         del one.playing[who]
         one.failed += 1
@@ -339,7 +343,9 @@ class EvaluationLedger:
         }
 
     def hopeless(self, who: TrajectoryId) -> Evaluation | None:
-        """The evaluation of a trajectory, if it goes on and will not come to an end."""
+        """Return the evaluation of a trajectory, if it is under way
+        and cannot come to an end; else None.
+        """
         one = self.running.get(evaluated_task(who.group).evaluation)
         return one if one is not None and one.is_hopeless else None
 

@@ -12,7 +12,7 @@ from libra_cli.core.types import Plan, Pool, Slot, SlotId, devices_of, node_of, 
 
 
 def part_slots(slot: SlotId) -> tuple[SlotId, ...]:
-    """The slots that a slot is joined of, in order; itself if it is not."""
+    """Return the slots that a slot is joined of, in order; only itself if it is not joined."""
     return tuple(f"{node_of(slot)}/{part}" for part in parts_of(slot)) or (slot,)
 
 
@@ -30,7 +30,7 @@ def slot_named(slot: SlotId, known: Mapping[SlotId, Slot]) -> Slot:
 
 
 def with_slots(slots: Sequence[Slot], wanted: Sequence[Slot]) -> tuple[Slot, ...]:
-    """The slots, with others in the place of those that these overlap."""
+    """Return the slots, with the given ones in the place of those that they overlap."""
     ended = [slot for slot in slots if any(slot.overlaps(other) for other in wanted)]
     place = slots.index(ended[0]) if ended else len(slots)
     rest = (slot for slot in slots[place:] if slot not in ended)
@@ -38,7 +38,7 @@ def with_slots(slots: Sequence[Slot], wanted: Sequence[Slot]) -> tuple[Slot, ...
 
 
 def slots_in(plan: Plan, slots: Sequence[Slot]) -> tuple[Slot, ...]:
-    """The slots of a recipe as the plan has them: some of them joined."""
+    """Return the slots of a recipe as the plan has them: some of them joined."""
     known, found = {slot.id: slot for slot in slots}, tuple(slots)
     for slot, _ in plan.servers:
         if len(parts_of(slot)) > 1:

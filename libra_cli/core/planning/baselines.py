@@ -85,7 +85,7 @@ class Rule:
     _rests_until: int = field(default=0, init=False)
 
     def decide(self, now: Observation) -> Decision:
-        """The rule's next split, if it is another."""
+        """Return the rule's next split, if it is another one."""
         search = Search(self.profile, now.workload, self.space.gpus, self.settings)
         today = self.space.layout_of(now.plan, now.slots)
         degree = today.buckets[0].tensor_parallel

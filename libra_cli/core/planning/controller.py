@@ -101,7 +101,7 @@ class PlanController:
         self._row = replace(self._row, plan=self._number)
 
     def begin(self, explanation: Explanation | None, *, step: int, now: Seconds) -> list[Result]:
-        """The first plan's row, and the decision for it if a planner has made it."""
+        """Return the first plan's row, and the decision for it if a planner has made it."""
         self._row = replace(self._row, at=now)
         if explanation is None:
             return [Save(self._row)]
@@ -175,7 +175,7 @@ class PlanController:
     # -- what comes of it -----------------------------------------------------------------------
 
     def chosen(self, event: PlanChosen, *, now: Seconds) -> list[Result]:
-        """The planner has a better plan: carry it out."""
+        """Carry out the better plan that the planner has chosen, or say why not."""
         objection = self._objection(event.plan)
         if objection is not None:
             accepted, text = objection
@@ -208,7 +208,7 @@ class PlanController:
         now: Seconds,
         explanation: Explanation | None = None,
     ) -> list[Result]:
-        """The planner has answered: write down what comes of it.
+        """Write down what the planner has answered, and what comes of it.
 
         The recalibration under which a plan was chosen is remembered as long as it lasts. An
         ``explanation`` of what is not done is none.

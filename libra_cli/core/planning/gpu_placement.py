@@ -57,7 +57,7 @@ class PinnedSlots:
 
     @classmethod
     def of(cls, now: Observation) -> PinnedSlots:
-        """The slots that a run pins; those of the trainer never move."""
+        """Return the slots that a run pins; those of the trainer never move."""
         pins = dict(now.pins)
         held = frozenset(slot for slot, role in now.pins if role is Role.ROLLOUT)
         workers = (slot for slot in now.slots if pins.get(slot.id) is Role.GRADIENT)
@@ -105,7 +105,7 @@ class GpuPlacement:
         return cls(nodes.gpus, 1, max_len, nodes=nodes, min_rollout=min_rollout, elastic=elastic)
 
     def check(self, plan: Plan, profile: Profile) -> None:
-        """Every shape comes from the profile, so it has costs."""
+        """Do nothing: every shape comes from the profile, so it has costs."""
 
     def layout_of(self, plan: Plan, slots: Sequence[Slot]) -> Layout:
         """The plan as numbers of servers and of ranks."""

@@ -250,7 +250,7 @@ class Planner:
         return self._nearest([(seconds(each), each) for each in candidates])
 
     def _nearest(self, timed: Sequence[tuple[Seconds, Candidate]]) -> Candidate:
-        """The one that moves the least, of those within the tolerance of the best."""
+        """Return the candidate that moves the least, of those within the tolerance of the best."""
         runnable = [one for one in timed if one[0] < inf]
         if not runnable:
             raise NothingFits("plan", "no placement can run", hint="libra run --dry-run RECIPE")

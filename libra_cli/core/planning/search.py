@@ -234,7 +234,7 @@ class Search:
         return Times(rollout_s, train_s, in_turn=self.workload.takes_turns)
 
     def binding(self, layout: Layout) -> Binding:
-        """The one constraint without which a step on this layout would be shorter."""
+        """Return the constraint without which a step on this layout would be shorter."""
         plan = self.training.plan(layout.training_gpus)
         if not self.training.fits(layout.training_gpus):
             words = f"each of {layout.training_gpus} ranks would need {plan.memory_gib:.0f} GiB"

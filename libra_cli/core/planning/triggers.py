@@ -98,7 +98,9 @@ class ReplanTriggers:
         return "the first steps have been measured" if first else ""
 
     def _early(self) -> str:
-        """A look as soon as a step has been timed; it is no look at anything else."""
+        """Return a reason to look when a first step has been timed;
+        no other reason is used up by it.
+        """
         first, self._begun = not self._begun, True
         if not first:
             return ""
@@ -106,7 +108,9 @@ class ReplanTriggers:
         return "the run has begun"
 
     def _hurry(self, idle: Mapping[str, float]) -> str:
-        """A look before it has rested, once; it is no look at anything else."""
+        """Return a reason to look before the rest is over, once for
+        each half; no other is used up by it.
+        """
         long = {half for half, steps in self._mostly.items() if steps >= MOST_STEPS}
         if not (news := long - self._hurried - self._looked_at):
             return ""

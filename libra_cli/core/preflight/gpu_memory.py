@@ -18,7 +18,9 @@ CHECK = "gpu memory"
 
 
 def gpu_memory(case: PreflightCase) -> Iterator[Finding]:
-    """The trainer's ranks, and one context of the greatest length in each server."""
+    """Check that the trainer's ranks, and one context of the
+    greatest length in each server, fit.
+    """
     shape = _shape(case)
     if shape is None:
         return

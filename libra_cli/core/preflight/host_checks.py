@@ -22,7 +22,7 @@ LIMITS = "/etc/security/limits.d/libra.conf"
 
 
 def gpus(case: PreflightCase) -> Iterator[Finding]:
-    """The GPUs of the recipe are there, and nobody else's."""
+    """Check that the GPUs of the recipe are there, and that no other process uses them."""
     for node, facts in case.looked():
         if len(facts.gpus) < node.gpus:
             yield Finding(

@@ -267,7 +267,7 @@ def _is_stretched(config: Mapping[str, Any]) -> bool:
 
 
 def template(case: PreflightCase) -> Iterator[Finding]:
-    """The chat template is one that turns can be appended to, token by token."""
+    """Check that turns can be appended to the chat template, token by token."""
     if case.template is None:
         return
     report = case.template

@@ -110,7 +110,7 @@ class SlotMigration:
         return self.phases[-1][0] if self.phases else None
 
     def enter(self, phase: MigrationPhase, *, now: Seconds) -> bool:
-        """The phase begins, unless it is under way or over; whether it does."""
+        """Begin a phase, unless it is under way or over; returns whether it has begun."""
         if any(seen is phase for seen, _ in self.phases):
             return False
         self.phases.append((phase, now))

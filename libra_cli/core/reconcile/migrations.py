@@ -112,7 +112,7 @@ class MigrationTracker:
         return results
 
     def end(self, why: str, *, now: Seconds) -> list[Result]:
-        """The run ends: so do the moves under way."""
+        """End the moves under way as failed, since the run ends."""
         actions: list[Result] = []
         for move in self.moves.values():
             move.end(FAILED, now=now, detail=why)
@@ -178,7 +178,7 @@ class MigrationTracker:
         return (new.detail or "its process ended") if failed else ""
 
     def _tell_sync(self, move: SlotMigration, new: Replica, now: Seconds) -> None:
-        """A sync is one reply; it says when the version was loaded, which ends phase ``sync``."""
+        """End phase ``sync`` by a server's one reply, which says when the version was loaded."""
         if move.phase is MigrationPhase.SYNC and new.state in WORKING:
             began = move.phases[-1][1]
             # The host that loaded it has a clock of its own.
@@ -197,7 +197,7 @@ class MigrationTracker:
     # -- when it fails --------------------------------------------------------------------------
 
     def deadline(self, timer: str, *, now: Seconds) -> list[Result]:
-        """A phase has taken as long as it may."""
+        """Act on a phase that has taken as long as it may: end it, or fail the move."""
         move = next((m for m in self.moves.values() if m.timer == timer), None)
         if move is None or move.phase is None:
             return []
@@ -236,7 +236,7 @@ class MigrationTracker:
         return stop(new, why, now=now)
 
     def _give_back(self, move: SlotMigration, why: str, now: Seconds) -> list[Result]:
-        """The move failed: the slot does again what it did before, or nothing.
+        """Let the slot of a move that failed do again what it did before, or nothing.
 
         Slots that were being joined or split are all what they were.
         """
@@ -287,7 +287,7 @@ class MigrationTracker:
 
 
 def _hope(replica: Replica) -> tuple[bool, bool]:
-    """The greater, the likelier it is that the slot will have a server that works."""
+    """Return a key that is the greater, the likelier the slot will have a server that works."""
     return replica.state is ReplicaState.SERVING, replica.has_worked
 
 

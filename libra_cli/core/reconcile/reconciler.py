@@ -261,16 +261,16 @@ class Reconciler:
         return training.resize(slots, now=now)
 
     def resize_refused(self, why: str) -> list[Result]:
-        """The trainer did not start where the plan has it: it stays where it is."""
+        """Want the trainer where it is, since it did not start where the plan has it."""
         self._wanted.keep_trainer(self._training.slots, why)
         return [PlanMended()]
 
     def end(self, why: str, *, now: Seconds) -> list[Result]:
-        """The run ends: so do the moves under way."""
+        """End the moves under way, since the run ends."""
         return self._tracker.end(why, now=now)
 
     def deadline(self, timer: str, *, now: Seconds) -> list[Result]:
-        """A phase of a move has taken as long as it may."""
+        """Act on a phase of a move that has taken as long as it may."""
         return self._tracker.deadline(timer, now=now)
 
     def check(self) -> None:

@@ -47,7 +47,7 @@ class FatalPromptDetector:
         return breaks.total()
 
     def deaths_of(self, who: TrajectoryId) -> int:
-        """The number of server deaths that its group was part of."""
+        """Return the number of server deaths that the trajectory's group was part of."""
         return self._level.get(who.group, 0)
 
     def is_suspect(self, who: TrajectoryId) -> bool:
@@ -55,7 +55,7 @@ class FatalPromptDetector:
         return self.deaths_of(who) >= SUSPECT
 
     def died(self, inside: Collection[TrajectoryId]) -> list[TrajectoryId]:
-        """A server died with these inside; those of them that are found guilty."""
+        """Count a server's death with these trajectories inside; returns those found guilty."""
         suspects = [who for who in inside if self.is_suspect(who)]
         alone = len({who.group for who in suspects}) == 1
         guilty = suspects[:1] if alone and self.deaths_of(suspects[0]) >= ALONE else []
@@ -72,7 +72,7 @@ class FatalPromptDetector:
         return len(others) < together and mine >= max(others, default=0)
 
     def cleared(self, who: TrajectoryId) -> None:
-        """A turn of it came back, or it is gone."""
+        """Forget a trajectory that a turn came back of, or that is gone."""
         breaks = self._breaks.get(who.group, Counter())
         if breaks.pop(who, 0) and not breaks:
             del self._breaks[who.group]

@@ -291,7 +291,9 @@ class GroupLedger:
         return self.make(TrajectoryId(group, member, attempt), now)
 
     def find(self, trajectory: TrajectoryId) -> Trajectory | None:
-        """The trajectory, if it is still the one being played; None for an old or ended one."""
+        """Return the trajectory, if it is still the one being
+        played; None for an old or ended one.
+        """
         group, place = self._find(trajectory)
         if group is None or group.state is not GroupState.OPEN:
             return None
@@ -313,7 +315,7 @@ class GroupLedger:
         return group, place
 
     def finish(self, trajectory: TrajectoryId, reward: float) -> Group:
-        """A member has its reward; the group is READY, or FILTERED, when it was the last.
+        """Give a member its reward; the group is READY, or FILTERED, when it was the last.
 
         Its surplus is the caller's to stop.
         """
@@ -463,7 +465,7 @@ class GroupLedger:
         self._ready_now(group)
 
     def claim(self, step: int) -> list[Group]:
-        """The batch of this step, oldest groups first; empty while there are too few.
+        """Return the batch of this step, oldest groups first; empty while there are too few.
 
         It is also empty while the rule waits for a group that this step is the last one for. Rests
         that are READY come on top.
@@ -523,7 +525,7 @@ class GroupLedger:
         return any(not self._may_close(group) for group in self._at_last_call(step))
 
     def trained(self, step: int) -> list[Group]:
-        """The step is done: its groups are TRAINED, and kept until a checkpoint holds them."""
+        """Mark the step's groups as TRAINED, and keep them until a checkpoint holds them."""
         done = [group for group in self._all() if group.step == step]
         for group in done:
             self._enter(group, GroupState.TRAINED)
@@ -544,7 +546,7 @@ class GroupLedger:
         return names
 
     def published(self, step: int) -> None:
-        """The version of a step is out, and those of the steps before it."""
+        """Note that the version of a step is published, and with it those of the steps before."""
         for before in [number for number in self._unpublished if number <= step]:
             del self._unpublished[before]
 
@@ -554,7 +556,7 @@ class GroupLedger:
         yield from self.rests.values()
 
     def settle(self, step: int) -> None:
-        """A checkpoint holds everything up to ``step``: forget those groups."""
+        """Forget the groups up to ``step``, which a checkpoint holds."""
         for group in list(self._all()):
             if group.state is GroupState.TRAINED and (group.step or 0) <= step:
                 self._forget(group)
@@ -576,7 +578,9 @@ class GroupLedger:
         self._forget_task(group.id)
 
     def rollback(self, step: int) -> None:
-        """The trainer is back at ``step``: what it had trained or claimed since is READY again."""
+        """Make READY again what was trained or claimed after
+        ``step``, where the trainer is back.
+        """
         self._unpublished.clear()  # it has published that step's version
         self._trained = {done: names for done, names in self._trained.items() if done <= step}
         for group in self._all():

@@ -23,7 +23,7 @@ from libra_cli.core.types import BranchTokens, Seconds, ToolReturn, Trajectory
 def turn_record(
     active: ActiveTrajectory, turn: TurnGenerated, asked: Request, returns: list[ToolReturn]
 ) -> TurnRecord:
-    """The row of a turn; ``returns`` is what its tools gave back."""
+    """Return the row of a turn; ``returns`` are those of its tools."""
     who = active.trajectory.id
     return TurnRecord(
         group_id=who.group,
@@ -51,7 +51,7 @@ def _tools_json(returns: list[ToolReturn]) -> str:
 def trajectory_record(
     trajectory: Trajectory, state: str, *, ended_at: Seconds | None, detail: str = ""
 ) -> TrajectoryRecord:
-    """The trajectory's row; its tokens are written once it has ended."""
+    """Return the trajectory's row; its tokens are written once it has ended."""
     ended = ended_at is not None
     return TrajectoryRecord(
         group_id=trajectory.id.group,
@@ -91,7 +91,7 @@ def credit_record(
     runs: Mapping[int, Sequence[tuple[int, float]]],
     log_ratios: Mapping[tuple[int, int, int], bytes],
 ) -> CreditRecord:
-    """The row of a trajectory that a step has trained; ``runs`` are advantages by branch.
+    """Return the row of a trajectory that a step has trained; ``runs`` are advantages by branch.
 
     ``log_ratios`` are those of all of the step, as ``LogRatios.by_branch`` has them.
     """
@@ -135,7 +135,7 @@ def _tokens(trajectory: Trajectory) -> tuple[BranchTokens, ...]:
 
 
 def group_records(group: Group, now: Seconds) -> list[GroupRecord] | list[LateRecord]:
-    """The group's row; of a rest, a row for each of its members."""
+    """Return the group's row; of a rest, a row for each of its members."""
     if not group.is_rest:
         return [group_record(group, now)]
     return [LateRecord(group.id, member.id.member, group.step) for member in group.members]
@@ -166,7 +166,7 @@ def _details(group: Group) -> Iterator[str]:
 
 
 def dropped_record(broken: Trajectory, detail: str, now: Seconds) -> GroupRecord:
-    """The row of a group that is dropped because of one of its members."""
+    """Return the row of a group that is dropped because of one of its members."""
     return GroupRecord(
         group_id=broken.id.group,
         state="dropped",

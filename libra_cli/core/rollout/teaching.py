@@ -72,7 +72,7 @@ class TeacherQueue:
         return [action]
 
     def answered(self, who: TrajectoryId, *, now: Seconds) -> list[Action]:
-        """The teacher has answered: the trajectories that were held are asked about too."""
+        """Ask about the trajectories that were held too, since the teacher has answered."""
         self._answers += 1
         self.forget(who)
         if self._silent_since is None:
@@ -85,7 +85,9 @@ class TeacherQueue:
         return [Save(NoteRecord("teacher", "", now, told, resolved_at=now)), *held.values()]
 
     def failed(self, event: TeacherFailed, *, now: Seconds) -> list[Action]:
-        """The teacher has not answered: those that wait are asked about again after a pause."""
+        """Ask again after a pause about the trajectories that wait,
+        since the teacher has not answered.
+        """
         action = self._asked.pop(event.trajectory, None)
         if action is not None:
             self._held[event.trajectory] = action
@@ -125,7 +127,7 @@ class TeacherQueue:
         return strikes >= STRIKES
 
     def again(self) -> list[Action]:
-        """The pause is over: ask about one of those that are held."""
+        """Ask about one of the trajectories that are held, since the pause is over."""
         self._paused = False
         if not self._held:
             return []

@@ -322,7 +322,7 @@ class Trajectories:
     # -- the environment ------------------------------------------------------------------------
 
     def episode_started(self, event: EpisodeStarted, *, now: Seconds) -> list[Result]:
-        """The prompt is there: queue for the first turn."""
+        """Queue a trajectory whose prompt is there for its first turn."""
         active = self.active.get(event.trajectory)
         if active is None or active.stage is not Stage.RESETTING:
             return []
@@ -341,7 +341,7 @@ class Trajectories:
         return []
 
     def demonstrated(self, event: DemonstrationRead, *, now: Seconds) -> list[Result]:
-        """A demonstration is there: it waits for training, with no version of its tokens."""
+        """Let a demonstration wait for training, with no version of its tokens."""
         active = self.active.get(event.trajectory)
         if active is None or active.stage is not Stage.RESETTING:
             return []
@@ -440,7 +440,9 @@ class Trajectories:
     # -- the teacher ----------------------------------------------------------------------------
 
     def taught(self, event: TeacherAnswered | TeacherFailed, *, now: Seconds) -> list[Result]:
-        """The teacher has said how likely it finds the tokens of a trajectory, or has not."""
+        """End a trajectory with the teacher's log-probabilities, or
+        try again where they did not come.
+        """
         teacher, who = self.teacher, event.trajectory
         if teacher is None:
             return []
@@ -465,7 +467,7 @@ class Trajectories:
         return [ForgetEpisode(trajectory.id), Save(ended), Save(row)]
 
     def closed(self, group: Group, *, now: Seconds) -> list[Result]:
-        """A group was closed: its unfinished members go on as its rest, or are given up."""
+        """Let the unfinished members of a closed group go on as its rest, or give them up."""
         actions: list[Result] = [Save(group_record(group, now))]
         if (rest := self._ledger.rests.get(group.id)) is not None:
             return [*actions, *map(Save, group_records(rest, now))]
@@ -509,7 +511,9 @@ class Trajectories:
         return actions if late else [*actions, Save(dropped_record(broken, detail, now))]
 
     def _failed(self, evaluated: Trajectory, why: str, now: Seconds) -> list[Result]:
-        """A trajectory of an evaluation is given up; the others are not, while there is hope."""
+        """Give up a trajectory of an evaluation; the others only
+        where that cannot come to an end.
+        """
         row = Save(self._evaluations.give_up(evaluated.id, now=now))
         hopeless = self._evaluations.hopeless(evaluated.id)
         if hopeless is None:
@@ -518,7 +522,7 @@ class Trajectories:
         return [row, *self.cut(hopeless, told, now=now)]
 
     def cut(self, evaluation: Evaluation, why: str, *, now: Seconds) -> list[Result]:
-        """Play no more of an evaluation, whose result there will not be."""
+        """Play no more of an evaluation, which will have no result."""
         playing = [self.active[who] for who in evaluation.playing]
         aborted = [self._abort(a) for a in playing if a.stage is Stage.GENERATING]
         withdrawn = (self._withdraw(active, "dropped", why, now) for active in playing)
@@ -561,7 +565,9 @@ class Trajectories:
     # -- the servers ----------------------------------------------------------------------------
 
     def generated(self, event: TurnGenerated, *, now: Seconds) -> list[Result]:
-        """A turn came back. Park it if its server has yet to prove the version."""
+        """Take in a turn that came back; it is parked if its server
+        has yet to prove the version.
+        """
         active = self._sent(event)
         if active is None:
             return []
@@ -615,7 +621,7 @@ class Trajectories:
         return [RequestEnded(active.slot, answered)]
 
     def _sent(self, event: TurnGenerated | TurnFailed) -> ActiveTrajectory | None:
-        """The trajectory this reply is for; None for one that nobody waits for any more."""
+        """Return the trajectory that this reply is for; None if it is no longer waited for."""
         active = self.active.get(event.trajectory)
         if active is None or active.stage is not Stage.GENERATING:
             return None
@@ -623,14 +629,14 @@ class Trajectories:
         return active if current and active.request == event.request else None
 
     def proved(self, slot: SlotId, *, now: Seconds) -> list[Result]:
-        """The server has proved a version: replies that waited for that count now."""
+        """Take in the parked replies that waited for the server to prove its version."""
         actions: list[Result] = []
         for event in self._parked.pop(slot, {}).values():
             actions += self.generated(event, now=now)
         return actions
 
     def turn_failed(self, event: TurnFailed, *, now: Seconds) -> list[Result]:
-        """A generation did not come back: try again, elsewhere if there is an elsewhere."""
+        """Try a generation again that did not come back, on another server if there is one."""
         active = self._sent(event)
         if active is None:
             return []
@@ -675,7 +681,9 @@ class Trajectories:
         return [result for who in guilty for result in self._convict(who, now)]
 
     def _blame(self, slot: SlotId) -> list[TrajectoryId]:
-        """The trajectories guilty of a server's death: they were inside, or broke off just then."""
+        """Return the trajectories guilty of a server's death:
+        inside it, or broken off just then.
+        """
         inside = [
             who
             for who, active in self.active.items()
@@ -703,7 +711,7 @@ class Trajectories:
             out.append(who)
 
     def abandon(self, *, now: Seconds) -> list[Result]:
-        """The run ends: give up what is in play; its prompts are in the ledger's position."""
+        """Give up what is in play as the run ends; its prompts are in the ledger's position."""
         actions: list[Result] = []
         for active in list(self.active.values()):
             actions += self._withdraw(active, "dropped", "run ended", now)

@@ -72,7 +72,7 @@ def earned(trajectory: Trajectory, reward: float) -> None:
 
 
 def earned_at_last(trajectory: Trajectory, reward: float) -> None:
-    """The episode has ended with this reward; what its other turns have not earned the last has."""
+    """Give the last turn what its other turns have not earned of the episode's reward."""
     before = sum(turn.reward for turn in trajectory.turn_rewards[:-1])
     earned(trajectory, reward - before)
 

@@ -95,7 +95,7 @@ class RunCourse:
         yield from self._stop_all(now)
 
     def end(self, *, now: Seconds) -> Iterator[Result]:
-        """A run that is being wound down comes a little nearer to its end."""
+        """Bring a run that is being wound down as near to its end as it can be now."""
         run = self._parts.run
         if run.phase is Phase.DRAINING:
             yield from self._parts.training.save(now=now)
@@ -113,7 +113,7 @@ class RunCourse:
             self._fail(training.checkpoints.unsaved, "make room there", RESUME)
 
     def _fail(self, *why: str) -> None:
-        """A run that was ending anyway has not ended as it should."""
+        """Mark a run that was ending anyway as failed, and add the reasons to its error."""
         run = self._parts.run
         said = [run.error] if run.error else []
         run.outcome, run.error = "failed", "; ".join([*said, *why])

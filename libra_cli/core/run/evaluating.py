@@ -18,7 +18,7 @@ Chosen: a turn of 64,000 tokens takes less, at 40 a second."""
 
 
 def remember(parts: RunParts, records: Sequence[Record]) -> None:
-    """A run goes on that has written these rows."""
+    """Take in the rows that a run wrote before it goes on."""
     training = parts.training
     for record in records:
         if isinstance(record, EvaluationRecord) and record.step <= training.step:
@@ -27,7 +27,7 @@ def remember(parts: RunParts, records: Sequence[Record]) -> None:
 
 
 def saw(parts: RunParts, record: Record) -> None:
-    """A row is written: the trainer hears what its checkpoints are worth."""
+    """Tell the trainer what its checkpoints are worth, by a row that is being written."""
     if isinstance(record, EvaluationRecord):
         _score(parts, record)
 

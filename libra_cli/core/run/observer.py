@@ -274,7 +274,7 @@ class _Conversations:
         self.tools = _ToolTimes(finished)
 
     def turn(self, row: TurnRecord) -> PlayedTurn:
-        """The turn, with the tokens of its prompt that no cache can have held."""
+        """Return the turn, with the tokens of its prompt that no cache can have held."""
         who = (row.group_id, row.member, row.attempt)
         one = self._under_way.get(who)
         cached = 0
@@ -298,7 +298,7 @@ class _Conversations:
         )
 
     def ended(self, row: TrajectoryRecord) -> TrajectorySample | None:
-        """The trajectory's lengths; None if it never played a turn.
+        """Return the trajectory's lengths; None if it never played a turn.
 
         Its time in tools is from the end of a turn until the next one is asked for.
         """
@@ -444,7 +444,7 @@ class _Training:
             self._gpus[row.slot] = len(row.gpus) or 1
 
     def plan(self, row: PlanRecord) -> None:
-        """A new plan: what is known of the one before is used until this one has its own steps."""
+        """Begin with a new plan; the one before is used until this one has steps of its own."""
         if len(self._steady) >= LEAST_STEPS:
             self._before = self._trained, self._slots
         self._steady.clear()
@@ -453,7 +453,7 @@ class _Training:
         self._since = row.at
 
     def move(self, row: MoveRecord) -> None:
-        """A slot is on its way, or has arrived."""
+        """Note that a slot is on its way, or has arrived."""
         if row.ended_at is None:
             self._moving.add(row.slot)
         else:
@@ -478,7 +478,7 @@ class _Training:
                 return
 
     def step(self, row: StepRecord, trained: float) -> None:
-        """An optimizer step; it counts if all slots were in place throughout."""
+        """Take in an optimizer step, which counts if all slots were in place throughout."""
         if self._moving or row.started_at < self._since:
             return
         seconds = row.ended_at - row.started_at
@@ -494,15 +494,15 @@ class _StartTimes:
         self._idle: dict[tuple[str, str], _MeanOrNone] = {}
 
     def slot(self, row: SlotRecord) -> None:
-        """A slot's row; from ``starting`` until it serves or trains is its start."""
+        """Take in a slot's row; from ``starting`` until it serves or trains is its start."""
         if row.state == "starting":
             self._began[row.slot] = row.since
         elif row.state in self._waits and row.slot in self._began:
             self._waits[row.state].add(row.since - self._began.pop(row.slot))
 
     def move(self, row: MoveRecord) -> None:
-        """A move; where the next process started beside the old one
-        it was idle in the stop only.
+        """Take in a move; where the next process started beside the old one the slot was idle in
+        the stop only.
         """
         if row.state != "done":
             return

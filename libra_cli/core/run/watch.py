@@ -44,7 +44,7 @@ class RunWatch:
                 evaluating.saw(self._parts, action.record)
 
     def step_taken(self, row: StepRecord, *, now: Seconds) -> Iterator[Result]:
-        """A step is done: warn of what goes wrong, and see whether a planner is to look."""
+        """Warn of what goes wrong after a step, and see whether to ask the planner."""
         yield from map(Save, self._warnings.saw(row, now=now))
         if self._parts.run.going:
             signs = self._observer.signs

@@ -44,7 +44,7 @@ class LeastLoaded:
         return 0.0
 
     def admits(self, request: Request, queue: ServerQueue) -> bool:
-        """A seat is enough; vLLM looks after its memory."""
+        """Return True: a seat is enough; vLLM looks after its memory."""
         return True
 
     def allow_steal(
@@ -200,7 +200,7 @@ class StreamRL(LeastLoaded):
 
 
 def stay(request: Request, queues: ServerQueues) -> ServerQueue | None:
-    """The server of the last turn, if it still serves and has a free seat."""
+    """Return the server of the last turn, if it still serves and has a free seat."""
     queue = queues.by_slot.get(request.last_slot or "")
     return queue if queue is not None and queue.has_seat else None
 
@@ -214,7 +214,7 @@ def stay_or_least(
 
 
 def least_loaded(queues: Sequence[ServerQueue]) -> ServerQueue | None:
-    """The one with the smallest load; ties go to the first."""
+    """Return the server with the smallest load; ties go to the first."""
     return min(queues, key=_load, default=None)
 
 

@@ -36,15 +36,17 @@ class Estimator(Protocol):
     def returned(
         self, trajectory: TrajectoryId, *, generated: Tokens, returns: Sequence[ToolReturn]
     ) -> float:
-        """A turn is over and another follows; ``generated`` is the total so far."""
+        """Learn that a turn is over and another follows; ``generated`` is the total so far."""
         ...
 
     def finished(self, trajectory: TrajectoryId, *, generated: Tokens) -> None:
-        """The trajectory came to its own end after ``generated`` tokens."""
+        """Learn that the trajectory came to its own end after ``generated`` tokens."""
         ...
 
     def withdrawn(self, trajectory: TrajectoryId) -> None:
-        """The trajectory was given up, played again or cut: its whole length is not known."""
+        """Learn that the trajectory was given up, played again or
+        cut: its whole length is not known.
+        """
         ...
 
 

@@ -61,7 +61,7 @@ class LeastExpectedCost:
     estimator: Estimator | None = None
 
     def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
-        """The cheapest of the server it was on and the fastest of each bucket."""
+        """Return the cheapest of the server of the last turn and the fastest of each bucket."""
         last = queues.by_slot.get(request.last_slot or "")
         best = last
         least = self.cost(request, last) if last is not None else float("inf")
@@ -92,7 +92,7 @@ class LeastExpectedCost:
         return turn_tokens(request)
 
     def rank(self, request: Request) -> float:
-        """The number of its group, so that older groups come first."""
+        """Return the number of the request's group, so that older groups come first."""
         return float(request.trajectory.group)
 
     def admits(self, request: Request, queue: ServerQueue) -> bool:

@@ -87,7 +87,7 @@ class RequestScheduler:
     # -- requests -------------------------------------------------------------------------------
 
     def submit(self, request: Request, *, now: Seconds) -> None:
-        """A trajectory wants its next turn: the policy chooses the queue."""
+        """Queue the request for a trajectory's next turn where the policy chooses."""
         if is_evaluation(request.trajectory.group):
             self._evaluations[request.trajectory] = request
             self._roomy |= dict.fromkeys(self._spare)
@@ -115,7 +115,7 @@ class RequestScheduler:
             queue.dequeue(trajectory)
 
     def left(self, trajectory: TrajectoryId) -> None:
-        """A request is no longer inside its server."""
+        """Take a request out of its server, which has answered it or is gone."""
         queue = self._inside.pop(trajectory)
         queue.leave(trajectory)
         if self.queues.by_slot.get(queue.slot) is queue:

@@ -38,7 +38,7 @@ class LearningWatch:
         self._quiet: dict[str, int] = {}
 
     def remember(self, record: Record) -> None:
-        """Something that the run wrote before it goes on; nothing is told of it again."""
+        """Take in a row that the run wrote before it goes on; nothing is told of it again."""
         match record:
             case StepRecord():
                 self._add(record)
@@ -48,7 +48,7 @@ class LearningWatch:
                 pass
 
     def saw(self, step: StepRecord, *, now: Seconds) -> list[NoteRecord]:
-        """A step is done; what is told of it."""
+        """Take in a step that is done, and return the warnings that begin or go away with it."""
         self._add(step)
         series = [numbers for _, numbers in self._steps]
         said = {name: rule(series, self._bounds) for name, rule in RULES.items()}
