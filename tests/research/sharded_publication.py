@@ -3,12 +3,13 @@
     python -m tests.research.sharded_publication --ranks 4 --layers 2 8 --ways gathered rows
 
 publishes so many layers of Qwen3-1.7B's shapes and its embedding, random and sharded by rows over
-gloo, twice, and prints a line for every size and both ways: ``rows`` writes the rows that each rank
-holds, ``gathered`` gathers every tensor for the one rank that writes it, as where shards are on
-several hosts. A line has the bytes of the version; the most of rank 0's memory that is not a file's
-(``anonymous_mb``) above what it was before, of which ``copy_mb`` is the copy that is kept; the
-seconds that a trainer stands still for the second version, in which one number of a hundred has
-changed, and until it is complete; and seconds of a core that all ranks took for a GB of it.
+gloo, twice, and prints a line for every size and both ways: with ``rows`` the first ``--writers``
+write the rows that they hold and those that the others send them, with ``gathered`` every tensor is
+gathered for the one rank that writes it. A line has the bytes of the version; the most of rank 0's
+memory that is not a file's (``anonymous_mb``) above what it was before, of which ``copy_mb`` is the
+copy that is kept; the seconds that a trainer stands still for the second version, in which one
+number of a hundred has changed, and until it is complete; and seconds of a core that all ranks took
+for a GB of it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from libra_cli.node.batch.shares import rows_of
+from libra_cli.node.model.shard_rows import RowExchange
 from libra_cli.node.weights.part_writer import PartWriter
 from libra_cli.node.weights.parts import Share
 from libra_cli.node.weights.publisher import Publisher
@@ -45,9 +47,10 @@ LOOK_S = 0.002
 class Shards:
     """One rank's rows of a model's masters in float32."""
 
-    def __init__(self, layers: int, rank: int, ranks: int) -> None:
+    def __init__(self, layers: int, rank: int, ranks: int, writers: int) -> None:
         mesh = init_device_mesh("cpu", (ranks,))
         self._rank, self._ranks = rank, ranks
+        self._exchange = RowExchange(rank, ranks, writers, torch.bfloat16)
         self._tensors: dict[str, DTensor] = {}
         for name, shape in shapes(layers).items():
             first, end = self._rows(shape)
@@ -57,11 +60,6 @@ class Shards:
     def _rows(self, shape: tuple[int, ...]) -> tuple[int, int]:
         return rows_of(shape[0], rank=self._rank, world=self._ranks)
 
-    @property
-    def bytes(self) -> int:
-        """Of this rank's copy in bfloat16."""
-        return sum(2 * one.to_local().numel() for one in self._tensors.values())
-
     def change(self) -> None:
         """Take a step after which about one number of a hundred is another in bfloat16."""
         for one in self._tensors.values():
@@ -69,8 +67,7 @@ class Shards:
 
     def rows(self) -> Iterator[TensorRows]:
         for name, one in self._tensors.items():
-            shape = tuple(one.shape)
-            yield TensorRows(name, one.to_local(), shape, self._rows(shape)[0])
+            yield from self._exchange.rows_of(name, one)
 
     def gathered(self) -> Iterator[TensorRows]:
         return whole(self._whole())
@@ -105,23 +102,52 @@ class Anonymous:
         raise OSError("the kernel does not say RssAnon")
 
 
-def publish_on_rank(rank: int, ranks: int, layers: int, way: str, root: str) -> dict[str, Any]:
+class Writer:
+    """What a rank has for versions: rank 0 a publisher, others a part or nothing."""
+
+    def __init__(self, rank: int, writers: int, root: Path) -> None:
+        self.bytes: list[int] = []
+        share = Share(rank, writers)
+        options: dict[str, Any] = {"trainer_incarnation": 0, "dtype": torch.bfloat16}
+        self._first = self._part = None
+        if rank == 0:
+            self._first = Publisher(
+                root,
+                keep=2,
+                published=lambda version: self.bytes.append(version.bytes),
+                failed=list[BaseException]().append,
+                share=share,
+                **options,
+            )
+        elif rank < writers:
+            self._part = PartWriter(root, share=share, **options)
+
+    def stage(self, rows: Iterator[TensorRows], version: int) -> None:
+        if self._first is not None:
+            self._first.stage(rows, version=version, probe=PROBE)
+        elif self._part is not None:
+            self._part.stage(rows, version=version)
+        else:
+            for _ in rows:
+                pass
+
+    def wait(self) -> None:
+        if self._first is not None:
+            self._first.wait()
+
+    def close(self) -> None:
+        for one in (self._first, self._part):
+            if one is not None:
+                one.close()
+
+
+def publish_on_rank(
+    rank: int, ranks: int, writers: int, layers: int, way: str, root: str
+) -> dict[str, Any]:
     """Publish two versions on this rank; what they cost it."""
     dist.init_process_group("gloo")
-    shards, share = Shards(layers, rank, ranks), Share(rank, ranks)
-    options: dict[str, Any] = {"trainer_incarnation": 0, "dtype": torch.bfloat16, "share": share}
-    done, failed = list[int](), list[BaseException]()
-    first = part = None
-    if rank == 0:
-        first = Publisher(
-            Path(root),
-            keep=2,
-            published=lambda version: done.append(version.bytes),
-            failed=failed.append,
-            **options,
-        )
-    else:
-        part = PartWriter(Path(root), **options)
+    shards = Shards(layers, rank, ranks, writers)
+    writer = Writer(rank, writers, Path(root))
     dist.barrier()
     memory = Anonymous()
     still_s = whole_s = used_s = 0.0
@@ -129,38 +155,30 @@ def publish_on_rank(rank: int, ranks: int, layers: int, way: str, root: str) -> 
         shards.change()
         dist.barrier()
         began, used = time.monotonic(), time.process_time()
-        pieces = shards.rows() if way == "rows" else shards.gathered()
-        if first is not None:
-            first.stage(pieces, version=version, probe=PROBE)
-            still_s = time.monotonic() - began
-            first.wait()
-        elif part is not None:
-            part.stage(pieces, version=version)
+        writer.stage(shards.rows() if way == "rows" else shards.gathered(), version)
+        still_s = time.monotonic() - began
+        writer.wait()
         dist.barrier()
         whole_s, used_s = time.monotonic() - began, time.process_time() - used
+    size = sum(writer.bytes[:1])
     told = {
         "anonymous_mb": round(memory.stop()),
-        "copy_mb": round(shards.bytes / 1e6)
-        if way == "rows"
-        else round(sum(done[:1]) / ranks / 1e6),
+        "copy_mb": round(size / writers / 1e6),
         "still_s": round(still_s, 2),
         "whole_s": round(whole_s, 2),
         "used_s": used_s,
-        "bytes": sum(done[:1]),
+        "bytes": size,
     }
-    if first is not None:
-        first.close()
-    if part is not None:
-        part.close()
+    writer.close()
     dist.destroy_process_group()
     return told
 
 
-def measure(ranks: int, layers: int, way: str, root: Path) -> dict[str, Any]:
+def measure(ranks: int, writers: int, layers: int, way: str, root: Path) -> dict[str, Any]:
     """One size, one way."""
     root.mkdir(parents=True)
     hosts = [root / "host"] * ranks
-    arguments = [(rank, ranks, layers, way, str(root / "run")) for rank in range(ranks)]
+    arguments = [(rank, ranks, writers, layers, way, str(root / "run")) for rank in range(ranks)]
     try:
         told = in_ranks(hosts, publish_on_rank, arguments)
     finally:
@@ -174,13 +192,16 @@ def main() -> None:
     """Measure every size both ways."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--writers", type=int, help="all of them, if it is not said")
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--ways", nargs="+", default=["gathered", "rows"])
     parser.add_argument("--directory", default="/dev/shm/libra-measured")
     given = parser.parse_args()
     for layers in given.layers:
         for way in given.ways:
-            told = measure(given.ranks, layers, way, Path(given.directory))
+            told = measure(
+                given.ranks, given.writers or given.ranks, layers, way, Path(given.directory)
+            )
             sys.stdout.write(json.dumps({"layers": layers, **told}) + "\n")
             sys.stdout.flush()
 

@@ -109,7 +109,7 @@ def _publish(root: Path, size: int) -> tuple[str, int]:
     bits = torch.randint(-(2**15), 2**15, TENSOR, dtype=torch.int16)
     tensors = ((f"layer.{i}", (bits ^ i).view(torch.bfloat16)) for i in range(count))
     probe = ProbeResult([1, 2], [-1.0])
-    sums = {f"layer.{i}": 0 for i in range(count)}
+    sums = {(f"layer.{i}", 0): 0 for i in range(count)}
     done = publish(
         whole(tensors), root, version=0, trainer_incarnation=0, probe=probe, keep=2, sums=sums
     )

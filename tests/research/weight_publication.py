@@ -58,7 +58,7 @@ def before(masters: dict[str, Tensor], root: Path, version: int) -> tuple[float,
     """Seconds, and those of a core, of a publication that the trainer does by itself."""
     began, used = time.monotonic(), time.process_time()
     cast = ((name, one.to("cpu", torch.bfloat16).contiguous()) for name, one in masters.items())
-    known = dict.fromkeys(masters, 0)  # there were no checksums
+    known = dict.fromkeys(((name, 0) for name in masters), 0)  # there were no checksums
     publish(
         whole(cast), root, version=version, trainer_incarnation=0, probe=PROBE, keep=2, sums=known
     )

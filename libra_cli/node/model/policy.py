@@ -230,17 +230,13 @@ class PolicyModel:
         every = self.parameters().values()
         return [one for one in every if one.ndim == 2 and id(one) not in outer]
 
-    def held_rows(self, tensor: Tensor) -> tuple[int, int]:
-        """Return ``[start, stop)`` of the rows of ``tensor`` that this rank holds."""
-        return rows_of(row_count(tensor), rank=self._shard, world=self.shards)
-
     def own_rows(self, tensor: Tensor) -> tuple[int, int]:
         """Return ``[start, stop)`` of the rows of ``tensor`` that this rank reads.
 
         Those it holds, if there is one replica; else its part of them, so that the ranks of all
         replicas together read every row once.
         """
-        start, stop = self.held_rows(tensor)
+        start, stop = rows_of(row_count(tensor), rank=self._shard, world=self.shards)
         first, last = rows_of(stop - start, rank=self.replica, world=self.replicas)
         return start + first, start + last
 
@@ -268,7 +264,7 @@ class PolicyModel:
         whole = torch.zeros(sum(sizes), device=self.device)
         parts = whole.split(sizes)
         for (name, parameter), part in zip(bucket.items(), parts, strict=True):
-            held, _ = self.held_rows(parameter)
+            held, _ = rows_of(row_count(parameter), rank=self._shard, world=self.shards)
             start, _ = self.own_rows(parameter)
             first = (start - held) * (parameter.numel() // row_count(parameter))
             part[first : first + rows[name].size].copy_(torch.from_numpy(rows[name]))

@@ -23,7 +23,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from libra_cli.node.weights.part_writer import PartWriter
     from libra_cli.node.weights.parts import Share
     from libra_cli.node.weights.publisher import Publisher
-    from libra_cli.node.weights.tensor_rows import TensorRows
 
 IDLE_S = 10.0
 log = logging.getLogger("libra.trainer")
@@ -98,19 +96,23 @@ class TrainerRank:
         self.trainer = trainer
         trainer.enter = self.enter = (heart or Heartbeat()).enter
         adapter = trainer.adapter_manifest()
-        self.share = share = self._share()
+        self.writers = self._writers()
+        share = self._share()
         self.publisher = self._open_publisher(queue, adapter, share) if queue is not None else None
         self.part = self._open_part(share) if queue is None and share is not None else None
 
-    def _share(self) -> Share | None:
-        """*Collective.* What this rank writes of versions: those write that hold the first copy of
-        the weights and are on rank 0's host, whose ranks come first."""
-        from libra_cli.node.weights.parts import Share
-
+    def _writers(self) -> int:
+        """*Collective.* How many ranks write versions: those that hold the first copy of the
+        weights and are on rank 0's host, whose ranks come first."""
         firsts = [place == "0" for place in self.trainer.gather(os.environ.get("LOCAL_RANK", "0"))]
         here = firsts.index(True, 1) if True in firsts[1:] else len(firsts)
-        writers = min(here, self.trainer.shards)
-        return Share(self.trainer.rank, writers) if self.trainer.rank < writers else None
+        return min(here, self.trainer.shards)
+
+    def _share(self) -> Share | None:
+        from libra_cli.node.weights.parts import Share
+
+        rank = self.trainer.rank
+        return Share(rank, self.writers) if rank < self.writers else None
 
     def _open_part(self, share: Share) -> PartWriter:
         from libra_cli.node.weights.part_writer import PartWriter
@@ -212,7 +214,7 @@ class TrainerRank:
             if self.publisher is not None:
                 stack.enter_context(self.publisher.settled())
             probe = self.trainer.probe()  # no rank gets past this before rank 0 has settled
-            weights = self._weights()
+            weights = self.trainer.written_weights(self.writers)
             if self.publisher is not None:
                 self.publisher.stage(weights, version=self.trainer.step, probe=probe)
             elif self.part is not None:
@@ -220,14 +222,6 @@ class TrainerRank:
             elif self.trainer.replica == 0:
                 for _ in weights:
                     pass
-
-    def _weights(self) -> Iterator[TensorRows]:
-        """*Collective in a replica.* The rows of each rank if all ranks write, else all rows."""
-        from libra_cli.node.weights.tensor_rows import whole
-
-        if self.share is not None and 1 < self.share.writers == self.trainer.shards:
-            return self.trainer.held_weights()
-        return whole(self.trainer.whole_weights())
 
     def _save(self, command: CheckpointCommand) -> None:
         from libra_cli.node.trainer import checkpoint

@@ -58,6 +58,7 @@ from libra_cli.node.losses.ratios import effective_sample_size
 from libra_cli.node.model.batching import minibatches
 from libra_cli.node.model.policy import Look, PolicyModel, is_scored, summed
 from libra_cli.node.model.scores import mean_of
+from libra_cli.node.model.shard_rows import RowExchange
 from libra_cli.node.model.weight_names import TensorGroup
 from libra_cli.node.rank import last_line
 from libra_cli.node.trainer.config import TrainerConfig
@@ -460,20 +461,20 @@ class Trainer(PolicyModel):
         """
         return self._whole_of(self.published())
 
-    def held_weights(self) -> Iterator[TensorRows]:
-        """*Collective in a replica.* Of each weight the rows that this rank holds, where they are;
-        all ranks of a replica must exhaust it, or none.
+    def written_weights(self, writers: int) -> Iterator[TensorRows]:
+        """*Collective in the first replica.* Of each weight the rows that this rank writes, if so
+        many of its replica's ranks do; all of them must exhaust it, or none.
 
         Whole are those of which there are no shards, and those that are stacked or cut on their way
         to the model's files, which are gathered one group after the other.
         """
         named = self.named_once()
+        exchange = RowExchange(self.rank, self.shards, writers, self.published_dtype)
         for group in self.published():
-            source = named[group.memory[0]].detach()
-            if group.conversion is None and isinstance(source, DTensor):
-                first, _ = self.held_rows(source)
+            tensor = named[group.memory[0]]
+            if group.conversion is None and isinstance(tensor, DTensor):
                 for name in group.disk:
-                    yield TensorRows(name, source.to_local(), tuple(source.shape), first)
+                    yield from exchange.rows_of(name, tensor)
             else:
                 yield from whole(self._whole_of([group]))
 

@@ -19,7 +19,7 @@ from libra_cli.node.weights import patch
 from libra_cli.node.weights.checksum import MODULUS
 from libra_cli.node.weights.chunks import listings
 from libra_cli.node.weights.layout import FileLayout, PlannedFile
-from libra_cli.node.weights.tensor_rows import TensorRows
+from libra_cli.node.weights.tensor_rows import RowsKey, TensorRows
 
 WRITERS = 4
 """Threads of a rank that write."""
@@ -49,9 +49,9 @@ class WrittenFile:
 
 
 def write_rows(
-    pieces: Iterable[TensorRows], directory: Path, layout: FileLayout, sums: Mapping[str, int]
+    pieces: Iterable[TensorRows], directory: Path, layout: FileLayout, sums: Mapping[RowsKey, int]
 ) -> dict[str, int]:
-    """Write pieces to where they lie in the files; return their checksums.
+    """Write pieces to where they lie in the files; return their checksums, by the tensor's name.
 
     Others may write to the same files meanwhile. ``sums`` are checksums that are known already.
 
@@ -61,9 +61,17 @@ def write_rows(
     some = [piece for piece in pieces if not piece.is_empty]
     names = {layout.places[piece.name].file for piece in some}
     with _opened(directory, names) as files, ThreadPoolExecutor(WRITERS) as pool:
-        known = {**sums}
-        found = pool.map(lambda one: _write_rows(one, files, layout, known.get(one.name)), some)
-        return {one.name: value for one, value in zip(some, found, strict=True)}
+        found = pool.map(lambda one: _write_rows(one, files, layout, sums.get(one.key)), some)
+        return added({one.name: value} for one, value in zip(some, found, strict=True))
+
+
+def added(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Add up the checksums of parts of tensors, by the tensor's name."""
+    total: dict[str, int] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = (total.get(name, 0) + value) % MODULUS
+    return total
 
 
 @contextmanager
@@ -85,7 +93,7 @@ def _write_rows(
     place = layout.places[piece.name]
     offset = place.offset + (piece.first or 0) * place.row_bytes
     _write_at(files[place.file], _bytes_of(piece.tensor), offset)
-    return (int(piece.checksum().item()) if known is None else known) % MODULUS
+    return int(piece.checksum().item()) if known is None else known
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

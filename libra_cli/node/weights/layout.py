@@ -62,6 +62,7 @@ class FileLayout:
 def layout_of(pieces: Collection[TensorRows], *, files: int = 1) -> FileLayout:
     """Lay out the tensors of which these are pieces, as at least ``files`` files if they can be
     cut so at the ends of tensors."""
+    pieces = {one.name: one for one in pieces}.values()  # of one with several, any
     size = min(FILE_BYTES, -(-sum(map(_bytes_of, pieces)) // files))
     planned, places = list[PlannedFile](), dict[str, Place]()
     for number, part in enumerate(_cut(pieces, size)):

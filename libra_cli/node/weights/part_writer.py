@@ -16,7 +16,7 @@ import torch
 from libra_cli.node.weights.layout import FileLayout, layout_of
 from libra_cli.node.weights.parts import LOOK_S, Share
 from libra_cli.node.weights.staging import StagedRows
-from libra_cli.node.weights.tensor_rows import TensorRows
+from libra_cli.node.weights.tensor_rows import RowsKey, TensorRows
 from libra_cli.node.weights.versions import version_name
 
 log = logging.getLogger("libra.weights")
@@ -33,7 +33,7 @@ class PartWriter:
         self._share = share
         self._staged = StagedRows(dtype)
         self._version = -1
-        self._sums: dict[str, int] = {}
+        self._sums: dict[RowsKey, int] = {}
         self._layout: FileLayout
         #: The directory that has this part of ``_version`` already.
         self._given: Path | None = None

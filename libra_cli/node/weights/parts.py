@@ -7,11 +7,10 @@
                                             finished, once all rows are there
       problem-01.json                       or why there is nothing
 
-With all shards on one host nothing is gathered: rows of a shard are contiguous in a file, and the
-checksums of parts add up. So no rank's memory holds more than its shard, however large a tensor is.
-What every rank has whole (tensors that are stacked or cut on their way to a file, and all of them
-where shards are on several hosts) is kept by one rank: the one that has the least so far. Files are
-dealt out to be finished: headers, digests and deltas.
+Nothing is gathered: rows of a shard are contiguous in a file, and checksums of parts add up. So no
+rank's memory holds more than its part of the version, however large a tensor is. Only what every
+rank has whole (tensors that are stacked or cut on their way to a file) is kept by one rank: the one
+that has the least so far. Files are dealt out to be finished: headers, digests and deltas.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ from typing import Any
 from libra_cli.node.weights.files import (
     FileOnDisk,
     WrittenFile,
+    added,
     finish_files,
     write_durably,
     write_rows,
 )
 from libra_cli.node.weights.layout import FileLayout
-from libra_cli.node.weights.tensor_rows import TensorRows
+from libra_cli.node.weights.tensor_rows import RowsKey, TensorRows
 
 LOOK_S = 0.05
 """Seconds from one look for what another rank has told to the next."""
@@ -74,7 +74,7 @@ class Share:
         layout: FileLayout,
         directory: Path,
         base: Path,
-        sums: Mapping[str, int],
+        sums: Mapping[RowsKey, int],
     ) -> WrittenPart:
         """Write this rank's part; on rank 0, wait for those of the others and return all.
 
@@ -97,7 +97,7 @@ class Share:
                 files += map(_file, self._await(directory, FILES, other, deadline))
             for path in directory.glob("*.json"):
                 path.unlink()
-        return WrittenPart(files, _added([own, *rows]))
+        return WrittenPart(files, added([own, *rows]))
 
     @property
     def _others(self) -> list[int]:
@@ -136,11 +136,3 @@ class Share:
 def _file(told: Mapping[str, Any]) -> WrittenFile:
     delta = FileOnDisk(**told["delta"]) if told["delta"] else None
     return WrittenFile(FileOnDisk(**told["file"]), delta)
-
-
-def _added(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for part in parts:
-        for name, value in part.items():
-            total[name] = total.get(name, 0) + value
-    return total

@@ -24,7 +24,7 @@ import torch
 from libra_cli.node.weights.chunks import MANIFEST
 from libra_cli.node.weights.parts import Share
 from libra_cli.node.weights.staging import StagedRows
-from libra_cli.node.weights.tensor_rows import TensorRows
+from libra_cli.node.weights.tensor_rows import RowsKey, TensorRows
 from libra_cli.node.weights.versions import ProbeResult, VersionOnDisk, publish
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Publisher:
             known = self._staged.copy(self._share.of(pieces))
             self._writing = self._pool.submit(self._write, version, probe, known)
 
-    def _write(self, version: int, probe: ProbeResult, sums: dict[str, int]) -> VersionOnDisk:
+    def _write(self, version: int, probe: ProbeResult, sums: dict[RowsKey, int]) -> VersionOnDisk:
         try:
             done = self._publish(version, probe, sums)
         except BaseException as error:
@@ -100,7 +100,7 @@ class Publisher:
         self._published(done)
         return done
 
-    def _publish(self, version: int, probe: ProbeResult, sums: dict[str, int]) -> VersionOnDisk:
+    def _publish(self, version: int, probe: ProbeResult, sums: dict[RowsKey, int]) -> VersionOnDisk:
         return publish(
             self._staged.pieces,
             self._root,

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
 
 from libra_cli.node.weights.checksum import as_rows, checksum_of
+
+RowsKey: TypeAlias = tuple[str, int]
+"""A tensor's name, and the first of its rows that are meant."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,6 +26,11 @@ class TensorRows:
     """The shape of the whole tensor."""
     first: int | None = None
     """The first row in the whole tensor; None if it is all of it, which every rank has."""
+
+    @property
+    def key(self) -> RowsKey:
+        """What tells it from the other rows of a version."""
+        return self.name, self.first or 0
 
     @property
     def is_empty(self) -> bool:

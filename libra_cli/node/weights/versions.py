@@ -36,7 +36,7 @@ from libra_cli.node.weights.chunks import MANIFEST
 from libra_cli.node.weights.files import FileOnDisk, WrittenFile, write_durably
 from libra_cli.node.weights.layout import FileLayout, layout_of
 from libra_cli.node.weights.parts import Share
-from libra_cli.node.weights.tensor_rows import TensorRows
+from libra_cli.node.weights.tensor_rows import RowsKey, TensorRows
 
 _Described: TypeAlias = dict[str, dict[str, object]]
 
@@ -88,7 +88,7 @@ def publish(
     trainer_incarnation: int,
     probe: ProbeResult,
     keep: int,
-    sums: Mapping[str, int] | None = None,
+    sums: Mapping[RowsKey, int] | None = None,
     adapter: Mapping[str, object] | None = None,
     share: Share | None = None,
 ) -> VersionOnDisk:

@@ -66,6 +66,7 @@ ALLOWED: dict[str, str] = {
     # Phases of a rank, which the controller watches (core.progress.phases).
     "node/gradient/writer.py:finish": "computing gradients",
     "node/trainer/main.py:begin": "copying the weights",
+    "node/model/shard_rows.py:_exchange": "copying the weights",
     "node/weights/publisher.py": "copying the weights",
     # Of a server that loads a version: the controller gives it the time of its size.
     "node/rollout/prepared.py:tensors": "loading; the server has answered that all is there",

@@ -23,6 +23,7 @@ from libra_cli.node.trainer.config import TrainerConfig
 from libra_cli.node.trainer.main import TrainerRank
 from libra_cli.node.trainer.trainer import Trainer
 from libra_cli.node.weights import publisher as module
+from libra_cli.node.weights.tensor_rows import TensorRows, whole
 from libra_cli.node.weights.versions import ProbeResult, VersionOnDisk, publish
 
 PATIENCE_S = 20.0
@@ -62,9 +63,9 @@ class FakeTrainer:
     def adapter_manifest(self) -> None:
         return None
 
-    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def written_weights(self, writers: int) -> Iterator[TensorRows]:
         self.sent += 1
-        yield "w", self.weight
+        yield from whole([("w", self.weight)])
 
     def close(self) -> None:
         pass

@@ -34,6 +34,7 @@ from tests.credentials import credentials_of, url_of
 PROBE = ProbeResult([1, 2], [-0.5])
 PATIENCE_S = 20.0
 WRITERS = 3
+SHARDS = 5
 WHOLE = ("experts", "scale")
 """The tensors that every rank has whole."""
 
@@ -51,12 +52,13 @@ def weights(step: int) -> dict[str, torch.Tensor]:
 
 
 def held(version: int, rank: int, writers: int) -> Iterator[TensorRows]:
-    """What a rank has of a version: its rows, but of some tensors all."""
+    """What a rank has of a version that so many write: its rows and those that some of the other
+    ranks sent it, but of some tensors all."""
     for name, tensor in weights(version).items():
         if name in WHOLE:
             yield from whole([(name, tensor)])
-        else:
-            first, end = rows_of(len(tensor), rank=rank, world=writers)
+        for shard in [] if name in WHOLE else range(rank, SHARDS, writers):
+            first, end = rows_of(len(tensor), rank=shard, world=SHARDS)
             yield TensorRows(name, tensor[first:end], tuple(tensor.shape), first)
 
 
