@@ -101,7 +101,7 @@ def _own_name(name: str, mappers: Sequence[tuple[str, Any]]) -> str:
 def _of_module(
     path: str, module: nn.Module, packed: Mapping[str, list[str]], own: Mapping[str, str]
 ) -> Iterator[tuple[str, Iterator[Block]]]:
-    """Name and blocks of every parameter that is the module's own."""
+    """Name and blocks of every parameter, and of every published buffer, of the module itself."""
     if held_experts.is_experts(module):
         yield from held_experts.blocks_of(path, module)
         return
@@ -112,6 +112,9 @@ def _of_module(
                 yield f"{one.name}.{name}", read(module, one)
         else:
             yield f"{path}.{name}".lstrip("."), iter([(0, 0, as_rows(parameter.detach()))])
+    for name, buffer in module.named_buffers(recurse=False):
+        if f"{path}.{name}" in own:  # Gemma 4 has a number for each layer
+            yield f"{path}.{name}", iter([(0, 0, as_rows(buffer))])
 
 
 def _packed_parts(model: nn.Module) -> dict[str, list[str]]:
