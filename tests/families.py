@@ -109,10 +109,10 @@ class Family:
     rule: Rule = same
     whole: str = ""
     """The model type of the model that the language model is a part of."""
+    beside: dict[str, Any] = field(default_factory=dict)
+    """The configurations of its other parts, where the whole has none of its own."""
     example: str = ""
     """One name that the hub's files have."""
-    served: tuple[str, ...] = ()
-    """Further flags of its server."""
     dtype: str = "float32"
     """What it is served in: some of vLLM's CPU kernels have bfloat16 alone."""
     extra: tuple[str, ...] = ()
@@ -162,7 +162,8 @@ class Family:
         told: dict[str, Any] = config.to_dict()
         told |= {"architectures": [self.architecture], "dtype": "float32"}
         if self.whole:
-            whole = AutoConfig.for_model(self.whole, text_config=config).to_dict()
+            beside = {"text_config": config, **self.beside}
+            whole = AutoConfig.for_model(self.whole, **beside).to_dict()
             told = whole | {"architectures": [self.architecture], "dtype": "float32"}
             told["tie_word_embeddings"] = config.tie_word_embeddings
         return told
@@ -192,8 +193,16 @@ _HYBRID = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+_GRANITE = {
+    "head_dim": ...,
+    "attention_multiplier": 0.05,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
+    "position_embedding_type": "rope",
 }
 _ALTERNATE = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
 
@@ -226,7 +235,6 @@ FAMILIES = (
         behind("model.language_model"),
         whole="qwen3_5",
         dtype="bfloat16",
-        served=("--hf-overrides", '{"architectures": ["Qwen3_5ForCausalLM"]}'),
         example="model.language_model.layers.0.linear_attn.in_proj_qkv.weight",
         extra=("model.visual.patch_embed.proj.bias", "mtp.norm.weight"),
     ),
@@ -238,7 +246,6 @@ FAMILIES = (
         behind("model.language_model"),
         whole="qwen3_5_moe",
         dtype="bfloat16",
-        served=("--hf-overrides", '{"architectures": ["Qwen3_5MoeForCausalLM"]}'),
         example="model.language_model.layers.0.mlp.experts.gate_up_proj",
         extra=("mtp.norm.weight",),
     ),
@@ -293,6 +300,16 @@ FAMILIES = (
         },
         behind("model.language_model"),
         whole="gemma4",
+        beside={
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 1,
+                "num_key_value_heads": 1,
+                "head_dim": 32,
+            }
+        },
         example="model.language_model.layers.0.self_attn.q_norm.weight",
     ),
     Family(
@@ -328,31 +345,41 @@ FAMILIES = (
         {
             "layer_types": ["conv", "full_attention"],
             "conv_dim": WIDTH,
+            "block_dim": WIDTH,
+            "tie_word_embeddings": True,
             "block_auto_adjust_ff_dim": False,
             "head_dim": ...,
         },
         example="model.layers.0.conv.in_proj.weight",
+        dtype="bfloat16",
     ),
     Family(
         "LFM2-MoE",
         "Lfm2MoeForCausalLM",
         "lfm2_moe",
-        MOE | {"layer_types": ["conv", "full_attention"], "head_dim": ..., "num_dense_layers": 1},
+        MOE
+        | {
+            "layer_types": ["conv", "full_attention"],
+            "head_dim": ...,
+            "num_dense_layers": 1,
+            "tie_word_embeddings": True,
+        },
         split("w1", "w3", "w2", "feed_forward"),
         example="model.layers.1.feed_forward.experts.7.w3.weight",
+        dtype="bfloat16",
     ),
     Family(
         "Granite 4, dense",
         "GraniteMoeHybridForCausalLM",
         "granitemoehybrid",
-        {
+        _GRANITE
+        | {
             "layer_types": ["attention", "attention"],
             "num_local_experts": 0,
             "shared_intermediate_size": 96,
-            "head_dim": ...,
         },
     ),
-    Family("Granite 3", "GraniteForCausalLM", "granite", {"head_dim": ...}),
+    Family("Granite 3", "GraniteForCausalLM", "granite", _GRANITE),
     Family("SmolLM3", "SmolLM3ForCausalLM", "smollm3", {"head_dim": ...}),
     Family(
         "Phi 4",
@@ -392,30 +419,6 @@ FAMILIES = (
     ),
     Family("Hunyuan", "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
 )
-
-SERVED = {
-    "Qwen2.5",
-    "Qwen3",
-    "Qwen3, tied",
-    "Qwen3-MoE",
-    "Llama 3",
-    "Mistral",
-    "Mixtral",
-    "Gemma 3 1B",
-    "GLM 4.5",
-    "OLMo 3",
-    "OLMoE",
-    "GLM 4",
-    "Granite 3",
-    "Granite 4, dense",
-    "Seed-OSS",
-    "SmolLM3",
-    "Phi 4",
-    "EXAONE 4",
-    "ERNIE 4.5",
-    "Hunyuan",
-}
-"""Families that come through all of it with vLLM's CPU kernels."""
 
 
 def named_family(name: str) -> Family:

