@@ -13,7 +13,7 @@ from enum import Enum
 from functools import cache
 from math import inf, isfinite
 from types import NoneType
-from typing import Any, Final, TypeVar, get_args, get_type_hints
+from typing import Any, Final, TypeVar, cast, get_args, get_type_hints
 
 HIDDEN: Final[Mapping[str, bool]] = {"shown": False}
 """Metadata of a field that is no key."""
@@ -32,13 +32,18 @@ def shown(kind: type) -> Mapping[str, str]:
 @cache
 def hints(kind: type) -> Mapping[str, Any]:
     """Key -> its type, in the order of ``shown``."""
-    declared = get_type_hints(kind)
+    declared = _declared(kind)
     return {
         key: declared[name]
         if name in declared
         else get_type_hints(getattr(kind, name).fget)["return"]
         for key, name in shown(kind).items()
     }
+
+
+@cache
+def _declared(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind)
 
 
 def json_form(value: Any) -> Any:
@@ -59,7 +64,7 @@ def from_json_form(kind: type[T], value: Any) -> T:
 
     Keys that it has no field for are left out.
     """
-    declared = get_type_hints(kind)
+    declared = _declared(cast("type", kind))
     told = {name: _read(declared[name], item) for name, item in value.items() if name in declared}
     return kind(**told)
 
