@@ -83,6 +83,11 @@ LoraTarget: TypeAlias = Literal[
 ]
 
 
+EXPERT_RANK = 8
+"""What the rank of an adapter on experts must be a multiple of: grouped products take rows of
+multiples of 16 bytes, eight numbers in bfloat16."""
+
+
 class LoraSpec(Section):
     """A low-rank adapter (arXiv 2106.09685), by PEFT; rank and alpha have TRL's defaults."""
 
@@ -97,10 +102,13 @@ class LoraSpec(Section):
         BeforeValidator(as_tuple, json_schema_input_type=LoraTarget | list[LoraTarget]),
         Field(min_length=1),
     ] = ("all-linear",)
-    """The matrices of every layer that have an adapter: all-linear is all but the output layer."""
+    """The matrices of every layer that have an adapter: all-linear is all but the output layer, and
+    no experts."""
+    experts: bool = False
+    """Whether the three matrices of each expert of a mixture have one too."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yield matrices that are named twice."""
+        """Yield matrices that are named twice, and a rank that experts cannot have."""
         targets = self.target_modules
         if "all-linear" in targets and len(targets) > 1:
             yield Problem(
@@ -109,6 +117,12 @@ class LoraSpec(Section):
             )
         if len(set(targets)) < len(targets):
             yield Problem(("target_modules",), "names a matrix twice")
+        if self.experts and self.rank % EXPERT_RANK:
+            yield Problem(
+                ("rank",),
+                f"is {self.rank}, but with experts: true grouped products need a multiple of "
+                f"{EXPERT_RANK}",
+            )
 
 
 class CriticSpec(Section):

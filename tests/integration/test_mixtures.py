@@ -176,6 +176,38 @@ def apart(found: dict[str, Any], wanted: dict[str, Any]) -> float:
     )
 
 
+def adapted_in(host: Path, model_dir: Path, cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """The adapter on attention and experts after two steps, gathered, of each case."""
+    return [adapted_of(host, model_dir, case) for case in cases]
+
+
+def adapted_of(host: Path, model_dir: Path, case: Case) -> dict[str, Any]:
+    AcceleratorState._reset_state()
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    training = {
+        "sharding": case.sharding,
+        "activation_checkpointing": case.again,
+        "micro_batch_tokens": case.micro_batch_tokens,
+        "lora": {"rank": 8, "alpha": 16, "experts": True},
+        "kl_coef": 0.1,
+        "warmup_steps": 0,
+    }
+    world = int(os.environ["WORLD_SIZE"])
+    trainer = Trainer(trainer_config(host, model_dir, world, training))
+    for step in (1, 2):
+        trainer.train(step, samples())
+    return {name: one.float().numpy().copy() for name, one in trainer.whole_weights()}
+
+
+def test_worlds_come_to_the_same_adapter_on_experts(model_dir: Path, tmp_path: Path) -> None:
+    ((wanted,),) = in_ranks([tmp_path], adapted_in, [(tmp_path, model_dir, CASES[:1])])
+    assert sum(".experts." in name for name in wanted) >= 2 * 2 * 8 * 3
+    arguments = [(tmp_path, model_dir, CASES[2:])] * 2
+    for rank in in_ranks([tmp_path] * 2, adapted_in, arguments):
+        for case, found in zip(CASES[2:], rank, strict=True):
+            assert apart(found, wanted) < 1e-4, case
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_any_cut_of_a_batch_has_the_gradients_of_transformers(
     ranks: int, model_dir: Path, tmp_path: Path

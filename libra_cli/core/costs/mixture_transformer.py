@@ -175,7 +175,8 @@ class MixtureTransformer:
     def with_adapter(self, lora: LoraSpec | None) -> Self:
         """The same model of which such an adapter is trained.
 
-        ``all-linear`` has the matrices of attention and of what every token meets, and no experts.
+        ``all-linear`` has the matrices of attention and of what every token meets; experts have
+        adapters of their own where these are asked for.
         """
         return self if lora is None else replace(self, adapter=self._adapter_parameters(lora))
 
@@ -192,6 +193,9 @@ class MixtureTransformer:
                 sides |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), side)
             named = sides if everything else (one for one in lora.target_modules if one in sides)
             found += layers * lora.rank * sum(sides[name] for name in named)
+        if lora.experts:
+            sides_of_one = 3 * (self.hidden + self.expert_inner)
+            found += (self.layers - self.dense_layers) * self.experts * lora.rank * sides_of_one
         return found
 
     @property

@@ -227,9 +227,19 @@ def _shared_rows(case: PreflightCase, config: Mapping[str, Any]) -> Iterator[Fin
 
 
 def _adapted_experts(case: PreflightCase, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Experts lie in tensors of three axes, on which no adapter is put."""
+    """Experts have an adapter where the recipe says so, and routers never."""
     lora, experts = case.recipe.training.lora, experts_of(config)
-    if lora is None or not experts:
+    if lora is None or bool(experts) == lora.experts:
+        return
+    if lora.experts:
+        yield Finding(
+            "shape",
+            ALL,
+            "stops",
+            "training.lora.experts is true, and the model has no experts",
+            "the trainer refuses to start",
+            Remedy("recipe", "training: {lora: {experts: false}}"),
+        )
         return
     named = [one for one in lora.target_modules if one in INNER]
     if named and not _has_dense_parts(config):
@@ -239,8 +249,8 @@ def _adapted_experts(case: PreflightCase, config: Mapping[str, Any]) -> Iterator
             "stops",
             f"training.lora names {', '.join(named)}, of which the model has {experts} experts "
             "and nothing else",
-            "an adapter is put on matrices, not on tensors of all experts",
-            Remedy("recipe", "training: {lora: {target_modules: all-linear}}"),
+            "target_modules are matrices, experts have a switch of their own",
+            Remedy("recipe", "training: {lora: {target_modules: all-linear, experts: true}}"),
         )
     elif "all-linear" in lora.target_modules or named:
         yield Finding(
@@ -249,6 +259,7 @@ def _adapted_experts(case: PreflightCase, config: Mapping[str, Any]) -> Iterator
             "warns",
             f"the adapter is not on the model's {experts} experts",
             "attention and what every token meets are trained, experts and routers stay",
+            Remedy("recipe", "training: {lora: {experts: true}}"),
         )
 
 

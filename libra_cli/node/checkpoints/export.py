@@ -154,7 +154,8 @@ def _save_adapter(state: Mapping[str, Any], directory: Path, base: Path, lora: L
 
     prefixed = {f"base_model.model.{name}": tensor for name, tensor in state.items()}
     save_file(prefixed, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    told = peft_config(lora, base_model_name_or_path=_hub_name(base, str(base)))
+    layers = {name.rsplit(".", 3)[1] for name in state}  # PEFT's all-linear would have routers too
+    told = peft_config(lora, layers, base_model_name_or_path=_hub_name(base, str(base)))
     told.inference_mode = True
     told.save_pretrained(directory)
 

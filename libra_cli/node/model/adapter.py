@@ -1,13 +1,14 @@
 """Low-rank adapters in a model, by PEFT: which parameters are trained, and what they are called.
 
 PEFT puts layers of its own in the place of the linear layers and leaves the model what it is
-otherwise, so sharding, activation checkpointing and scoring know nothing of adapters.
+otherwise, so sharding, activation checkpointing and scoring know nothing of adapters. Experts of a
+mixture are no linear layers, and have adapters of ``expert_adapter``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,20 +17,20 @@ from torch import nn
 
 from libra_cli.config.errors import TrainerError
 from libra_cli.config.training import LoraSpec
+from libra_cli.node.model.expert_adapter import ExpertAdapter, adapt, can_adapt, experts_in
 
 NAME = "default"
 """PEFT's own name for a model's only adapter."""
 
 
-def peft_config(spec: LoraSpec, **more: Any) -> Any:
-    """A ``LoraConfig`` of what the recipe asks for."""
+def peft_config(spec: LoraSpec, targets: Collection[str], **more: Any) -> Any:
+    """A ``LoraConfig`` of what the recipe asks for, on layers whose names end in ``targets``."""
     from peft import LoraConfig
 
-    targets = list(spec.target_modules)
     return LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,
-        target_modules=targets[0] if targets == ["all-linear"] else targets,
+        target_modules=sorted(targets),
         task_type="CAUSAL_LM",
         **more,
     )
@@ -44,19 +45,44 @@ def add_adapter(model: nn.Module, spec: LoraSpec) -> nn.Module:
     from peft import inject_adapter_in_model
 
     model.requires_grad_(False)
+    # Of a model that it knows PEFT would take the names of linear layers for those of experts, and
+    # put an adapter on these and on routers; of a module that has one in it, it knows nothing.
+    inside = nn.ModuleDict({"model": model})
     try:
-        inject_adapter_in_model(peft_config(spec), model, adapter_name=NAME)
+        inject_adapter_in_model(peft_config(spec, _targets(model, spec)), inside, adapter_name=NAME)
     except ValueError as error:
         raise TrainerError(
             f"PEFT puts no adapter into {type(model).__name__}: {error}",
             hint="set training.lora.target_modules to matrices that it has, or to all-linear",
         ) from error
+    if spec.experts:
+        _adapt_experts(model, spec)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32)
     for layer in _layers(model):
         layer.cast_input_dtype_enabled = False  # it would keep a float32 copy of every input
     return model
+
+
+def _targets(model: Any, spec: LoraSpec) -> Collection[str]:
+    if "all-linear" not in spec.target_modules:
+        return spec.target_modules
+    output = model.get_output_embeddings()
+    named = model.named_modules()
+    return {name for name, part in named if isinstance(part, nn.Linear) and part is not output}
+
+
+def _adapt_experts(model: nn.Module, spec: LoraSpec) -> None:
+    layers = list(experts_in(model))
+    if not layers or not all(map(can_adapt, layers)):
+        why = "lie in tensors of another form" if layers else "are none"
+        raise TrainerError(
+            f"the experts of {type(model).__name__} {why}: no adapter is put on them",
+            hint="set training.lora.experts: false",
+        )
+    for experts in layers:
+        adapt(experts, spec)
 
 
 @contextmanager
@@ -67,11 +93,15 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
     """
     for layer in _layers(model):
         layer.set_scale(NAME, 0)
+    for adapter in _expert_adapters(model):
+        adapter.active = False
     try:
         yield
     finally:
         for layer in _layers(model):
             layer.set_scale(NAME, 1)
+        for adapter in _expert_adapters(model):
+            adapter.active = True
 
 
 def published_name(name: str) -> str:
@@ -83,3 +113,7 @@ def _layers(model: nn.Module) -> Iterator[Any]:
     from peft.tuners.lora import LoraLayer
 
     return (module for module in model.modules() if isinstance(module, LoraLayer))
+
+
+def _expert_adapters(model: nn.Module) -> Iterator[ExpertAdapter]:
+    return (module for module in model.modules() if isinstance(module, ExpertAdapter))

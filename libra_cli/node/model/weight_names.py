@@ -40,6 +40,8 @@ from libra_cli.node.weights.adapter import A, B
 from libra_cli.node.weights.model_files import shapes_in
 
 WEIGHT = ".weight"
+OF_EXPERTS = ".adapter."
+"""In names of an adapter's tensors of all experts of a layer, before that of the tensor."""
 DROPOUT = re.compile(r"dropout|_pdrop$")
 """What configurations call the share of numbers that training leaves out."""
 WHOLE = "model.path: a directory with all weights of the model, as its publisher wrote it"
@@ -55,7 +57,7 @@ class TensorGroup:
     """Names of the tensors in memory; of tied ones the first."""
     disk: Mapping[str, tuple[int, ...]]
     """Shapes of the tensors in the files, by their names there."""
-    conversion: Conversion | None = None
+    conversion: Conversion | Slices | None = None
     """How one becomes the other; None if it is one tensor under two names."""
 
     def to_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -129,6 +131,13 @@ class Conversion:
         )
 
     @property
+    def matrices(self) -> list[list[str]]:
+        """Names in the files by the place in the tensor in memory that they are put in: of experts
+        the first matrices, and below them the second; each list in the order of experts."""
+        patterns = self._converter.source_patterns
+        return [self._sources[one] for one in patterns if one in self._sources]
+
+    @property
     def _names(self) -> list[str]:
         return [name for names in self._sources.values() for name in names]
 
@@ -158,6 +167,27 @@ class Conversion:
     def _run(self, converter: WeightConverter, first: str) -> dict[str, Tensor]:
         done = converter.convert(first, model=self._model, config=self._model.config)
         return {name: one[0] if isinstance(one, list) else one for name, one in done.items()}
+
+
+class Slices:
+    """Tensors of an adapter on experts, of which each in the files is a part of one expert."""
+
+    def __init__(self, memory: str, places: Mapping[str, tuple[int, slice]]) -> None:
+        """``places`` has for each name in the files the expert and its rows; in order."""
+        self._memory = memory
+        self._places = places
+
+    def to_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Cut the tensor in memory."""
+        whole = tensors[self._memory]
+        return {name: whole[place].clone() for name, place in self._places.items()}
+
+    def to_memory(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Put together what was cut."""
+        experts: dict[int, list[Tensor]] = {}
+        for name, (expert, _) in self._places.items():
+            experts.setdefault(expert, []).append(tensors[name])
+        return {self._memory: torch.stack([torch.cat(parts) for parts in experts.values()])}
 
 
 class WeightNames:
@@ -199,9 +229,11 @@ class WeightNames:
         Raises:
             WeightsError: a matrix with an adapter is not one matrix in the files.
         """
-        layers = {group.memory[0]: group for group in self.groups if group.conversion is None}
+        layers = {group.memory[0]: group for group in self.groups}
         return tuple(
-            TensorGroup((name,), {_in_files(name, layers): tuple(tensor.shape)})
+            _of_experts(name, tensor, layers)
+            if OF_EXPERTS in name
+            else TensorGroup((name,), {_in_files(name, layers): tuple(tensor.shape)})
             for name, tensor in tensors.items()
         )
 
@@ -242,13 +274,34 @@ def _in_files(name: str, layers: Mapping[str, TensorGroup]) -> str:
     """What an adapter's tensor is called beside the matrix that it changes."""
     factor = A if name.endswith(A) else B
     group = layers.get(name.removesuffix(factor) + WEIGHT)
-    if group is None:
+    if group is None or group.conversion is not None:
         raise WeightsError(
             f"{name.removesuffix(factor)} is not one matrix in the model's files, so servers "
             "could not add an adapter to it",
             hint="name other matrices in training.lora.target_modules",
         )
     return next(iter(group.disk)).removesuffix(WEIGHT) + factor
+
+
+def _of_experts(name: str, tensor: Tensor, layers: Mapping[str, TensorGroup]) -> TensorGroup:
+    """The group of an adapter's tensor of all experts of a layer."""
+    factor = A if name.endswith(A) else B
+    group = layers.get(name.removesuffix(factor).replace(OF_EXPERTS, "."))
+    parts = group.conversion.matrices if group and isinstance(group.conversion, Conversion) else []
+    if not parts or any(len(part) != len(tensor) for part in parts):
+        raise WeightsError(
+            f"the experts of {name} are not a matrix each in the model's files, so servers could "
+            "not add an adapter to them",
+            hint="set training.lora.experts: false",
+        )
+    rows = tensor.shape[1] // len(parts)
+    places = {
+        matrix.removesuffix(WEIGHT) + factor: (expert, slice(part * rows, (part + 1) * rows))
+        for expert in range(len(tensor))
+        for part, matrix in enumerate(one[expert] for one in parts)
+    }
+    disk = dict.fromkeys(places, (rows, tensor.shape[2]))
+    return TensorGroup((name,), disk, Slices(name, places))
 
 
 def text_config(model_dir: Path | str) -> PreTrainedConfig:

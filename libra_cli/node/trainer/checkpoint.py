@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from libra_cli.config.errors import LibraError, TrainerError
+from libra_cli.config.training import LoraSpec
 from libra_cli.node.checkpoints.contents import (
     COMPLETE,
     about_bytes,
@@ -362,6 +363,9 @@ def _adapter(trainer: Trainer) -> dict[str, Any] | None:
 def _check_adapter(trainer: Trainer, saved: Mapping[str, Any] | None, path: Path) -> None:
     """Raises TrainerError, on all ranks alike, if the checkpoint is of other parameters."""
     mine = trainer.broadcast(_adapter(trainer) if trainer.rank == 0 else None)
+    if saved:  # an older libra knew fewer keys
+        lora = LoraSpec.model_validate(saved["lora"]).model_dump(mode="json")
+        saved = {**saved, "lora": lora}
     if mine == saved:
         return
     if mine and saved and mine["lora"] == saved["lora"]:

@@ -275,6 +275,11 @@ def test_an_adapter_on_all_linear_layers_has_none_on_experts() -> None:
     assert adapted.trained == 4 * 4 * ((64 + 64) + 2 * (64 + 32) + (64 + 64))
     with_shared = mixture("glm").with_adapter(LoraSpec(rank=4))
     assert with_shared.trained == 4 * (4 * 448 + 3 * 3 * (64 + 32) + 3 * (64 + 128))
+    of_experts = shape.with_adapter(LoraSpec(rank=8, experts=True))
+    sparse = shape.layers - shape.dense_layers
+    assert of_experts.trained == 2 * adapted.trained + sparse * shape.experts * 8 * 3 * (
+        shape.hidden + shape.expert_inner
+    )
 
 
 def test_a_token_in_a_layer_keeps_what_autograd_saves() -> None:

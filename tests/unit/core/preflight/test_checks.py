@@ -579,20 +579,26 @@ def test_ranks_share_a_forward_pass_by_heads_of_attention(
 
 
 @pytest.mark.parametrize(
-    ("targets", "config", "severity"),
+    ("lora", "config", "severity"),
     [
-        (["q_proj"], {"num_experts": 8}, None),
-        (["all-linear"], {"num_experts": 8}, "warns"),
-        (["q_proj", "up_proj"], {"num_experts": 8}, "stops"),
-        (["q_proj", "up_proj"], {"n_routed_experts": 8, "n_shared_experts": 1}, "warns"),
-        (["all-linear"], {}, None),
-        (["up_proj"], {}, None),
+        ({"target_modules": ["q_proj"]}, {"num_experts": 8}, None),
+        ({}, {"num_experts": 8}, "warns"),
+        ({"target_modules": ["q_proj", "up_proj"]}, {"num_experts": 8}, "stops"),
+        (
+            {"target_modules": ["q_proj", "up_proj"]},
+            {"n_routed_experts": 8, "n_shared_experts": 1},
+            "warns",
+        ),
+        ({}, {}, None),
+        ({"target_modules": ["up_proj"]}, {}, None),
+        ({"experts": True}, {"num_experts": 8}, None),
+        ({"experts": True}, {}, "stops"),
     ],
 )
-def test_an_adapter_is_not_put_on_experts(
-    targets: list[str], config: dict[str, Any], severity: str | None
+def test_an_adapter_is_on_experts_where_the_recipe_says_so(
+    lora: dict[str, Any], config: dict[str, Any], severity: str | None
 ):
-    of = recipe(training={"lora": {"target_modules": targets}})
+    of = recipe(training={"lora": lora})
     made = case(of=of, model=ModelFiles(MODEL.files, {**CONFIG, **config}))
     told = [one.severity for one in examine(made, quick=False) if "experts" in one.what]
     assert told == ([severity] if severity else [])
