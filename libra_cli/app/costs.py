@@ -158,7 +158,11 @@ def _as_the_recipe_trains(recipe: Recipe, costs: CostSource) -> CostSource:
             # with all their passes.
             facts = facts.with_adapter(given.lora)
             training = replace(
-                training, passes=passes_of(given), updates=given.updates, cp_size=given.cp_size
+                training,
+                passes=passes_of(given),
+                updates=given.updates,
+                cp_size=1 if (given.ep_size or 1) > 1 else given.cp_size,
+                ep_size=given.ep_size or 1,
             )
         training = replace(
             training,

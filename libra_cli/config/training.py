@@ -305,6 +305,14 @@ class TrainingSpec(Section):
     ranks that are no multiple of it, as many share as divide both. Null: as few as have the memory
     for micro_batch_tokens, and 1 where GPUs do not say theirs. Elsewhere sp_size (accelerate) and
     ulysses_sequence_parallel_size (verl)."""
+    ep_size: Annotated[
+        Positive | None,
+        not_with("sharding", "ddp", why="each rank has a replica with all experts"),
+    ] = None
+    """Expert parallelism of a mixture: so many neighbouring ranks of a replica hold other experts
+    of each layer, and tokens travel to them. It must divide the experts; of ranks that are no
+    multiple of it, as many as divide both, and 1 where the ranks do not divide the experts.
+    Null: 1, every rank gathers all experts of a layer."""
     rollout_routes: Annotated[
         bool,
         not_with("rollout.speculative", None, why="drafted tokens are routed before they are kept"),

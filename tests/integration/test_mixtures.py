@@ -46,6 +46,8 @@ class Case(NamedTuple):
     sharding: str = "ddp"
     again: str = "none"
     micro_batch_tokens: int = 10_000
+    ep_size: int = 1
+    dp_shard_size: int | None = None
 
 
 CASES = [
@@ -109,13 +111,17 @@ def gradients_of(
         "micro_batch_tokens": case.micro_batch_tokens,
     }
     world = int(os.environ["WORLD_SIZE"])
-    config = trainer_config(host, model_dir, world, training, temperature=1.0)
+    config = trainer_config(host, model_dir, world, training, temperature=1.0, **meshes_of(case))
     trainer = Trainer(config)
     assert trainer.model.config._experts_implementation == "grouped_mm"
     assert trainer._scoring.packs
     sums = trainer.gradients_of(given)
     assert sums is not None
     return sums["loss"], whole(trainer)
+
+
+def meshes_of(case: Case) -> dict[str, Any]:
+    return {"ep_size": case.ep_size, "dp_shard_size": case.dp_shard_size}
 
 
 def samples() -> list[TokenSample]:
@@ -193,7 +199,7 @@ def adapted_of(host: Path, model_dir: Path, case: Case) -> dict[str, Any]:
         "warmup_steps": 0,
     }
     world = int(os.environ["WORLD_SIZE"])
-    trainer = Trainer(trainer_config(host, model_dir, world, training))
+    trainer = Trainer(trainer_config(host, model_dir, world, training, **meshes_of(case)))
     for step in (1, 2):
         trainer.train(step, samples())
     return {name: one.float().numpy().copy() for name, one in trainer.whole_weights()}

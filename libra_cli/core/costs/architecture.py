@@ -73,6 +73,25 @@ class Architecture(Protocol):
         """The sizes of a layer's attention heads."""
 
     @property
+    def routed_experts(self) -> int:
+        """Experts of a layer that routers choose among; 0 of a dense model."""
+
+    @property
+    def routed_layers(self) -> int:
+        """Layers that have experts."""
+
+    @property
+    def routed_parameters(self) -> int:
+        """Parameters of all of them, in all layers."""
+
+    def layer_of_rank(self, ep_size: int) -> int:
+        """Parameters of a layer that a rank gathers, of whose experts ``ep_size`` hold others."""
+
+    def travelling_bytes(self, ep_size: int, width: int = 2) -> int:
+        """Bytes of a token of a layer on its way to its experts, and on the way back, where
+        ``ep_size`` ranks hold others; 0 where each has all."""
+
+    @property
     def largest_matrix(self) -> tuple[int, int]:
         """Rows and columns of the largest matrix of a layer, the smaller number first."""
 
@@ -203,6 +222,26 @@ class DenseTransformer:
     @property
     def layer_parameters(self) -> int:
         return self.hidden * (2 * self.query + 2 * self.key + 3 * self.inner)
+
+    @property
+    def routed_experts(self) -> int:
+        return 0
+
+    @property
+    def routed_layers(self) -> int:
+        return 0
+
+    @property
+    def routed_parameters(self) -> int:
+        return 0
+
+    def layer_of_rank(self, ep_size: int) -> int:
+        """Parameters of a layer, whatever ``ep_size`` is: there are no experts."""
+        return self.layer_parameters
+
+    def travelling_bytes(self, ep_size: int, width: int = 2) -> int:
+        """Nothing: there are no experts."""
+        return 0
 
     @property
     def outer_parameters(self) -> int:

@@ -27,6 +27,11 @@ hidden, q and k in all query and key heads, and i inner units::
 Where n ranks share a forward pass (``training.cp_size``) t is what one has of it, and attention
 keeps the keys and values that are repeated (``costs.heads``) while a layer is computed again.
 
+Where n ranks of a replica hold other experts (``training.ep_size``) states are as without, for they
+are shared by W ranks either way; but of a layer 1 / n of the experts is gathered and has gradients
+at a time, the tokens that travel are there twice, and AdamW takes one parameter at a time: twice
+4 bytes of the largest, since torch's lists of tensors are of one mesh.
+
 With ``activation_offload`` the inputs of two layers are there at a time. With ``tiled_mlp`` inner
 units are there of ``TILE_TOKENS`` tokens, and beside them three hidden states of every token.
 
@@ -54,6 +59,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import gcd
 
 from libra_cli.config.training import Optimizer
 from libra_cli.core.costs.architecture import Architecture
@@ -107,10 +113,12 @@ def rank_memory(
     cp_size: int = 1,
     activation_offload: bool = False,
     tiled_mlp: bool = False,
+    ep_size: int = 1,
 ) -> MemoryUse:
     """The most that a rank of the trainer holds that shares a replica with ``world - 1`` others;
     ``tokens`` are those of its micro-batch, which ``cp_size`` ranks share and have a part of each.
-    ``reference``: the first policy is kept beside it."""
+    ``reference``: the first policy is kept beside it. Of each layer's experts ``ep_size`` ranks
+    hold other ones."""
     offloads = optimizer == "adamw_offload"
     frozen = 0 if shape.adapter is None else width * shape.parameters
     states = {
@@ -123,7 +131,8 @@ def rank_memory(
     kept = _activations(shape, world, tokens, choice, width)
     if activation_offload and choice != "none":
         kept -= tokens * _input_bytes(shape, world, width) * max(0, shape.layers - 2)
-    computed = float(tokens * width * shape.heads.repeated(cp_size))
+    doubled = width * shape.heads.repeated(cp_size) + shape.travelling_bytes(ep_size, width)
+    computed = float(tokens * doubled)
     again = 0 if choice == "none" else shape.layer_bytes(width)
     if tiled_mlp and (tiled := shape.tiled_bytes(width)):
         few = min(tokens, TILE_TOKENS)
@@ -136,16 +145,25 @@ def rank_memory(
         computed += tokens * (again + shape.passing_bytes(width))
     moments = {
         "head": _head(shape, world, tokens, width, kept),
-        "layer": _layer(shape, world, width, kept + computed),
+        "layer": _layer(shape, world, width, kept + computed, shape.layer_of_rank(ep_size)),
         "reduction": _reduction(shape, world, width),
-        "update": {"update": _update(shape, optimizer) / world},
+        "update": {"update": _update(shape, optimizer, ep_size) / world},
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     return MemoryUse({**states, **moments[moment]}, moment)
 
 
-def _update(shape: Architecture, optimizer: Optimizer) -> float:
+def parting(ep_size: int, shards: int, experts: int | None) -> int:
+    """How many of ``shards`` ranks hold other experts of a layer where ``ep_size`` are wanted:
+    as many as divide both, if the ranks divide the experts; None of a model that is not known."""
+    parted = gcd(ep_size, shards)
+    return parted if experts is None or (experts and experts % shards == 0) else 1
+
+
+def _update(shape: Architecture, optimizer: Optimizer, ep_size: int) -> float:
     """Bytes of the optimizer's own step, beside the states."""
+    if optimizer == "adamw" and ep_size > 1:
+        return 8.0 * min(shape.largest_parameter, shape.trained)
     if optimizer == "adamw_offload":
         return 12.0 * min(shape.largest_parameter, shape.trained)
     if optimizer == "adamw":
@@ -220,12 +238,15 @@ def _head(
     }
 
 
-def _layer(shape: Architecture, world: int, width: int, held: float) -> dict[str, float]:
+def _layer(
+    shape: Architecture, world: int, width: int, held: float, parameters: int
+) -> dict[str, float]:
+    """``parameters`` are those of a layer that a rank gathers."""
     matrix = shape.vocabulary * shape.hidden
     own = width if world > 1 else 4
-    gathered = width * (shape.outer_parameters + 2 * shape.layer_parameters) if world > 1 else 0
+    gathered = width * (shape.outer_parameters + 2 * parameters) if world > 1 else 0
     reduced = (own + 4 if world > 1 else own) * (
-        shape.layer_parameters if shape.adapter is None else shape.adapter / shape.layers
+        parameters if shape.adapter is None else shape.adapter / shape.layers
     )
     return {
         "activations": held,

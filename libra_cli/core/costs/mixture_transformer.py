@@ -236,6 +236,29 @@ class MixtureTransformer:
         return self._common + self.experts * self.expert_parameters
 
     @property
+    def routed_experts(self) -> int:
+        """Experts of a layer that its router chooses among."""
+        return self.experts
+
+    @property
+    def routed_layers(self) -> int:
+        """Layers that have experts."""
+        return self.layers - self.dense_layers
+
+    @property
+    def routed_parameters(self) -> int:
+        """Parameters of the experts of all layers."""
+        return self.routed_layers * self.experts * self.expert_parameters
+
+    def layer_of_rank(self, ep_size: int) -> int:
+        """Parameters of a layer that a rank gathers, of whose experts ``ep_size`` hold others."""
+        return self._common + self.experts * self.expert_parameters // ep_size
+
+    def travelling_bytes(self, ep_size: int, width: int = 2) -> int:
+        """Bytes of a token of a layer that are sent to its experts, and that come back."""
+        return width * 2 * self.chosen * self.hidden if ep_size > 1 else 0
+
+    @property
     def outer_parameters(self) -> int:
         """Parameters of the embedding and the output layer."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2)

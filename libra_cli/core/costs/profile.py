@@ -52,6 +52,7 @@ from libra_cli.core.costs.memory import (
     TRAINER_OVERHEAD_GIB,
     USABLE_SHARE,
     longest_context,
+    parting,
     rank_memory,
     shards_of,
 )
@@ -217,6 +218,8 @@ class TrainingCost:
     cp_size: int | None = 1
     """Ranks of a replica that share a forward pass, if it has a multiple of them; None: as few as
     have the memory."""
+    ep_size: int = 1
+    """Ranks of a replica that hold other experts of each layer, if it has a multiple of them."""
 
     def seconds(self, ranks: int, workload: Workload) -> Seconds:
         offload_s = self._offload_s(ranks, workload)
@@ -225,8 +228,8 @@ class TrainingCost:
     def busy_s(self, ranks: int, workload: Workload) -> Seconds:
         """Seconds of a step that gradient workers can shorten."""
         exchange_s = self._exchange_s(ranks, workload)
-        attend_s = self._attend_s(ranks, workload)
-        return self.compute_s(ranks, workload) + self.exposed * exchange_s + attend_s
+        waited_s = self._attend_s(ranks, workload) + self._travel_s(ranks, workload)
+        return self.compute_s(ranks, workload) + self.exposed * exchange_s + waited_s
 
     @property
     def transfer_s(self) -> Seconds:
@@ -250,7 +253,8 @@ class TrainingCost:
 
     def communication_ratio(self, ranks: int, workload: Workload) -> float:
         """Seconds of communication, hidden or not, for each second of arithmetic."""
-        moved_s = self._exchange_s(ranks, workload) + self._attend_s(ranks, workload)
+        waited_s = self._attend_s(ranks, workload) + self._travel_s(ranks, workload)
+        moved_s = self._exchange_s(ranks, workload) + waited_s
         return moved_s / self.compute_s(ranks, workload)
 
     def memory_gib(self, ranks: int, longest_context: Tokens) -> float:
@@ -305,7 +309,26 @@ class TrainingCost:
         return self._shared_gib(shards, longest, self._fewest(shards, longest))
 
     def _shared_gib(self, shards: int, longest: Tokens, sharing: int) -> float:
-        return _rank_gib(self.facts, shards, max(self.micro_tokens, longest), sharing)
+        tokens = max(self.micro_tokens, longest)
+        return _rank_gib(self.facts, shards, tokens, sharing, self._parted(shards))
+
+    def _parted(self, shards: int) -> int:
+        """How many ranks of a replica hold other experts."""
+        return parting(self.ep_size, shards, self.facts.architecture.routed_experts)
+
+    def _travel_s(self, ranks: int, workload: Workload) -> Seconds:
+        """Seconds that tokens are on the way to their experts and back, forward, once more where
+        activations are computed again, and backward; nothing is computed meanwhile."""
+        parted = self._parted(self._shards(ranks, workload.longest.context))
+        if parted == 1:
+            return 0.0
+        shape = self.facts.architecture
+        token_bytes = (
+            3 * shape.routed_layers * shape.travelling_bytes(parted) * (parted - 1) / parted
+        )
+        inside = parted <= self.node_gpus
+        bandwidth = self.node_bandwidth if inside else self.network_bandwidth
+        return self.passes * token_bytes * workload.tokens / ranks / bandwidth
 
     def _attend_s(self, ranks: int, workload: Workload) -> Seconds:
         sharing = self.sharing(ranks, workload.longest.context)
@@ -323,23 +346,36 @@ class TrainingCost:
         shards = self._shards(ranks, workload.longest.context)
         return self.updates * 16 * self.facts.trained / shards / HOST_BANDWIDTH
 
+    def _gathered_bytes(self, shards: int) -> float:
+        """Bytes that a rank receives of its replica in a micro-batch: twice the weights in
+        bfloat16, and the gradients in float32."""
+        facts, parted = self.facts, self._parted(shards)
+        moved = 2 * 2 * facts.parameters + 4 * facts.trained
+        if parted == 1:
+            return moved * (shards - 1) / shards
+        routed = 2 * 2 * facts.architecture.routed_parameters
+        if facts.adapter is None:
+            routed *= 2
+        column = shards // parted
+        return (moved - routed) * (shards - 1) / shards + routed / parted * (column - 1) / column
+
     def _exchange_s(self, ranks: int, workload: Workload) -> Seconds:
         shards = self._shards(ranks, workload.longest.context)
         replicas, trained = ranks // shards, self.facts.trained
-        moved = 2 * 2 * self.facts.parameters + 4 * trained
+        moved = self._gathered_bytes(shards)
         inside = shards <= self.node_gpus
         bandwidth = self.node_bandwidth if inside else self.network_bandwidth
         groups = ranks / self.sharing(ranks, workload.longest.context)
         micro_batches = self.passes * max(1.0, workload.tokens / groups / self.micro_tokens)
-        gather_s = micro_batches * moved * (shards - 1) / shards / bandwidth
+        gather_s = micro_batches * moved / bandwidth
         reduce_s = 2 * 4 * trained * (replicas - 1) / replicas / self.network_bandwidth
         return gather_s + self.updates * reduce_s
 
 
 @lru_cache(maxsize=4096)
-def _rank_gib(facts: MemoryModel, shards: int, tokens: Tokens, sharing: int) -> float:
+def _rank_gib(facts: MemoryModel, shards: int, tokens: Tokens, sharing: int, parted: int) -> float:
     """GiB of a rank that shares a replica with ``shards - 1`` others, and each forward pass with
-    ``sharing - 1``. Plans ask again and again."""
+    ``sharing - 1``; ``parted`` of them hold other experts. Plans ask again and again."""
     use = rank_memory(
         facts.architecture,
         world=shards,
@@ -350,6 +386,7 @@ def _rank_gib(facts: MemoryModel, shards: int, tokens: Tokens, sharing: int) -> 
         cp_size=sharing,
         activation_offload=facts.activation_offload,
         tiled_mlp=facts.tiled_mlp,
+        ep_size=parted,
     )
     return use.total / GIB + facts.trainer_overhead_gib
 

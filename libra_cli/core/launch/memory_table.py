@@ -146,6 +146,8 @@ def _rank(recipe: Recipe, shape: Architecture, slots: list[Slot], name: str, sha
     parts = _parts(conditions, shape, shards, sharing, name)
     if name != WORKER and conditions.optimizer == "adamw_offload":
         name = f"{name} (and {8 * shape.trained / shards / GIB:.1f} GiB in the host's memory)"
+    if (parted := conditions.parted(shape, shards)) > 1:
+        name = f"{name} (each with 1/{parted} of the experts)"
     told = ", ".join(f"{what} {size / GIB:.1f}" for what, size in parts.items() if size > 0)
     held = sum(parts.values()) / GIB
     whose = f"that {sharing} ranks share, each with" if sharing > 1 else "of"

@@ -23,6 +23,7 @@ from libra_cli.core.costs.memory import (
     USABLE_SHARE,
     MemoryUse,
     longest_context,
+    parting,
     rank_memory,
     shards_of,
 )
@@ -46,20 +47,24 @@ class RankConditions:
     """Ranks that share a forward pass, as ``training.cp_size``; None: as few as memory allows."""
     activation_offload: bool = False
     tiled_mlp: bool = False
+    ep_size: int = 1
+    """What the recipe says in ``training.ep_size``."""
 
     @classmethod
     def of(cls, recipe: Recipe, *, on_gpu: bool, dtype: Dtype) -> RankConditions:
         """The conditions that a recipe asks for, in ranks that compute in ``dtype``."""
         training = recipe.training
+        parted = (training.ep_size or 1) > 1
         return cls(
             tokens=max(training.micro_batch_tokens, recipe.model.max_len),
             choice=_choice(training.activation_checkpointing, on_gpu=on_gpu),
             width=NUMBER_BYTES[dtype],
             optimizer=training.optimizer,
             reference=training.needs.reference,
-            cp_size=1 if training.rollout_routes else training.cp_size,
+            cp_size=1 if training.rollout_routes or parted else training.cp_size,
             activation_offload=training.activation_offload,
             tiled_mlp=training.tiled_mlp,
+            ep_size=training.ep_size or 1,
         )
 
     def use(self, shape: Architecture, shards: int, sharing: int = 1) -> MemoryUse:
@@ -77,7 +82,13 @@ class RankConditions:
             cp_size=sharing,
             activation_offload=self.activation_offload,
             tiled_mlp=self.tiled_mlp,
+            ep_size=self.parted(shape, shards),
         )
+
+    def parted(self, shape: Architecture | None, shards: int) -> int:
+        """How many neighbours of so many ranks that share a replica hold other experts of each
+        layer; where nothing is known of the model (None) the recipe is right about it."""
+        return parting(self.ep_size, shards, None if shape is None else shape.routed_experts)
 
     def rank_gib(self, shape: Architecture, shards: int, sharing: int = 1) -> float:
         """Return GiB of a rank as in ``use``, with what CUDA and NCCL take."""

@@ -209,6 +209,7 @@ def _trainer_config(
         "probe_tokens": PROBE_TOKENS,
         "dp_shard_size": shards if 1 < shards < world.ranks else None,
         "cp_size": sharing,
+        "ep_size": conditions.parted(launch.shape, shards),
     }
 
 
@@ -243,6 +244,7 @@ def _worker_config(recipe: Recipe, launch: WorkerLaunch, ranks: int) -> dict[str
         "side_port": launch.ports[side],
         "shm_dir": f"{launch.facts.weights_dir}/{launch.run_id}",
         "cp_size": conditions.sharing(launch.shape, shards, ranks, launch.facts.gpu_gib),
+        "ep_size": conditions.parted(launch.shape, shards),
     }
 
 

@@ -169,6 +169,7 @@ def shape(case: PreflightCase) -> Iterator[Finding]:
             )
     yield from _shared_rows(case, config)
     yield from _tiled_experts(case, config)
+    yield from _parted_experts(case, config)
     yield from _adapted_experts(case, config)
     if case.recipe.training.rollout_routes and (reason := refused_routes(config)):
         yield Finding(
@@ -223,6 +224,20 @@ def _shared_rows(case: PreflightCase, config: Mapping[str, Any]) -> Iterator[Fin
             f"training.cp_size {size} does not divide the model: {reason}",
             "the trainer refuses to start",
             Remedy("recipe", "training.cp_size: 1, or a divisor of the model's attention heads"),
+        )
+
+
+def _parted_experts(case: PreflightCase, config: Mapping[str, Any]) -> Iterator[Finding]:
+    size, experts = case.recipe.training.ep_size or 1, experts_of(config)
+    if size > 1 and (not experts or experts % size):
+        had = f"{experts} experts" if experts else "no experts"
+        yield Finding(
+            "shape",
+            ALL,
+            "stops",
+            f"training.ep_size {size} does not divide the model: it has {had}",
+            "the trainer refuses to start, or every rank gathers all experts",
+            Remedy("recipe", "training.ep_size: 1, or a divisor of the number of experts"),
         )
 
 

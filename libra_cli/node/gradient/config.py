@@ -33,6 +33,8 @@ class WorkerConfig:
     """A memory-backed directory for gradients that wait to be fetched."""
     cp_size: int = 1
     """Neighbouring ranks that compute a micro-batch together, each its part of the tokens."""
+    ep_size: int = 1
+    """Neighbouring ranks of a replica that hold other experts of each layer."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> WorkerConfig:

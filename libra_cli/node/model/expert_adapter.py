@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from libra_cli.config.training import LoraSpec
 
@@ -88,7 +89,7 @@ class _Factors(nn.Module):  # type: ignore[misc]  # torch is not followed
 
     def product(self, tokens: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
         """B A of each token's expert."""
-        a, b = self.lora_A.weight.to(dtype), self.lora_B.weight.to(dtype)
+        a, b = (_local(one.weight).to(dtype) for one in (self.lora_A, self.lora_B))
         inner = _grouped(tokens.to(dtype), a, ends)
         parts = zip(inner.chunk(self._matrices, -1), b.chunk(self._matrices, 1), strict=True)
         return torch.cat([_grouped(part.contiguous(), rows, ends) for part, rows in parts], -1)
@@ -98,6 +99,11 @@ class _Factor(nn.Module):  # type: ignore[misc]  # torch is not followed
     def __init__(self, shape: tuple[int, int, int], device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's experts, where ranks hold others (``expert_parallel``)."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _grouped(tokens: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:

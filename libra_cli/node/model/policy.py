@@ -15,7 +15,8 @@ those of each host (hybrid sharding). All of them average gradients over the ran
 each rank's micro-batch is multiplied by their number. Values that all replicas hold alike are their
 own average, so a later pass leaves the sums of earlier ones as they are. With ``cp_size`` above 1
 so many neighbouring ranks compute each micro-batch together (``context_parallel``); the first of
-them tells what it came to.
+them tells what it came to. With ``ep_size`` above 1 so many neighbouring ranks of a replica hold
+other experts of each layer (``expert_parallel``).
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from libra_cli.node.model.adapter import add_adapter, published_name, without_ad
 from libra_cli.node.model.batching import MicroBatch, collate, deal
 from libra_cli.node.model.buckets import in_buckets
 from libra_cli.node.model.context_parallel import context_group
+from libra_cli.node.model.expert_parallel import is_parted, mesh_of_experts
 from libra_cli.node.model.packed_attention import attention_of
 from libra_cli.node.model.policy_config import PolicyConfig
 from libra_cli.node.model.routers import RouterBalance
@@ -116,7 +118,9 @@ class PolicyModel:
         self.shards = (config.dp_shard_size or self.world) if self.sharded else 1
         self.replicas = self.world // self.shards
         self.replica, self._shard = divmod(self.rank, self.shards)
-        self._mesh, self._copies = self._meet()
+        self.ep_size = config.ep_size if self.sharded else 1
+        """Ranks of a replica that hold other experts of a layer."""
+        self._mesh, self._experts, self._copies = self._meet()
         self._names = names_of(Path(config.model_dir))
         self.cp_size = config.cp_size
         """Neighbouring ranks that compute a micro-batch together."""
@@ -230,13 +234,23 @@ class PolicyModel:
         every = self.parameters().values()
         return [one for one in every if one.ndim == 2 and id(one) not in outer]
 
+    def _held_rows(self, tensor: Tensor) -> tuple[int, int]:
+        """Return ``[start, stop)`` of the rows of ``tensor`` that this rank holds."""
+        rows = row_count(tensor)
+        if not is_parted(tensor):
+            return rows_of(rows, rank=self._shard, world=self.shards)
+        column, place = divmod(self._shard, self.ep_size)
+        part = rows // self.ep_size
+        start, stop = rows_of(part, rank=column, world=self.shards // self.ep_size)
+        return place * part + start, place * part + stop
+
     def own_rows(self, tensor: Tensor) -> tuple[int, int]:
         """Return ``[start, stop)`` of the rows of ``tensor`` that this rank reads.
 
         Those it holds, if there is one replica; else its part of them, so that the ranks of all
         replicas together read every row once.
         """
-        start, stop = rows_of(row_count(tensor), rank=self._shard, world=self.shards)
+        start, stop = self._held_rows(tensor)
         first, last = rows_of(stop - start, rank=self.replica, world=self.replicas)
         return start + first, start + last
 
@@ -264,7 +278,7 @@ class PolicyModel:
         whole = torch.zeros(sum(sizes), device=self.device)
         parts = whole.split(sizes)
         for (name, parameter), part in zip(bucket.items(), parts, strict=True):
-            held, _ = rows_of(row_count(parameter), rank=self._shard, world=self.shards)
+            held, _ = self._held_rows(parameter)
             start, _ = self.own_rows(parameter)
             first = (start - held) * (parameter.numel() // row_count(parameter))
             part[first : first + rows[name].size].copy_(torch.from_numpy(rows[name]))
@@ -429,13 +443,15 @@ class PolicyModel:
             return contextlib.nullcontext()
         return cast(AbstractContextManager[None], self._accelerator.no_sync(self._forward))
 
-    def _meet(self) -> tuple[DeviceMesh | None, dist.ProcessGroup | None]:
-        """*Collective.* The mesh of a sharded model, and the group of ranks that hold the very
-        shards of this one, where there are others."""
+    def _meet(self) -> tuple[DeviceMesh | None, DeviceMesh | None, dist.ProcessGroup | None]:
+        """*Collective.* The mesh of a sharded model, that of its experts if ranks hold others, and
+        the group of ranks that hold the very shards of this one, where there are others."""
         if not self.sharded:
-            return None, None
-        mesh = mesh_of(self.device, shards=self.shards, replicas=self.replicas)
-        return mesh, mesh["dp_replicate"].get_group() if self.replicas > 1 else None
+            return None, None, None
+        sizes = {"shards": self.shards, "replicas": self.replicas}
+        mesh = mesh_of(self.device, **sizes)
+        experts = mesh_of_experts(self.device, **sizes, ep_size=self.ep_size)
+        return mesh, experts, mesh["dp_replicate"].get_group() if self.replicas > 1 else None
 
     def _load(self) -> nn.Module:
         if self._mesh is None:
@@ -454,6 +470,7 @@ class PolicyModel:
             mesh=self._mesh,
             group=self.control,
             bf16=self._accelerator.mixed_precision == "bf16",
+            experts=self._experts,
         )
 
     def _read(self) -> nn.Module:

@@ -35,6 +35,11 @@ class PolicyConfig(Protocol):
         """Neighbouring ranks that compute a micro-batch together, each its part of the tokens."""
 
     @property
+    def ep_size(self) -> int:
+        """Neighbouring ranks of a replica that hold other experts of each layer, where the model is
+        sharded."""
+
+    @property
     def max_len(self) -> int:
         """Most tokens of a trajectory."""
 

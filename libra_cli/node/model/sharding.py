@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from libra_cli.node.model import messages
+from libra_cli.node.model.expert_parallel import part_experts
 
 
 def mesh_of(device: torch.device, *, shards: int, replicas: int) -> DeviceMesh:
@@ -39,6 +40,7 @@ def load_sharded(
     mesh: DeviceMesh,
     group: dist.ProcessGroup | None,
     bf16: bool,
+    experts: DeviceMesh | None = None,
 ) -> nn.Module:
     """*Collective.* Return the model with its parameters sharded over the mesh.
 
@@ -50,7 +52,7 @@ def load_sharded(
     tie = getattr(model, "tie_weights", None)
     if tie is not None:
         tie()
-    shard(model, mesh, bf16=bf16)
+    shard(model, mesh, bf16=bf16, experts=experts)
     model.to_empty(device=device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, source.state_dict() if source is not None else {}, options=options)
@@ -58,13 +60,18 @@ def load_sharded(
     return model
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, *, bf16: bool) -> None:
-    """Shard a model in place: one unit for each transformer layer, and one for the rest."""
+def shard(
+    model: nn.Module, mesh: DeviceMesh, *, bf16: bool, experts: DeviceMesh | None = None
+) -> None:
+    """Shard a model in place: one unit for each transformer layer, and one for the rest; with
+    ``experts``, a mesh of ``expert_parallel``, one for the experts of each layer too."""
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None,
         # Gradients of many short trajectories cancel; bf16 sums over ranks would lose them.
         reduce_dtype=torch.float32 if bf16 else None,
     )
+    if experts is not None:
+        part_experts(model, experts, policy)
     names = set(getattr(model, "_no_split_modules", None) or ())
     for module in model.modules():
         if type(module).__name__ in names:

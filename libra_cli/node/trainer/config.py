@@ -36,6 +36,8 @@ class TrainerConfig:
     """Ranks that hold one replica together where the model is sharded; None is all of them."""
     cp_size: int = 1
     """Neighbouring ranks that compute a micro-batch together, each its part of the tokens."""
+    ep_size: int = 1
+    """Neighbouring ranks of a replica that hold other experts of each layer."""
     steps: int = 0
     """Steps of the run, at which schedules of the learning rate end that are not constant."""
     resume: str | None = None

@@ -46,7 +46,14 @@ def optimizer_of(
     """
     kinds = {"adamw": torch.optim.AdamW, "adamw_offload": OffloadedAdamW, "muon": Muon}
     kind = kinds[training.optimizer]
-    optimizer = kind(parameters, lr=training.learning_rate, betas=training.betas, weight_decay=0.0)
+    meshes = {one.device_mesh for one in parameters if isinstance(one, DTensor)}
+    optimizer = kind(
+        parameters,
+        lr=training.learning_rate,
+        betas=training.betas,
+        weight_decay=0.0,
+        foreach=False if len(meshes) > 1 else None,  # torch's lists of tensors are of one mesh
+    )
     if isinstance(optimizer, Muon):
         optimizer.matrices = {id(parameter) for parameter in matrices}
     for parameter in parameters:

@@ -56,6 +56,7 @@ from libra_cli.node.critic.critic import Critic
 from libra_cli.node.gradient.client import Arrival, GradientClient, Rows
 from libra_cli.node.losses.ratios import effective_sample_size
 from libra_cli.node.model.batching import minibatches
+from libra_cli.node.model.expert_parallel import is_parted
 from libra_cli.node.model.policy import Look, PolicyModel, is_scored, summed
 from libra_cli.node.model.scores import mean_of
 from libra_cli.node.model.shard_rows import RowExchange
@@ -465,14 +466,15 @@ class Trainer(PolicyModel):
         """*Collective in the first replica.* Of each weight the rows that this rank writes, if so
         many of its replica's ranks do; all of them must exhaust it, or none.
 
-        Whole are those of which there are no shards, and those that are stacked or cut on their way
-        to the model's files, which are gathered one group after the other.
+        Whole are those of which there are no shards. Those that are stacked or cut on their way to
+        the model's files, and experts that ranks part, are gathered one group after the other.
         """
         named = self.named_once()
         exchange = RowExchange(self.rank, self.shards, writers, self.published_dtype)
         for group in self.published():
             tensor = named[group.memory[0]]
-            if group.conversion is None and isinstance(tensor, DTensor):
+            shard = isinstance(tensor, DTensor) and not is_parted(tensor)
+            if group.conversion is None and shard:
                 for name in group.disk:
                     yield from exchange.rows_of(name, tensor)
             else:
@@ -506,8 +508,20 @@ class Trainer(PolicyModel):
         return whole
 
     def _clip(self, max_norm: float) -> Tensor:
-        norm = nn.utils.clip_grad_norm_(self.parameters().values(), max_norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        of_meshes: dict[Any, list[nn.Parameter]] = {}  # torch takes one mesh at a time
+        for parameter in self.parameters().values():
+            if parameter.grad is not None:
+                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+                of_meshes.setdefault(mesh, []).append(parameter)
+        norms = [
+            nn.utils.get_total_norm([one.grad for one in parameters])
+            for parameters in of_meshes.values()
+        ]
+        whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in norms]
+        norm = whole[0] if len(whole) == 1 else torch.stack(whole).norm()
+        for parameters in of_meshes.values():
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
 
 
 def _shared_by(ranks: int) -> str:

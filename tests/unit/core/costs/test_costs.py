@@ -94,6 +94,39 @@ def test_as_few_ranks_share_a_pass_as_have_the_memory(ranks: int) -> None:
     assert replace(TRAINING, cp_size=8).sharing(12, 1) == 4
 
 
+def test_ranks_that_part_experts_gather_less_and_wait_for_tokens() -> None:
+    facts = MemoryModel(
+        parameters=30.5e9,
+        layers=48,
+        hidden=2048,
+        vocabulary=151_936,
+        kv_bytes=98_304,
+        gpu_gib=74.5,
+        experts=128,
+        chosen=8,
+        expert_inner=768,
+    )
+    work = workload(2000)
+    alone, parted, halves = (replace(TRAINING, facts=facts, ep_size=size) for size in (1, 8, 4))
+    # Forward, forward once more and backward: 7 of 8 parts of 8 copies there and back in 2 bytes.
+    a_token = 3 * 48 * 2 * 2 * 8 * 2048 * 7 / 8
+    travels_s = parted._travel_s(8, work)
+    assert travels_s == pytest.approx(a_token * work.tokens / 8 / 2e11)
+    assert alone._travel_s(8, work) == 0.0
+    assert replace(parted, node_gpus=4)._travel_s(8, work) == pytest.approx(2 * travels_s)
+    spared = alone._exchange_s(8, work) - parted._exchange_s(8, work)
+    micro_batches = max(1.0, work.tokens / 8 / 16384)
+    routed = facts.architecture.routed_parameters
+    assert spared == pytest.approx(micro_batches * 8 * routed * 7 / 8 / 2e11)
+    # Of halves of the replica each gathers a fourth of the experts, from the other half.
+    spared = alone._exchange_s(8, work) - halves._exchange_s(8, work)
+    assert spared == pytest.approx(micro_batches * 8 * routed * (7 / 8 - 1 / 8) / 2e11)
+    assert parted.memory_gib(8, 4000) < alone.memory_gib(8, 4000)
+    exchange_s = parted._exchange_s(8, work)
+    busy_s = parted.compute_s(8, work) + 0.3 * exchange_s + travels_s
+    assert parted.busy_s(8, work) == pytest.approx(busy_s)
+
+
 def test_a_plan_says_how_many_ranks_share_a_pass() -> None:
     work = workload(120_000, trajectories=2)
     table = TrainingTable(replace(TRAINING, cp_size=None), work, 8)

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from libra_cli.config.training import LoraSpec
 from libra_cli.core.costs.architecture import architecture_of, published
-from libra_cli.core.costs.memory import rank_memory
+from libra_cli.core.costs.memory import parting, rank_memory
 from libra_cli.core.costs.mixture_transformer import MixtureTransformer, expected_experts
 
 TINY = {
@@ -280,6 +280,41 @@ def test_an_adapter_on_all_linear_layers_has_none_on_experts() -> None:
     assert of_experts.trained == 2 * adapted.trained + sparse * shape.experts * 8 * 3 * (
         shape.hidden + shape.expert_inner
     )
+
+
+def test_ranks_that_part_experts_hold_the_same_states_and_gather_less() -> None:
+    shape = mixture("Qwen3-30B-A3B")
+    alone, parted = (
+        rank_memory(shape, world=8, tokens=65536, choice="full", ep_size=size).parts
+        for size in (1, 8)
+    )
+    for state in ("weights", "gradients", "moments"):
+        assert alone[state] == parted[state]
+    experts = 128 * shape.expert_parameters
+    assert alone["gathered weights"] - parted["gathered weights"] == 2 * 2 * experts * 7 / 8
+    assert alone["buffers"] - parted["buffers"] == (2 + 4) * experts * 7 / 8
+    more = parted["activations"] - alone["activations"]
+    assert more == 65536 * 2 * 2 * shape.chosen * shape.hidden
+    step = rank_memory(shape, world=8, tokens=16, choice="full", ep_size=8).parts
+    assert step.get("update", 0.0) <= 8.0 * shape.largest_parameter / 8
+
+
+@pytest.mark.parametrize(
+    ("wanted", "shards", "experts", "found"),
+    [
+        (8, 8, 128, 8),
+        (8, 4, 128, 4),
+        (8, 12, 128, 1),
+        (4, 2, None, 2),
+        (8, 8, 0, 1),
+        (1, 8, 128, 1),
+        (2, 16, 8, 1),
+    ],
+)
+def test_as_many_part_experts_as_divide_both(
+    wanted: int, shards: int, experts: int | None, found: int
+) -> None:
+    assert parting(wanted, shards, experts) == found
 
 
 def test_a_token_in_a_layer_keeps_what_autograd_saves() -> None:

@@ -120,3 +120,20 @@ def test_a_whole_table_is_told_as_it_is(name: str) -> None:
         plan = replace(plan, train=(first,), gradient=(second,))
     shape = PUBLISHED[Path(loaded.model.path or "").name]
     assert list(memory_table(loaded, plan, slots, shape)) == whole["lines"]
+
+
+def test_a_rank_that_gathers_a_part_of_the_experts_fits_smaller_gpus(tmp_path: Path):
+    recipe = tmp_path / "recipe.yaml"
+    found: list[str] = []
+    for size in (1, 8):
+        recipe.write_text(
+            "nodes: [{host: a, gpus: 8, pool: train}, {host: b, gpus: 1, pool: rollout}]\n"
+            "model: {max_len: 8192, path: /models/Qwen3-30B-A3B}\n"
+            f"training: {{ep_size: {size}}}\n"
+        )
+        found.append(plan_of(recipe)[1].memory[1])
+    alone, parted = found
+    assert "experts" not in alone
+    assert "fits GPUs of 94 GB or more" in alone
+    assert "trainer (each with 1/8 of the experts), each of 8 ranks" in parted
+    assert "fits GPUs of 80 GB or more" in parted

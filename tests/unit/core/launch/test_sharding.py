@@ -106,6 +106,26 @@ def test_ranks_share_no_pass_where_routes_are_replayed(replay: bool, found: int 
     assert RankConditions.of(recipe, on_gpu=True, dtype="bfloat16").cp_size == found
 
 
+@pytest.mark.parametrize(
+    ("ep_size", "cp_size", "parted"), [(None, None, 1), (1, None, 1), (4, 1, 4)]
+)
+def test_ranks_that_part_experts_share_no_pass(
+    ep_size: int | None, cp_size: int | None, parted: int
+):
+    recipe = Recipe.model_validate(
+        {
+            "nodes": [{"host": "local", "slots": 2}],
+            "model": {"build": {}},
+            "environment": {"name": "pointer-chase"},
+            "training": {"ep_size": ep_size},
+        }
+    )
+    found = RankConditions.of(recipe, on_gpu=True, dtype="bfloat16")
+    assert found.cp_size == cp_size
+    assert found.parted(published("Qwen3-30B-A3B"), 8) == parted
+    assert found.parted(SMALL, 8) == 1
+
+
 def test_a_trajectory_is_as_long_as_the_ranks_that_share_it_have_memory_for():
     by_degree = [conditions().longest(SMALL, 8, sharing, 80.0) for sharing in (1, 2, 4, 8)]
     for fewer, more in itertools.pairwise(by_degree):

@@ -621,6 +621,19 @@ def test_only_routers_with_a_softmax_are_replayed(config: dict[str, Any], reason
         assert all(reason in one for one in told)
 
 
+@pytest.mark.parametrize(
+    ("size", "experts", "reason"),
+    [(1, 0, ""), (4, 8, ""), (3, 8, "it has 8 experts"), (4, 0, "it has no experts")],
+)
+def test_ranks_part_the_experts_of_a_mixture(size: int, experts: int, reason: str):
+    of = recipe(training={"ep_size": size})
+    config = {**CONFIG, **({"num_experts": experts} if experts else {})}
+    made = case(of=of, model=ModelFiles(MODEL.files, config))
+    told = [one.what for one in wrong(made) if "ep_size" in one.what]
+    assert len(told) == bool(reason)
+    assert all(reason in one for one in told)
+
+
 @pytest.mark.parametrize("experts", [0, 8])
 def test_tiles_are_for_dense_models(experts: int):
     of = recipe(training={"tiled_mlp": True})
