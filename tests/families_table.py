@@ -53,32 +53,21 @@ def measured() -> dict[str, Row]:
     return {row["family"]: Row(**row) for row in json.loads(MEASURED.read_text())["rows"]}
 
 
-def earlier() -> list[str]:
-    """Return families that came through all of it with a gap below 1e-6 in a run of which no rows
-    were kept, and have none since."""
-    names: list[str] = json.loads(MEASURED.read_text())["earlier"]
-    return names
-
-
 def keep(rows: Iterable[Row], order: Iterable[str], versions: Mapping[str, str]) -> None:
     """Put rows in place of those that are kept of the same families."""
     found = measured() | {row.family: row for row in rows}
     kept = [asdict(found[name]) for name in order if name in found]
-    before = [name for name in earlier() if name not in found]
-    told = {"versions": dict(versions), "earlier": before, "rows": kept}
-    MEASURED.write_text(json.dumps(told, indent=1) + "\n")
+    MEASURED.write_text(json.dumps({"versions": dict(versions), "rows": kept}, indent=1) + "\n")
 
 
 def table(configs: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the table; ``configs`` has each family's config.json, in the table's order."""
-    rows, before = measured(), earlier()
+    rows = measured()
     lines = [HEADER, "| --- | --- | --- | --- |"]
     for name, config in configs.items():
         refused = refused_family(config)
         if refused:
             gap, told = "", f"refused: {refused.why}"
-        elif name in before:
-            gap, told = "below 1e-6", "yes, in a run before rows were kept"
         else:
             gap, told = _gap(rows[name]), _told(rows[name])
         lines.append(f"| {name} | `{config['architectures'][0]}` | {gap} | {told} |")

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("accelerate", reason="needs the [cpu] extra")
 pytest.importorskip("vllm", reason="needs the [cpu] extra")
 
-from tests.families_table import earlier, measured
+from tests.families_table import measured
 
 pytestmark = [pytest.mark.integration, pytest.mark.vllm, pytest.mark.timeout(3600)]
 
@@ -35,7 +35,6 @@ def test_experts_and_fused_layers_are_published_proved_and_exported(tmp_path: Pa
 
 @pytest.mark.nightly
 def test_every_family_that_the_table_says_is_served(tmp_path: Path):
-    good = [row.family for row in measured().values() if row.good]
-    rows = rows_of([*good, *earlier()], tmp_path)
+    rows = rows_of([row.family for row in measured().values() if row.good], tmp_path)
     bad = [row for row in rows if not row["good"]]
     assert not bad, bad

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="needs torch")
 
 from libra_cli.core.preflight.families import refused_family
 from tests.families import FAMILIES, Family
-from tests.families_table import Row, earlier, in_page, measured, table
+from tests.families_table import Row, in_page, measured, table
 
 REFUSED = {
     "deepseek_v2": "latent attention",
@@ -35,10 +35,10 @@ def test_the_page_has_what_was_measured():
 def test_a_family_comes_through_all_of_it_or_is_refused_before_anything_starts(family: Family):
     refused = refused_family(config_of(family))
     row = measured().get(family.name, Row(family.name))
-    assert (row.good or family.name in earlier()) == (refused is None), row
-    if refused is None and row.good:
+    assert row.good == (refused is None), row
+    if refused is None:
         assert row.dtype == family.dtype, "it was measured in another"
-    elif refused is not None:
+    else:
         assert refused.why.partition(":")[0] == family.model_type
         assert refused.instead.startswith("model.path: ")
 
