@@ -134,8 +134,19 @@ def played(host: Path, model_dir: Path) -> dict[str, Any]:
         checkpoint.load(one, path)
         one.train(2, samples())
     again = {name: version_of(one) for name, one in resumed.items()}
+    check_written(parted)
     found = {name: version_of(one) for name, one in trainers.items()}
     return {"norms": norms, "resumed": again, **found}
+
+
+def check_written(trainer: Trainer) -> None:
+    """What a rank writes of a version, by itself or for the other, are rows of its tensors."""
+    whole = version_of(trainer)
+    for writers in (1, 2):
+        for piece in trainer.written_weights(writers):
+            rows = piece.tensor.detach().float().numpy()
+            first = piece.first or 0
+            assert np.array_equal(rows, whole[piece.name][first : first + len(rows)]), piece.name
 
 
 def check_rows(trainer: Trainer) -> None:
