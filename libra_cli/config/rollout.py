@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -13,6 +13,8 @@ from libra_cli.config.only_with import only_with
 from libra_cli.config.problems import Problem
 from libra_cli.config.speculative import SpeculativeSpec
 
+Quantization: TypeAlias = Literal["fp8_per_channel"]
+"""Ways in which servers hold weights in fewer bits, by vLLM's names."""
 RESERVED_VLLM_FLAGS = frozenset(
     {
         "--api-key",
@@ -153,6 +155,15 @@ class RolloutSpec(Section):
     """The share of a GPU's memory that vLLM takes."""
     kv_gib: Positive = 1
     """KV cache in GiB of a server on a host without GPUs."""
+    quantization: Annotated[
+        Quantization | None,
+        only_with("backend", "vllm", why="its servers quantize what they load, and can prove it"),
+    ] = None
+    """Serve weights in fewer bits than they are trained in. ``fp8_per_channel``: linear layers in
+    float8 (e4m3) with a scale for each output channel, activations in float8 with one for each
+    token; half the memory of weights in bfloat16, and another policy than the trainer's by the gap
+    in ``libra status``. Needs GPUs with FP8 (Ada, Hopper, Blackwell) or, without GPUs,
+    model.dtype: bfloat16. Null: as they are published."""
     speculative: SpeculativeSpec | None = None
     """Guess several tokens at a time and check them in one step; null: one token a step."""
     vllm_args: tuple[str, ...] = ()
@@ -169,7 +180,7 @@ class RolloutSpec(Section):
             )
         for index, argument in enumerate(self.vllm_args):
             flag = argument.split("=", 1)[0].replace("_", "-")
-            if flag in RESERVED_VLLM_FLAGS:
+            if flag in RESERVED_VLLM_FLAGS or (flag == "--quantization" and self.quantization):
                 yield Problem((f"vllm_args[{index}]",), f"{flag} is set by libra from other fields")
         yield from _bucket_problems(self.buckets or ())
 

@@ -19,6 +19,7 @@ from libra_cli.config.problems import Problem
 
 if TYPE_CHECKING:
     from libra_cli.config.recipe import Recipe
+    from libra_cli.config.rollout import RolloutSpec
     from libra_cli.config.training import TrainingSpec
 
 ALGORITHM_RULES = "algorithm_rules"
@@ -32,6 +33,9 @@ def problems_between_fields(recipe: Recipe) -> Iterator[Problem]:
         yield from (problem.inside(path) for problem in section.problems())
     yield from _cluster_problems(recipe)
     yield from _model_problems(recipe)
+    on_cpus = any(not node.gpus for node in recipe.nodes)
+    routes = recipe.training.rollout_routes
+    yield from _quantization_problems(recipe.rollout, recipe.model.dtype, on_cpus, routes)
     yield from _agent_problems(recipe)
     yield from _evaluation_problems(recipe)
     yield from _bucket_problems(recipe)
@@ -167,6 +171,34 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
             ("training.micro_batch_tokens", "model.max_len"),
             f"is {training.micro_batch_tokens}, but one trajectory may have model.max_len = "
             f"{model.max_len}",
+        )
+
+
+def _quantization_problems(
+    rollout: RolloutSpec, dtype: str, on_cpus: bool, routes: bool
+) -> Iterator[Problem]:
+    """Yield weights in fewer bits where their kernels do not run, or beside what was not tried.
+
+    ``on_cpus``: a node has no GPUs; ``routes`` is training.rollout_routes.
+    """
+    if rollout.quantization is None:
+        return
+    without = dtype == "auto" and on_cpus
+    if dtype == "float32" or without:
+        told = "auto, which is float32 on hosts without GPUs" if without else dtype
+        yield Problem(
+            ("rollout.quantization", "model.dtype"),
+            f"is {rollout.quantization}, whose kernels compute in bfloat16, and model.dtype is "
+            f"{told}: set model.dtype: bfloat16",
+        )
+    untried = {
+        "rollout.speculative": rollout.speculative is not None,
+        "training.rollout_routes": routes,
+    }
+    for key in (key for key, given in untried.items() if given):
+        yield Problem(
+            ("rollout.quantization", key),
+            f"is {rollout.quantization}, which was not tried with {key}: leave out one of them",
         )
 
 

@@ -74,6 +74,8 @@ def _flags(recipe: Recipe, launch: ServerLaunch) -> Flags:
         "--worker-extension-cls": "libra_cli.node.rollout.worker.VersionLoader",
         "--language-model-only": None,
     }
+    if recipe.rollout.quantization is not None:
+        flags["--quantization"] = recipe.rollout.quantization
     if recipe.rollout.speculative is not None:
         flags["--speculative-config"] = json.dumps(recipe.rollout.speculative.flags)
     if recipe.training.rollout_routes:

@@ -9,7 +9,7 @@ of their ranks.
 Every part is read where the kernels read it. vLLM's CPU kernels keep a packed copy of a matrix and
 drop the matrix itself: such a copy is multiplied by blocks of the identity, which gives its columns
 back exactly, since every other product is zero. The experts of mixtures are ``held_experts``,
-convolutions ``held_convolutions``.
+convolutions ``held_convolutions``, layers that vLLM quantizes ``quantized_weights``.
 
 Modules are called otherwise than the published tensors where the language model is a part of
 another: vLLM's own mapping of the files' names to its modules' says how (``own_names``).
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from libra_cli.node.rollout import held_convolutions, held_experts
+from libra_cli.node.rollout import held_convolutions, held_experts, quantized_weights
 from libra_cli.node.rollout.held_experts import Block
 from libra_cli.node.weights.checksum import FORMATS, MODULUS, as_rows, checksum_of
 
@@ -65,7 +65,7 @@ def held_parts(model: nn.Module, dtypes: Mapping[str, str]) -> list[dict[str, An
     tied = {id(parameter): own[name] for name, parameter in named if name in own}
     parts = []
     for path, module in model.named_modules():
-        if held_experts.is_experts(module) and (why := held_experts.unreadable(module)):
+        if why := _unreadable(module):
             parts.append({"name": path, "source": path, "problem": f"{path}: {why}"})
             continue
         for name, blocks in _of_module(path, module, packed, own):
@@ -75,6 +75,15 @@ def held_parts(model: nn.Module, dtypes: Mapping[str, str]) -> list[dict[str, An
             if name:
                 parts.append(_part(name, path, blocks, dtypes[name]))
     return parts
+
+
+def _unreadable(module: nn.Module) -> str:
+    """Return why the numbers that a module's kernel reads cannot be told; empty if they can."""
+    if held_experts.is_experts(module):
+        return held_experts.unreadable(module)
+    if quantized_weights.is_quantized(module):
+        return quantized_weights.unreadable(module)
+    return ""
 
 
 def own_names(model: nn.Module, published: Iterable[str]) -> dict[str, str]:
@@ -110,7 +119,7 @@ def _of_module(
             for one in slices_of(module, _layers(path, packed, own)):
                 read = _weight if name == "weight" else _bias
                 yield f"{one.name}.{name}", read(module, one)
-        else:
+        elif not quantized_weights.is_quantized(module):  # else a scale, which is in the weight
             yield f"{path}.{name}".lstrip("."), iter([(0, 0, as_rows(parameter.detach()))])
     for name, buffer in module.named_buffers(recurse=False):
         if f"{path}.{name}" in own:  # Gemma 4 has a number for each layer
@@ -175,18 +184,38 @@ def slices_of(layer: nn.Module, names: list[str]) -> list[Slice]:
 
 
 def regions_of(model: nn.Module, published: Iterable[str]) -> dict[str, tuple[slice, slice]]:
-    """The rows and columns that a worker holds of published tensors, by name."""
+    """Return the rows and columns that a worker reads of published tensors, by name: those that it
+    holds, and all of one that it quantizes."""
+    regions = {}
+    for module, slices in _with_weights(model, published):
+        for name, one in slices:
+            several = sum(other == name for other, _ in slices) > 1
+            whole = several or quantized_weights.is_quantized(module)
+            regions[name] = (slice(None),) * 2 if whole else _region(module, one)
+    return regions
+
+
+def quantized_names(model: nn.Module, published: Iterable[str]) -> set[str]:
+    """Return the names of the published tensors that a worker holds in fewer bits."""
+    return {
+        name
+        for module, slices in _with_weights(model, published)
+        if quantized_weights.is_quantized(module)
+        for name, _ in slices
+    }
+
+
+def _with_weights(
+    model: nn.Module, published: Iterable[str]
+) -> Iterator[tuple[nn.Module, list[tuple[str, Slice]]]]:
+    """Yield modules that have a weight, with the published names of its slices."""
     own = own_names(model, published)
     packed = _packed_parts(model)
-    regions = {}
     for path, module in model.named_modules():
         if isinstance(getattr(module, "weight", None), nn.Parameter):
             slices = slices_of(module, _layers(path, packed, own))
-            for one in slices:
-                if (name := own.get(f"{one.name}.weight")) is not None:
-                    several = sum(other.name == one.name for other in slices) > 1
-                    regions[name] = (slice(None),) * 2 if several else _region(module, one)
-    return regions
+            named = [(own.get(f"{one.name}.weight", ""), one) for one in slices]
+            yield module, [(name, one) for name, one in named if name]
 
 
 def _region(layer: nn.Module, one: Slice) -> tuple[slice, slice]:
@@ -221,6 +250,10 @@ def _weight(layer: nn.Module, one: Slice) -> Iterator[Block]:
     """Rows of a layer's weight, in blocks of columns, as its kernel reads them."""
     weight = held_convolutions.in_order(layer)
     row, held = (one.rows[0], one.held) if one.rows else (0, slice(None))
+    if quantized_weights.is_quantized(layer):
+        for first, block in quantized_weights.blocks_of(layer, held):
+            yield row + first, one.column, block
+        return
     if not _has_packed_copy(layer):
         yield row, one.column, as_rows(weight)[held]
         return

@@ -14,9 +14,10 @@ from typing import Any
 from libra_cli.node.rollout import cpu_sampler
 from libra_cli.node.rollout.cpu_routes import RouteRecorder
 from libra_cli.node.rollout.held_experts import order_again
-from libra_cli.node.rollout.held_tensors import held_parts, regions_of
+from libra_cli.node.rollout.held_tensors import held_parts, quantized_names, regions_of
 from libra_cli.node.rollout.merged_weights import MergedWeights
 from libra_cli.node.rollout.prepared import PreparedVersion
+from libra_cli.node.rollout.quantized_weights import QuantizedWeights
 from libra_cli.node.weights.chunks import MANIFEST
 
 
@@ -59,16 +60,19 @@ class VersionLoader:
             self.base_model = Path(self.vllm_config.model_config.model)
         version, model = Path(directory), self.model_runner.get_model()
         manifest = _manifest(directory)
-        expected, wrong = manifest["tensors"], list[str]()
         self.prepare_version(directory)
         prepared, self.prepared = self.prepared, None
         assert prepared is not None
+        merged = None
         if "adapter" in manifest:
             merged = MergedWeights(self.base_model, version, manifest, self.device)
-            self.reload_weights(weights_iterator=iter(merged))
-            expected, wrong = merged.expected, merged.wrong
-        else:
-            self.reload_weights(weights_iterator=prepared.tensors())
+        expected = manifest["tensors"] if merged is None else merged.expected
+        tensors = prepared.tensors() if merged is None else merged
+        names = quantized_names(model, expected)
+        given = QuantizedWeights(tensors, expected, names, self.device)
+        self.reload_weights(weights_iterator=iter(given))
+        expected = given.expected
+        wrong = [*given.wrong, *(merged.wrong if merged is not None else ())]
         _pack_tied_heads(model)
         order_again(model)
         began = time.monotonic()
