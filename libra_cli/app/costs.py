@@ -138,8 +138,9 @@ def recipe_planner(recipe: Recipe, costs: CostSource, *, elastic: bool) -> Plann
 
 
 def _as_the_recipe_trains(recipe: Recipe, costs: CostSource) -> CostSource:
-    """Return a source of the same costs with what the recipe and the run say of training, instead
-    of what is assumed; it refuses a mixture of experts without a law of its own.
+    """Return a source of the same costs with what the recipe and the run say of training and of
+    servers' weights, instead of what is assumed; it refuses a mixture of experts without a law of
+    its own.
     """
 
     def asked(plan: Plan, evidence: CostEvidence) -> Profile:
@@ -170,7 +171,9 @@ def _as_the_recipe_trains(recipe: Recipe, costs: CostSource) -> CostSource:
             gradient_bytes=NUMBER_BYTES[given.worker_gradients],
             link_bandwidth=evidence.link_bandwidth or training.link_bandwidth,
         )
-        return replace(profile, training=training)
+        priced = replace(profile, training=training)
+        known = facts.gpu_gib < UNCHECKED_GIB  # else what there is room for is not computed
+        return priced.quantized(recipe.rollout.quantization) if known else priced
 
     return asked
 

@@ -61,6 +61,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import gcd
 
+from libra_cli.config.rollout import Quantization
 from libra_cli.config.training import Optimizer
 from libra_cli.core.costs.architecture import Architecture
 from libra_cli.core.costs.mixture_transformer import Checkpointing
@@ -78,6 +79,8 @@ CHECKPOINT_BYTES = 12
 """Bytes of a parameter in a checkpoint: float32 weight and two
 moments (Kingma and Ba, arXiv 1412.6980).
 """
+QUANTIZED_BYTES: Mapping[Quantization, int] = {"fp8_per_channel": 1}
+"""Bytes of a weight of a linear layer that servers hold quantized."""
 SERVER_OVERHEAD_GIB = 1.85
 """GiB a server takes on each GPU for CUDA graphs, activations and communication buffers."""
 TRAINER_OVERHEAD_GIB = 6.0
@@ -198,13 +201,32 @@ def shards_of(ranks: int, node_ranks: int, *, host_fits: bool) -> int:
     return node_ranks if several and host_fits else ranks
 
 
+def served_bytes(
+    shape: Architecture, quantization: Quantization | None = None, width: int = 2
+) -> float:
+    """Return the bytes of a server's weights, over all its GPUs; a number that is as published
+    takes ``width`` bytes.
+
+    Scales are left out: four bytes for each output channel, below 0.5 % from 1024 inputs on.
+    """
+    if quantization is None:
+        return float(width * shape.parameters)
+    outer = shape.outer_parameters
+    return float(QUANTIZED_BYTES[quantization] * (shape.parameters - outer) + width * outer)
+
+
 def server_contexts(
-    shape: Architecture, *, tensor_parallel: int, room: float, max_len: Tokens, width: int = 2
+    shape: Architecture,
+    *,
+    tensor_parallel: int,
+    room: float,
+    max_len: Tokens,
+    quantization: Quantization | None = None,
 ) -> float:
     """Contexts of ``max_len`` that the KV cache of a server holds, whose GPUs have ``room`` bytes
     each for it and for the weights."""
-    cache = room * tensor_parallel - width * shape.parameters
-    return max(0.0, cache / (shape.kv_bytes(width) * max_len))
+    cache = room * tensor_parallel - served_bytes(shape, quantization)
+    return max(0.0, cache / (shape.kv_bytes() * max_len))
 
 
 def _activations(

@@ -42,6 +42,7 @@ from math import gcd
 from typing import Any, TypeVar
 
 from libra_cli.config.errors import LibraError
+from libra_cli.config.rollout import Quantization
 from libra_cli.config.training import LoraSpec, Optimizer, TrainingSpec
 from libra_cli.core.costs.architecture import Architecture, DenseTransformer
 from libra_cli.core.costs.law import ServerLaw
@@ -54,6 +55,7 @@ from libra_cli.core.costs.memory import (
     longest_context,
     parting,
     rank_memory,
+    served_bytes,
     shards_of,
 )
 from libra_cli.core.costs.mixture_server import MixtureServerCost
@@ -111,6 +113,8 @@ class MemoryModel:
     """Whether the trainer keeps the first policy beside the one that it trains."""
     activation_offload: bool = False
     tiled_mlp: bool = False
+    quantization: Quantization | None = None
+    """``rollout.quantization``: how servers hold the weights."""
     experts: int = 0
     """Routed experts of a layer; 0 for a dense model."""
     chosen: int = 0
@@ -171,8 +175,21 @@ class MemoryModel:
         return self.gpu_gib * self.usable_share
 
     def weights_gib(self, tensor_parallel: int) -> float:
-        """bf16 weights on each GPU of a server."""
-        return 2 * self.parameters / tensor_parallel / GIB
+        """The weights on each GPU of a server, in bf16 or quantized."""
+        return (2 * self.parameters - self._spared_bytes) / tensor_parallel / GIB
+
+    @property
+    def _spared_bytes(self) -> float:
+        """What quantized weights take less than bf16, over all GPUs of a server."""
+        if self.quantization is None:
+            return 0.0
+        shape = self.architecture
+        return served_bytes(shape) - served_bytes(shape, self.quantization)
+
+    @property
+    def spared_tokens(self) -> int:
+        """Tokens of KV cache that fit where a server's weights in bf16 would have been."""
+        return int(self._spared_bytes / self.kv_bytes)
 
     def server_gib(self, tensor_parallel: int, kv_tokens: Tokens) -> float:
         """GiB on each GPU of a server whose KV cache holds ``kv_tokens``."""
@@ -478,6 +495,19 @@ class Profile:
         if cost is None:
             return False
         return self.facts.server_gib(tensor_parallel, cost.kv_tokens) <= self.facts.usable_gib
+
+    def quantized(self, quantization: Quantization | None) -> Profile:
+        """Return the same whose servers hold their weights so, and KV in the room that this leaves.
+
+        Seconds stay those of bf16, until they are learned from the run's own steps; and a degree
+        that bf16 has no room for has no prices.
+        """
+        facts = replace(self.facts, quantization=quantization)
+        servers = {
+            degree: cost.with_kv_tokens(cost.kv_tokens + facts.spared_tokens)
+            for degree, cost in self.servers.items()
+        }
+        return replace(self, servers=servers, training=replace(self.training, facts=facts))
 
     def scaled(self, factor: float) -> Profile:
         """Return these costs with every server ``factor`` times as slow, and training as it is."""

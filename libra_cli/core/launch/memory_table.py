@@ -18,6 +18,7 @@ from libra_cli.core.costs.memory import (
     SERVER_OVERHEAD_GIB,
     TRAINER_OVERHEAD_GIB,
     USABLE_SHARE,
+    served_bytes,
     server_contexts,
 )
 from libra_cli.core.launch.process import NUMBER_BYTES, dtype_of
@@ -173,10 +174,12 @@ def _server(recipe: Recipe, shape: Architecture, slot: Slot, name: str) -> str:
     on_gpu, max_len = bool(slot.gpus), recipe.model.max_len
     width = NUMBER_BYTES[dtype_of(recipe.model, [slot])]
     degree = slot.num_devices
-    weights = width * shape.parameters / degree / GIB
+    quantization = recipe.rollout.quantization
+    weights = served_bytes(shape, quantization, width) / degree / GIB
     context = shape.kv_bytes(width) * max_len / GIB
     line = (
-        f"server {name}, each of {degree} device{'s' * (degree > 1)}: weights {weights:.1f} GiB; "
+        f"server {name}, each of {degree} device{'s' * (degree > 1)}: weights {weights:.1f} GiB"
+        f"{f' in {quantization}' if quantization else ''}; "
         f"a context of {max_len:,} tokens {context:.2f} GiB"
     )
     if not on_gpu:
@@ -189,6 +192,7 @@ def _server(recipe: Recipe, shape: Architecture, slot: Slot, name: str) -> str:
             tensor_parallel=degree,
             room=(size * recipe.rollout.gpu_memory - SERVER_OVERHEAD_GIB) * GIB,
             max_len=max_len,
+            quantization=quantization,
         )
         for size in CONTEXT_GIB
     }

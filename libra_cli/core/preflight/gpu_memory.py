@@ -84,7 +84,11 @@ def _server(case: PreflightCase, shape: Architecture, slot: Slot, size: float) -
     recipe = case.recipe
     room = size * recipe.rollout.gpu_memory - SERVER_OVERHEAD_GIB
     contexts = server_contexts(
-        shape, tensor_parallel=slot.num_devices, room=room * GIB, max_len=recipe.model.max_len
+        shape,
+        tensor_parallel=slot.num_devices,
+        room=room * GIB,
+        max_len=recipe.model.max_len,
+        quantization=recipe.rollout.quantization,
     )
     if contexts >= 1:
         yield Finding(CHECK, slot.node, "fine", f"{slot.id} holds {contexts:,.0f} contexts")

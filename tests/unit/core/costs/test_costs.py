@@ -42,6 +42,20 @@ MOVES = MoveCost(to_training_s=8.0, to_rollout_s=11.0, resize_s=90.0, start_s={1
 PROFILE = Profile("p", "A100", "M", SERVERS, TRAINING, MOVES, 0.004, {"servers": "measured"})
 
 
+def test_where_weights_are_quantized_there_is_room_for_more_tokens() -> None:
+    """Of 8e9 parameters 1.23e9 are embeddings, which stay in bf16."""
+    quantized = PROFILE.quantized("fp8_per_channel")
+    outer = 2 * FACTS.vocabulary * FACTS.hidden
+    for degree, cost in quantized.servers.items():
+        before = PROFILE.servers[degree].kv_tokens
+        spared = (FACTS.parameters - outer) / FACTS.kv_bytes
+        assert cost.kv_tokens - before == pytest.approx(spared, rel=1e-3)
+        taken = quantized.facts.server_gib(degree, cost.kv_tokens)
+        assert taken == pytest.approx(FACTS.server_gib(degree, before))
+    assert quantized.facts.weights_gib(1) == pytest.approx((8e9 + outer) / 2**30, rel=1e-3)
+    assert PROFILE.quantized(None) == PROFILE
+
+
 def workload(*generated: int, trajectories: int = 64) -> Workload:
     return Workload(tuple(TrajectorySample(500, tokens) for tokens in generated), trajectories)
 

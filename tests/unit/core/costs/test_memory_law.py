@@ -15,7 +15,7 @@ from libra_cli.core.costs.architecture import (
     architecture_of,
     published,
 )
-from libra_cli.core.costs.memory import rank_memory, server_contexts
+from libra_cli.core.costs.memory import rank_memory, served_bytes, server_contexts
 from libra_cli.core.costs.mixture_transformer import Checkpointing
 from libra_cli.core.launch.sharding import RankConditions
 from tests import world as sample_world
@@ -162,6 +162,18 @@ def test_a_server_s_cache_is_what_the_weights_leave():
     held = server_contexts(MODEL, tensor_parallel=1, room=room, max_len=4096)
     assert held == pytest.approx((room - 2 * MODEL.parameters) / (4096 * 114688))
     assert server_contexts(MODEL, tensor_parallel=1, room=1.0, max_len=4096) == 0
+
+
+def test_quantized_weights_are_one_byte_but_for_embeddings_and_kv_is_as_it_was():
+    outer = MODEL.outer_parameters
+    inner = MODEL.parameters - outer
+    assert served_bytes(MODEL) == 2 * MODEL.parameters
+    assert served_bytes(MODEL, "fp8_per_channel") == inner + 2 * outer
+    whole, fewer = (
+        server_contexts(MODEL, tensor_parallel=1, room=4e10, max_len=4096, quantization=how)
+        for how in (None, "fp8_per_channel")
+    )
+    assert fewer - whole == pytest.approx(inner / (4096 * MODEL.kv_bytes()))
 
 
 @pytest.mark.parametrize("world", [1, 8])

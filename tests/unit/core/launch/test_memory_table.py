@@ -137,3 +137,12 @@ def test_a_rank_that_gathers_a_part_of_the_experts_fits_smaller_gpus(tmp_path: P
     assert "fits GPUs of 94 GB or more" in alone
     assert "trainer (each with 1/8 of the experts), each of 8 ranks" in parted
     assert "fits GPUs of 80 GB or more" in parted
+
+
+def test_quantized_weights_are_told_as_servers_hold_them(tmp_path: Path):
+    quantized = "/models/Qwen3-14B}\nrollout: {quantization: fp8_per_channel"
+    whole, fewer = (lines(tmp_path, path)[3] for path in ("/models/Qwen3-14B", quantized))
+    assert "weights 27.5 GiB; a context of 4,096 tokens 0.62 GiB" in whole
+    assert "weights 15.2 GiB in fp8_per_channel; a context of 4,096 tokens 0.62 GiB" in fewer
+    assert "on GPUs of 24 GB 7.3" in fewer
+    assert "on GPUs of 40 GB" in whole or "on GPUs of 48 GB" in whole
