@@ -17,6 +17,7 @@ from libra_cli.core.costs.tensor_parallel import allowed_degrees, refused_degree
 from libra_cli.core.launch.dry_run import HostPlan, dry_run
 from libra_cli.core.launch.memory_table import memory_table
 from libra_cli.core.preflight.families import refused_family
+from libra_cli.core.preflight.quantization import refused_quantization
 from libra_cli.core.types import Plan, Slot
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.tasks.mixture import Tasks
@@ -58,7 +59,8 @@ def plan_of(recipe_path: Path, resume: Path | None = None) -> tuple[Recipe, DryR
     file = Path(recipe.model.path or "").expanduser() / "config.json"
     if recipe.training.rollout_routes:
         _check_routes(file)
-    _check_model(file, {bucket.tensor_parallel for _, bucket in found.plan.servers})
+    degrees = {bucket.tensor_parallel for _, bucket in found.plan.servers}
+    _check_model(file, degrees, quantized=recipe.rollout.quantization is not None)
     hosts = dry_run(recipe, placed=placed)
     return recipe, DryRun(found.plan, hosts, _memory_of(recipe, *placed), tasks)
 
@@ -73,13 +75,18 @@ def _told_demonstrations(recipe: Recipe) -> str:
     )
 
 
-def _check_model(file: Path, degrees: Set[int]) -> None:
+def _check_model(file: Path, degrees: Set[int], *, quantized: bool) -> None:
     try:
         config = _config_in(file)
     except (OSError, ValueError):
         return
     if refused := refused_family(config):
         raise LibraError(f"{file.parent} cannot be trained: {refused.why}", hint=refused.instead)
+    if quantized and (reason := refused_quantization(config)):
+        raise LibraError(
+            f"rollout.quantization is not for {file.parent}: {reason}",
+            hint="leave out rollout.quantization",
+        )
     for degree in sorted(degrees):
         if reason := refused_degree(config, degree):
             allowed = ", ".join(map(str, allowed_degrees(config)))

@@ -11,6 +11,7 @@ from libra_cli.core.preflight import (
     model_checks,
     network_checks,
     python_checks,
+    quantization,
 )
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.findings import Finding
@@ -45,6 +46,7 @@ CHECKS = (
     Check("family", True, model_checks.family),
     Check("names", True, model_checks.names),
     Check("shape", True, model_checks.shape),
+    Check("quantization", True, quantization.quantization),
     Check("template", False, model_checks.template),
     Check("teacher", False, model_checks.teacher),
     Check("network", True, network_checks.network),

@@ -124,7 +124,7 @@ def test_good_hosts_have_no_finding_and_a_line_for_every_check_that_was_made():
     assert wrong(case()) == []
     made = [one.check for one in found]
     assert made == [check.name for check in CHECKS if check.name in made]
-    not_made = {"torch", "names", "template", "teacher", "bandwidth"}
+    not_made = {"torch", "names", "template", "teacher", "bandwidth", "quantization"}
     assert {check.name for check in CHECKS} - {*made} == not_made
 
 
@@ -640,6 +640,49 @@ def test_tiles_are_for_dense_models(experts: int):
     config = {**CONFIG, **({"num_experts": experts} if experts else {})}
     made = case(of=of, model=ModelFiles(MODEL.files, config))
     assert any("tiled_mlp" in one.what for one in wrong(made)) == bool(experts)
+
+
+QUANTIZED = {"quantization": "fp8_per_channel"}
+
+
+def test_experts_are_not_served_quantized():
+    for wanted in (QUANTIZED, {}):
+        mixture = ModelFiles(MODEL.files, {**CONFIG, "num_experts": 8})
+        made = case(of=recipe(rollout=wanted), model=mixture)
+        told = [one for one in wrong(made) if one.check == "quantization"]
+        assert [one.severity for one in told] == ["stops"] * bool(wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "computes"),
+    [
+        ("NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA L40S", True),
+        ("NVIDIA RTX 4000 Ada Generation", True),
+        ("NVIDIA GeForce RTX 5090", True),
+        ("NVIDIA B200", True),
+        ("NVIDIA A100-SXM4-80GB", False),
+        ("NVIDIA RTX A6000", False),
+        ("NVIDIA GeForce RTX 3090", False),
+        ("Tesla V100-SXM2-32GB", False),
+        ("NVIDIA A10G", False),
+    ],
+)
+def test_gpus_that_serve_must_compute_in_fp8(name: str, computes: bool):
+    old = replace(FIRST.gpus[1], name=name)
+    made = case(replace(FIRST, gpus=(FIRST.gpus[0], old)), of=recipe(rollout=QUANTIZED))
+    told = [one for one in wrong(made) if one.check == "quantization"]
+    assert [one.host for one in told] == ["gpu-01"] * (not computes)
+    # The trainer's need not.
+    made = case(second=replace(SECOND, gpus=(SECOND.gpus[0], old)), of=recipe(rollout=QUANTIZED))
+    assert not [one for one in wrong(made) if one.check == "quantization"]
+
+
+def test_what_no_gpu_holds_in_bfloat16_may_fit_quantized():
+    servers = [one for one in too_large(rollout={"gpu_memory": 0.7}) if one.host == "gpu-01"]
+    quantized = too_large(rollout={"gpu_memory": 0.7, **QUANTIZED})
+    assert servers
+    assert not [one for one in quantized if one.host == "gpu-01"]
 
 
 def test_contexts_end_where_positions_do_unless_they_are_stretched():

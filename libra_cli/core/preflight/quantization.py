@@ -1,0 +1,59 @@
+"""What cannot be served with ``rollout.quantization``: models by config.json, GPUs by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from libra_cli.core.costs.mixtures import experts_of
+from libra_cli.core.preflight.case import PreflightCase
+from libra_cli.core.preflight.findings import ALL, Finding, Remedy
+
+CHECK = "quantization"
+_WITHOUT_FP8 = re.compile(
+    r"\b(A100|A800|A40|A30|A10G?|A16|A2|V100S?|T4|P100|P40|P4"
+    r"|RTX A\d{4}|RTX [23]0\d\d|GTX|TITAN|Quadro)\b"
+)
+"""Names of NVIDIA GPUs before Ada, compute capability below 8.9 (developer.nvidia.com/cuda-gpus):
+vLLM has a kernel for them, which keeps weights in an order that cannot be read back."""
+
+
+def refused_quantization(config: Mapping[str, Any]) -> str:
+    """Return why servers cannot hold a model with this config.json quantized; empty if they can."""
+    if experts_of(config):
+        return "how vLLM holds quantized experts was not tried, and a version could not be proved"
+    return ""
+
+
+def has_fp8(gpu: str) -> bool:
+    """Tell whether a GPU of this name, as nvidia-smi has it, computes in FP8; yes if unknown."""
+    return _WITHOUT_FP8.search(gpu) is None
+
+
+def quantization(case: PreflightCase) -> Iterator[Finding]:
+    """Check that servers can hold their weights as the recipe wants them, and prove it."""
+    wanted = case.recipe.rollout.quantization
+    if wanted is None:
+        return
+    config = case.model.config if case.model is not None else {}
+    if reason := refused_quantization(config):
+        yield _refused(ALL, f"rollout.quantization is not for this model: {reason}")
+        return
+    for node, facts in case.of_half("rollout"):
+        old = sorted({gpu.name for gpu in facts.gpus[: node.gpus] if not has_fp8(gpu.name)})
+        if old:
+            yield _refused(node.name, f"{', '.join(old)} cannot compute in FP8")
+        else:
+            yield Finding(CHECK, node.name, "fine", f"serves {wanted}")
+
+
+def _refused(where: str, what: str) -> Finding:
+    return Finding(
+        CHECK,
+        where,
+        "stops",
+        what,
+        "servers would be refused at the first version that they load",
+        Remedy("recipe", "rollout: {quantization: null}"),
+    )
