@@ -23,6 +23,9 @@ def refused_quantization(config: Mapping[str, Any]) -> str:
     """Return why servers cannot hold a model with this config.json quantized; empty if they can."""
     if experts_of(config):
         return "how vLLM holds quantized experts was not tried, and a version could not be proved"
+    inner = config.get("text_config") or config
+    if "linear_attention" in (inner.get("layer_types") or ()):
+        return "linear attention was not tried with quantized weights"
     return ""
 
 

@@ -645,10 +645,11 @@ def test_tiles_are_for_dense_models(experts: int):
 QUANTIZED = {"quantization": "fp8_per_channel"}
 
 
-def test_experts_are_not_served_quantized():
+@pytest.mark.parametrize("more", [{"num_experts": 8}, {"layer_types": ["linear_attention"]}])
+def test_what_was_not_tried_is_not_served_quantized(more: dict[str, Any]):
     for wanted in (QUANTIZED, {}):
-        mixture = ModelFiles(MODEL.files, {**CONFIG, "num_experts": 8})
-        made = case(of=recipe(rollout=wanted), model=mixture)
+        untried = ModelFiles(MODEL.files, {**CONFIG, **more})
+        made = case(of=recipe(rollout=wanted), model=untried)
         told = [one for one in wrong(made) if one.check == "quantization"]
         assert [one.severity for one in told] == ["stops"] * bool(wanted)
 
