@@ -12,6 +12,7 @@ How the numbers are made (``RECENT`` = 10):
     metrics.*              the same of everything that the trainer and the loss name;
                            servers[].metrics: the newest reading of what the rollout backend names
     logprob_gap            mean over all steps, weighted by the tokens compared in each
+    logprob_gap_usual      what is usual with the numbers of served_in; the order, not a bound
     tokens_per_s           generated tokens of the last 10 batches over the time these took; before
                            the first step: the sum over the servers' newest samples
     lengths                over the last 10 steps: tokens a trajectory, and the largest p99
@@ -76,6 +77,7 @@ from libra_cli.report.status.placements import (
     planned,
 )
 from libra_cli.report.status.plans import MovePart, decisions, moves
+from libra_cli.report.status.precision import USUAL_GAP, served_in
 from libra_cli.report.status.run_state import (
     LIVE,
     RunPart,
@@ -108,6 +110,8 @@ class RunSummary:
     lengths: step_parts.Lengths
     logprob_gap: float | None
     logprob_gap_max: float | None
+    served_in: str | None
+    logprob_gap_usual: float | None
     tokens_per_s: float | None
     step_s: float | None
     staleness: step_parts.Staleness
@@ -160,6 +164,7 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
     shapes, ways = planned(reader), reader.ways()
     recent = step_parts.recent_samples(reader, steps)
     adopted, decided = reader.plans(), decisions(reader)
+    precision = served_in(reader.run_dir)
     return RunSummary(
         format=FORMAT,
         run=run,
@@ -171,6 +176,8 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
         lengths=step_parts.lengths(steps),
         logprob_gap=step_parts.logprob_gap(steps),
         logprob_gap_max=step_parts.logprob_gap_max(steps),
+        served_in=precision,
+        logprob_gap_usual=USUAL_GAP.get(precision or ""),
         tokens_per_s=step_parts.tokens_per_s(steps, fresh.values()),
         step_s=step_parts.step_s(steps),
         staleness=step_parts.staleness(reader, steps),

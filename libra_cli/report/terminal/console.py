@@ -277,7 +277,10 @@ def _fact_weights(facts: Table, summary: RunSummary) -> None:
         fact(facts, "pulled", f"{pulls}, all {share:.1%} of the bytes of full copies")
     if summary.logprob_gap is not None:
         gap = f"{summary.logprob_gap:.1e} log-probability, rollout to trainer"
-        fact(facts, "gap", gap + f" (max {number(summary.logprob_gap_max, '.1e')})")
+        gap += f" (max {number(summary.logprob_gap_max, '.1e')})"
+        if summary.logprob_gap_usual is not None:
+            gap += f"; {summary.served_in}: about {summary.logprob_gap_usual:.0e}"
+        fact(facts, "gap", gap)
 
 
 def _fact_trajectories(facts: Table, summary: RunSummary) -> None:

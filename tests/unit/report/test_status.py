@@ -149,6 +149,29 @@ def test_the_object_has_every_key_other_tools_were_promised(tmp_path: Path) -> N
     assert value["run"]["state"] == "finished"
 
 
+@pytest.mark.parametrize(
+    ("nodes", "more", "served", "usual"),
+    [
+        ([{"host": "local"}], {}, "float32", 1e-5),
+        ([{"host": "a", "gpus": 2}], {}, "bfloat16", 1e-3),
+        ([{"host": "a", "gpus": 2}, {"host": "b", "pool": "train"}], {}, None, None),
+        ([{"host": "a", "gpus": 2}], {"quantization": "fp8_per_channel"}, "fp8_per_channel", 5e-3),
+    ],
+)
+def test_the_usual_gap_is_that_of_the_numbers_that_servers_compute_with(
+    tmp_path: Path, nodes: list[dict[str, Any]], more: dict[str, str], served: str, usual: float
+) -> None:
+    recipe = {"nodes": nodes, "model": {"path": "/m"}, "rollout": more}
+    tmp_path.joinpath("recipe.json").write_text(json.dumps(recipe))
+    value = told(tmp_path)
+    assert (value["served_in"], value["logprob_gap_usual"]) == (served, usual)
+
+
+def test_of_a_run_without_a_recipe_no_gap_is_called_usual(tmp_path: Path) -> None:
+    value = told(tmp_path)
+    assert (value["served_in"], value["logprob_gap_usual"]) == (None, None)
+
+
 def test_reward_is_the_mean_of_the_first_and_the_last_ten_steps(tmp_path: Path) -> None:
     steps = [step_record(step, 10.0 * step, reward=step / 100) for step in range(1, 31)]
     reward = told(tmp_path, steps)["reward"]
