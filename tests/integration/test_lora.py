@@ -111,7 +111,8 @@ def test_other_worlds_resume_and_come_to_the_same_adapter(
         assert ("sharded" in first.log.read_text()) == (given["processes"] > 1)
         assert first.stop() == 0
     about = json.loads((path / "checkpoint.json").read_text())
-    assert about["adapter"]["lora"] == {**SHARED["lora"], "target_modules": ["all-linear"]}
+    others = {"target_modules": ["all-linear"], "experts": False}
+    assert about["adapter"]["lora"] == {**SHARED["lora"], **others}
     with trainer(tmp_path / "second", model_dir, resume=path, **given) as second:
         assert second.wait_ready()["published"]["version"] == 2
         second.step(3)
