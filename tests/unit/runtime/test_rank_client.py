@@ -83,7 +83,7 @@ async def answering(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
 
 def test_a_batch_may_take_longer_than_the_silence_as_long_as_it_moves() -> None:
     async def slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await answering(reader, writer, pause_s=0.04)
+        await answering(reader, writer, pause_s=0.01)
 
     async def scene(client: RankClient) -> None:
         began = asyncio.get_running_loop().time()
