@@ -45,7 +45,7 @@ quickstart: $(VENV)/.stamp-cpu ## install, then train a small agent for real on 
 gpu-check: $(VENV)/.stamp-gpu ## on a machine with a GPU: check what only one can show
 	$(BIN)/python -m tests.gpu.check
 
-test: $(VENV)/.stamp-test check ## install what is missing and run everything (24 minutes on 2 cores)
+test: $(VENV)/.stamp-test check ## install what is missing and run everything (28 minutes on 2 cores)
 	$(MAKE) light
 	$(MAKE) heavy
 
