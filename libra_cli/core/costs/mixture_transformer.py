@@ -30,8 +30,6 @@ from libra_cli.core.costs.heads import Heads
 
 Checkpointing: TypeAlias = Literal["none", "selective", "full"]
 """What of a layer is kept for the backward pass: ``training.activation_checkpointing``."""
-FLOPS_A_PARAMETER = 2
-"""FLOPs of a token forward: a multiplication and an addition."""
 
 
 def expected_experts(experts: int, chosen: int, tokens: Any) -> Any:
@@ -283,11 +281,6 @@ class MixtureTransformer:
         token reads a row."""
         embedding = 0 if self.tied else self.vocabulary * self.hidden
         return width * (self._of(expected_experts(self.experts, self.chosen, tokens)) - embedding)
-
-    def token_flops(self, context: float) -> float:
-        """FLOPs of a token that ``context`` others are attended to by, forward."""
-        products = self.active_parameters - (0 if self.tied else self.vocabulary * self.hidden)
-        return FLOPS_A_PARAMETER * products + 4 * self.layers * self.attention.query * context
 
     @property
     def trained(self) -> int:
