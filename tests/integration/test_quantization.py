@@ -17,12 +17,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from libra_cli.config.errors import ServerError
+from libra_cli.node.weights import files
 from libra_cli.node.weights.adapter import A, B
 from libra_cli.node.weights.checksum import described
 from libra_cli.node.weights.chunks import MANIFEST
 from libra_cli.node.weights.tensor_rows import whole
 from libra_cli.node.weights.versions import ProbeResult, publish
+from libra_cli.node.weights.weight_server import WeightServer
 from libra_cli.runtime.weights.probe_bounds import WRONG_GAP, probe_gap
+from tests.credentials import credentials_of, url_of
 from tests.gpu.model import REHEARSED, build
 from tests.vllm_server import bench_of, published
 
@@ -36,18 +39,37 @@ STALE = "model.layers.2.self_attn.o_proj.weight"
 """Each rank has a part of its columns, and the scales of its rows are of both parts."""
 IDS = [(17 + 7 * place) % REHEARSED.shape.vocabulary for place in range(64)]
 SEED = 1
+MOVED = 1 / 16
+"""Share of the numbers that differ between the first two versions: few, as after a step."""
 
 
 @pytest.fixture(scope="module")
-def versions(tmp_path_factory) -> tuple[Path, dict[int, Path]]:
-    """A model's directory, and its versions: 1 is the model, 2 is moved a little, 3 is 1 with an
-    adapter."""
+def versions(tmp_path_factory) -> Iterator[tuple[Path, dict[int, Path]]]:
+    """A model's directory, and its versions as another host has them: 1 is the model, 2 has some
+    numbers moved and came as a delta, 3 is 1 with an adapter."""
     base = tmp_path_factory.mktemp("published")
     build(REHEARSED, base / "model", "cpu")
+    made = publish_versions(base)
+    there, here = (WeightServer(base / name, credentials_of()) for name in ("versions", "pulled"))
+    try:
+        source = url_of(there.serve("127.0.0.1", 0))
+        pulled = {number: here.pull(one, [source], patience_s=60) for number, one in made.items()}
+        came = [(one.kind, one.detail) for one in pulled.values()]
+        assert came == [("full", ""), ("delta", ""), ("full", "")]
+        yield base / "model", {number: Path(one.path) for number, one in pulled.items()}
+    finally:
+        here.close()
+        there.close()
+
+
+def publish_versions(base: Path) -> dict[int, str]:
+    """Write the three versions of the model in ``base``; return their names."""
     first = load_file(base / "model" / "model.safetensors")
     torch.manual_seed(SEED)
     second = {
-        name: (one * (1 + 0.05 * torch.randn(one.shape))).to(one.dtype)
+        name: torch.where(
+            torch.rand(one.shape) < MOVED, one * (1 + 0.2 * torch.randn(one.shape)), one
+        ).to(one.dtype)
         for name, one in first.items()
     }
     module, rank = STALE.removesuffix(".weight"), 4
@@ -58,18 +80,20 @@ def versions(tmp_path_factory) -> tuple[Path, dict[int, Path]]:
     }
     about = {"scaling": 1.0, "base": {name: described(one) for name, one in first.items()}}
     made = {}
-    for version, tensors in ((1, first), (2, second), (3, adapter)):
-        done = publish(
-            whole((name, one.bfloat16()) for name, one in tensors.items()),
-            base / "versions",
-            version=version,
-            trainer_incarnation=1,
-            probe=ProbeResult(IDS, [0.0]),
-            keep=3,
-            adapter=about if version == 3 else None,
-        )
-        made[version] = base / "versions" / done.name
-    return base / "model", made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "DELTA_S", 60.0)  # however busy the machine is
+        for version, tensors in ((1, first), (2, second), (3, adapter)):
+            done = publish(
+                whole((name, one.bfloat16()) for name, one in tensors.items()),
+                base / "versions",
+                version=version,
+                trainer_incarnation=1,
+                probe=ProbeResult(IDS, [0.0]),
+                keep=3,
+                adapter=about if version == 3 else None,
+            )
+            made[version] = done.name
+    return made
 
 
 @pytest.fixture(scope="module")

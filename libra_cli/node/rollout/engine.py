@@ -54,6 +54,8 @@ class VllmEngine:
         given = [one for one in arguments if not (records and one == FLAG)]
         told = EngineArgs.from_cli_args(parser.parse_args(given))
         config = told.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        if current_platform.is_cpu():  # which has set "spawn": each rank would import vLLM again
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         self._client = InprocClient(
             config,
             Executor.get_class(config),

@@ -152,6 +152,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _stop)
     # A fifth of the time to import vLLM would go into looking for garbage; there is none yet.
     gc.disable()
+    # Ranks without GPUs are forked from this process, and must not answer in its place.
+    os.register_at_fork(after_in_child=sock.close)
+    os.register_at_fork(after_in_child=gc.enable)
     provide(Path(arguments[arguments.index("--model") + 1]))
     from libra_cli.node.rollout.engine import VllmEngine  # vLLM reads its environment when imported
 
