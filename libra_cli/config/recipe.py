@@ -32,7 +32,7 @@ from libra_cli.config.environment import (
     evaluation_names,
     listed,
 )
-from libra_cli.config.fields import Count, Name, Positive, Section, as_tuple
+from libra_cli.config.fields import Count, Name, Positive, Section, as_tuple, one_or_several
 from libra_cli.config.on_resume import MAY_CHANGE, fixed
 from libra_cli.config.only_with import not_with
 from libra_cli.config.problems import Problem, RuleError
@@ -73,6 +73,13 @@ _HostName: TypeAlias = Annotated[
 _TRAINED_HERE = not_with("package", None, why="its weights are as they were published")
 _REMOTE = not_with("host", LOCAL, why="this machine is reached over pipes")
 _PORTS = re.compile(r"^(\d{1,5})-(\d{1,5})$")
+
+
+_GpuName: TypeAlias = Annotated[str, Field(pattern=r"^(\d+|(GPU|MIG)-[0-9a-fA-F/-]+)$")]
+
+
+def _as_is(value: Any) -> Any:
+    return value
 
 
 def _as_named(value: Any) -> Any:
@@ -151,8 +158,13 @@ class NodeSpec(Section):
     data_address: str | None = None
     """The address at which they fetch weights, gradients and checkpoints from it, for example that
     of a faster network than the collectives' one. Null: the same."""
-    gpus: Count = 0
-    """The number of GPUs that libra may use there: those with index 0 to gpus - 1."""
+    gpus: Annotated[
+        Count, BeforeValidator(_as_is, json_schema_input_type=Count | list[int | str])
+    ] = 0
+    """The number of GPUs that libra may use there, the first ones that are visible; or a list of
+    those that it may use, by nvidia-smi's index or by UUID: [4, 5, 6, 7]."""
+    gpu_ids: Annotated[tuple[_GpuName, ...], one_or_several] = ()
+    """The GPUs of the list that ``gpus`` was given as. Leave it out and write that list."""
     slots: Positive | None = None
     """Equal parts that each have a role; on a host without GPUs they share its cores. Null: one,
     or where no node with GPUs names slots or a pool, whatever the planner cuts it into."""
@@ -174,6 +186,17 @@ class NodeSpec(Section):
     env: dict[str, str] = {}
     """Extra environment of libra's processes there, for example NCCL_IB_HCA. No secrets."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _count_listed_gpus(cls, given: Any) -> Any:
+        """Read a list of GPUs as their number and their names."""
+        if not isinstance(given, dict) or not isinstance(given.get("gpus"), list | tuple):
+            return given
+        return given | {
+            "gpus": len(given["gpus"]),
+            "gpu_ids": tuple(str(one) for one in given["gpus"]),
+        }
+
     @field_validator("ports")
     @classmethod
     def _check_ports(cls, value: str) -> str:
@@ -193,6 +216,8 @@ class NodeSpec(Section):
                 ("pool", "slots"),
                 f"lists {pools} pools, but slots is {slots}: give one for all, or {slots}",
             )
+        if len(set(self.gpu_ids)) != len(self.gpu_ids) or len(self.gpu_ids) not in (0, self.gpus):
+            yield Problem(("gpus", "gpu_ids"), "must list each GPU once: gpus: [4, 5, 6, 7]")
         if self.gpus % slots:
             yield Problem(
                 ("slots", "gpus"), f"{self.gpus} GPUs do not split evenly into {slots} slots"

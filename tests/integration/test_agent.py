@@ -26,7 +26,6 @@ from libra_cli.config.errors import HostError, HostLost, ProcessError, WeightsEr
 from libra_cli.core.events import PublishedVersion
 from libra_cli.core.launch.process import PeerAddress
 from libra_cli.core.types import WeightVersion
-from libra_cli.node.agent.host_facts import facts
 from libra_cli.node.processes import proc
 from libra_cli.node.processes.proc import Marker
 from libra_cli.node.processes.remains import LOCK
@@ -1037,40 +1036,6 @@ def test_forgetting_keeps_what_is_named(tmp_path, run_id) -> None:
 
 
 # -- facts ---------------------------------------------------------------------------------------
-
-# As nvidia-smi prints it with --format=csv,noheader,nounits; the third GPU is shared with MIG.
-GPUS = """\
-0, GPU-5f0c2a5e-0a1c-7f9b-3a57-000000000001, NVIDIA H100 80GB HBM3, 81559, 81079
-1, GPU-5f0c2a5e-0a1c-7f9b-3a57-000000000002, NVIDIA H100 80GB HBM3, 81559, 1203
-2, GPU-5f0c2a5e-0a1c-7f9b-3a57-000000000003, NVIDIA H100 80GB HBM3, 81559, [N/A]
-"""
-
-
-def test_gpus_and_their_holders_are_read_from_the_tables() -> None:
-    holders = f"GPU-5f0c2a5e-0a1c-7f9b-3a57-000000000002, {os.getpid()}\n"
-    gpus: Any = facts.parse_gpus(GPUS, holders)
-    first, second, third = gpus
-    assert first == {
-        "index": 0,
-        "name": "NVIDIA H100 80GB HBM3",
-        "mem_total": 81559 * 1024**2,
-        "mem_free": 81079 * 1024**2,
-        "holders": [],
-    }
-    (holder,) = second["holders"]
-    assert holder["pid"] == os.getpid()
-    assert holder["user"]
-    assert "pytest" in holder["command"]
-    assert third["mem_free"] == 0
-
-
-def test_a_holder_that_cannot_be_looked_up_is_still_a_holder() -> None:
-    _, second, _ = facts.parse_gpus(GPUS, "GPU-5f0c2a5e-0a1c-7f9b-3a57-000000000002, 4194305\n")
-    assert second["holders"] == [{"pid": 4194305, "user": "", "command": "", "run": ""}]
-
-
-def test_nvidia_smi_without_a_driver_means_no_gpus() -> None:
-    assert facts.parse_gpus("NVIDIA-SMI has failed\n", "") == []
 
 
 def test_facts_are_those_of_this_machine(tmp_path, run_id) -> None:

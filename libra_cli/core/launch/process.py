@@ -66,6 +66,9 @@ class HostFacts:
     """
     cpus: int | None = None
     """Cores the processes of libra may use together; None when nobody has looked."""
+    devices: tuple[str, ...] = ()
+    """What CUDA_VISIBLE_DEVICES calls the GPUs of the node, in order; empty when nobody has looked,
+    and they are called as in the recipe."""
     gpu_gib: float = 0.0
     """Memory of the smallest GPU that libra may use; 0 when nobody has looked."""
 
@@ -153,13 +156,22 @@ def common_env(
     return {
         **({"TMPDIR": facts.tmp_dir} if facts.tmp_dir else {}),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for slot in slots for gpu in slot.gpus),
+        "CUDA_VISIBLE_DEVICES": ",".join(_devices(node, slots, facts)),
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_OFFLINE": "1",
     }
+
+
+def _devices(node: NodeSpec, slots: Sequence[Slot], facts: HostFacts) -> Iterator[str]:
+    """Yield what CUDA calls the GPUs of these slots, which have numbers within the node.
+
+    The doctor asks for all that a recipe wants; those that a host lacks have no name.
+    """
+    names = facts.devices or node.gpu_ids or tuple(map(str, range(node.gpus)))
+    return (names[gpu] for slot in slots for gpu in slot.gpus if gpu < len(names))
 
 
 def interface_env(interface: str) -> dict[str, str]:

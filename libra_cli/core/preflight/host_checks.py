@@ -23,26 +23,52 @@ LIMITS = "/etc/security/limits.d/libra.conf"
 
 def gpus(case: PreflightCase) -> Iterator[Finding]:
     """Check that the GPUs of the recipe are there, and that no other process uses them."""
+    used: list[Gpu] = []
     for node, facts in case.looked():
         if len(facts.gpus) < node.gpus:
-            yield Finding(
-                "gpus",
-                node.name,
-                "stops",
-                f"the recipe wants {node.gpus} GPUs, nvidia-smi shows {len(facts.gpus)}",
-                "slots on the others cannot start",
-                Remedy("recipe", f"nodes: {{host: {node.host}, gpus: {len(facts.gpus)}}}"),
-            )
-        for gpu in facts.gpus:
-            if gpu.index < node.gpus:
-                yield from _held(case, node, gpu)
-    names = sorted(
-        {gpu.name for node, facts in case.looked() for gpu in facts.gpus if gpu.index < node.gpus}
-    )
-    count = sum(node.gpus for node, _ in case.looked())
+            yield _too_few(node, facts)
+        here = facts.gpus[: node.gpus]
+        for gpu in here:
+            yield from _held(case, node, gpu)
+        if any(gpu.is_instance for gpu in here):
+            yield from _instances(node)
+        used += here
+    names = sorted({gpu.name for gpu in used})
     yield Finding(
-        "gpus", ALL, "fine", f"{count} x {', '.join(names)}, free" if names else "none are used"
+        "gpus", ALL, "fine", f"{len(used)} x {', '.join(names)}, free" if names else "none are used"
     )
+
+
+def _too_few(node: NodeSpec, facts: NodeFacts) -> Finding:
+    """The finding that some GPUs of the recipe cannot be used, and why."""
+    told = f"the recipe wants {node.gpus} GPUs, nvidia-smi shows {len(facts.gpus)}"
+    remedy = Remedy("recipe", f"nodes: {{host: {node.host}, gpus: {len(facts.gpus)}}}")
+    if facts.gpus_error:
+        told, remedy = facts.gpus_error, Remedy("host", "nvidia-smi")
+    elif facts.gpus_missing:
+        told = f"it has no GPU {', '.join(facts.gpus_missing)}"
+        remedy = Remedy("host", "nvidia-smi -L")
+    if facts.gpus_visible is not None:
+        told += f" (CUDA_VISIBLE_DEVICES there is {facts.gpus_visible!r})"
+    return Finding("gpus", node.name, "stops", told, "slots on the others cannot start", remedy)
+
+
+def _instances(node: NodeSpec) -> Iterator[Finding]:
+    """Stop a process that would need two instances of a GPU: CUDA shows it one (MIG user guide)."""
+    training = sum(pool != "rollout" for pool in node.slot_pools)
+    if node.gpus_per_slot > 1 or training > 1:
+        yield Finding(
+            "gpus",
+            node.name,
+            "stops",
+            "its GPUs are instances (MIG), and a process can use one instance only",
+            "servers with more than one, and a trainer on several, cannot start",
+            Remedy(
+                "recipe",
+                f"nodes: {{host: {node.host}, slots: {node.gpus}, pool: "
+                f"[{', '.join(['train', *['rollout'] * (node.gpus - 1)])}]}}",
+            ),
+        )
 
 
 def _held(case: PreflightCase, node: NodeSpec, gpu: Gpu) -> Iterator[Finding]:
@@ -57,7 +83,7 @@ def _held(case: PreflightCase, node: NodeSpec, gpu: Gpu) -> Iterator[Finding]:
             "gpus",
             node.name,
             "stops",
-            f"GPU {gpu.index} is in use by {told}",
+            f"GPU {gpu.device} is in use by {told}",
             "both would run out of memory; libra never stops what is not its own",
             remedy,
         )
@@ -66,7 +92,7 @@ def _held(case: PreflightCase, node: NodeSpec, gpu: Gpu) -> Iterator[Finding]:
             "gpus",
             node.name,
             "warns",
-            f"GPU {gpu.index} has {_gib(used)} in use by nobody who can be seen",
+            f"GPU {gpu.device} has {_gib(used)} in use by nobody who can be seen",
             "a process in another container, or one that is just ending",
             Remedy("person", "on the machine itself, as root: nvidia-smi"),
         )

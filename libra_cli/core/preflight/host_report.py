@@ -22,13 +22,21 @@ class GpuHolder:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU; memory in bytes."""
+    """One GPU that a run may use, or an instance of one; memory in bytes."""
 
     index: int
+    """The number that slots know it by: its place among the GPUs that the run may use."""
+    device: str
+    """What CUDA_VISIBLE_DEVICES calls it: nvidia-smi's index, or the UUID of an instance."""
     name: str
     mem_total: int
     mem_free: int
     holders: tuple[GpuHolder, ...]
+
+    @property
+    def is_instance(self) -> bool:
+        """Whether it is an instance of a GPU in MIG mode."""
+        return self.device.startswith("MIG-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +103,12 @@ class NodeFacts:
     """Requirements of each package on the other packages, by the package's name."""
     driver: str = ""
     """Version of NVIDIA's driver; empty where there is none."""
+    gpus_missing: tuple[str, ...] = ()
+    """GPUs that the recipe names and that are not there, or not visible."""
+    gpus_visible: str | None = None
+    """CUDA_VISIBLE_DEVICES of the login there; None where it is unset."""
+    gpus_error: str = ""
+    """Why nvidia-smi lists no GPUs; empty if it does, or is not there."""
     torch_cuda: str = ""
     """The CUDA that torch is built for; empty for a build without."""
     routes: tuple[NetworkRoute, ...] = ()
@@ -120,6 +134,7 @@ class NodeFacts:
         )
         parsed = {
             "gpus": tuple(gpus),
+            "gpus_missing": tuple(answer["gpus_missing"]),
             "interfaces": tuple(interfaces),
             "routes": tuple(NetworkRoute(**one) for one in answer["routes"]),
             "remains": tuple(Remains(**one) for one in answer["remains"]),

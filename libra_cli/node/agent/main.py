@@ -241,10 +241,14 @@ class Agent:
         pass
 
     async def _facts(
-        self, peers: Sequence[str], packages: Sequence[str], paths: Sequence[str]
+        self,
+        peers: Sequence[str],
+        packages: Sequence[str],
+        paths: Sequence[str],
+        devices: Sequence[str] = (),
     ) -> dict[str, object]:
-        weights = self._weights().root
-        return await asyncio.to_thread(facts, peers, packages, paths, self._run_dir, weights)
+        places = self._run_dir, self._weights().root
+        return await asyncio.to_thread(facts, peers, packages, paths, devices, *places)
 
     async def _model_files(self, path: str) -> dict[str, object]:
         return await asyncio.to_thread(fingerprints, path)

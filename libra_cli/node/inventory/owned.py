@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from libra_cli.node.agent.host_facts.facts import NVIDIA_SMI_TIMEOUT_S, holder
+from libra_cli.node.agent.host_facts.nvidia import NVIDIA_SMI_S, holder
 from libra_cli.node.processes import proc
 from libra_cli.node.processes.stop import SOCKET
 
@@ -36,7 +36,9 @@ def owned(runs: Path) -> dict[str, Any]:
     places = {(str(row["run"]), str(row["node"])) for row in ours}
     leases = {f"{run}/{node}": _lease(runs / run / node) for run, node in sorted(places)}
     pids = {row["pid"] for row in ours}
-    others = [{**holder(pid), "gpu_mib": mib} for pid, mib in memory.items() if pid not in pids]
+    others = [
+        {**holder(str(pid)), "gpu_mib": mib} for pid, mib in memory.items() if pid not in pids
+    ]
     return {
         "processes": ours,
         "leases": {place: lease for place, lease in leases.items() if lease},
@@ -70,7 +72,7 @@ def gpu_memory() -> dict[int, int]:
         return {}
     argv = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=NVIDIA_SMI_S)
         return parse_memory(done.stdout if done.returncode == 0 else "")
     return {}
 

@@ -291,6 +291,7 @@ class Cluster:
             own_address=seen.address,
             interface=seen.interface,
             cpus=seen.cpus,
+            devices=tuple(gpu.device for gpu in seen.gpus[: node.gpus]),
             gpu_gib=min((gpu.mem_total for gpu in seen.gpus[: node.gpus]), default=0) / GIB,
         )
         if imports is not None and "torch" in seen.packages:

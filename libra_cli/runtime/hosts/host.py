@@ -56,6 +56,8 @@ PING_INTERVAL_S = 5.0
 PINGS_A_LEASE = 5
 """Pings that go out in a lease at least, so that a dead connection can be replaced in time."""
 MODEL_FILES_S = 120.0
+FACTS_S = 150.0
+"""nvidia-smi may take a minute, and is called twice where a GPU is split into instances."""
 """Seconds for fingerprints of a model on a slow or shared disk."""
 RECONNECT_S = 10.0
 AGENT_PAUSES_S = (1.0, 2.0, 4.0)
@@ -240,9 +242,16 @@ class Host:
         *,
         packages: Sequence[str] = (),
         paths: Sequence[str] = (),
+        devices: Sequence[str] = (),
     ) -> NodeFacts:
-        """Describe the host, and which of the packages and paths it has."""
-        found = await self._ask("facts", peers=[*peers], packages=[*packages], paths=[*paths])
+        """Describe the host, which of the packages and paths it has, and those GPUs of it, or all.
+
+        Raises:
+            HostError: it does not answer.
+        """
+        asked = {"peers": peers, "packages": packages, "paths": paths, "devices": devices}
+        words = {name: [*values] for name, values in asked.items()}
+        found = await self._connection.ask("facts", timeout_s=FACTS_S, **words)
         return NodeFacts.read(found)
 
     @reads_answers(HostError)

@@ -19,7 +19,10 @@ async def look(host: Host, recipe: Recipe, node: NodeSpec) -> HostReport:
     peers = [other.reach for other in recipe.nodes if other.name != node.name]
     asked_at = time.time()
     facts = await host.facts(
-        peers, packages=all_packages(recipe), paths=[path] if path is not None else []
+        peers,
+        packages=all_packages(recipe),
+        paths=[path] if path is not None else [],
+        devices=node.gpu_ids,
     )
     report = HostReport(facts=facts, asked_at=asked_at, answered_at=time.time())
     if path is None or path not in facts.paths:

@@ -213,6 +213,21 @@ def test_one_pool_word_is_for_every_slot() -> None:
     assert recipe.node("b").slot_pools == ("train",)
 
 
+def test_gpus_may_be_listed_by_index_or_by_uuid(tmp_path: Path) -> None:
+    listed = load_recipe(
+        write(tmp_path, SMALLEST.replace("slots: 2", "gpus: [6, 4, GPU-5f0c2a5e]")), {}
+    )
+    (node,) = listed.nodes
+    assert (node.gpus, node.gpu_ids) == (3, ("6", "4", "GPU-5f0c2a5e"))
+    assert Recipe.model_validate(listed.model_dump(mode="json")) == listed
+
+
+@pytest.mark.parametrize("gpus", ["[4, 4]", "[first]", "[-1]", "[true]"])
+def test_a_list_of_gpus_names_each_once(tmp_path: Path, gpus: str) -> None:
+    with pytest.raises(RecipeError):
+        load_recipe(write(tmp_path, SMALLEST.replace("slots: 2", f"gpus: {gpus}")), {})
+
+
 def test_reserved_flags_are_spelled_like_flags() -> None:
     assert all(flag.startswith("--") and "_" not in flag for flag in RESERVED_VLLM_FLAGS)
 

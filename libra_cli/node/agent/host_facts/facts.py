@@ -1,4 +1,4 @@
-"""Reads what a host is from /proc, the routing table and nvidia-smi, once when a run begins.
+"""Reads what a host is from /proc, the routing table and nvidia-smi, when a run begins.
 
 Nothing here changes the host. A GPU on which somebody holds memory is reported with the holder's
 pid, user and command, so that a person can decide what to do about it.
@@ -6,43 +6,43 @@ pid, user and command, so that a person can decide what to do about it.
 
 from __future__ import annotations
 
-import csv
 import fcntl
 import getpass
 import importlib.metadata
 import importlib.util
 import os
 import platform
-import pwd
 import re
 import resource
 import shutil
 import socket
 import struct
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from libra_cli.node.agent.host_facts import nvidia
 from libra_cli.node.processes import proc, remains
 
-NVIDIA_SMI_TIMEOUT_S = 20.0
-GPU_COLUMNS = ("index", "uuid", "name", "memory.total", "memory.free")
-HOLDER_COLUMNS = ("gpu_uuid", "pid")
-MIB = 1024**2
 SIOCGIFADDR = 0x8915
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def facts(
-    peers: Sequence[str], packages: Sequence[str], paths: Sequence[str], work: Path, weights: Path
+    peers: Sequence[str],
+    packages: Sequence[str],
+    paths: Sequence[str],
+    devices: Sequence[str],
+    work: Path,
+    weights: Path,
 ) -> dict[str, object]:
     """Describe the host: sizes in bytes, ``clock`` in seconds since the epoch.
 
-    Of ``packages`` and ``paths`` the result names those that are there. ``work`` and ``weights``
-    are the directories whose free space is measured.
+    Of ``packages`` and ``paths`` the result names those that are there. ``devices`` names the GPUs
+    that may be used, by nvidia-smi's index or by UUID; empty: all that are visible. ``work`` and
+    ``weights`` are the directories whose free space is measured.
     """
     routes = [route(peer) for peer in peers]
     first = next((one for one in routes if not one["error"]), None)
@@ -58,8 +58,7 @@ def facts(
         "disk_free": shutil.disk_usage(work).free,
         "shm_free": shm.free,
         "shm_total": shm.total,
-        "gpus": gpus(),
-        "driver": driver(),
+        **nvidia.describe(devices),
         "interface": first["interface"] if first else "" if peers else "lo",
         "address": first["address"] if first else "" if peers else "127.0.0.1",
         "routes": routes,
@@ -186,70 +185,6 @@ def _torch_cuda() -> str:
         match = re.search(r"^cuda\b[^=]*= *'([\d.]+)'", text, re.M)
         return match[1] if match else ""
     return ""
-
-
-# -- GPUs ------------------------------------------------------------------------------------------
-
-
-def gpus() -> list[dict[str, object]]:
-    """List this host's GPUs and who holds memory on them; empty where there is no nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    listing = _nvidia_smi(f"--query-gpu={','.join(GPU_COLUMNS)}")
-    holders = _nvidia_smi(f"--query-compute-apps={','.join(HOLDER_COLUMNS)}")
-    return parse_gpus(listing, holders)
-
-
-def driver() -> str:
-    """The version of NVIDIA's driver, such as ``580.65.06``; empty where there is none."""
-    if shutil.which("nvidia-smi") is None:
-        return ""
-    return _nvidia_smi("--query-gpu=driver_version").partition("\n")[0].strip()
-
-
-def parse_gpus(listing: str, holders: str) -> list[dict[str, object]]:
-    """Join nvidia-smi's tables of GPUs and of processes.
-
-    Both are CSV without header and units; memory is in MiB and may be ``[N/A]``.
-    """
-    held: dict[str, list[dict[str, object]]] = {}
-    for row in _rows(holders, len(HOLDER_COLUMNS)):
-        uuid, pid = row
-        held.setdefault(uuid, []).append(holder(int(pid)))
-    return [
-        {
-            "index": int(index),
-            "name": name,
-            "mem_total": _mib(total),
-            "mem_free": _mib(free),
-            "holders": held.get(uuid, []),
-        }
-        for index, uuid, name, total, free in _rows(listing, len(GPU_COLUMNS))
-    ]
-
-
-def holder(pid: int) -> dict[str, object]:
-    """Describe who a process belongs to. A pid from outside a container cannot be looked up."""
-    user = ""
-    with suppress(OSError, KeyError):
-        user = pwd.getpwuid((proc.PROC / str(pid)).stat().st_uid).pw_name
-    return {"pid": pid, "user": user, "command": proc.command(pid), "run": proc.run_of(pid)}
-
-
-def _nvidia_smi(query: str) -> str:
-    argv = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
-    # Without a driver it exits with an error and prints a sentence where the table should be.
-    return done.stdout if done.returncode == 0 else ""
-
-
-def _rows(table: str, columns: int) -> Iterable[list[str]]:
-    rows = csv.reader(table.splitlines(), skipinitialspace=True)
-    return ([cell.strip() for cell in row] for row in rows if len(row) == columns)
-
-
-def _mib(cell: str) -> int:
-    return int(cell) * MIB if cell.isdigit() else 0
 
 
 # -- memory ----------------------------------------------------------------------------------------

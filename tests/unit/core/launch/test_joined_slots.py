@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,6 +48,19 @@ def test_on_gpus_it_sees_those_of_its_parts(name, visible):
     spec = server(8, name, len(visible.split(",")))
     assert spec.env["CUDA_VISIBLE_DEVICES"] == visible
     assert flags(spec)["--tensor-parallel-size"] == str(len(visible.split(",")))
+
+
+def test_gpus_are_called_as_the_host_calls_them_or_else_as_the_recipe_does():
+    made = recipe(8)
+    (first, *_) = slots_of(made)
+    bucket, others = Bucket("small", 2, 16, 4096), made.nodes[1:]
+    seen = replace(FACTS, devices=tuple(f"MIG-{number}" for number in range(8)))
+    spec = server_process(made, first, bucket, seen, model_dir="/models/m")
+    assert spec.env["CUDA_VISIBLE_DEVICES"] == "MIG-0,MIG-1"
+    listed = made.nodes[0].model_copy(update={"gpu_ids": tuple("76543210")})
+    told = made.model_copy(update={"nodes": (listed, *others)})
+    spec = server_process(told, first, bucket, FACTS, model_dir="/models/m")
+    assert spec.env["CUDA_VISIBLE_DEVICES"] == "7,6"
 
 
 def test_without_gpus_its_ranks_have_the_cores_and_the_cache_of_a_part_each():

@@ -356,13 +356,33 @@ def test_memory_in_use_by_nobody_who_can_be_seen_warns():
 
 
 def test_a_gpu_the_recipe_does_not_use_may_be_held_by_anybody():
-    third = Gpu(2, "H100", 80 * GB, 0, (GpuHolder(1, "ann", "x"),))
+    third = Gpu(2, "2", "H100", 80 * GB, 0, (GpuHolder(1, "ann", "x"),))
     assert wrong(case(replace(FIRST, gpus=(*FIRST.gpus, third)))) == []
 
 
 def test_fewer_gpus_than_promised_give_both_numbers():
     found = only(case(replace(FIRST, gpus=FIRST.gpus[:1])), "gpus")
     assert "wants 2 GPUs, nvidia-smi shows 1" in found.what
+
+
+def test_gpus_that_are_not_visible_are_named_with_the_variable_that_hides_them():
+    hidden = replace(FIRST, gpus=FIRST.gpus[:1], gpus_missing=("5",), gpus_visible="0,4")
+    found = only(case(hidden), "gpus")
+    assert found.what == "it has no GPU 5 (CUDA_VISIBLE_DEVICES there is '0,4')"
+
+
+def test_a_listing_that_does_not_come_is_told_instead_of_a_number():
+    late = replace(FIRST, gpus=(), gpus_error="nvidia-smi did not answer within 60 s")
+    found = only(case(late), "gpus")
+    assert found.what == "nvidia-smi did not answer within 60 s"
+    assert found.remedy == Remedy("host", "nvidia-smi")
+
+
+def test_a_process_is_not_given_two_instances_of_a_gpu():
+    instances = tuple(replace(gpu, device=f"MIG-{gpu.index}") for gpu in FIRST.gpus)
+    assert wrong(case(replace(FIRST, gpus=instances))) == [], "two servers of one each"
+    trainer = case(second=replace(SECOND, gpus=instances))
+    assert "(MIG)" in only(trainer, "gpus").what
 
 
 def test_shared_memory_must_hold_the_versions_of_this_model():
