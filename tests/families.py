@@ -351,7 +351,6 @@ FAMILIES = (
             "head_dim": ...,
         },
         example="model.layers.0.conv.in_proj.weight",
-        dtype="bfloat16",
     ),
     Family(
         "LFM2-MoE",
@@ -366,7 +365,6 @@ FAMILIES = (
         },
         split("w1", "w3", "w2", "feed_forward"),
         example="model.layers.1.feed_forward.experts.7.w3.weight",
-        dtype="bfloat16",
     ),
     Family(
         "Granite 4, dense",

@@ -13,7 +13,8 @@ pytest.importorskip("vllm", reason="needs the [cpu] extra")
 import torch
 from torch import nn
 
-from libra_cli.node.rollout.held_tensors import held_parts
+from libra_cli.node.rollout import cpu_rotary
+from libra_cli.node.rollout.held_tensors import held_parts, own_names
 from libra_cli.node.rollout.proof import Proof, prove
 from libra_cli.node.weights.checksum import checksum
 
@@ -142,3 +143,44 @@ def test_what_the_files_have_as_one_layer_is_found_in_each_of_its_parts():
         Slice("qkv", 12, (20, 24)),
     ]
     assert _stacked(["q", "k"], [(1, 8), (0, 4), (0, 4)], [16, 4, 4]) == []
+
+
+def test_a_name_is_mapped_until_it_is_a_parameter_s():
+    """LFM2-MoE has a mapping, and so has its inner model, which would do to it the same again."""
+    from vllm.model_executor.models.lfm2_moe import Lfm2MoeForCausalLM, Lfm2MoeModel
+
+    whole, part = nn.Module(), nn.Module()
+    whole.model, part.short_conv = part, nn.Module()
+    part.short_conv.conv = nn.Linear(2, 2, bias=False)
+    part.short_conv.in_proj = nn.Linear(2, 2, bias=False)
+    whole.hf_to_vllm_mapper = Lfm2MoeForCausalLM.hf_to_vllm_mapper
+    part.hf_to_vllm_mapper = Lfm2MoeModel.hf_to_vllm_mapper
+    names = ["model.conv.conv.weight", "model.conv.in_proj.weight"]
+    assert own_names(whole, names) == {
+        "model.short_conv.conv.weight": names[0],
+        "model.short_conv.in_proj.weight": names[1],
+    }
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_heads_are_turned_by_the_position_of_their_token(
+    mended: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Without the mend vLLM's kernel takes the heads of a token for tokens of their own."""
+    from vllm import _custom_ops
+
+    # Undone at the end: the mend stays in a server for as long as it lives.
+    monkeypatch.setattr(_custom_ops, "rotary_embedding", _custom_ops.rotary_embedding)
+    if mended:
+        cpu_rotary.mend()
+    torch.manual_seed(0)
+    positions, heads = torch.arange(5), torch.randn(5, 3, 8)
+    angles = positions[:, None] / torch.tensor([1.0, 10.0, 100.0, 1000.0])
+    cosines, sines = angles.cos()[:, None], angles.sin()[:, None]
+    first, second = heads.chunk(2, -1)
+    turned = torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1)
+    query, key = heads.clone(), heads.clone()
+    cache = torch.cat([angles.cos(), angles.sin()], -1)
+    _custom_ops.rotary_embedding(positions, query, key, 8, cache, True)
+    same = [torch.allclose(one, turned, atol=1e-6) for one in (query, key)]
+    assert same == [mended, mended]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 _DERIVED = "vLLM computes with {} that it derives from the files, and a version could not be proved"
-_OTHER = "vLLM's model and transformers' give other log-probabilities (measured on CPUs)"
 _UNPROVED = {
     "deepseek_v2": _DERIVED.format("matrices of its latent attention"),
     "deepseek_v3": _DERIVED.format("matrices of its latent attention"),
@@ -21,8 +20,6 @@ _UNPROVED = {
     "glm4_moe_lite": _DERIVED.format("matrices of its latent attention"),
     "gpt_oss": "vLLM turns its experts and sinks, and a version could not be proved",
     "granitemoehybrid": _DERIVED.format("decay rates of its Mamba layers"),
-    "lfm2": _OTHER,
-    "lfm2_moe": _OTHER,
     "nemotron_h": _DERIVED.format("decay rates of its Mamba layers"),
 }
 """Why servers cannot prove which version they hold, by ``model_type``."""

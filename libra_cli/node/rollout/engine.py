@@ -73,8 +73,8 @@ class VllmEngine:
         self._label = UNKNOWN_VERSION
         self._counters: Counter[str] = Counter()
         self._drafts: DraftSwitch | None = None
+        self._core.collective_rpc("mend")
         if config.speculative_config is not None:
-            self._core.collective_rpc("mend_sampler")
             self._drafts = DraftSwitch()
         self._records = records
         """Whether a worker of ours keeps the experts of tokens, in place of vLLM's."""

@@ -18,7 +18,7 @@ another: vLLM's own mapping of the files' names to its modules' says how (``own_
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,20 +89,22 @@ def _unreadable(module: nn.Module) -> str:
 def own_names(model: nn.Module, published: Iterable[str]) -> dict[str, str]:
     """Return published names by what vLLM's modules call those tensors.
 
-    Parts of a model that load themselves may rename what is below them once more. That several
-    tensors are one parameter is left out of it: ``slices_of`` takes them apart.
+    Parts of a model that load themselves may rename what is below them once more, until it is the
+    name of a parameter: LFM2 has its part's mapping a second time. That several tensors are one
+    parameter is left out of it: ``slices_of`` takes them apart.
     """
+    held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     mappers = []
     for path, module in model.named_modules():
         mapper = getattr(module, "hf_to_vllm_mapper", None)
         if mapper is not None:
             mappers.append((f"{path}." if path else "", replace(mapper, orig_to_new_stacked={})))
-    return {_own_name(name, mappers): name for name in published}
+    return {_own_name(name, mappers, held): name for name in published}
 
 
-def _own_name(name: str, mappers: Sequence[tuple[str, Any]]) -> str:
+def _own_name(name: str, mappers: Sequence[tuple[str, Any]], held: Set[str]) -> str:
     for prefix, mapper in mappers:  # the outermost first, as vLLM loads
-        if name.startswith(prefix):
+        if name.startswith(prefix) and name not in held:
             name = prefix + (mapper.map_name(name.removeprefix(prefix)) or "")
     return name
 

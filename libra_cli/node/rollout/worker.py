@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from libra_cli.node.rollout import cpu_sampler
+from libra_cli.node.rollout import cpu_rotary, cpu_sampler
 from libra_cli.node.rollout.cpu_routes import RouteRecorder
 from libra_cli.node.rollout.held_experts import order_again
 from libra_cli.node.rollout.held_tensors import held_parts, quantized_names, regions_of
@@ -33,9 +33,10 @@ class VersionLoader:
     prepared: PreparedVersion | None = None
     recorder: RouteRecorder | None = None
 
-    def mend_sampler(self) -> None:
-        """Replace a function of vLLM's rejection sampler on CPUs, see ``cpu_sampler``."""
+    def mend(self) -> None:
+        """Replace functions of vLLM that are wrong on CPUs: ``cpu_sampler``, ``cpu_rotary``."""
         cpu_sampler.mend()
+        cpu_rotary.mend()
 
     def record_routes(self) -> None:
         """Keep from now on which experts tokens are routed to."""
