@@ -35,6 +35,10 @@ from libra_cli.core.launch.sharding import RankConditions, dp_shard_size, is_sha
 from libra_cli.core.launch.trainer_backend import TrainerLaunch, WorkerLaunch, ranks_per_node
 from libra_cli.core.types import Slot
 
+ALLOCATOR = "expandable_segments:True"
+"""How torch takes memory of a GPU in ranks: packed rows of ever other lengths leave gaps otherwise
+(SkyRL 1768: out of memory at step 2 with 20 GiB reserved and unused). Servers go without, since
+vLLM's pools of CUDA graphs and its all-reduce need memory that stays where it is."""
 PROBE_TOKENS = 64
 """Length of the sequence every weight version is verified with."""
 
@@ -179,6 +183,7 @@ class NativeTrainer(ABC):
                 **common_env(node, slots, facts, processes=world.ranks_here),
                 **command.env,
                 **interface_env(interface),
+                **({"PYTORCH_ALLOC_CONF": ALLOCATOR} if node.gpus else {}),
                 **node.env,
             },
             files={name: json.dumps(config, indent=2), **command.files},

@@ -9,12 +9,16 @@ from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.findings import ALL, CONTROLLER, Finding, Remedy
 from libra_cli.core.preflight.host_report import Gpu, NodeFacts
 from libra_cli.core.preflight.needs import GIB, MIB
+from libra_cli.core.types import node_of
 
 MAX_CLOCK_SKEW_S = 5.0
 BUSY_BYTES = GIB
 """Bytes in use on a GPU from which on it counts as busy: twice what
 a driver takes for itself on a GB200.
 """
+SHM_FLOOR = GIB
+"""Bytes of ``/dev/shm`` for processes that share memory: vLLM 0.32's queue of a server with several
+ranks has ten chunks of 16 MiB, and containers have 64 MiB unless they are given more."""
 FILES_A_REQUEST = 4
 """Descriptors of a request over SSH: two ends of a socket here, and two of a channel."""
 FILES_OF_A_PROCESS = 256
@@ -131,7 +135,26 @@ def versions_room(case: PreflightCase) -> Iterator[Finding]:
                 if facts.shm_total < need
                 else Remedy("recipe", "weight_sync: {directory: /a/place/on/disk}"),
             )
+        yield from _too_small_shm(case, node, facts)
     yield _least(case, "shm", "free for versions", lambda facts: facts.shm_free)
+
+
+def _too_small_shm(case: PreflightCase, node: NodeSpec, facts: NodeFacts) -> Iterator[Finding]:
+    """Check the floor of ``/dev/shm`` where processes of one server, or ranks, share memory."""
+    degrees = [
+        bucket.tensor_parallel for slot, bucket in case.plan.servers if node_of(slot) == node.name
+    ]
+    ranks = sum(node_of(slot) == node.name for slot in case.plan.train)
+    together = max(degrees, default=1) > 1 or (node.gpus > 0 and ranks > 1)
+    if together and facts.dev_shm_free < SHM_FLOOR:
+        yield Finding(
+            "shm",
+            node.name,
+            "stops",
+            f"/dev/shm has {_size(facts.dev_shm_free)} free, {_size(SHM_FLOOR)} are needed",
+            "vLLM's ranks and NCCL exchange data there, and die of a bus error where it is full",
+            Remedy("person", "start the container with --ipc=host, or with --shm-size=8g"),
+        )
 
 
 def disk(case: PreflightCase) -> Iterator[Finding]:

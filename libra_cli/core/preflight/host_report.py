@@ -87,6 +87,8 @@ class NodeFacts:
     memory unless the recipe says otherwise.
     """
     shm_total: int
+    dev_shm_free: int
+    """Bytes free in ``/dev/shm``, whatever directory the versions have."""
     gpus: tuple[Gpu, ...]
     interface: str
     """The network interface that leads to the first peer."""
@@ -171,6 +173,8 @@ class TorchReport:
     nccl: str
     errors: Mapping[str, str]
     """Why a package cannot be imported, by its name; only those that cannot."""
+    triton: str = ""
+    """Why a kernel of Triton cannot be compiled and launched on a GPU; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True)

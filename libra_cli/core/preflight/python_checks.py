@@ -158,7 +158,7 @@ def driver(case: PreflightCase) -> Iterator[Finding]:
                 f"it cannot use the {node.gpus} GPUs of the recipe",
                 install(case, node),
             )
-        elif facts.driver and not driver_runs(facts.driver, facts.torch_cuda):
+        elif not _measured(case, node) and not driver_runs(facts.driver, facts.torch_cuda):
             least = least_driver(facts.torch_cuda)
             yield Finding(
                 "driver",
@@ -167,7 +167,7 @@ def driver(case: PreflightCase) -> Iterator[Finding]:
                 f"driver {facts.driver} is older than CUDA {facts.torch_cuda} of its torch needs "
                 f"({least} or newer)",
                 "torch finds no GPU then",
-                Remedy("person", f"as root: install NVIDIA's driver {least} or newer, and reboot"),
+                Remedy("here", "libra help gpus (three ways out of an old driver)"),
             )
     if with_gpus:
         drivers = _joined([facts.driver or "none" for _, facts in with_gpus])
@@ -177,6 +177,13 @@ def driver(case: PreflightCase) -> Iterator[Finding]:
         yield Finding("driver", ALL, "fine", "the recipe uses no GPUs")
 
 
+def _measured(case: PreflightCase, node: NodeSpec) -> bool:
+    """Whether torch has computed on the node's GPUs, which says more than a table of drivers: a
+    compatibility package makes an old driver do."""
+    report = case.hosts[node.name].torch
+    return report is not None and report.available and not report.error
+
+
 def torch(case: PreflightCase) -> Iterator[Finding]:
     """Check that torch and the packages on it load in the Python of a run, and see the GPUs."""
     told = []
@@ -184,6 +191,7 @@ def torch(case: PreflightCase) -> Iterator[Finding]:
         report = case.hosts[node.name].torch
         if report is not None:
             yield from _torch_of(case, node, report)
+            yield from _triton_of(case, node, report)
             told.append(f"torch {report.version}" + (" with CUDA" if report.available else ""))
     if told:
         yield Finding("torch", ALL, "fine", f"{_joined(told)} loads, and what needs it")
@@ -210,6 +218,20 @@ def _torch_of(case: PreflightCase, node: NodeSpec, report: TorchReport) -> Itera
             "ranks and servers would not start",
             Remedy("host", "nvidia-smi; echo $CUDA_VISIBLE_DEVICES"),
         )
+
+
+def _triton_of(case: PreflightCase, node: NodeSpec, report: TorchReport) -> Iterator[Finding]:
+    """Check that kernels can be compiled there, which vLLM does when it starts."""
+    if not report.triton:
+        return
+    yield Finding(
+        "torch",
+        node.name,
+        "stops" if "rollout" in case.halves(node) else "warns",
+        f"Triton cannot compile a kernel: {report.triton}",
+        "a server ends a minute after its start then",
+        Remedy("person", "as root: apt-get install gcc python3-dev (or libra help gpus)"),
+    )
 
 
 def _remedy_of_import(case: PreflightCase, node: NodeSpec, error: str) -> Remedy:

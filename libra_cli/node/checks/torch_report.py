@@ -17,7 +17,7 @@ from typing import Any
 def report(packages: list[str]) -> dict[str, Any]:
     """What torch says of itself, and the error of every package that cannot be imported."""
     found: dict[str, Any] = {"version": "", "cuda": "", "available": False, "devices": []}
-    found |= {"error": "", "nccl": "", "errors": {}}
+    found |= {"error": "", "nccl": "", "errors": {}, "triton": ""}
     try:
         import torch
 
@@ -29,6 +29,7 @@ def report(packages: list[str]) -> dict[str, Any]:
             ]
             found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
             torch.ones(8, device="cuda").sum().item()  # a kernel of this build runs on this GPU
+            found["triton"] = _triton_problem()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
         found["error"] = _told(error)
     for package in packages:
@@ -37,6 +38,16 @@ def report(packages: list[str]) -> dict[str, Any]:
         except Exception as error:  # noqa: BLE001 - as above
             found["errors"][package] = _told(error)
     return found
+
+
+def _triton_problem() -> str:
+    """Return why a kernel of Triton cannot be compiled and launched; empty if it can."""
+    try:
+        from libra_cli.node.checks import triton_kernel
+
+        return triton_kernel.problem()
+    except Exception as error:  # noqa: BLE001 - as above
+        return _told(error)
 
 
 def _load(package: str) -> None:

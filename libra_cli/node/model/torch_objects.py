@@ -61,7 +61,7 @@ ALLOWED = {
     # How a rank says that it has failed.
     "traceback": {"FrameSummary", "StackSummary"},
 }
-ERRORS = ("builtins", "libra_cli.config.errors")
+ERRORS = ("builtins", "libra_cli.config.errors", "torch")
 """Modules whose exceptions may be unpickled, too."""
 
 

@@ -27,8 +27,8 @@ It learns when the updates of the policy are done (``node.critic``).
 **Without stopping.** A gradient that is not finite is dropped: the weights stay, the step counts
 and says so, and ``MAX_SKIPPED`` of them in a row are an error. A lone rank whose memory runs out
 halves its micro-batches and computes the step's gradients again. In a larger world the other ranks
-already wait for it in a collective, so it remembers a quarter of the size and fails, and the next
-start has it.
+already wait for it in a collective, so it remembers half of the size and fails, and the next start
+has it.
 
 Parameters and optimizer state are fp32; with ``bfloat16`` versions are published in it.
 """
@@ -341,8 +341,7 @@ class Trainer(PolicyModel):
                 "model.max_len, or train on more GPUs; `libra run --dry-run RECIPE` says what "
                 "memory goes to",
             )
-        smaller = 2 if self.world == 1 else 4  # a start costs a minute
-        self.micro_batch_tokens = max(longest, self.micro_batch_tokens // smaller)
+        self.micro_batch_tokens = max(longest, self.micro_batch_tokens // 2)
         self._budget_file.parent.mkdir(parents=True, exist_ok=True)
         self._budget_file.write_text(f"{self.micro_batch_tokens}\n")
         told = f"memory ran out: micro-batches have {self.micro_batch_tokens:,} tokens from now on"

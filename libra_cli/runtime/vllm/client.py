@@ -38,6 +38,8 @@ ERRORS = StreamErrors(ServerError, RequestRefused, ServerUnreachable)
 GENERATE_TIMEOUT_S = 1800.0
 """Seconds for a turn, and of silence: a server that compiles or loads says nothing for minutes."""
 CONTROL_TIMEOUT_S = 30.0
+PROBE_TIMEOUT_S = 300.0
+"""Seconds for a probe: the first one may compile kernels that the warm-up has left out."""
 POLL_S = 0.25
 PREPARED_EVERY_S = 0.02
 """How often a server is asked whether it has a version in memory."""
@@ -97,7 +99,9 @@ class ServerClient(ControlClient):
                 if time.monotonic() > give_up:
                     raise ServerError(f"not ready after {timeout_s:.0f} s: {error}") from error
             await asyncio.sleep(POLL_S)
-        await self._call("generate", _order([1], max_tokens=1, cache_salt="first"))
+        left_s = max(CONTROL_TIMEOUT_S, give_up - time.monotonic())
+        order = _order([1], max_tokens=1, cache_salt="first")
+        await self._call("generate", order, timeout_s=left_s)
 
     @reads_answers(ServerError)
     async def check(self) -> None:
@@ -180,7 +184,7 @@ class ServerClient(ControlClient):
         """Log-probabilities of ``token_ids[1:]``, each given everything before it."""
         salt = f"probe-{published.version.label}"
         order = _order(token_ids, max_tokens=1, cache_salt=salt, priority=-1, score_prompt=True)
-        answer = await self._call("generate", order)
+        answer = await self._call("generate", order, timeout_s=PROBE_TIMEOUT_S)
         logprobs = array("f", answer["prompt_logprobs"])
         if len(logprobs) != len(token_ids) - 1 or not isfinite(sum(logprobs)):
             raise ServerError(f"{self.slot}: the probe has {len(logprobs)} log-probabilities")

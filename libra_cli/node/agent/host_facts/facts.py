@@ -58,6 +58,7 @@ def facts(
         "disk_free": shutil.disk_usage(work).free,
         "shm_free": shm.free,
         "shm_total": shm.total,
+        "dev_shm_free": shutil.disk_usage("/dev/shm").free,
         **nvidia.describe(devices),
         "interface": first["interface"] if first else "" if peers else "lo",
         "address": first["address"] if first else "" if peers else "127.0.0.1",

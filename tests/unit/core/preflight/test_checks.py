@@ -251,9 +251,9 @@ def test_a_torch_without_cuda_stops_on_a_host_with_gpus():
     assert "without CUDA" in found.what
 
 
-def torch_of(**changes: Any) -> PreflightCase:
+def torch_of(first: NodeFacts = FIRST, **changes: Any) -> PreflightCase:
     report = TorchReport("2.13.0", "13.0", True, ("H100", "H100"), "", "2.28.3", {})
-    made = case()
+    made = case(first)
     hosts = dict(made.hosts)
     hosts["gpu-01"] = replace(hosts["gpu-01"], torch=replace(report, **changes))
     return replace(made, hosts=hosts)
@@ -376,6 +376,29 @@ def test_a_listing_that_does_not_come_is_told_instead_of_a_number():
     found = only(case(late), "gpus")
     assert found.what == "nvidia-smi did not answer within 60 s"
     assert found.remedy == Remedy("host", "nvidia-smi")
+
+
+def test_a_kernel_that_cannot_be_compiled_stops_a_host_that_serves():
+    told = "there is no C compiler (neither gcc nor clang)"
+    found = only(torch_of(triton=told), "torch")
+    assert found.severity == "stops"
+    assert told in found.what
+    assert found.remedy is not None
+    assert "gcc python3-dev" in found.remedy.command
+
+
+def test_an_old_driver_with_which_torch_computes_is_believed():
+    old = replace(FIRST, driver="535.104.05")
+    assert only(case(old), "driver").severity == "stops"
+    assert wrong(torch_of(old)) == []
+    assert only(torch_of(old, available=False, devices=()), "driver").severity == "stops"
+
+
+def test_processes_that_share_memory_need_some_of_it_whatever_the_versions_have():
+    small = replace(SECOND, dev_shm_free=64 * 2**20)
+    found = only(case(second=small), "shm")
+    assert "/dev/shm has 64 MiB free" in found.what
+    assert wrong(case(replace(FIRST, dev_shm_free=64 * 2**20))) == [], "two servers of one GPU each"
 
 
 def test_a_process_is_not_given_two_instances_of_a_gpu():
