@@ -60,7 +60,8 @@ def plan_of(recipe_path: Path, resume: Path | None = None) -> tuple[Recipe, DryR
     if recipe.training.rollout_routes:
         _check_routes(file)
     degrees = {bucket.tensor_parallel for _, bucket in found.plan.servers}
-    _check_model(file, degrees, quantized=recipe.rollout.quantization is not None)
+    quantized = recipe.rollout.quantization is not None
+    _check_model(file, degrees, quantized=quantized, images=recipe.model.images)
     hosts = dry_run(recipe, placed=placed)
     return recipe, DryRun(found.plan, hosts, _memory_of(recipe, *placed), tasks)
 
@@ -75,12 +76,12 @@ def _told_demonstrations(recipe: Recipe) -> str:
     )
 
 
-def _check_model(file: Path, degrees: Set[int], *, quantized: bool) -> None:
+def _check_model(file: Path, degrees: Set[int], *, quantized: bool, images: bool) -> None:
     try:
         config = _config_in(file)
     except (OSError, ValueError):
         return
-    if refused := refused_family(config):
+    if refused := refused_family(config, images=images):
         raise LibraError(f"{file.parent} cannot be trained: {refused.why}", hint=refused.instead)
     if quantized and (reason := refused_quantization(config)):
         raise LibraError(

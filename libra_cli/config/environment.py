@@ -231,7 +231,7 @@ class TeacherSpec(Section):
 
     on_resume = MAY_CHANGE
 
-    url: str
+    url: Annotated[str, not_with("model.images", True, why="it is asked about tokens alone")]
     """The base URL, for example http://gpu-09:8000/v1; /completions is
     added. The controller must reach it.
     """

@@ -311,6 +311,9 @@ class ModelSpec(Section):
     """Arguments of its chat template, for example {enable_thinking: false}."""
     tool_format: ToolFormatName = "auto"
     """The format in which the model writes tool calls. auto: as its chat template writes them."""
+    images: bool = False
+    """Environments show images, to a model of a family that sees (Qwen3-VL). Its vision tower is
+    served and stays as it is; the language model is trained."""
 
 
 class WeightSyncSpec(Section):

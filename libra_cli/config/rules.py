@@ -9,7 +9,7 @@ know: whoever loads a recipe hands them to the models, as ``ALGORITHM_RULES`` of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from libra_cli.config.errors import did_you_mean
@@ -18,7 +18,7 @@ from libra_cli.config.only_with import misplaced_keys
 from libra_cli.config.problems import Problem
 
 if TYPE_CHECKING:
-    from libra_cli.config.recipe import Recipe
+    from libra_cli.config.recipe import NodeSpec, Recipe
     from libra_cli.config.rollout import RolloutSpec
     from libra_cli.config.training import TrainingSpec
 
@@ -36,6 +36,9 @@ def problems_between_fields(recipe: Recipe) -> Iterator[Problem]:
     on_cpus = any(not node.gpus for node in recipe.nodes)
     routes = recipe.training.rollout_routes
     yield from _quantization_problems(recipe.rollout, recipe.model.dtype, on_cpus, routes)
+    if recipe.model.images:
+        others = {"agent": recipe.agent, "demonstrations": recipe.demonstrations or None}
+        yield from _image_problems(recipe.training, recipe.rollout, recipe.nodes, others)
     yield from _agent_problems(recipe)
     yield from _evaluation_problems(recipe)
     yield from _bucket_problems(recipe)
@@ -200,6 +203,40 @@ def _quantization_problems(
             ("rollout.quantization", key),
             f"is {rollout.quantization}, which was not tried with {key}: leave out one of them",
         )
+
+
+def _image_problems(
+    training: TrainingSpec,
+    rollout: RolloutSpec,
+    nodes: Sequence[NodeSpec],
+    others: Mapping[str, object],
+) -> Iterator[Problem]:
+    """Yield what has not been tried with images, or cannot carry them; ``others`` are values of
+    keys of the recipe itself, None where they are not given."""
+    auto = training.sharding == "auto" and any(node.gpus for node in nodes)
+    sharded = auto or training.sharding == "fsdp2"
+    untried = {
+        **others,
+        "rollout.speculative": rollout.speculative,
+        "rollout.quantization": rollout.quantization,
+        "training.lora": training.lora,
+        "training.cp_size": None if training.cp_size == 1 else training.cp_size,
+        "training.tiled_mlp": training.tiled_mlp or None,
+    }
+    for key in (key for key, given in untried.items() if given is not None):
+        yield Problem(("model.images", key), f"is true, and was not tried with {key}: leave it out")
+    if sharded:
+        yield Problem(
+            ("model.images", "training.sharding"),
+            "is true, and ranks that share a model could wait for those whose rows have no image: "
+            "set training.sharding: ddp",
+        )
+    for index, node in enumerate(nodes):
+        if "hybrid" in (node.pool or ()):
+            yield Problem(
+                ("model.images", f"nodes[{index}].pool"),
+                "is true, and gradient workers get no images: make the pool auto, train or rollout",
+            )
 
 
 def _agent_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -92,6 +92,8 @@ class Message(TypedDict):
     """The thinking of an assistant's turn, which ``content`` is without."""
     name: NotRequired[str]
     """The tool whose text this is, or who speaks."""
+    images: NotRequired[Sequence[bytes]]
+    """PNG files that stand before the text, for models that see (``libra help models``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ class StepResult:
     reward: float = 0.0
     done: bool = False
     """The episode is over: it is scored, and nothing is generated upon the text."""
+    images: Sequence[bytes] = ()
+    """PNG files that the model sees before the text."""
 
 
 @dataclass(frozen=True, slots=True)

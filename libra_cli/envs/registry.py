@@ -25,6 +25,7 @@ ENVIRONMENTS = PluginGroup(
         "bfcl": "libra_cli.envs.gyms.bfcl:Bfcl",
         "calculator": "libra_cli.envs.calculator:Calculator",
         "dataset": "libra_cli.envs.dataset.environment:Dataset",
+        "minigrid": "libra_cli.envs.gyms.minigrid:MiniGrid",
         "openenv": "libra_cli.envs.adapters.openenv:OpenEnvEpisode",
         "opposites": "libra_cli.envs.opposites:Opposites",
         "pointer-chase": "libra_cli.envs.pointer_chase:PointerChase",
@@ -38,6 +39,7 @@ ENVIRONMENTS = PluginGroup(
 )
 _PACKAGES = {
     "bfcl": "bfcl_eval",
+    "minigrid": "minigrid",
     "reasoning-gym": "reasoning_gym",
     "tau2": "tau2",
     "textworld": "textworld",

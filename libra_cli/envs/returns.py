@@ -15,12 +15,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from libra_cli.envs.png import size_of
 from libra_cli.envs.protocol import Message, Reply, StepResult, ToolCall, ToolSchema
 
 LONGEST_OBSERVATION = 100_000
 """Characters of one tool's text that the model is shown; encoding more would delay all episodes."""
 LONGEST_PROMPT = 4_000_000
 """Characters of the messages of one ``reset`` or ``reply``: about a million tokens."""
+LARGEST_IMAGE = 8 * 1024**2
+"""Bytes of an image; each turn sends all of its trajectory to a server."""
 MOST_METRICS = 64
 """Names that ``metrics`` may return; each is a column of every monitor."""
 LONGEST_NAME = 100
@@ -42,7 +45,12 @@ def step_result(returned: object) -> StepResult:
         raise TypeError(f"it returned {type(returned).__name__}, not str or StepResult")
     if not isinstance(returned.text, str):
         raise TypeError(f"StepResult.text is {type(returned.text).__name__}, not str")
-    return StepResult(whole_text(returned.text), reward(returned.reward), bool(returned.done))
+    return StepResult(
+        whole_text(returned.text),
+        reward(returned.reward),
+        bool(returned.done),
+        _images(returned.images),
+    )
 
 
 def reply(returned: object) -> Reply | None:
@@ -92,7 +100,28 @@ def _message(one: object) -> Message:
     for key in ("reasoning", "name"):
         if not isinstance(one.get(key, ""), str):
             raise TypeError(f"a message's {key} is a text, not {_excerpt(one[key])}")
-    return cast("Message", {**one, "content": whole_text(one["content"])})
+    found = cast("Message", {**one, "content": whole_text(one["content"])})
+    if "images" in one:
+        found["images"] = _images(one["images"])
+    return found
+
+
+def _images(given: object) -> tuple[bytes, ...]:
+    """PNG files.
+
+    Raises:
+        TypeError: they are not a list of bytes.
+        ValueError: one is no PNG file, or has more than ``LARGEST_IMAGE`` bytes.
+    """
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise TypeError(f"images are a list of the bytes of PNG files, not {_excerpt(given)}")
+    for one in given:
+        if not isinstance(one, bytes):
+            raise TypeError(f"an image is the bytes of a PNG file, not {_excerpt(one)}")
+        size_of(one)
+        if len(one) > LARGEST_IMAGE:
+            raise ValueError(f"an image has {len(one):,} bytes, over {LARGEST_IMAGE:,}")
+    return tuple(given)
 
 
 def tools(returned: object) -> list[ToolSchema]:

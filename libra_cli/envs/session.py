@@ -79,6 +79,8 @@ class ToolAnswer:
     """How long it took, by a monotonic clock."""
     tools: list[ToolSchema] | None = None
     """The new list of tools; None if it has not changed."""
+    images: Sequence[bytes] = ()
+    """PNG files that the model sees before the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,7 @@ class EnvironmentSession:
             result.done,
             self._seconds,
             None if result.done else await self._new_tools(),
+            result.images,
         )
 
     async def reply(self, text: str) -> Answered:

@@ -15,6 +15,7 @@ from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.order_files import Orders
 from libra_cli.runtime.performer import EpisodeSource, Performer
 from libra_cli.runtime.rollout.servers import Servers
+from libra_cli.runtime.store.images import ImageStore
 from libra_cli.runtime.teacher import Teacher
 from libra_cli.runtime.trainer.processes import TrainerProcesses
 from libra_cli.runtime.trainer.worker_processes import WorkerProcesses
@@ -30,6 +31,7 @@ def performer_of(
     head: str,
     renderer: Renderer,
     episodes: EpisodeSource,
+    images: ImageStore,
     planner: DecisionMaker,
     post: Callable[[Event], None],
 ) -> Performer:
@@ -40,8 +42,10 @@ def performer_of(
     workers = WorkerProcesses(recipe, cluster, weights, slots, post=post)
     shares = workers.handing_out
     return Performer(
-        servers=Servers(recipe, cluster, weights, slots, sampling, post=post),
-        trainer=TrainerProcesses(recipe, cluster, slots, head=head, shares=shares, post=post),
+        servers=Servers(recipe, cluster, weights, slots, sampling, images=images, post=post),
+        trainer=TrainerProcesses(
+            recipe, cluster, slots, head=head, shares=shares, images=images, post=post
+        ),
         workers=workers,
         episodes=episodes,
         orders=Orders(run_dir, post=post),

@@ -214,6 +214,7 @@ class Session:
             head=node_of(machine.plan.train[0]),
             renderer=source.renderer,
             episodes=source.performer(memory.episodes),
+            images=source.images,
             planner=self._planning.planner(self._cluster.gpu_names),
             post=driver.post,
         )

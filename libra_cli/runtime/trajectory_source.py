@@ -23,6 +23,7 @@ from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.episodes.workers import OpenOnNode
 from libra_cli.runtime.evaluation.players import EvaluatedEpisodes, evaluation_players
 from libra_cli.runtime.performer import EpisodeSource
+from libra_cli.runtime.store.images import ImageStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class TrajectorySource:
     episodes: EpisodePlayer | Demonstrations
     seed: int
     """The seed of the run."""
+    images: ImageStore
+    """What environments have shown."""
 
     def performer(self, histories: Mapping[TrajectoryId, EpisodeHistory]) -> EpisodeSource:
         """Carries out what the machine wants of episodes; those in ``histories`` are rebuilt."""
@@ -74,22 +77,26 @@ async def open_source(
         LibraError: it cannot be begun, or does not fit the model.
     """
     renderer = _renderer(recipe.model, run_dir, note)
+    images = ImageStore(run_dir)
     if recipe.demonstrations:
         rows, max_len = recipe.demonstrations, recipe.model.max_len
         demonstrated = Demonstrations(rows, renderer, seed=recipe.run.seed, max_len=max_len)
-        yield TrajectorySource(renderer, demonstrated, recipe.run.seed)
+        yield TrajectorySource(renderer, demonstrated, recipe.run.seed, images)
         return
-    player = _player(recipe, renderer, run_dir, open_on=open_on, note=note)
+    player = _player(recipe, renderer, run_dir, images, open_on=open_on, note=note)
     try:
         await player.check(recipe.run.seed)
-        yield TrajectorySource(renderer, player, recipe.run.seed)
+        yield TrajectorySource(renderer, player, recipe.run.seed, images)
     finally:
         await player.close()
 
 
 def _renderer(model: ModelSpec, run_dir: Path, note: Callable[[str], None]) -> Renderer:
     renderer = Renderer(
-        run_dir / "model", template_args=model.template_args, tool_format=model.tool_format
+        run_dir / "model",
+        template_args=model.template_args,
+        tool_format=model.tool_format,
+        images=model.images,
     )
     if model.path is not None:  # what the built model's template leaves out is known
         for misfit in renderer.misfits:
@@ -101,6 +108,7 @@ def _player(
     recipe: Recipe,
     renderer: Renderer,
     run_dir: Path,
+    images: ImageStore,
     *,
     open_on: OpenOnNode,
     note: Callable[[str], None],
@@ -111,10 +119,12 @@ def _player(
         trained = AgentEpisodes(recipe, renderer, run_dir, note=note, open_on=open_on)
     else:
         environments, labels = recipe.environment, recipe.environment_labels
-        trained = Episodes(environments, labels, renderer, run_directory=run_dir, open_on=open_on)
+        trained = Episodes(
+            environments, labels, renderer, run_directory=run_dir, images=images, open_on=open_on
+        )
     if not recipe.evaluation:
         return trained
     evaluated = evaluation_players(
-        recipe, trained, renderer, run_directory=run_dir, open_on=open_on
+        recipe, trained, renderer, run_directory=run_dir, images=images, open_on=open_on
     )
     return EvaluatedEpisodes(recipe, trained, evaluated)

@@ -9,6 +9,9 @@ Why the flags are what they are:
   the distribution the loss believes in.
 - ``--language-model-only``: of a model that also sees or hears, what is trained is served alone.
   Its towers are not loaded, and neither images nor sounds are prepared to measure memory with.
+- With ``model.images`` the tower is loaded instead. What it needs is not measured, prompts come
+  with the tokens of their images and with patches that are scaled already, and nothing of them is
+  kept beside vLLM's cache of what the tower made.
 - ``--logprobs-mode processed_logprobs``: log-probabilities after temperature, as the trainer's.
 - ``--scheduling-policy priority`` orders vLLM's own waiting queue; admission is the request
   scheduler's (``libra_cli.core.scheduling.request_scheduler``).
@@ -34,6 +37,15 @@ from libra_cli.core.launch.rollout_backend import ServerLaunch
 SOCKET_DIRECTORY = 107 - 37
 """Bytes that a directory may have where a socket is called by a UUID: Linux allows 107 for the
 whole path (unix(7)), of which the slash and the UUID take 37."""
+
+
+_SEEING: Flags = {
+    "--skip-mm-profiling": None,
+    "--no-mm-device-do-normalize": None,
+    "--mm-processor-cache-gb": 0,
+    "--limit-mm-per-prompt": json.dumps({"video": 0}),
+}
+"""Flags of servers whose prompts have images."""
 
 
 class Vllm:
@@ -72,7 +84,7 @@ def _flags(recipe: Recipe, launch: ServerLaunch) -> Flags:
         "--logprobs-mode": "processed_logprobs",
         "--seed": launch.seed,
         "--worker-extension-cls": "libra_cli.node.rollout.worker.VersionLoader",
-        "--language-model-only": None,
+        **(_SEEING if recipe.model.images else {"--language-model-only": None}),
     }
     if recipe.rollout.quantization is not None:
         flags["--quantization"] = recipe.rollout.quantization

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from libra_cli.config.vision import SEEING
+
 _DERIVED = "vLLM computes with {} that it derives from the files, and a version could not be proved"
 _UNPROVED = {
     "deepseek_v2": _DERIVED.format("matrices of its latent attention"),
@@ -34,8 +36,21 @@ class RefusedFamily:
     instead: str
 
 
-def refused_family(config: Mapping[str, Any]) -> RefusedFamily | None:
-    """Why a model with this config.json is refused; None if it is not."""
+def refused_family(config: Mapping[str, Any], *, images: bool = False) -> RefusedFamily | None:
+    """Why a model with this config.json is refused; None if it is not. ``images`` tells whether it
+    is shown some."""
+    sees = config.get("model_type") in SEEING
+    if images and not sees:
+        named = ", ".join(SEEING.values())
+        return RefusedFamily(
+            f"model.images is true, and {config.get('model_type')} is no family whose images are "
+            "known",
+            f"model.path: a model of {named}, or model: {{images: false}}",
+        )
+    if sees and not images:
+        return RefusedFamily(
+            f"{config.get('model_type')} is trained with its vision tower", "model: {images: true}"
+        )
     inner = config.get("text_config") or {}
     method = _method(config) or _method(inner)
     if method:

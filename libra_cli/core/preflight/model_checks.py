@@ -99,7 +99,7 @@ def family(case: PreflightCase) -> Iterator[Finding]:
     """The model is of a family that can be trained, published and proved."""
     if case.model is None or not case.model.config:
         return
-    refused = refused_family(case.model.config)
+    refused = refused_family(case.model.config, images=case.recipe.model.images)
     if refused is None:
         kind = case.model.config.get("model_type", "?")
         yield Finding("family", ALL, "fine", f"{kind} is none of those that are refused")
@@ -121,7 +121,7 @@ def names(case: PreflightCase) -> Iterator[Finding]:
         yield Finding("names", ALL, "fine", f"not tried {where}: the trainer does it first")
         return
     report, path = case.names, case.recipe.model.path
-    if report is None or refused_family(case.model.config):
+    if report is None or refused_family(case.model.config, images=case.recipe.model.images):
         return
     if report.untried:
         yield Finding(

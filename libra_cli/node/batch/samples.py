@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,14 @@ class Scores:
     excess_kl: float = 0.0
     """Nats of KL from the first policy (k1, summed over the trajectory), less what the advantage
     estimator compares with: the mean of the group, or of its others."""
+
+
+class SampleImage(NamedTuple):
+    """An image that ``tokens`` tokens stand for, from ``start`` on."""
+
+    start: int
+    tokens: int
+    png: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,8 @@ class TokenSample:
     turns: tuple[tuple[int, int, float], ...] = ()
     """(number, token, reward): turn ``number`` of the trajectory begins at this token, and earned
     this; in order, where a critic estimates the advantages (``node.critic``)."""
+    images: tuple[SampleImage, ...] = ()
+    """The images that some of the tokens stand for, in order."""
     routes: NDArray[np.unsignedinteger[Any]] | None = None
     """``[n, layers, k]``: the experts that the rollout's routers chose for the first n tokens, of
     every layer (0 in those without experts); None where it chooses itself."""
@@ -140,6 +150,10 @@ def read_sample(message: Mapping[str, Any], *, max_len: int) -> TokenSample:
                 for number, token, reward in message.get("turns", ())
             ),
             routes=_routes(message.get("routes")),
+            images=tuple(
+                SampleImage(int(start), int(tokens), bytes(png))
+                for start, tokens, png in message.get("images", ())
+            ),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise TrainerError(f"{name} cannot be read: {error!r}") from error
@@ -180,12 +194,22 @@ def _problem(sample: TokenSample, max_len: int) -> str:
         return "has a loss mask with something other than 0 and 1, or a 1 on the first token"
     if sample.routes is not None and len(sample.routes) > tokens:
         return f"has {tokens} tokens, but routes of {len(sample.routes)}"
+    if not _fits(sample.images, tokens):
+        return "has images that overlap, or are outside of its tokens"
     starts = [start for start, _ in sample.behind]
     if starts != sorted(set(starts)) or any(age < 0 for _, age in sample.behind):
         return "has ages that are not by rising token, or one below 0"
     if not bool(np.isfinite(logprobs).all()) or not np.isfinite(sample.reward):
         return "has a reward or log-probabilities that are not finite"
     return _advantage_problem(sample)
+
+
+def _fits(images: Sequence[SampleImage], tokens: int) -> bool:
+    """Whether each image begins where the one before has ended, or later, and ends in time."""
+    ends = [0, *(one.start + one.tokens for one in images)]
+    begins = [*(one.start for one in images), tokens]
+    counts = all(one.tokens > 0 for one in images)
+    return counts and all(end <= begin for end, begin in zip(ends, begins, strict=True))
 
 
 def _advantage_problem(sample: TokenSample) -> str:

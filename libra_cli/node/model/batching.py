@@ -17,7 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from libra_cli.config.errors import TrainerError
 from libra_cli.node.batch.samples import TokenSample
+from libra_cli.node.model.images import ImageReader, RowImages, positions_of, row_images
 from libra_cli.node.model.packed_attention import PackedSequences
 from libra_cli.node.model.routers import Routes
 from libra_cli.node.model.scoring import ScoringRequest
@@ -123,11 +125,12 @@ def collate(
     *,
     scored: bool = False,
     turns: bool = False,
+    reader: ImageReader | None = None,
 ) -> MicroBatch:
     """Put samples into one row; no samples become one of two tokens without a loss.
 
     With ``scored``, all of them have scores. With ``turns`` the request asks for the hidden states
-    before theirs.
+    before theirs. ``reader`` makes patches of the samples' images.
     """
     lengths = [len(sample.token_ids) for sample in samples] or [2]
     token_ids = _row([sample.token_ids for sample in samples], np.int64)
@@ -139,7 +142,6 @@ def collate(
     advantages = _row([sample.advantage_of_tokens() for sample in samples], np.float32)
     groups = np.asarray([sample.group for sample in samples], dtype=np.int64)
     fresh = np.asarray([sample.fresh for sample in samples], dtype=bool)
-    positions = np.concatenate([np.arange(length) for length in lengths])
     starts = np.cumsum([0, *lengths]).astype(np.int32)
 
     def here(values: NDArray[Any]) -> Tensor:
@@ -148,7 +150,8 @@ def collate(
     return MicroBatch(
         request=ScoringRequest(
             token_ids=here(token_ids)[None],
-            positions=here(positions)[None],
+            positions=here(_positions(samples, lengths, reader)),
+            images=_images(samples, starts, reader, device),
             packed=PackedSequences(tuple(lengths), here(starts)),
             places=here(places),
             turns=here(_turns(samples, starts)) if turns else None,
@@ -201,6 +204,49 @@ def _routes(
             experts[start : start + len(routes)] = routes
             known[start : start + len(routes)] = True
     return Routes(torch.from_numpy(experts).to(device), torch.from_numpy(known).to(device))
+
+
+def _positions(
+    samples: Sequence[TokenSample], lengths: Sequence[int], reader: ImageReader | None
+) -> NDArray[np.int64]:
+    """``[1, T]``: of each token in its sequence; or, if a sequence has images, ``[4, 1, T]``, of
+    which the others are those of M-RoPE."""
+    plain = np.concatenate([np.arange(length) for length in lengths])[None]
+    if reader is None or not any(sample.images for sample in samples):
+        return plain
+    seen = [
+        positions_of(
+            len(sample.token_ids),
+            [(one.start, reader.sides(reader.read(one.png))) for one in sample.images],
+        )
+        for sample in samples
+    ]
+    return np.stack([plain, *(one[None] for one in np.concatenate(seen, 1))])
+
+
+def _images(
+    samples: Sequence[TokenSample],
+    starts: NDArray[np.int32],
+    reader: ImageReader | None,
+    device: torch.device,
+) -> RowImages | None:
+    """The images of a row."""
+    given = [
+        (start, one)
+        for start, sample in zip(starts.tolist(), samples, strict=False)
+        for one in sample.images
+    ]
+    if reader is None or not given:
+        return None
+    patches = [reader.read(one.png) for _, one in given]
+    for (_, one), found in zip(given, patches, strict=True):
+        if reader.tokens(found) != one.tokens:
+            raise TrainerError(
+                f"an image is {reader.tokens(found)} tokens, and its prompt has {one.tokens}",
+                hint="give the trainer's host the same preprocessor_config.json",
+            )
+    places = [(start + one.start, one.tokens) for start, one in given]
+    return row_images(patches, places, int(starts[-1]), device)
 
 
 def _turns(samples: Sequence[TokenSample], starts: NDArray[np.int32]) -> NDArray[np.int64]:

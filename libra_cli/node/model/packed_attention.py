@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedConfig
 
 from libra_cli.node.model.context_parallel import ContextGroup
+from libra_cli.node.model.weight_names import auto_class
 
 NAME = "libra_packed"
 HALF = (torch.bfloat16, torch.float16)
@@ -44,18 +45,20 @@ def attention_of(config: PreTrainedConfig) -> str:
 
     gpt-oss has none: its heads attend to learned sinks besides.
     """
-    model = AutoModelForCausalLM._model_mapping[type(config)]
+    model = auto_class(config)._model_mapping[type(config)]
     return "sdpa" if model._supports_sdpa else "eager"
 
 
 def use_packed_attention(model: nn.Module) -> bool:
     """Let a transformers model attend as above, and return True, if every layer of it can."""
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
     able = getattr(model, "_supports_attention_backend", False) and model._supports_sdpa
     if not (able and kinds <= PACKABLE):
         return False
     AttentionInterface.register(NAME, packed_attention)
-    model.set_attn_implementation(NAME)
+    # Of a model that sees, its tower attends to whole images.
+    sees = "text_config" in model.config.sub_configs
+    model.set_attn_implementation({"text_config": NAME} if sees else NAME)
     return True
 
 

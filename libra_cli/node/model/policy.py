@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -38,7 +39,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
 
 from libra_cli.config.errors import TrainerError
 from libra_cli.node.batch.log_ratios import BranchLogRatios, rounded
@@ -58,6 +58,7 @@ from libra_cli.node.model.batching import MicroBatch, collate, deal
 from libra_cli.node.model.buckets import in_buckets
 from libra_cli.node.model.context_parallel import context_group
 from libra_cli.node.model.expert_parallel import is_parted, mesh_of_experts
+from libra_cli.node.model.images import ImageReader, freeze_towers
 from libra_cli.node.model.packed_attention import attention_of
 from libra_cli.node.model.policy_config import PolicyConfig
 from libra_cli.node.model.routers import RouterBalance
@@ -65,7 +66,7 @@ from libra_cli.node.model.scores import BranchScores, with_scores
 from libra_cli.node.model.scoring import ScoringModel, one_sequence
 from libra_cli.node.model.sharding import load_sharded, mesh_of
 from libra_cli.node.model.tiled_mlp import tile_mlp
-from libra_cli.node.model.weight_names import TensorGroup, names_of, text_config
+from libra_cli.node.model.weight_names import TensorGroup, auto_class, names_of, text_config
 from libra_cli.node.weights.adapter import is_adapter
 
 COLLECTIVE_TIMEOUT_S = 1800.0
@@ -168,7 +169,7 @@ class PolicyModel:
             if not before(last):
                 return None
             here = [samples[i] for i in indices]
-            batch = collate(here, self.device, scored=is_scored(samples))
+            batch = self._collated(here, scored=is_scored(samples))
             with self._sync_only(last=last):
                 sums.append(self._backward(batch, here))
         return summed(self.gather(summed(sums) if self._tells else {}))
@@ -186,7 +187,7 @@ class PolicyModel:
         for number, indices in enumerate(dealt, 1):
             self.enter(f"computing log-probabilities: micro-batch {number} of {len(dealt)}")
             here = [samples[i] for i in indices]
-            batch = collate(here, self.device, scored=is_scored(samples), turns=look is not None)
+            batch = self._collated(here, scored=is_scored(samples), turns=look is not None)
             found |= dict(zip(indices, self._scores_of(batch, here), strict=True))
             if look is not None and self._scoring.hidden is not None and self._tells:
                 look(here, self._scoring.hidden)
@@ -194,6 +195,17 @@ class PolicyModel:
         of_all = {index: one for rank in ranks for index, one in rank.items()}
         needs = self._config.training.needs
         return with_scores(samples, of_all, leave_one_out=needs.leave_one_out)
+
+    def _collated(
+        self, samples: Sequence[TokenSample], *, scored: bool, turns: bool = False
+    ) -> MicroBatch:
+        """The samples as a row; images are read by the processor in the model's directory."""
+        reader = self._reader if any(sample.images for sample in samples) else None
+        return collate(samples, self.device, scored=scored, turns=turns, reader=reader)
+
+    @cached_property
+    def _reader(self) -> ImageReader:
+        return ImageReader(self._config.model_dir)
 
     def _dealt(self, samples: Sequence[TokenSample]) -> list[list[int]]:
         """Return this rank's micro-batches, each as indices of ``samples``."""
@@ -460,7 +472,7 @@ class PolicyModel:
         return load_sharded(
             self._read,
             lambda: self._prepared(
-                AutoModelForCausalLM.from_config(
+                auto_class(description).from_config(
                     description,
                     dtype=self._stored_dtype,
                     attn_implementation=attention_of(description),
@@ -476,7 +488,7 @@ class PolicyModel:
     def _read(self) -> nn.Module:
         description = text_config(self._config.model_dir)
         return self._prepared(
-            AutoModelForCausalLM.from_pretrained(
+            auto_class(description).from_pretrained(
                 self._config.model_dir,
                 config=description,
                 dtype=self._stored_dtype,
@@ -492,6 +504,7 @@ class PolicyModel:
         return torch.bfloat16 if narrow and frozen else torch.float32
 
     def _prepared(self, model: nn.Module) -> nn.Module:
+        freeze_towers(model)
         lora = self._config.training.lora
         return model if lora is None else add_adapter(model, lora)
 

@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 
 from libra_cli.config.errors import TrainerError
 from libra_cli.node.model.context_parallel import ContextGroup
+from libra_cli.node.model.images import ImagePlaces, RowImages
 from libra_cli.node.model.logprobs import ChosenTokens, chosen_logprobs, token_logprobs
 from libra_cli.node.model.packed_attention import PackedSequences, use_packed_attention
 from libra_cli.node.model.routers import RolloutRoutes, Routes
@@ -36,7 +37,8 @@ class ScoringRequest:
     token_ids: Tensor
     """``[1, T]``: the tokens of the row."""
     positions: Tensor
-    """``[1, T]``: of each token in its sequence."""
+    """``[1, T]``: of each token in its sequence; with images ``[4, 1, T]``, and then in time, down
+    and across."""
     packed: PackedSequences
     places: Tensor
     """``[N]``: where in the row the tokens to score are; none is the first of its sequence."""
@@ -45,6 +47,8 @@ class ScoringRequest:
     does."""
     routes: Routes | None = None
     """The experts that routers are told to choose."""
+    images: RowImages | None = None
+    """The images that some of the tokens stand for."""
 
     @property
     def targets(self) -> Tensor:
@@ -72,6 +76,7 @@ class _Question:
     """How many targets each rank is asked about."""
     turn_counts: list[int]
     routes: Routes | None = None
+    images: RowImages | None = None
 
     @classmethod
     def whole(cls, request: ScoringRequest) -> _Question:
@@ -86,6 +91,7 @@ class _Question:
             counts=[],
             turn_counts=[],
             routes=request.routes,
+            images=request.images,
         )
 
     @classmethod
@@ -143,6 +149,7 @@ class ScoringModel:
         if context is not None:
             check_shared_rows(model, context.size, packs=self.packs)
         self._told = RolloutRoutes(model)
+        self._seen = ImagePlaces(model)
         self._head = model.get_output_embeddings()
         self._open: tuple[_Question, float, bool] | None = None
         self._answer: Tensor | None = None
@@ -205,6 +212,10 @@ class ScoringModel:
         where: dict[str, Any] = {}
         if self.packs:
             where = {"position_ids": question.positions, "packed": question.packed}
+        if question.images is not None:
+            self._seen.mask = question.images.mask
+            where["pixel_values"] = question.images.values
+            where["image_grid_thw"] = question.images.grids
         try:
             logits: Tensor = self._call(
                 input_ids=question.token_ids, use_cache=False, **where

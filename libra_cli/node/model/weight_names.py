@@ -21,7 +21,13 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     get_model_conversion_mapping,
@@ -36,6 +42,7 @@ from transformers.core_model_loading import (
 )
 
 from libra_cli.config.errors import WeightsError
+from libra_cli.config.vision import SEEING
 from libra_cli.node.weights.adapter import A, B
 from libra_cli.node.weights.model_files import shapes_in
 
@@ -310,13 +317,17 @@ def text_config(model_dir: Path | str) -> PreTrainedConfig:
     Where the language model is a part, its class knows only its own names. transformers maps those
     of the files to the whole model's; what is added here is that the whole model's are the part's
     behind a prefix, as transformers itself says of Qwen3.5. Dropout is off: the tokens' ratios are
-    of probabilities that a model with dropout would give otherwise at every pass.
+    of probabilities that a model with dropout would give otherwise at every pass. Of a family
+    whose images are known it is the whole model's: its tower is served, and so is published.
 
     Raises:
         WeightsError: transformers has no such model of its own; code beside the files is not run.
     """
     try:
         whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+        if whole.model_type in SEEING:
+            _without_dropout(whole.get_text_config(decoder=True))
+            return whole
         part = whole.get_text_config(decoder=True)
     except (KeyError, OSError, ValueError) as error:
         raise _unknown(model_dir, error) from error
@@ -327,10 +338,19 @@ def text_config(model_dir: Path | str) -> PreTrainedConfig:
         prefix = PrefixChange(prefix_to_remove=LANGUAGE_MODEL, model_prefix="model")
         register_checkpoint_conversion_mapping(part.model_type, [*to_whole, prefix])
     part = _as_served(part)
+    _without_dropout(part)
+    return part
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' class of classes that has the model of a configuration."""
+    return AutoModelForImageTextToText if config.model_type in SEEING else AutoModelForCausalLM
+
+
+def _without_dropout(part: PreTrainedConfig) -> None:
     for name, value in part.to_dict().items():
         if DROPOUT.search(name) and isinstance(value, float):
             setattr(part, name, 0.0)
-    return part
 
 
 def _as_served(part: PreTrainedConfig) -> PreTrainedConfig:
@@ -353,7 +373,7 @@ def _unknown(model_dir: Path | str, why: object) -> WeightsError:
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return a causal language model on the meta device: its tensors have no numbers."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
     model.tie_weights()
     return model
 

@@ -37,6 +37,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from libra_cli.node.rollout.cpu_routes import FLAG
 from libra_cli.node.rollout.draft_switch import DraftSwitch
+from libra_cli.node.rollout.prompt_images import PromptImages
 from libra_cli.node.rollout.proof import prove_loaded
 from libra_cli.node.rollout.turn import Answer, TurnRefused, TurnTokens
 
@@ -69,6 +70,7 @@ class VllmEngine:
         cache = config.cache_config
         self.kv_tokens: int = (cache.num_gpu_blocks or 0) * cache.block_size
         """Capacity of the KV cache, in tokens."""
+        self._images = PromptImages(config.model_config.model)
         self._turns: dict[str, TurnTokens] = {}
         self._label = UNKNOWN_VERSION
         self._counters: Counter[str] = Counter()
@@ -90,14 +92,16 @@ class VllmEngine:
         """Begin the turn of a controller's ``order``, under a ``name`` that no other turn has.
 
         Raises:
-            TurnRefused: the prompt is too long, or not of this model's tokens.
+            TurnRefused: the prompt is too long, not of this model's tokens, or its images are of
+                other lengths.
         """
         prompt_ids = array("i", order["prompt_ids"]).tolist()
         self._check(prompt_ids)
+        features = self._images.features(order["images"]) if order["images"] else None
         request = EngineCoreRequest(
             request_id=name,
             prompt_token_ids=prompt_ids,
-            mm_features=None,
+            mm_features=features,
             sampling_params=_sampling_params(
                 order["max_tokens"],
                 order["temperature"],

@@ -444,7 +444,7 @@ class Trainer(PolicyModel):
 
     def probe(self) -> ProbeResult:
         """*Collective.* The fixed sequence and what the current policy thinks of it."""
-        vocabulary = int(self.model.config.vocab_size)
+        vocabulary = int(self.model.config.get_text_config().vocab_size)
         token_ids = probe_tokens(vocabulary, self.config.probe_tokens)
         return ProbeResult(token_ids, self.logprobs_of(token_ids))
 

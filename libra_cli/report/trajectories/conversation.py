@@ -137,8 +137,16 @@ def messages_of(
     """
     texts = token_texts(branch.token_ids, decode) if by_token else None
 
-    def text(start: int, end: int) -> str:
+    def plain(start: int, end: int) -> str:
         return "".join(texts[start:end]) if texts else decode(branch.token_ids[start:end])
+
+    def text(start: int, end: int) -> str:
+        said, at = "", start
+        for one in branch.images:
+            if start <= one.start < end:
+                shown = f"[image {one.width}x{one.height} {one.name[:8]}]"
+                said, at = said + plain(at, one.start) + shown, one.start + one.tokens
+        return said + plain(at, end)
 
     turn, at = 0, 0
     for start, end in _generated(branch):

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.core.records import CreditRecord, TrajectoryRecord
-from libra_cli.core.types import BranchTokens, VersionSpan
+from libra_cli.core.types import BranchTokens, TrajectoryId, VersionSpan
 from libra_cli.runtime.monitors.samples import Decoder
+from libra_cli.runtime.store.images import KeptImage, read_places
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import recipe_of
 
@@ -38,6 +39,8 @@ class ShownBranch:
     log_ratios: Sequence[float] = ()
     """Log-ratios of the trainer's probability over the rollout policy's (``LogRatios``) in nats,
     one a token, NaN for tokens that no step has trained; empty if the run kept none."""
+    images: Sequence[KeptImage] = ()
+    """The images that some of the tokens stand for, in order."""
 
     def version(self, token: int) -> int | None:
         """The version that generated the token; None of tokens of others."""
@@ -70,6 +73,7 @@ def branches_of(reader: Reader, row: TrajectoryRecord) -> list[ShownBranch]:
     credit = reader.rows(CreditRecord, "group_id = ? AND member = ? AND attempt = ?", key)
     weighed = json.loads(credit[0].advantages_json) if credit else [()] * len(kept)
     said = reader.log_ratios(*key) or [()] * len(kept)
+    images = tuple(read_places(reader.run_dir).get(TrajectoryId(*key), ()))
     return [
         ShownBranch(
             branch.token_ids,
@@ -77,6 +81,7 @@ def branches_of(reader: Reader, row: TrajectoryRecord) -> list[ShownBranch]:
             branch.logprobs,
             [(at, a) for at, a in one],
             _by_token(branch, ratios),
+            images,
         )
         for branch, one, ratios in zip(kept, weighed, said, strict=True)
         if branch.token_ids

@@ -45,9 +45,12 @@ from libra_cli.runtime.episodes.places import EnvironmentSource, EpisodeEnvironm
 from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.episodes.tool_formats.formats import GeneratedTurn
 from libra_cli.runtime.episodes.workers import OpenOnNode, no_nodes
+from libra_cli.runtime.store.images import ImageStore, ShownImage
 from libra_cli.runtime.tasks.weighted_turns import Mixture
 
 _TIMED_OUT = "tool timed out"
+_PROBE = TrajectoryId(group=-1, member=0)
+"""The episode that is begun to see whether it can be, of which nothing is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,8 @@ class _Episode:
     """The text of the last turn."""
     reward: float = 0.0
     """Sum of the rewards before the score."""
+    tokens: int = 0
+    """Tokens of the trajectory so far."""
 
 
 class Episodes:
@@ -91,16 +96,18 @@ class Episodes:
         renderer: Renderer,
         *,
         run_directory: Path | None = None,
+        images: ImageStore | None = None,
         open_on: OpenOnNode = no_nodes,
     ) -> None:
         """Find the environments, which may keep files in the run's directory; read their tasks.
 
-        ``open_on`` reaches the nodes of workers.
+        ``open_on`` reaches the nodes of workers; ``images`` keeps what environments show.
 
         Raises:
             EnvironmentBroken: there is no such environment, or the tasks cannot be read.
         """
         self._renderer = renderer
+        self._images = images
         self._sources = [
             EnvironmentSource(spec, label, run_directory, open_on)
             for spec, label in zip(specs, labels, strict=True)
@@ -131,8 +138,7 @@ class Episodes:
         Raises:
             EnvironmentBroken: the episode cannot be begun.
         """
-        probe = TrajectoryId(group=-1, member=0)
-        lengths = []
+        probe, lengths = _PROBE, []
         for source in self._sources:
             try:
                 prompt = await self._begin(probe, source, 0, task_seed=seed, seed=seed)
@@ -180,7 +186,9 @@ class Episodes:
             episode.conversation = list(opening.messages)
             if opening.replies:
                 self._renderer.require("user")
-            return array("i", self._renderer.prompt(opening.messages, opening.tools))
+            prompt = array("i", self._renderer.prompt(opening.messages, opening.tools))
+            self._keep_images(trajectory, episode, prompt, opening.messages)
+            return prompt
         except BaseException:  # a cancellation too: what reset has opened must be closed
             self.forget(trajectory)
             raise
@@ -215,6 +223,8 @@ class Episodes:
         if over:
             return await self._score(episode, returns)
         tokens = self._renderer.extend(said, after=generated_ids)
+        episode.tokens += len(generated_ids)
+        self._keep_images(trajectory, episode, tokens, said)
         earned = episode.reward - earned_before
         return TurnResult(array("i", tokens), returns, False, None, turn_reward=earned)
 
@@ -238,6 +248,20 @@ class Episodes:
             self.forget(trajectory)
         await asyncio.gather(*(source.close() for source in self._sources))
 
+    def _keep_images(
+        self,
+        trajectory: TrajectoryId,
+        episode: _Episode,
+        tokens: Sequence[int],
+        messages: Sequence[Message],
+    ) -> None:
+        """Keep the images of messages whose tokens come next in the trajectory."""
+        if self._images is not None and trajectory.group != _PROBE.group:
+            for start, count, png in self._renderer.images_in(tokens, messages):
+                image = ShownImage(episode.tokens + start, count, png)
+                self._images.add(trajectory, image)
+        episode.tokens += len(tokens)
+
     async def _run_tools(
         self, episode: _Episode, calls: Iterable[ToolCall | Malformed]
     ) -> tuple[list[Message], tuple[ToolReturn, ...], bool]:
@@ -245,8 +269,8 @@ class Episodes:
         said: list[Message] = []
         returns: list[ToolReturn] = []
         for call in calls:
-            text, returned, over = await self._step(episode, call)
-            said.append({"role": "tool", "content": text, "name": returned.tool})
+            message, returned, over = await self._step(episode, call)
+            said.append(message)
             returns.append(returned)
             if over:
                 return said, tuple(returns), True
@@ -254,12 +278,13 @@ class Episodes:
 
     async def _step(
         self, episode: _Episode, call: ToolCall | Malformed
-    ) -> tuple[str, ToolReturn, bool]:
-        """Return a tool's text, what is recorded of it, and whether the episode is over."""
+    ) -> tuple[Message, ToolReturn, bool]:
+        """Return what a tool says, what is recorded of it, and whether the episode is over."""
         refused = _refusal(call, episode.tools)
         if refused is not None or isinstance(call, Malformed):
             text = refused or ""
-            return text, ToolReturn(INVALID, ToolOutcome.ERROR, 0.0, len(text)), False
+            returned = ToolReturn(INVALID, ToolOutcome.ERROR, 0.0, len(text))
+            return _said(text, returned), returned, False
         if episode.line.hung:
             return _timed_out(call, 0.0)
         environment, calls = episode.environment, episode.source.calls
@@ -268,7 +293,8 @@ class Episodes:
         except TimeoutError:
             return _timed_out(call, calls.limit_s)
         _take(episode, seen.reward, seen.tools)
-        return seen.text, _returned(call, seen), seen.done
+        returned = _returned(call, seen)
+        return _said(seen.text, returned, seen.images), returned, seen.done
 
     async def _reply(self, episode: _Episode) -> tuple[list[Message], bool]:
         """What the user says to an answer, and whether the episode is over."""
@@ -310,9 +336,16 @@ def _returned(call: ToolCall, seen: ToolAnswer) -> ToolReturn:
     return ToolReturn(call.name, outcome, seen.seconds, seen.size)
 
 
-def _timed_out(call: ToolCall, seconds: float) -> tuple[str, ToolReturn, bool]:
-    size = len(_TIMED_OUT)
-    return _TIMED_OUT, ToolReturn(call.name, ToolOutcome.TIMEOUT, seconds, size), False
+def _timed_out(call: ToolCall, seconds: float) -> tuple[Message, ToolReturn, bool]:
+    returned = ToolReturn(call.name, ToolOutcome.TIMEOUT, seconds, len(_TIMED_OUT))
+    return _said(_TIMED_OUT, returned), returned, False
+
+
+def _said(text: str, returned: ToolReturn, images: Sequence[bytes] = ()) -> Message:
+    message: Message = {"role": "tool", "content": text, "name": returned.tool}
+    if images:
+        message["images"] = images
+    return message
 
 
 def _refusal(call: ToolCall | Malformed, tools: Sequence[ToolSchema]) -> str | None:

@@ -29,6 +29,7 @@ from libra_cli.config.errors import LibraError
 from libra_cli.config.text import encodable
 from libra_cli.envs.protocol import Message, ToolSchema
 from libra_cli.runtime.episodes.frames import TurnFrames
+from libra_cli.runtime.episodes.placeholders import ImagePlace, ImagePlaceholders
 from libra_cli.runtime.episodes.template_notes import found_format, misfits, notes
 from libra_cli.runtime.episodes.templates import ChatTemplate, read_json, special_tokens
 from libra_cli.runtime.episodes.tool_formats.formats import FORMATS, THINKING, GeneratedTurn
@@ -46,11 +47,13 @@ class Renderer:
         *,
         template_args: Mapping[str, Any] | None = None,
         tool_format: str = "auto",
+        images: bool = False,
     ) -> None:
         """Load and check them.
 
         ``template_args`` are the template's, as ``enable_thinking``; ``tool_format`` is a name of
-        ``runtime.episodes.tool_formats.formats``, or ``auto``.
+        ``runtime.episodes.tool_formats.formats``, or ``auto``; ``images`` tells whether messages
+        may have some.
 
         Raises:
             LibraError: the tokenizer or the template is missing, damaged or not prefix-stable.
@@ -74,6 +77,7 @@ class Renderer:
         self._format = FORMATS[self.tool_format]
         self.misfits = tuple(misfits(self._template, self._frames, found=found, chosen=tool_format))
         """What of the template keeps the model from using tools, in words."""
+        self._images = ImagePlaceholders(model_dir, self._template) if images else None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -112,8 +116,26 @@ class Renderer:
         if tools:
             self.require("tool")
         safe = [self._safe(one) if one["role"] == "tool" else one for one in messages]
-        formed = self._template.formed(safe)
-        return self.encode(self._template.render(formed, tools))
+        formed = self._template.formed([self._written(one) for one in safe])
+        return self._expanded(self.encode(self._template.render(formed, tools)), messages)
+
+    def images_in(self, ids: Sequence[int], messages: Sequence[Message]) -> list[ImagePlace]:
+        """Where the images of ``messages`` are in what ``prompt`` or ``extend`` made of them."""
+        return [] if self._images is None else self._images.places(ids, messages)
+
+    def _written(self, message: Message) -> Message:
+        """The message with marks for its images."""
+        if self._images is not None:
+            return self._images.written(message)
+        if message.get("images"):
+            raise LibraError(
+                "the environment shows images, and model.images is false",
+                hint="model: {images: true}, with a model that sees (libra help models)",
+            )
+        return message
+
+    def _expanded(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
+        return ids if self._images is None else self._images.expanded(ids, messages)
 
     def require(self, role: str) -> None:
         """Refuse a template that cannot take messages of a role after a turn.
@@ -134,9 +156,9 @@ class Renderer:
         Raises:
             LibraError: the template cannot take such messages after a turn.
         """
-        safe = [self._safe(message) for message in messages]
+        safe = [self._written(self._safe(message)) for message in messages]
         ids = self._call_ids(after) if self._frames.has_ids(safe) else ()
-        tokens = self.encode(self._frames.between(safe, ids))
+        tokens = self._expanded(self.encode(self._frames.between(safe, ids)), messages)
         is_closed = len(after) > 0 and after[-1] == tokens[0]
         return tokens[1:] if is_closed else tokens
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias
 
 from libra_cli.config.errors import EnvironmentBroken, HostError
 from libra_cli.envs import returns
-from libra_cli.envs.protocol import Message, Task, ToolCall, ToolSchema
+from libra_cli.envs.protocol import Message, StepResult, Task, ToolCall, ToolSchema
 from libra_cli.envs.session import Answered, Opening, Scored, ToolAnswer
 from libra_cli.envs.workers import wire
 from libra_cli.envs.workers.wire import Frames, Kind
@@ -316,11 +316,17 @@ class WorkerEnvironment:
         found = await self._call("step", call)
         with understood(EnvironmentBroken, "what step returned"):
             answer = ToolAnswer(**found)
-            text = returns.step_result(answer.text).text
+            result = returns.step_result(StepResult(answer.text, images=answer.images))
             seconds, size = finite(answer.seconds), index_of(answer.size)
             reward, tools = returns.reward(answer.reward), _tools(answer.tools)
             return replace(
-                answer, text=text, size=size, reward=reward, seconds=seconds, tools=tools
+                answer,
+                text=result.text,
+                images=result.images,
+                size=size,
+                reward=reward,
+                seconds=seconds,
+                tools=tools,
             )
 
     async def reply(self, text: str) -> Answered:

@@ -20,6 +20,7 @@ from libra_cli.runtime.episodes.player import Episodes, TurnResult
 from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.episodes.workers import OpenOnNode, no_nodes
 from libra_cli.runtime.rollout.connection import Sampling
+from libra_cli.runtime.store.images import ImageStore
 
 
 def evaluation_players(
@@ -28,6 +29,7 @@ def evaluation_players(
     renderer: Renderer,
     *,
     run_directory: Path | None = None,
+    images: ImageStore | None = None,
     open_on: OpenOnNode = no_nodes,
 ) -> list[EpisodePlayer]:
     """Make the player of each evaluation; an agent plays what it plays for training.
@@ -42,7 +44,12 @@ def evaluation_players(
             continue
         environments, labels = recipe.environments_of(entry)
         player = Episodes(
-            environments, labels, renderer, run_directory=run_directory, open_on=open_on
+            environments,
+            labels,
+            renderer,
+            run_directory=run_directory,
+            images=images,
+            open_on=open_on,
         )
         if player.num_tasks is not None and player.num_tasks < spec.num_tasks:
             name = recipe.evaluation_names[entry]

@@ -33,6 +33,7 @@ from libra_cli.runtime.evaluation.players import EvaluatedEpisodes, SamplingOf, 
 from libra_cli.runtime.hosts.agent_messages import Exited, HostEvent, LeaseExpired
 from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.rollout.servers import Servers
+from libra_cli.runtime.store.images import ImageStore
 from libra_cli.runtime.weights.versions import weights_of
 
 INCARNATION = 1
@@ -70,6 +71,7 @@ class StandaloneEvaluation:
         self._rows: dict[int, EvaluationRecord] = {}
         self._requests = 0
         self._failure: LibraError | None = None
+        self._images = ImageStore(work)
 
     async def run(self) -> list[EvaluationRecord]:
         """Start everything, play all evaluations, and stop everything.
@@ -84,6 +86,7 @@ class StandaloneEvaluation:
                 self._work / "model",
                 template_args=self._recipe.model.template_args,
                 tool_format=self._recipe.model.tool_format,
+                images=self._recipe.model.images,
             )
             self._player = self._players(renderer)
             try:
@@ -106,9 +109,15 @@ class StandaloneEvaluation:
             trained = AgentEpisodes(recipe, renderer, self._work, note=self._note, open_on=open_on)
         else:
             trained = Episodes(
-                recipe.environment, recipe.environment_labels, renderer, open_on=open_on
+                recipe.environment,
+                recipe.environment_labels,
+                renderer,
+                images=self._images,
+                open_on=open_on,
             )
-        evaluated = evaluation_players(recipe, trained, renderer, open_on=open_on)
+        evaluated = evaluation_players(
+            recipe, trained, renderer, images=self._images, open_on=open_on
+        )
         return EvaluatedEpisodes(recipe, trained, evaluated)
 
     # -- servers --------------------------------------------------------------------------------
@@ -123,6 +132,7 @@ class StandaloneEvaluation:
             ),
             {slot.id: slot for slot in slots_of(self._recipe)},
             sampling,
+            images=self._images,
             post=self._post,
         )
         self._cluster.on_event = self._happened

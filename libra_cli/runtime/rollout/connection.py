@@ -19,6 +19,7 @@ from libra_cli.core.launch.rollout_backend import ROLLOUT_BACKENDS, rollout_back
 from libra_cli.core.types import SlotId
 from libra_cli.plugins.finding import find
 from libra_cli.runtime.hosts.transport import Endpoint
+from libra_cli.runtime.store.images import ShownImage
 
 
 class RequestRefused(ServerError):
@@ -66,8 +67,11 @@ class ServerConnection(Protocol):
         """Return if it says that it is healthy."""
         ...
 
-    async def generate(self, action: Generate, sampling: Sampling) -> TurnGenerated | TurnFailed:
-        """Generate one turn, with the log-probability and the weight version of every token.
+    async def generate(
+        self, action: Generate, sampling: Sampling, images: Sequence[ShownImage] = ()
+    ) -> TurnGenerated | TurnFailed:
+        """Generate one turn, with the log-probability and the weight version of every token;
+        ``images`` are those that tokens of the prompt stand for.
 
         Never raises: a failure is an event of its own. KV of one weight version is never reused
         under another (``action.cache_key``).

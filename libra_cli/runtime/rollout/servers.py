@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import assert_never
 
-from libra_cli.config.errors import HostError, LibraError, WeightsError
+from libra_cli.config.errors import HostError, LibraError, StateError, WeightsError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import (
     AbortTurn,
@@ -53,6 +53,7 @@ from libra_cli.runtime.rollout.connection import (
     turn_failed,
 )
 from libra_cli.runtime.rollout.server_probes import PROBE_S, ServerProbes
+from libra_cli.runtime.store.images import ImageStore
 from libra_cli.runtime.weights.probe_bounds import ProbeBounds, probe_gap
 from libra_cli.runtime.weights.versions import Weights
 
@@ -75,14 +76,17 @@ class Servers:
         slots: Mapping[SlotId, Slot],
         sampling: Callable[[GroupId], Sampling],
         *,
+        images: ImageStore | None = None,
         post: Callable[[Event], None],
     ) -> None:
-        """``sampling`` says how the turns of a group are sampled."""
+        """``sampling`` says how the turns of a group are sampled; ``images`` has what trajectories
+        were shown."""
         self._recipe = recipe
         self._cluster = cluster
         self._weights = weights
         self._slots = slots
         self._sampling = sampling
+        self._images = images
         self._post = post
         self._spec = recipe.weight_sync
         self._bounds = ProbeBounds(self._spec.tolerance)
@@ -240,7 +244,12 @@ class Servers:
         if server is None:
             return turn_failed(action, "the server was stopped meanwhile")
         with self._probes.turn(server):
-            return await server.generate(action, self._sampling(action.trajectory.group))
+            try:
+                images = () if self._images is None else self._images.of(action.trajectory)
+            except StateError as error:
+                return turn_failed(action, str(error))
+            sampling = self._sampling(action.trajectory.group)
+            return await server.generate(action, sampling, images)
 
     async def abort(self, action: AbortTurn) -> None:
         """End a generation; its own reply comes with what there is."""

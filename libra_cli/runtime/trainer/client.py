@@ -27,7 +27,7 @@ from libra_cli.core.types import ChosenExperts, LogRatios, WeightVersion
 from libra_cli.runtime.processes.stream import Answer
 from libra_cli.runtime.supervision.answers import finite, numbers_by_name, reads_answers
 from libra_cli.runtime.supervision.failures import MOST_CHARACTERS
-from libra_cli.runtime.trainer.connection import NotSaved
+from libra_cli.runtime.trainer.connection import NO_IMAGES, ImagesOf, NotSaved
 from libra_cli.runtime.trainer.rank_client import RankClient
 
 LOG_RATIOS_TIMEOUT_S = 20.0
@@ -52,7 +52,12 @@ class TrainerClient(RankClient):
 
     @reads_answers(TrainerError)
     async def train(
-        self, action: Train, shares: Sequence[Mapping[str, object]], *, patience_s: float
+        self,
+        action: Train,
+        shares: Sequence[Mapping[str, object]],
+        *,
+        patience_s: float,
+        images: ImagesOf = NO_IMAGES,
     ) -> StepDone:
         """Hand over a batch and wait for its step.
 
@@ -60,7 +65,8 @@ class TrainerClient(RankClient):
             TrainerError: the step failed, or the trainer was out of reach for ``patience_s``.
         """
         step = action.step
-        await self._persist("train", batch_order(action, shares), patience_s=patience_s)
+        order = batch_order(action, shares, images)
+        await self._persist("train", order, patience_s=patience_s)
         found = dict(
             (await self._persist("done", {"step": step}, patience_s=patience_s))["metrics"]
         )
@@ -99,14 +105,16 @@ class TrainerClient(RankClient):
         )
 
     @reads_answers(TrainerError)
-    async def accumulate(self, action: Accumulate, *, patience_s: float) -> Accumulated:
+    async def accumulate(
+        self, action: Accumulate, *, patience_s: float, images: ImagesOf = NO_IMAGES
+    ) -> Accumulated:
         """Hand over a part of a batch and wait until its gradients are in.
 
         Raises:
             TrainerError: it failed, or the trainer was out of reach for ``patience_s``.
         """
         part = {"step": action.step, "part": action.part}
-        order = part | {"trajectories": [pack_sample(sample) for sample in action.samples]}
+        order = part | {"trajectories": [pack_sample(one, images) for one in action.samples]}
         await self._persist("accumulate", order, patience_s=patience_s)
         await self._persist("accumulated", part, patience_s=patience_s)
         return Accumulated(self.incarnation, action.step, action.part)
@@ -157,18 +165,20 @@ def _share_done(row: Mapping[str, Any], shares: Sequence[BatchPartition]) -> Sha
     )
 
 
-def batch_order(action: Train, shares: Sequence[Mapping[str, object]] = ()) -> dict[str, Any]:
+def batch_order(
+    action: Train, shares: Sequence[Mapping[str, object]] = (), images: ImagesOf = NO_IMAGES
+) -> dict[str, Any]:
     """The order of a step, token arrays as little-endian bytes."""
     return {
         "step": action.step,
         "checkpoint": None if action.ledger is None else {"ledger": action.ledger},
-        "trajectories": [pack_sample(sample) for sample in action.samples],
+        "trajectories": [pack_sample(sample, images) for sample in action.samples],
         "parts": action.parts,
         "shares": list(shares),
     }
 
 
-def pack_sample(sample: TrainSample) -> dict[str, Any]:
+def pack_sample(sample: TrainSample, images: ImagesOf = NO_IMAGES) -> dict[str, Any]:
     """The wire form of one branch of a trajectory."""
     trajectory, tokens, by_token = sample.trajectory, sample.tokens, sample.token_advantages
     return {
@@ -185,6 +195,7 @@ def pack_sample(sample: TrainSample) -> dict[str, Any]:
         "token_advantages": None if by_token is None else by_token.tobytes(),
         "turns": [list(turn) for turn in sample.turns],
         "routes": _routes(tokens.routes),
+        "images": [list(one) for one in images.get(trajectory.id, ())],
     }
 
 

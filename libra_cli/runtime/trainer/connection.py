@@ -9,15 +9,20 @@ network's, and the request may be repeated.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from libra_cli.config.errors import TrainerError
 from libra_cli.core.actions import Accumulate, Train, TrainSample
 from libra_cli.core.events import Accumulated, PublishedVersion, StepDone
 from libra_cli.core.launch.trainer_backend import TRAINER_BACKENDS, trainer_backend
-from libra_cli.core.types import WeightVersion
+from libra_cli.core.types import TrajectoryId, WeightVersion
 from libra_cli.plugins.finding import find
 from libra_cli.runtime.hosts.transport import Endpoint
+from libra_cli.runtime.store.images import ShownImage
+
+ImagesOf: TypeAlias = Mapping[TrajectoryId, Sequence[ShownImage]]
+"""The images of trajectories that were shown some."""
+NO_IMAGES: ImagesOf = {}
 
 
 class Unreachable(TrainerError):
@@ -36,9 +41,15 @@ class TrainerConnection(Protocol):
         ...
 
     async def train(
-        self, action: Train, shares: Sequence[Mapping[str, object]], *, patience_s: float
+        self,
+        action: Train,
+        shares: Sequence[Mapping[str, object]],
+        *,
+        patience_s: float,
+        images: ImagesOf = NO_IMAGES,
     ) -> StepDone:
-        """Take one optimizer step on a batch; ``shares`` say where workers' gradients come from.
+        """Take one optimizer step on a batch; ``shares`` say where workers' gradients come from,
+        ``images`` what trajectories were shown.
 
         If its version is not published yet, ``wait_published`` is asked next. A trainer that does
         not tell the log-ratios of tokens leaves ``StepDone.log_ratios`` None.
@@ -49,7 +60,9 @@ class TrainerConnection(Protocol):
         """The version of a step that is done, once it can be fetched."""
         ...
 
-    async def accumulate(self, action: Accumulate, *, patience_s: float) -> Accumulated:
+    async def accumulate(
+        self, action: Accumulate, *, patience_s: float, images: ImagesOf = NO_IMAGES
+    ) -> Accumulated:
         """Add the gradients of a part of a batch."""
         ...
 

@@ -19,6 +19,7 @@ from libra_cli.core.actions import (
     StopTrainer,
     Train,
     TrainerAction,
+    TrainSample,
 )
 from libra_cli.core.events import (
     CheckpointFailed,
@@ -35,10 +36,13 @@ from libra_cli.core.launch.trainer_backend import TrainerLaunch, trainer_process
 from libra_cli.core.types import Slot, SlotId
 from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.processes.owner import STARTUP_TIMEOUT_S, ProcessOwner
+from libra_cli.runtime.store.images import ImageStore
 from libra_cli.runtime.supervision.background import Background
 from libra_cli.runtime.supervision.failures import words_of
 from libra_cli.runtime.trainer.checkpoints import checkpoint_name, directory_of, given_by
 from libra_cli.runtime.trainer.connection import (
+    NO_IMAGES,
+    ImagesOf,
     NotSaved,
     TrainerConnection,
     connect_trainer_with,
@@ -69,15 +73,18 @@ class TrainerProcesses:
         *,
         head: str,
         shares: Callable[[Train], AbstractAsyncContextManager[Shares]] = no_shares,
+        images: ImageStore | None = None,
         post: Callable[[Event], None],
     ) -> None:
         """``head`` is the node of rank 0, which publishes weight versions; ``shares`` gives the
-        gradient workers theirs of a step, for as long as it takes."""
+        gradient workers theirs of a step, for as long as it takes; ``images`` has what
+        trajectories were shown."""
         self._recipe = recipe
         self._cluster = cluster
         self._slots = slots
         self.head = head
         self._shares = shares
+        self._images = images
         self._post = post
         self._patience_s = recipe.run.lease_s
         connect = connect_trainer_with(recipe.training.backend)
@@ -115,7 +122,10 @@ class TrainerProcesses:
             case Train():
                 return await self._train(action)
             case Accumulate():
-                return await self._trainer.accumulate(action, patience_s=self._patience_s)
+                images = self._images_of(action.samples)
+                return await self._trainer.accumulate(
+                    action, patience_s=self._patience_s, images=images
+                )
             case Checkpoint():
                 waiting = self._trainer.checkpoint(action.ledger)
                 return await saved_or_not(action.incarnation, action.step, waiting)
@@ -186,9 +196,16 @@ class TrainerProcesses:
     # -- steps ----------------------------------------------------------------------------------
 
     async def _train(self, action: Train) -> Event:
-        trainer = self._trainer
+        trainer, images = self._trainer, self._images_of(action.samples)
         async with self._shares(action) as shares:
-            return await trainer.train(action, shares, patience_s=self._patience_s)
+            return await trainer.train(action, shares, patience_s=self._patience_s, images=images)
+
+    def _images_of(self, samples: Sequence[TrainSample]) -> ImagesOf:
+        """The images of the samples' trajectories; raises StateError."""
+        if self._images is None:
+            return NO_IMAGES
+        found = {one.trajectory.id: self._images.of(one.trajectory.id) for one in samples}
+        return {trajectory: images for trajectory, images in found.items() if images}
 
     def _await_what_is_written(self, action: Train, done: StepDone) -> None:
         if done.published is None:

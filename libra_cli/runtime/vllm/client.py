@@ -30,6 +30,7 @@ from libra_cli.runtime.rollout.connection import (
     ServerUnreachable,
     turn_failed,
 )
+from libra_cli.runtime.store.images import ShownImage
 from libra_cli.runtime.supervision.answers import finite, reads_answers
 from libra_cli.runtime.supervision.failures import words_of
 from libra_cli.runtime.vllm.metrics import named
@@ -108,7 +109,9 @@ class ServerClient(ControlClient):
         """Raises ServerError unless it answers, which it does between two steps."""
         await self._call("check", {})
 
-    async def generate(self, action: Generate, sampling: Sampling) -> TurnGenerated | TurnFailed:
+    async def generate(
+        self, action: Generate, sampling: Sampling, images: Sequence[ShownImage] = ()
+    ) -> TurnGenerated | TurnFailed:
         """Generate one turn. Never raises: a failure is an event of its own."""
         order = _order(
             action.prompt_ids,
@@ -117,6 +120,7 @@ class ServerClient(ControlClient):
             priority=action.priority,
             sampling=sampling,
             routes_from=action.routes_from,
+            images=images,
         )
         started_at = time.time()
         try:
@@ -235,6 +239,7 @@ def _order(
     sampling: Sampling = PLAIN,
     score_prompt: bool = False,
     routes_from: Tokens = 0,
+    images: Sequence[ShownImage] = (),
 ) -> Answer:
     return {
         "prompt_ids": array("i", prompt_ids).tobytes(),
@@ -245,6 +250,7 @@ def _order(
         "to_the_end": sampling.to_the_end,
         "score_prompt": score_prompt,
         "routes_from": routes_from,
+        "images": [list(one) for one in images],
         "cache_salt": cache_salt,
         "priority": priority,
     }

@@ -58,7 +58,7 @@ class FakeServer:
     async def check(self) -> None:
         await self._answer()
 
-    async def generate(self, action: Generate, sampling: Sampling) -> Any:
+    async def generate(self, action: Generate, sampling: Sampling, images: object) -> Any:
         await self.closed.wait()
 
     async def sample(self) -> ServerSampled:

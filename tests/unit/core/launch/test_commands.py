@@ -214,3 +214,18 @@ def test_a_dry_run_uses_what_is_known_of_a_host() -> None:
     (host,) = dry_run(recipe, {"local": facts})
     assert {spec.argv[0] for spec in host.processes} == {"/opt/py"}
     assert "<" not in repr([spec.argv for spec in host.processes])
+
+
+def test_servers_have_the_tower_only_where_prompts_have_images() -> None:
+    flags = {}
+    for images in (False, True):
+        model = {"path": "/m", "images": images}
+        recipe = Recipe.model_validate({"nodes": [{"host": "n1"}], "model": model})
+        slot = slots_of(recipe)[0]
+        facts = HostFacts("n1", "py", "/w", "/w/runs/r/n1", "/dev/shm/libra-somebody", "n1")
+        spec = server_process(recipe, slot, Bucket("all", 1, 8, 512), facts, model_dir="/m")
+        flags[images] = spec.argv
+    assert "--language-model-only" in flags[False]
+    assert "--language-model-only" not in flags[True]
+    # Or vLLM would scale patches again that are scaled already.
+    assert "--no-mm-device-do-normalize" in flags[True]

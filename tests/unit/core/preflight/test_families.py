@@ -31,3 +31,15 @@ def test_a_family_is_refused_with_what_to_do_next(config: dict[str, Any], why: s
     if refused is not None:
         assert why in refused.why
         assert refused.instead.startswith("model.path:")
+
+
+def test_a_family_that_sees_is_shown_images_and_no_other_is():
+    seeing = {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"}}
+    assert refused_family(seeing, images=True) is None
+    blind = refused_family(seeing)
+    assert blind is not None
+    assert blind.instead == "model: {images: true}"
+    text = refused_family({"model_type": "qwen3"}, images=True)
+    assert text is not None
+    assert "qwen3 is no family whose images are known" in text.why
+    assert text.instead.startswith("model.path: a model of Qwen3-VL")

@@ -8,11 +8,12 @@ import pytest
 
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.envs import registry
-from libra_cli.envs.gyms import bfcl, reasoning, tau2, textworld
+from libra_cli.envs.gyms import bfcl, minigrid, reasoning, tau2, textworld
 from libra_cli.envs.gyms.packages import drawn
 
 CASES = {
     "bfcl": ("mpmath", {}, bfcl.INSTALL),
+    "minigrid": ("minigrid", {}, minigrid.INSTALL),
     "reasoning-gym": (
         "reasoning_gym.factory",
         {"datasets": ["leg_counting"]},

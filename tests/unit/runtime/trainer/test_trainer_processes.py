@@ -33,7 +33,9 @@ class FakeTrainer:
     async def wait_ready(self, *, timeout_s: float) -> e.PublishedVersion:
         return version(0)
 
-    async def train(self, action: Train, shares: object, *, patience_s: float) -> e.StepDone:
+    async def train(
+        self, action: Train, shares: object, *, patience_s: float, images: object
+    ) -> e.StepDone:
         return e.StepDone(action.incarnation, action.step)
 
     async def wait_published(self, step: int, *, patience_s: float) -> e.PublishedVersion:

@@ -1,0 +1,120 @@
+"""A real vLLM server and a real trainer with images: a run of two steps, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from libra_cli.runtime.store.images import IMAGES, read_places
+from tests.live import CHECKOUT, START_S, STEP_S, Live, live, require
+from tests.vision import IMAGE, write_model
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.alone,
+    pytest.mark.vllm,
+    pytest.mark.timeout(1200),
+    pytest.mark.filterwarnings("ignore"),
+]
+require("vllm")
+STEPS, GROUPS, GROUP_SIZE = 2, 2, 4
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("seeing")
+    write_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def run(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Live:
+    """It has ended."""
+    base = tmp_path_factory.mktemp("run")
+    recipe: dict[str, Any] = {
+        "run": {"name": "seeing", "steps": STEPS},
+        "nodes": [
+            {
+                "host": "local",
+                "slots": 2,
+                "pool": ["rollout", "train"],
+                "workdir": str(base / "work"),
+                "python": sys.executable,
+            }
+        ],
+        "model": {"path": str(model_dir), "dtype": "float32", "max_len": 96, "images": True},
+        "environment": {"name": "tests.vision:Squares"},
+        "rollout": {"group_size": GROUP_SIZE, "max_turns": 3, "max_turn_tokens": 12},
+        "training": {
+            "groups_per_step": GROUPS,
+            "learning_rate": 1e-3,
+            "micro_batch_tokens": 256,
+            "scale_rewards": "none",
+        },
+    }
+    with live(yaml.safe_dump(recipe), base / "run", base / "home") as started:
+        status = started.process.wait(timeout=START_S + STEPS * STEP_S)
+        assert status == 0, started.told()
+        return started
+
+
+def test_versions_with_their_tower_are_proved_and_both_models_see_the_same(run: Live) -> None:
+    ((proved, newest, gap),) = run.query("SELECT min(verified), max(version), max(gap) FROM syncs")
+    assert proved == 1
+    assert newest >= STEPS - 1, "nobody plays with the last one"
+    assert gap < 1e-3
+    gaps = run.query("SELECT logprob_gap FROM steps WHERE logprob_gap IS NOT NULL")
+    assert gaps
+    assert max(gap for (gap,) in gaps) < 1e-3
+
+
+def test_prompts_are_those_of_transformers_processor_and_of_vllms(model_dir: Path) -> None:
+    code = [sys.executable, "-m", "tests.vision", str(model_dir)]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=START_S, cwd=CHECKOUT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ours, transformers, vllm = json.loads(done.stdout.splitlines()[-1])
+    assert ours["ids"] == transformers["ids"] == vllm["ids"]
+    assert ours["places"] == vllm["places"] == [[7, 4], [13, 3], [33, 4]]
+
+
+def test_each_image_is_kept_once_and_where_it_stood(run: Live) -> None:
+    places = read_places(run.run_dir)
+    kept = {one.name for images in places.values() for one in images}
+    files = {path.stem for path in (run.run_dir / IMAGES).glob("*.png")}
+    assert kept == files
+    assert len(kept) == 6, "three colours, two sizes"
+    first, second = max(places.values(), key=len)
+    assert (first.tokens, second.tokens) == (4, 3)
+    shown = run.libra("show", str(run.run_dir), "--best")
+    assert shown.returncode == 0, shown.stderr
+    assert "[image 64x64 " in shown.stdout
+    assert "<|image_pad|><|image_pad|>" not in shown.stdout
+
+
+def test_the_export_has_a_new_language_model_and_the_same_tower(run: Live, model_dir: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForImageTextToText
+
+    ((path,),) = run.query("SELECT path FROM exports")
+    before = load_file(model_dir / "model.safetensors")
+    after: dict[str, Any] = {}
+    for file in Path(path).glob("*.safetensors"):
+        after |= load_file(file)
+    assert before.keys() == after.keys()
+    tower = {name for name in before if ".visual." in name}
+    moved = {name for name in before if not before[name].equal(after[name])}
+    assert tower
+    assert not moved & tower
+    assert "lm_head.weight" in moved
+    model = AutoModelForImageTextToText.from_pretrained(path)
+    assert (
+        type(model).__name__
+        == json.loads((model_dir / "config.json").read_text())["architectures"][0]
+    )
+    assert model.config.image_token_id == IMAGE
