@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from libra_cli.core.actions import Generate
-from libra_cli.core.events import TurnFailed, TurnGenerated
+from libra_cli.core.events import PublishedVersion, TurnFailed, TurnGenerated
 from libra_cli.core.types import TrajectoryId, WeightVersion
+from libra_cli.node.model.weight_names import names_of
 from libra_cli.node.weights.tensor_rows import whole
 from libra_cli.node.weights.versions import ProbeResult, publish
 from libra_cli.runtime.rollout.connection import Sampling
+from tests import draft_models
 from tests.vllm_server import Bench, bench_of, published
 
 pytestmark = [pytest.mark.integration, pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -24,46 +30,59 @@ TURNS = 4
 TOKENS = 96
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> tuple[Any, Any]:
-    """A random model whose policy is peaked, and its directory."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+@dataclass(frozen=True)
+class Played:
+    """A server that drafts, and the policies of the versions that it was given, by their steps."""
 
-    from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
+    method: str
+    bench: Bench
+    policies: dict[int, Any]
+    versions: Path
 
-    tokenizer = build_tokenizer()
-    config = Qwen3Config(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config).float().eval()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(40)  # peaked, so that texts repeat and drafts are often right
-    directory = tmp_path_factory.mktemp("model")
-    model.save_pretrained(directory)
-    save_tokenizer(tokenizer, directory, max_len=512)
-    return model, directory
+    @property
+    def policy(self) -> Any:
+        return self.policies[max(self.policies)]
+
+    def publish(self, step: int, policy: Any) -> tuple[str, PublishedVersion]:
+        """Write a version; return its directory and what the server is told of it."""
+        names, held = names_of(self.versions.parent / "model"), policy.state_dict()
+        tensors = {name: one for group in names.groups for name, one in group.to_disk(held).items()}
+        done = publish(
+            whole(tensors.items()),
+            self.versions,
+            version=step,
+            trainer_incarnation=1,
+            probe=ProbeResult([1, 2], [0.0]),
+            keep=2,
+        )
+        self.policies[step] = policy
+        return str(self.versions / done.name), published(step)
 
 
-@pytest.fixture(scope="module")
-def bench(model, tmp_path_factory):
-    rollout = {"speculative": {"method": "ngram", "num_speculative_tokens": 3}}
-    root = tmp_path_factory.mktemp("versions")
-    probe = ProbeResult([1, 2], [0.0])
-    named = model[0].state_dict().items()
-    done = publish(whole(named), root, version=1, trainer_incarnation=1, probe=probe, keep=1)
-    with bench_of(model[1], tmp_path_factory.mktemp("host"), rollout=rollout) as bench:
-        directory, version = str(root / done.name), published(1)
+METHODS = [
+    "ngram",
+    "eagle",
+    "mtp",
+    pytest.param("eagle3", marks=pytest.mark.nightly),
+]
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def served(request, tmp_path_factory) -> Iterator[Played]:
+    """A server of a random model whose policy is peaked, once for each source of drafts."""
+    root, method = tmp_path_factory.mktemp("drafts"), request.param
+    speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    policy = (draft_models.mixture if method == "mtp" else draft_models.dense)(root / "model")
+    if method.startswith("eagle"):
+        make = getattr(draft_models, method)
+        speculative["model"] = str(make(root / "head", policy))
+    (root / "versions").mkdir()
+    host = tmp_path_factory.mktemp("host")
+    with bench_of(root / "model", host, rollout={"speculative": speculative}) as bench:
+        served = Played(method, bench, {}, root / "versions")
+        directory, version = served.publish(1, policy)
         bench.play(lambda: bench.server.load(directory, version, timeout_s=60))
-        yield bench
+        yield served
 
 
 def turn(number: int, tokens: int) -> Generate:
@@ -99,32 +118,40 @@ def logprobs_of(model: Any, token_ids: list[int], temperature: float) -> Any:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_log_probabilities_of_drafted_tokens_equal_transformers(bench, model, temperature):
-    for done in played(bench, temperature):
+def test_log_probabilities_of_drafted_tokens_equal_transformers(served, temperature):
+    for done in played(served.bench, temperature):
         tokens = [*PROMPT, *done.token_ids]
-        expected = logprobs_of(model[0], tokens, temperature)[len(PROMPT) - 1 :]
+        expected = logprobs_of(served.policy, tokens, temperature)[len(PROMPT) - 1 :]
         gap = (expected - torch.tensor(list(done.logprobs))).abs()
         assert len(done.token_ids) == TOKENS
         assert float(gap.max()) < 1e-3
 
 
-def test_the_likeliest_tokens_are_those_without_drafts(bench, model):
-    expected = list(PROMPT)
-    with torch.no_grad():
-        for _ in range(TOKENS):
-            expected.append(int(model[0](torch.tensor([expected])).logits[0, -1].argmax()))
-    for done in played(bench, 0.0):
-        assert [*PROMPT, *done.token_ids] == expected
+def likeliest(served: Played, done: TurnGenerated) -> list[int]:
+    """The tokens that its versions' policies find likeliest, each after those before it."""
+    tokens, chosen = [*PROMPT, *done.token_ids], []
+    for span in done.spans:
+        with torch.no_grad():
+            logits = served.policies[span.version](torch.tensor([tokens])).logits[0]
+        first = len(PROMPT) - 1
+        chosen += logits[first + span.start : first + span.end].argmax(-1).tolist()
+    return chosen
 
 
-def test_tokens_are_drawn_as_often_as_the_policy_says(bench, model):
+def test_the_likeliest_tokens_are_those_without_drafts(served):
+    for done in played(served.bench, 0.0):
+        assert list(done.token_ids) == likeliest(served, done)
+        assert len(done.token_ids) == TOKENS
+
+
+def test_tokens_are_drawn_as_often_as_the_policy_says(served):
     """The mean log-probability of what is drawn is minus the entropy of the policy there."""
-    drawn = played(bench, 1.0, turns=8)
+    drawn = played(served.bench, 1.0, turns=8)
     means, variances = [], []
     for done in drawn:
         tokens = [*PROMPT, *done.token_ids]
         with torch.no_grad():
-            logits = model[0](torch.tensor([tokens])).logits[0, len(PROMPT) - 1 : -1]
+            logits = served.policy(torch.tensor([tokens])).logits[0, len(PROMPT) - 1 : -1]
         logprobs = torch.log_softmax(logits, -1)
         surprise = logprobs[range(TOKENS), tokens[len(PROMPT) :]]
         entropy = -(logprobs.exp() * logprobs).sum(-1)
@@ -135,14 +162,42 @@ def test_tokens_are_drawn_as_often_as_the_policy_says(bench, model):
     assert abs(float(sum(means))) < 4 * float(sum(variances)) ** 0.5
 
 
-def test_drafts_are_accepted_and_told(bench):
-    """Of one turn, which no test before has played alone: both kinds of steps are tried."""
-
+def metrics_of(bench: Bench) -> Any:
     async def sample() -> Any:
         return await bench.server.sample()
 
-    bench.play(sample)
-    played(bench, 0.0, turns=1)
-    metrics = bench.play(sample).metrics
-    assert metrics["draft_acceptance"] > 0.2
+    return bench.play(sample).metrics
+
+
+def test_drafts_are_accepted_and_told(served):
+    """Of one turn, which no test before has played alone: both kinds of steps are tried."""
+    metrics_of(served.bench)
+    played(served.bench, 0.0, turns=1)
+    metrics = metrics_of(served.bench)
+    # A token in 268 by chance; the head of EAGLE-3 is random.
+    least = {"ngram": 0.2, "eagle": 0.2, "mtp": 0.02, "eagle3": -1}
+    assert metrics["draft_acceptance"] > least[served.method]
     assert 0 < metrics["draft_steps"] <= 1
+    assert metrics.get("draft_lag") == (None if served.method == "ngram" else 1)
+
+
+def test_a_version_in_the_middle_changes_the_policy_and_not_the_head(served):
+    policy = deepcopy(served.policy)
+    with torch.no_grad():
+        for one in policy.parameters():
+            one.add_(0.3 * one.std() * torch.randn_like(one) if one.ndim > 1 else 0)
+    directory, version = served.publish(2, policy)
+    sampling = Sampling(temperature=0.0, top_p=1.0, stop_token_ids=())
+
+    async def scene() -> list[Any]:
+        server = served.bench.server
+        calls = [server.generate(turn(n, TOKENS), sampling) for n in range(TURNS)]
+        return await asyncio.gather(*calls, server.load(directory, version, timeout_s=60))
+
+    *ended, _ = served.bench.play(scene)
+    for done in [*ended, *played(served.bench, 0.0)]:
+        assert list(done.token_ids) == likeliest(served, done)
+    steps = {span.version for done in ended for span in done.spans}
+    assert 2 in steps
+    if served.method != "ngram":
+        assert metrics_of(served.bench)["draft_lag"] == 2

@@ -13,6 +13,8 @@ Why the flags are what they are:
   with the tokens of their images and with patches that are scaled already, and nothing of them is
   kept beside vLLM's cache of what the tower made.
 - ``--logprobs-mode processed_logprobs``: log-probabilities after temperature, as the trainer's.
+- ``--no-async-scheduling`` where a head drafts: whether it does is decided between two steps, and
+  vLLM would schedule a step's drafts before the step before it ends.
 - ``--scheduling-policy priority`` orders vLLM's own waiting queue; admission is the request
   scheduler's (``libra_cli.core.scheduling.request_scheduler``).
 """
@@ -90,6 +92,8 @@ def _flags(recipe: Recipe, launch: ServerLaunch) -> Flags:
         flags["--quantization"] = recipe.rollout.quantization
     if recipe.rollout.speculative is not None:
         flags["--speculative-config"] = json.dumps(recipe.rollout.speculative.flags)
+        if recipe.rollout.speculative.has_head:
+            flags["--no-async-scheduling"] = None
     if recipe.training.rollout_routes:
         flags["--enable-return-routed-experts"] = None
     if slot.gpus:

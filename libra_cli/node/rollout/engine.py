@@ -35,7 +35,9 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.stats import SchedulerStats
 
+from libra_cli.config.errors import WeightsError
 from libra_cli.node.rollout.cpu_routes import FLAG
+from libra_cli.node.rollout.draft_head import HEADS
 from libra_cli.node.rollout.draft_switch import DraftSwitch
 from libra_cli.node.rollout.prompt_images import PromptImages
 from libra_cli.node.rollout.proof import prove_loaded
@@ -78,10 +80,27 @@ class VllmEngine:
         self._core.collective_rpc("mend")
         if config.speculative_config is not None:
             self._drafts = DraftSwitch()
+        self._has_head = getattr(config.speculative_config, "method", "") in HEADS
+        if self._has_head:
+            self._prove_head(str(config.speculative_config.draft_model_config.model))
         self._records = records
         """Whether a worker of ours keeps the experts of tokens, in place of vLLM's."""
         if records:
             self._core.collective_rpc("record_routes")
+
+    def _prove_head(self, directory: str) -> None:
+        """Compare the head that drafts, as workers hold it, with its files.
+
+        Raises:
+            WeightsError: it is not the one in the files, or it cannot be told.
+        """
+        proof = prove_loaded(self._core.collective_rpc("tell_head"))
+        if wrong := [*proof.different, *proof.untraced]:
+            raise WeightsError(
+                f"the head that drafts is not the one in {directory}: {'; '.join(wrong[:3])}",
+                hint="rollout: {speculative: null}, or a head of a kind that libra help scheduler "
+                "names",
+            )
 
     @property
     def busy(self) -> bool:
@@ -147,6 +166,10 @@ class VllmEngine:
         if not drafts:
             for request in running:
                 request.spec_token_ids.clear()
+        if self._has_head:
+            # Of none the head computes what it will need of these tokens, and drafts nothing.
+            none = [0] * (self._scheduler.max_num_running_reqs + 1)
+            self._scheduler.dynamic_sd_lookup = None if drafts else none
         known, started = sum(map(_is_decoding, running)), time.monotonic()
         outputs = self._client.get_output()
         seconds, tokens = time.monotonic() - started, self._counters["generated_tokens"]
@@ -250,6 +273,8 @@ class VllmEngine:
         loaded = time.monotonic()
         if not proof.different and (partly or not proof.untraced):
             self._label = label
+            if self._has_head:  # which is version 0 of itself
+                self._counters["draft_lag"] = int(label.rpartition("v")[2])
             self._core.resume_scheduler()
         answer = {
             "load_s": loaded - paused,
@@ -266,7 +291,8 @@ class VllmEngine:
         ``running`` and ``waiting`` are turns, ``kv_use`` is a share of the KV cache; ``steps``,
         ``generated_tokens``, ``preemptions``, ``prefix_queries`` and ``prefix_hits`` (tokens) are
         counts; ``queue_time_s_sum`` and ``queue_time_s_count`` are seconds that turns waited. With
-        speculative decoding also: ``draft_steps``, ``draft_tokens`` and ``accepted_tokens``.
+        speculative decoding also: ``draft_steps``, ``draft_tokens`` and ``accepted_tokens``; with a
+        head, and once a version was loaded, ``draft_lag``: the steps of training that it is behind.
         """
         running, waiting = self._scheduler.get_request_counts()
         use = float(self._scheduler.get_kv_cache_usage())

@@ -31,6 +31,11 @@ from libra_cli.node.weights.checksum import FORMATS, MODULUS, as_rows, checksum_
 
 IDENTITY_ROWS = 512
 """Columns of a packed matrix that are read back at a time."""
+USUAL: Mapping[str, list[str]] = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+}
+"""What vLLM packs into one layer where its class does not say so, as those of MTP layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +136,7 @@ def _of_module(
 def _packed_parts(model: nn.Module) -> dict[str, list[str]]:
     """Return the layers of the files that vLLM stacks into one, by its last name: one for each part
     of the stack, so that a layer with several parts is there several times."""
-    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {}) or USUAL
     counts = Counter[str]()
     for module in model.modules():
         stacked = getattr(getattr(module, "hf_to_vllm_mapper", None), "orig_to_new_stacked", {})

@@ -13,6 +13,7 @@ from typing import Any
 
 from libra_cli.node.rollout import cpu_rotary, cpu_sampler
 from libra_cli.node.rollout.cpu_routes import RouteRecorder
+from libra_cli.node.rollout.draft_head import DraftHead, joined
 from libra_cli.node.rollout.held_experts import order_again
 from libra_cli.node.rollout.held_tensors import held_parts, quantized_names, regions_of
 from libra_cli.node.rollout.merged_weights import MergedWeights
@@ -32,11 +33,18 @@ class VersionLoader:
     """The directory that the server began with, once a version was loaded."""
     prepared: PreparedVersion | None = None
     recorder: RouteRecorder | None = None
+    head: DraftHead | None = None
 
     def mend(self) -> None:
         """Replace functions of vLLM that are wrong on CPUs: ``cpu_sampler``, ``cpu_rotary``."""
         cpu_sampler.mend()
         cpu_rotary.mend()
+
+    def tell_head(self) -> dict[str, Any]:
+        """Return what should be held of the model that drafts and what is (``DraftHead.told``)."""
+        policy, head = self.model_runner.get_model(), self.model_runner.get_draft_model()
+        self.head = DraftHead(head, policy, self.vllm_config.speculative_config)
+        return self.head.told()
 
     def record_routes(self) -> None:
         """Keep from now on which experts tokens are routed to."""
@@ -78,8 +86,10 @@ class VersionLoader:
         order_again(model)
         began = time.monotonic()
         held = held_parts(model, {name: about["dtype"] for name, about in expected.items()})
-        proof_s = time.monotonic() - began
-        return {"expected": expected, "wrong": wrong, "held": held, "proof_s": proof_s}
+        answer = {"expected": expected, "wrong": wrong, "held": held}
+        if self.head is not None:
+            answer = joined(answer, self.head.told())
+        return {**answer, "proof_s": time.monotonic() - began}
 
 
 def _manifest(directory: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import safe_open
@@ -38,9 +38,12 @@ def shapes_in(directory: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def tensors_in(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of all files, one after the other."""
+def tensors_in(
+    directory: Path, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor of all files, one after the other; of those whose name is ``wanted``
+    alone."""
     for path in weight_files(directory):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  not a mapping
+            for name in filter(wanted, file.keys()):
                 yield name, file.get_tensor(name)

@@ -51,7 +51,18 @@ SPECULATIVE: Mapping[str, Callable[[Page, Page], float | None]] = {
 """Functions that compute the metrics of servers with speculative decoding, from two readings."""
 
 
+HEAD: Mapping[str, Callable[[Page, Page], float | None]] = {
+    # Steps of training since the policy that the head was made for, which is its version 0.
+    "draft_lag": lambda before, now: now["draft_lag"],
+}
+"""Functions that compute the metrics of servers whose drafts come from a head."""
+
+
 def named(before: Page, now: Page) -> dict[str, float | None]:
     """Every metric that a server with these counters has."""
-    metrics = {**METRICS, **SPECULATIVE} if "draft_steps" in now else METRICS
+    metrics = {
+        **METRICS,
+        **(SPECULATIVE if "draft_steps" in now else {}),
+        **(HEAD if "draft_lag" in now else {}),
+    }
     return {name: value(before, now) for name, value in metrics.items()}

@@ -149,6 +149,20 @@ def test_servers_are_asked_for_experts_where_these_are_replayed(replay: bool) ->
     assert flag in RESERVED_VLLM_FLAGS
 
 
+def test_a_head_is_named_to_servers_and_schedules_no_step_before_the_last_ends() -> None:
+    case = json.loads(CASES[0].read_text(encoding="utf-8"))
+    for given in ({"method": "ngram"}, {"method": "eagle", "model": "/m/head"}, {"method": "mtp"}):
+        rollout = case["recipe"].get("rollout", {})
+        case["recipe"]["rollout"] = {**rollout, "speculative": given}
+        servers = [spec for spec in processes(case) if spec.process.startswith("server")]
+        for argv in (spec.argv for spec in servers):
+            told = json.loads(argv[argv.index("--speculative-config") + 1])
+            assert {key: told.get(key) for key in given} == given
+            assert told["num_speculative_tokens"] == 3
+            assert ("--no-async-scheduling" in argv) == (given["method"] != "ngram")
+        assert servers
+
+
 def test_the_trainer_gets_the_whole_training_section() -> None:
     case = json.loads(CASES[0].read_text(encoding="utf-8"))
     recipe = Recipe.model_validate(case["recipe"])

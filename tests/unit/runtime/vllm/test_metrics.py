@@ -27,3 +27,8 @@ def test_where_nothing_was_drafted_acceptance_is_not_known():
         "draft_acceptance": None,
         "draft_steps": 0.0,
     }
+
+
+def test_a_head_is_told_by_how_far_the_policy_has_gone_since():
+    now = BEFORE | {"steps": 20, "draft_lag": 7}
+    assert named(BEFORE, now)["draft_lag"] == 7
