@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from libra_cli.app.resume import begin_with
 from libra_cli.config.errors import LibraError
-from libra_cli.config.recipe import Recipe
+from libra_cli.config.recipe import NodeSpec, Recipe
+from libra_cli.config.speculative import SpeculativeSpec
 from libra_cli.core.costs.architecture import architecture_of, published
 from libra_cli.core.costs.mixtures import refused_routes
 from libra_cli.core.costs.tensor_parallel import allowed_degrees, refused_degree
 from libra_cli.core.launch.dry_run import HostPlan, dry_run
 from libra_cli.core.launch.memory_table import memory_table
+from libra_cli.core.preflight.draft_heads import refused_drafts
 from libra_cli.core.preflight.families import refused_family
+from libra_cli.core.preflight.host_report import ModelFiles
+from libra_cli.core.preflight.needs import draft_head
 from libra_cli.core.preflight.quantization import refused_quantization
 from libra_cli.core.types import Plan, Slot
 from libra_cli.runtime.recipes.loader import load_recipe
@@ -62,6 +66,7 @@ def plan_of(recipe_path: Path, resume: Path | None = None) -> tuple[Recipe, DryR
     degrees = {bucket.tensor_parallel for _, bucket in found.plan.servers}
     quantized = recipe.rollout.quantization is not None
     _check_model(file, degrees, quantized=quantized, images=recipe.model.images)
+    _check_drafts(recipe.rollout.speculative, recipe.nodes, file)
     hosts = dry_run(recipe, placed=placed)
     return recipe, DryRun(found.plan, hosts, _memory_of(recipe, *placed), tasks)
 
@@ -97,6 +102,30 @@ def _check_model(file: Path, degrees: Set[int], *, quantized: bool, images: bool
             )
 
 
+def _check_drafts(
+    speculative: SpeculativeSpec | None, nodes: Sequence[NodeSpec], file: Path
+) -> None:
+    if speculative is None:
+        return
+    policy = _config_here(file)
+    head = _config_here(Path(speculative.model) / "config.json") if speculative.model else {}
+    serving = [node for node in nodes if {*node.slot_pools} - {"train"}]
+    on_cpus = any(not node.gpus for node in serving)
+    if reason := refused_drafts(speculative, policy, head, on_cpus=on_cpus):
+        raise LibraError(
+            f"rollout.speculative.method: {speculative.method} is not for {file.parent}: {reason}",
+            hint="rollout: {speculative: null}, or {method: ngram}",
+        )
+
+
+def _config_here(file: Path) -> Mapping[str, Any]:
+    """Return a model's config.json; empty if it is not on this machine, or holds no object."""
+    try:
+        return _config_in(file)
+    except (OSError, ValueError):
+        return {}
+
+
 def _check_routes(file: Path) -> None:
     try:
         reason = refused_routes(_config_in(file))
@@ -113,6 +142,14 @@ def _config_in(file: Path) -> Mapping[str, Any]:
     """Return a model's config.json, empty if it holds no object; raises OSError or ValueError."""
     found = json.loads(file.read_bytes())
     return found if isinstance(found, dict) else {}
+
+
+def _files_in(directory: Path) -> ModelFiles | None:
+    """Return the sizes of a model's files without their fingerprints; None if it is not here."""
+    config = _config_here(directory / "config.json")
+    if not config:
+        return None
+    return ModelFiles({one.name: (one.stat().st_size, "") for one in directory.iterdir()}, config)
 
 
 def _memory_of(recipe: Recipe, plan: Plan, slots: tuple[Slot, ...]) -> tuple[str, ...]:
@@ -138,4 +175,9 @@ def _memory_of(recipe: Recipe, plan: Plan, slots: tuple[Slot, ...]) -> tuple[str
     shape = shape.with_adapter(recipe.training.lora)
     if shape.adapter is not None:
         said += f", of an adapter {shape.adapter / 1e6:.1f} million, which are trained"
-    return (said, *memory_table(recipe, plan, slots, shape))
+    speculative = recipe.rollout.speculative
+    given = speculative.model if speculative is not None else None
+    head = draft_head(speculative, shape, _files_in(file.parent), _files_in(Path(given or "-")))
+    if given is not None and head is None:
+        said += f"; {given} is not on this machine, and what it takes of servers is not counted"
+    return (said, *memory_table(recipe, plan, slots, shape, head))

@@ -64,6 +64,7 @@ from math import gcd
 from libra_cli.config.rollout import Quantization
 from libra_cli.config.training import Optimizer
 from libra_cli.core.costs.architecture import Architecture
+from libra_cli.core.costs.draft_heads import HeadSize
 from libra_cli.core.costs.mixture_transformer import Checkpointing
 from libra_cli.core.types import Tokens
 
@@ -222,11 +223,15 @@ def server_contexts(
     room: float,
     max_len: Tokens,
     quantization: Quantization | None = None,
+    head: HeadSize | None = None,
 ) -> float:
     """Contexts of ``max_len`` that the KV cache of a server holds, whose GPUs have ``room`` bytes
-    each for it and for the weights."""
+    each for it and for the weights; ``head`` drafts beside them."""
     cache = room * tensor_parallel - served_bytes(shape, quantization)
-    return max(0.0, cache / (shape.kv_bytes() * max_len))
+    token = shape.kv_bytes()
+    if head is not None:
+        cache, token = cache - head.bytes(), token + head.kv_bytes()
+    return max(0.0, cache / (token * max_len))
 
 
 def _activations(

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.architecture import Architecture
+from libra_cli.core.costs.draft_heads import HeadSize
 from libra_cli.core.costs.memory import (
     CHECKPOINT_BYTES,
     GIB,
@@ -35,16 +36,21 @@ WORKER = "gradient worker"
 
 
 def memory_table(
-    recipe: Recipe, plan: Plan, slots: tuple[Slot, ...], shape: Architecture
+    recipe: Recipe,
+    plan: Plan,
+    slots: tuple[Slot, ...],
+    shape: Architecture,
+    head: HeadSize | None,
 ) -> tuple[str, ...]:
-    """Lines for people: the trainer's ranks, the gradient workers', each bucket's servers."""
+    """Lines for people: the trainer's ranks, the gradient workers', each bucket's servers; of
+    these ``head`` is what drafts."""
     known = {slot.id: slot for slot in slots}
     train = [known[slot] for slot in plan.train]
     lines = _trainer(recipe, shape, train)
     workers = {known[slot].num_devices: known[slot] for slot in plan.gradient}
     lines += [_worker(recipe, shape, slot) for slot in workers.values()]
     buckets = {bucket.name: known[slot] for slot, bucket in plan.servers}
-    lines += [_server(recipe, shape, slot, name) for name, slot in buckets.items()]
+    lines += [_server(recipe, shape, slot, name, head) for name, slot in buckets.items()]
     return (*lines, _transfers(recipe, shape, train))
 
 
@@ -170,16 +176,22 @@ def _fits(wanted: float) -> str:
     )
 
 
-def _server(recipe: Recipe, shape: Architecture, slot: Slot, name: str) -> str:
+def _server(
+    recipe: Recipe, shape: Architecture, slot: Slot, name: str, head: HeadSize | None
+) -> str:
     on_gpu, max_len = bool(slot.gpus), recipe.model.max_len
     width = NUMBER_BYTES[dtype_of(recipe.model, [slot])]
     degree = slot.num_devices
     quantization = recipe.rollout.quantization
     weights = served_bytes(shape, quantization, width) / degree / GIB
     context = shape.kv_bytes(width) * max_len / GIB
+    drafts = ""
+    if head is not None:
+        context += head.kv_bytes(width) * max_len / GIB
+        drafts = f", of the head that drafts {head.bytes(width) / degree / GIB:.2f} GiB"
     line = (
         f"server {name}, each of {degree} device{'s' * (degree > 1)}: weights {weights:.1f} GiB"
-        f"{f' in {quantization}' if quantization else ''}; "
+        f"{f' in {quantization}' if quantization else ''}{drafts}; "
         f"a context of {max_len:,} tokens {context:.2f} GiB"
     )
     if not on_gpu:
@@ -193,6 +205,7 @@ def _server(recipe: Recipe, shape: Architecture, slot: Slot, name: str) -> str:
             room=(size * recipe.rollout.gpu_memory - SERVER_OVERHEAD_GIB) * GIB,
             max_len=max_len,
             quantization=quantization,
+            head=head,
         )
         for size in CONTEXT_GIB
     }

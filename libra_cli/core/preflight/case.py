@@ -71,13 +71,19 @@ class PreflightCase:
         return next((model for model in found if model is not None), None)
 
     @property
+    def head_files(self) -> ModelFiles | None:
+        """The head that drafts, as the first host has it that does."""
+        found = (report.head for report in self.hosts.values())
+        return next((head for head in found if head is not None), None)
+
+    @property
     def names(self) -> NamesReport | None:
         """What the head said of the names of the model's files, if it was asked."""
         return self.hosts[self.head].names if self.head in self.hosts else None
 
     def needs(self, node: NodeSpec) -> HostNeeds:
         """Return the memory and disk that the run needs on a node."""
-        return host_needs(self.recipe, self.plan, node, self.model)
+        return host_needs(self.recipe, self.plan, node, self.model, self.head_files)
 
     def seats(self, nodes: Iterable[str]) -> int:
         """The most requests that run on servers of these nodes at the same time."""

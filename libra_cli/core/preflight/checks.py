@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from libra_cli.core.preflight import (
+    draft_heads,
     gpu_memory,
     host_checks,
     model_checks,
@@ -47,6 +48,7 @@ CHECKS = (
     Check("names", True, model_checks.names),
     Check("shape", True, model_checks.shape),
     Check("quantization", True, quantization.quantization),
+    Check("drafts", True, draft_heads.drafts),
     Check("template", False, model_checks.template),
     Check("teacher", False, model_checks.teacher),
     Check("network", True, network_checks.network),

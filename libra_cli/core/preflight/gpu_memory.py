@@ -12,6 +12,7 @@ from libra_cli.core.launch.memory_table import rank_gib, shard_sizes
 from libra_cli.core.launch.placement import slots_of
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.findings import Finding, Remedy
+from libra_cli.core.preflight.needs import draft_head
 from libra_cli.core.types import Slot, node_of
 
 CHECK = "gpu memory"
@@ -89,6 +90,7 @@ def _server(case: PreflightCase, shape: Architecture, slot: Slot, size: float) -
         room=room * GIB,
         max_len=recipe.model.max_len,
         quantization=recipe.rollout.quantization,
+        head=draft_head(recipe.rollout.speculative, shape, case.model, case.head_files),
     )
     if contexts >= 1:
         yield Finding(CHECK, slot.node, "fine", f"{slot.id} holds {contexts:,.0f} contexts")

@@ -207,6 +207,8 @@ class HostReport:
     answered_at: float = 0.0
     """The controller's clock when it had the facts, in seconds since the epoch."""
     model: ModelFiles | None = None
+    head: ModelFiles | None = None
+    """The directory of the head that drafts, of a recipe that names one."""
     torch: TorchReport | None = None
     names: NamesReport | None = None
     """What trying the model's names has shown; only the host that publishes versions is asked."""

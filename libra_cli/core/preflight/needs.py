@@ -21,7 +21,9 @@ from dataclasses import dataclass
 
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import NodeSpec, Recipe
-from libra_cli.core.costs.architecture import architecture_of
+from libra_cli.config.speculative import SpeculativeSpec
+from libra_cli.core.costs.architecture import Architecture, architecture_of
+from libra_cli.core.costs.draft_heads import HeadSize, head_of_files, mtp_layers
 from libra_cli.core.costs.memory import CHECKPOINT_BYTES
 from libra_cli.core.preflight.host_report import ModelFiles
 from libra_cli.core.types import Plan, node_of
@@ -62,6 +64,23 @@ def parameters_of(model: ModelFiles) -> float:
     return model.weight_bytes / FORMATS.get(name, 2)
 
 
+def draft_head(
+    speculative: SpeculativeSpec | None,
+    shape: Architecture,
+    model: ModelFiles | None,
+    head: ModelFiles | None,
+) -> HeadSize | None:
+    """Return the size of what drafts on servers; None if nothing does, or if it is not known."""
+    if speculative is None or not speculative.has_head:
+        return None
+    if speculative.method == "mtp":
+        return mtp_layers(model.config, shape) if model is not None else None
+    try:
+        return head_of_files(head.config, parameters_of(head)) if head is not None else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
 def _trained_of(recipe: Recipe, model: ModelFiles | None, parameters: float) -> float:
     """Parameters that are trained; of a model whose config.json says too little, all."""
     if model is None or recipe.training.lora is None:
@@ -73,11 +92,18 @@ def _trained_of(recipe: Recipe, model: ModelFiles | None, parameters: float) -> 
     return shape.with_adapter(recipe.training.lora).trained
 
 
-def host_needs(recipe: Recipe, plan: Plan, node: NodeSpec, model: ModelFiles | None) -> HostNeeds:
-    """Return the bytes that the run needs on a node; ``model``
-    None counts as one of unknown size.
+def host_needs(
+    recipe: Recipe,
+    plan: Plan,
+    node: NodeSpec,
+    model: ModelFiles | None,
+    head: ModelFiles | None = None,
+) -> HostNeeds:
+    """Return the bytes that the run needs on a node; ``model`` None counts as one of unknown size,
+    ``head`` is the directory of what drafts.
     """
     parameters = parameters_of(model) if model else 0.0
+    drafting = parameters_of(head) if head else 0.0
     trained = _trained_of(recipe, model, parameters)
     train = [slot for slot in plan.train if node_of(slot) == node.name]
     servers = [slot for slot, _ in plan.servers if node_of(slot) == node.name]
@@ -94,7 +120,7 @@ def host_needs(recipe: Recipe, plan: Plan, node: NodeSpec, model: ModelFiles | N
     if train and node.gpus and recipe.training.optimizer == "adamw_offload":
         memory += int(MOMENT_BYTES * trained)
     if not node.gpus:
-        memory += len(servers) * int(served * parameters + recipe.rollout.kv_gib * GIB)
+        memory += len(servers) * int(served * (parameters + drafting) + recipe.rollout.kv_gib * GIB)
         frozen = served * parameters if recipe.training.lora else 0.0
         memory += len(train + gradient) * int(TRAINED_BYTES * trained + frozen)
     checkpoints = (recipe.training.keep_checkpoints + 2) * checkpoint

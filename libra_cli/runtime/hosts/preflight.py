@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 from libra_cli.config.errors import HostError
@@ -15,22 +16,27 @@ from libra_cli.runtime.hosts.host import Host
 
 async def look(host: Host, recipe: Recipe, node: NodeSpec) -> HostReport:
     """What an open host tells of itself, and of the model if it has it."""
-    path = recipe.model.path
+    path, speculative = recipe.model.path, recipe.rollout.speculative
+    head = speculative.model if speculative is not None else None
     peers = [other.reach for other in recipe.nodes if other.name != node.name]
     asked_at = time.time()
     facts = await host.facts(
         peers,
         packages=all_packages(recipe),
-        paths=[path] if path is not None else [],
+        paths=[one for one in (path, head) if one is not None],
         devices=node.gpu_ids,
     )
     report = HostReport(facts=facts, asked_at=asked_at, answered_at=time.time())
+    if head is not None and head in facts.paths:
+        with suppress(HostError):  # as below
+            report = replace(report, head=await host.model_files(head))
     if path is None or path not in facts.paths:
         return report
     try:
         return replace(report, model=await host.model_files(path))
     except HostError:  # no directory, or nobody may read it: as if it were not there
-        return replace(report, facts=replace(facts, paths=()))
+        paths = tuple(one for one in facts.paths if one != path)
+        return replace(report, facts=replace(facts, paths=paths))
 
 
 def open_files() -> int | None:

@@ -15,6 +15,7 @@ from libra_cli.core.costs.architecture import (
     architecture_of,
     published,
 )
+from libra_cli.core.costs.draft_heads import HeadSize, head_of_files, mtp_layers
 from libra_cli.core.costs.memory import rank_memory, served_bytes, server_contexts
 from libra_cli.core.costs.mixture_transformer import Checkpointing
 from libra_cli.core.launch.sharding import RankConditions
@@ -234,3 +235,29 @@ def test_an_adapter_grows_with_its_rank_and_with_its_matrices():
     assert size(rank=32) == 2 * size(rank=16)
     named = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     assert sum(size(target_modules=name) for name in named) == size(target_modules="all-linear")
+
+
+def test_a_head_takes_room_for_its_weights_and_for_the_cache_of_its_layers():
+    room, length = 4e10, 4096
+    alone = server_contexts(MODEL, tensor_parallel=1, room=room, max_len=length)
+    head = HeadSize(parameters=1e9, kv_numbers=MODEL.kv_bytes(1) // MODEL.layers)
+    held = server_contexts(MODEL, tensor_parallel=1, room=room, max_len=length, head=head)
+    token = MODEL.kv_bytes() * (1 + 1 / MODEL.layers)
+    expected = (alone * MODEL.kv_bytes() * length - 2e9) / (token * length)
+    assert held == pytest.approx(expected)
+
+
+def test_sizes_of_heads_follow_from_their_config_and_from_the_policy_s():
+    config = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 100,
+    }
+    head = head_of_files(config, 5000.0)
+    assert (head.parameters, head.kv_bytes()) == (5000.0, 2 * 2 * 2 * 2 * 16)
+    layers = mtp_layers({"text_config": {"mtp_num_hidden_layers": 2}}, MODEL)
+    one = MODEL.layer_parameters + 2 * MODEL.hidden**2
+    assert layers == HeadSize(2 * one, 2 * MODEL.kv_bytes(1) // MODEL.layers)

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from libra_cli.app.dry_run import plan_of
+from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.architecture import PUBLISHED
 from libra_cli.core.launch.memory_table import memory_table
@@ -119,7 +120,7 @@ def test_a_whole_table_is_told_as_it_is(name: str) -> None:
         first, second = plan.train
         plan = replace(plan, train=(first,), gradient=(second,))
     shape = PUBLISHED[Path(loaded.model.path or "").name]
-    assert list(memory_table(loaded, plan, slots, shape)) == whole["lines"]
+    assert list(memory_table(loaded, plan, slots, shape, None)) == whole["lines"]
 
 
 def test_a_rank_that_gathers_a_part_of_the_experts_fits_smaller_gpus(tmp_path: Path):
@@ -146,3 +147,43 @@ def test_quantized_weights_are_told_as_servers_hold_them(tmp_path: Path):
     assert "weights 15.2 GiB in fp8_per_channel; a context of 4,096 tokens 0.62 GiB" in fewer
     assert "on GPUs of 24 GB 7.3" in fewer
     assert "on GPUs of 40 GB" in whole or "on GPUs of 48 GB" in whole
+
+
+def test_a_head_is_told_as_servers_hold_it_or_is_said_not_to_be_known(tmp_path: Path):
+    head = tmp_path / "head"
+    drafts = f"/models/Qwen3-14B}}\nrollout: {{speculative: {{method: eagle, model: {head}}}"
+    absent = lines(tmp_path, drafts)
+    assert f"{head} is not on this machine" in absent[0]
+    assert "head that drafts" not in absent[3]
+    head.mkdir()
+    config = HEAD | {"hidden_size": 5120}
+    (head / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (head / "model.safetensors").write_bytes(bytes(2**20))
+    told = lines(tmp_path, drafts)
+    assert "of the head that drafts 0.00 GiB; a context of 4,096 tokens 0.64 GiB" in told[3]
+
+
+def test_a_head_for_another_model_is_refused_before_anything_starts(tmp_path: Path):
+    for directory, config in (("model", MODEL), ("head", HEAD | {"hidden_size": 128})):
+        (tmp_path / directory).mkdir()
+        text = json.dumps(config)
+        (tmp_path / directory / "config.json").write_text(text, encoding="utf-8")
+    drafts = (
+        f"{tmp_path}/model}}\nrollout: {{speculative: {{method: eagle, model: {tmp_path}/head}}"
+    )
+    with pytest.raises(LibraError, match="it is for a model of hidden_size 128, and this one's is"):
+        lines(tmp_path, drafts)
+
+
+HEAD = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 128,
+    "vocab_size": 151936,
+    "torch_dtype": "bfloat16",
+}
+MODEL = HEAD | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}

@@ -20,6 +20,7 @@ from libra_cli.core.launch.placement import initial_plan
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.checks import CHECKS, examine
 from libra_cli.core.preflight.findings import Finding, Remedy, stopping, warning
+from libra_cli.core.preflight.gpu_memory import gpu_memory
 from libra_cli.core.preflight.host_checks import clock_skew
 from libra_cli.core.preflight.host_report import (
     AllReduce,
@@ -124,7 +125,7 @@ def test_good_hosts_have_no_finding_and_a_line_for_every_check_that_was_made():
     assert wrong(case()) == []
     made = [one.check for one in found]
     assert made == [check.name for check in CHECKS if check.name in made]
-    not_made = {"torch", "names", "template", "teacher", "bandwidth", "quantization"}
+    not_made = {"torch", "names", "template", "teacher", "bandwidth", "quantization", "drafts"}
     assert {check.name for check in CHECKS} - {*made} == not_made
 
 
@@ -683,6 +684,126 @@ def test_tiles_are_for_dense_models(experts: int):
     config = {**CONFIG, **({"num_experts": experts} if experts else {})}
     made = case(of=of, model=ModelFiles(MODEL.files, config))
     assert any("tiled_mlp" in one.what for one in wrong(made)) == bool(experts)
+
+
+HEAD = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "hidden_size": 2048,
+    "vocab_size": 151936,
+    "draft_vocab_size": 32000,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "torch_dtype": "bfloat16",
+}
+HEAD_FILES = {"config.json": (700, "c"), "model.safetensors": (GB, "w")}
+EAGLE3 = {"speculative": {"method": "eagle3", "model": "/models/head"}}
+
+
+def with_head(config: dict[str, Any], files: dict[str, Any], **changes: Any) -> PreflightCase:
+    made = case(of=recipe(rollout=EAGLE3), **changes)
+    head = ModelFiles(files, config)
+    return replace(made, hosts={name: replace(one, head=head) for name, one in made.hosts.items()})
+
+
+def drafts_of(made: PreflightCase) -> list[str]:
+    return [one.what for one in wrong(made) if one.check == "drafts"]
+
+
+def test_a_head_for_the_model_is_fine():
+    made = with_head(HEAD, HEAD_FILES)
+    assert drafts_of(made) == []
+    assert Finding("drafts", "all hosts", "fine", "drafts by eagle3") in examine(made, quick=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"hidden_size": 4096}, "it is for a model of hidden_size 4096, and this one's is 2048"),
+        ({"vocab_size": 32000}, "it is for a model of vocab_size 32000, and this one's is 151936"),
+        ({"target_hidden_size": 1024}, "it is for a model of hidden_size 1024"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 9, 29]}, "it needs hidden states of 3 layers"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 9]}}, "it needs hidden"),
+    ],
+)
+def test_a_head_for_another_model_is_refused(config: dict[str, Any], reason: str):
+    (told,) = drafts_of(with_head(HEAD | config, HEAD_FILES))
+    assert told.startswith(f"rollout.speculative.method: eagle3: {reason}")
+
+
+def test_layers_that_vllm_takes_by_itself_may_be_the_same():
+    shallow = ModelFiles(MODEL.files, CONFIG | {"num_hidden_layers": 4})
+    (told,) = drafts_of(with_head(HEAD, HEAD_FILES, model=shallow))
+    assert "[2, 2, 1], which vLLM takes by itself, do not name as many" in told
+
+
+def test_a_head_of_the_older_kind_is_for_the_other_method():
+    older = {key: value for key, value in HEAD.items() if key != "draft_vocab_size"}
+    (told,) = drafts_of(with_head(older | {"architectures": ["LlamaForCausalLM"]}, HEAD_FILES))
+    assert told.endswith("its config.json is of a head for method: eagle")
+
+
+def test_a_head_must_be_on_every_host_that_serves_and_in_safetensors():
+    assert drafts_of(case(of=recipe(rollout=EAGLE3))) == [
+        "there is no /models/head with a config.json"
+    ]
+    (told,) = drafts_of(with_head(HEAD, {"pytorch_model.bin": (GB, "w")}))
+    assert told == "/models/head has no safetensors files, which a server can prove"
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "glm4_moe", "num_nextn_predict_layers": 1}, ""),
+        ({"model_type": "qwen3_5", "text_config": CONFIG | {"model_type": "qwen3_5_text"}}, ""),
+        ({"model_type": "glm4_moe", "num_nextn_predict_layers": 0}, "it has no MTP layers"),
+        ({"model_type": "qwen3"}, "the MTP layers of qwen3 were not tried"),
+    ],
+)
+def test_mtp_layers_are_drafted_with_where_servers_can_name_them(
+    config: dict[str, Any], reason: str
+):
+    of = recipe(rollout={"speculative": {"method": "mtp"}})
+    told = drafts_of(case(of=of, model=ModelFiles(MODEL.files, CONFIG | config)))
+    assert len(told) == bool(reason)
+    assert all(reason in one for one in told)
+
+
+def test_files_without_mtp_layers_are_found_by_their_names():
+    of = recipe(rollout={"speculative": {"method": "mtp"}})
+    model = ModelFiles(MODEL.files, CONFIG | {"model_type": "glm4_moe"})
+    for unused in (0, 12):
+        made = case(of=of, model=model)
+        names = NamesReport(model="Glm4MoeForCausalLM", tensors=9, unused=unused)
+        hosts = {name: replace(one, names=names) for name, one in made.hosts.items()}
+        assert len(drafts_of(replace(made, hosts=hosts))) == (unused == 0)
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_linear_attention_has_no_drafts_on_hosts_without_gpus(gpus: int):
+    linear = ModelFiles(MODEL.files, CONFIG | {"layer_types": ["linear_attention"]})
+    nodes = [
+        {"host": "gpu-01", "gpus": gpus, "pool": "rollout", "slots": 2},
+        {"host": "gpu-02", "gpus": gpus, "pool": "train", "slots": 2},
+    ]
+    of = recipe(nodes=nodes, rollout={"speculative": {"method": "ngram"}})
+    assert len(drafts_of(case(of=of, model=linear))) == (gpus == 0)
+
+
+def test_a_head_takes_memory_of_the_servers_that_hold_it():
+    without = case(of=recipe())
+    made = with_head(HEAD, HEAD_FILES)
+    gpu = [[one.what for one in gpu_memory(each)][-1] for each in (without, made)]
+    contexts = [int(told.split()[2].replace(",", "")) for told in gpu]
+    assert contexts[1] < contexts[0]
+    nodes = [{"host": "gpu-01", "slots": 2, "pool": ["rollout", "train"]}]
+    of = recipe(nodes=nodes, rollout=EAGLE3)
+    (node,), plan = of.nodes, initial_plan(of)
+    head = ModelFiles(HEAD_FILES, HEAD)
+    more = host_needs(of, plan, node, MODEL, head).memory - host_needs(of, plan, node, MODEL).memory
+    assert more == 4 * parameters_of(head)  # served in float32 without GPUs
 
 
 QUANTIZED = {"quantization": "fp8_per_channel"}
