@@ -281,6 +281,8 @@ def test_weights_change_in_flight_and_every_token_knows_its_version(bench, weigh
     expected = weights.logprobs(0, [*done.prompt_ids, *done.token_ids])[2:]
     before = [abs(a - b) for a, b in zip(expected, done.logprobs, strict=True)][: first.end]
     assert sum(before) / len(before) < 1e-4
+    reading: ServerSampled = bench.play(bench.server.sample)
+    assert reading.preemptions == 0, "a load pushes turns back, and says nothing of the KV cache"
 
 
 def test_the_probe_tells_one_version_from_another(bench, weights):

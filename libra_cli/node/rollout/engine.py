@@ -76,6 +76,8 @@ class VllmEngine:
         self._turns: dict[str, TurnTokens] = {}
         self._label = UNKNOWN_VERSION
         self._counters: Counter[str] = Counter()
+        self._pushed_back: set[str] = set()
+        """Turns that a load has pushed back, until vLLM tells of it."""
         self._drafts: DraftSwitch | None = None
         self._core.collective_rpc("mend")
         if config.speculative_config is not None:
@@ -230,7 +232,7 @@ class VllmEngine:
         queued = None
         for event in output.events or ():
             if event.type == EngineCoreEventType.PREEMPTED:
-                self._counters["preemptions"] += 1
+                self._count_preemption(output.request_id)
             elif event.type == EngineCoreEventType.QUEUED:
                 queued = event.timestamp
             elif queued is not None:
@@ -238,11 +240,20 @@ class VllmEngine:
                 self._counters["queue_time_s_count"] += 1
                 queued = None
 
+    def _count_preemption(self, name: str) -> None:
+        """Count a turn that lost its place for want of KV cache; a load pushes back all that run,
+        once each."""
+        if name in self._pushed_back:
+            self._pushed_back.discard(name)
+        else:
+            self._counters["preemptions"] += 1
+
     def abort(self, name: str) -> Answer | None:
         """End a turn and return what there is; None if it has ended."""
         turn = self._turns.pop(name, None)
         if turn is None:
             return None
+        self._pushed_back.discard(name)
         self._client.abort_requests([name])
         self._add_routes(name, turn)
         return turn.answer("abort")
@@ -265,6 +276,7 @@ class VllmEngine:
         ended = []
         while self._core.batch_queue:
             ended += self.step()
+        self._pushed_back |= {request.request_id for request in self._scheduler.running}
         self._core.pause_scheduler("keep", clear_cache=True)
         paused = time.monotonic()
         arguments = {"directory": directory}

@@ -70,17 +70,36 @@ class OffloadedAdamW(torch.optim.AdamW):  # type: ignore[misc]  # torch is not f
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # What is loaded comes to the device of its parameter.
-        self.register_load_state_dict_post_hook(OffloadedAdamW._offload_all)
+        self._moments: dict[nn.Parameter, dict[str, Tensor]] = {}
+        # torch brings all that is loaded to the devices of the parameters, every moment at once.
+        self.register_load_state_dict_pre_hook(OffloadedAdamW._take_moments)
+        self.register_load_state_dict_post_hook(OffloadedAdamW._put_moments)
 
     def offload(self, parameter: nn.Parameter) -> None:
+        """Move the moments of a parameter to the host's memory."""
         state = self.state[parameter]
         for name in MOMENTS:
             state[name] = on_host(state[name])
 
-    def _offload_all(self) -> None:
-        for parameter in self.state:
-            self.offload(parameter)
+    def _take_moments(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
+        """Copy the moments of a loaded state to those on the host; return the rest for torch."""
+        states = dict(loaded["state"])
+        mine = (one for group in self.param_groups for one in group["params"])
+        keys = (key for group in loaded["param_groups"] for key in group["params"])
+        for parameter, key in zip(mine, keys, strict=True):
+            if key in states:
+                states[key] = dict(states[key])
+                held = {name: self.state[parameter][name] for name in MOMENTS}
+                for name, moment in held.items():
+                    local(moment).copy_(local(states[key].pop(name)))
+                self._moments[parameter] = held
+        return {**loaded, "state": states}
+
+    def _put_moments(self) -> None:
+        """Join the moments with what torch has loaded."""
+        for parameter, moments in self._moments.items():
+            self.state[parameter].update(moments)
+        self._moments = {}
 
     def step(self, closure: Any = None) -> None:
         """Take a step on every parameter that has a gradient; ``closure`` is not called."""

@@ -56,6 +56,27 @@ def test_either_goes_on_from_the_other_s_state_to_the_same_bits(
         assert torch.equal(one, other)
 
 
+def test_moments_that_are_loaded_never_come_to_the_device_together(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    # torch casts by this what it loads, and brings it to the device of the parameter.
+    brought: list[str] = []
+    usual = torch.optim.Optimizer._process_value_according_to_param_policy
+
+    def watched(*given: Any, **named: Any) -> Any:
+        brought.append(named.get("key", given[-1]))
+        return usual(*given, **named)
+
+    place = "_process_value_according_to_param_policy"
+    half = trained("adamw", 3)
+    monkeypatch.setattr(torch.optim.Optimizer, place, staticmethod(watched))
+    trained("adamw", 6, half)
+    assert set(brought) == {"step", "exp_avg", "exp_avg_sq"}, "torch's own way is another now"
+    brought.clear()
+    trained("adamw_offload", 6, half)
+    assert set(brought) == {"step"}
+
+
 def test_muon_moves_matrices_as_torchs_own_and_the_rest_as_adamw():
     def parameters() -> list[Any]:
         torch.manual_seed(0)
